@@ -1,0 +1,92 @@
+"""The functions of `backhaul` that work on the current session."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from backhaul._config import Returns, resolve
+from backhaul._session import Session
+from backhaul_runtime.errors import SessionClosedError
+
+_opened: list[Session] = []
+
+
+def connect(
+    worker: str | None = None,
+    *,
+    returns: Returns | None = None,
+    strict: bool | None = None,
+    connect_timeout_s: float | None = None,
+    silence_s: float | None = None,
+    inflight_bytes: int | None = None,
+    memory_bytes: int | None = None,
+) -> Session:
+    """Opens a session and makes it the current one.
+
+    Each argument may also be set in the environment, as BACKHAUL_ and its name in capitals.
+
+    Args:
+        worker: "host:port", "unix:/path" or "dns:///host:port", several with commas between; each gets a contiguous
+            run of segments. Without one a worker process is started on this machine and ends with the session.
+        returns: "gradients", "activations" or "auto" (the default), gradients wherever a segment allows.
+        strict: Raise NotRemoteError rather than recompute a segment on the trainer.
+        connect_timeout_s: How long to wait for the workers here.
+        silence_s: A worker that sends nothing for so long is given up.
+        inflight_bytes: Bound of the copies of arguments that wait to be sent.
+        memory_bytes: Budget of a worker started here.
+
+    Raises:
+        AddressError: An address can't be read.
+        ConnectError: Nobody answers at one of them.
+        ProtocolVersionError: A worker of another version answers.
+        ValueError: A setting has a value it can't have.
+    """
+    session = Session(
+        resolve(
+            worker=worker,
+            returns=returns,
+            strict=strict,
+            connect_timeout_s=connect_timeout_s,
+            silence_s=silence_s,
+            inflight_bytes=inflight_bytes,
+            memory_bytes=memory_bytes,
+        )
+    )
+    _opened[:] = [*(other for other in _opened if not other.closed), session]
+    return session
+
+
+def current_session() -> Session:
+    """The session opened last that is still open. Raises SessionClosedError where there is none."""
+    for session in reversed(_opened):
+        if not session.closed:
+            return session
+    if _opened:
+        return _opened[-1]  # closed, or the parent's: what it is asked for runs on the trainer
+    raise SessionClosedError("there is no session: call backhaul.connect() first")
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, session: Session | None = None, **kwargs: Any) -> Any:
+    """`Session.checkpoint` of the current session, or of the one given."""
+    return (session or current_session()).checkpoint(function, *args, **kwargs)
+
+
+def checkpoint_sequential(
+    functions: nn.Sequential | Sequence[Callable[..., Any]],
+    segments: int,
+    input: Any,
+    *,
+    session: Session | None = None,
+    **kwargs: Any,
+) -> Any:
+    """`Session.checkpoint_sequential` of the current session, or of the one given."""
+    return (session or current_session()).checkpoint_sequential(functions, segments, input, **kwargs)
+
+
+@contextmanager
+def patched() -> Iterator[Session]:
+    """`Session.patched` of the current session."""
+    with current_session().patched() as session:
+        yield session

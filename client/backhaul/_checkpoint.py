@@ -1,0 +1,157 @@
+"""A checkpointed call: the forward, recorded, and what of it is kept for backward."""
+
+import functools
+import threading
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
+
+from backhaul._arguments import Options, run_in_torch
+from backhaul._frame import Frame, Handle, RemoteSegment
+from backhaul._graft import graft
+from backhaul._local import Call
+from backhaul._report import Journal
+from backhaul_runtime.errors import Refusal
+from backhaul_runtime.layout import Layout
+from backhaul_runtime.op_list import allowed_ops
+from backhaul_runtime.recorder import Recorder
+from backhaul_runtime.uses import Use, find_uses
+
+class Remote(Protocol):
+    """Where segments go. The session is one."""
+
+    journal: Journal
+
+    def hold(self, tensor: Tensor, layout: Layout, address: bytes) -> Tensor:
+        """A copy of the tensor, shared with other segments that need the same contents."""
+
+    def save(self, frame: Frame, use_counts: list[int], forward_s: float) -> RemoteSegment:
+        """Starts sending a frame's segment. Raises Refusal where no worker takes it.
+
+        Args:
+            frame: With its program and recording.
+            use_counts: Contributions that each source gets.
+            forward_s: What forward took, the measure for what recomputation may take.
+        """
+
+
+class _Nesting(threading.local):
+    active = False
+
+
+_nesting = _Nesting()
+
+
+def run_segment(
+    remote: Remote, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+) -> Any:
+    """Calls fn once, on the caller's own objects, and keeps what backward needs instead of activations.
+
+    A call inside another belongs to the outer one: it is recorded with it and keeps nothing of its own.
+
+    Raises:
+        NotRemoteError: Under `strict`, if the segment would be recomputed on the trainer.
+    """
+    if _nesting.active or _runs_plainly():
+        return fn(*args, **kwargs)
+    name = name_of(fn)
+    if options.torch_reason:
+        return run_in_torch(remote, name, fn, args, kwargs, options)
+    log = remote.journal.log(name)
+    log.call()
+    frame = Frame(name, log, options.strict)
+    call = Call.begin(fn, args, kwargs)
+
+    def pack(tensor: Tensor) -> Handle:
+        recorder.note_saved(tensor)
+        return frame.handle()
+
+    recorder = Recorder(call.tensors(), allowed_ops(), remote.hold, pack)
+    _nesting.active = True
+    started = perf_counter()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack), recorder:
+            returned = fn(*args, **kwargs)
+    finally:
+        _nesting.active = False
+    return _keep(remote, frame, recorder, call, returned, options, perf_counter() - started)
+
+
+def _unpack(handle: Handle) -> Tensor:
+    return handle.frame.unpack(handle.index)
+
+
+def _keep(
+    remote: Remote,
+    frame: Frame,
+    recorder: Recorder,
+    call: Call,
+    returned: Any,
+    options: Options,
+    forward_s: float,
+) -> Any:
+    """Decides who will recompute the segment, and gives the caller outputs that lead to it."""
+    leaves, spec = pytree.tree_flatten(returned)
+    tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
+    outputs = [tensor for tensor in tensors if tensor.requires_grad]
+    frame.recording = recorder.recording
+    uses = _uses(recorder, outputs)
+    grafts = (
+        options.returns != "activations"
+        and any(uses)
+        and not recorder.rewrites_autograd()
+        and not recorder.shares_storage(outputs, tensors)
+        and not recorder.outlived(outputs)
+    )
+    frame.program = recorder.finish(outputs if grafts else ())
+    reason = frame.recording.refusal
+    if frame.program is None:
+        call.keep(recorder.tensors, frame.recording)
+        frame.call = call
+    elif outputs:
+        try:
+            frame.remote = remote.save(frame, [len(found) for found in uses], forward_s)
+        except Refusal as refusal:
+            reason = refusal.reason
+    if reason is not None:
+        frame.stays_local(reason)
+    if frame.program is None or not grafts:
+        return returned
+    sources = [recorder.tensors[index] for index, found in enumerate(uses) for _ in found]
+    grafted = dict(zip(map(id, outputs), graft(frame, outputs, sources), strict=True))
+    return pytree.tree_unflatten([grafted.get(id(leaf), leaf) for leaf in leaves], spec)
+
+
+def _uses(recorder: Recorder, outputs: list[Tensor]) -> list[list[Use]]:
+    targets = {(edge.node, edge.output_nr): i for i, edge in enumerate(recorder.edges) if edge is not None}
+    try:
+        return find_uses(outputs, targets, recorder.first_sequence, len(recorder.tensors))
+    except Refusal as refusal:
+        recorder.refuse(refusal.reason)
+        return []
+
+
+def _runs_plainly() -> bool:
+    """Whether nothing is saved for backward here, or transforms of torch.func and forward AD do their own."""
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled() or forward_ad._current_level >= 0:
+        return True
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    # torch.func.grad refuses saved-tensor hooks by an error of its own, which is torch's answer to checkpoint too.
+    return bool(stack) and all(level.key() != torch._C._functorch.TransformType.Grad for level in stack)
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """What people call this function: a module's class, a function's qualified name."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    owner = getattr(fn, "__self__", None)
+    if isinstance(fn, torch.nn.Module):
+        return type(fn).__name__
+    if isinstance(owner, torch.nn.Module):
+        return type(owner).__name__
+    return str(getattr(fn, "__qualname__", type(fn).__name__)).replace("<locals>.", "")

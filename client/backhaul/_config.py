@@ -1,0 +1,72 @@
+"""A session's settings: argument over environment over default, resolved here and nowhere else. Free of torch."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+Returns = Literal["auto", "gradients", "activations"]
+RETURNS: tuple[str, ...] = ("auto", "gradients", "activations")
+_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How a session works. Each field can be set by the environment, as BACKHAUL_ and its name in capitals."""
+
+    worker: str = ""
+    """Addresses of workers with commas between; empty starts one on this machine."""
+
+    returns: Returns = "auto"
+    """What comes back for a segment: "gradients", "activations", or "auto", gradients wherever a segment allows."""
+
+    strict: bool = False
+    """Raise NotRemoteError rather than recompute a segment on the trainer."""
+
+    connect_timeout_s: float = 30.0
+    """How long connect() waits for the workers. A worker it starts itself needs some seconds to import torch."""
+
+    silence_s: float = 2.0
+    """A worker that sends neither progress nor bytes for so long is given up, and its segments run on the trainer."""
+
+    inflight_bytes: int = 64 << 20
+    """Copies of arguments that wait to be sent; beyond it forward waits."""
+
+    memory_bytes: int = 0
+    """Budget of the worker that connect() starts, 0 for half of this machine's memory."""
+
+
+def resolve(**given: Any) -> Config:
+    """The settings, from arguments (None: not given), the environment, and the defaults.
+
+    Raises:
+        ValueError: Naming the setting, its value, and what it takes.
+    """
+    values = {}
+    for field in fields(Config):
+        if given.get(field.name) is not None:
+            values[field.name] = given[field.name]
+        elif (text := os.environ.get(f"BACKHAUL_{field.name.upper()}")) is not None:
+            values[field.name] = _parse(field.name, type(field.default), text)
+    config = Config(**values)
+    if config.returns not in RETURNS:
+        raise ValueError(f'returns={config.returns!r} is not one of {", ".join(map(repr, RETURNS))}')
+    for name in ("connect_timeout_s", "silence_s", "inflight_bytes"):
+        if getattr(config, name) <= 0:
+            raise ValueError(f"{name}={getattr(config, name)!r} must be more than 0")
+    if config.memory_bytes < 0:
+        raise ValueError(f"memory_bytes={config.memory_bytes!r} must not be negative")
+    return config
+
+
+def _parse(name: str, kind: Callable[[str], Any], text: str) -> Any:
+    try:
+        return _boolean(text) if kind is bool else kind(text)
+    except ValueError:
+        raise ValueError(f"BACKHAUL_{name.upper()}={text!r} is no {getattr(kind, '__name__', 'value')}") from None
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() in _TRUE | _FALSE:
+        return text.lower() in _TRUE
+    raise ValueError(text)

@@ -1,0 +1,115 @@
+"""A worker process on this machine, started and ended by its session."""
+
+import logging
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+from typing import IO
+
+from backhaul_runtime.addresses import Address, parse_address
+from backhaul_runtime.errors import ConnectError
+
+logger = logging.getLogger("backhaul")
+_END_S = 5.0
+
+
+class EmbeddedWorker:
+    """Starts the worker when asked for its address, again if it died. Not thread-safe: one thread at a time."""
+
+    def __init__(self, memory_bytes: int, start_timeout_s: float) -> None:
+        self._memory_bytes = memory_bytes
+        self._start_timeout_s = start_timeout_s
+        # 0700 by mkdtemp: only this user reaches the socket.
+        self._directory = Path(tempfile.mkdtemp(prefix="backhaul-"))
+        self._process: subprocess.Popen[str] | None = None
+        self._starts = 0
+
+    @property
+    def pid(self) -> int | None:
+        """Of the running worker."""
+        alive = self._process is not None and self._process.poll() is None
+        return self._process.pid if alive and self._process is not None else None
+
+    def ensure(self) -> Address:
+        """The address of a worker that runs, started now if need be.
+
+        Raises:
+            ConnectError: It did not come up in time, with what it said.
+        """
+        if self._process is None or self._process.poll() is not None:
+            self._starts += 1
+            self._start()
+        return self._address
+
+    def _start(self) -> None:
+        self._address = parse_address(f"unix:{self._directory}/{self._starts}.sock")
+        arguments = ["worker", "--listen", self._address.text, "--parent", str(os.getpid())]
+        if self._memory_bytes:
+            arguments += ["--memory", str(self._memory_bytes)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "backhaul", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the trainer, which then ends its worker
+        )
+        said: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        tail: list[str] = []
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        threading.Thread(target=_first_line, args=(self._process.stdout, said), daemon=True).start()
+        threading.Thread(target=_pass_on, args=(self._process.stderr, tail), daemon=True).start()
+        deadline = monotonic() + self._start_timeout_s
+        try:
+            line = said.get(timeout=max(0.0, deadline - monotonic()))
+        except queue.Empty:
+            line = None
+        if not line:
+            self.stop()
+            raise ConnectError(
+                f"the worker that connect() starts did not come up within {self._start_timeout_s:g} s; it said:\n"
+                + "".join(tail[-10:]),
+            )
+
+    def stop(self) -> None:
+        """Ends the worker, by force if it must be."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+    def close(self) -> None:
+        """Ends the worker and removes its directory."""
+        self.stop()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _first_line(pipe: IO[str], said: "queue.SimpleQueue[str | None]") -> None:
+    with suppress(ValueError):  # closed under us
+        said.put(pipe.readline() or None)
+
+
+def _pass_on(pipe: IO[str], tail: list[str]) -> None:
+    """Reads what the worker logs, so that its pipe never fills, and passes it to our log."""
+    with suppress(ValueError):  # closed under us
+        for line in pipe:
+            tail.append(line)
+            del tail[:-20]
+            logger.debug("worker: %s", line.rstrip())

@@ -1,0 +1,265 @@
+"""A session's connection to one worker: opened, kept, lost, and opened again with back-off.
+
+NOTE [Generations]
+1. A link is up or down. A thread of its own keeps the lease, notices trouble and reconnects.
+2. What the worker holds for us belongs to a generation: one session on one worker process. After a short cut the worker
+   still knows the session, and the generation goes on. If it does not, all segments of the old one are lost.
+3. While the link is down nothing waits for it: segments run on the trainer.
+"""
+
+import logging
+import os
+import random
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import grpc
+
+from backhaul._calls import call_unary
+from backhaul_proto.v1 import (
+    program_pb2_grpc,
+    segment_pb2_grpc,
+    session_pb2,
+    session_pb2_grpc,
+    tensor_pb2_grpc,
+)
+from backhaul_runtime.addresses import Address
+from backhaul_runtime.errors import (
+    BackhaulError,
+    ConnectError,
+    ProtocolVersionError,
+    SessionClosedError,
+    SessionUnknownError,
+    WorkerLostError,
+)
+from backhaul_runtime.protocol import CHANNEL_OPTIONS, PROTOCOL_VERSION
+from backhaul_runtime.version import version
+
+logger = logging.getLogger("backhaul")
+FIRST_BACKOFF_S = 0.1
+LONGEST_BACKOFF_S = 5.0
+KEEP_INTERVAL_S = 1.0
+RECOVERY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One session on one worker process, and what the worker said of itself.
+
+    Attributes:
+        number: Counted by the link.
+        session: The worker's name for the session.
+        epoch: The worker process.
+        budget_bytes: Of the worker's memory.
+        fingerprint: What its numbers depend on.
+        lease_s: The session ends after so much silence.
+    """
+
+    number: int
+    session: str
+    epoch: str
+    budget_bytes: int
+    fingerprint: Mapping[str, str]
+    lease_s: float
+
+
+class Stubs:
+    """The services at the other end of a channel."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self.sessions = session_pb2_grpc.SessionServiceStub(channel)
+        self.programs = program_pb2_grpc.ProgramServiceStub(channel)
+        self.tensors = tensor_pb2_grpc.TensorServiceStub(channel)
+        self.segments = segment_pb2_grpc.SegmentServiceStub(channel)
+
+
+class Link:
+    """A connection to one worker.
+
+    Args:
+        find: Gives the worker's address; for an embedded worker it starts one that died. Called by one thread at a time.
+        silence_s: A worker silent for so long is taken for lost.
+    """
+
+    def __init__(self, find: Callable[[], Address], silence_s: float) -> None:
+        self._find = find
+        self.silence_s = silence_s
+        self.pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="backhaul-receive")
+        self.name = ""
+        self._generation: Generation | None = None
+        self._generations = 0
+        self._why_down = "not connected yet"
+        self._up = False
+        self._draining = False
+        self._closed = False
+        self._channel: grpc.Channel | None = None
+        self._target = ""
+        self._wake = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, name="backhaul-keeper", daemon=True)
+
+    def open(self, timeout_s: float) -> None:
+        """Connects for the first time.
+
+        Raises:
+            ConnectError: Nobody answers, or not a worker, with the address and what to start.
+            ProtocolVersionError: A worker of another version answers.
+        """
+        address = self._find()
+        try:
+            self._connect(address, timeout_s)
+        except (ProtocolVersionError, ConnectError):
+            self.close()
+            raise
+        except BackhaulError as error:
+            self.close()
+            raise ConnectError(
+                f'nobody answers as a worker at "{address.text}": {error.message}. Start one there with '
+                f"`backhaul worker --listen {address.text}`, or call connect() without an address to have one started",
+                address=address.text,
+            ) from error
+        self._keeper.start()
+
+    @property
+    def up(self) -> Generation | None:
+        """What new segments can be sent to, None while there is nothing."""
+        return self._generation if self._up and not self._draining else None
+
+    @property
+    def why_down(self) -> str:
+        """Why there is nothing to send to."""
+        return "the worker is shutting down" if self._up and self._draining else self._why_down
+
+    def stubs(self, generation: Generation) -> Stubs:
+        """The services of a generation. Raises WorkerLostError where it is gone or out of reach (Rules 2 and 3)."""
+        if self._generation is not generation:
+            raise WorkerLostError(f"the worker {self.name} lost what it held: {self._why_down}", status="LOST")
+        if not self._up:
+            raise WorkerLostError(f"the worker {self.name} is out of reach: {self._why_down}", status="DOWN")
+        return self._stubs
+
+    def trouble(self, generation: Generation, error: WorkerLostError) -> None:
+        """A call met silence or a broken connection: down until the keeper has looked."""
+        if self._generation is generation and error.status not in {"BUSY", "SLOW"}:
+            self._down(error.message)
+            self._wake.set()
+
+    def recovered(self, generation: Generation) -> bool:
+        """Whether a generation goes on after `trouble`. Asks the worker once, and not for long."""
+        if self._generation is not generation or self._closed:
+            return False
+        try:
+            self._ask(generation, RECOVERY_S)
+        except BackhaulError:
+            return False
+        self._up = True
+        return True
+
+    def forked(self) -> None:
+        """In the child of a fork: the connection is the parent's. Takes no lock, for its holder may not exist here."""
+        self._generation, self._up, self._closed = None, False, True
+        self._why_down = "the session belongs to the parent of this forked process"
+
+    def close(self) -> None:
+        """Ends the session on the worker and the link's threads. Does not wait for a worker that is out of reach."""
+        self._closed = True
+        self._wake.set()
+        generation, up = self._generation, self._up
+        self._generation, self._up, self._why_down = None, False, "the session is closed"
+        if generation is not None and up:
+            try:
+                request = session_pb2.CloseSessionRequest(session=generation.session)
+                call_unary(self._stubs.sessions.CloseSession, request, self.silence_s)
+            except BackhaulError as error:
+                logger.debug("closing the session on %s: %s", self.name, error)
+        if self._channel is not None:
+            self._channel.close()  # ends what the keeper waits for
+        if self._keeper.ident is not None:
+            self._keeper.join()
+        self.pool.shutdown(wait=True, cancel_futures=True)
+
+    def _connect(self, address: Address, timeout_s: float) -> None:
+        if self._closed:
+            raise SessionClosedError("the session is closed")
+        if self._channel is not None:
+            self._channel.close()
+        self.name, self._target = address.text, address.target
+        self._channel = grpc.insecure_channel(address.target, options=CHANNEL_OPTIONS)
+        self._stubs = Stubs(self._channel)
+        request = session_pb2.OpenSessionRequest(
+            protocol_version=PROTOCOL_VERSION,
+            client_version=version(),
+            trainer=f"{socket.gethostname()}:{os.getpid()}",
+        )
+        answer = call_unary(self._stubs.sessions.OpenSession, request, timeout_s)
+        if answer.protocol_version != PROTOCOL_VERSION:
+            raise ProtocolVersionError(
+                f"the worker at {address.text} speaks protocol {answer.protocol_version} (backhaul "
+                f"{answer.worker_version}), this trainer {PROTOCOL_VERSION} (backhaul {version()}): install the same "
+                "version on both",
+                trainer=PROTOCOL_VERSION,
+                worker=answer.protocol_version,
+            )
+        self._generations += 1
+        self._generation = Generation(
+            self._generations,
+            answer.session,
+            answer.epoch,
+            answer.budget_bytes,
+            dict(answer.fingerprint),
+            answer.lease_s,
+        )
+        self._draining = False
+        self._up = True
+
+    def _ask(self, generation: Generation, silence_s: float = 0.0) -> None:
+        request = session_pb2.KeepSessionRequest(session=generation.session)
+        method = self._stubs.sessions.KeepSession
+        answer = call_unary(method, request, silence_s or self.silence_s, wait_for_ready=True)
+        self._draining = answer.draining
+
+    def _down(self, why: str) -> None:
+        if self._up:
+            logger.warning("worker %s: %s. Segments run on the trainer until it is back", self.name, why)
+        self._up, self._why_down = False, why
+
+    def _keep(self) -> None:
+        backoff_s = FIRST_BACKOFF_S
+        while not self._closed:
+            generation = self._generation
+            if self._up and generation is not None:
+                self._wake.wait(min(KEEP_INTERVAL_S, generation.lease_s / 4))
+            else:
+                self._wake.wait(backoff_s * random.uniform(0.5, 1.0))
+                backoff_s = min(LONGEST_BACKOFF_S, 2 * backoff_s)
+            self._wake.clear()
+            if self._closed:
+                return
+            try:
+                self._look(generation)
+                backoff_s = FIRST_BACKOFF_S
+            except BackhaulError as error:
+                self._down(error.message)
+
+    def _look(self, generation: Generation | None) -> None:
+        """Keeps the generation, or starts another (Rule 2)."""
+        was_up = self._up
+        if generation is not None:
+            try:
+                self._ask(generation)
+                self._up = True
+            except SessionUnknownError as error:
+                self._down(error.message)
+                self._generation = generation = None
+            except WorkerLostError as error:
+                self._down(error.message)
+                # A process we had to start anew holds nothing; one at the same address may only have been out of reach.
+                if self._find().target == self._target:
+                    raise
+                self._generation = generation = None
+        if generation is None:
+            self._connect(self._find(), self.silence_s)
+        if not was_up and not self._closed:
+            logger.warning("worker %s is back", self.name)

@@ -1,0 +1,31 @@
+"""Which worker gets which segment: each a contiguous run, so that parameters stay where they are. Pure."""
+
+FIRST_RUN = 4
+"""Until the first backward nobody knows how many segments a pass has: the first pass goes in runs of this length."""
+
+
+class Placement:
+    """Counts segments by pass. A pass ends with the first backward after it."""
+
+    def __init__(self) -> None:
+        self._index = 0
+        self._count = 0
+        self._in_backward = False
+
+    def place(self, workers: int) -> int:
+        """The worker of the next segment, from 0.
+
+        Args:
+            workers: How many there are, at least one.
+        """
+        if self._in_backward:
+            self._in_backward = False
+            self._count, self._index = self._index, 0
+        index, self._index = self._index, self._index + 1
+        if self._count == 0:
+            return index // FIRST_RUN % workers
+        return min(index * workers // self._count, workers - 1)
+
+    def backward(self) -> None:
+        """A backward has reached a segment."""
+        self._in_backward = True

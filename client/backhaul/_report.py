@@ -1,0 +1,170 @@
+"""What ran where, why, and what it cost: counted while training, shown by `session.report()`."""
+
+import logging
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+
+logger = logging.getLogger("backhaul")
+
+
+class Decision(Enum):
+    """Who recomputed a segment, and what came back."""
+
+    GRADIENTS = "gradients"
+    ACTIVATIONS = "activations"
+    TRAINER = "trainer"
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentReport:
+    """All calls under one name.
+
+    Attributes:
+        name: What was called.
+        calls: Forward calls.
+        decisions: Recomputations by who did them.
+        wait_s: What backward waited for them.
+        fallbacks: Segments that a worker had, or should have had, and the trainer recomputed.
+        reasons: Why the trainer recomputed, with counts.
+        up_bytes: Sent for these calls.
+        down_bytes: Received for them.
+    """
+
+    name: str
+    calls: int
+    decisions: dict[Decision, int]
+    wait_s: float
+    fallbacks: int
+    reasons: dict[str, int]
+    up_bytes: int
+    down_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A session so far. `print` it, or read its fields.
+
+    Attributes:
+        segments: By name, in the order of their first calls.
+    """
+
+    segments: tuple[SegmentReport, ...]
+
+    @property
+    def remote(self) -> int:
+        """Recomputations done by workers."""
+        return sum(n for s in self.segments for d, n in s.decisions.items() if d is not Decision.TRAINER)
+
+    @property
+    def fallbacks(self) -> int:
+        """Segments that the trainer recomputed though a worker had been meant to."""
+        return sum(segment.fallbacks for segment in self.segments)
+
+    @property
+    def up_bytes(self) -> int:
+        """Sent to workers."""
+        return sum(segment.up_bytes for segment in self.segments)
+
+    @property
+    def down_bytes(self) -> int:
+        """Received from workers."""
+        return sum(segment.down_bytes for segment in self.segments)
+
+    def __str__(self) -> str:
+        head = f"{'segment':<32}{'calls':>7}{'gradients':>11}{'activations':>13}{'trainer':>9}{'wait':>10}{'up':>11}{'down':>11}"
+        lines = [head]
+        for segment in self.segments:
+            counts = "".join(
+                f"{segment.decisions.get(decision, 0):>{width}}"
+                for decision, width in ((Decision.GRADIENTS, 11), (Decision.ACTIVATIONS, 13), (Decision.TRAINER, 9))
+            )
+            lines.append(
+                f"{segment.name[:31]:<32}{segment.calls:>7}{counts}{segment.wait_s * 1e3:>7.0f} ms"
+                f"{segment.up_bytes / 1e6:>8.1f} MB{segment.down_bytes / 1e6:>8.1f} MB"
+            )
+            lines += [f"  {count} on the trainer: {reason}" for reason, count in segment.reasons.items()]
+        return "\n".join(lines)
+
+
+@dataclass(eq=False)
+class SegmentLog:
+    """Counts of one name. Written by the trainer's threads and the session's."""
+
+    name: str
+    _calls: int = 0
+    _decisions: Counter[Decision] = field(default_factory=Counter)
+    _wait_s: float = 0.0
+    _fallbacks: int = 0
+    _reasons: Counter[str] = field(default_factory=Counter)
+    _up_bytes: int = 0
+    _down_bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def call(self) -> None:
+        """Counts a forward call."""
+        with self._lock:
+            self._calls += 1
+
+    def add(self, decision: Decision, wait_s: float) -> None:
+        """Counts a recomputation."""
+        with self._lock:
+            self._decisions[decision] += 1
+            self._wait_s += wait_s
+
+    def traffic(self, up_bytes: int = 0, down_bytes: int = 0) -> None:
+        """Counts bytes of messages."""
+        with self._lock:
+            self._up_bytes += up_bytes
+            self._down_bytes += down_bytes
+
+    def on_trainer(self, reason: str) -> None:
+        """Notes why the trainer recomputes, in the log only the first time."""
+        with self._lock:
+            self._reasons[reason] += 1
+            first = self._reasons[reason] == 1
+        if first:
+            logger.warning("segment %s is recomputed on the trainer: %s", self.name, reason)
+
+    def fallback(self, reason: str) -> None:
+        """Notes that a worker was meant to recompute and could not."""
+        with self._lock:
+            self._fallbacks += 1
+        self.on_trainer(reason)
+
+    def report(self) -> SegmentReport:
+        """The counts now."""
+        with self._lock:
+            return SegmentReport(
+                self.name,
+                self._calls,
+                dict(self._decisions),
+                self._wait_s,
+                self._fallbacks,
+                dict(self._reasons),
+                self._up_bytes,
+                self._down_bytes,
+            )
+
+
+class Journal:
+    """The logs of a session, by name."""
+
+    def __init__(self) -> None:
+        self._logs: dict[str, SegmentLog] = {}
+        self._lock = threading.Lock()
+
+    def log(self, name: str) -> SegmentLog:
+        """The log of that name, made at its first call."""
+        with self._lock:
+            found = self._logs.get(name)
+            if found is None:
+                found = self._logs[name] = SegmentLog(name)
+            return found
+
+    def report(self) -> Report:
+        """Everything so far."""
+        with self._lock:
+            logs = list(self._logs.values())
+        return Report(tuple(log.report() for log in logs))

@@ -1,0 +1,259 @@
+"""A trainer's session: its workers, and everything done through them."""
+
+import atexit
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from backhaul import _patched, _sequential, _wrap
+from backhaul._arguments import options_of
+from backhaul._checkpoint import run_segment
+from backhaul._config import Config
+from backhaul._embedded import EmbeddedWorker
+from backhaul._frame import Frame
+from backhaul._link import Generation, Link
+from backhaul._placement import Placement
+from backhaul._remote import SavedSegment
+from backhaul._report import Journal, Report
+from backhaul._upload import Save, SourceTensor, Uploader
+from backhaul_runtime.addresses import parse_addresses
+from backhaul_runtime.errors import Refusal
+from backhaul_runtime.fingerprint import differences, fingerprint
+from backhaul_runtime.layout import Layout, copy_exact
+from backhaul_runtime.program_codec import address_of_program, encode_program
+
+_BACKWARD_FACTOR = 3.0  # a recomputed forward and a backward of twice its cost
+
+
+class _Side:
+    """A worker of the session: its link, what sends to it, and the segments it has."""
+
+    def __init__(self, link: Link, inflight_bytes: int) -> None:
+        self.link = link
+        self.uploader = Uploader(link, inflight_bytes)
+        self.segments: dict[int, weakref.ref[SavedSegment]] = {}
+
+    def upcoming(self, segment: int) -> list[int]:
+        """The segment that backward reaches after this one: the last saved before it that is still there."""
+        earlier = [number for number in list(self.segments) if number < segment]
+        return [max(earlier)] if earlier else []
+
+
+class Session:
+    """Connects a trainer to its workers. Made by `backhaul.connect`; a context manager.
+
+    After construction nothing raises for want of a worker, unless `strict`: segments run on the trainer meanwhile.
+    Its methods may be called from several threads.
+
+    Args:
+        config: Settings.
+
+    Raises:
+        AddressError: An address can't be read.
+        ConnectError: Nobody answers at one of them.
+        ProtocolVersionError: A worker of another version answers.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.journal = Journal()
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._placement = Placement()
+        self._copies: weakref.WeakValueDictionary[bytes, Tensor] = weakref.WeakValueDictionary()
+        self._closed = False
+        self._embedded: EmbeddedWorker | None = None
+        self._sides: list[_Side] = []
+        links = []
+        if config.worker:
+            for address in parse_addresses(config.worker):
+                links.append(Link(lambda address=address: address, config.silence_s))
+        else:
+            self._embedded = EmbeddedWorker(config.memory_bytes, config.connect_timeout_s)
+            links.append(Link(self._embedded.ensure, config.silence_s))
+        try:
+            for link in links:
+                link.open(config.connect_timeout_s)
+                self._sides.append(_Side(link, config.inflight_bytes))
+        except BaseException:
+            self.close()
+            raise
+        _sessions.add(self)
+
+    def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs `function(*args, **kwargs)` and lets a worker recompute it in backward.
+
+        Takes what `torch.utils.checkpoint.checkpoint` takes, and:
+
+        Args:
+            function: Called once, now, on the caller's own objects.
+            *args: Its arguments. Tensors may be changed afterwards: they are copied.
+            **kwargs: Its keyword arguments, and torch's own: `use_reentrant`, `preserve_rng_state`, `context_fn`,
+                `determinism_check`, `debug`, `early_stop`. Also `returns` and `strict`, the session's unless given.
+
+        Returns:
+            What function returned.
+
+        Raises:
+            NotRemoteError: Under `strict`, if the trainer would recompute it.
+            ValueError: For options that torch refuses too.
+        """
+        options, kwargs = options_of(self.config, kwargs)
+        return run_segment(self, function, args, kwargs, options)
+
+    def checkpoint_sequential(
+        self, functions: nn.Sequential | Sequence[Callable[..., Any]], segments: int, input: Any, **kwargs: Any
+    ) -> Any:
+        """Runs functions in a row, in `segments` checkpointed chunks of which the last is not checkpointed.
+
+        As `torch.utils.checkpoint.checkpoint_sequential`; keyword arguments are those of `checkpoint`.
+
+        Raises:
+            ValueError: More segments than functions, or fewer than one.
+        """
+        return _sequential.checkpoint_sequential(self, functions, segments, input, **kwargs)
+
+    def wrap(self, model: nn.Module, layers: type[nn.Module] | tuple[type[nn.Module], ...], **kwargs: Any) -> nn.Module:
+        """Checkpoints each module of the given classes in the model, in place. See `backhaul.wrap`."""
+        return _wrap.wrap(model, layers, session=self, **kwargs)
+
+    @contextmanager
+    def patched(self) -> Iterator[Self]:
+        """Within it `torch.utils.checkpoint.checkpoint` is this session's, for code one can't edit."""
+        with _patched.patched(self):
+            yield self
+
+    def report(self) -> Report:
+        """What ran where so far, why, and what it cost."""
+        return self.journal.report()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called, or this process is the child of a fork."""
+        return self._closed
+
+    def close(self) -> None:
+        """Ends everything remote: threads, connections, and a worker that connect() started. Safe to call twice.
+
+        Segments between forward and backward stay right: the trainer recomputes them.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        _sessions.discard(self)
+        for side in self._sides:
+            side.link.close()
+        for side in self._sides:
+            side.uploader.close()
+        if self._embedded is not None:
+            self._embedded.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # What `_checkpoint.run_segment` asks of a session
+
+    def hold(self, tensor: Tensor, layout: Layout, address: bytes) -> Tensor:
+        """A copy of an argument, shared by all segments that hold the same contents."""
+        held = self._copies.get(address)
+        if held is None:
+            held = self._copies[address] = copy_exact(tensor, layout)
+        return held
+
+    def save(self, frame: Frame, use_counts: list[int], forward_s: float) -> SavedSegment:
+        """Queues a segment for a worker. Raises Refusal where none takes it."""
+        assert frame.program is not None
+        with self._lock:
+            side, generation = self._place()
+            number = next(self._numbers)
+        sources = frame.recording.sources
+        _check_same_numbers(generation, side.link.name, sources[0].layout.device if sources else "cpu")
+        need = frame.program.run_bytes([source.layout.span_bytes for source in sources])
+        total = need + sum(source.layout.span_bytes for source in sources)
+        if total > generation.budget_bytes:
+            raise Refusal(
+                f"it needs {total} bytes on the worker, whose budget is {generation.budget_bytes}: give it more "
+                "--memory, or make the segment smaller"
+            )
+        log, program = frame.log, encode_program(frame.program)
+        save = Save(
+            generation=generation,
+            segment=number,
+            program=program,
+            program_address=address_of_program(program),
+            sources=[SourceTensor(source.address, source.layout, source.value, source.is_copy) for source in sources],
+            generator_states=frame.recording.generator_states,
+            name=frame.name,
+            queued_bytes=sum(source.layout.span_bytes for source in sources if source.is_copy),
+            count=lambda size: log.traffic(up_bytes=size),
+        )
+        saved = SavedSegment(
+            side.link,
+            side.uploader,
+            save,
+            log,
+            use_counts,
+            _BACKWARD_FACTOR * forward_s,
+            lambda: self._backward_reached(side, number),
+        )
+        with self._lock:
+            side.segments[number] = weakref.ref(saved, lambda _: side.segments.pop(number, None))
+        side.uploader.save(save)
+        return saved
+
+    def _place(self) -> tuple[_Side, Generation]:
+        if self._closed:
+            raise Refusal("the session is closed")
+        up = [(side, generation) for side in self._sides if (generation := side.link.up) is not None]
+        if not up:
+            raise Refusal(f"no worker can be reached: {self._sides[0].link.why_down}")
+        return up[self._placement.place(len(up))]
+
+    def _backward_reached(self, side: _Side, number: int) -> list[int]:
+        with self._lock:
+            self._placement.backward()
+            return side.upcoming(number)
+
+    def _forked(self) -> None:
+        self._closed = True
+        for side in self._sides:
+            side.link.forked()
+
+
+def _check_same_numbers(generation: Generation, name: str, device: str) -> None:
+    different = differences(fingerprint(torch.device(device)), generation.fingerprint)
+    if different:
+        pairs = ", ".join(f"{key} is {ours} here and {theirs} there" for key, (ours, theirs) in different.items())
+        raise Refusal(f"the worker {name} computes other bits than this trainer: {pairs}")
+
+
+# Sessions live until they are closed: their threads and workers do.
+_sessions: set[Session] = set()
+
+
+def _after_fork() -> None:
+    for session in _sessions:
+        session._forked()
+    _sessions.clear()
+
+
+def _at_exit() -> None:
+    for session in list(_sessions):
+        session.close()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+atexit.register(_at_exit)

@@ -1,0 +1,241 @@
+"""Sends segments behind the forward, and tells workers what is no longer needed.
+
+One thread per link sends in order: so a segment is released after it was saved, and tensors arrive before what names
+them. Copies of arguments that wait to be sent are bounded in bytes; a forward that gets ahead waits.
+"""
+
+import logging
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from backhaul._calls import SLICE_S, Watch, call_unary, watched
+from backhaul._link import Generation, Link
+from backhaul_proto.v1 import program_pb2, segment_pb2, tensor_pb2
+from backhaul_runtime.errors import BackhaulError, SegmentUnknownError, WorkerLostError
+from backhaul_runtime.framing import Parcel, batches
+from backhaul_runtime.layout import Layout
+
+logger = logging.getLogger("backhaul")
+MAX_KNOWN = 1 << 16
+MAX_ATTEMPTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTensor:
+    """A tensor a segment names.
+
+    Attributes:
+        address: Of its contents at forward.
+        layout: Likewise.
+        value: Read when it is sent; if it has changed by then the worker refuses it.
+        is_transient: No later segment will name it.
+    """
+
+    address: bytes
+    layout: Layout
+    value: Tensor
+    is_transient: bool
+
+
+@dataclass(eq=False)
+class Save:
+    """A segment to be saved.
+
+    Attributes:
+        generation: It goes there or nowhere.
+        segment: Number of the segment in its session.
+        program: Encoded.
+        program_address: Of it.
+        sources: In program order.
+        generator_states: One per node that draws.
+        name: For people.
+        queued_bytes: Copies of arguments it holds until it is sent.
+        saved: Done when the worker has it; holds the error where it has not.
+        count: Told of bytes sent.
+    """
+
+    generation: Generation
+    segment: int
+    program: bytes
+    program_address: bytes
+    sources: Sequence[SourceTensor]
+    generator_states: Sequence[bytes]
+    name: str
+    queued_bytes: int
+    count: Callable[[int], None]
+    saved: "Future[None]" = field(default_factory=Future)
+    is_released: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Release:
+    generation: Generation
+    segment: int
+
+
+class Uploader:
+    """The sending side of a link.
+
+    Args:
+        link: To the worker.
+        inflight_bytes: Bound of what waits to be sent.
+
+    Attributes:
+        watch: Sees every message that the worker takes.
+    """
+
+    def __init__(self, link: Link, inflight_bytes: int) -> None:
+        self._link = link
+        self._limit_bytes = inflight_bytes
+        self.watch = Watch(link.silence_s)
+        # put() of a SimpleQueue may be called from a destructor in the midst of another put().
+        self._queue: queue.SimpleQueue[Save | _Release | None] = queue.SimpleQueue()
+        self._queued_bytes = 0
+        self._room = threading.Condition()
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._known_lock = threading.Lock()
+        self._known_of: Generation | None = None
+        self._thread = threading.Thread(target=self._serve, name="backhaul-upload", daemon=True)
+        self._thread.start()
+
+    def save(self, save: Save) -> None:
+        """Queues a segment; waits for room while the worker is there to make some."""
+        with self._room:
+            while self._queued_bytes and self._queued_bytes + save.queued_bytes > self._limit_bytes:
+                if self._link.up is not save.generation:
+                    break
+                self._room.wait(SLICE_S)
+            self._queued_bytes += save.queued_bytes
+        self._queue.put(save)
+
+    def release(self, generation: Generation, segment: int) -> None:
+        """Queues the release of a segment. Never waits, for destructors call it."""
+        self._queue.put(_Release(generation, segment))
+
+    def close(self) -> None:
+        """Sends nothing more and ends the thread. Call it after the link was closed."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def put(self, generation: Generation, parcels: Iterable[Parcel], count: Callable[[int], None]) -> None:
+        """Sends those tensors that the worker does not have yet. Called by any thread, waits until they are there.
+
+        Raises:
+            WorkerError: The worker refuses them.
+            WorkerLostError: Silence, or the connection broke.
+        """
+        missing = [parcel for parcel in parcels if not self._knows(generation, parcel.address)]
+        if not missing:
+            return
+
+        def messages() -> Iterator[tensor_pb2.PutTensorsRequest]:
+            session = generation.session
+            for batch in batches(missing):
+                message = tensor_pb2.PutTensorsRequest(session=session, tensors=batch)
+                session = ""  # the first message names it
+                count(message.ByteSize())
+                yield message
+
+        stubs = self._link.stubs(generation)
+        call_unary(stubs.tensors.PutTensors, watched(messages(), self.watch), self._link.silence_s, self.watch)
+        self.learn(generation, (parcel.address for parcel in missing))
+
+    def learn(self, generation: Generation, addresses: Iterable[bytes]) -> None:
+        """Notes what the worker holds. It may give some up; then it says what is missing."""
+        with self._known_lock:
+            if self._known_of is not generation:
+                self._known.clear()
+                self._known_of = generation
+            for address in addresses:
+                self._known[address] = None
+                self._known.move_to_end(address)
+            while len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+
+    def unlearn(self, addresses: Iterable[bytes]) -> None:
+        """Notes what the worker no longer holds."""
+        with self._known_lock:
+            for address in addresses:
+                self._known.pop(address, None)
+
+    def _knows(self, generation: Generation, address: bytes) -> bool:
+        with self._known_lock:
+            return self._known_of is generation and address in self._known
+
+    def _serve(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, Save):
+                self._save(item)
+            else:
+                self._release(item)
+
+    def _save(self, save: Save) -> None:
+        try:
+            if save.is_released:
+                raise SegmentUnknownError("released before it was sent")
+            self._send(save)
+            save.saved.set_result(None)
+        except BackhaulError as error:
+            if isinstance(error, WorkerLostError):
+                self._link.trouble(save.generation, error)
+            save.saved.set_exception(error)
+        except Exception as error:  # a bug of ours must end in a fallback, not in a thread that is gone
+            logger.exception("sending segment %s failed", save.name)
+            save.saved.set_exception(WorkerLostError(f"sending failed: {type(error).__name__}: {error}"))
+        finally:
+            with self._room:
+                self._queued_bytes -= save.queued_bytes
+                self._room.notify_all()
+
+    def _send(self, save: Save) -> None:
+        generation = save.generation
+        parcels = {s.address: Parcel(s.value, s.layout, s.address) for s in save.sources}
+        request = segment_pb2.SaveSegmentRequest(
+            key=segment_pb2.OperationKey(
+                session=generation.session, segment=save.segment, operation=segment_pb2.OPERATION_SAVE
+            ),
+            program=save.program_address,
+            sources=[source.address for source in save.sources],
+            transient_sources=[i for i, source in enumerate(save.sources) if source.is_transient],
+            generator_states=save.generator_states,
+            name=save.name,
+        )
+        for _ in range(MAX_ATTEMPTS):
+            if not self._knows(generation, save.program_address):
+                self._put_program(save)
+            self.put(generation, parcels.values(), save.count)
+            save.count(request.ByteSize())
+            stubs = self._link.stubs(generation)
+            answer = call_unary(stubs.segments.SaveSegment, request, self._link.silence_s)
+            if not answer.program_missing and not answer.missing_tensors:
+                return
+            self.unlearn([*answer.missing_tensors, *([save.program_address] if answer.program_missing else [])])
+        raise WorkerLostError(
+            f"the worker gave up tensors of segment {save.name} as fast as they came: give it more --memory",
+            status="BUSY",
+        )
+
+    def _put_program(self, save: Save) -> None:
+        request = program_pb2.PutProgramRequest(session=save.generation.session, program=save.program)
+        save.count(request.ByteSize())
+        call_unary(self._link.stubs(save.generation).programs.PutProgram, request, self._link.silence_s)
+        self.learn(save.generation, [save.program_address])
+
+    def _release(self, release: _Release) -> None:
+        key = segment_pb2.OperationKey(
+            session=release.generation.session, segment=release.segment, operation=segment_pb2.OPERATION_RELEASE
+        )
+        request = segment_pb2.ReleaseSegmentsRequest(keys=[key])
+        try:
+            stubs = self._link.stubs(release.generation)
+            call_unary(stubs.segments.ReleaseSegments, request, self._link.silence_s)
+        except WorkerLostError as error:
+            self._link.trouble(release.generation, error)  # what it held goes with the session's lease
+        except BackhaulError as error:
+            logger.debug("releasing a segment: %s", error)

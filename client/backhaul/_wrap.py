@@ -1,0 +1,99 @@
+"""Modules that checkpoint themselves, in place, without anybody else noticing."""
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, Self
+
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+
+if TYPE_CHECKING:
+    from backhaul._session import Session
+
+
+class SegmentModule(CheckpointWrapper):
+    """A module whose forward is a checkpointed segment.
+
+    A subclass of torch's CheckpointWrapper, so that others know it for what it is. Names of parameters, buffers and
+    modules, keys of state_dict, copies and saved files are those of the module inside.
+
+    Args:
+        module: Runs and holds the parameters.
+        session: Whose segment it is; None: the current session at each call.
+        options: As for `checkpoint`.
+    """
+
+    def __init__(self, module: nn.Module, session: "Session | None", options: dict[str, Any]) -> None:
+        super().__init__(module, checkpoint_fn=self._checkpoint)
+        self._session = session
+        self._options = options
+
+    def _checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from backhaul._api import current_session
+
+        session = self._session or current_session()
+        return session.checkpoint(function, *args, **self._options, **kwargs)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """This module, and the one inside under the same name: the wrapping adds no level."""
+        memo = set() if memo is None else memo
+        if self not in memo:
+            if remove_duplicate:
+                memo.add(self)
+            yield prefix, self
+            yield from self._checkpoint_wrapped_module.named_modules(memo, prefix, remove_duplicate)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return type(self)(deepcopy(self._checkpoint_wrapped_module, memo), self._session, self._options)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved as the module inside, so that a file loads where there is no Backhaul."""
+        return self._checkpoint_wrapped_module.__reduce_ex__(protocol)
+
+
+def wrap(
+    model: nn.Module,
+    layers: type[nn.Module] | tuple[type[nn.Module], ...],
+    *,
+    session: "Session | None" = None,
+    **options: Any,
+) -> nn.Module:
+    """Makes each module of the given classes inside the model a checkpointed segment, in place.
+
+    Args:
+        model: Changed and returned. If it is itself of one of the classes it can't be replaced in place: wrap a parent.
+        layers: Classes of the modules to checkpoint. Modules inside a wrapped one stay as they are.
+        session: Whose segments they are; None: the current session at each call.
+        **options: As for `checkpoint`, `returns` among them.
+
+    Raises:
+        ValueError: The model has no module of these classes.
+    """
+    found = 0
+
+    def visit(parent: nn.Module) -> None:
+        nonlocal found
+        for name, child in parent.named_children():
+            if isinstance(child, SegmentModule):
+                continue
+            if isinstance(child, layers):
+                parent._modules[name] = SegmentModule(child, session, options)
+                found += 1
+            else:
+                visit(child)
+
+    visit(model)
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no unwrapped module of {layers} inside")
+    return model
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Undoes `wrap`, in place, and returns the model."""
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if isinstance(child, SegmentModule):
+                parent._modules[name] = child._checkpoint_wrapped_module
+    return model

@@ -1,0 +1,1 @@
+"""The demo: a small language model trained four ways."""

@@ -1,0 +1,1 @@
+"""The wire: protobuf definitions and their generated stubs, by version."""

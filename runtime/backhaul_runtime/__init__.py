@@ -1,0 +1,1 @@
+"""What trainer and worker share: programs, replay, tensors as bytes, digests, errors. Knows torch, not gRPC servers."""

@@ -1,0 +1,70 @@
+"""Where a worker listens, as people write it. Free of torch."""
+
+import re
+from dataclasses import dataclass
+
+from backhaul_runtime.errors import AddressError
+
+MAX_UNIX_PATH_BYTES = 107  # sockaddr_un holds 108 with its end
+_HOST_PORT = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
+_EXAMPLES = 'write "host:port", "unix:/path" or "dns:///host:port"; several with commas between'
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """One worker's address.
+
+    Attributes:
+        text: As the user wrote it.
+        target: What gRPC connects to or binds.
+        host: Host without brackets, empty for a Unix socket.
+        port: TCP port, 0 for a Unix socket or for "any".
+        unix_path: Path of a Unix socket, empty otherwise.
+    """
+
+    text: str
+    target: str
+    host: str = ""
+    port: int = 0
+    unix_path: str = ""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach it."""
+        return bool(self.unix_path) or self.host in {"localhost", "::1"} or self.host.startswith("127.")
+
+
+def parse_address(text: str) -> Address:
+    """Reads one address. Raises AddressError naming what is wrong with it."""
+    stripped = text.strip()
+    if stripped.startswith("unix:"):
+        path = re.sub(r"^unix:(//(?=/))?", "", stripped)
+        if not path:
+            raise AddressError(f'the address "{text}" names no path: {_EXAMPLES}', address=text)
+        if len(path.encode()) > MAX_UNIX_PATH_BYTES:
+            raise AddressError(
+                f'the path in "{text}" has {len(path.encode())} bytes, a Unix socket takes {MAX_UNIX_PATH_BYTES}: '
+                "use a shorter directory",
+                address=text,
+            )
+        return Address(stripped, f"unix:{path}", unix_path=path)
+    plain = stripped.removeprefix("dns:///")
+    match = _HOST_PORT.fullmatch(plain)
+    if match is None:
+        raise AddressError(f'the address "{text}" can\'t be read: {_EXAMPLES}', address=text)
+    port = int(match["port"])
+    if port > 65_535:  # noqa: PLR2004  TCP's limit
+        raise AddressError(f'the address "{text}" has port {port}, the highest is 65535', address=text)
+    return Address(stripped, stripped, host=match["host"].strip("[]"), port=port)
+
+
+def parse_addresses(text: str) -> list[Address]:
+    """Reads addresses with commas between. Raises AddressError, also for a worker named twice."""
+    parts = [part for part in text.split(",") if part.strip()]
+    if not parts:
+        raise AddressError(f"no address in {text!r}: {_EXAMPLES}", address=text)
+    addresses = [parse_address(part) for part in parts]
+    for index, address in enumerate(addresses):
+        if address.target in {other.target for other in addresses[:index]}:
+            raise AddressError(f'"{address.text}" stands twice in "{text}": name each worker once', address=text)
+    return addresses

@@ -1,0 +1,171 @@
+"""Everything settable that an op's numbers depend on: taken at forward, applied for a replay.
+
+A setting counts as state if it has a getter and a setter in torch. What has none is the fingerprint's business.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from backhaul_runtime.errors import ProgramError
+
+Value = bool | int | str
+State = tuple[Value, ...]
+"""One value per setting, in the order of `settings()`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+
+
+def _dtype_setting(read: Callable[[], torch.dtype], write: Callable[[torch.dtype], object]) -> _Setting:
+    return _Setting(
+        lambda: str(read()), lambda name: write(getattr(torch, str(name).removeprefix("torch.")))
+    )
+
+
+def _autocast(device: str) -> dict[str, _Setting]:
+    return {
+        f"autocast_{device}": _Setting(
+            lambda: torch.is_autocast_enabled(device), lambda value: torch.set_autocast_enabled(device, value)
+        ),
+        f"autocast_{device}_dtype": _dtype_setting(
+            lambda: torch.get_autocast_dtype(device), lambda value: torch.set_autocast_dtype(device, value)
+        ),
+    }
+
+
+def _sdp(kernel: str) -> _Setting:
+    return _Setting(getattr(torch._C, f"_get_{kernel}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{kernel}"))
+
+
+def _pair(name: str) -> _Setting:
+    return _Setting(getattr(torch._C, f"_get_{name}"), getattr(torch._C, f"_set_{name}"))
+
+
+def _precision(backend: str, op: str) -> _Setting:
+    return _Setting(
+        lambda: torch._C._get_fp32_precision_getter(backend, op),
+        lambda value: torch._C._set_fp32_precision_setter(backend, op, value),
+    )
+
+
+@cache
+def settings() -> Mapping[str, _Setting]:
+    """The settings this process has, by name. Depends only on the build and on whether it has CUDA."""
+    found = {
+        "grad": _Setting(torch.is_grad_enabled, torch._C._set_grad_enabled),
+        "default_dtype": _dtype_setting(torch.get_default_dtype, torch.set_default_dtype),
+        "threads": _Setting(torch.get_num_threads, torch.set_num_threads),
+        "autocast_cache": _Setting(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+        **_autocast("cpu"),
+        "deterministic": _Setting(
+            lambda: torch.get_deterministic_debug_mode(), lambda value: torch.set_deterministic_debug_mode(value)
+        ),
+        "deterministic_fill": _pair("deterministic_fill_uninitialized_memory"),
+        "flash_sdp": _sdp("flash"),
+        "mem_efficient_sdp": _sdp("mem_efficient"),
+        "math_sdp": _sdp("math"),
+        "overrideable_sdp": _sdp("overrideable"),
+        "math_sdp_reduction": _Setting(
+            torch._C._get_math_sdp_allow_fp16_bf16_reduction, torch._C._set_math_sdp_allow_fp16_bf16_reduction
+        ),
+        "sdp_priority": _Setting(
+            lambda: ",".join(map(str, torch._C._get_sdp_priority_order())),
+            lambda text: torch._C._set_sdp_priority_order([int(part) for part in text.split(",")]),
+        ),
+        "mkldnn": _pair("mkldnn_enabled"),
+        "mkldnn_deterministic": _pair("mkldnn_deterministic"),
+        "nnpack": _pair("nnpack_enabled"),
+        **{f"mkldnn_{op}_precision": _precision("mkldnn", op) for op in ("matmul", "conv", "rnn")},
+    }
+    if torch.cuda.is_available():
+        found |= {
+            **_autocast("cuda"),
+            "cudnn_sdp": _sdp("cudnn"),
+            **{name: _pair(name) for name in ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic")},
+            "cublas_fp16_reduction": _pair("cublas_allow_fp16_reduced_precision_reduction"),
+            "cublas_bf16_reduction": _pair("cublas_allow_bf16_reduced_precision_reduction"),
+            "cublas_fp16_accumulation": _pair("cublas_allow_fp16_accumulation"),
+            "cuda_matmul_precision": _precision("cuda", "matmul"),
+            **{f"cudnn_{op}_precision": _precision("cuda", op) for op in ("conv", "rnn")},
+        }
+    return found
+
+
+@cache
+def _readers() -> tuple[Callable[[], Any], ...]:
+    return tuple(setting.read for setting in settings().values())
+
+
+def capture() -> State:
+    """The settings of the calling thread, now."""
+    return tuple([read() for read in _readers()])
+
+
+def apply(state: State, current: State) -> None:
+    """Changes the calling thread's settings from `current` to `state`; only those that differ are written."""
+    for setting, value, present in zip(settings().values(), state, current, strict=True):
+        if value != present:
+            setting.write(value)
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """Puts the settings back that were there on entry, and drops autocast's cached casts if nobody else's are there."""
+    before = capture()
+    try:
+        yield
+    finally:
+        apply(before, capture())
+        if torch.autocast_increment_nesting() == 1:
+            torch.clear_autocast_cache()
+        torch.autocast_decrement_nesting()
+
+
+def to_mapping(state: State) -> dict[str, Value]:
+    """The state by name, as it travels."""
+    return dict(zip(settings(), state, strict=True))
+
+
+def from_mapping(values: Mapping[str, Value]) -> State:
+    """The state for this process. Raises ProgramError for a setting it does not have or a value of another type.
+
+    A setting that the sender does not have keeps this process's present value.
+    """
+    known = settings()
+    present = to_mapping(capture())
+    for name, value in values.items():
+        if name not in known:
+            raise ProgramError(f'this process has no setting "{name}": its torch or its devices differ', setting=name)
+        if type(value) is not type(present[name]):
+            raise ProgramError(f'the setting "{name}" can\'t be {value!r}', setting=name)
+    _check_values(values)
+    return tuple({**present, **values}.values())
+
+
+def _check_values(values: Mapping[str, Value]) -> None:
+    """Values are as hostile as any input: names of dtypes and precisions are looked up, counts are bounded."""
+    for name, value in values.items():
+        if name.endswith("dtype") and value not in _FLOATING:
+            raise ProgramError(f'the setting "{name}" can\'t be {value!r}: not a floating dtype', setting=name)
+        if name.endswith("precision") and value not in {"none", "ieee", "tf32", "bf16"}:
+            raise ProgramError(f'the setting "{name}" can\'t be {value!r}', setting=name)
+    if not 1 <= int(values.get("threads", 1)) <= _MAX_THREADS:
+        raise ProgramError(f"{values['threads']} threads are asked for, at most {_MAX_THREADS} are given")
+    if values.get("deterministic", 0) not in {0, 1, 2}:
+        raise ProgramError(f"the setting \"deterministic\" can't be {values['deterministic']!r}")
+    order = str(values.get("sdp_priority", "0"))
+    if not all(part.isdigit() and int(part) < _SDP_KERNELS for part in order.split(",")):
+        raise ProgramError(f'the setting "sdp_priority" can\'t be {order!r}')
+
+
+_FLOATING = {str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and dtype.is_floating_point}
+_MAX_THREADS = 1024
+_SDP_KERNELS = 8

@@ -1,0 +1,198 @@
+"""Every error Backhaul raises, and how each travels over gRPC.
+
+    BackhaulError
+    ├── AddressError              (ValueError) an address that can't be read
+    ├── ConnectError              (ConnectionError) connect() found nobody at an address
+    ├── ProtocolVersionError      trainer and worker speak different versions
+    ├── NotRemoteError            strict: a segment would have run on the trainer
+    ├── UnsupportedTensorError    a kind of tensor that has no bytes to send
+    ├── DoubleBackwardError       (RuntimeError) create_graph=True through returns="gradients"
+    ├── StaleTensorError          (RuntimeError) a captured tensor changed between forward and backward
+    ├── SavedTensorModifiedError  (RuntimeError) fn wrote into a tensor that its own backward needs
+    ├── ValueCheckError           (RuntimeError) a recomputation gave other values than forward
+    ├── SessionClosedError        the session was closed, or belongs to the parent of a fork
+    ├── WorkerLostError           no answer: the connection broke or the worker fell silent
+    └── WorkerError               an answer that refuses
+        ├── BudgetError           its memory budget has no room
+        ├── DrainingError         it is shutting down and takes nothing new
+        ├── ProgramError          (ValueError) a program that is malformed or not allowed
+        ├── ReplayError           an op of a program failed while it ran
+        ├── SessionUnknownError   the session never was, or its lease ran out
+        ├── SegmentUnknownError   the segment never was, or was released
+        ├── TensorsMissingError   tensors are named that the worker does not hold
+        └── TransferError         bytes that do not fit their declaration or checksum
+
+The message says what happened, with which values, and what to do. Fields are attributes, and errors pickle.
+This module knows neither torch nor gRPC: the table at its end holds status names.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Self
+
+__all__ = [
+    "AddressError",
+    "BackhaulError",
+    "BudgetError",
+    "ConnectError",
+    "DoubleBackwardError",
+    "DrainingError",
+    "NotRemoteError",
+    "ProgramError",
+    "ProtocolVersionError",
+    "ReplayError",
+    "SavedTensorModifiedError",
+    "SegmentUnknownError",
+    "SessionClosedError",
+    "SessionUnknownError",
+    "StaleTensorError",
+    "TensorsMissingError",
+    "TransferError",
+    "UnsupportedTensorError",
+    "ValueCheckError",
+    "WorkerError",
+    "WorkerLostError",
+]
+
+
+class BackhaulError(Exception):
+    """Root of the tree. Keyword arguments become attributes; they must be JSON values."""
+
+    def __init__(self, message: str, **fields: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.fields = fields
+        self.__dict__.update(fields)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, self.fields)
+
+    def to_bytes(self) -> bytes:
+        """The error as it travels in gRPC's trailing metadata."""
+        return json.dumps({"kind": type(self).__name__, "message": self.message, "fields": self.fields}).encode()
+
+
+def _rebuild(kind: type[BackhaulError], message: str, fields: Mapping[str, Any]) -> BackhaulError:
+    return kind(message, **fields)
+
+
+class AddressError(BackhaulError, ValueError):
+    """An address that can't be read."""
+
+
+class ConnectError(BackhaulError, ConnectionError):
+    """connect() found nobody at an address."""
+
+
+class ProtocolVersionError(BackhaulError):
+    """Trainer and worker speak different versions of the wire."""
+
+
+class NotRemoteError(BackhaulError):
+    """Under `strict`, a segment would have run on the trainer."""
+
+
+class UnsupportedTensorError(BackhaulError):
+    """A kind of tensor that has no bytes to send: a subclass, sparse, quantized, without storage."""
+
+
+class DoubleBackwardError(BackhaulError, RuntimeError):
+    """create_graph=True through a segment with returns="gradients", which has no interior graph."""
+
+
+class StaleTensorError(BackhaulError, RuntimeError):
+    """A captured tensor changed between forward and backward, and its earlier value is nowhere to be had."""
+
+
+class SavedTensorModifiedError(BackhaulError, RuntimeError):
+    """The checkpointed function wrote into a tensor that its own backward needs."""
+
+
+class ValueCheckError(BackhaulError, RuntimeError):
+    """A recomputation gave other values than forward. `backhaul.CheckpointError` is its public name."""
+
+
+class SessionClosedError(BackhaulError):
+    """The session was closed, or belongs to the parent of a fork."""
+
+
+class WorkerLostError(BackhaulError):
+    """No answer: the connection broke or the worker fell silent."""
+
+
+class WorkerError(BackhaulError):
+    """An answer that refuses."""
+
+
+class BudgetError(WorkerError):
+    """The worker's memory budget has no room. `retry_after_s` is 0 where waiting can't help."""
+
+
+class DrainingError(WorkerError):
+    """The worker is shutting down and takes nothing new."""
+
+
+class ProgramError(WorkerError, ValueError):
+    """A program that is malformed or not allowed."""
+
+
+class ReplayError(WorkerError):
+    """An op of a program failed while it ran."""
+
+
+class SessionUnknownError(WorkerError):
+    """The session never was, or its lease ran out."""
+
+
+class SegmentUnknownError(WorkerError):
+    """The segment never was, or was released."""
+
+
+class TensorsMissingError(WorkerError):
+    """Tensors are named that the worker does not hold. `addresses` are theirs, in hex."""
+
+
+class TransferError(WorkerError):
+    """Bytes that do not fit their declaration or checksum."""
+
+
+# Every error that a worker answers with, and the name of its gRPC status. Errors that are not here are bugs of the
+# worker and travel as INTERNAL.
+STATUS_NAMES: Mapping[type[BackhaulError], str] = {
+    BudgetError: "RESOURCE_EXHAUSTED",
+    DrainingError: "UNAVAILABLE",
+    ProgramError: "INVALID_ARGUMENT",
+    ProtocolVersionError: "FAILED_PRECONDITION",
+    ReplayError: "ABORTED",
+    SavedTensorModifiedError: "FAILED_PRECONDITION",
+    SegmentUnknownError: "NOT_FOUND",
+    SessionUnknownError: "UNAUTHENTICATED",
+    TensorsMissingError: "NOT_FOUND",
+    TransferError: "DATA_LOSS",
+    UnsupportedTensorError: "INVALID_ARGUMENT",
+    WorkerError: "INTERNAL",
+}
+ERROR_METADATA_KEY = "backhaul-error-bin"
+_BY_NAME = {kind.__name__: kind for kind in STATUS_NAMES}
+
+
+def from_bytes(detail: bytes) -> BackhaulError | None:
+    """The error a worker sent, or None where the bytes are not one. Only names of the table are looked up."""
+    try:
+        fields = json.loads(detail)
+        return _BY_NAME[fields["kind"]](str(fields["message"]), **fields["fields"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+class Refusal(Exception):  # noqa: N818  a decision, never seen outside
+    """Why a call can't be a program. Raised and caught inside the recorder and the session, never seen by users."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    @classmethod
+    def of(cls, error: BaseException) -> Self:
+        """A refusal for an error that recording ran into: fn must not suffer from it."""
+        return cls(f"recording failed: {type(error).__name__}: {error}")

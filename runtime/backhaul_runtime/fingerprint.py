@@ -1,0 +1,54 @@
+"""What a process's numbers depend on and cannot be set: equal fingerprints give equal bits."""
+
+import os
+import platform
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import torch
+
+# Read by oneDNN and MKL when they choose kernels, once per process.
+_KERNEL_VARIABLES = (
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_CBWR",
+    "MKL_DEBUG_CPU_TYPE",
+)
+
+
+@cache
+def fingerprint(device: torch.device) -> Mapping[str, str]:
+    """Fingerprint of this process for programs on a device."""
+    found = {
+        "torch": f"{torch.__version__} {torch.version.git_version}",
+        "machine": platform.machine(),
+        "cpu": _cpu_model(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "device": device.type,
+    }
+    found |= {name: os.environ[name] for name in _KERNEL_VARIABLES if name in os.environ}
+    if device.type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(device)
+        found["cudnn"] = str(torch.backends.cudnn.version())
+        found["cuda"] = str(torch.version.cuda)
+    return found
+
+
+def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """The keys that differ, with our value and theirs; a missing one is "-"."""
+    keys = sorted({*ours, *theirs})
+    return {key: (ours.get(key, "-"), theirs.get(key, "-")) for key in keys if ours.get(key) != theirs.get(key)}
+
+
+def _cpu_model() -> str:
+    """Vendor, family, model and stepping, and the name people know: kernels are chosen by them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    first = lines[: lines.index("")] if "" in lines else lines
+    fields = dict(part.split(":", 1) for part in (line.replace("\t", "") for line in first) if ":" in part)
+    return " ".join(fields.get(key, "?").strip() for key in ("vendor_id", "cpu family", "model", "stepping", "model name"))

@@ -1,0 +1,184 @@
+"""Tensors as a stream of messages, and back.
+
+A stream declares each tensor before its first byte, then carries its elements in chunks with checksums. Messages hold
+about 1 MiB: a large tensor takes many, small ones share one. The receiver checks declarations before it allocates,
+offsets and checksums as chunks arrive, and hands out a tensor only when its last byte is there.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from backhaul_proto.v1 import tensor_pb2
+from backhaul_runtime.digest import content_digest, tensor_address
+from backhaul_runtime.errors import TransferError
+from backhaul_runtime.layout import Layout, allocate, check_layout, dtype_named, fill, layout_of, payload, with_bits
+from backhaul_runtime.protocol import CHUNK_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A tensor to send. Its memory is read while the stream is written and must not change until then.
+
+    Attributes:
+        tensor: On any device; read in chunks through host memory.
+        layout: Of the tensor.
+        address: Under which the receiver is to store it, or empty where only the order of the stream names it.
+    """
+
+    tensor: Tensor
+    layout: Layout
+    address: bytes = b""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Parcel":
+        """A parcel without an address."""
+        return cls(tensor, layout_of(tensor))
+
+
+def encode_layout(layout: Layout) -> tensor_pb2.TensorSpec:
+    """The layout as it stands in a message."""
+    return tensor_pb2.TensorSpec(
+        dtype=layout.dtype_name,
+        shape=layout.shape,
+        strides=layout.strides,
+        alignment_bytes=layout.alignment_bytes,
+        conjugate=layout.conjugate,
+        negative=layout.negative,
+        device=layout.device,
+    )
+
+
+def decode_layout(spec: tensor_pb2.TensorSpec) -> Layout:
+    """The layout a message describes. Raises TransferError for one that no tensor can have."""
+    layout = Layout(
+        dtype=dtype_named(spec.dtype),
+        shape=tuple(spec.shape),
+        strides=tuple(spec.strides),
+        alignment_bytes=spec.alignment_bytes,
+        conjugate=spec.conjugate,
+        negative=spec.negative,
+        device=spec.device,
+    )
+    check_layout(layout)
+    return layout
+
+
+def batches(parcels: Iterable[Parcel]) -> Iterator[tensor_pb2.TensorBatch]:
+    """Writes parcels as messages of about CHUNK_BYTES each, in order."""
+    batch = tensor_pb2.TensorBatch()
+    filled = 0
+    for index, parcel in enumerate(parcels):
+        size = parcel.layout.payload_bytes
+        batch.declarations.append(
+            tensor_pb2.TensorDeclaration(
+                address=parcel.address, spec=encode_layout(parcel.layout), size_bytes=parcel.layout.payload_bytes
+            )
+        )
+        data = memoryview(payload(parcel.tensor.detach(), parcel.layout).cpu().numpy())
+        offset = 0
+        while offset < size:
+            piece = bytes(data[offset : offset + CHUNK_BYTES - filled])
+            batch.chunks.append(
+                tensor_pb2.TensorChunk(
+                    tensor=index, offset_bytes=offset, checksum=xxhash.xxh3_64_intdigest(piece), data=piece
+                )
+            )
+            offset += len(piece)
+            filled += len(piece)
+            if filled >= CHUNK_BYTES:
+                yield batch
+                batch, filled = tensor_pb2.TensorBatch(), 0
+    if batch.declarations or batch.chunks:
+        yield batch
+
+
+class _Arrival:
+    """One tensor on its way in."""
+
+    def __init__(self, layout: Layout, address: bytes, device: torch.device | str | None) -> None:
+        self.layout = layout
+        self.address = address
+        self.device = device
+        self.received_bytes = 0
+        # Without gaps the bytes go where they will stay.
+        self.tensor = allocate(layout, "cpu")
+        dense = layout.payload_bytes == layout.span_bytes
+        self.data = payload(self.tensor, layout) if dense else torch.empty(layout.payload_bytes, dtype=torch.uint8)
+        self.target = self.data.numpy()
+
+    def add(self, chunk: tensor_pb2.TensorChunk) -> None:
+        end = chunk.offset_bytes + len(chunk.data)
+        if chunk.offset_bytes != self.received_bytes or end > self.layout.payload_bytes:
+            raise TransferError(
+                f"chunk of bytes {chunk.offset_bytes} to {end} came where {self.received_bytes} of "
+                f"{self.layout.payload_bytes} were there"
+            )
+        if xxhash.xxh3_64_intdigest(chunk.data) != chunk.checksum:
+            raise TransferError(f"checksum of bytes {chunk.offset_bytes} to {end} differs: damaged on the way")
+        self.target[chunk.offset_bytes : end] = np.frombuffer(chunk.data, np.uint8)
+        self.received_bytes = end
+
+    def finish(self) -> Tensor:
+        if self.received_bytes != self.layout.payload_bytes:
+            raise TransferError(f"{self.received_bytes} bytes came of the {self.layout.payload_bytes} declared")
+        if self.layout.payload_bytes != self.layout.span_bytes:
+            fill(self.tensor, self.data, self.layout)
+        tensor = with_bits(self.tensor, self.layout)
+        return tensor if self.device is None else tensor.to(self.device)
+
+
+class Receiver:
+    """Rebuilds the tensors of one stream.
+
+    Args:
+        admit: Called with layout and declared address before memory is taken for a tensor; raises to refuse it.
+        device: Where tensors end, the host if None.
+    """
+
+    def __init__(
+        self, admit: Callable[[Layout, bytes], None] | None = None, device: torch.device | str | None = None
+    ) -> None:
+        self._admit = admit
+        self._device = device
+        self._arrivals: list[_Arrival] = []
+
+    def add(self, batch: tensor_pb2.TensorBatch) -> None:
+        """Takes a message in. Raises TransferError where it contradicts what came before."""
+        for declaration in batch.declarations:
+            layout = decode_layout(declaration.spec)
+            if declaration.size_bytes != layout.payload_bytes:
+                raise TransferError(f"{declaration.size_bytes} bytes are declared for a tensor of {layout}")
+            if self._admit is not None:
+                self._admit(layout, declaration.address)
+            self._arrivals.append(_Arrival(layout, declaration.address, self._device))
+        for chunk in batch.chunks:
+            if chunk.tensor >= len(self._arrivals):
+                raise TransferError(f"a chunk came for tensor {chunk.tensor} of {len(self._arrivals)} declared")
+            self._arrivals[chunk.tensor].add(chunk)
+
+    def addresses(self) -> list[bytes]:
+        """Those that were declared."""
+        return [arrival.address for arrival in self._arrivals if arrival.address]
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the stream, owned by the caller. Raises TransferError where bytes are missing."""
+        return [arrival.finish() for arrival in self._arrivals]
+
+    def stored(self) -> list[tuple[bytes, Layout, Tensor]]:
+        """Address, layout and tensor of each. Raises TransferError where contents and address differ."""
+        found = []
+        for arrival in self._arrivals:
+            tensor = arrival.finish()
+            actual = tensor_address(arrival.layout, content_digest(tensor, arrival.layout))
+            if actual != arrival.address:
+                raise TransferError(
+                    f"a tensor sent as {arrival.address.hex()} has the contents of {actual.hex()}: "
+                    "it changed while it was read, or was damaged"
+                )
+            found.append((arrival.address, arrival.layout, tensor))
+        return found

@@ -1,0 +1,221 @@
+"""How a tensor lies in memory, and exact copies of it.
+
+Bit-equality needs more than equal values: kernels choose their path by strides and by the address modulo 64. So a
+layout holds both, and whatever is built from a layout has them again.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from backhaul_runtime.errors import TransferError, UnsupportedTensorError
+
+ALIGNMENT_BYTES = 64
+"""What torch's allocators align to, and the widest vector register of today's CPUs."""
+
+MAX_RANK = 32
+MAX_SPAN_BYTES = 1 << 62
+
+_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_PLAIN_CLASSES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a tensor is apart from its values.
+
+    Attributes:
+        dtype: Any dtype of torch that is not quantized.
+        shape: Sizes, rank 0 to 32.
+        strides: In elements, none negative.
+        alignment_bytes: Address of the first element modulo 64.
+        conjugate: torch's lazy conjugate bit.
+        negative: torch's lazy negative bit.
+        device: Kind of device, "cpu" or "cuda".
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    alignment_bytes: int = 0
+    conjugate: bool = False
+    negative: bool = False
+    device: str = "cpu"
+
+    @property
+    def dtype_name(self) -> str:
+        """torch's name without the module."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def span_bytes(self) -> int:
+        """From the first byte of the tensor to behind its last, gaps included."""
+        if 0 in self.shape:
+            return 0
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return (last + 1) * self.dtype.itemsize
+
+    @property
+    def memory_order(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Shape and strides that visit every element once and in memory order; None where elements overlap."""
+        if 0 in self.shape:
+            return (0,), (1,)
+        dims = sorted(
+            (stride, size) for size, stride in zip(self.shape, self.strides, strict=True) if size > 1 and stride > 0
+        )
+        reach = 0
+        for stride, size in dims:
+            if stride <= reach:
+                return None
+            reach += (size - 1) * stride
+        return tuple(size for _, size in reversed(dims)), tuple(stride for stride, _ in reversed(dims))
+
+    @property
+    def payload_bytes(self) -> int:
+        """What travels: each element once, or the whole span where elements overlap."""
+        order = self.memory_order
+        return self.span_bytes if order is None else math.prod(order[0]) * self.dtype.itemsize
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype with torch's name. Raises TransferError for any other word."""
+    try:
+        return _DTYPES[name]
+    except KeyError:
+        raise TransferError(f'"{name}" is not a dtype of torch {torch.__version__}', dtype=name) from None
+
+
+def unsupported_reason(tensor: Tensor) -> str | None:
+    """Why this tensor has no bytes to send, or None where it has."""
+    if type(tensor) not in _PLAIN_CLASSES:
+        return f"tensor subclass {type(tensor).__name__}"
+    if tensor.layout is not torch.strided:
+        return f"tensor with layout {tensor.layout}"
+    if tensor.is_quantized:
+        return f"quantized tensor ({tensor.dtype})"
+    if tensor.device.type == "meta" or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "tensor without memory of its own (meta device or torch.func)"
+    if tensor.dim() > MAX_RANK:
+        return f"tensor of rank {tensor.dim()}, at most {MAX_RANK} travel"
+    return None
+
+
+def layout_of(tensor: Tensor) -> Layout:
+    """The layout of a tensor. Raises UnsupportedTensorError for kinds that can't travel."""
+    if reason := unsupported_reason(tensor):
+        raise UnsupportedTensorError(f"a {reason} can't travel: make it a plain dense tensor first", reason=reason)
+    alignment = tensor.data_ptr() % ALIGNMENT_BYTES if tensor.numel() else 0
+    return Layout(
+        dtype=tensor.dtype,
+        shape=tuple(tensor.shape),
+        strides=tensor.stride(),
+        alignment_bytes=alignment if alignment % tensor.element_size() == 0 else 0,
+        conjugate=tensor.is_conj(),
+        negative=tensor.is_neg(),
+        device=tensor.device.type,
+    )
+
+
+def check_layout(layout: Layout) -> None:
+    """Raises TransferError for a layout no tensor can have, before anything is allocated for it."""
+    for problem, found in (
+        ("shape and strides differ in length", len(layout.shape) != len(layout.strides)),
+        (f"more than {MAX_RANK} dimensions", len(layout.shape) > MAX_RANK),
+        ("a negative size or stride", min((*layout.shape, *layout.strides), default=0) < 0),
+        ("a quantized dtype", layout.dtype in _QUANTIZED),
+        ("an address that does not fit the dtype", layout.alignment_bytes % layout.dtype.itemsize != 0),
+        (f"an alignment of {ALIGNMENT_BYTES} or more", layout.alignment_bytes >= ALIGNMENT_BYTES),
+        ("a conjugate bit without a complex dtype", layout.conjugate and not layout.dtype.is_complex),
+    ):
+        if found:
+            raise TransferError(f"a tensor is declared with {problem}: {layout}")
+    if layout.span_bytes > MAX_SPAN_BYTES or math.prod(layout.shape) * layout.dtype.itemsize > MAX_SPAN_BYTES:
+        raise TransferError(f"a tensor is declared with more than 2**62 bytes: {layout}")
+
+
+_QUANTIZED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+
+
+def allocate(layout: Layout, device: torch.device | str | None = None) -> Tensor:
+    """A tensor of this layout, owned by the caller. Its elements are undefined, gaps between them are zero.
+
+    Without `device` it is made on this process's device of the layout's kind.
+    """
+    itemsize = layout.dtype.itemsize
+    size = layout.span_bytes + layout.alignment_bytes
+    gaps = layout.payload_bytes < layout.span_bytes
+    make = torch.zeros if gaps else torch.empty
+    storage = make(size, dtype=torch.uint8, device=device or layout.device).untyped_storage()
+    tensor = torch.empty(0, dtype=layout.dtype, device=storage.device)
+    tensor.set_(storage, layout.alignment_bytes // itemsize, layout.shape, layout.strides)  # type: ignore[call-overload]
+    return tensor
+
+
+def with_bits(tensor: Tensor, layout: Layout) -> Tensor:
+    """The tensor with the lazy bits of the layout set, sharing its memory."""
+    if layout.conjugate:
+        tensor = torch._conj(tensor)
+    return torch._neg_view(tensor) if layout.negative else tensor
+
+
+def byte_view(tensor: Tensor, offset_bytes: int, size_bytes: int) -> Tensor:
+    """uint8 view of a stretch of a tensor's storage, counted from the storage's start. Shares its memory."""
+    view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return view.set_(tensor.untyped_storage(), offset_bytes, (size_bytes,), (1,))  # type: ignore[call-overload, no-any-return]
+
+
+def payload(tensor: Tensor, layout: Layout) -> Tensor:
+    """The bytes that travel, as a contiguous uint8 tensor [payload_bytes] on the tensor's device.
+
+    A view of the tensor's memory where it has no gaps, a copy otherwise.
+    """
+    start = tensor.storage_offset() * layout.dtype.itemsize
+    if layout.payload_bytes == layout.span_bytes:
+        return byte_view(tensor, start, layout.span_bytes)
+    shape, strides = layout.memory_order or ((), ())
+    plain = torch.empty(0, dtype=layout.dtype, device=tensor.device)
+    plain.set_(tensor.untyped_storage(), tensor.storage_offset(), shape, strides)  # type: ignore[call-overload]
+    packed = plain.contiguous()
+    return byte_view(packed, 0, layout.payload_bytes)
+
+
+def from_payload(data: Tensor, layout: Layout) -> Tensor:
+    """A tensor of this layout from its payload, on the payload's device. Owned by the caller."""
+    tensor = allocate(layout, data.device)
+    fill(tensor, data, layout)
+    return with_bits(tensor, layout)
+
+
+def fill(tensor: Tensor, data: Tensor, layout: Layout) -> None:
+    """Writes a payload (uint8 [payload_bytes]) into a tensor that `allocate` made."""
+    if layout.payload_bytes == layout.span_bytes:
+        payload(tensor, layout).copy_(data)
+        return
+    shape, strides = layout.memory_order or ((), ())
+    source = torch.empty(0, dtype=layout.dtype, device=data.device)
+    source.set_(data.untyped_storage(), data.storage_offset() // layout.dtype.itemsize, shape, _contiguous(shape))  # type: ignore[call-overload]
+    target = torch.empty(0, dtype=layout.dtype, device=tensor.device)
+    target.set_(tensor.untyped_storage(), tensor.storage_offset(), shape, strides)  # type: ignore[call-overload]
+    target.copy_(source)
+
+
+def copy_exact(tensor: Tensor, layout: Layout | None = None, device: torch.device | str | None = None) -> Tensor:
+    """A copy with the same strides, alignment and lazy bits, detached, on the same device unless another is given.
+
+    Owned by the caller; the original may change once this returns.
+    """
+    layout = layout or layout_of(tensor)
+    with torch.no_grad():
+        return from_payload(payload(tensor.detach(), layout).to(device or tensor.device), layout)
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))

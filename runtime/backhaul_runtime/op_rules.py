@@ -1,0 +1,98 @@
+"""What must be known of single ops beyond their schema."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+HIDDEN_WRITES = {
+    "aten.batch_norm.default": ("running_mean", "running_var"),
+    "aten.instance_norm.default": ("running_mean", "running_var"),
+    "aten.native_batch_norm.default": ("running_mean", "running_var"),
+    "aten.cudnn_batch_norm.default": ("running_mean", "running_var"),
+    "aten.miopen_batch_norm.default": ("running_mean", "running_var"),
+    "aten._batch_norm_impl_index.default": ("running_mean", "running_var"),
+}
+"""Arguments an op writes to though neither its schema nor a version counter shows it."""
+
+UNWRITTEN_RESULTS = frozenset(
+    {
+        "aten.empty.memory_format",
+        "aten.empty.names",
+        "aten.empty_like.default",
+        "aten.empty_permuted.default",
+        "aten.empty_strided.default",
+        "aten.new_empty.default",
+        "aten.new_empty_strided.default",
+    }
+)
+"""Ops whose results hold whatever their memory held. A replay zero-fills them."""
+
+UNDEFINED_SAVES = frozenset(
+    {
+        "aten.lstm.input",
+        "aten.lstm.data",
+        "aten.rrelu.default",
+        "aten.rrelu_.default",
+        "aten.rrelu_with_noise.default",
+    }
+)
+"""Ops that save workspaces with undefined bytes, which the value check leaves out."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpRules:
+    """What the recorder asks of an op, looked up once.
+
+    Attributes:
+        name: "namespace.name.overload".
+        draws: May draw from a generator.
+        written: Positions and names of the arguments it writes to.
+        views: Positions of the arguments its results are views of.
+        reads_values: False for ops that look only at shapes and dtypes of tensor arguments.
+        leaves_traces: False for ops that neither return tensors nor write nor draw: what they give goes to Python.
+    """
+
+    name: str
+    draws: bool
+    written: tuple[tuple[int, str], ...]
+    views: frozenset[int]
+    reads_values: bool
+    leaves_traces: bool
+
+
+@cache
+def rules(op: OpOverload) -> OpRules:
+    """The rules of an op, from its schema, its tags and the lists above."""
+    name = str(op)
+    hidden = HIDDEN_WRITES.get(name, ())
+    written, views = [], set()
+    for position, argument in enumerate(op._schema.arguments):
+        alias = argument.alias_info
+        if argument.name in hidden or (alias is not None and alias.is_write):
+            written.append((position, argument.name))
+        elif alias is not None:
+            views.add(position)
+    base = name.split(".")[1]
+    draws = torch.Tag.nondeterministic_seeded in op.tags
+    returns_tensors = any("Tensor" in str(returned.type) for returned in op._schema.returns)
+    return OpRules(
+        name=name,
+        draws=draws,
+        written=tuple(written),
+        views=frozenset(views),
+        reads_values=not (base.endswith("_like") or base.startswith("new_")),
+        leaves_traces=returns_tensors or bool(written) or draws,
+    )
+
+
+def written_tensors(op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors among these arguments that the op will write to."""
+    found: list[Tensor] = []
+    for position, name in op_rules.written:
+        value = args[position] if position < len(args) else kwargs.get(name)
+        found += [item for item in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(item, Tensor)]
+    return found

@@ -1,0 +1,106 @@
+"""A recorded call as data: the ops that ran, above autograd, and where each argument came from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from backhaul_runtime.ambient import State
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRef:
+    """A tensor from outside the call, by its index in `Program.sources`."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResultRef:
+    """The `output`-th tensor that node `node` returned."""
+
+    node: int
+    output: int
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorRef:
+    """The generator an op was given; its state is the node's draw."""
+
+
+Ref = SourceRef | ResultRef
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a replay must know of a tensor from outside, apart from its layout and values.
+
+    Attributes:
+        requires_grad: Whether backward returns a gradient for it.
+        is_leaf: Autocast caches the casts of leaves only, so this shows in the numbers.
+        is_written: The program writes into it, so a replay works on a copy of its own.
+    """
+
+    requires_grad: bool
+    is_leaf: bool
+    is_written: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One op.
+
+    Attributes:
+        op: "namespace.name.overload".
+        args: Positional arguments: references, constants, tuples of both.
+        kwargs: Keyword arguments in the order given.
+        ambient: Index into `Program.ambient_states`.
+        result_bytes: Per tensor returned, the bytes of its storage if the op made it, 0 for a view.
+        draws: It draws from a generator, whose state before travels with the segment.
+    """
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    ambient: int
+    result_bytes: tuple[int, ...]
+    draws: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A recorded call. Equal calls on other tensors of equal layout have equal programs.
+
+    Attributes:
+        sources: Tensors from outside, in the order they were met.
+        nodes: In the order they ran.
+        ambient_states: Distinct settings that nodes ran under.
+        outputs: Tensors whose gradients backward is given.
+        saved_count: How many tensors autograd saves.
+        saved_bytes: Bytes of the distinct storages it saves that no node returned.
+    """
+
+    sources: tuple[Source, ...]
+    nodes: tuple[Node, ...]
+    ambient_states: tuple[State, ...]
+    outputs: tuple[Ref, ...]
+    saved_count: int
+    saved_bytes: int
+
+    @property
+    def working_bytes(self) -> int:
+        """Upper bound of what a replay holds beside its sources, before backward."""
+        return self.saved_bytes + sum(sum(node.result_bytes) for node in self.nodes)
+
+    def run_bytes(self, source_bytes: Sequence[int]) -> int:
+        """Upper bound of what a replay and its backward hold beside the sources.
+
+        Each tensor may have a gradient of its size at once, each source that is written a copy.
+
+        Args:
+            source_bytes: Of each source.
+        """
+        own = sum(
+            size * (source.requires_grad + source.is_written)
+            for source, size in zip(self.sources, source_bytes, strict=True)
+        )
+        return 2 * self.working_bytes + own

@@ -1,0 +1,485 @@
+"""Notes every op of a running call, and changes nothing about it.
+
+NOTE [What the recorder relies on]
+1. Its place is torch's PreDispatch key, above autograd and autocast, so that it sees composite ops (linear, layer_norm,
+   scaled_dot_product_attention) and a replay makes autograd's graph itself. Torch admits only subclasses of
+   ProxyTorchDispatchMode there; none of that class's tracing is used.
+2. Ops run with the Python dispatcher off. On, torch would swap in decompositions, and other bits.
+3. Tensors are known by the address of their TensorImpl, storages by theirs. Weak references keep both from being reused
+   while the recording lasts, without keeping a byte of memory.
+4. It never raises into the call. What can't be recorded sets `refusal` and the call goes on.
+5. After a refusal it still saves what ops write to, for the trainer's own recomputation needs that.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _WeakTensorRef
+from torch._C._autograd import _get_sequence_nr, _top_saved_tensors_default_hooks
+from torch._ops import HigherOrderOperator, OpOverload, _higher_order_ops
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+
+from backhaul_runtime import ambient
+from backhaul_runtime.digest import content_digest, saved_digest, tensor_address
+from backhaul_runtime.errors import Refusal
+from backhaul_runtime.layout import Layout, copy_exact, layout_of, unsupported_reason
+from backhaul_runtime.op_rules import UNDEFINED_SAVES, UNWRITTEN_RESULTS, OpRules, rules, written_tensors
+from backhaul_runtime.program import GeneratorRef, Node, Program, Ref, ResultRef, Source, SourceRef
+from backhaul_runtime.storages import StorageLedger, storage_key
+
+Hold = Callable[[Tensor, Layout, bytes], Tensor]
+"""Given a tensor, its layout and its address, returns a copy to keep."""
+
+
+@dataclass(slots=True, eq=False)
+class RecordedSource:
+    """A tensor from outside the call, as it was at first use.
+
+    Attributes:
+        layout: Its layout.
+        offset: Elements from the start of its storage.
+        address: Of its contents.
+        value: Holds these contents: a copy for arguments and for what the call writes to, else the caller's memory.
+        is_copy: Whether `value` is a copy, so that nobody can change it.
+        is_argument: Passed to the call rather than captured by it.
+        requires_grad: Whether it took gradients.
+        is_leaf: Whether it was a leaf of autograd's graph.
+        is_written: An op of the call writes into it.
+        written: The caller's own object, kept only if it is captured and written to.
+    """
+
+    layout: Layout
+    offset: int
+    address: bytes
+    value: Tensor
+    is_copy: bool
+    is_argument: bool
+    requires_grad: bool
+    is_leaf: bool
+    is_written: bool = False
+    written: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """What is kept of a tensor that autograd saved.
+
+    Attributes:
+        digest: Of its layout and values; empty where its bytes are undefined by design.
+        op: Name of the op that saved it.
+        layout: When it was saved.
+        source: Index of the source whose storage it lies in, -1 for any other.
+        offset: Elements from the start of that storage.
+    """
+
+    digest: bytes
+    op: str
+    layout: Layout
+    source: int
+    offset: int
+
+
+@dataclass(slots=True)
+class Recording:
+    """What one call left behind.
+
+    Attributes:
+        refusal: Why the call can't be a program, or None.
+        sources: Everything from outside that ops read or wrote.
+        saved: What autograd saved, in order.
+        generator_states: One per node that draws.
+    """
+
+    refusal: str | None = None
+    sources: list[RecordedSource] = field(default_factory=list)
+    saved: list[SavedTensor] = field(default_factory=list)
+    generator_states: list[bytes] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Known:
+    """A tensor met before. A change of the other fields that no op made is a reason to refuse."""
+
+    ref: Ref
+    impl: _WeakTensorRef  # Rule 3
+    data_ptr: int
+    requires_grad: bool
+
+
+class Recorder(ProxyTorchDispatchMode):
+    """A mode: enter it around the call, then `finish`.
+
+    Args:
+        arguments: Tensors passed to the call. They are copied at first use, for the caller may change them later.
+        allowed: Names of ops a program may hold.
+        hold: Makes the copies.
+        pack: The hook that sees what autograd saves; any other on top of it is foreign.
+
+    Attributes:
+        recording: What outlives the call.
+        tensors: The caller's own objects, one per source. They go with the recorder.
+        edges: Where the gradients of each source go, None if it takes none.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[Tensor],
+        allowed: frozenset[str],
+        hold: Hold,
+        pack: Callable[[Tensor], object] | None = None,
+    ) -> None:
+        TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
+        self._mode_key = torch._C._TorchDispatchModeKey.PROXY
+        self.enter_stack: list[Any] = []
+        self.recording = Recording()
+        self._allowed = allowed
+        self._hold = hold
+        self._pack = pack
+        self._arguments = {tensor._cdata for tensor in arguments}
+        self._nodes: list[Node] = []
+        self._states: dict[ambient.State, int] = {}
+        self._known: dict[int, _Known] = {}
+        self.tensors: list[Tensor] = []
+        self.edges: list[GradientEdge | None] = []
+        self._source_storages: dict[int, list[int]] = {}
+        self._interior = StorageLedger()
+        self._unwritten: set[int] = set()
+        self._op = ""
+        self._contents: dict[tuple[Any, ...], bytes] = {}
+        self._hidden = StorageLedger()
+        self._hidden_bytes: dict[int, int] = {}  # of storages that autograd saves and no op returns
+        self.first_sequence = _get_sequence_nr()
+        self._first_hook = RemovableHandle.next_id
+        self._python_dispatcher = torch._C._EnablePythonDispatcher
+        self._dispatcher_guard: Any = None
+        _register_higher_order_ops()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler at the first op
+
+    def __enter__(self) -> "Recorder":
+        self._dispatcher_guard = self._python_dispatcher()
+        self._dispatcher_guard.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._pack = None  # it refers to whoever made us
+        self._dispatcher_guard.__exit__(*exception)
+
+    def __torch_dispatch__(
+        self, op: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs the op untouched (Rule 2), noting it before and after."""
+        kwargs = kwargs or {}
+        with torch._C._DisablePythonDispatcher():
+            node = self._before(op, args, kwargs)
+            returned = op(*args, **kwargs)
+            self._after(op, node, args, kwargs, returned)
+        return returned
+
+    def refuse(self, reason: str) -> None:
+        """Notes why this call can't be a program; the first reason stays."""
+        if self.recording.refusal is None:
+            self.recording.refusal = reason
+
+    def _before(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node | None:
+        try:
+            op_rules = rules(op)
+            self._op = op_rules.name
+            self._contents.clear()
+            skipped = self.recording.refusal is not None or not op_rules.leaves_traces
+            node = None if skipped else self._node(op_rules, args, kwargs)
+        except Refusal as refusal:
+            self.refuse(refusal.reason)
+            node = None
+        except Exception as error:  # Rule 4
+            self.refuse(Refusal.of(error).reason)
+            node = None
+        try:
+            for tensor in written_tensors(op_rules, args, kwargs):
+                self._save_before_write(tensor)
+        except Refusal as refusal:
+            self.refuse(refusal.reason)
+        except Exception as error:  # Rule 4
+            self.refuse(Refusal.of(error).reason)
+        return node
+
+    def _node(self, op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+        if op_rules.name not in self._allowed:
+            raise Refusal(f"the op {op_rules.name} is not on the list of ops a worker runs")
+        hooks = _top_saved_tensors_default_hooks(True)
+        if self._pack is not None and (hooks is None or hooks[0] is not self._pack):
+            raise Refusal("saved-tensor hooks of its own are on top of ours")
+        if torch.is_inference_mode_enabled():
+            raise Refusal("inference mode inside the function")
+        state = ambient.capture()
+        if op_rules.reads_values and self._unwritten:
+            self._check_reads(op_rules, args, kwargs)
+        generator_state = self._generator_state(args, kwargs) if op_rules.draws else None
+        node = Node(
+            op=op_rules.name,
+            args=tuple([self._argument(value) for value in args]),
+            kwargs=tuple([(name, self._argument(value)) for name, value in kwargs.items()]),
+            ambient=self._states.setdefault(state, len(self._states)),
+            result_bytes=(),
+            draws=op_rules.draws,
+        )
+        if generator_state is not None:
+            self.recording.generator_states.append(generator_state)
+        return node
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._ref(value)
+        if value is None or type(value) in _CONSTANTS:
+            return value
+        if isinstance(value, (list, tuple)):
+            return tuple([self._argument(item) for item in value])
+        if isinstance(value, torch.Generator):
+            return GeneratorRef()
+        raise Refusal(f"an argument of type {type(value).__name__} to {self._op}")
+
+    def _ref(self, tensor: Tensor) -> Ref:
+        known = self._known.get(tensor._cdata)
+        if known is None:
+            return self._source(tensor)
+        if known.data_ptr != tensor.data_ptr():
+            raise Refusal("the memory of a tensor was replaced inside the function (.data =, resize_, set_)")
+        if known.requires_grad != tensor.requires_grad:
+            if known.requires_grad or tensor.grad_fn is None:
+                raise Refusal("requires_grad of a tensor was changed inside the function")
+            known.requires_grad = True  # an op wrote something differentiable into a view of it
+        return known.ref
+
+    def _source(self, tensor: Tensor) -> SourceRef:
+        if reason := unsupported_reason(tensor):
+            raise Refusal(reason)
+        if tensor in self._interior:
+            raise Refusal("an alias of an interior tensor that no op made (.data, NumPy)")
+        is_leaf = tensor.is_leaf
+        if not is_leaf and tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= self.first_sequence:
+            raise Refusal(f"a differentiable tensor made by no recorded op ({tensor.grad_fn.name()})")
+        layout = layout_of(tensor)
+        address = tensor_address(layout, self._content(tensor, layout))
+        is_argument = tensor._cdata in self._arguments
+        is_copy = is_argument or not is_leaf
+        value = self._hold(tensor, layout, address) if is_copy else tensor.detach()
+        index = len(self.recording.sources)
+        self.tensors.append(tensor)
+        self.edges.append(get_gradient_edge(tensor) if tensor.requires_grad else None)
+        self.recording.sources.append(
+            RecordedSource(
+                layout, tensor.storage_offset(), address, value, is_copy, is_argument, tensor.requires_grad, is_leaf
+            )
+        )
+        self._source_storages.setdefault(storage_key(tensor), []).append(index)
+        ref = SourceRef(index)
+        self._know(tensor, ref)
+        return ref
+
+    def _know(self, tensor: Tensor, ref: Ref) -> None:
+        self._known[tensor._cdata] = _Known(ref, _WeakTensorRef(tensor), tensor.data_ptr(), tensor.requires_grad)
+
+    def _content(self, tensor: Tensor, layout: Layout) -> bytes:
+        """Content digest, taken once per op for a tensor that is both read and saved by it: nobody runs in between."""
+        key = (storage_key(tensor), tensor.storage_offset(), _version(tensor), layout)
+        found = self._contents.get(key)
+        if found is None:
+            found = self._contents[key] = content_digest(tensor, layout)
+        return found
+
+    def _check_reads(self, op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        written = {tensor._cdata for tensor in written_tensors(op_rules, args, kwargs)}
+        for position, value in enumerate((*args, *kwargs.values())):
+            if position in op_rules.views:
+                continue
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(item, Tensor) and item._cdata not in written and storage_key(item) in self._unwritten:
+                    raise Refusal(f"{op_rules.name} reads memory that no op wrote (NumPy, or a kernel of its own)")
+
+    def _generator_state(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+        generator = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)), None)
+        if generator is None:
+            device = next((v.device for v in args if isinstance(v, Tensor)), kwargs.get("device"))
+            generator = default_generator(torch.device(device or "cpu"))
+        return generator.get_state().numpy().tobytes()
+
+    def _save_before_write(self, tensor: Tensor) -> None:
+        key = storage_key(tensor)
+        self._unwritten.discard(key)
+        if tensor in self._interior:
+            return
+        if key not in self._source_storages:
+            self._source(tensor)
+        indices = self._source_storages[key]
+        if len(indices) > 1:
+            self.refuse("it writes into memory that two of its tensors share")
+        for index in indices:
+            source = self.recording.sources[index]
+            if not source.is_copy:
+                source.value, source.is_copy = copy_exact(source.value, source.layout), True
+            source.is_written = True
+            source.written = None if source.is_argument else self.tensors[index]
+            if source.requires_grad and torch.is_grad_enabled() and self.tensors[index]._is_view():
+                self.refuse("it writes into a differentiable view of a tensor from outside")
+
+    def _after(
+        self, op: OpOverload, node: Node | None, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any
+    ) -> None:
+        try:
+            results = _tensors(returned)
+            sizes = [0 if storage_key(r) in self._source_storages else self._interior.add(r) for r in results]
+            for result in results:
+                self._hidden_bytes.pop(storage_key(result), None)
+            if node is None or self.recording.refusal:
+                return
+            for output, result in enumerate(results):
+                if result._cdata not in self._known:
+                    self._know(result, ResultRef(len(self._nodes), output))
+            for tensor in (*results, *written_tensors(rules(op), args, kwargs)):
+                self._know(tensor, self._known[tensor._cdata].ref)
+            if node.op in UNWRITTEN_RESULTS:
+                self._unwritten.update(storage_key(result) for result in results if result.numel())
+            self._nodes.append(
+                Node(node.op, node.args, node.kwargs, node.ambient, tuple(sizes), node.draws)
+            )
+        except Refusal as refusal:
+            self.refuse(refusal.reason)
+        except Exception as error:  # Rule 4
+            self.refuse(Refusal.of(error).reason)
+
+    def note_saved(self, tensor: Tensor) -> None:
+        """Takes the digest of a tensor that autograd saves. Called by the pack hook."""
+        try:
+            if reason := unsupported_reason(tensor):
+                raise Refusal(f"autograd saves a {reason}")
+            with torch._C._DisablePythonDispatcher():
+                self._note_saved(tensor)
+        except Refusal as refusal:
+            self.refuse(refusal.reason)
+            self.recording.saved.append(SavedTensor(b"", self._op, Layout(tensor.dtype, (), ()), -1, 0))
+
+    def _note_saved(self, tensor: Tensor) -> None:
+        layout = layout_of(tensor)
+        undefined = self._op in UNDEFINED_SAVES
+        digest = b"" if undefined else saved_digest(layout, self._content(tensor, layout))
+        sources = self._source_storages.get(storage_key(tensor), [-1])
+        if sources[0] < 0 and tensor not in self._interior and tensor not in self._hidden:
+            self._hidden_bytes[storage_key(tensor)] = self._hidden.add(tensor)
+        self.recording.saved.append(SavedTensor(digest, self._op, layout, sources[0], tensor.storage_offset()))
+
+    def ref_of(self, tensor: Tensor) -> Ref | None:
+        """Where a tensor came from, None for one that no op gave or took."""
+        known = self._known.get(tensor._cdata)
+        return None if known is None else known.ref
+
+    def rewrites_autograd(self) -> bool:
+        """Whether an op wrote something differentiable into a source, so that its history now leads into the call."""
+        return any(
+            source.is_written and tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= self.first_sequence
+            for source, tensor in zip(self.recording.sources, self.tensors, strict=True)
+        )
+
+    def shares_storage(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
+        """Whether any of `outputs` lies in the storage of a source or of another of `tensors`, which include them."""
+        counts = Counter(storage_key(tensor) for tensor in tensors)
+        keys = [storage_key(output) for output in outputs]
+        return any(counts[key] > 1 or key in self._source_storages for key in keys)
+
+    def outlived(self, outputs: Sequence[Tensor]) -> bool:
+        """Whether a differentiable result that is no output is still held by somebody, as an auxiliary loss is.
+
+        Asked once the call has ended and nothing else of it is held.
+        """
+        expected = {t._cdata for output in outputs for t in (output, output._base) if t is not None}
+        return any(
+            isinstance(known.ref, ResultRef) and known.requires_grad and not known.impl.expired()
+            for cdata, known in self._known.items()
+            if cdata not in expected
+        )
+
+    def finish(self, outputs: Sequence[Tensor]) -> Program | None:
+        """The program, once the call has ended; None where it was refused.
+
+        Args:
+            outputs: The tensors whose gradients backward will be given.
+        """
+        if RemovableHandle.next_id != self._first_hook:
+            self.refuse("a hook was registered inside the function")
+        refs = [self.ref_of(output) for output in outputs]
+        if not all(isinstance(ref, ResultRef) for ref in refs):
+            self.refuse("an output that no recorded op returned")
+        if self._unwritten and any(storage_key(output) in self._unwritten for output in outputs):
+            self.refuse("an output in memory that no op wrote (NumPy, or a kernel of its own)")
+        if self.recording.refusal is not None:
+            return None
+        return Program(
+            sources=tuple(
+                Source(source.requires_grad, source.is_leaf, source.is_written) for source in self.recording.sources
+            ),
+            nodes=tuple(self._nodes),
+            ambient_states=tuple(self._states),
+            outputs=tuple(ref for ref in refs if ref is not None),
+            saved_count=len(self.recording.saved),
+            saved_bytes=sum(self._hidden_bytes.values()),
+        )
+
+
+_CONSTANTS = frozenset(
+    {bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format, torch.device}
+)
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that ops on this device draw from by default."""
+    if device.type == "cpu":
+        return torch.default_generator
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.init()
+        return torch.cuda.default_generators[index]
+    raise Refusal(f"random numbers on {device.type}")
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _tensors(returned: Any) -> list[Tensor]:
+    if isinstance(returned, Tensor):
+        return [returned]
+    if isinstance(returned, (list, tuple)):
+        return [tensor for item in returned for tensor in _tensors(item)]
+    return []
+
+
+
+
+_registered: set[str] = set()
+
+
+def _register_higher_order_ops() -> None:
+    """Higher-order ops ask each mode for a rule of its own and raise where there is none: ours refuses and lets run."""
+    for name, op in list(_higher_order_ops.items()):
+        if name not in _registered:
+            _registered.add(name)
+            op.python_key_table.setdefault(Recorder, _higher_order_rule(name, op))
+
+
+def _higher_order_rule(name: str, op: HigherOrderOperator) -> Callable[..., Any]:
+    def rule(mode: Recorder, *args: Any, **kwargs: Any) -> Any:
+        mode.refuse(f"the higher-order op {name}")
+        with torch._C._DisablePythonDispatcher():
+            return op(*args, **kwargs)
+
+    return rule

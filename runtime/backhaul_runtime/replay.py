@@ -1,0 +1,320 @@
+"""Runs a program again: the forward of a recorded call on given sources, and its backward.
+
+The worker does this, and the trainer where no worker can. Both run this code, so both give the same bits.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._autograd import _get_sequence_nr
+from torch.autograd.graph import get_gradient_edge
+
+from backhaul_runtime import ambient
+from backhaul_runtime.digest import content_digest, saved_digest
+from backhaul_runtime.errors import ProgramError, Refusal, ReplayError, SavedTensorModifiedError
+from backhaul_runtime.layout import copy_exact, layout_of
+from backhaul_runtime.op_list import resolve
+from backhaul_runtime.op_rules import HIDDEN_WRITES, UNDEFINED_SAVES, UNWRITTEN_RESULTS, rules, written_tensors
+from backhaul_runtime.program import GeneratorRef, Node, Program, ResultRef, SourceRef
+from backhaul_runtime.recorder import default_generator
+from backhaul_runtime.storages import StorageLedger, storage_key
+from backhaul_runtime.uses import Use, find_uses
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What one use of a source adds to its gradient; None where that use got no gradient."""
+
+    source: int
+    gradient: Tensor | None
+
+
+class _Entry(torch.autograd.Function):
+    """Makes a value a differentiable non-leaf, as an argument was on the trainer."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: tuple[Tensor]) -> Tensor:
+        return value[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise AssertionError("gradients are taken off before they reach an entry")
+
+
+class Saved:
+    """A tensor that autograd saved, and the version it had then: hooks turn torch's own check off."""
+
+    __slots__ = ("index", "tensor", "version")
+
+    def __init__(self, index: int, tensor: Tensor) -> None:
+        self.index = index
+        self.tensor = tensor
+        self.version = tensor._version
+
+    def unpack(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise SavedTensorModifiedError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"saved tensor {self.index} of shape {list(self.tensor.shape)} is at version {self.tensor._version}, "
+                f"it was saved at {self.version}. Without checkpointing this fails too: use the out-of-place op",
+                index=self.index,
+            )
+        return self.tensor
+
+
+class Replay:
+    """One run of a program, forward on construction. Its graph and saved tensors live as long as it does.
+
+    Uses the calling thread's default generators and ambient settings; see `isolated` for a thread that has its own.
+
+    Args:
+        program: Recorded; each op must be on the list.
+        sources: One per program source, on the device to run on, of the recorded layout. Not written to.
+        generator_states: One per node that draws.
+        keep_saved: Hold every saved tensor, for `saved`; else only autograd holds them, and frees them in `backward`.
+
+    Raises:
+        ProgramError: An op is not allowed, or the lists do not fit the program.
+        ReplayError: An op failed, or returned other sizes than recorded.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        sources: Sequence[Tensor],
+        generator_states: Sequence[bytes],
+        *,
+        keep_saved: bool = False,
+    ) -> None:
+        if len(sources) != len(program.sources) or len(generator_states) != sum(n.draws for n in program.nodes):
+            raise ProgramError(
+                f"a program of {len(program.sources)} sources was given {len(sources)}, with "
+                f"{len(generator_states)} generator states"
+            )
+        self._program = program
+        self._states = iter(generator_states)
+        self._keep_saved = keep_saved
+        self._kept: list[Saved] = []
+        self.saved_digests: list[bytes] = []
+        self._op = ""
+        self._overwritten: set[int] = set()  # storages the running op writes to past their version counters
+        versions = [tensor._version for tensor in sources]
+        self._sources = [
+            copy_exact(tensor) if source.is_written else tensor.detach()
+            for source, tensor in zip(program.sources, sources, strict=True)
+        ]
+        self._first_sequence = _get_sequence_nr()
+        self._sources = [
+            entry(tensor, source.is_leaf) if source.requires_grad else tensor
+            for source, tensor in zip(program.sources, self._sources, strict=True)
+        ]
+        # Taken before the run: where the program writes into a source, its history leads elsewhere afterwards.
+        self._edges = {
+            index: get_gradient_edge(tensor)
+            for index, (source, tensor) in enumerate(zip(program.sources, self._sources, strict=True))
+            if source.requires_grad
+        }
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, Saved.unpack):
+            results = self._run()
+        self._outputs = [self._value(ref, results) for ref in program.outputs]
+        if [tensor._version for tensor in sources] != versions:
+            raise ProgramError("a program wrote into a source that it does not declare as written")
+
+    def _pack(self, tensor: Tensor) -> Saved:
+        layout = layout_of(tensor)
+        undefined = self._op in UNDEFINED_SAVES
+        self.saved_digests.append(b"" if undefined else saved_digest(layout, content_digest(tensor, layout)))
+        if storage_key(tensor) in self._overwritten:
+            tensor = copy_exact(tensor, layout)
+        saved = Saved(len(self.saved_digests) - 1, tensor)
+        if self._keep_saved:
+            self._kept.append(saved)
+        return saved
+
+    def _run(self) -> list[list[Tensor] | None]:
+        program = self._program
+        last_use = _last_uses(program)
+        ledger = StorageLedger()
+        for source in self._sources:
+            ledger.add(source)
+        results: list[list[Tensor] | None] = []
+        present = ambient.capture()
+        for index, node in enumerate(program.nodes):
+            state = program.ambient_states[node.ambient]
+            if state != present:
+                ambient.apply(state, present)
+                present = state
+            results.append(self._call(node, results, ledger))
+            for freed in last_use.get(index, ()):
+                results[freed] = None
+        return results
+
+    def _call(self, node: Node, results: list[list[Tensor] | None], ledger: StorageLedger) -> list[Tensor]:
+        self._op = node.op
+        generator = self._generator(node) if node.draws else None
+        args = [self._value(value, results, generator) for value in node.args]
+        kwargs = {name: self._value(value, results, generator) for name, value in node.kwargs}
+        op = resolve(node.op)
+        hidden = written_tensors(rules(op), tuple(args), kwargs) if node.op in HIDDEN_WRITES else ()
+        self._overwritten = {storage_key(tensor) for tensor in hidden}
+        try:
+            returned = op(*args, **kwargs)
+        except Exception as error:  # ops raise what they like
+            raise ReplayError(f"{node.op} failed on replay: {error}", op=node.op) from error
+        found = _tensors(returned)
+        sizes = tuple([ledger.add(tensor) for tensor in found])
+        if sizes != node.result_bytes:
+            raise ReplayError(f"{node.op} took {sizes} bytes on replay, {node.result_bytes} when recorded", op=node.op)
+        if node.op in UNWRITTEN_RESULTS:
+            for tensor in found:
+                tensor.detach().zero_()
+        return found
+
+    def _generator(self, node: Node) -> torch.Generator:
+        state = torch.frombuffer(bytearray(next(self._states)), dtype=torch.uint8)
+        device = next((t.device for t in self._sources), torch.device("cpu"))
+        own = any(isinstance(value, GeneratorRef) for value in (*node.args, *(value for _, value in node.kwargs)))
+        generator = torch.Generator(device) if own else default_generator(device)
+        try:
+            generator.set_state(state)
+        except (RuntimeError, TypeError) as error:
+            raise ProgramError(f"a generator state of {state.numel()} bytes is not one of {device}: {error}") from error
+        return generator
+
+    def _value(
+        self, value: Any, results: list[list[Tensor] | None], generator: torch.Generator | None = None
+    ) -> Any:
+        match value:
+            case SourceRef(index):
+                return self._sources[index]
+            case ResultRef(node, output):
+                found = results[node]
+                assert found is not None, "freed before its last use"
+                return found[output]
+            case GeneratorRef():
+                return generator
+            case tuple():
+                return [self._value(item, results, generator) for item in value]
+        return value
+
+    def saved(self, index: int) -> Tensor:
+        """The `index`-th tensor that autograd saved, as it was then. Shares memory with the replay."""
+        return self._kept[index].unpack()
+
+    def uses(self) -> list[list[Use]]:
+        """The uses of each source, last first. Raises ProgramError for a graph that recording would have refused."""
+        outputs = [output for output in self._outputs if output.requires_grad]
+        try:
+            targets = {(edge.node, edge.output_nr): index for index, edge in self._edges.items()}
+            return find_uses(outputs, targets, self._first_sequence, len(self._sources))
+        except Refusal as refusal:
+            raise ProgramError(f"the replay's graph differs from a recorded one: {refusal.reason}") from refusal
+
+    def backward(self, gradients: Mapping[int, Tensor]) -> list[Contribution]:
+        """Runs the backward once; the graph is freed.
+
+        Args:
+            gradients: Gradient of an output by its position in `Program.outputs`; outputs without one are left out.
+
+        Returns:
+            For each source that requires grad, one contribution per use, last use first; sources in order.
+        """
+        uses = self.uses()
+        collected: dict[tuple[int, int], Tensor | None] = {}
+        by_node: dict[Any, list[tuple[int, tuple[int, int]]]] = {}
+        for source, found in enumerate(uses):
+            for number, use in enumerate(found):
+                by_node.setdefault(use.node, []).append((use.input_index, (source, number)))
+        handles = [node.register_hook(_collector(places, collected)) for node, places in by_node.items()]
+        inputs = [self._edges[index] for index, found in enumerate(uses) if found]
+        positions = [position for position in gradients if self._outputs[position].requires_grad]
+        try:
+            if inputs and positions:
+                torch.autograd.grad(
+                    [self._outputs[position] for position in positions],
+                    inputs,
+                    [gradients[position] for position in positions],
+                    allow_unused=True,
+                )
+        except SavedTensorModifiedError:
+            raise
+        except Exception as error:  # backward formulas raise what they like
+            raise ReplayError(f"the backward of a replay failed: {error}") from error
+        finally:
+            for handle in handles:
+                handle.remove()
+        return [
+            Contribution(source, collected.get((source, number)))
+            for source, found in enumerate(uses)
+            for number in range(len(found))
+        ]
+
+
+def _collector(
+    places: list[tuple[int, tuple[int, int]]], collected: dict[tuple[int, int], Tensor | None]
+) -> Callable[[Any, Any], Any]:
+    """A hook that takes contributions off a node, so that autograd does not add them up."""
+
+    def hook(grad_inputs: tuple[Tensor | None, ...], grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        remaining = list(grad_inputs)
+        for input_index, place in places:
+            collected[place] = grad_inputs[input_index]
+            remaining[input_index] = None
+        return tuple(remaining)
+
+    return hook
+
+
+def entry(tensor: Tensor, is_leaf: bool) -> Tensor:
+    """A differentiable tensor that shares the memory of a detached one: a leaf, or as good as some op's result."""
+    if is_leaf:
+        return tensor.requires_grad_()
+    with torch.enable_grad():
+        return _Entry.apply(torch.empty(0, requires_grad=True), (tensor,))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _last_uses(program: Program) -> dict[int, list[int]]:
+    """By node, the earlier nodes whose results nobody needs after it."""
+    last: dict[int, int] = {index: index for index in range(len(program.nodes))}
+
+    def visit(value: Any, at: int) -> None:
+        if isinstance(value, ResultRef):
+            last[value.node] = at
+        elif isinstance(value, tuple):
+            for item in value:
+                visit(item, at)
+
+    for index, node in enumerate(program.nodes):
+        visit(node.args, index)
+        visit(tuple(value for _, value in node.kwargs), index)
+    for output in program.outputs:
+        visit(output, len(program.nodes))
+    freed: dict[int, list[int]] = {}
+    for node_index, at in last.items():
+        freed.setdefault(at, []).append(node_index)
+    return freed
+
+
+def _tensors(returned: Any) -> list[Tensor]:
+    if isinstance(returned, Tensor):
+        return [returned]
+    if isinstance(returned, (list, tuple)):
+        return [tensor for item in returned for tensor in _tensors(item)]
+    return []
+
+
+@contextmanager
+def isolated(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Lets a replay run in a thread whose generators and settings belong to others: both are put back."""
+    generators = [default_generator(device) for device in dict.fromkeys((torch.device("cpu"), *devices))]
+    states = [generator.get_state() for generator in generators]
+    try:
+        with ambient.restored():
+            yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)

@@ -1,0 +1,1 @@
+"""The worker: one process per device and trust domain."""

@@ -1,0 +1,54 @@
+"""A worker's settings. Free of torch: `backhaul worker --help` must be quick."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from backhaul_runtime.addresses import Address
+from backhaul_runtime.protocol import LEASE_S
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kmgt]?)(i?b)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """How a worker runs."""
+
+    address: Address
+    """Where it listens. Port 0 takes any free one."""
+
+    device: str = "auto"
+    """"auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N"."""
+
+    memory_bytes: int = 0
+    """Budget for everything it holds, 0 for half of the device's memory."""
+
+    lease_s: float = LEASE_S
+    """What a silent trainer held is freed after so long."""
+
+    insecure: bool = False
+    """Listen beyond this machine without a credential."""
+
+    parent: int = 0
+    """Process that the worker ends with, 0 for none."""
+
+
+def parse_size(text: str) -> int:
+    """Bytes from "4294967296", "4GiB", "4g" or "512 MB", units being powers of 1024. Raises ValueError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f'"{text}" is not a size: write bytes, or a number with K, M, G or T, as in 8GiB')
+    return int(float(match["number"]) * _UNITS[match["unit"].lower()])
+
+
+def host_memory_bytes() -> int:
+    """Memory of this machine, or of the container around this process if that is less."""
+    total = next(
+        int(line.split()[1]) * 1024
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemTotal:")
+    )
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else "max"
+    return total if text == "max" else min(total, int(text))

@@ -1,0 +1,35 @@
+"""gRPC's own health and reflection services, where the packages of the `server` extra are installed."""
+
+import grpc
+
+try:
+    from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+    from grpc_reflection.v1alpha import reflection
+except ImportError:  # the core runs without them: an embedded worker is watched by its trainer
+    health = None
+
+from backhaul_proto.v1 import program_pb2, segment_pb2, session_pb2, telemetry_pb2, tensor_pb2
+
+SERVICES = tuple(
+    service.full_name
+    for module in (session_pb2, program_pb2, tensor_pb2, segment_pb2, telemetry_pb2)
+    for service in module.DESCRIPTOR.services_by_name.values()
+)
+
+
+class Health:
+    """Adds both services to a server that has not started."""
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self._servicer = None
+        if health is not None:
+            self._servicer = health.aio.HealthServicer()
+            health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+            reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+
+    async def serving(self, is_serving: bool) -> None:
+        """Tells probes and load balancers whether to send requests here."""
+        if self._servicer is not None:
+            status = health_pb2.HealthCheckResponse
+            for name in ("", *SERVICES):
+                await self._servicer.set(name, status.SERVING if is_serving else status.NOT_SERVING)

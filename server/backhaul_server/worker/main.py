@@ -1,0 +1,134 @@
+"""A worker process from start to end."""
+
+import asyncio
+import logging
+import os
+import resource
+import signal
+import sys
+from contextlib import suppress
+
+import grpc
+import torch
+
+from backhaul_runtime.processes import resident_bytes
+from backhaul_server.worker.config import WorkerConfig, host_memory_bytes
+from backhaul_server.worker.core import Worker
+from backhaul_server.worker.health import Health
+from backhaul_server.worker.listening import SERVER_OPTIONS, Listener, ListenError
+from backhaul_server.worker.service import add_services
+
+logger = logging.getLogger("backhaul.worker")
+
+DRAIN_S = 30.0
+"""How long SIGTERM waits for what is in flight."""
+
+_HEADROOM_BYTES = 1 << 30  # threads' stacks, gRPC's buffers and torch's own tables, beside the budget
+_PARENT_POLL_S = 1.0
+
+
+def serve(config: WorkerConfig) -> int:
+    """Runs a worker until a signal ends it. Returns the exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+    if not config.address.is_local and not config.insecure:
+        print(
+            f'backhaul worker: "{config.address.text}" can be reached from other machines, and everyone who reaches '
+            "it could use this worker. Listen on 127.0.0.1 or unix:/path, or pass --insecure on a network you trust",
+            file=sys.stderr,
+        )
+        return 2
+    try:
+        device = _device(config.device)
+        asyncio.run(_serve(config, device))
+    except (ListenError, ValueError) as error:
+        print(f"backhaul worker: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+async def _serve(config: WorkerConfig, device: torch.device) -> None:
+    budget = config.memory_bytes or _memory_bytes(device) // 2
+    _limit_memory(device, budget)
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    listener = Listener(config.address)
+    worker = Worker(device, budget, config.lease_s)
+    health = Health(server)
+    add_services(server, worker)
+    try:
+        address = listener.bind(server)
+        await server.start()
+        stop = _stop_event(config.parent)
+        await health.serving(True)
+        print(f"backhaul worker listening on {address}", flush=True)
+        await stop.wait()
+        worker.draining = True
+        await health.serving(False)
+        await _drained(worker)
+    finally:
+        await server.stop(1.0)  # streams that are idle by now end here
+        await worker.close()
+        listener.close()
+
+
+async def _drained(worker: Worker) -> None:
+    """Waits until nothing is in flight."""
+    deadline = asyncio.get_running_loop().time() + DRAIN_S
+    while len(worker.executor) and asyncio.get_running_loop().time() < deadline:
+        await asyncio.sleep(0.01)
+
+
+def _stop_event(parent: int) -> asyncio.Event:
+    """Set by SIGTERM, SIGINT, or the end of the parent."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    if parent:
+        _watch(parent, stop)
+    return stop
+
+
+def _watch(parent: int, stop: asyncio.Event) -> None:
+    """Ends with the parent. A pidfd tells within a millisecond and, unlike PR_SET_PDEATHSIG, of the whole process."""
+    loop = asyncio.get_running_loop()
+
+    def check() -> None:
+        if os.getppid() != parent:
+            stop.set()
+        else:
+            loop.call_later(_PARENT_POLL_S, check)
+
+    if hasattr(os, "pidfd_open"):
+        with suppress(ProcessLookupError):
+            loop.add_reader(os.pidfd_open(parent), stop.set)
+    check()  # it may have ended before; and where there are no pidfds this is what tells
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f'--device "{name}" can\'t be used: {str(error).splitlines()[0]}') from None
+    if device.type not in {"cpu", "cuda"}:
+        raise ValueError(f'--device "{name}" can\'t be used: programs run on cpu or cuda')
+    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else device
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return host_memory_bytes()
+
+
+def _limit_memory(device: torch.device, budget_bytes: int) -> None:
+    """The backstop behind the store's accounts: an op that takes far more than declared fails, and only that op."""
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(min(1.0, 2 * budget_bytes / _memory_bytes(device)), device)
+        return
+    limit = resident_bytes("VmData") + 2 * budget_bytes + _HEADROOM_BYTES
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard == resource.RLIM_INFINITY or limit < hard:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))

@@ -1,0 +1,121 @@
+"""What the executor's thread does: replay a segment, run its backward, or take its saved tensors. No asyncio, no gRPC."""
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from backhaul_runtime import ambient
+from backhaul_runtime.bundle import Bundle, bundle
+from backhaul_runtime.digest import content_digest, tensor_address
+from backhaul_runtime.framing import Parcel
+from backhaul_runtime.program import Program
+from backhaul_runtime.replay import Replay
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A replay that waits for its request.
+
+    Attributes:
+        replay: With its graph.
+        keeps_saved: Whether it can answer a recompute.
+        seconds: What it took.
+    """
+
+    replay: Replay
+    keeps_saved: bool
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """All a run needs.
+
+    Attributes:
+        program: Checked.
+        sources: On the device, not written to.
+        generator_states: One per node that draws.
+    """
+
+    program: Program
+    sources: Sequence[Tensor]
+    generator_states: Sequence[bytes]
+
+    def replay(self, *, keep_saved: bool) -> Ready:
+        """Runs the program forward."""
+        started = perf_counter()
+        try:
+            replay = Replay(self.program, self.sources, self.generator_states, keep_saved=keep_saved)
+        finally:
+            torch.clear_autocast_cache()
+        return Ready(replay, keep_saved, perf_counter() - started)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What a request is answered with.
+
+    Attributes:
+        bundle: Tensors to send: contributions by position in `sources`, or saved tensors by saved position.
+        saved_digests: What the replay saved, in order.
+        sources: Source of each contribution; empty for a recompute.
+        recompute_s: What the replay took, ahead of the request or for it.
+        backward_s: What its backward took.
+    """
+
+    bundle: Bundle
+    saved_digests: tuple[bytes, ...]
+    sources: tuple[int, ...]
+    recompute_s: float
+    backward_s: float
+
+
+def backward(work: Work, ready: Ready | None, gradients: Mapping[int, Tensor], state: ambient.State) -> Finished:
+    """Runs a segment's backward.
+
+    Args:
+        work: Of the segment.
+        ready: Its replay, if there is one already; used up.
+        gradients: By position in the program's outputs.
+        state: Ambient settings that the trainer's backward runs under.
+    """
+    ready = ready or work.replay(keep_saved=False)
+    started = perf_counter()
+    ambient.apply(state, ambient.capture())
+    contributions = ready.replay.backward(gradients)
+    sources = work.program.sources
+    found = [(i, c.gradient) for i, c in enumerate(contributions) if c.gradient is not None]
+    return Finished(
+        bundle=_addressed(bundle(found), {i for i, c in enumerate(contributions) if not sources[c.source].is_leaf}),
+        saved_digests=tuple(ready.replay.saved_digests),
+        sources=tuple(c.source for c in contributions),
+        recompute_s=ready.seconds,
+        backward_s=perf_counter() - started,
+    )
+
+
+def recompute(work: Work, ready: Ready | None, positions: Sequence[int]) -> Finished:
+    """Takes saved tensors of a segment, by position, in the order asked for."""
+    if ready is None or not ready.keeps_saved:
+        ready = work.replay(keep_saved=True)
+    replay = ready.replay
+    return Finished(
+        bundle=bundle([(position, replay.saved(position)) for position in positions]),
+        saved_digests=tuple(replay.saved_digests),
+        sources=(),
+        recompute_s=ready.seconds,
+        backward_s=0.0,
+    )
+
+
+def _addressed(found: Bundle, positions: Set[int]) -> Bundle:
+    """Names gradients of boundaries by their contents, so that the trainer can say "the one you sent"."""
+    whole = {view.parcel for view in found.views if view.layout is None and view.position in positions}
+    parcels = [
+        Parcel(p.tensor, p.layout, tensor_address(p.layout, content_digest(p.tensor, p.layout))) if i in whole else p
+        for i, p in enumerate(found.parcels)
+    ]
+    return Bundle(tuple(parcels), found.views)

@@ -1,0 +1,374 @@
+"""The worker's wire: protobuf in, protobuf out, errors as statuses. All decisions are the core's."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial, wraps
+from time import monotonic, perf_counter
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from backhaul_proto.v1 import (
+    program_pb2,
+    program_pb2_grpc,
+    segment_pb2,
+    segment_pb2_grpc,
+    session_pb2,
+    session_pb2_grpc,
+    telemetry_pb2,
+    telemetry_pb2_grpc,
+    tensor_pb2,
+    tensor_pb2_grpc,
+)
+from backhaul_runtime.bundle import encode_view
+from backhaul_runtime.errors import (
+    ERROR_METADATA_KEY,
+    STATUS_NAMES,
+    BackhaulError,
+    ProgramError,
+    ProtocolVersionError,
+    WorkerError,
+)
+from backhaul_runtime.fingerprint import fingerprint
+from backhaul_runtime.framing import Receiver, batches
+from backhaul_runtime.layout import Layout
+from backhaul_runtime.processes import resident_bytes
+from backhaul_runtime.program_codec import decode_state
+from backhaul_runtime.protocol import PROGRESS_INTERVAL_S, PROTOCOL_VERSION
+from backhaul_runtime.version import version
+from backhaul_server.worker import runs
+from backhaul_server.worker.core import Perform, Segment, Worker
+from backhaul_server.worker.meter import Meter
+from backhaul_server.worker.runs import Finished
+from backhaul_server.worker.segment_machine import Key
+
+logger = logging.getLogger("backhaul.worker")
+
+Context = grpc.aio.ServicerContext[Any, Any]
+M = TypeVar("M", bound=Message)
+Unary = Callable[[Any, Any, Context], Awaitable[M]]
+Stream = Callable[[Any, Any, Context], AsyncIterator[M]]
+
+
+async def _abort(context: Context, error: Exception) -> None:
+    """Ends a call with an error of ours as its status, with what the client needs to raise it again."""
+    if not isinstance(error, BackhaulError):
+        logger.error("a request failed", exc_info=error)
+        error = WorkerError(f"the worker failed: {type(error).__name__}: {error}")
+    status = next((STATUS_NAMES[kind] for kind in type(error).__mro__ if kind in STATUS_NAMES), "INTERNAL")
+    context.set_trailing_metadata(((ERROR_METADATA_KEY, error.to_bytes()),))
+    await context.abort(grpc.StatusCode[status], error.message)
+
+
+def unary(method: Unary[M]) -> Unary[M]:
+    """Measures a method that answers once, and maps its errors."""
+
+    @wraps(method)
+    async def call(self: "_Servicer", request: Any, context: Context) -> M:
+        started, failed = perf_counter(), True
+        if isinstance(request, Message):
+            self.meter.received(request.ByteSize())
+        try:
+            answer = await method(self, request, context)
+            failed = False
+            self.meter.sent(answer.ByteSize())
+            return answer
+        except Exception as error:  # every error of ours has a status
+            await _abort(context, error)
+            raise
+        finally:
+            self.meter.call(method.__name__, perf_counter() - started, failed=failed)
+
+    return call
+
+
+def stream(method: Stream[M]) -> Stream[M]:
+    """Measures a method that answers many times, and maps its errors."""
+
+    @wraps(method)
+    async def call(self: "_Servicer", request: Any, context: Context) -> AsyncIterator[M]:
+        started, failed = perf_counter(), True
+        self.meter.received(request.ByteSize())
+        try:
+            async for answer in method(self, request, context):
+                self.meter.sent(answer.ByteSize())
+                yield answer
+            failed = False
+        except Exception as error:  # every error of ours has a status
+            await _abort(context, error)
+        finally:
+            self.meter.call(method.__name__, perf_counter() - started, failed=failed)
+
+    return call
+
+
+class _Servicer:
+    def __init__(self, worker: Worker, meter: Meter) -> None:
+        self.worker = worker
+        self.meter = meter
+
+
+class Sessions(_Servicer, session_pb2_grpc.SessionServiceServicer):
+    """Opens, keeps and closes sessions."""
+
+    @unary
+    async def OpenSession(  # noqa: N802  gRPC's name
+        self, request: session_pb2.OpenSessionRequest, context: Context
+    ) -> session_pb2.OpenSessionResponse:
+        """Refuses other versions by name before anything else."""
+        if request.protocol_version != PROTOCOL_VERSION:
+            raise ProtocolVersionError(
+                f"the trainer speaks protocol {request.protocol_version} (backhaul {request.client_version}), this "
+                f"worker {PROTOCOL_VERSION} (backhaul {version()}): install the same version on both",
+                trainer=request.protocol_version,
+                worker=PROTOCOL_VERSION,
+            )
+        session = self.worker.open_session(request.trainer)
+        return session_pb2.OpenSessionResponse(
+            protocol_version=PROTOCOL_VERSION,
+            worker_version=version(),
+            session=session.id,
+            epoch=self.worker.epoch,
+            lease_s=self.worker.lease_s,
+            budget_bytes=self.worker.store.budget_bytes,
+            device=str(self.worker.device),
+            fingerprint=fingerprint(self.worker.device),
+        )
+
+    @unary
+    async def KeepSession(  # noqa: N802  gRPC's name
+        self, request: session_pb2.KeepSessionRequest, context: Context
+    ) -> session_pb2.KeepSessionResponse:
+        """Renews the lease."""
+        self.worker.session(request.session)
+        return session_pb2.KeepSessionResponse(draining=self.worker.draining)
+
+    @unary
+    async def CloseSession(  # noqa: N802  gRPC's name
+        self, request: session_pb2.CloseSessionRequest, context: Context
+    ) -> session_pb2.CloseSessionResponse:
+        """Frees all a session held."""
+        self.worker.close_session(request.session)
+        return session_pb2.CloseSessionResponse()
+
+
+class Programs(_Servicer, program_pb2_grpc.ProgramServiceServicer):
+    """Takes programs."""
+
+    @unary
+    async def PutProgram(  # noqa: N802  gRPC's name
+        self, request: program_pb2.PutProgramRequest, context: Context
+    ) -> program_pb2.PutProgramResponse:
+        """Checks it before keeping it."""
+        self.worker.session(request.session)
+        return program_pb2.PutProgramResponse(address=self.worker.put_program(request.program))
+
+
+class Tensors(_Servicer, tensor_pb2_grpc.TensorServiceServicer):
+    """Takes tensors."""
+
+    @unary
+    async def PutTensors(  # noqa: N802  gRPC's name
+        self, request: AsyncIterator[tensor_pb2.PutTensorsRequest], context: Context
+    ) -> tensor_pb2.PutTensorsResponse:
+        """Charges each at its declaration, stores all once the stream has ended well, none otherwise."""
+        charged: list[int] = []
+        known = False
+
+        def admit(layout: Layout, address: bytes) -> None:
+            self.worker.expect_tensor(layout)
+            charged.append(layout.span_bytes)
+
+        receiver = Receiver(admit, self.worker.device)
+        try:
+            async for message in request:
+                self.meter.received(message.ByteSize())
+                if not known:
+                    self.worker.session(message.session)
+                    known = True
+                receiver.add(message.tensors)
+            # Hashing a large tensor takes a while and lets the GIL go.
+            arrived = await asyncio.to_thread(receiver.stored)
+        except BaseException:
+            for size in charged:
+                self.worker.store.abandon(size)
+            raise
+        for address, layout, tensor in arrived:
+            self.worker.store.arrived(address, tensor, layout.span_bytes)
+        return tensor_pb2.PutTensorsResponse(stored=len(arrived))
+
+
+class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
+    """Saves, recomputes, runs backward, releases."""
+
+    @unary
+    async def SaveSegment(  # noqa: N802  gRPC's name
+        self, request: segment_pb2.SaveSegmentRequest, context: Context
+    ) -> segment_pb2.SaveSegmentResponse:
+        """Answers what is missing, or saves."""
+        session = self.worker.session(request.key.session)
+        program_missing, missing = self.worker.save(
+            session,
+            request.key.segment,
+            request.program,
+            request.sources,
+            request.transient_sources,
+            request.generator_states,
+            request.name,
+        )
+        return segment_pb2.SaveSegmentResponse(program_missing=program_missing, missing_tensors=missing)
+
+    @stream
+    async def Recompute(  # noqa: N802  gRPC's name
+        self, request: segment_pb2.RecomputeRequest, context: Context
+    ) -> AsyncIterator[segment_pb2.RecomputeResponse]:
+        """Streams progress, then what was saved, in the order asked for."""
+        session = self.worker.session(request.key.session)
+        segment = self.worker.segment(session, request.key.segment)
+        key = Key("recompute", request.key.backward)
+        perform = partial(runs.recompute, positions=tuple(request.positions))
+        answer = self.worker.request(segment, key, lambda: perform, request.expected_s).answer
+        self.worker.replay_ahead(session, request.upcoming_segments)
+        started = monotonic()
+        async for progress in self._wait(segment, answer):
+            yield segment_pb2.RecomputeResponse(progress=progress)
+        found = answer.result()
+        yield segment_pb2.RecomputeResponse(
+            result=segment_pb2.RecomputeResult(
+                saved_count=len(found.saved_digests),
+                views=[encode_view(view) for view in found.bundle.views],
+                timing=_timing(found, monotonic() - started),
+            )
+        )
+        for batch in batches(found.bundle.parcels):
+            yield segment_pb2.RecomputeResponse(tensors=batch)
+
+    @stream
+    async def Backward(  # noqa: N802  gRPC's name
+        self, request: segment_pb2.BackwardRequest, context: Context
+    ) -> AsyncIterator[segment_pb2.BackwardResponse]:
+        """Streams progress, then digests and contributions."""
+        session = self.worker.session(request.key.session)
+        segment = self.worker.segment(session, request.key.segment)
+        addresses = {gradient.output: gradient.tensor for gradient in request.gradients}
+        if any(output >= len(segment.work.program.outputs) for output in addresses):
+            raise ProgramError(f"gradients are given for outputs {sorted(addresses)} of {segment.name}")
+        state = decode_state(request.ambient_state)
+
+        def prepare() -> Perform:
+            return partial(runs.backward, gradients=self.worker.gradients(session, addresses), state=state)
+
+        key = Key("backward", request.key.backward)
+        answer = self.worker.request(segment, key, prepare, request.expected_s).answer
+        self.worker.replay_ahead(session, request.upcoming_segments)
+        started = monotonic()
+        async for progress in self._wait(segment, answer):
+            yield segment_pb2.BackwardResponse(progress=progress)
+        found = answer.result()
+        contributions = [segment_pb2.Contribution(source=source) for source in found.sources]
+        for view in found.bundle.views:
+            contributions[view.position].view.CopyFrom(encode_view(view))
+        yield segment_pb2.BackwardResponse(
+            result=segment_pb2.BackwardResult(
+                saved_digests=found.saved_digests,
+                contributions=contributions,
+                timing=_timing(found, monotonic() - started),
+            )
+        )
+        for batch in batches(found.bundle.parcels):
+            yield segment_pb2.BackwardResponse(tensors=batch)
+
+    @unary
+    async def ReleaseSegments(  # noqa: N802  gRPC's name
+        self, request: segment_pb2.ReleaseSegmentsRequest, context: Context
+    ) -> segment_pb2.ReleaseSegmentsResponse:
+        """Frees segments."""
+        for key in request.keys:
+            self.worker.release(self.worker.session(key.session), [key.segment])
+        return segment_pb2.ReleaseSegmentsResponse()
+
+    async def _wait(
+        self, segment: Segment, answer: "asyncio.Future[Finished]"
+    ) -> AsyncIterator[segment_pb2.Progress]:
+        """Says how far a request is until it is done. Keeps its session alive meanwhile."""
+        while not answer.done():
+            running, ahead_s = self.worker.executor.place(segment.job)
+            self.worker.session(segment.session.id)
+            yield segment_pb2.Progress(running=running, ahead_s=ahead_s)
+            await asyncio.wait([answer], timeout=PROGRESS_INTERVAL_S)
+
+
+def _timing(found: Finished, waited_s: float) -> segment_pb2.Timing:
+    busy = found.recompute_s + found.backward_s
+    return segment_pb2.Timing(
+        queue_s=max(0.0, waited_s - busy), recompute_s=found.recompute_s, backward_s=found.backward_s
+    )
+
+
+class Telemetry(_Servicer, telemetry_pb2_grpc.TelemetryServiceServicer):
+    """Tells how the worker is."""
+
+    def __init__(self, worker: Worker, meter: Meter) -> None:
+        super().__init__(worker, meter)
+        self._started = monotonic()
+
+    @unary
+    async def GetTelemetry(  # noqa: N802  gRPC's name
+        self, request: telemetry_pb2.GetTelemetryRequest, context: Context
+    ) -> telemetry_pb2.GetTelemetryResponse:
+        """The worker as it is now."""
+        worker, usage, now = self.worker, self.worker.store.usage(), monotonic()
+        return telemetry_pb2.GetTelemetryResponse(
+            worker_version=version(),
+            epoch=worker.epoch,
+            device=str(worker.device),
+            draining=worker.draining,
+            uptime_s=now - self._started,
+            memory=telemetry_pb2.MemoryTelemetry(
+                budget_bytes=usage.budget,
+                segment_bytes=usage.segments,
+                cached_bytes=usage.cached,
+                working_bytes=usage.working,
+                result_bytes=usage.results,
+                resident_bytes=resident_bytes(),
+                refusals=usage.refusals,
+            ),
+            sessions=[
+                telemetry_pb2.SessionTelemetry(
+                    trainer=session.trainer,
+                    segments=len(session.segments),
+                    idle_s=max(0.0, now - (session.expires_at - worker.lease_s)),
+                )
+                for session in worker.sessions.values()
+            ],
+            rpcs=[
+                telemetry_pb2.RpcTelemetry(
+                    method=s.method,
+                    calls=s.calls,
+                    errors=s.errors,
+                    p50_s=s.p50_s,
+                    p90_s=s.p90_s,
+                    p99_s=s.p99_s,
+                    total_s=s.total_s,
+                )
+                for s in self.meter.statistics()
+            ],
+            recomputed_segments=worker.recomputed_segments,
+            received_bytes=self.meter.bytes["received"],
+            sent_bytes=self.meter.bytes["sent"],
+            queued_requests=len(worker.executor),
+        )
+
+
+def add_services(server: grpc.aio.Server, worker: Worker) -> None:
+    """Adds all of the worker's services to a server that has not started."""
+    meter = Meter()
+    session_pb2_grpc.add_SessionServiceServicer_to_server(Sessions(worker, meter), server)
+    program_pb2_grpc.add_ProgramServiceServicer_to_server(Programs(worker, meter), server)
+    tensor_pb2_grpc.add_TensorServiceServicer_to_server(Tensors(worker, meter), server)
+    segment_pb2_grpc.add_SegmentServiceServicer_to_server(Segments(worker, meter), server)
+    telemetry_pb2_grpc.add_TelemetryServiceServicer_to_server(Telemetry(worker, meter), server)
+
+

@@ -1,0 +1,259 @@
+"""What a worker holds, within a hard byte budget. Knows bytes and addresses, not tensors: they are opaque here.
+
+NOTE [Room]
+1. Four tiers share the budget: tensors that live segments name, tensors cached for later, work (a replay ahead of or
+   under a request), and finished results.
+2. A segment is only accepted if its tensors fit beside those of the others with room left for the largest run among
+   them. So a request for an accepted segment never fails for want of room.
+3. Room is made by giving up, in this order: cached tensors (oldest first), replays made ahead, results already sent.
+   Tensors of live segments are never given up.
+4. Incoming tensors are charged when they are declared, before memory is taken.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from backhaul_runtime.errors import BudgetError
+
+T = TypeVar("T")
+RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Bytes by tier.
+
+    Attributes:
+        segments: Tensors that live segments name.
+        cached: Tensors kept for later, arriving ones included.
+        working: Replays ahead of or under a request.
+        results: Finished results.
+        budget: All of them together never exceed it.
+        refusals: Requests turned away for want of room.
+    """
+
+    segments: int
+    cached: int
+    working: int
+    results: int
+    budget: int
+    refusals: int
+
+
+@dataclass(slots=True)
+class _Entry(Generic[T]):
+    tensor: T
+    size_bytes: int
+    references: int = 0
+    transient: bool = True
+
+
+@dataclass(slots=True)
+class _Segment:
+    addresses: tuple[bytes, ...]
+    need_bytes: int
+
+
+@dataclass
+class Store(Generic[T]):
+    """Tensors by address, and the budget of everything else.
+
+    Attributes:
+        budget_bytes: Limit of all tiers together.
+    """
+
+    budget_bytes: int
+    _entries: dict[bytes, _Entry[T]] = field(default_factory=dict)
+    _cache: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    _segments: dict[Hashable, _Segment] = field(default_factory=dict)
+    _ahead: OrderedDict[Hashable, tuple[int, Callable[[], None]]] = field(default_factory=OrderedDict)
+    _results: OrderedDict[Hashable, tuple[int, Callable[[], None]]] = field(default_factory=OrderedDict)
+    _bytes: Counter[str] = field(default_factory=Counter)
+    _refusals: int = 0
+
+    def usage(self) -> Usage:
+        """Bytes by tier, now."""
+        count = self._bytes
+        return Usage(
+            segments=count["segments"],
+            cached=count["cached"] + count["arriving"],
+            working=count["running"] + count["ahead"],
+            results=count["results"],
+            budget=self.budget_bytes,
+            refusals=self._refusals,
+        )
+
+    def missing(self, addresses: Iterable[bytes]) -> list[bytes]:
+        """Those that are not here, each once."""
+        return [address for address in dict.fromkeys(addresses) if address not in self._entries]
+
+    def tensor(self, address: bytes) -> T:
+        """The tensor of that address. Raises KeyError."""
+        if address in self._cache:
+            self._cache.move_to_end(address)
+        return self._entries[address].tensor
+
+    def expect(self, size_bytes: int) -> None:
+        """Charges a declared tensor (Rule 4); `arrived` or `abandon` follows. Raises BudgetError."""
+        self._require(size_bytes + self._reserve(), f"a tensor of {size_bytes} bytes")
+        self._bytes["arriving"] += size_bytes
+
+    def abandon(self, size_bytes: int) -> None:
+        """Takes back what `expect` charged."""
+        self._bytes["arriving"] -= size_bytes
+
+    def arrived(self, address: bytes, tensor: T, size_bytes: int) -> None:
+        """Stores a tensor that `expect` charged. Unnamed by any segment it is cached."""
+        self.abandon(size_bytes)
+        self.cache(address, tensor, size_bytes)
+
+    def cache(self, address: bytes, tensor: T, size_bytes: int) -> None:
+        """Stores a tensor that is here already as part of something else, if there is room; else forgets it."""
+        if address in self._entries or not self._fits(size_bytes + self._reserve()):
+            return
+        self._entries[address] = _Entry(tensor, size_bytes)
+        self._cache[address] = None
+        self._bytes["cached"] += size_bytes
+
+    def uncache(self, addresses: Iterable[bytes]) -> None:
+        """Gives up cached tensors; those that segments name stay."""
+        for address in addresses:
+            if address in self._cache:
+                del self._cache[address]
+                self._bytes["cached"] -= self._entries.pop(address).size_bytes
+
+    def attach(self, segment: Hashable, addresses: Sequence[bytes], transient: Iterable[bytes], need_bytes: int) -> None:
+        """Lets a segment name tensors, all of which are here, and reserves room for its run (Rule 2).
+
+        Args:
+            segment: Its key.
+            addresses: What it names.
+            transient: Those that go with their last segment instead of being cached.
+            need_bytes: What a run of it takes at most.
+
+        Raises:
+            BudgetError: With `retry_after_s` 0 where the segment would not fit alone.
+        """
+        names = tuple(dict.fromkeys(addresses))
+        own = sum(self._entries[address].size_bytes for address in names)
+        if own + need_bytes > self.budget_bytes:
+            self._refuse(f"a segment of {own} bytes with a run of {need_bytes} more", own + need_bytes, 0.0)
+        fresh = [address for address in names if self._entries[address].references == 0]
+        added = sum(self._entries[address].size_bytes for address in fresh)
+        total = self._bytes["segments"] + added + max(need_bytes, self._reserve()) + self._bytes["arriving"]
+        if total > self.budget_bytes:
+            self._refuse(f"a segment that takes the total to {total} bytes", own + need_bytes, RETRY_AFTER_S)
+        for address in fresh:
+            del self._cache[address]
+        self._bytes["cached"] -= added
+        self._bytes["segments"] += added
+        kept = set(names) - set(transient)
+        for address in names:
+            self._entries[address].references += 1
+            if address in kept:
+                self._entries[address].transient = False
+        self._segments[segment] = _Segment(names, need_bytes)
+
+    def detach(self, segment: Hashable) -> None:
+        """Lets a segment's tensors go; what other segments may want again is cached."""
+        for address in self._segments.pop(segment).addresses:
+            entry = self._entries[address]
+            entry.references -= 1
+            if entry.references:
+                continue
+            self._bytes["segments"] -= entry.size_bytes
+            if entry.transient:
+                del self._entries[address]
+            else:
+                self._cache[address] = None
+                self._bytes["cached"] += entry.size_bytes
+
+    def start_ahead(self, segment: Hashable, drop: Callable[[], None]) -> bool:
+        """Charges a replay ahead of its request, if that takes no more than cached tensors.
+
+        Args:
+            segment: Attached.
+            drop: Called when its room is needed.
+        """
+        need = self._segments[segment].need_bytes
+        reserved = 0 if self._reserve() <= self._bytes["running"] else self._reserve()
+        if not self._fits(need + reserved, ahead=False, results=False):
+            return False
+        self._ahead[segment] = need, drop
+        self._bytes["ahead"] += need
+        return True
+
+    def is_ahead(self, segment: Hashable) -> bool:
+        """Whether a replay ahead is still charged."""
+        return segment in self._ahead
+
+    def end_ahead(self, segment: Hashable) -> None:
+        """Takes the charge of a replay ahead back, if it is still there."""
+        need, _ = self._ahead.pop(segment, (0, None))
+        self._bytes["ahead"] -= need
+
+    def start_run(self, segment: Hashable) -> int:
+        """Charges a run of a segment, making room (Rules 2 and 3). Returns what `end_run` takes back.
+
+        Nothing is charged for a segment that was detached while its run waited.
+        """
+        self.end_ahead(segment)
+        attached = self._segments.get(segment)
+        need = attached.need_bytes if attached is not None else 0
+        self._fits(need)
+        self._bytes["running"] += need
+        return need
+
+    def end_run(self, need_bytes: int) -> None:
+        """Takes the charge of a run back."""
+        self._bytes["running"] -= need_bytes
+
+    def keep_result(self, key: Hashable, size_bytes: int, drop: Callable[[], None]) -> None:
+        """Charges a finished result until `forget_result`, or until its room is needed and `drop` is called."""
+        self._fits(size_bytes)
+        self._results[key] = size_bytes, drop
+        self._bytes["results"] += size_bytes
+
+    def forget_result(self, key: Hashable) -> None:
+        """Takes the charge of a result back, if it is still there."""
+        size, _ = self._results.pop(key, (0, None))
+        self._bytes["results"] -= size
+
+    def _reserve(self) -> int:
+        """Room the largest run among the live segments needs, as far as none is running (Rule 2)."""
+        largest = max((segment.need_bytes for segment in self._segments.values()), default=0)
+        return max(0, largest - self._bytes["running"])
+
+    def _fits(self, size_bytes: int, *, ahead: bool = True, results: bool = True) -> bool:
+        """Whether so many bytes are free, after giving up what Rule 3 lets go."""
+
+        def free() -> int:
+            return self.budget_bytes - sum(self._bytes.values())
+
+        while free() < size_bytes and self._cache:
+            self.uncache([next(iter(self._cache))])
+        while ahead and free() < size_bytes and self._ahead:
+            segment, (_, drop) = next(iter(self._ahead.items()))
+            self.end_ahead(segment)
+            drop()
+        while results and free() < size_bytes and self._results:
+            key, (_, drop) = next(iter(self._results.items()))
+            self.forget_result(key)
+            drop()
+        return free() >= size_bytes
+
+    def _require(self, size_bytes: int, what: str) -> None:
+        if not self._fits(size_bytes):
+            self._refuse(what, size_bytes, RETRY_AFTER_S if size_bytes <= self.budget_bytes else 0.0)
+
+    def _refuse(self, what: str, needed_bytes: int, retry_after_s: float) -> None:
+        self._refusals += 1
+        raise BudgetError(
+            f"the worker's budget of {self.budget_bytes} bytes has no room for {what}; {self._bytes['segments']} are "
+            "held for segments. Give the worker more with --memory, or make segments smaller",
+            needed_bytes=needed_bytes,
+            budget_bytes=self.budget_bytes,
+            retry_after_s=retry_after_s,
+        )

@@ -1,0 +1,192 @@
+"""Writes the positive list: `make ops`.
+
+Runs torch's module database, torch's op database and one tiny model of each family of `transformers` under the recorder
+with an open list, and keeps what they called that the rules below admit.
+"""
+
+import random
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from backhaul_runtime.layout import copy_exact
+from backhaul_runtime.recorder import Recorder
+
+OPS_FILE = Path(__file__).parents[2] / "runtime/backhaul_runtime/ops.txt"
+
+# Nothing that builds a graph's backward, makes tensors of memory or files it is told of, or belongs to other backends.
+DENIED = re.compile(
+    r"^(?!aten\.)"
+    r"|backward|^aten\.(set_|from_file|record_stream|resize|_resize|_to_copy|_cudnn|cudnn|_thnn|miopen|mkldnn|_mkldnn|mps)"
+    r"|quantiz|quantile_q|^aten\.q_|fbgemm|sparse|_csr|_coo|ccol|crow|foreach|_fused|fused_|nested|_nnpack|_jvp|_vmap"
+    r"|^aten\.(_local_scalar_dense|item|equal|is_nonzero|allclose|_unsafe|_assert|_print|retain_grad|requires_grad_)"
+    r"|\.(out|names.*|.*dimname.*|.*_out|.*Dimname.*)$"
+    r"|^aten\.(rename|align|refine)|storage|pin_memory|is_pinned|^aten\.(data|_version|_backward|output_nr|is_leaf)\."
+)
+
+
+class _Everything(frozenset[str]):
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+def ops_of(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> set[str]:
+    """The ops that a call makes, seen from where the recorder stands."""
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    recorder = Recorder(tensors, _Everything(), lambda tensor, layout, _: copy_exact(tensor, layout))
+    with recorder:
+        fn(*args, **kwargs)
+    return {node.op for node in recorder._nodes}
+
+
+def _quietly(calls: Iterator[Callable[[], set[str]]], label: str) -> set[str]:
+    found: set[str] = set()
+    failed = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for call in calls:
+            try:
+                found |= call()
+            except Exception:  # noqa: BLE001  an op that can't run here (no such device, no such build) calls nothing
+                failed += 1
+    print(f"{label}: {len(found)} ops, {failed} samples could not run", file=sys.stderr)
+    return found
+
+
+def from_modules() -> set[str]:
+    """What the modules of torch.nn call."""
+    from torch.testing._internal.common_modules import module_db
+
+    def calls() -> Iterator[Callable[[], set[str]]]:
+        for info in module_db:
+            for training in (True, False):
+                samples = info.module_inputs_func(
+                    info, device="cpu", dtype=torch.float32, requires_grad=True, training=training
+                )
+                for sample in samples:
+
+                    def call(info: Any = info, sample: Any = sample, training: bool = training) -> set[str]:
+                        built = sample.constructor_input
+                        module: nn.Module = info.module_cls(*built.args, **built.kwargs)
+                        module.train(training)
+                        forward = sample.forward_input
+                        return ops_of(module, *forward.args, **forward.kwargs)
+
+                    yield call
+
+    return _quietly(calls(), "modules")
+
+
+def from_op_db() -> set[str]:
+    """What the functions of torch call, in each of their variants."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    def calls() -> Iterator[Callable[[], set[str]]]:
+        for info in op_db:
+            dtypes = [d for d in (torch.float32, torch.int64, torch.bool, torch.complex64) if d in info.dtypes]
+            for dtype in dtypes:
+                grad = dtype.is_floating_point and info.supports_autograd
+                try:
+                    samples = list(info.sample_inputs("cpu", dtype, requires_grad=grad))
+                except Exception:  # noqa: BLE001  samples for another device
+                    continue
+                for sample in samples[:12]:
+                    for variant in (info.op, info.method_variant, info.inplace_variant, info.operator_variant):
+                        if variant is not None:
+
+                            def call(variant: Any = variant, sample: Any = sample) -> set[str]:
+                                return ops_of(variant, _unused(sample.input), *sample.args, **sample.kwargs)
+
+                            yield call
+
+    return _quietly(calls(), "functions")
+
+
+def _unused(value: Any) -> Any:
+    """A copy that in-place variants may write to: no leaf that requires grad."""
+    return value.detach().clone().requires_grad_(value.requires_grad) * 1 if _is_float(value) else value
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided and value.dtype.is_floating_point
+
+
+def from_idioms() -> set[str]:
+    """What Python's own syntax calls on tensors."""
+
+    def write(x: Tensor, y: Tensor) -> Tensor:
+        out = torch.zeros(4, 4)
+        out[0] = y[0]
+        out[1:, ::2] = 3.0
+        out[x > 0] = 0.5
+        out[torch.tensor([0, 1]), 2] = y[0, :2]
+        out[None, ..., -1].add_(1).mul_(y[:, 0])
+        out += y
+        out -= y * 2
+        out *= 0.5
+        out /= 3
+        out **= 2
+        out //= 2
+        out %= 2
+        mask = x > 0
+        mask &= y > 0
+        mask |= y < 0
+        mask ^= x < 0
+        mask = ~mask & (x == y) | (x != y) ^ (x >= y) & (x <= y)
+        out = (-out + abs(x) @ y.T - 1 / (y + 9)) ** 2 % 3 // 2
+        out = out.to(y).to("cpu").to(torch.float64).to(out.dtype, copy=True).to(memory_format=torch.contiguous_format)
+        out = out * torch.from_numpy(y.detach().numpy()).to("cpu", torch.float32)
+        shifted = (torch.arange(4) << 1) >> 1
+        shifted <<= 1
+        shifted >>= 1
+        return torch.where(mask, out, 2 ** x[..., None, :, :].squeeze(0)) * len(shifted) + float(x.sum()) + x.tolist()[0][0]
+
+    def make(x: Tensor) -> Tensor:
+        generator = torch.Generator()
+        parts = [
+            torch.tensor([1.0, 2.0]), torch.as_tensor(3.0), torch.full((2,), 1.0), torch.linspace(0, 1, 2),
+            torch.logspace(0, 1, 2), torch.eye(2)[0], torch.rand(2, generator=generator), torch.randn(2),
+            torch.randint(3, (2,)), torch.randperm(2), torch.empty(2).uniform_(), torch.empty(2).normal_(),
+            torch.empty(2).bernoulli_(0.5), torch.empty(2).exponential_(), torch.empty(2).random_(3),
+            torch.empty(2).fill_(1), torch.empty(2).zero_(), torch.empty(2).copy_(x[0, :2]), torch.ones(2),
+        ]
+        return sum((part.to(x.dtype).type_as(x).float() for part in parts), x[0, :2].clone().detach())
+
+    x, y = torch.randn(4, 4), torch.randn(4, 4, requires_grad=True)
+    return _quietly(iter([lambda: ops_of(write, x, y), lambda: ops_of(make, x)]), "idioms")
+
+
+def in_place(names: set[str]) -> set[str]:
+    """The in-place forms that ops of these names have."""
+    found = set()
+    for name in names:
+        namespace, base, overload = name.split(".")
+        packet = getattr(getattr(torch.ops, namespace), f"{base}_", None)
+        if packet is not None and overload in packet.overloads():
+            found.add(f"{namespace}.{base}_.{overload}")
+    return found
+
+
+def admitted(names: set[str]) -> list[str]:
+    """Those that the rules let in, sorted."""
+    return sorted(name for name in names | in_place(names) if not DENIED.search(name))
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    names = from_modules() | from_op_db() | from_idioms()
+    found = admitted(names)
+    print(f"admitted {len(found)}, denied: {sorted(names - set(found))}", file=sys.stderr)
+    OPS_FILE.write_text("# Generated by `make ops`.\n" + "\n".join(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()
