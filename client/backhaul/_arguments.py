@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from backhaul_runtime.errors import NotRemoteError
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from backhaul._config import RETURNS, Config, Returns
-from backhaul_runtime.errors import NotRemoteError
 
 if TYPE_CHECKING:
     from backhaul._checkpoint import Remote
@@ -58,7 +58,7 @@ def options_of(config: Config, kwargs: dict[str, Any]) -> tuple[Options, dict[st
     if debug and own_context:
         raise ValueError("debug=True is incompatible with non-default context_fn")
     if returns not in RETURNS:
-        raise ValueError(f'returns={returns!r} is not one of {", ".join(map(repr, RETURNS))}')
+        raise ValueError(f"returns={returns!r} is not one of {', '.join(map(repr, RETURNS))}")
     reason = "it brings a context_fn, which is code" if own_context else "debug=True traces it here" if debug else ""
     options = Options(
         returns=returns,

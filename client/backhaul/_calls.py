@@ -7,15 +7,14 @@ NOTE [Bounds]
    not blame the worker.
 """
 
+import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
 import grpc
-from torch import Tensor
-
 from backhaul_runtime.errors import (
     ERROR_METADATA_KEY,
     BackhaulError,
@@ -25,20 +24,22 @@ from backhaul_runtime.errors import (
     from_bytes,
 )
 from backhaul_runtime.framing import Receiver
+from torch import Tensor
 
 T = TypeVar("T")
 R = TypeVar("R")
 SLICE_S = 0.1
+MAX_WAITING_MESSAGES = 4
 LONGEST_S = 3600.0
 """Deadline given to gRPC for calls whose end the rules above decide."""
 
 
 def error_of(error: grpc.RpcError) -> BackhaulError:
     """The error the worker raised, or WorkerLostError where gRPC itself gave up."""
-    metadata = error.trailing_metadata() if isinstance(error, grpc.Call) else None
-    for key, value in metadata or ():
-        if key == ERROR_METADATA_KEY and isinstance(value, bytes) and (found := from_bytes(value)) is not None:
-            return found
+    metadata = dict(error.trailing_metadata() or ()) if isinstance(error, grpc.Call) else {}
+    detail = metadata.get(ERROR_METADATA_KEY)
+    if isinstance(detail, bytes) and (found := from_bytes(detail)) is not None:
+        return found
     code = error.code() if isinstance(error, grpc.Call) else None
     details = error.details() if isinstance(error, grpc.Call) else str(error)
     if code is grpc.StatusCode.UNIMPLEMENTED:
@@ -114,67 +115,117 @@ def longest_run_s(expected_s: float) -> float:
 
 
 class Stream(Generic[R]):
-    """A call that is answered by progress, a result and tensors. Tensors are put together as they arrive.
+    """A call that is answered by progress, a result, and tensors after it.
+
+    A thread takes messages off the wire; the caller's thread puts the tensors together while it waits for them. So
+    their memory is the caller's, and the worker sends no faster than they are asked for. `close` it.
 
     Args:
         method: Of a stub.
         request: Its message.
-        pool: Reads the answers, so that the caller's wait has bounds.
         expected_s: What the work should take.
         silence_s: See NOTE [Bounds].
     """
 
-    def __init__(self, method: Any, request: Any, pool: Executor, expected_s: float, silence_s: float) -> None:
-        self._watch = Watch(silence_s)
+    def __init__(self, method: Any, request: Any, expected_s: float, silence_s: float) -> None:
+        self._silence_s = silence_s
         self._longest_run_s = longest_run_s(expected_s)
         self._longest_queue_s = max(1.0, 2 * expected_s)
         self._running_since: float | None = None
-        self._ahead_s = 0.0
+        self._messages: queue.Queue[Any] = queue.Queue(MAX_WAITING_MESSAGES)
+        self._closed = threading.Event()
+        self._receiver = Receiver()
         self.received_bytes = 0
-        self.addresses: list[bytes] = []
         self._call = method(request, timeout=LONGEST_S)
-        self._future: Future[tuple[R, list[Tensor]]] = pool.submit(self._read)
+        threading.Thread(target=self._pump, name="backhaul-receive", daemon=True).start()
 
-    def wait(self) -> tuple[R, list[Tensor]]:
-        """The result and its tensors.
-
-        Raises:
-            WorkerError: The worker refused or failed.
-            WorkerLostError: A bound was met (Rule 1) or the connection broke.
-        """
-        try:
-            return self._watch.wait(self._future, self._check)
-        except grpc.RpcError as error:
-            raise error_of(error) from None
-        finally:
-            self._call.cancel()  # of a call that has ended this does nothing
-
-    def _read(self) -> tuple[R, list[Tensor]]:
-        receiver = Receiver()
-        result: R | None = None
-        for message in self._call:
-            self._watch.sign()
-            self.received_bytes += message.ByteSize()
+    def result(self) -> R:
+        """The result. Raises WorkerError, or WorkerLostError where a bound was met (Rule 1)."""
+        while (message := self._next()) is not None:
             kind = message.WhichOneof("part")
-            if kind == "progress":
-                self._ahead_s = message.progress.ahead_s
-                if message.progress.running and self._running_since is None:
-                    self._running_since = monotonic()
-            elif kind == "result":
-                result, self._running_since, self._ahead_s = message.result, None, 0.0
-            else:
-                receiver.add(message.tensors)
-        if result is None:
-            raise TransferError("the worker's answer ended before its result")
-        self.addresses = receiver.addresses()
-        return result, receiver.tensors()
+            if kind == "result":
+                self._running_since = None
+                found: R = message.result
+                return found
+            self._check_queue(message.progress.ahead_s)
+            if message.progress.running and self._running_since is None:
+                self._running_since = monotonic()
+        raise TransferError("the worker's answer ended before its result")
 
-    def _check(self) -> None:
-        if self._running_since is not None and monotonic() - self._running_since > self._longest_run_s:
+    def tensor(self, index: int) -> Tensor:
+        """The `index`-th tensor after the result, owned by the caller. Raises as `result` does."""
+        while not self._receiver.is_complete(index) and self._receive():
+            pass
+        return self._receiver.tensor(index)
+
+    def forget(self, index: int) -> None:
+        """Lets go of the `index`-th tensor: nobody will ask for it again."""
+        self._receiver.forget(index)
+
+    def tensors(self) -> list[Tensor]:
+        """All of them. Raises as `result` does."""
+        while self._receive():
+            pass
+        return self._receiver.tensors()
+
+    def addresses(self) -> list[bytes]:
+        """Under which the worker keeps some of the tensors."""
+        return self._receiver.addresses()
+
+    def close(self) -> None:
+        """Wants no more of the answer."""
+        self._closed.set()
+        self._call.cancel()  # of a call that has ended this does nothing
+
+    def _receive(self) -> bool:
+        message = self._next()
+        if message is not None:
+            self._receiver.add(message.tensors)
+        return message is not None
+
+    def _next(self) -> Any:
+        """The next message, None at the end."""
+        silent = 0.0
+        while True:
+            before = monotonic()
+            try:
+                message = self._messages.get(timeout=SLICE_S)
+            except queue.Empty:
+                silent += min(SLICE_S, monotonic() - before)  # Rule 2
+            else:
+                if isinstance(message, grpc.RpcError):
+                    raise error_of(message) from None
+                self.received_bytes += message.ByteSize() if message is not None else 0
+                return message
+            if silent >= self._silence_s:
+                raise WorkerLostError(f"the worker was silent for {self._silence_s:g} s", status="SILENT")
+            if self._running_since is not None and monotonic() - self._running_since > self._longest_run_s:
+                raise WorkerLostError(
+                    f"the worker has run the segment for more than {self._longest_run_s:.1f} s", status="SLOW"
+                )
+
+    def _check_queue(self, ahead_s: float) -> None:
+        if ahead_s > self._longest_queue_s:
             raise WorkerLostError(
-                f"the worker has run the segment for more than {self._longest_run_s:.1f} s", status="SLOW"
+                f"the worker has {ahead_s:.1f} s of other work first, longer than doing it here", status="BUSY"
             )
-        if self._ahead_s > self._longest_queue_s:
-            raise WorkerLostError(
-                f"the worker has {self._ahead_s:.1f} s of other work first, longer than doing it here", status="BUSY"
-            )
+
+    def _pump(self) -> None:
+        """Runs in a thread. Ends with the call, or with `close`."""
+        end: grpc.RpcError | None = None
+        try:
+            for message in self._call:
+                if not self._offer(message):
+                    return
+        except grpc.RpcError as error:
+            end = error
+        self._offer(end)
+
+    def _offer(self, message: Any) -> bool:
+        while not self._closed.is_set():
+            try:
+                self._messages.put(message, timeout=SLICE_S)
+            except queue.Full:
+                continue
+            return True
+        return False

@@ -7,6 +7,11 @@ from time import perf_counter
 from typing import Any, Protocol
 
 import torch
+from backhaul_runtime.errors import Refusal
+from backhaul_runtime.layout import Layout
+from backhaul_runtime.op_list import allowed_ops
+from backhaul_runtime.recorder import Recorder
+from backhaul_runtime.uses import Use, find_uses
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
@@ -16,11 +21,7 @@ from backhaul._frame import Frame, Handle, RemoteSegment
 from backhaul._graft import graft
 from backhaul._local import Call
 from backhaul._report import Journal
-from backhaul_runtime.errors import Refusal
-from backhaul_runtime.layout import Layout
-from backhaul_runtime.op_list import allowed_ops
-from backhaul_runtime.recorder import Recorder
-from backhaul_runtime.uses import Use, find_uses
+
 
 class Remote(Protocol):
     """Where segments go. The session is one."""
@@ -67,11 +68,8 @@ def run_segment(
     frame = Frame(name, log, options.strict)
     call = Call.begin(fn, args, kwargs)
 
-    def pack(tensor: Tensor) -> Handle:
-        recorder.note_saved(tensor)
-        return frame.handle()
-
-    recorder = Recorder(call.tensors(), allowed_ops(), remote.hold, pack)
+    pack = _Pack(frame)
+    recorder = pack.recorder = Recorder(call.tensors(), allowed_ops(), remote.hold, pack)
     _nesting.active = True
     started = perf_counter()
     try:
@@ -79,7 +77,24 @@ def run_segment(
             returned = fn(*args, **kwargs)
     finally:
         _nesting.active = False
+        pack.recorder = None
     return _keep(remote, frame, recorder, call, returned, options, perf_counter() - started)
+
+
+class _Pack:
+    """The hook that autograd calls for each tensor it saves.
+
+    Autograd keeps it as long as the handles, so it lets go of the recorder, and with it of the call's tensors.
+    """
+
+    def __init__(self, frame: Frame) -> None:
+        self._frame = frame
+        self.recorder: Recorder | None = None
+
+    def __call__(self, tensor: Tensor) -> Handle:
+        assert self.recorder is not None
+        self.recorder.note_saved(tensor)
+        return self._frame.handle()
 
 
 def _unpack(handle: Handle) -> Tensor:

@@ -50,7 +50,7 @@ def resolve(**given: Any) -> Config:
             values[field.name] = _parse(field.name, type(field.default), text)
     config = Config(**values)
     if config.returns not in RETURNS:
-        raise ValueError(f'returns={config.returns!r} is not one of {", ".join(map(repr, RETURNS))}')
+        raise ValueError(f"returns={config.returns!r} is not one of {', '.join(map(repr, RETURNS))}")
     for name in ("connect_timeout_s", "silence_s", "inflight_bytes"):
         if getattr(config, name) <= 0:
             raise ValueError(f"{name}={getattr(config, name)!r} must be more than 0")

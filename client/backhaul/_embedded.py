@@ -29,7 +29,7 @@ class EmbeddedWorker:
         # 0700 by mkdtemp: only this user reaches the socket.
         self._directory = Path(tempfile.mkdtemp(prefix="backhaul-"))
         self._process: subprocess.Popen[str] | None = None
-        self._starts = 0
+        self._address = parse_address(f"unix:{self._directory}/worker.sock")
 
     @property
     def pid(self) -> int | None:
@@ -44,12 +44,10 @@ class EmbeddedWorker:
             ConnectError: It did not come up in time, with what it said.
         """
         if self._process is None or self._process.poll() is not None:
-            self._starts += 1
             self._start()
         return self._address
 
     def _start(self) -> None:
-        self._address = parse_address(f"unix:{self._directory}/{self._starts}.sock")
         arguments = ["worker", "--listen", self._address.text, "--parent", str(os.getpid())]
         if self._memory_bytes:
             arguments += ["--memory", str(self._memory_bytes)]

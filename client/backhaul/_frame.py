@@ -5,17 +5,12 @@ So a frame lives as long as somebody could need its segment, and its end release
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor
-
-from backhaul import _local
-from backhaul._report import Decision, SegmentLog
-from backhaul._value_check import CheckpointError, check_values
 from backhaul_runtime import ambient
 from backhaul_runtime.digest import content_digest, saved_digest
 from backhaul_runtime.errors import BackhaulError, NotRemoteError, WorkerError, WorkerLostError
@@ -23,6 +18,11 @@ from backhaul_runtime.layout import Layout, layout_of
 from backhaul_runtime.program import Program
 from backhaul_runtime.recorder import Recording, SavedTensor
 from backhaul_runtime.replay import Contribution
+from torch import Tensor
+
+from backhaul import _local
+from backhaul._report import Decision, SegmentLog
+from backhaul._value_check import CheckpointError, check_count, check_digests, check_values
 
 if TYPE_CHECKING:
     from backhaul._local import Call
@@ -34,8 +34,20 @@ class RemoteSegment(Protocol):
     def backward(self, gradients: Mapping[int, Tensor], state: ambient.State) -> tuple[list[bytes], list[Contribution]]:
         """Digests of what the replay saved, and the contributions."""
 
-    def recompute(self, positions: Sequence[int]) -> tuple[int, dict[int, Tensor]]:
-        """How many tensors the replay saved, and those asked for."""
+    def recompute(self, positions: Sequence[int]) -> "Incoming":
+        """The saved tensors of these positions, which come in this order."""
+
+
+class Incoming(Protocol):
+    """Saved tensors on their way from a worker. Raises as `RemoteSegment` does."""
+
+    saved_count: int
+
+    def take(self, position: int) -> Tensor:
+        """One that was asked for, once."""
+
+    def close(self) -> None:
+        """Wants no more of them."""
 
 
 class Handle:
@@ -72,7 +84,9 @@ class Frame:
     remote: RemoteSegment | None = None
     local_reason: str = ""
     _handles: list[weakref.ref[Handle]] = field(default_factory=list)
-    _fetched: dict[int, Tensor] = field(default_factory=dict)
+    _here: dict[int, Tensor] = field(default_factory=dict)
+    _incoming: Incoming | None = None
+    _wanted: set[int] = field(default_factory=set)
     _task: int = -1
 
     def handle(self) -> Handle:
@@ -105,47 +119,68 @@ class Frame:
         return contributions
 
     def unpack(self, index: int) -> Tensor:
-        """A tensor that autograd saved. The first of a backward fetches all that are still needed."""
+        """A tensor that autograd saved. The first of a backward begins the segment's recomputation."""
         task = torch._C._current_graph_task_id()
-        if task != self._task or index not in self._fetched:
-            self._fetched.clear()
-            wanted = [i for i, handle in enumerate(self._handles) if handle() is not None]
-            self._fetched = self._fetch(wanted)
+        if task != self._task or index not in self._wanted:
             self._task = task
-        return self._fetched.pop(index)
-
-    def _fetch(self, wanted: Sequence[int]) -> dict[int, Tensor]:
-        if self.remote is not None:
-            started = perf_counter()
+            self._begin([i for i, handle in enumerate(self._handles) if handle() is not None])
+        self._wanted.discard(index)
+        if index not in self._here and self._incoming is not None:
             try:
-                found = self._fetch_remote(wanted)
+                return self._take(self._incoming, index)
             except (WorkerError, WorkerLostError, CheckpointError) as error:
+                self._stop_incoming()
                 self._lost(error)
-            else:
-                self.log.add(Decision.ACTIVATIONS, perf_counter() - started)
-                return found
+                self._recompute_here({index, *self._wanted})
+        return self._here.pop(index)
+
+    def _begin(self, wanted: Sequence[int]) -> None:
+        self._stop_incoming()
+        self._here = {}
+        self._wanted = set(wanted)
+        if self.remote is None:
+            self._recompute_here(self._wanted)
+            return
+        started = perf_counter()
+        saved = self.recording.saved
+        self._here = {i: here for i in wanted if (here := self._present(saved[i])) is not None}
+        # Backward unpacks what was saved last first.
+        missing = [index for index in reversed(wanted) if index not in self._here]
+        if not missing:
+            return
+        try:
+            self._incoming = self.remote.recompute(missing)
+            check_count(self.name, "on the worker", saved, self._incoming.saved_count)
+        except (WorkerError, WorkerLostError, CheckpointError) as error:
+            self._lost(error)
+            self._recompute_here(self._wanted)
+        else:
+            self.log.add(Decision.ACTIVATIONS, perf_counter() - started)
+
+    def _take(self, incoming: Incoming, index: int) -> Tensor:
+        started = perf_counter()
+        tensor = incoming.take(index)
+        layout = layout_of(tensor)
+        digest = saved_digest(layout, content_digest(tensor, layout))
+        check_digests(self.name, "on the worker", self.recording.saved, {index: digest})
+        if self._wanted <= self._here.keys():
+            self._stop_incoming()
+        self.log.wait(perf_counter() - started)
+        return tensor
+
+    def _stop_incoming(self) -> None:
+        incoming, self._incoming = self._incoming, None
+        if incoming is not None:
+            incoming.close()
+
+    def _recompute_here(self, wanted: Set[int]) -> None:
         started = self._begin_local()
         if self.program is not None:
-            found = _local.saved_here(self.name, self.program, self.recording, wanted)
+            self._here = _local.saved_here(self.name, self.program, self.recording, sorted(wanted))
         else:
             assert self.call is not None
-            found = self.call.saved_again(self.name, self.recording)
+            self._here = self.call.saved_again(self.name, self.recording)
         self.log.add(Decision.TRAINER, perf_counter() - started)
-        return found
-
-    def _fetch_remote(self, wanted: Sequence[int]) -> dict[int, Tensor]:
-        assert self.remote is not None
-        saved = self.recording.saved
-        found = {index: here for index in wanted if (here := self._present(saved[index])) is not None}
-        # Backward unpacks what was saved last first.
-        missing = [index for index in reversed(wanted) if index not in found]
-        count, fetched = self.remote.recompute(missing) if missing else (len(saved), {})
-        digests: list[bytes | None] = [None] * count
-        for index, tensor in fetched.items():
-            layout = layout_of(tensor)
-            digests[index] = saved_digest(layout, content_digest(tensor, layout))
-        check_values(self.name, "on the worker", saved, digests)
-        return found | fetched
 
     def _present(self, saved: SavedTensor) -> Tensor | None:
         """A saved tensor that lies in a parameter or in a copied argument need not travel, if it is unchanged."""
@@ -158,7 +193,7 @@ class Frame:
             return None
         value = source.value
         view = torch.empty(0, dtype=saved.layout.dtype, device=value.device)
-        view.set_(value.untyped_storage(), value.storage_offset() + start, saved.layout.shape, saved.layout.strides)  # type: ignore[call-overload]
+        view.set_(value.untyped_storage(), value.storage_offset() + start, saved.layout.shape, saved.layout.strides)
         layout = layout_of(view)
         return view if saved_digest(layout, content_digest(view, layout)) == saved.digest else None
 
@@ -189,4 +224,3 @@ class Frame:
 
 def _elements(layout: Layout) -> int:
     return layout.span_bytes // layout.dtype.itemsize
-

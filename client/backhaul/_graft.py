@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from backhaul_runtime.errors import DoubleBackwardError
 from torch import Tensor
 
 from backhaul._frame import Frame
-from backhaul_runtime.errors import DoubleBackwardError
 
 _PLACEHOLDER = torch.empty(0)
 

@@ -13,12 +13,9 @@ import random
 import socket
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import grpc
-
-from backhaul._calls import call_unary
 from backhaul_proto.v1 import (
     program_pb2_grpc,
     segment_pb2_grpc,
@@ -37,6 +34,8 @@ from backhaul_runtime.errors import (
 )
 from backhaul_runtime.protocol import CHANNEL_OPTIONS, PROTOCOL_VERSION
 from backhaul_runtime.version import version
+
+from backhaul._calls import call_unary
 
 logger = logging.getLogger("backhaul")
 FIRST_BACKOFF_S = 0.1
@@ -80,14 +79,13 @@ class Link:
     """A connection to one worker.
 
     Args:
-        find: Gives the worker's address; for an embedded worker it starts one that died. Called by one thread at a time.
+        find: Gives the worker's address; an embedded worker that died is started again. Called by one thread at a time.
         silence_s: A worker silent for so long is taken for lost.
     """
 
     def __init__(self, find: Callable[[], Address], silence_s: float) -> None:
         self._find = find
         self.silence_s = silence_s
-        self.pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="backhaul-receive")
         self.name = ""
         self._generation: Generation | None = None
         self._generations = 0
@@ -178,7 +176,6 @@ class Link:
             self._channel.close()  # ends what the keeper waits for
         if self._keeper.ident is not None:
             self._keeper.join()
-        self.pool.shutdown(wait=True, cancel_futures=True)
 
     def _connect(self, address: Address, timeout_s: float) -> None:
         if self._closed:

@@ -6,10 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
-
-from backhaul._value_check import check_values
 from backhaul_runtime import ambient
 from backhaul_runtime.digest import address_of, content_digest, saved_digest
 from backhaul_runtime.errors import StaleTensorError
@@ -17,6 +13,10 @@ from backhaul_runtime.layout import copy_exact, layout_of, unsupported_reason
 from backhaul_runtime.program import Program
 from backhaul_runtime.recorder import RecordedSource, Recording, default_generator
 from backhaul_runtime.replay import Contribution, Replay, Saved, entry, isolated
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from backhaul._value_check import check_values
 
 _WHERE = "on the trainer"
 
@@ -86,9 +86,7 @@ class Call:
     def begin(cls, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Call":
         """Takes the state a call starts from."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        devices = dict.fromkeys(
-            (torch.device("cpu"), *(leaf.device for leaf in leaves if isinstance(leaf, Tensor)))
-        )
+        devices = dict.fromkeys((torch.device("cpu"), *(leaf.device for leaf in leaves if isinstance(leaf, Tensor))))
         states = {device: default_generator(device).get_state() for device in devices if device.type in _RANDOM}
         return cls(fn, leaves, spec, ambient.capture(), states)
 
@@ -115,12 +113,12 @@ class Call:
             CheckpointError: It gave other values than the first time.
         """
         saved: list[Saved] = []
-        digests: list[bytes | None] = []
+        digests: list[bytes] = []
 
         def pack(tensor: Tensor) -> Saved:
             plain = unsupported_reason(tensor) is None
             layout = layout_of(tensor) if plain else None
-            digests.append(saved_digest(layout, content_digest(tensor, layout)) if layout else None)
+            digests.append(saved_digest(layout, content_digest(tensor, layout)) if layout else b"")
             saved.append(Saved(len(saved), tensor))
             return saved[-1]
 

@@ -18,7 +18,7 @@ def patched(session: "Session") -> Iterator[None]:
     """
     module = torch.utils.checkpoint
     before = module.checkpoint
-    module.checkpoint = session.checkpoint  # type: ignore[assignment]
+    module.checkpoint = session.checkpoint
     try:
         yield
     finally:

@@ -1,28 +1,75 @@
 """A segment on a worker, as its frame sees it."""
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from torch import Tensor
-
-from backhaul._calls import Stream, longest_run_s
-from backhaul._link import Generation, Link
-from backhaul._report import SegmentLog
-from backhaul._upload import Save, Uploader
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime import ambient
-from backhaul_runtime.bundle import decode_view, unbundle
+from backhaul_runtime.bundle import decode_view, unbundle, view_of
 from backhaul_runtime.digest import content_digest, tensor_address
 from backhaul_runtime.errors import TensorsMissingError, WorkerLostError
 from backhaul_runtime.framing import Parcel
 from backhaul_runtime.layout import layout_of
 from backhaul_runtime.program_codec import encode_state
 from backhaul_runtime.replay import Contribution
+from torch import Tensor
+
+from backhaul._calls import Stream, longest_run_s
+from backhaul._link import Generation, Link
+from backhaul._report import SegmentLog
+from backhaul._upload import Save, Uploader
 
 T = TypeVar("T")
+Answer = tuple[segment_pb2.BackwardResult, list[Tensor], list[bytes]]
 _REPEATABLE = {"UNAVAILABLE", "CANCELLED", "UNKNOWN", "INTERNAL", ""}
+
+
+class SavedTensors:
+    """What autograd saved in a segment, as it comes from the worker. `close` it.
+
+    Attributes:
+        saved_count: How many tensors the worker's replay saved.
+    """
+
+    def __init__(
+        self,
+        stream: Stream[segment_pb2.RecomputeResult],
+        result: segment_pb2.RecomputeResult,
+        on_close: Callable[[Stream[Any]], None],
+    ) -> None:
+        self.saved_count = result.saved_count
+        self._stream = stream
+        self._views = {view.position: decode_view(view) for view in result.views}
+        self._left = Counter(view.parcel for view in self._views.values())
+        self._on_close = on_close
+        self._is_closed = False
+
+    def take(self, position: int) -> Tensor:
+        """A tensor that was asked for, once; owned by the caller. Waits for it within the bounds of `_calls`.
+
+        Raises:
+            WorkerLostError: It does not come.
+        """
+        view = self._views.pop(position, None)
+        if view is None:
+            raise WorkerLostError(f"the worker did not send saved tensor {position}")
+        parcel = self._stream.tensor(view.parcel)
+        self._left[view.parcel] -= 1
+        if not self._left[view.parcel]:
+            self._stream.forget(view.parcel)
+        return view_of(parcel, view)
+
+    def close(self) -> None:
+        """Wants no more of them. Safe to call twice."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._on_close(self._stream)
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class SavedSegment:
@@ -83,18 +130,24 @@ class SavedSegment:
             ambient_state=encode_state(state),
         )
 
-        def attempt() -> tuple[segment_pb2.BackwardResult, list[Tensor]]:
+        def attempt() -> Answer:
             self._uploader.put(self.generation, parcels.values(), self._sent)
-            return self._stream(self._link.stubs(self.generation).segments.Backward, request)
+            stream = self._open(self._link.stubs(self.generation).segments.Backward, request)
+            try:
+                result = stream.result()
+                return result, stream.tensors(), stream.addresses()
+            finally:
+                self._closed(stream)
 
-        def ask() -> tuple[segment_pb2.BackwardResult, list[Tensor]]:
+        def ask() -> Answer:
             try:
                 return attempt()
             except TensorsMissingError:  # given up by the worker, in which the uploader still believes
                 self._uploader.unlearn(parcel.address for parcel in parcels.values())
                 return attempt()
 
-        result, tensors = self._repeated(ask)
+        result, tensors, addresses = self._repeated(ask)
+        self._uploader.learn(self.generation, addresses)
         views = {
             index: decode_view(contribution.view)
             for index, contribution in enumerate(result.contributions)
@@ -108,7 +161,7 @@ class SavedSegment:
         self._check_uses(contributions)
         return list(result.saved_digests), contributions
 
-    def recompute(self, positions: Sequence[int]) -> tuple[int, dict[int, Tensor]]:
+    def recompute(self, positions: Sequence[int]) -> "SavedTensors":
         """See `RemoteSegment`."""
         request = segment_pb2.RecomputeRequest(
             key=self._key(segment_pb2.OPERATION_RECOMPUTE),
@@ -116,13 +169,16 @@ class SavedSegment:
             upcoming_segments=self._upcoming(),
             expected_s=self._expected_s,
         )
-        result, tensors = self._repeated(
-            lambda: self._stream(self._link.stubs(self.generation).segments.Recompute, request)
-        )
-        found = unbundle(tensors, [decode_view(view) for view in result.views])
-        if set(found) != set(positions):
-            raise WorkerLostError(f"the worker sent tensors {sorted(found)} where {sorted(positions)} were asked for")
-        return result.saved_count, found
+
+        def ask() -> SavedTensors:
+            stream = self._open(self._link.stubs(self.generation).segments.Recompute, request)
+            try:
+                return SavedTensors(stream, stream.result(), self._closed)
+            except BaseException:
+                self._closed(stream)
+                raise
+
+        return self._repeated(ask)
 
     def _key(self, operation: "segment_pb2.Operation.ValueType") -> segment_pb2.OperationKey:
         return segment_pb2.OperationKey(
@@ -157,13 +213,12 @@ class SavedSegment:
 
         self._uploader.watch.wait(self._save.saved, check)
 
-    def _stream(self, method: object, request: object) -> tuple[T, list[Tensor]]:
-        stream: Stream[T] = Stream(method, request, self._link.pool, self._expected_s, self._link.silence_s)
-        try:
-            return stream.wait()
-        finally:
-            self._log.traffic(down_bytes=stream.received_bytes)
-            self._uploader.learn(self.generation, stream.addresses)
+    def _open(self, method: Any, request: Any) -> "Stream[Any]":
+        return Stream(method, request, self._expected_s, self._link.silence_s)
+
+    def _closed(self, stream: "Stream[Any]") -> None:
+        stream.close()
+        self._log.traffic(down_bytes=stream.received_bytes)
 
     def _sent(self, size_bytes: int) -> None:
         self._log.traffic(up_bytes=size_bytes)

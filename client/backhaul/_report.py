@@ -17,6 +17,17 @@ class Decision(Enum):
     TRAINER = "trainer"
 
 
+_COLUMNS = (
+    ("calls", 7),
+    ("gradients", 11),
+    ("activations", 13),
+    ("trainer", 9),
+    ("wait", 10),
+    ("up", 11),
+    ("down", 11),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentReport:
     """All calls under one name.
@@ -73,8 +84,8 @@ class Report:
         return sum(segment.down_bytes for segment in self.segments)
 
     def __str__(self) -> str:
-        head = f"{'segment':<32}{'calls':>7}{'gradients':>11}{'activations':>13}{'trainer':>9}{'wait':>10}{'up':>11}{'down':>11}"
-        lines = [head]
+        columns = "".join(f"{title:>{width}}" for title, width in _COLUMNS)
+        lines = [f"{'segment':<32}{columns}"]
         for segment in self.segments:
             counts = "".join(
                 f"{segment.decisions.get(decision, 0):>{width}}"
@@ -111,6 +122,11 @@ class SegmentLog:
         """Counts a recomputation."""
         with self._lock:
             self._decisions[decision] += 1
+            self._wait_s += wait_s
+
+    def wait(self, wait_s: float) -> None:
+        """Adds to what backward waited."""
+        with self._lock:
             self._wait_s += wait_s
 
     def traffic(self, up_bytes: int = 0, down_bytes: int = 0) -> None:

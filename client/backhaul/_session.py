@@ -7,10 +7,16 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import torch
+from backhaul_runtime.addresses import Address, parse_addresses
+from backhaul_runtime.errors import Refusal
+from backhaul_runtime.fingerprint import differences, fingerprint
+from backhaul_runtime.layout import Layout, copy_exact
+from backhaul_runtime.program_codec import address_of_program, encode_program
 from torch import Tensor, nn
 
 from backhaul import _patched, _sequential, _wrap
@@ -24,11 +30,6 @@ from backhaul._placement import Placement
 from backhaul._remote import SavedSegment
 from backhaul._report import Journal, Report
 from backhaul._upload import Save, SourceTensor, Uploader
-from backhaul_runtime.addresses import parse_addresses
-from backhaul_runtime.errors import Refusal
-from backhaul_runtime.fingerprint import differences, fingerprint
-from backhaul_runtime.layout import Layout, copy_exact
-from backhaul_runtime.program_codec import address_of_program, encode_program
 
 _BACKWARD_FACTOR = 3.0  # a recomputed forward and a backward of twice its cost
 
@@ -72,13 +73,11 @@ class Session:
         self._closed = False
         self._embedded: EmbeddedWorker | None = None
         self._sides: list[_Side] = []
-        links = []
         if config.worker:
-            for address in parse_addresses(config.worker):
-                links.append(Link(lambda address=address: address, config.silence_s))
+            links = [Link(partial(_same, address), config.silence_s) for address in parse_addresses(config.worker)]
         else:
             self._embedded = EmbeddedWorker(config.memory_bytes, config.connect_timeout_s)
-            links.append(Link(self._embedded.ensure, config.silence_s))
+            links = [Link(self._embedded.ensure, config.silence_s)]
         try:
             for link in links:
                 link.open(config.connect_timeout_s)
@@ -130,6 +129,11 @@ class Session:
         """Within it `torch.utils.checkpoint.checkpoint` is this session's, for code one can't edit."""
         with _patched.patched(self):
             yield self
+
+    @property
+    def workers(self) -> str:
+        """Addresses of the workers with commas between, as `connect` takes them."""
+        return ",".join(side.link.name for side in self._sides)
 
     def report(self) -> Report:
         """What ran where so far, why, and what it cost."""
@@ -231,6 +235,10 @@ class Session:
         self._closed = True
         for side in self._sides:
             side.link.forked()
+
+
+def _same(address: Address) -> Address:
+    return address
 
 
 def _check_same_numbers(generation: Generation, name: str, device: str) -> None:

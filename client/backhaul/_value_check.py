@@ -1,9 +1,8 @@
 """The value check: no gradient counts before every tensor autograd saved was computed again with the same bits."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch.utils.checkpoint
-
 from backhaul_runtime.errors import ValueCheckError
 from backhaul_runtime.recorder import SavedTensor
 
@@ -14,36 +13,49 @@ class CheckpointError(ValueCheckError, torch.utils.checkpoint.CheckpointError):
     """A recomputation gave other tensors than forward. Also torch's CheckpointError, and so a RuntimeError."""
 
 
-def check_values(name: str, where: str, saved: Sequence[SavedTensor], digests: Sequence[bytes | None]) -> None:
-    """Compares what forward saved with what a recomputation did.
+def check_values(name: str, where: str, saved: Sequence[SavedTensor], digests: Sequence[bytes]) -> None:
+    """Compares everything forward saved with everything a recomputation did.
 
     Args:
         name: Of the segment.
         where: Who recomputed, for the message.
         saved: From forward.
-        digests: By position; None for a tensor that nobody needs.
+        digests: From the recomputation, in order; empty for a tensor that has none.
 
     Raises:
         CheckpointError: Naming both sides and the positions.
     """
-    if len(digests) != len(saved):
+    check_count(name, where, saved, len(digests))
+    check_digests(name, where, saved, dict(enumerate(digests)))
+
+
+def check_count(name: str, where: str, saved: Sequence[SavedTensor], count: int) -> None:
+    """Raises CheckpointError where a recomputation saved more or fewer tensors than forward."""
+    if count != len(saved):
         raise CheckpointError(
-            f"segment {name}: forward saved {len(saved)} tensors for backward, recomputation {where} saved "
-            f"{len(digests)}. The function must do the same both times; run it once without checkpointing to compare",
+            f"segment {name}: forward saved {len(saved)} tensors for backward, recomputation {where} saved {count}. "
+            "The function must do the same both times; run it once without checkpointing to compare",
             segment=name,
             saved_forward=len(saved),
-            saved_recomputed=len(digests),
+            saved_recomputed=count,
         )
-    different = [
-        index
-        for index, (before, digest) in enumerate(zip(saved, digests, strict=True))
-        if digest is not None and before.digest and digest != before.digest
-    ]
+
+
+def check_digests(name: str, where: str, saved: Sequence[SavedTensor], digests: Mapping[int, bytes]) -> None:
+    """Raises CheckpointError where tensors differ between forward and recomputation.
+
+    Args:
+        name: Of the segment.
+        where: Who recomputed, for the message.
+        saved: From forward.
+        digests: Of recomputed tensors, by position.
+    """
+    different = [i for i, digest in digests.items() if saved[i].digest and digest != saved[i].digest]
     if different:
         lines = [
             f"  tensor {index}, saved by {saved[index].op}: {list(saved[index].layout.shape)} "
             f"{saved[index].layout.dtype_name}, forward {saved[index].digest.hex()[:12]}, "
-            f"recomputed {(digests[index] or b'').hex()[:12]}"
+            f"recomputed {digests[index].hex()[:12] or 'without one'}"
             for index in different[:_SHOWN]
         ]
         more = f"\n  and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""

@@ -25,9 +25,7 @@ class _Setting:
 
 
 def _dtype_setting(read: Callable[[], torch.dtype], write: Callable[[torch.dtype], object]) -> _Setting:
-    return _Setting(
-        lambda: str(read()), lambda name: write(getattr(torch, str(name).removeprefix("torch.")))
-    )
+    return _Setting(lambda: str(read()), lambda name: write(getattr(torch, str(name).removeprefix("torch."))))
 
 
 def _autocast(device: str) -> dict[str, _Setting]:
@@ -65,9 +63,7 @@ def settings() -> Mapping[str, _Setting]:
         "threads": _Setting(torch.get_num_threads, torch.set_num_threads),
         "autocast_cache": _Setting(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
         **_autocast("cpu"),
-        "deterministic": _Setting(
-            lambda: torch.get_deterministic_debug_mode(), lambda value: torch.set_deterministic_debug_mode(value)
-        ),
+        "deterministic": _Setting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
         "deterministic_fill": _pair("deterministic_fill_uninitialized_memory"),
         "flash_sdp": _sdp("flash"),
         "mem_efficient_sdp": _sdp("mem_efficient"),
@@ -160,7 +156,7 @@ def _check_values(values: Mapping[str, Value]) -> None:
     if not 1 <= int(values.get("threads", 1)) <= _MAX_THREADS:
         raise ProgramError(f"{values['threads']} threads are asked for, at most {_MAX_THREADS} are given")
     if values.get("deterministic", 0) not in {0, 1, 2}:
-        raise ProgramError(f"the setting \"deterministic\" can't be {values['deterministic']!r}")
+        raise ProgramError(f'the setting "deterministic" can\'t be {values["deterministic"]!r}')
     order = str(values.get("sdp_priority", "0"))
     if not all(part.isdigit() and int(part) < _SDP_KERNELS for part in order.split(",")):
         raise ProgramError(f'the setting "sdp_priority" can\'t be {order!r}')

@@ -1,16 +1,16 @@
 """Several tensors as few: those that share memory travel once, as bytes, with a view for each.
 
-Autograd saves views: a query, a key and a value of one projection, a matrix and its transpose. Sent one by one they would
-take their memory twice on the wire and on the trainer.
+Autograd saves views: a query, a key and a value of one projection, a matrix and its transpose. Sent one by one they
+would take their memory twice, on the wire and on the trainer.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from backhaul_proto.v1 import segment_pb2
 from torch import Tensor
 
-from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.errors import TransferError
 from backhaul_runtime.framing import Parcel, decode_layout, encode_layout
 from backhaul_runtime.layout import ALIGNMENT_BYTES, Layout, byte_view, layout_of, with_bits
@@ -69,18 +69,19 @@ def bundle(tensors: Sequence[tuple[int, Tensor]]) -> Bundle:
 
 
 def _start(tensor: Tensor) -> int:
-    return tensor.storage_offset() * tensor.element_size()
+    return int(tensor.storage_offset()) * tensor.element_size()
 
 
 def unbundle(tensors: Sequence[Tensor], views: Sequence[View]) -> dict[int, Tensor]:
     """The tensors by position, sharing memory as they did. Raises TransferError for a view outside its parcel."""
-    return {view.position: _view(tensors, view) for view in views}
+    for view in views:
+        if view.parcel >= len(tensors):
+            raise TransferError(f"a view names tensor {view.parcel} of {len(tensors)}")
+    return {view.position: view_of(tensors[view.parcel], view) for view in views}
 
 
-def _view(tensors: Sequence[Tensor], view: View) -> Tensor:
-    if view.parcel >= len(tensors):
-        raise TransferError(f"a view names tensor {view.parcel} of {len(tensors)}")
-    parcel = tensors[view.parcel]
+def view_of(parcel: Tensor, view: View) -> Tensor:
+    """A view of its parcel. Raises TransferError where it does not fit."""
     layout = view.layout
     if layout is None:
         return parcel
@@ -88,7 +89,7 @@ def _view(tensors: Sequence[Tensor], view: View) -> Tensor:
     if view.offset_bytes + layout.span_bytes > parcel.nbytes or start % layout.dtype.itemsize:
         raise TransferError(f"a view of {layout} at byte {view.offset_bytes} does not fit {parcel.nbytes} bytes")
     viewed = torch.empty(0, dtype=layout.dtype, device=parcel.device)
-    viewed.set_(parcel.untyped_storage(), start // layout.dtype.itemsize, layout.shape, layout.strides)  # type: ignore[call-overload]
+    viewed.set_(parcel.untyped_storage(), start // layout.dtype.itemsize, layout.shape, layout.strides)
     return with_bits(viewed, layout)
 
 
@@ -96,9 +97,7 @@ def encode_view(view: View) -> segment_pb2.View:
     """The view as it stands in a message."""
     message = segment_pb2.View(position=view.position, tensor=view.parcel)
     if view.layout is not None:
-        message.spec.CopyFrom(
-            segment_pb2.ViewSpec(tensor=encode_layout(view.layout), offset_bytes=view.offset_bytes)
-        )
+        message.spec.CopyFrom(segment_pb2.ViewSpec(tensor=encode_layout(view.layout), offset_bytes=view.offset_bytes))
     return message
 
 

@@ -19,7 +19,7 @@ def content_digest(tensor: Tensor, layout: Layout) -> bytes:
     """16 bytes for the elements in memory order."""
     data = payload(tensor.detach(), layout)
     if data.device.type == "cpu":
-        return xxhash.xxh3_128_digest(data.numpy())
+        return xxhash.xxh3_128_digest(data.numpy().data)
     return weighted_sums(data)
 
 

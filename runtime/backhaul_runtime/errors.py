@@ -91,6 +91,9 @@ class ProtocolVersionError(BackhaulError):
 class NotRemoteError(BackhaulError):
     """Under `strict`, a segment would have run on the trainer."""
 
+    segment: str = ""
+    reason: str = ""
+
 
 class UnsupportedTensorError(BackhaulError):
     """A kind of tensor that has no bytes to send: a subclass, sparse, quantized, without storage."""
@@ -117,7 +120,12 @@ class SessionClosedError(BackhaulError):
 
 
 class WorkerLostError(BackhaulError):
-    """No answer: the connection broke or the worker fell silent."""
+    """No answer: the connection broke or the worker fell silent.
+
+    `status` is gRPC's, or SILENT, SLOW, BUSY, LOST, DOWN or CLOSED where we gave up ourselves.
+    """
+
+    status: str = ""
 
 
 class WorkerError(BackhaulError):
@@ -126,6 +134,10 @@ class WorkerError(BackhaulError):
 
 class BudgetError(WorkerError):
     """The worker's memory budget has no room. `retry_after_s` is 0 where waiting can't help."""
+
+    needed_bytes: int = 0
+    budget_bytes: int = 0
+    retry_after_s: float = 0.0
 
 
 class DrainingError(WorkerError):

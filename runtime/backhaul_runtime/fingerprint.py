@@ -32,7 +32,7 @@ def fingerprint(device: torch.device) -> Mapping[str, str]:
     found |= {name: os.environ[name] for name in _KERNEL_VARIABLES if name in os.environ}
     if device.type == "cuda":
         found["gpu"] = torch.cuda.get_device_name(device)
-        found["cudnn"] = str(torch.backends.cudnn.version())
+        found["cudnn"] = str(torch._C._cudnn.getCompileVersion())
         found["cuda"] = str(torch.version.cuda)
     return found
 
@@ -51,4 +51,6 @@ def _cpu_model() -> str:
         return platform.processor()
     first = lines[: lines.index("")] if "" in lines else lines
     fields = dict(part.split(":", 1) for part in (line.replace("\t", "") for line in first) if ":" in part)
-    return " ".join(fields.get(key, "?").strip() for key in ("vendor_id", "cpu family", "model", "stepping", "model name"))
+    return " ".join(
+        fields.get(key, "?").strip() for key in ("vendor_id", "cpu family", "model", "stepping", "model name")
+    )

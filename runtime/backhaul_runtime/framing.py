@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import xxhash
+from backhaul_proto.v1 import tensor_pb2
 from torch import Tensor
 
-from backhaul_proto.v1 import tensor_pb2
 from backhaul_runtime.digest import content_digest, tensor_address
 from backhaul_runtime.errors import TransferError
 from backhaul_runtime.layout import Layout, allocate, check_layout, dtype_named, fill, layout_of, payload, with_bits
@@ -79,7 +79,7 @@ def batches(parcels: Iterable[Parcel]) -> Iterator[tensor_pb2.TensorBatch]:
                 address=parcel.address, spec=encode_layout(parcel.layout), size_bytes=parcel.layout.payload_bytes
             )
         )
-        data = memoryview(payload(parcel.tensor.detach(), parcel.layout).cpu().numpy())
+        data = payload(parcel.tensor.detach(), parcel.layout).cpu().numpy().data
         offset = 0
         while offset < size:
             piece = bytes(data[offset : offset + CHUNK_BYTES - filled])
@@ -123,13 +123,21 @@ class _Arrival:
         self.target[chunk.offset_bytes : end] = np.frombuffer(chunk.data, np.uint8)
         self.received_bytes = end
 
+    @property
+    def is_complete(self) -> bool:
+        return self.received_bytes == self.layout.payload_bytes
+
     def finish(self) -> Tensor:
-        if self.received_bytes != self.layout.payload_bytes:
+        if not self.is_complete:
             raise TransferError(f"{self.received_bytes} bytes came of the {self.layout.payload_bytes} declared")
         if self.layout.payload_bytes != self.layout.span_bytes:
             fill(self.tensor, self.data, self.layout)
         tensor = with_bits(self.tensor, self.layout)
         return tensor if self.device is None else tensor.to(self.device)
+
+    def forget(self) -> None:
+        self.tensor = self.data = torch.empty(0)
+        self.target = self.data.numpy()
 
 
 class Receiver:
@@ -164,6 +172,20 @@ class Receiver:
     def addresses(self) -> list[bytes]:
         """Those that were declared."""
         return [arrival.address for arrival in self._arrivals if arrival.address]
+
+    def is_complete(self, index: int) -> bool:
+        """Whether all of the tensor declared as the `index`-th is there."""
+        return index < len(self._arrivals) and self._arrivals[index].is_complete
+
+    def tensor(self, index: int) -> Tensor:
+        """The tensor declared as the `index`-th. Raises TransferError."""
+        if index >= len(self._arrivals):
+            raise TransferError(f"the stream ended before tensor {index}")
+        return self._arrivals[index].finish()
+
+    def forget(self, index: int) -> None:
+        """Lets go of the memory of the `index`-th tensor."""
+        self._arrivals[index].forget()
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the stream, owned by the caller. Raises TransferError where bytes are missing."""

@@ -47,7 +47,7 @@ class Layout:
 
     @property
     def dtype_name(self) -> str:
-        """torch's name without the module."""
+        """Torch's name without the module."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
@@ -150,7 +150,7 @@ def allocate(layout: Layout, device: torch.device | str | None = None) -> Tensor
     make = torch.zeros if gaps else torch.empty
     storage = make(size, dtype=torch.uint8, device=device or layout.device).untyped_storage()
     tensor = torch.empty(0, dtype=layout.dtype, device=storage.device)
-    tensor.set_(storage, layout.alignment_bytes // itemsize, layout.shape, layout.strides)  # type: ignore[call-overload]
+    tensor.set_(storage, layout.alignment_bytes // itemsize, layout.shape, layout.strides)
     return tensor
 
 
@@ -164,7 +164,7 @@ def with_bits(tensor: Tensor, layout: Layout) -> Tensor:
 def byte_view(tensor: Tensor, offset_bytes: int, size_bytes: int) -> Tensor:
     """uint8 view of a stretch of a tensor's storage, counted from the storage's start. Shares its memory."""
     view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return view.set_(tensor.untyped_storage(), offset_bytes, (size_bytes,), (1,))  # type: ignore[call-overload, no-any-return]
+    return view.set_(tensor.untyped_storage(), offset_bytes, (size_bytes,), (1,))
 
 
 def payload(tensor: Tensor, layout: Layout) -> Tensor:
@@ -172,12 +172,12 @@ def payload(tensor: Tensor, layout: Layout) -> Tensor:
 
     A view of the tensor's memory where it has no gaps, a copy otherwise.
     """
-    start = tensor.storage_offset() * layout.dtype.itemsize
+    start = int(tensor.storage_offset()) * layout.dtype.itemsize
     if layout.payload_bytes == layout.span_bytes:
         return byte_view(tensor, start, layout.span_bytes)
     shape, strides = layout.memory_order or ((), ())
     plain = torch.empty(0, dtype=layout.dtype, device=tensor.device)
-    plain.set_(tensor.untyped_storage(), tensor.storage_offset(), shape, strides)  # type: ignore[call-overload]
+    plain.set_(tensor.untyped_storage(), tensor.storage_offset(), shape, strides)
     packed = plain.contiguous()
     return byte_view(packed, 0, layout.payload_bytes)
 
@@ -196,9 +196,9 @@ def fill(tensor: Tensor, data: Tensor, layout: Layout) -> None:
         return
     shape, strides = layout.memory_order or ((), ())
     source = torch.empty(0, dtype=layout.dtype, device=data.device)
-    source.set_(data.untyped_storage(), data.storage_offset() // layout.dtype.itemsize, shape, _contiguous(shape))  # type: ignore[call-overload]
+    source.set_(data.untyped_storage(), data.storage_offset() // layout.dtype.itemsize, shape, _contiguous(shape))
     target = torch.empty(0, dtype=layout.dtype, device=tensor.device)
-    target.set_(tensor.untyped_storage(), tensor.storage_offset(), shape, strides)  # type: ignore[call-overload]
+    target.set_(tensor.untyped_storage(), tensor.storage_offset(), shape, strides)
     target.copy_(source)
 
 

@@ -94,5 +94,7 @@ def written_tensors(op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, 
     found: list[Tensor] = []
     for position, name in op_rules.written:
         value = args[position] if position < len(args) else kwargs.get(name)
-        found += [item for item in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(item, Tensor)]
+        found += [
+            item for item in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(item, Tensor)
+        ]
     return found

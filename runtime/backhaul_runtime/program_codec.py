@@ -1,4 +1,4 @@
-"""Programs as bytes, and back. Reading trusts nothing: every index, type, count and name is checked before anything runs.
+"""Programs as bytes, and back. Reading trusts nothing: indices, types, counts and names are checked before a run.
 
 The encoding is protobuf's deterministic one, so equal programs have equal bytes and one address.
 """
@@ -7,9 +7,9 @@ import hashlib
 from typing import Any
 
 import torch
+from backhaul_proto.v1 import program_pb2
 from google.protobuf.message import DecodeError
 
-from backhaul_proto.v1 import program_pb2
 from backhaul_runtime import ambient
 from backhaul_runtime.errors import ProgramError, TransferError
 from backhaul_runtime.layout import dtype_named
@@ -41,9 +41,7 @@ def encode_program(program: Program) -> bytes:
         ops=ops,
         ambient_states=[encode_state(state) for state in program.ambient_states],
         sources=[
-            program_pb2.Source(
-                requires_grad=source.requires_grad, is_leaf=source.is_leaf, is_written=source.is_written
-            )
+            program_pb2.Source(requires_grad=source.requires_grad, is_leaf=source.is_leaf, is_written=source.is_written)
             for source in program.sources
         ],
         nodes=[
@@ -94,7 +92,11 @@ def _encode_ref(ref: Ref) -> program_pb2.Reference:
     return program_pb2.Reference(result=program_pb2.Result(node=ref.node, output=ref.output))
 
 
-def _encode(value: Any) -> program_pb2.Argument:
+def _name(value: torch.dtype | torch.layout | torch.memory_format) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def _encode(value: Any) -> program_pb2.Argument:  # noqa: PLR0912  one branch per kind of argument
     make = program_pb2.Argument
     match value:
         case None:
@@ -110,11 +112,11 @@ def _encode(value: Any) -> program_pb2.Argument:
         case str():
             return make(text=value)
         case torch.dtype():
-            return make(dtype=str(value).removeprefix("torch."))
+            return make(dtype=_name(value))
         case torch.layout():
-            return make(layout=str(value).removeprefix("torch."))
+            return make(layout=_name(value))
         case torch.memory_format():
-            return make(memory_format=str(value).removeprefix("torch."))
+            return make(memory_format=_name(value))
         case torch.device():
             return make(device=value.type)
         case SourceRef() | ResultRef():
@@ -188,9 +190,9 @@ class _Reader:
             return SourceRef(reference.source)
         result = reference.result
         # Only earlier nodes have counts yet, so a program can't have a cycle.
-        if kind == "result" and result.node < len(self.result_counts):
-            if result.output < self.result_counts[result.node]:
-                return ResultRef(result.node, result.output)
+        known = kind == "result" and result.node < len(self.result_counts)
+        if known and result.output < self.result_counts[result.node]:
+            return ResultRef(result.node, result.output)
         raise ProgramError(f"a tensor is named that is not there before node {len(self.result_counts)}: {reference}")
 
     def argument(self, argument: program_pb2.Argument, depth: int = 0) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _WeakTensorRef
+from torch._C import _WeakTensorRef  # type: ignore[attr-defined]
 from torch._C._autograd import _get_sequence_nr, _top_saved_tensors_default_hooks
 from torch._ops import HigherOrderOperator, OpOverload, _higher_order_ops
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -113,7 +113,7 @@ class _Known:
     requires_grad: bool
 
 
-class Recorder(ProxyTorchDispatchMode):
+class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode: enter it around the call, then `finish`.
 
     Args:
@@ -135,7 +135,7 @@ class Recorder(ProxyTorchDispatchMode):
         hold: Hold,
         pack: Callable[[Tensor], object] | None = None,
     ) -> None:
-        TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
+        TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)  # type: ignore[no-untyped-call]
         self._mode_key = torch._C._TorchDispatchModeKey.PROXY
         self.enter_stack: list[Any] = []
         self.recording = Recording()
@@ -279,7 +279,14 @@ class Recorder(ProxyTorchDispatchMode):
         self.edges.append(get_gradient_edge(tensor) if tensor.requires_grad else None)
         self.recording.sources.append(
             RecordedSource(
-                layout, tensor.storage_offset(), address, value, is_copy, is_argument, tensor.requires_grad, is_leaf
+                layout,
+                int(tensor.storage_offset()),
+                address,
+                value,
+                is_copy,
+                is_argument,
+                tensor.requires_grad,
+                is_leaf,
             )
         )
         self._source_storages.setdefault(storage_key(tensor), []).append(index)
@@ -350,9 +357,7 @@ class Recorder(ProxyTorchDispatchMode):
                 self._know(tensor, self._known[tensor._cdata].ref)
             if node.op in UNWRITTEN_RESULTS:
                 self._unwritten.update(storage_key(result) for result in results if result.numel())
-            self._nodes.append(
-                Node(node.op, node.args, node.kwargs, node.ambient, tuple(sizes), node.draws)
-            )
+            self._nodes.append(Node(node.op, node.args, node.kwargs, node.ambient, tuple(sizes), node.draws))
         except Refusal as refusal:
             self.refuse(refusal.reason)
         except Exception as error:  # Rule 4
@@ -376,7 +381,7 @@ class Recorder(ProxyTorchDispatchMode):
         sources = self._source_storages.get(storage_key(tensor), [-1])
         if sources[0] < 0 and tensor not in self._interior and tensor not in self._hidden:
             self._hidden_bytes[storage_key(tensor)] = self._hidden.add(tensor)
-        self.recording.saved.append(SavedTensor(digest, self._op, layout, sources[0], tensor.storage_offset()))
+        self.recording.saved.append(SavedTensor(digest, self._op, layout, sources[0], int(tensor.storage_offset())))
 
     def ref_of(self, tensor: Tensor) -> Ref | None:
         """Where a tensor came from, None for one that no op gave or took."""
@@ -435,9 +440,7 @@ class Recorder(ProxyTorchDispatchMode):
         )
 
 
-_CONSTANTS = frozenset(
-    {bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format, torch.device}
-)
+_CONSTANTS = frozenset({bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format, torch.device})
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -446,7 +449,7 @@ def default_generator(device: torch.device) -> torch.Generator:
         return torch.default_generator
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         return torch.cuda.default_generators[index]
     raise Refusal(f"random numbers on {device.type}")
 
@@ -461,8 +464,6 @@ def _tensors(returned: Any) -> list[Tensor]:
     if isinstance(returned, (list, tuple)):
         return [tensor for item in returned for tensor in _tensors(item)]
     return []
-
-
 
 
 _registered: set[str] = set()

@@ -56,6 +56,7 @@ class Saved:
         self.version = tensor._version
 
     def unpack(self) -> Tensor:
+        """The tensor. Raises SavedTensorModifiedError if an op wrote to it since."""
         if self.tensor._version != self.version:
             raise SavedTensorModifiedError(
                 f"one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -185,9 +186,7 @@ class Replay:
             raise ProgramError(f"a generator state of {state.numel()} bytes is not one of {device}: {error}") from error
         return generator
 
-    def _value(
-        self, value: Any, results: list[list[Tensor] | None], generator: torch.Generator | None = None
-    ) -> Any:
+    def _value(self, value: Any, results: list[list[Tensor] | None], generator: torch.Generator | None = None) -> Any:
         match value:
             case SourceRef(index):
                 return self._sources[index]

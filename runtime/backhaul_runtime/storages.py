@@ -6,7 +6,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 def storage_key(tensor: Tensor) -> int:
     """Identifies a tensor's storage for as long as somebody holds it, weakly or not."""
-    return tensor.untyped_storage()._cdata
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 class StorageLedger:
@@ -23,5 +24,5 @@ class StorageLedger:
         storage = tensor.untyped_storage()
         if storage._cdata in self._seen:
             return 0
-        self._seen[storage._cdata] = StorageWeakRef(storage)
+        self._seen[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         return storage.nbytes()

@@ -1,1 +1,1 @@
-"""The demo: a small language model trained four ways."""
+"""`backhaul demo`: a small language model trained four ways, and whether all four are the same to the last bit."""

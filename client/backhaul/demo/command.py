@@ -1,3 +1,137 @@
-HELP="x"
-def add_arguments(p): pass
-def run(a): return 0
+"""`backhaul demo`."""
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from time import monotonic, sleep
+from typing import TYPE_CHECKING
+
+from backhaul_runtime.errors import AddressError, ConnectError, ProtocolVersionError
+
+if TYPE_CHECKING:
+    from backhaul._session import Session
+
+HELP = "train a small language model with and without Backhaul and compare"
+_RETRY_S = 0.5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument(
+        "--steps", type=_positive, default=8, help="training steps of each variant (default: %(default)s)"
+    )
+    parser.add_argument("--layers", type=_positive, default=6, help="blocks, each one segment (default: %(default)s)")
+    parser.add_argument("--width", type=_positive, default=256, help="a multiple of 32 (default: %(default)s)")
+    parser.add_argument("--context", type=_positive, default=256, help="bytes of text per row (default: %(default)s)")
+    parser.add_argument("--batch", type=_positive, default=4, help="rows per step (default: %(default)s)")
+    parser.add_argument(
+        "--worker", metavar="ADDRESS", help="of a running worker, several with commas between (default: one is started)"
+    )
+    parser.add_argument(
+        "--wait", type=float, default=0.0, metavar="SECONDS", help="wait so long for the worker to come up"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
+    parser.add_argument("--dashboard", action="store_true", help="start the dashboard beside it")
+    parser.add_argument("--serve", action="store_true", help="keep worker and dashboard up until Ctrl-C")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Trains, compares, prints. Returns 0 only if all variants were bitwise equal."""
+    if arguments.width % 32:
+        print(f"backhaul demo: --width {arguments.width} is not a multiple of 32", file=sys.stderr)
+        return 2
+    try:
+        return _run(arguments)
+    except (AddressError, ConnectError, ProtocolVersionError) as error:
+        print(f"backhaul demo: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from backhaul.demo.corpus import standard_library
+    from backhaul.demo.dashboard import DashboardProcess
+    from backhaul.demo.results import as_json, as_table
+    from backhaul.demo.variants import Settings, variants
+
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", stream=sys.stderr)
+    # Trainer and worker share this machine: half of its cores for each.
+    torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
+    settings = Settings(arguments.steps, arguments.layers, arguments.width, arguments.context, arguments.batch)
+    print(f"training {settings.layers} blocks of width {settings.width} on the source of Python's standard library")
+    corpus = standard_library()
+    sessions: list[Session] = []
+    dashboard: DashboardProcess | None = None
+    try:
+        # Two sessions on one worker: each variant has a report of its own.
+        worker = arguments.worker
+
+        def connect(returns: str) -> "Session":
+            nonlocal worker
+            session = _connected(worker, returns, arguments.wait)
+            sessions.append(session)
+            worker = worker or session.workers
+            return session
+
+        found = variants(settings, connect)
+        if arguments.dashboard:
+            dashboard = DashboardProcess(worker)
+        for step in range(settings.steps):
+            for variant in found:
+                variant.train(corpus, step)
+                variant.compare(found[0])
+            for variant in found:
+                variant.finish()
+            times = "   ".join(f"{variant.step_s[-1]:.2f} s" for variant in found)
+            print(f"step {step + 1}/{settings.steps}   loss {found[0].losses[-1]:.4f}   {times}", flush=True)
+        for variant in found:
+            variant.measure_memory(corpus)
+        results = as_json(settings, found)
+        print("\n" + as_table(results))
+        print(_verdict(results))
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+        if dashboard is not None and dashboard.url:
+            print(f"dashboard: {dashboard.url}", flush=True)
+        if arguments.serve:
+            print("serving until Ctrl-C", flush=True)
+            signal.pause()
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        for session in reversed(sessions):
+            session.close()
+        if dashboard is not None:
+            dashboard.close()
+    return 0 if results["all_equal"] else 1
+
+
+def _connected(worker: str | None, returns: str, wait_s: float) -> "Session":
+    import backhaul
+
+    deadline = monotonic() + wait_s
+    while True:
+        try:
+            return backhaul.connect(worker, returns=returns)  # type: ignore[arg-type]
+        except ConnectError:
+            if monotonic() >= deadline:
+                raise
+            sleep(_RETRY_S)
+
+
+def _verdict(results: dict[str, object]) -> str:
+    if results["all_equal"]:
+        return "every loss and every gradient of every step is bitwise equal in all four"
+    return "NOT EQUAL: losses or gradients differ, see the table"
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return value

@@ -1,1 +1,1 @@
-""""""
+"""The dashboard: watches workers, changes nothing. Free of torch."""

@@ -6,6 +6,7 @@ import sys
 from backhaul_runtime.addresses import parse_address
 from backhaul_runtime.errors import AddressError
 from backhaul_runtime.protocol import LEASE_S
+
 from backhaul_server.worker.config import WorkerConfig, parse_size
 
 HELP = "recompute segments for trainers"
@@ -13,11 +14,32 @@ HELP = "recompute segments for trainers"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("--listen", default="127.0.0.1:50051", metavar="ADDR", help="host:port or unix:/path; port 0 takes a free one (default: %(default)s)")
+    parser.add_argument(
+        "--listen",
+        default="127.0.0.1:50051",
+        metavar="ADDR",
+        help="host:port or unix:/path; port 0 takes a free one (default: %(default)s)",
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
-    parser.add_argument("--memory", type=parse_size, default=0, metavar="BYTES", help="budget for all it holds, as in 8GiB (default: half of the device's memory)")
-    parser.add_argument("--lease", type=float, default=LEASE_S, metavar="SECONDS", help="free what a silent trainer held after so long (default: %(default)g)")
-    parser.add_argument("--insecure", action="store_true", help="listen beyond this machine: everyone who reaches the address may use the worker")
+    parser.add_argument(
+        "--memory",
+        type=parse_size,
+        default=0,
+        metavar="BYTES",
+        help="budget for all it holds, as in 8GiB (default: half of the device's memory)",
+    )
+    parser.add_argument(
+        "--lease",
+        type=float,
+        default=LEASE_S,
+        metavar="SECONDS",
+        help="free what a silent trainer held after so long (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="listen beyond this machine: everyone who reaches the address may use the worker",
+    )
     parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)
 
 

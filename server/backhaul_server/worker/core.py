@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 import torch
-from torch import Tensor
-
 from backhaul_runtime.errors import (
     BackhaulError,
     DrainingError,
@@ -27,6 +25,8 @@ from backhaul_runtime.errors import (
 from backhaul_runtime.layout import Layout
 from backhaul_runtime.program import Program
 from backhaul_runtime.program_codec import address_of_program, decode_program
+from torch import Tensor
+
 from backhaul_server.worker.executor import Executor
 from backhaul_server.worker.fair_queue import Job
 from backhaul_server.worker.runs import Finished, Ready, Work
@@ -207,7 +207,7 @@ class Worker:
         generator_states: Sequence[bytes],
         name: str,
     ) -> tuple[bool, list[bytes]]:
-        """Saves a segment. A repeated save changes nothing.
+        """Saves a segment and starts to replay it, as far as room allows. A repeated save changes nothing.
 
         Returns:
             Whether the program is missing, and which tensors are; saved only if neither.
@@ -228,11 +228,10 @@ class Worker:
             raise ProgramError(f"{len(addresses)} tensors are named for a program of {len(program.sources)} sources")
         sources = [self.store.tensor(address) for address in addresses]
         need = program.run_bytes([tensor.untyped_storage().nbytes() for tensor in sources])
-        self.store.attach(
-            (session.id, segment_id), addresses, [addresses[position] for position in transient], need
-        )
+        self.store.attach((session.id, segment_id), addresses, [addresses[position] for position in transient], need)
         work = Work(program, sources, generator_states)
-        session.segments[segment_id] = Segment(session, segment_id, work, name)
+        segment = session.segments[segment_id] = Segment(session, segment_id, work, name)
+        self._carry_out(segment, segment.machine.ahead())
         return False, []
 
     def segment(self, session: Session, segment_id: int) -> Segment:

@@ -6,7 +6,9 @@ try:
     from grpc_health.v1 import health, health_pb2, health_pb2_grpc
     from grpc_reflection.v1alpha import reflection
 except ImportError:  # the core runs without them: an embedded worker is watched by its trainer
-    health = None
+    INSTALLED = False
+else:
+    INSTALLED = True
 
 from backhaul_proto.v1 import program_pb2, segment_pb2, session_pb2, telemetry_pb2, tensor_pb2
 
@@ -21,8 +23,8 @@ class Health:
     """Adds both services to a server that has not started."""
 
     def __init__(self, server: grpc.aio.Server) -> None:
-        self._servicer = None
-        if health is not None:
+        self._servicer: health.aio.HealthServicer | None = None
+        if INSTALLED:
             self._servicer = health.aio.HealthServicer()
             health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
             reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

@@ -5,13 +5,10 @@ are taken exclusively, and a lock beside a socket's path is held for as long as 
 """
 
 import fcntl
-import os
-from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 import grpc
-
 from backhaul_runtime.addresses import Address
 
 SERVER_OPTIONS = (
@@ -54,13 +51,11 @@ class Listener:
             raise ListenError(f"another worker listens on {path}") from None
         except OSError as error:
             raise ListenError(f"can't listen on {path}: {error}") from None
-        with suppress(FileNotFoundError):
-            path.unlink()
+        path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Removes the socket and its lock."""
         if self._lock is not None:
             for name in (self._address.unix_path, self._lock.name):
-                with suppress(FileNotFoundError):
-                    os.unlink(name)
+                Path(name).unlink(missing_ok=True)
             self._lock.close()

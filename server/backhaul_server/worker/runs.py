@@ -1,18 +1,17 @@
-"""What the executor's thread does: replay a segment, run its backward, or take its saved tensors. No asyncio, no gRPC."""
+"""What the executor's thread does: replay a segment, run its backward, or take what autograd saved in it."""
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from time import perf_counter
 
 import torch
-from torch import Tensor
-
 from backhaul_runtime import ambient
 from backhaul_runtime.bundle import Bundle, bundle
 from backhaul_runtime.digest import content_digest, tensor_address
 from backhaul_runtime.framing import Parcel
 from backhaul_runtime.program import Program
 from backhaul_runtime.replay import Replay
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,6 @@ from time import monotonic, perf_counter
 from typing import Any, TypeVar
 
 import grpc
-from google.protobuf.message import Message
-
 from backhaul_proto.v1 import (
     program_pb2,
     program_pb2_grpc,
@@ -38,6 +36,8 @@ from backhaul_runtime.processes import resident_bytes
 from backhaul_runtime.program_codec import decode_state
 from backhaul_runtime.protocol import PROGRESS_INTERVAL_S, PROTOCOL_VERSION
 from backhaul_runtime.version import version
+from google.protobuf.message import Message
+
 from backhaul_server.worker import runs
 from backhaul_server.worker.core import Perform, Segment, Worker
 from backhaul_server.worker.meter import Meter
@@ -289,9 +289,7 @@ class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
             self.worker.release(self.worker.session(key.session), [key.segment])
         return segment_pb2.ReleaseSegmentsResponse()
 
-    async def _wait(
-        self, segment: Segment, answer: "asyncio.Future[Finished]"
-    ) -> AsyncIterator[segment_pb2.Progress]:
+    async def _wait(self, segment: Segment, answer: "asyncio.Future[Finished]") -> AsyncIterator[segment_pb2.Progress]:
         """Says how far a request is until it is done. Keeps its session alive meanwhile."""
         while not answer.done():
             running, ahead_s = self.worker.executor.place(segment.job)
@@ -370,5 +368,3 @@ def add_services(server: grpc.aio.Server, worker: Worker) -> None:
     tensor_pb2_grpc.add_TensorServiceServicer_to_server(Tensors(worker, meter), server)
     segment_pb2_grpc.add_SegmentServiceServicer_to_server(Segments(worker, meter), server)
     telemetry_pb2_grpc.add_TelemetryServiceServicer_to_server(Telemetry(worker, meter), server)
-
-

@@ -124,7 +124,9 @@ class Store(Generic[T]):
                 del self._cache[address]
                 self._bytes["cached"] -= self._entries.pop(address).size_bytes
 
-    def attach(self, segment: Hashable, addresses: Sequence[bytes], transient: Iterable[bytes], need_bytes: int) -> None:
+    def attach(
+        self, segment: Hashable, addresses: Sequence[bytes], transient: Iterable[bytes], need_bytes: int
+    ) -> None:
         """Lets a segment name tensors, all of which are here, and reserves room for its run (Rule 2).
 
         Args:
@@ -171,15 +173,16 @@ class Store(Generic[T]):
                 self._bytes["cached"] += entry.size_bytes
 
     def start_ahead(self, segment: Hashable, drop: Callable[[], None]) -> bool:
-        """Charges a replay ahead of its request, if that takes no more than cached tensors.
+        """Charges a replay ahead of its request, if there is room beside what a demanded run may need (Rule 2).
+
+        Replays of segments saved earlier give way: backward needs what was saved last first.
 
         Args:
             segment: Attached.
             drop: Called when its room is needed.
         """
         need = self._segments[segment].need_bytes
-        reserved = 0 if self._reserve() <= self._bytes["running"] else self._reserve()
-        if not self._fits(need + reserved, ahead=False, results=False):
+        if not self._fits(need + self._reserve(), results=False):
             return False
         self._ahead[segment] = need, drop
         self._bytes["ahead"] += need
@@ -226,7 +229,7 @@ class Store(Generic[T]):
         largest = max((segment.need_bytes for segment in self._segments.values()), default=0)
         return max(0, largest - self._bytes["running"])
 
-    def _fits(self, size_bytes: int, *, ahead: bool = True, results: bool = True) -> bool:
+    def _fits(self, size_bytes: int, *, results: bool = True) -> bool:
         """Whether so many bytes are free, after giving up what Rule 3 lets go."""
 
         def free() -> int:
@@ -234,7 +237,7 @@ class Store(Generic[T]):
 
         while free() < size_bytes and self._cache:
             self.uncache([next(iter(self._cache))])
-        while ahead and free() < size_bytes and self._ahead:
+        while free() < size_bytes and self._ahead:
             segment, (_, drop) = next(iter(self._ahead.items()))
             self.end_ahead(segment)
             drop()

@@ -1,0 +1,44 @@
+"""The dashboard beside the demo, as a process of its own."""
+
+import subprocess
+import sys
+from contextlib import suppress
+from importlib.util import find_spec
+
+_START_S = 20.0
+_END_S = 5.0
+
+
+class DashboardProcess:
+    """Starts a dashboard that watches a worker, on any free port of this machine.
+
+    Attributes:
+        url: Where it is, empty where it did not start.
+    """
+
+    def __init__(self, worker: str) -> None:
+        self.url = ""
+        self._process: subprocess.Popen[str] | None = None
+        if find_spec("fastapi") is None:
+            print("no dashboard: install backhaul[server] for it", file=sys.stderr)
+            return
+        arguments = ["dashboard", "--worker", worker, "--listen", "127.0.0.1:0"]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "backhaul", *arguments], stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert self._process.stdout is not None
+        self.url = self._process.stdout.readline().strip().rpartition(" ")[2]
+
+    def close(self) -> None:
+        """Ends it."""
+        if self._process is None:
+            return
+        with suppress(ProcessLookupError):
+            self._process.terminate()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()

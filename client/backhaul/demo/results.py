@@ -1,0 +1,55 @@
+"""What the demo found, as a table and as JSON."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from backhaul.demo.variants import Settings, Variant
+
+
+def as_json(settings: Settings, found: Sequence[Variant]) -> dict[str, Any]:
+    """Everything measured; keys that contain "equal" are true or false."""
+    return {
+        "settings": asdict(settings),
+        "all_equal": all(variant.losses_equal and variant.gradients_equal for variant in found),
+        "variants": [_variant(variant) for variant in found],
+    }
+
+
+def _variant(variant: Variant) -> dict[str, Any]:
+    report = variant.session.report() if variant.session is not None else None
+    return {
+        "name": variant.name,
+        "losses": variant.losses,
+        "losses_equal": variant.losses_equal,
+        "gradients_equal": variant.gradients_equal,
+        # The first step warms caches and connections up.
+        "median_step_s": statistics.median(variant.step_s[1:] or variant.step_s),
+        "peak_activation_bytes": variant.peak_bytes,
+        "up_bytes": report.up_bytes if report else 0,
+        "down_bytes": report.down_bytes if report else 0,
+        "segments_remote": report.remote if report else 0,
+        "fallbacks": report.fallbacks if report else 0,
+    }
+
+
+def as_table(results: dict[str, Any]) -> str:
+    """The comparison as people read it."""
+    head = (
+        f"{'':<22}{'last loss':>10}{'equal':>7}{'step':>10}{'peak':>11}{'up':>11}{'down':>11}"
+        f"{'remote':>8}{'fallbacks':>11}"
+    )
+    lines = [head, "-" * len(head)]
+    for row in results["variants"]:
+        equal = "yes" if row["losses_equal"] and row["gradients_equal"] else "NO"
+        lines.append(
+            f"{row['name']:<22}{row['losses'][-1]:>10.4f}{equal:>7}{row['median_step_s'] * 1e3:>7.0f} ms"
+            f"{_megabytes(row['peak_activation_bytes'])}{_megabytes(row['up_bytes'])}{_megabytes(row['down_bytes'])}"
+            f"{row['segments_remote']:>8}{row['fallbacks']:>11}"
+        )
+    return "\n".join(lines)
+
+
+def _megabytes(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:>8.1f} MB"
