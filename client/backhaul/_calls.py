@@ -36,7 +36,7 @@ LONGEST_S = 3600.0
 
 def error_of(error: grpc.RpcError) -> BackhaulError:
     """The error the worker raised, or WorkerLostError where gRPC itself gave up."""
-    metadata = dict(error.trailing_metadata() or ()) if isinstance(error, grpc.Call) else {}
+    metadata: dict[str, str | bytes] = dict(error.trailing_metadata() or ()) if isinstance(error, grpc.Call) else {}
     detail = metadata.get(ERROR_METADATA_KEY)
     if isinstance(detail, bytes) and (found := from_bytes(detail)) is not None:
         return found
@@ -44,9 +44,8 @@ def error_of(error: grpc.RpcError) -> BackhaulError:
     details = error.details() if isinstance(error, grpc.Call) else str(error)
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return WorkerError(f"what answers there is no Backhaul worker, or one of another version: {details}")
-    return WorkerLostError(
-        f"the worker is gone ({code.name if code else 'no status'}: {details})", status=code.name if code else ""
-    )
+    status = code.name if code else ""
+    return WorkerLostError("the worker is gone", status=status, details=details)
 
 
 class Watch:

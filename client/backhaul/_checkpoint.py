@@ -124,17 +124,15 @@ def _keep(
         and not recorder.outlived(outputs)
     )
     frame.program = recorder.finish(outputs if grafts else ())
-    reason = frame.recording.refusal
     if frame.program is None:
         call.keep(recorder.tensors, frame.recording)
         frame.call = call
+        frame.cannot_travel(frame.recording.refusal or "")
     elif outputs:
         try:
             frame.remote = remote.save(frame, [len(found) for found in uses], forward_s)
         except Refusal as refusal:
-            reason = refusal.reason
-    if reason is not None:
-        frame.stays_local(reason)
+            frame.not_taken(refusal)
     if frame.program is None or not grafts:
         return returned
     sources = [recorder.tensors[index] for index, found in enumerate(uses) for _ in found]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from backhaul_runtime import ambient
 from backhaul_runtime.digest import content_digest, saved_digest
-from backhaul_runtime.errors import BackhaulError, NotRemoteError, WorkerError, WorkerLostError
+from backhaul_runtime.errors import BackhaulError, NotRemoteError, Refusal, WorkerError, WorkerLostError
 from backhaul_runtime.layout import Layout, layout_of
 from backhaul_runtime.program import Program
 from backhaul_runtime.recorder import Recording, SavedTensor
@@ -200,13 +200,20 @@ class Frame:
     def _lost(self, error: BackhaulError) -> None:
         self.remote = None
         self.local_reason = error.message.splitlines()[0]
-        self.log.fallback(self.local_reason)
+        # A lost worker is the link's to say, once for all segments.
+        self.log.fallback(self.local_reason, is_said=isinstance(error, WorkerLostError))
 
-    def stays_local(self, reason: str) -> None:
-        """Settles in forward that the trainer recomputes this segment. Raises NotRemoteError under `strict`."""
+    def cannot_travel(self, reason: str) -> None:
+        """Settles in forward that the call can't be a program. Raises NotRemoteError under `strict`."""
         self.local_reason = reason
         self._check_strict()
         self.log.on_trainer(reason)
+
+    def not_taken(self, refusal: Refusal) -> None:
+        """Settles in forward that no worker takes the segment. Raises NotRemoteError under `strict`."""
+        self.local_reason = refusal.reason
+        self._check_strict()
+        self.log.fallback(refusal.reason, is_said=refusal.is_said)
 
     def _begin_local(self) -> float:
         self._check_strict()

@@ -133,14 +133,14 @@ class Link:
     def stubs(self, generation: Generation) -> Stubs:
         """The services of a generation. Raises WorkerLostError where it is gone or out of reach (Rules 2 and 3)."""
         if self._generation is not generation:
-            raise WorkerLostError(f"the worker {self.name} lost what it held: {self._why_down}", status="LOST")
+            raise WorkerLostError("the worker lost what it held", status="LOST")
         if not self._up:
-            raise WorkerLostError(f"the worker {self.name} is out of reach: {self._why_down}", status="DOWN")
+            raise WorkerLostError("the worker is out of reach", status="DOWN")
         return self._stubs
 
     def trouble(self, generation: Generation, error: WorkerLostError) -> None:
         """A call met silence or a broken connection: down until the keeper has looked."""
-        if self._generation is generation and error.status not in {"BUSY", "SLOW"}:
+        if self._generation is generation and error.status not in {"BUSY", "SLOW", "DOWN", "LOST"}:
             self._down(error.message)
             self._wake.set()
 

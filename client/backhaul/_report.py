@@ -135,19 +135,24 @@ class SegmentLog:
             self._up_bytes += up_bytes
             self._down_bytes += down_bytes
 
-    def on_trainer(self, reason: str) -> None:
-        """Notes why the trainer recomputes, in the log only the first time."""
+    def on_trainer(self, reason: str, *, is_said: bool = False) -> None:
+        """Notes why the trainer recomputes, in the log only the first time.
+
+        Args:
+            reason: For people.
+            is_said: Somebody else has put it in the log.
+        """
         with self._lock:
             self._reasons[reason] += 1
             first = self._reasons[reason] == 1
-        if first:
+        if first and not is_said:
             logger.warning("segment %s is recomputed on the trainer: %s", self.name, reason)
 
-    def fallback(self, reason: str) -> None:
+    def fallback(self, reason: str, *, is_said: bool = False) -> None:
         """Notes that a worker was meant to recompute and could not."""
         with self._lock:
             self._fallbacks += 1
-        self.on_trainer(reason)
+        self.on_trainer(reason, is_said=is_said)
 
     def report(self) -> SegmentReport:
         """The counts now."""

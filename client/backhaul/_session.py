@@ -223,7 +223,7 @@ class Session:
             raise Refusal("the session is closed")
         up = [(side, generation) for side in self._sides if (generation := side.link.up) is not None]
         if not up:
-            raise Refusal(f"no worker can be reached: {self._sides[0].link.why_down}")
+            raise Refusal(f"no worker can be reached: {self._sides[0].link.why_down}", is_said=True)
         return up[self._placement.place(len(up))]
 
     def _backward_reached(self, side: _Side, number: int) -> list[int]:

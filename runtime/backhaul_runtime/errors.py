@@ -122,10 +122,11 @@ class SessionClosedError(BackhaulError):
 class WorkerLostError(BackhaulError):
     """No answer: the connection broke or the worker fell silent.
 
-    `status` is gRPC's, or SILENT, SLOW, BUSY, LOST, DOWN or CLOSED where we gave up ourselves.
+    `status` is gRPC's, with its `details`, or SILENT, SLOW, BUSY, LOST, DOWN or CLOSED where we gave up ourselves.
     """
 
     status: str = ""
+    details: str = ""
 
 
 class WorkerError(BackhaulError):
@@ -200,9 +201,10 @@ def from_bytes(detail: bytes) -> BackhaulError | None:
 class Refusal(Exception):  # noqa: N818  a decision, never seen outside
     """Why a call can't be a program. Raised and caught inside the recorder and the session, never seen by users."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, *, is_said: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
+        self.is_said = is_said  # in the log already
 
     @classmethod
     def of(cls, error: BaseException) -> Self:

@@ -52,7 +52,7 @@ class Saved:
 
     def __init__(self, index: int, tensor: Tensor) -> None:
         self.index = index
-        self.tensor = tensor
+        self.tensor = tensor.detach()  # an output would hold the node that saves it, and neither would ever go
         self.version = tensor._version
 
     def unpack(self) -> Tensor:
@@ -65,6 +65,35 @@ class Saved:
                 index=self.index,
             )
         return self.tensor
+
+
+class _Packing:
+    """The hook for what autograd saves. The graph keeps it, so it must not lead back to whoever holds the graph.
+
+    Attributes:
+        digests: Of each tensor saved so far.
+        kept: The tensors, if they are to be kept.
+        op: The op that runs.
+        overwritten: Storages that this op writes to past their version counters.
+    """
+
+    def __init__(self, keep_saved: bool) -> None:
+        self._keep_saved = keep_saved
+        self.digests: list[bytes] = []
+        self.kept: list[Saved] = []
+        self.op = ""
+        self.overwritten: set[int] = set()
+
+    def __call__(self, tensor: Tensor) -> Saved:
+        layout = layout_of(tensor)
+        undefined = self.op in UNDEFINED_SAVES
+        self.digests.append(b"" if undefined else saved_digest(layout, content_digest(tensor, layout)))
+        if storage_key(tensor) in self.overwritten:
+            tensor = copy_exact(tensor, layout)
+        saved = Saved(len(self.digests) - 1, tensor)
+        if self._keep_saved:
+            self.kept.append(saved)
+        return saved
 
 
 class Replay:
@@ -98,11 +127,7 @@ class Replay:
             )
         self._program = program
         self._states = iter(generator_states)
-        self._keep_saved = keep_saved
-        self._kept: list[Saved] = []
-        self.saved_digests: list[bytes] = []
-        self._op = ""
-        self._overwritten: set[int] = set()  # storages the running op writes to past their version counters
+        self._packing = _Packing(keep_saved)
         versions = [tensor._version for tensor in sources]
         self._sources = [
             copy_exact(tensor) if source.is_written else tensor.detach()
@@ -119,22 +144,16 @@ class Replay:
             for index, (source, tensor) in enumerate(zip(program.sources, self._sources, strict=True))
             if source.requires_grad
         }
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, Saved.unpack):
+        with torch.autograd.graph.saved_tensors_hooks(self._packing, Saved.unpack):
             results = self._run()
         self._outputs = [self._value(ref, results) for ref in program.outputs]
         if [tensor._version for tensor in sources] != versions:
             raise ProgramError("a program wrote into a source that it does not declare as written")
 
-    def _pack(self, tensor: Tensor) -> Saved:
-        layout = layout_of(tensor)
-        undefined = self._op in UNDEFINED_SAVES
-        self.saved_digests.append(b"" if undefined else saved_digest(layout, content_digest(tensor, layout)))
-        if storage_key(tensor) in self._overwritten:
-            tensor = copy_exact(tensor, layout)
-        saved = Saved(len(self.saved_digests) - 1, tensor)
-        if self._keep_saved:
-            self._kept.append(saved)
-        return saved
+    @property
+    def saved_digests(self) -> list[bytes]:
+        """Of every tensor that autograd saved, in order; empty for one whose bytes are undefined by design."""
+        return self._packing.digests
 
     def _run(self) -> list[list[Tensor] | None]:
         program = self._program
@@ -155,13 +174,13 @@ class Replay:
         return results
 
     def _call(self, node: Node, results: list[list[Tensor] | None], ledger: StorageLedger) -> list[Tensor]:
-        self._op = node.op
+        self._packing.op = node.op
         generator = self._generator(node) if node.draws else None
         args = [self._value(value, results, generator) for value in node.args]
         kwargs = {name: self._value(value, results, generator) for name, value in node.kwargs}
         op = resolve(node.op)
         hidden = written_tensors(rules(op), tuple(args), kwargs) if node.op in HIDDEN_WRITES else ()
-        self._overwritten = {storage_key(tensor) for tensor in hidden}
+        self._packing.overwritten = {storage_key(tensor) for tensor in hidden}
         try:
             returned = op(*args, **kwargs)
         except Exception as error:  # ops raise what they like
@@ -202,7 +221,7 @@ class Replay:
 
     def saved(self, index: int) -> Tensor:
         """The `index`-th tensor that autograd saved, as it was then. Shares memory with the replay."""
-        return self._kept[index].unpack()
+        return self._packing.kept[index].unpack()
 
     def uses(self) -> list[list[Use]]:
         """The uses of each source, last first. Raises ProgramError for a graph that recording would have refused."""
