@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
 
-.PHONY: demo test lint types fmt proto clean
+.PHONY: demo test lint types fmt proto ops clean
 
 demo: $(VENV)/.server
 	$(BIN)/backhaul demo --dashboard --json demo.json $(if $(SERVE),--serve)
@@ -41,6 +41,11 @@ proto: .venv-proto/.done
 	PATH="$(CURDIR)/.venv-proto/bin:$$PATH" .venv-proto/bin/python -m grpc_tools.protoc --proto_path proto \
 		--python_out proto --grpc_python_out proto --mypy_out proto --mypy_grpc_out proto \
 		$(wildcard $(PROTO_DIR)/*.proto)
+
+# The positive list of ops, from torch's databases and the models of transformers (about 6 minutes).
+ops: $(VENV)/.dev
+	$(PIP) --editable '.[ops]'
+	$(BIN)/python tests/contract/generate_ops.py
 
 .venv-proto/.done:
 	$(PYTHON) -m venv .venv-proto

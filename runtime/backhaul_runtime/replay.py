@@ -18,7 +18,14 @@ from backhaul_runtime.digest import content_digest, saved_digest
 from backhaul_runtime.errors import ProgramError, Refusal, ReplayError, SavedTensorModifiedError
 from backhaul_runtime.layout import copy_exact, layout_of
 from backhaul_runtime.op_list import resolve
-from backhaul_runtime.op_rules import HIDDEN_WRITES, UNDEFINED_SAVES, UNWRITTEN_RESULTS, rules, written_tensors
+from backhaul_runtime.op_rules import (
+    HIDDEN_WRITES,
+    UNDEFINED_SAVES,
+    UNWRITTEN_RESULTS,
+    check_hostile_values,
+    rules,
+    written_tensors,
+)
 from backhaul_runtime.program import GeneratorRef, Node, Program, ResultRef, SourceRef
 from backhaul_runtime.recorder import default_generator
 from backhaul_runtime.storages import StorageLedger, storage_key
@@ -182,6 +189,7 @@ class Replay:
         hidden = written_tensors(rules(op), tuple(args), kwargs) if node.op in HIDDEN_WRITES else ()
         self._packing.overwritten = {storage_key(tensor) for tensor in hidden}
         try:
+            check_hostile_values(node.op, args, kwargs)
             returned = op(*args, **kwargs)
         except Exception as error:  # ops raise what they like
             raise ReplayError(f"{node.op} failed on replay: {error}", op=node.op) from error
