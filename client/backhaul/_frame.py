@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from backhaul_runtime import ambient
 from backhaul_runtime.digest import content_digest, saved_digest
-from backhaul_runtime.errors import BackhaulError, NotRemoteError, Refusal, WorkerError, WorkerLostError
+from backhaul_runtime.errors import (
+    BackhaulError,
+    NotRemoteError,
+    Refusal,
+    UnsupportedTensorError,
+    WorkerError,
+    WorkerLostError,
+)
 from backhaul_runtime.layout import Layout, layout_of
 from backhaul_runtime.program import Program
 from backhaul_runtime.recorder import Recording, SavedTensor
@@ -26,6 +33,10 @@ from backhaul._value_check import CheckpointError, check_count, check_digests, c
 
 if TYPE_CHECKING:
     from backhaul._local import Call
+
+
+_RECOVERABLE = (WorkerError, WorkerLostError, CheckpointError, UnsupportedTensorError)
+"""What ends a remote attempt and not the training: the trainer does it."""
 
 
 class RemoteSegment(Protocol):
@@ -108,7 +119,7 @@ class Frame:
             try:
                 digests, contributions = self.remote.backward(gradients, state)
                 check_values(self.name, "on the worker", self.recording.saved, digests)
-            except (WorkerError, WorkerLostError, CheckpointError) as error:
+            except _RECOVERABLE as error:
                 self._lost(error)
             else:
                 self.log.add(Decision.GRADIENTS, perf_counter() - started)
@@ -128,7 +139,7 @@ class Frame:
         if index not in self._here and self._incoming is not None:
             try:
                 return self._take(self._incoming, index)
-            except (WorkerError, WorkerLostError, CheckpointError) as error:
+            except _RECOVERABLE as error:
                 self._stop_incoming()
                 self._lost(error)
                 self._recompute_here({index, *self._wanted})
@@ -151,7 +162,7 @@ class Frame:
         try:
             self._incoming = self.remote.recompute(missing)
             check_count(self.name, "on the worker", saved, self._incoming.saved_count)
-        except (WorkerError, WorkerLostError, CheckpointError) as error:
+        except _RECOVERABLE as error:
             self._lost(error)
             self._recompute_here(self._wanted)
         else:

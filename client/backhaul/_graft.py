@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from backhaul_runtime.errors import DoubleBackwardError
+from backhaul_runtime.layout import with_memory
 from torch import Tensor
 
 from backhaul._frame import Frame
@@ -40,7 +41,7 @@ class _Graft(torch.autograd.Function):
                 'keep. Use returns="activations" for it',
                 segment=frame.name,
             )
-        given = {position: gradient for position, gradient in enumerate(gradients) if gradient is not None}
+        given = {position: with_memory(gradient) for position, gradient in enumerate(gradients) if gradient is not None}
         return None, None, *[contribution.gradient for contribution in frame.gradients(given)]
 
 

@@ -96,11 +96,18 @@ def unsupported_reason(tensor: Tensor) -> str | None:
         return f"tensor with layout {tensor.layout}"
     if tensor.is_quantized:
         return f"quantized tensor ({tensor.dtype})"
+    if tensor._is_zerotensor():
+        return "zero tensor without memory"
     if tensor.device.type == "meta" or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return "tensor without memory of its own (meta device or torch.func)"
     if tensor.dim() > MAX_RANK:
         return f"tensor of rank {tensor.dim()}, at most {MAX_RANK} travel"
     return None
+
+
+def with_memory(tensor: Tensor) -> Tensor:
+    """The tensor itself, or real zeros for one of autograd's zeros that have no memory."""
+    return torch.zeros_like(tensor) if tensor._is_zerotensor() else tensor
 
 
 def layout_of(tensor: Tensor) -> Layout:

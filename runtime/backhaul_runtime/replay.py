@@ -16,19 +16,17 @@ from torch.autograd.graph import get_gradient_edge
 from backhaul_runtime import ambient
 from backhaul_runtime.digest import content_digest, saved_digest
 from backhaul_runtime.errors import ProgramError, Refusal, ReplayError, SavedTensorModifiedError
-from backhaul_runtime.layout import copy_exact, layout_of
+from backhaul_runtime.layout import copy_exact, layout_of, with_memory
 from backhaul_runtime.op_list import resolve
 from backhaul_runtime.op_rules import (
     HIDDEN_WRITES,
     UNDEFINED_SAVES,
     UNWRITTEN_RESULTS,
     check_hostile_values,
-    rules,
-    written_tensors,
 )
 from backhaul_runtime.program import GeneratorRef, Node, Program, ResultRef, SourceRef
 from backhaul_runtime.recorder import default_generator
-from backhaul_runtime.storages import StorageLedger, storage_key
+from backhaul_runtime.storages import StorageLedger
 from backhaul_runtime.uses import Use, find_uses
 
 
@@ -81,7 +79,6 @@ class _Packing:
         digests: Of each tensor saved so far.
         kept: The tensors, if they are to be kept.
         op: The op that runs.
-        overwritten: Storages that this op writes to past their version counters.
     """
 
     def __init__(self, keep_saved: bool) -> None:
@@ -89,13 +86,12 @@ class _Packing:
         self.digests: list[bytes] = []
         self.kept: list[Saved] = []
         self.op = ""
-        self.overwritten: set[int] = set()
 
     def __call__(self, tensor: Tensor) -> Saved:
         layout = layout_of(tensor)
         undefined = self.op in UNDEFINED_SAVES
         self.digests.append(b"" if undefined else saved_digest(layout, content_digest(tensor, layout)))
-        if storage_key(tensor) in self.overwritten:
+        if self.op in HIDDEN_WRITES and tensor.dim() == 1:  # running statistics, which the op overwrites unseen
             tensor = copy_exact(tensor, layout)
         saved = Saved(len(self.digests) - 1, tensor)
         if self._keep_saved:
@@ -186,8 +182,6 @@ class Replay:
         args = [self._value(value, results, generator) for value in node.args]
         kwargs = {name: self._value(value, results, generator) for name, value in node.kwargs}
         op = resolve(node.op)
-        hidden = written_tensors(rules(op), tuple(args), kwargs) if node.op in HIDDEN_WRITES else ()
-        self._packing.overwritten = {storage_key(tensor) for tensor in hidden}
         try:
             check_hostile_values(node.op, args, kwargs)
             returned = op(*args, **kwargs)
@@ -288,7 +282,8 @@ def _collector(
     def hook(grad_inputs: tuple[Tensor | None, ...], grad_outputs: Any) -> tuple[Tensor | None, ...]:
         remaining = list(grad_inputs)
         for input_index, place in places:
-            collected[place] = grad_inputs[input_index]
+            gradient = grad_inputs[input_index]
+            collected[place] = None if gradient is None else with_memory(gradient)
             remaining[input_index] = None
         return tuple(remaining)
 

@@ -123,7 +123,9 @@ def _is_float(value: Any) -> bool:
 
 # What makes a configuration tiny, by the names that families use. Every value fits the others: 32 = 4 heads of 8.
 _TINY = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "encoder_embed_dim", "word_embed_proj_dim"), 32),
+    **dict.fromkeys(
+        ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "encoder_embed_dim", "word_embed_proj_dim"), 32
+    ),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads"), 4),
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "num_key_value_heads"), 4),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers"), 2),

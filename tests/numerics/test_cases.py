@@ -1,0 +1,60 @@
+"""Each case gives the same bits with and without checkpointing, runs where it should, and says why if not remotely."""
+
+from functools import partial
+
+import pytest
+
+from backhaul import Decision, Session
+from numerics.cases import CASES, Case
+from support.bits import differing, plainly, train
+from support.loopback import Loopback
+
+RETURNS = ["gradients", "activations"]
+# Through a real worker: one of each kind of thing that travels.
+OVER_THE_WIRE = [
+    "stack",
+    "bf16 autocast, fused AdamW",
+    "keyword mask",
+    "closure and partial",
+    "nested structures",
+    "argument written to",
+    "auxiliary loss",
+    "randomness of its own",
+    "shared states and weights",
+    "convolutions and norms",
+    "recurrent",
+    "buffer read and updated",
+    "straight-through with a buffer",
+]
+
+
+def check(case: Case, remote: Loopback | Session, returns: str) -> None:
+    """Trains both ways and compares."""
+    steps = partial(train, build=case.build, run=case.run, optimizer=case.optimizer)
+    expected = steps(plainly)
+    found = steps(partial(remote.checkpoint, returns=returns))
+    assert differing(found, expected) == []
+
+    report = remote.report()
+    reasons = [reason for segment in report.segments for reason in segment.reasons]
+    assert report.fallbacks == 0
+    assert all(case.local and case.local in reason for reason in reasons), reasons
+    assert bool(reasons) == bool(case.local)
+    done = {decision for segment in report.segments for decision in segment.decisions}
+    expected_decision = Decision.GRADIENTS if returns == "gradients" and not case.activations else Decision.ACTIVATIONS
+    if case.local:
+        assert done <= {Decision.TRAINER}  # none at all where foreign hooks kept everything
+    else:
+        assert done == {expected_decision}
+
+
+@pytest.mark.parametrize("returns", RETURNS)
+@pytest.mark.parametrize("name", CASES)
+def test_case(name: str, returns: str, loopback: Loopback) -> None:
+    check(CASES[name], loopback, returns)
+
+
+@pytest.mark.parametrize("returns", RETURNS)
+@pytest.mark.parametrize("name", OVER_THE_WIRE)
+def test_case_over_the_wire(name: str, returns: str, session: Session) -> None:
+    check(CASES[name], session, returns)

@@ -1,0 +1,53 @@
+"""Every module of torch's own database, recorded and replayed: outputs, gradients, buffers and generators bit by bit."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.testing._internal.common_modules import module_db
+
+from support.bits import differing, outcome, plainly
+from support.loopback import Loopback
+
+# Why their samples stay on the trainer.
+LOCAL = {
+    "nn.CTCLoss": "reads past its inputs on hostile targets, so it is off the list",
+    **{
+        f"nn.Lazy{kind}{n}d": "makes its parameters in the first call, past the dispatcher"
+        for kind in ("Conv", "ConvTranspose")
+        for n in (1, 2, 3)
+    },
+}
+
+
+@pytest.mark.parametrize("returns", ["gradients", "activations"])
+@pytest.mark.parametrize("info", module_db, ids=lambda info: info.name)
+@pytest.mark.filterwarnings("ignore")
+def test_module(info: Any, returns: str, loopback: Loopback) -> None:
+    compared = 0
+    dtype = torch.float64 if "Fractional" in info.name else torch.float32  # its samples fit no other
+    for training in (True, False):
+        samples = info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=True, training=training)
+        for sample in samples[:6]:
+
+            def make(sample: Any = sample, training: bool = training) -> Any:
+                torch.manual_seed(1)
+                return info.module_cls(*sample.constructor_input.args, **sample.constructor_input.kwargs).train(
+                    training
+                )
+
+            def checkpointed(*args: Any, **kwargs: Any) -> Any:
+                return loopback.checkpoint(*args, returns=returns, **kwargs)
+
+            inputs = sample.forward_input.args, sample.forward_input.kwargs
+            try:
+                expected = outcome(plainly, make(), *inputs)
+            except (RuntimeError, NotImplementedError, TypeError, AssertionError, ValueError):
+                continue  # a sample that shows an error
+            assert differing(outcome(checkpointed, make(), *inputs), expected) == []
+            compared += 1
+    report = loopback.report()
+    assert compared
+    assert report.fallbacks == 0
+    reasons = {reason for segment in report.segments for reason in segment.reasons}
+    assert bool(reasons) == (info.name in LOCAL), reasons

@@ -1,0 +1,33 @@
+"""Every function of torch's own database, recorded and replayed bit by bit: hidden writes, draws and saves show here."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.testing._internal.common_methods_invocations import op_db
+
+from support.bits import differing, outcome, plainly
+from support.loopback import Loopback
+
+SAMPLES = 4
+
+
+@pytest.mark.parametrize(
+    "info", [i for i in op_db if i.supports_autograd], ids=lambda i: f"{i.name}.{i.variant_test_name}"
+)
+@pytest.mark.filterwarnings("ignore")
+def test_function(info: Any, loopback: Loopback) -> None:
+    dtype = next((d for d in (torch.float32, torch.float64, torch.complex64) if d in info.dtypes), None)
+    if dtype is None:
+        return
+    for sample in list(info.sample_inputs("cpu", dtype, requires_grad=True))[:SAMPLES]:
+        args = (sample.input, *sample.args)
+        try:
+            expected = outcome(plainly, info.op, args, sample.kwargs)
+            again = outcome(plainly, info.op, args, sample.kwargs)
+        except Exception:  # noqa: BLE001  not for this machine, or a sample that shows an error
+            continue
+        if differing(again, expected):
+            continue  # undefined results, such as those of empty()
+        assert differing(outcome(loopback.checkpoint, info.op, args, sample.kwargs), expected) == []
+    assert loopback.report().fallbacks == 0

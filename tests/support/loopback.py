@@ -1,0 +1,81 @@
+"""A remote without a wire: segments are encoded, decoded and run here, on copies, as a worker would."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backhaul._arguments import options_of
+from backhaul._checkpoint import run_segment
+from backhaul._config import Config
+from backhaul._frame import Frame
+from backhaul._report import Journal, Report
+from backhaul_runtime import ambient
+from backhaul_runtime.bundle import unbundle
+from backhaul_runtime.layout import Layout, copy_exact
+from backhaul_runtime.program_codec import decode_program, encode_program
+from backhaul_runtime.replay import Contribution, isolated
+from backhaul_server.worker import runs
+from backhaul_server.worker.runs import Finished, Work
+
+
+class LoopbackSegment:
+    """See `backhaul._frame.RemoteSegment`."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+
+    def _run(self, perform: Any) -> Finished:
+        with isolated([]), torch.enable_grad():
+            return perform(self.work, None)
+
+    def backward(self, gradients: Mapping[int, Tensor], state: ambient.State) -> tuple[list[bytes], list[Contribution]]:
+        copies = {output: copy_exact(gradient) for output, gradient in gradients.items()}
+        found = self._run(partial(runs.backward, gradients=copies, state=state))
+        tensors = unbundle([copy_exact(parcel.tensor) for parcel in found.bundle.parcels], found.bundle.views)
+        return list(found.saved_digests), [Contribution(s, tensors.get(i)) for i, s in enumerate(found.sources)]
+
+    def recompute(self, positions: Sequence[int]) -> "LoopbackTensors":
+        found = self._run(partial(runs.recompute, positions=positions))
+        tensors = unbundle([copy_exact(parcel.tensor) for parcel in found.bundle.parcels], found.bundle.views)
+        return LoopbackTensors(len(found.saved_digests), tensors)
+
+
+class LoopbackTensors:
+    """See `backhaul._frame.Incoming`."""
+
+    def __init__(self, saved_count: int, tensors: dict[int, Tensor]) -> None:
+        self.saved_count = saved_count
+        self._tensors = tensors
+
+    def take(self, position: int) -> Tensor:
+        return self._tensors.pop(position)
+
+    def close(self) -> None:
+        self._tensors.clear()
+
+
+class Loopback:
+    """Has what tests need of a session."""
+
+    def __init__(self) -> None:
+        self.journal = Journal()
+        self.config = Config()
+
+    def hold(self, tensor: Tensor, layout: Layout, address: bytes) -> Tensor:
+        return copy_exact(tensor, layout)
+
+    def save(self, frame: Frame, use_counts: list[int], forward_s: float) -> LoopbackSegment:
+        assert frame.program is not None
+        program = decode_program(encode_program(frame.program), torch.device("cpu"))
+        values = [copy_exact(source.value, source.layout) for source in frame.recording.sources]
+        return LoopbackSegment(Work(program, values, list(frame.recording.generator_states)))
+
+    def checkpoint(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        options, kwargs = options_of(self.config, kwargs)
+        return run_segment(self, function, args, kwargs, options)
+
+    def report(self) -> Report:
+        return self.journal.report()
