@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from backhaul_runtime.errors import SessionClosedError
 from torch import nn
 
 from backhaul._config import Returns, resolve
 from backhaul._session import Session
+from backhaul_runtime.errors import SessionClosedError
 
 _opened: list[Session] = []
 

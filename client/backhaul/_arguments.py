@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from backhaul_runtime.errors import NotRemoteError
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from backhaul._config import RETURNS, Config, Returns
+from backhaul_runtime.errors import NotRemoteError
 
 if TYPE_CHECKING:
     from backhaul._checkpoint import Remote

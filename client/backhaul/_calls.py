@@ -15,6 +15,8 @@ from time import monotonic
 from typing import Any, Generic, TypeVar
 
 import grpc
+from torch import Tensor
+
 from backhaul_runtime.errors import (
     ERROR_METADATA_KEY,
     BackhaulError,
@@ -24,7 +26,6 @@ from backhaul_runtime.errors import (
     from_bytes,
 )
 from backhaul_runtime.framing import Receiver
-from torch import Tensor
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -7,11 +7,6 @@ from time import perf_counter
 from typing import Any, Protocol
 
 import torch
-from backhaul_runtime.errors import Refusal
-from backhaul_runtime.layout import Layout
-from backhaul_runtime.op_list import allowed_ops
-from backhaul_runtime.recorder import Recorder
-from backhaul_runtime.uses import Use, find_uses
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
@@ -21,6 +16,11 @@ from backhaul._frame import Frame, Handle, RemoteSegment
 from backhaul._graft import graft
 from backhaul._local import Call
 from backhaul._report import Journal
+from backhaul_runtime.errors import Refusal
+from backhaul_runtime.layout import Layout
+from backhaul_runtime.op_list import allowed_ops
+from backhaul_runtime.recorder import Recorder
+from backhaul_runtime.uses import Use, find_uses
 
 
 class Remote(Protocol):

@@ -11,6 +11,11 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import Tensor
+
+from backhaul import _local
+from backhaul._report import Decision, SegmentLog
+from backhaul._value_check import CheckpointError, check_count, check_digests, check_values
 from backhaul_runtime import ambient
 from backhaul_runtime.digest import content_digest, saved_digest
 from backhaul_runtime.errors import (
@@ -25,11 +30,6 @@ from backhaul_runtime.layout import Layout, layout_of
 from backhaul_runtime.program import Program
 from backhaul_runtime.recorder import Recording, SavedTensor
 from backhaul_runtime.replay import Contribution
-from torch import Tensor
-
-from backhaul import _local
-from backhaul._report import Decision, SegmentLog
-from backhaul._value_check import CheckpointError, check_count, check_digests, check_values
 
 if TYPE_CHECKING:
     from backhaul._local import Call

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from backhaul_runtime.errors import DoubleBackwardError
-from backhaul_runtime.layout import with_memory
 from torch import Tensor
 
 from backhaul._frame import Frame
+from backhaul_runtime.errors import DoubleBackwardError
+from backhaul_runtime.layout import with_memory
 
 _PLACEHOLDER = torch.empty(0)
 

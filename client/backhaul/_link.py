@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import grpc
+
+from backhaul._calls import call_unary
 from backhaul_proto.v1 import (
     program_pb2_grpc,
     segment_pb2_grpc,
@@ -34,8 +36,6 @@ from backhaul_runtime.errors import (
 )
 from backhaul_runtime.protocol import CHANNEL_OPTIONS, PROTOCOL_VERSION
 from backhaul_runtime.version import version
-
-from backhaul._calls import call_unary
 
 logger = logging.getLogger("backhaul")
 FIRST_BACKOFF_S = 0.1

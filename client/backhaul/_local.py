@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from backhaul._value_check import check_values
 from backhaul_runtime import ambient
 from backhaul_runtime.digest import address_of, content_digest, saved_digest
 from backhaul_runtime.errors import StaleTensorError
@@ -13,10 +17,6 @@ from backhaul_runtime.layout import copy_exact, layout_of, unsupported_reason
 from backhaul_runtime.program import Program
 from backhaul_runtime.recorder import RecordedSource, Recording, default_generator
 from backhaul_runtime.replay import Contribution, Replay, Saved, entry, isolated
-from torch import Tensor
-from torch.utils import _pytree as pytree
-
-from backhaul._value_check import check_values
 
 _WHERE = "on the trainer"
 

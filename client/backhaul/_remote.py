@@ -6,6 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Any, TypeVar
 
+from torch import Tensor
+
+from backhaul._calls import Stream, longest_run_s
+from backhaul._link import Generation, Link
+from backhaul._report import SegmentLog
+from backhaul._upload import Save, Uploader
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime import ambient
 from backhaul_runtime.bundle import decode_view, unbundle, view_of
@@ -15,12 +21,6 @@ from backhaul_runtime.framing import Parcel
 from backhaul_runtime.layout import layout_of
 from backhaul_runtime.program_codec import encode_state
 from backhaul_runtime.replay import Contribution
-from torch import Tensor
-
-from backhaul._calls import Stream, longest_run_s
-from backhaul._link import Generation, Link
-from backhaul._report import SegmentLog
-from backhaul._upload import Save, Uploader
 
 T = TypeVar("T")
 Answer = tuple[segment_pb2.BackwardResult, list[Tensor], list[bytes]]

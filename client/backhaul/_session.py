@@ -12,11 +12,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from backhaul_runtime.addresses import Address, parse_addresses
-from backhaul_runtime.errors import Refusal
-from backhaul_runtime.fingerprint import differences, fingerprint
-from backhaul_runtime.layout import Layout, copy_exact
-from backhaul_runtime.program_codec import address_of_program, encode_program
 from torch import Tensor, nn
 
 from backhaul import _patched, _sequential, _wrap
@@ -30,6 +25,11 @@ from backhaul._placement import Placement
 from backhaul._remote import SavedSegment
 from backhaul._report import Journal, Report
 from backhaul._upload import Save, SourceTensor, Uploader
+from backhaul_runtime.addresses import Address, parse_addresses
+from backhaul_runtime.errors import Refusal
+from backhaul_runtime.fingerprint import differences, fingerprint
+from backhaul_runtime.layout import Layout, copy_exact
+from backhaul_runtime.program_codec import address_of_program, encode_program
 
 _BACKWARD_FACTOR = 3.0  # a recomputed forward and a backward of twice its cost
 

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from backhaul_proto.v1 import program_pb2, segment_pb2, tensor_pb2
-from backhaul_runtime.errors import BackhaulError, SegmentUnknownError, WorkerLostError
-from backhaul_runtime.framing import Parcel, batches
-from backhaul_runtime.layout import Layout
 from torch import Tensor
 
 from backhaul._calls import SLICE_S, Watch, call_unary, watched
 from backhaul._link import Generation, Link
+from backhaul_proto.v1 import program_pb2, segment_pb2, tensor_pb2
+from backhaul_runtime.errors import BackhaulError, SegmentUnknownError, WorkerLostError
+from backhaul_runtime.framing import Parcel, batches
+from backhaul_runtime.layout import Layout
 
 logger = logging.getLogger("backhaul")
 MAX_KNOWN = 1 << 16

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import torch.utils.checkpoint
+
 from backhaul_runtime.errors import ValueCheckError
 from backhaul_runtime.recorder import SavedTensor
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from backhaul_proto.v1 import segment_pb2
 from torch import Tensor
 
+from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.errors import TransferError
 from backhaul_runtime.framing import Parcel, decode_layout, encode_layout
 from backhaul_runtime.layout import ALIGNMENT_BYTES, Layout, byte_view, layout_of, with_bits

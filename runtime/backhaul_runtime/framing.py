@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import xxhash
-from backhaul_proto.v1 import tensor_pb2
 from torch import Tensor
 
+from backhaul_proto.v1 import tensor_pb2
 from backhaul_runtime.digest import content_digest, tensor_address
 from backhaul_runtime.errors import TransferError
 from backhaul_runtime.layout import Layout, allocate, check_layout, dtype_named, fill, layout_of, payload, with_bits

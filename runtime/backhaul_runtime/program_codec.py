@@ -7,9 +7,9 @@ import hashlib
 from typing import Any
 
 import torch
-from backhaul_proto.v1 import program_pb2
 from google.protobuf.message import DecodeError
 
+from backhaul_proto.v1 import program_pb2
 from backhaul_runtime import ambient
 from backhaul_runtime.errors import ProgramError, TransferError
 from backhaul_runtime.layout import dtype_named

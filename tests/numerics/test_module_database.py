@@ -1,4 +1,4 @@
-"""Every module of torch's own database, recorded and replayed: outputs, gradients, buffers and generators bit by bit."""
+"""Every module of torch's own database, recorded and replayed: outputs, gradients, buffers, generators, bit by bit."""
 
 from typing import Any
 

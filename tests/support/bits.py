@@ -1,7 +1,6 @@
 """Training with and without checkpointing, compared bit by bit."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ def train(
     build: Callable[[], nn.Module],
     run: Callable[[Checkpoint, nn.Module], tuple[Tensor, Sequence[Tensor]]],
     steps: int = 2,
-    optimizer: Callable[[Any], torch.optim.Optimizer] | None = partial(torch.optim.AdamW, lr=1e-2),
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
 ) -> list[Tensor | None]:
     """Everything that must be equal: losses, gradients of inputs and parameters, parameters and buffers, all steps.
 
@@ -30,7 +29,7 @@ def train(
         build: Makes the model, seeded.
         run: Returns loss and differentiable inputs of a step.
         steps: How many.
-        optimizer: Of the parameters, None: weights stay.
+        optimizer: Of the parameters; without one weights stay.
     """
     torch.manual_seed(0)
     model = build()

@@ -6,7 +6,6 @@ import sys
 from backhaul_runtime.addresses import parse_address
 from backhaul_runtime.errors import AddressError
 from backhaul_runtime.protocol import LEASE_S
-
 from backhaul_server.worker.config import WorkerConfig, parse_size
 
 HELP = "recompute segments for trainers"

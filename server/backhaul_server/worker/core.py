@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 import torch
+from torch import Tensor
+
 from backhaul_runtime.errors import (
     BackhaulError,
     DrainingError,
@@ -25,8 +27,6 @@ from backhaul_runtime.errors import (
 from backhaul_runtime.layout import Layout
 from backhaul_runtime.program import Program
 from backhaul_runtime.program_codec import address_of_program, decode_program
-from torch import Tensor
-
 from backhaul_server.worker.executor import Executor
 from backhaul_server.worker.fair_queue import Job
 from backhaul_server.worker.runs import Finished, Ready, Work
@@ -330,6 +330,7 @@ class Worker:
                 segment.ready = made.pop()
             else:
                 self.store.end_ahead(segment.key)
+            segment.job = None  # it leads back to the segment
             self._carry_out(segment, segment.machine.replayed(succeeded=succeeded))
 
         self._submit(segment, Job(segment.session.id, lambda: None, work, end, 0.0, is_demanded=False))
@@ -351,6 +352,7 @@ class Worker:
                 outcome.append(_outcome(perform, segment.work, ready))
 
         def end() -> None:
+            segment.job = None  # it leads back to the segment
             self.store.end_run(charged.pop())
             found = outcome.pop()
             succeeded = isinstance(found, Finished)

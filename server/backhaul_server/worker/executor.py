@@ -57,5 +57,9 @@ class Executor:
             self._running_since = monotonic()
             self._running.begin()
             await loop.run_in_executor(self._pool, self._running.work)
-            job, self._running = self._running, None
-            job.end()
+            self._end()
+
+    def _end(self) -> None:
+        job, self._running = self._running, None
+        assert job is not None
+        job.end()

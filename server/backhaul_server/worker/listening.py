@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO
 
 import grpc
+
 from backhaul_runtime.addresses import Address
 
 SERVER_OPTIONS = (

@@ -10,8 +10,8 @@ from contextlib import suppress
 
 import grpc
 import torch
-from backhaul_runtime.processes import resident_bytes
 
+from backhaul_runtime.processes import resident_bytes
 from backhaul_server.worker.config import WorkerConfig, host_memory_bytes
 from backhaul_server.worker.core import Worker
 from backhaul_server.worker.health import Health

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from time import perf_counter
 
 import torch
+from torch import Tensor
+
 from backhaul_runtime import ambient
 from backhaul_runtime.bundle import Bundle, bundle
 from backhaul_runtime.digest import content_digest, tensor_address
 from backhaul_runtime.framing import Parcel
 from backhaul_runtime.program import Program
 from backhaul_runtime.replay import Replay
-from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)

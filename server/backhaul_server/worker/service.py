@@ -8,6 +8,8 @@ from time import monotonic, perf_counter
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import Message
+
 from backhaul_proto.v1 import (
     program_pb2,
     program_pb2_grpc,
@@ -36,8 +38,6 @@ from backhaul_runtime.processes import resident_bytes
 from backhaul_runtime.program_codec import decode_state
 from backhaul_runtime.protocol import PROGRESS_INTERVAL_S, PROTOCOL_VERSION
 from backhaul_runtime.version import version
-from google.protobuf.message import Message
-
 from backhaul_server.worker import runs
 from backhaul_server.worker.core import Perform, Segment, Worker
 from backhaul_server.worker.meter import Meter
