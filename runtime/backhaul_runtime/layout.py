@@ -183,7 +183,7 @@ def payload(tensor: Tensor, layout: Layout) -> Tensor:
     if layout.payload_bytes == layout.span_bytes:
         return byte_view(tensor, start, layout.span_bytes)
     shape, strides = layout.memory_order or ((), ())
-    plain = torch.empty(0, dtype=layout.dtype, device=tensor.device)
+    plain = torch.empty(0, dtype=_carrier(layout), device=tensor.device)
     plain.set_(tensor.untyped_storage(), tensor.storage_offset(), shape, strides)
     packed = plain.contiguous()
     return byte_view(packed, 0, layout.payload_bytes)
@@ -202,9 +202,9 @@ def fill(tensor: Tensor, data: Tensor, layout: Layout) -> None:
         payload(tensor, layout).copy_(data)
         return
     shape, strides = layout.memory_order or ((), ())
-    source = torch.empty(0, dtype=layout.dtype, device=data.device)
+    source = torch.empty(0, dtype=_carrier(layout), device=data.device)
     source.set_(data.untyped_storage(), data.storage_offset() // layout.dtype.itemsize, shape, _contiguous(shape))
-    target = torch.empty(0, dtype=layout.dtype, device=tensor.device)
+    target = torch.empty(0, dtype=_carrier(layout), device=tensor.device)
     target.set_(tensor.untyped_storage(), tensor.storage_offset(), shape, strides)
     target.copy_(source)
 
@@ -217,6 +217,14 @@ def copy_exact(tensor: Tensor, layout: Layout | None = None, device: torch.devic
     layout = layout or layout_of(tensor)
     with torch.no_grad():
         return from_payload(payload(tensor.detach(), layout).to(device or tensor.device), layout)
+
+
+def _carrier(layout: Layout) -> torch.dtype:
+    """A dtype of the same size that torch can copy; it can't copy some of its own."""
+    return _CARRIERS[layout.dtype.itemsize]
+
+
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:

@@ -286,20 +286,21 @@ def from_idioms() -> set[str]:
     return _quietly(iter([lambda: ops_of(write, x, y), lambda: ops_of(make, x)]), "idioms")
 
 
-def in_place(names: set[str]) -> set[str]:
-    """The in-place forms that ops of these names have."""
+def siblings(names: set[str]) -> set[str]:
+    """The in-place forms that ops of these names have, and those that take a generator."""
     found = set()
     for name in names:
         namespace, base, overload = name.split(".")
-        packet = getattr(getattr(torch.ops, namespace), f"{base}_", None)
-        if packet is not None and overload in packet.overloads():
-            found.add(f"{namespace}.{base}_.{overload}")
+        for form, wanted in ((f"{base}_", overload), (base, "generator"), (base, f"{overload}_generator")):
+            packet = getattr(getattr(torch.ops, namespace), form, None)
+            if packet is not None and wanted in packet.overloads():
+                found.add(f"{namespace}.{form}.{wanted}")
     return found
 
 
 def admitted(names: set[str]) -> list[str]:
     """Those that the rules let in, sorted."""
-    return sorted(name for name in names | in_place(names) if not DENIED.search(name))
+    return sorted(name for name in names | siblings(names) if not DENIED.search(name))
 
 
 def main() -> None:

@@ -44,6 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.width % 32:
         print(f"backhaul demo: --width {arguments.width} is not a multiple of 32", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, _interrupt)  # so that nothing is left behind then either
     try:
         return _run(arguments)
     except (AddressError, ConnectError, ProtocolVersionError) as error:
@@ -109,6 +110,10 @@ def _run(arguments: argparse.Namespace) -> int:
         if dashboard is not None:
             dashboard.close()
     return 0 if results["all_equal"] else 1
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _connected(worker: str | None, returns: str, wait_s: float) -> "Session":

@@ -2,7 +2,7 @@
 
 const TIERS = ["segments", "working", "results", "cached"];
 const FIELDS = { segments: "segment_bytes", working: "working_bytes", results: "result_bytes", cached: "cached_bytes" };
-const CHART = { left: 64, right: 632, top: 12, bottom: 172 };
+const CHART = { left: 68, right: 640, top: 12, bottom: 172, height: 200 };
 const SECONDS = 120;
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -59,6 +59,8 @@ function ceiling(value) {
 }
 
 function drawMemory(svg, history) {
+  CHART.right = Math.max(240, svg.clientWidth) - 4; // one unit is one pixel, so that text has the page's size
+  svg.setAttribute("viewBox", `0 0 ${CHART.right + 4} ${CHART.height}`);
   const now = Date.now() / 1000;
   const totals = history.at_s.map((_, i) => TIERS.reduce((sum, tier) => sum + history[FIELDS[tier]][i], 0));
   const top = ceiling(Math.max(1024, ...totals) * 1.05);

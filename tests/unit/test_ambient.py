@@ -1,0 +1,60 @@
+import threading
+
+import pytest
+import torch
+
+from backhaul import ProgramError
+from backhaul_runtime import ambient
+
+
+def test_a_state_is_put_back() -> None:
+    before = ambient.capture()
+    with ambient.restored():
+        torch.set_default_dtype(torch.float64)
+        torch.set_num_threads(2)
+        torch.use_deterministic_algorithms(True)
+        torch.set_autocast_enabled("cpu", True)
+        torch.backends.mkldnn.set_flags(_enabled=False)
+        assert ambient.capture() != before
+    assert ambient.capture() == before
+
+
+def test_a_state_is_applied_in_another_thread() -> None:
+    with torch.autocast("cpu", dtype=torch.float16), torch.no_grad():
+        state = ambient.capture()
+    seen: list[object] = []
+
+    def apply() -> None:
+        ambient.apply(state, ambient.capture())
+        seen.extend([torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")])
+
+    thread = threading.Thread(target=apply)
+    thread.start()
+    thread.join()
+    assert seen == [False, True, torch.float16]
+
+
+def test_a_state_travels_by_name() -> None:
+    state = ambient.capture()
+    assert ambient.from_mapping(ambient.to_mapping(state)) == state
+    assert ambient.from_mapping({"threads": 7})[list(ambient.settings()).index("threads")] == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("no such setting", 1),
+        ("threads", 0),
+        ("threads", 1 << 40),
+        ("threads", True),
+        ("default_dtype", "torch.int64"),
+        ("default_dtype", "os"),
+        ("deterministic", 9),
+        ("sdp_priority", "0,x"),
+        ("sdp_priority", "99"),
+        ("mkldnn_matmul_precision", "fastest"),
+    ],
+)
+def test_values_that_can_not_be(name: str, value: ambient.Value) -> None:
+    with pytest.raises(ProgramError):
+        ambient.from_mapping({name: value})

@@ -1,0 +1,50 @@
+from backhaul_server.worker.fair_queue import FairQueue, Job
+
+
+def job(session: str, expected_s: float = 1.0, *, is_demanded: bool = True) -> Job:
+    return Job(session, lambda: None, lambda: None, lambda: None, expected_s, is_demanded)
+
+
+def drain(queue: FairQueue) -> list[Job]:
+    found = []
+    while (next_job := queue.pop()) is not None:
+        found.append(next_job)
+    return found
+
+
+def test_sessions_take_turns_each_in_its_own_order() -> None:
+    queue = FairQueue()
+    jobs = {name: job(name[0]) for name in ("a1", "a2", "a3", "b1", "c1", "c2")}
+    for item in jobs.values():
+        queue.push(item)
+    order = drain(queue)
+    assert [next(n for n, j in jobs.items() if j is item) for item in order] == ["a1", "b1", "c1", "a2", "c2", "a3"]
+    assert len(queue) == 0
+
+
+def test_work_ahead_waits_for_all_that_is_demanded_and_can_be_hurried() -> None:
+    queue = FairQueue()
+    early, late, demanded = job("a", is_demanded=False), job("a", is_demanded=False), job("b")
+    for item in (early, late, demanded):
+        queue.push(item)
+    queue.hurry(late)
+    assert drain(queue) == [demanded, late, early]
+
+
+def test_hurrying_what_runs_already_changes_nothing() -> None:
+    queue = FairQueue()
+    running = job("a", is_demanded=False)
+    queue.push(running)
+    queue.pop()
+    queue.hurry(running)
+    assert queue.pop() is None
+
+
+def test_tells_how_much_work_comes_before() -> None:
+    queue = FairQueue()
+    first, second, other, third = job("a", 2.0), job("a", 3.0), job("b", 5.0), job("b", 7.0)
+    for item in (first, second, other, third):
+        queue.push(item)
+    assert queue.ahead_of(first) == 5.0
+    assert queue.ahead_of(second) == 2.0 + 5.0 + 7.0
+    assert queue.ahead_of(job("c")) == 0.0

@@ -1,0 +1,30 @@
+from backhaul._placement import FIRST_RUN, Placement
+
+
+def one_pass(placement: Placement, segments: int, workers: int) -> list[int]:
+    placed = [placement.place(workers) for _ in range(segments)]
+    placement.backward()
+    return placed
+
+
+def test_first_pass_goes_in_short_runs() -> None:
+    assert one_pass(Placement(), 10, 2) == [0] * FIRST_RUN + [1] * FIRST_RUN + [0, 0]
+
+
+def test_later_passes_give_each_worker_one_contiguous_run() -> None:
+    placement = Placement()
+    one_pass(placement, 10, 3)
+    assert one_pass(placement, 10, 3) == [0] * 4 + [1] * 3 + [2] * 3
+    assert one_pass(placement, 10, 3) == [0] * 4 + [1] * 3 + [2] * 3
+
+
+def test_more_segments_than_before_go_to_the_last_worker() -> None:
+    placement = Placement()
+    one_pass(placement, 4, 2)
+    assert one_pass(placement, 6, 2) == [0, 0, 1, 1, 1, 1]
+    assert one_pass(placement, 6, 2) == [0, 0, 0, 1, 1, 1]
+
+
+def test_one_worker_gets_everything() -> None:
+    placement = Placement()
+    assert set(one_pass(placement, 9, 1) + one_pass(placement, 9, 1)) == {0}

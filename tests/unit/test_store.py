@@ -1,0 +1,146 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backhaul import BudgetError
+from backhaul_server.worker.store import Store
+
+
+def filled(budget: int, **tensors: int) -> Store[str]:
+    store: Store[str] = Store(budget)
+    for name, size in tensors.items():
+        store.expect(size)
+        store.arrived(name.encode(), name, size)
+    return store
+
+
+def test_tensors_are_cached_until_a_segment_names_them() -> None:
+    store = filled(100, a=10, b=20)
+    assert store.missing([b"a", b"c", b"c"]) == [b"c"]
+    store.attach("s", [b"a"], [], 5)
+    assert (store.usage().segments, store.usage().cached) == (10, 20)
+    store.detach("s")
+    assert (store.usage().segments, store.usage().cached) == (0, 30)
+
+
+def test_transient_tensors_go_with_their_last_segment() -> None:
+    store = filled(100, x=10)
+    store.attach("s", [b"x"], [b"x"], 0)
+    store.attach("t", [b"x", b"x"], [b"x"], 0)
+    store.detach("s")
+    assert store.tensor(b"x") == "x"
+    store.detach("t")
+    assert store.missing([b"x"]) == [b"x"]
+    assert store.usage().cached == 0
+
+
+def test_oldest_cached_tensors_give_way() -> None:
+    store = filled(30, a=10, b=10, c=10)
+    store.tensor(b"a")
+    store.expect(10)
+    assert store.missing([b"a", b"b", b"c"]) == [b"b"]
+
+
+def test_a_tensor_is_charged_when_it_is_declared() -> None:
+    store: Store[str] = Store(100)
+    store.expect(90)
+    with pytest.raises(BudgetError):
+        store.expect(20)
+    store.abandon(90)
+    store.expect(20)
+
+
+def test_a_tensor_beyond_the_whole_budget_will_never_fit() -> None:
+    with pytest.raises(BudgetError, match="--memory") as caught:
+        Store(100).expect(101)
+    assert (caught.value.retry_after_s, caught.value.budget_bytes, caught.value.needed_bytes) == (0.0, 100, 101)
+
+
+def test_a_segment_is_accepted_only_with_room_for_the_largest_run() -> None:
+    store = filled(100, a=30, b=30)
+    store.attach("s", [b"a"], [], 50)
+    with pytest.raises(BudgetError) as caught:
+        store.attach("t", [b"b"], [], 10)
+    assert caught.value.retry_after_s > 0
+    store.detach("s")
+    store.attach("t", [b"b"], [], 10)
+
+
+def test_a_segment_that_does_not_fit_alone_is_told_so() -> None:
+    store = filled(100, a=60)
+    with pytest.raises(BudgetError) as caught:
+        store.attach("s", [b"a"], [], 50)
+    assert caught.value.retry_after_s == 0.0
+    assert store.usage().refusals == 1
+
+
+def test_a_run_makes_room_among_replays_ahead_and_results() -> None:
+    store = filled(100, a=10, b=10)
+    dropped: list[str] = []
+    store.attach("s", [b"a"], [], 40)
+    store.attach("t", [b"b"], [], 40)
+    assert store.start_ahead("s", lambda: dropped.append("s"))
+    store.keep_result("r", 30, lambda: dropped.append("r"))
+    assert store.start_run("t") == 40
+    assert dropped == ["s"]
+    store.keep_result("q", 40, lambda: dropped.append("q"))
+    assert dropped == ["s", "r"]
+    assert store.usage().working == 40
+    store.end_run(40)
+    assert store.usage().working == 0
+
+
+def test_a_replay_ahead_leaves_room_for_a_demanded_run() -> None:
+    store = filled(100, a=10)
+    store.attach("s", [b"a"], [], 50)
+    assert not store.start_ahead("s", lambda: None)
+
+
+def test_replays_of_segments_saved_earlier_give_way() -> None:
+    store = filled(100, a=1, b=1, c=1)
+    dropped: list[str] = []
+    for name in "abc":
+        store.attach(name, [name.encode()], [], 30)
+    for name in "abc":
+        assert store.start_ahead(name, lambda name=name: dropped.append(name))
+    assert dropped == ["a"]
+    assert [store.is_ahead(name) for name in "abc"] == [False, True, True]
+
+
+def test_a_run_of_a_released_segment_charges_nothing() -> None:
+    store = filled(100, a=10)
+    store.attach("s", [b"a"], [], 50)
+    store.detach("s")
+    assert store.start_run("s") == 0
+
+
+@given(st.lists(st.tuples(st.sampled_from("pasdrfe"), st.integers(0, 5), st.integers(0, 60)), max_size=40))
+def test_nothing_ever_exceeds_the_budget(steps: list[tuple[str, int, int]]) -> None:
+    store: Store[int] = Store(100)
+    running: list[int] = []
+    for kind, number, size in steps:
+        name = bytes([number])
+        try:
+            if kind == "p" and store.missing([name]):
+                store.expect(size)
+                store.arrived(name, number, size)
+            elif kind == "a" and not store.missing([name]) and number not in store._segments:
+                store.attach(number, [name], [name] if size % 2 else [], size)
+            elif kind == "s" and number in store._segments and not store.is_ahead(number):
+                store.start_ahead(number, lambda: None)
+            elif kind == "d" and number in store._segments:
+                store.end_ahead(number)
+                store.detach(number)
+            elif kind == "r" and number in store._segments and not running:
+                running.append(store.start_run(number))
+            elif kind == "e" and running:
+                store.end_run(running.pop())
+            elif kind == "f" and running:
+                store.forget_result(number)
+                store.keep_result(number, min(size, running[0]), lambda: None)
+        except BudgetError:
+            pass
+        usage = store.usage()
+        held = (usage.segments, usage.cached, usage.working)
+        assert min(*held, usage.results) >= 0
+        assert sum(held) <= 100
