@@ -1,6 +1,7 @@
 """A checkpointed call: the forward, recorded, and what of it is kept for backward."""
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable
 from time import perf_counter
@@ -167,4 +168,5 @@ def name_of(fn: Callable[..., Any]) -> str:
         return type(fn).__name__
     if isinstance(owner, torch.nn.Module):
         return type(owner).__name__
-    return str(getattr(fn, "__qualname__", type(fn).__name__)).replace("<locals>.", "")
+    name = "__name__" if inspect.isbuiltin(fn) else "__qualname__"
+    return str(getattr(fn, name, type(fn).__name__)).replace("<locals>.", "")

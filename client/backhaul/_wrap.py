@@ -49,8 +49,11 @@ class SegmentModule(CheckpointWrapper):
         return type(self)(deepcopy(self._checkpoint_wrapped_module, memo), self._session, self._options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Saved as the module inside, so that a file loads where there is no Backhaul."""
-        return self._checkpoint_wrapped_module.__reduce_ex__(protocol)
+        """Saved as the module inside, so that a file loads where there is no Backhaul.
+
+        Protocol 1 names the class in a form that pickle does not hold against the wrapper's.
+        """
+        return self._checkpoint_wrapped_module.__reduce_ex__(1)
 
 
 def wrap(

@@ -23,7 +23,9 @@ def test_reads_what_people_write(text: str, target: str, is_local: bool) -> None
     assert (address.target, address.is_local) == (target, is_local)
 
 
-@pytest.mark.parametrize("text", ["gpu-box", "gpu-box:", ":50051", "a b:1", "unix:", "a:70000", "http://a:1", "::1:5", ""])
+@pytest.mark.parametrize(
+    "text", ["gpu-box", "gpu-box:", ":50051", "a b:1", "unix:", "a:70000", "http://a:1", "::1:5", ""]
+)
 def test_names_what_can_not_be_read(text: str) -> None:
     with pytest.raises(AddressError, match="host:port|port") as caught:
         parse_address(text)

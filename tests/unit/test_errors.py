@@ -24,7 +24,9 @@ def test_an_error_survives_the_wire(kind: type[BackhaulError]) -> None:
     assert (str(found), found.needed_bytes) == ("what happened", 3)
 
 
-@pytest.mark.parametrize("detail", [b"", b"{}", b'{"kind": "os.system", "message": "x", "fields": {}}', b"\xff", b"[1]"])
+@pytest.mark.parametrize(
+    "detail", [b"", b"{}", b'{"kind": "os.system", "message": "x", "fields": {}}', b"\xff", b"[1]"]
+)
 def test_other_bytes_are_no_error(detail: bytes) -> None:
     assert from_bytes(detail) is None
 

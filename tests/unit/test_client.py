@@ -1,0 +1,267 @@
+"""The client's small parts."""
+
+import copy
+import io
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+import backhaul
+from backhaul import NotRemoteError, WorkerLostError
+from backhaul._arguments import options_of
+from backhaul._calls import Watch
+from backhaul._checkpoint import name_of
+from backhaul._config import Config
+from backhaul._patched import patched
+from backhaul._sequential import checkpoint_sequential
+from backhaul._wrap import SegmentModule, unwrap, wrap
+from support.loopback import Loopback
+
+
+def test_silence_is_what_the_waiter_was_awake_for() -> None:
+    with pytest.raises(WorkerLostError, match="silent for 0.2 s") as caught:
+        Watch(0.2).wait(Future())
+    assert caught.value.status == "SILENT"
+
+
+def test_signs_of_life_prolong_a_wait() -> None:
+    watch, future = Watch(0.3), Future()
+
+    def live() -> None:
+        for _ in range(6):
+            threading.Event().wait(0.1)
+            watch.sign()
+        future.set_result("done")
+
+    threading.Thread(target=live).start()
+    assert watch.wait(future) == "done"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_reentrant": True, "mask": 1}, "^Unexpected keyword arguments: mask$"),
+        (
+            {"use_reentrant": True, "debug": True},
+            "^Passing `context_fn` or `debug` is only supported when use_reentrant",
+        ),
+        ({"use_reentrant": True, "context_fn": print}, "^Passing `context_fn` or `debug` is only supported"),
+        ({"determinism_check": "all"}, "should be one of .*'values', 'bytes'.*, but got all"),
+        ({"debug": True, "context_fn": print}, "incompatible"),
+        ({"returns": "both"}, "returns='both' is not one of"),
+    ],
+)
+def test_options_that_torch_refuses_too(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        options_of(Config(), options)
+
+
+def test_options_are_not_the_functions_own_arguments() -> None:
+    options, rest = options_of(Config(strict=True), {"use_reentrant": False, "early_stop": False, "mask": 3})
+    assert rest == {"mask": 3}
+    assert options.strict
+    assert not options_of(Config(strict=True), {"strict": False})[0].strict
+
+
+def test_a_context_of_the_callers_own_runs_here(loopback: Loopback, caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.randn(3, requires_grad=True)
+    for _ in range(2):
+        loopback.checkpoint(torch.sin, x, debug=True).sum().backward()
+    assert [record.getMessage() for record in caplog.records] == [
+        "segment sin is recomputed on the trainer: debug=True traces it here"
+    ]
+    with pytest.raises(NotRemoteError, match="debug=True"):
+        loopback.checkpoint(torch.sin, x, debug=True, strict=True)
+
+
+def test_strict_raises_where_the_trainer_would_recompute(loopback: Loopback) -> None:
+    x = torch.randn(3, requires_grad=True)
+    with pytest.raises(NotRemoteError, match="alias") as caught:
+        loopback.checkpoint(lambda x: (y := x * 2) * y.data, x, strict=True)
+    assert "alias" in caught.value.reason
+    loopback.checkpoint(torch.sin, x, strict=True).sum().backward()
+
+
+def test_without_gradients_a_call_is_a_call(loopback: Loopback) -> None:
+    with torch.no_grad():
+        loopback.checkpoint(torch.sin, torch.randn(3, requires_grad=True))
+    with torch.inference_mode():
+        loopback.checkpoint(torch.sin, torch.randn(3))
+    assert loopback.report().segments == ()
+    assert not loopback.checkpoint(torch.sin, torch.randn(3)).requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_torch_func(loopback: Loopback) -> None:
+    x = torch.randn(3)
+    sin = lambda x: loopback.checkpoint(torch.sin, x)  # noqa: E731
+    assert torch.equal(torch.func.vmap(sin)(x), x.sin())
+    assert torch.equal(torch.func.jvp(sin, (x,), (x,))[1], x.cos() * x)
+    with pytest.raises(RuntimeError, match="saved tensor hooks"):
+        torch.func.grad(lambda x: sin(x).sum())(x)
+
+
+def test_the_same_output_twice_stays_one(loopback: Loopback) -> None:
+    x = torch.randn(3, requires_grad=True)
+    first, second, given = loopback.checkpoint(lambda x: ((y := x.sin()), y, x), x)
+    assert first is second
+    assert given is x
+
+
+def test_a_function_is_called_once_on_the_callers_own_objects(loopback: Loopback) -> None:
+    seen: list[object] = []
+    x = torch.randn(3, requires_grad=True)
+
+    def fn(value: Tensor, box: list[int]) -> Tensor:
+        seen.append(value)
+        box.append(1)
+        return value * 2
+
+    box: list[int] = []
+    loopback.checkpoint(fn, x, box).sum().backward()
+    assert len(seen) == 1
+    assert seen[0] is x
+    assert box == [1]
+
+
+def test_names_are_what_people_call_things() -> None:
+    import functools
+
+    linear = nn.Linear(2, 2)
+    assert [name_of(f) for f in (linear, linear.forward, functools.partial(linear), torch.sin, lambda x: x)] == [
+        "Linear",
+        "Linear",
+        "Linear",
+        "sin",
+        "test_names_are_what_people_call_things.<lambda>",
+    ]
+
+
+def test_sequential_leaves_the_last_chunk_alone(loopback: Loopback) -> None:
+    calls: list[int] = []
+
+    class Counting(Loopback):
+        def checkpoint(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            return super().checkpoint(function, *args, **kwargs)
+
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+    x = torch.randn(2, 4, requires_grad=True)
+    expected = torch.autograd.grad(layers(x).sum(), [x, *layers.parameters()])
+    found = torch.autograd.grad(checkpoint_sequential(Counting(), layers, 2, x).sum(), [x, *layers.parameters()])
+    assert len(calls) == 1
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert torch.equal(checkpoint_sequential(Counting(), list(layers), 5, x), layers(x))
+
+
+@pytest.mark.parametrize("segments", [0, 6])
+def test_sequential_with_a_number_that_can_not_be(segments: int, loopback: Loopback) -> None:
+    with pytest.raises(ValueError, match=f"segments={segments} must be between 1 and the number of functions, 5"):
+        checkpoint_sequential(loopback, [torch.sin] * 5, segments, torch.randn(2))
+
+
+def test_patched_reaches_code_that_calls_torch(loopback: Loopback) -> None:
+    original = torch.utils.checkpoint.checkpoint
+    x = torch.randn(2, requires_grad=True)
+    with pytest.raises(ZeroDivisionError), patched(loopback):
+        torch.utils.checkpoint.checkpoint_sequential([torch.sin, torch.cos], 2, x, use_reentrant=False).sum().backward()
+        torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=True).sum().backward()
+        raise ZeroDivisionError
+    assert torch.utils.checkpoint.checkpoint is original
+    assert loopback.report().remote == 2
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_wrapping_changes_no_name(loopback: Loopback) -> None:
+    plain = Model()
+    wrapped = wrap(copy.deepcopy(plain), nn.Sequential, session=loopback)
+    assert isinstance(wrapped.layers[0], SegmentModule)
+    assert [n for n, _ in wrapped.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    assert [n for n, _ in wrapped.named_buffers()] == [n for n, _ in plain.named_buffers()]
+    assert list(dict(wrapped.named_modules())) == list(dict(plain.named_modules()))
+    assert list(wrapped.state_dict()) == list(plain.state_dict())
+    wrapped.load_state_dict(plain.state_dict())
+    plain.load_state_dict(wrapped.state_dict())
+    assert wrapped.get_parameter("layers.0.0.weight") is wrapped.layers[0][0].weight
+    x = torch.randn(8, 4)
+    assert torch.equal(wrapped(x), plain(x))
+    assert loopback.report().segments[0].calls == 2
+
+
+def test_wrapped_models_are_copied_and_saved(loopback: Loopback) -> None:
+    wrapped = wrap(Model(), nn.Sequential, session=loopback)
+    copied = copy.deepcopy(wrapped)
+    assert isinstance(copied.layers[1], SegmentModule)
+    assert copied.layers[1][0].weight is not wrapped.layers[1][0].weight
+    copied(torch.randn(8, 4)).sum().backward()
+    assert loopback.report().remote == 2
+    file = io.BytesIO()
+    torch.save(wrapped, file)
+    assert b"backhaul" not in file.getvalue()
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert type(loaded.layers[0]) is nn.Sequential
+    assert list(loaded.state_dict()) == list(wrapped.state_dict())
+
+
+def test_unwrapping_undoes_it(loopback: Loopback) -> None:
+    model = Model()
+    layers = list(model.layers)
+    assert wrap(wrap(model, nn.Sequential, session=loopback), nn.Linear, session=loopback) is model
+    assert isinstance(model.embed, SegmentModule)
+    assert unwrap(model) is model
+    assert list(model.layers) == layers
+    assert not any(isinstance(module, SegmentModule) for module in model.modules())
+
+
+def test_wrapping_nothing_is_an_error() -> None:
+    with pytest.raises(ValueError, match="Model has no unwrapped module"):
+        wrap(Model(), nn.Conv2d)
+
+
+def test_wrapped_modules_are_known_to_others(loopback: Loopback) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+
+    wrapped = wrap(Model(), nn.Sequential, session=loopback, returns="activations")
+    assert sum(isinstance(module, CheckpointWrapper) for module in wrapped.modules()) == 2
+
+
+def test_torchs_own_wrapper_takes_our_checkpoint(loopback: Loopback) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    module = checkpoint_wrapper(nn.Linear(4, 4), checkpoint_fn=loopback.checkpoint)
+    module(torch.randn(2, 4)).sum().backward()
+    assert loopback.report().remote == 1
+
+
+def test_without_a_session_there_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backhaul._api._opened", [])
+    with pytest.raises(backhaul.SessionClosedError, match=r"call backhaul.connect\(\) first"):
+        backhaul.checkpoint(torch.sin, torch.randn(2, requires_grad=True))
+
+
+def test_a_report_reads_well(loopback: Loopback) -> None:
+    x = torch.randn(3, requires_grad=True)
+    loopback.checkpoint(torch.sin, x, returns="gradients").sum().backward()
+    loopback.checkpoint(lambda x: (y := x * 2) * y.data, x).sum().backward()
+    lines = str(loopback.report()).splitlines()
+    assert lines[0].split() == ["segment", "calls", "gradients", "activations", "trainer", "wait", "up", "down"]
+    assert lines[1].split()[:5] == ["sin", "1", "1", "0", "0"]
+    assert lines[3] == "  1 on the trainer: an alias of an interior tensor that no op made (.data, NumPy)"

@@ -1,0 +1,211 @@
+"""The worker without its wire, in this process."""
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from backhaul import BudgetError, DrainingError, ProgramError, SegmentUnknownError, SessionUnknownError
+from backhaul_runtime import ambient
+from backhaul_runtime.digest import address_of
+from backhaul_runtime.layout import layout_of
+from backhaul_runtime.program import Node, Program, ResultRef, Source, SourceRef
+from backhaul_runtime.program_codec import encode_program
+from backhaul_server.worker import runs
+from backhaul_server.worker.core import Segment, Session, Worker
+from backhaul_server.worker.segment_machine import Key
+
+FIRST = Key("backward", 1)
+
+
+def with_worker(
+    test: Callable[[Worker], Awaitable[None]], *, budget_bytes: int = 1 << 20, lease_s: float = 30.0
+) -> None:
+    async def main() -> None:
+        worker = Worker(torch.device("cpu"), budget_bytes, lease_s)
+        try:
+            await test(worker)
+        finally:
+            await worker.close()
+
+    asyncio.run(main())
+
+
+def squaring() -> bytes:
+    """x * x, with a gradient for x."""
+    x = SourceRef(0)
+    return encode_program(
+        Program(
+            sources=(Source(requires_grad=True, is_leaf=False, is_written=False),),
+            nodes=(Node("aten.mul.Tensor", (x, x), (), 0, (16,), draws=False),),
+            ambient_states=(ambient.capture(),),
+            outputs=(ResultRef(0, 0),),
+            saved_count=2,
+            saved_bytes=0,
+        )
+    )
+
+
+def put(worker: Worker, tensor: torch.Tensor) -> bytes:
+    layout, address = layout_of(tensor), address_of(tensor)
+    worker.expect_tensor(layout)
+    worker.store.arrived(address, tensor, layout.span_bytes)
+    return address
+
+
+def saved(worker: Worker, session: Session, number: int = 1, value: float = 3.0) -> Segment:
+    program = worker.put_program(squaring())
+    address = put(worker, torch.full((4,), value))
+    assert worker.save(session, number, program, [address], [0], [], "square") == (False, [])
+    return worker.segment(session, number)
+
+
+async def backward(worker: Worker, session: Session, segment: Segment, key: Key = FIRST) -> runs.Finished:
+    def prepare() -> Any:
+        return partial(runs.backward, gradients={0: torch.ones(4)}, state=ambient.capture())
+
+    return await worker.request(segment, key, prepare, 0.1).answer
+
+
+def test_a_segment_from_save_to_release() -> None:
+    async def test(worker: Worker) -> None:
+        session = worker.open_session("trainer")
+        segment = saved(worker, session)
+        found = await backward(worker, session, segment)
+        assert [parcel.tensor.tolist() for parcel in found.bundle.parcels] == [[3.0] * 4] * 2  # each use of x
+        assert found.sources == (0, 0)
+        worker.release(session, [1])
+        usage = worker.store.usage()
+        assert (usage.segments, usage.working, usage.results) == (0, 0, 0)
+        with pytest.raises(SegmentUnknownError):
+            worker.segment(session, 1)
+
+    with_worker(test)
+
+
+def test_one_computation_for_a_request_that_is_repeated() -> None:
+    async def test(worker: Worker) -> None:
+        session = worker.open_session("trainer")
+        segment = saved(worker, session)
+        both = await asyncio.gather(backward(worker, session, segment), backward(worker, session, segment))
+        again = await backward(worker, session, segment)
+        assert both[0] is both[1] is again
+        assert worker.recomputed_segments == 1
+        assert await backward(worker, session, segment, Key("backward", 2)) is not again
+        assert worker.recomputed_segments == 2
+
+    with_worker(test)
+
+
+def test_a_repeated_save_changes_nothing() -> None:
+    async def test(worker: Worker) -> None:
+        session = worker.open_session("trainer")
+        segment = saved(worker, session)
+        assert saved(worker, session) is segment
+        assert worker.store.usage().segments == 16
+
+    with_worker(test)
+
+
+def test_what_is_missing_is_said() -> None:
+    async def test(worker: Worker) -> None:
+        session = worker.open_session("trainer")
+        address = address_of(torch.ones(4))
+        assert worker.save(session, 1, b"no such program", [address], [], [], "x") == (True, [address])
+        assert session.segments == {}
+
+    with_worker(test)
+
+
+@pytest.mark.parametrize(("sources", "transient"), [(2, []), (0, []), (1, [1]), (1, [99])])
+def test_lists_that_do_not_fit_the_program(sources: int, transient: list[int]) -> None:
+    async def test(worker: Worker) -> None:
+        session = worker.open_session("trainer")
+        addresses = [put(worker, torch.full((4,), float(i))) for i in range(sources)]
+        with pytest.raises(ProgramError):
+            worker.save(session, 1, worker.put_program(squaring()), addresses, transient, [], "x")
+
+    with_worker(test)
+
+
+def test_nothing_of_a_finished_segment_stays_until_garbage_is_collected() -> None:
+    async def test(worker: Worker) -> None:
+        session = worker.open_session("trainer")
+        segment = saved(worker, session)
+        found = await backward(worker, session, segment)
+        result = weakref.ref(found.bundle.parcels[0].tensor.untyped_storage())
+        del found
+        reference = weakref.ref(segment)
+        del segment
+        worker.release(session, [1])
+        await asyncio.sleep(0.05)
+        assert (reference(), result()) == (None, None)
+
+    gc.disable()
+    try:
+        with_worker(test)
+    finally:
+        gc.enable()
+
+
+def test_a_silent_trainer_is_forgotten() -> None:
+    async def test(worker: Worker) -> None:
+        session = worker.open_session("trainer")
+        saved(worker, session)
+        while worker.sessions:
+            await asyncio.sleep(0.01)
+        assert worker.store.usage().segments == 0
+        with pytest.raises(SessionUnknownError, match="its lease of 0.2 s ran out"):
+            worker.session(session.id)
+
+    with_worker(test, lease_s=0.2)
+
+
+def test_a_draining_worker_finishes_and_takes_nothing_new() -> None:
+    async def test(worker: Worker) -> None:
+        session = worker.open_session("trainer")
+        segment = saved(worker, session)
+        worker.draining = True
+        await backward(worker, session, segment)
+        with pytest.raises(DrainingError):
+            worker.open_session("another")
+        with pytest.raises(DrainingError):
+            saved(worker, session, 2)
+
+    with_worker(test)
+
+
+def test_a_segment_released_while_it_waits_is_not_run() -> None:
+    async def test(worker: Worker) -> None:
+        session = worker.open_session("trainer")
+        segment = saved(worker, session)
+        request = asyncio.ensure_future(backward(worker, session, segment))
+        await asyncio.sleep(0)
+        worker.release(session, [1])
+        with pytest.raises(SegmentUnknownError):
+            await request
+        while len(worker.executor):
+            await asyncio.sleep(0.01)
+        assert worker.store.usage().working == 0
+
+    with_worker(test)
+
+
+def test_more_segments_than_fit_are_refused_and_the_others_live() -> None:
+    async def test(worker: Worker) -> None:
+        session = worker.open_session("trainer")
+        number = 0
+        with pytest.raises(BudgetError) as caught:
+            for number in range(100):
+                saved(worker, session, number, float(number))
+        assert 0 < number < 99
+        assert caught.value.retry_after_s > 0
+        for segment in list(session.segments.values()):
+            await backward(worker, session, segment)
+
+    with_worker(test, budget_bytes=600)

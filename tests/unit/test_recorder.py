@@ -1,0 +1,195 @@
+"""The recorder alone: what it notes, what it refuses and by which sign, and that it changes nothing."""
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
+from torch.utils import _pytree as pytree
+
+from backhaul_runtime.layout import copy_exact
+from backhaul_runtime.op_list import allowed_ops
+from backhaul_runtime.program import Program
+from backhaul_runtime.program_codec import encode_program
+from backhaul_runtime.recorder import Recorder
+
+
+def record(
+    fn: Callable[..., Any], *args: Any, allowed: frozenset[str] | None = None
+) -> tuple[Recorder, Program | None]:
+    tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+    recorder = Recorder(tensors, allowed or allowed_ops(), lambda tensor, layout, _: copy_exact(tensor, layout))
+    with recorder:
+        returned = fn(*args)
+    outputs = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return recorder, recorder.finish(outputs)
+
+
+def refusal(fn: Callable[..., Any], *args: Any) -> str:
+    recorder, program = record(fn, *args)
+    assert program is None
+    assert recorder.recording.refusal is not None
+    return recorder.recording.refusal
+
+
+def test_composite_ops_are_noted_not_their_parts() -> None:
+    _, program = record(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), torch.randn(2, 4))
+    assert program is not None
+    assert [node.op for node in program.nodes] == ["aten.layer_norm.default", "aten.linear.default"]
+    assert [source.requires_grad for source in program.sources] == [False, True, True, True, True]
+
+
+def test_equal_layers_have_one_program_whatever_their_weights() -> None:
+    programs = [record(nn.TransformerEncoderLayer(8, 2, 16), torch.randn(3, 2, 8))[1] for _ in range(2)]
+    assert len({encode_program(program) for program in programs if program}) == 1
+
+
+@pytest.mark.parametrize("other", [2.0, 3, True])
+def test_another_number_makes_another_program(other: object) -> None:
+    x = torch.randn(2, 4, requires_grad=True)
+    programs = [record(lambda x, s=s: x * s, x)[1] for s in (2, other)]
+    assert len({encode_program(program) for program in programs if program}) == 2
+
+
+def test_nothing_of_the_call_is_changed() -> None:
+    module = nn.TransformerEncoderLayer(8, 2, 16)
+    x = torch.randn(3, 2, 8)
+    torch.manual_seed(1)
+    plain, state = module(x), torch.get_rng_state()
+    torch.manual_seed(1)
+    recorder = Recorder([x], allowed_ops(), lambda tensor, layout, _: copy_exact(tensor, layout))
+    with recorder:
+        recorded = module(x)
+    assert torch.equal(plain, recorded)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_exceptions_of_the_call_leave_it_unchanged_and_nothing_switched_on() -> None:
+    with pytest.raises(ZeroDivisionError):
+        record(lambda x: x + 1 / 0, torch.randn(2))
+    recorder, _ = record(lambda x: x * 2, torch.randn(2, requires_grad=True))
+    torch.ones(2) + 1
+    assert len(recorder._nodes) == 1
+
+
+def test_an_op_whose_exception_is_caught_is_not_noted() -> None:
+    def fn(x: Tensor) -> Tensor:
+        try:
+            torch.mm(x, x)
+        except RuntimeError:
+            return x * 2
+        return x
+
+    _, program = record(fn, torch.randn(2, 3, requires_grad=True))
+    assert program is not None
+    assert [node.op for node in program.nodes] == ["aten.mul.Tensor"]
+
+
+def test_arguments_are_copied_and_parameters_are_not() -> None:
+    linear, x = nn.Linear(4, 4), torch.randn(2, 4)
+    recorder, _ = record(linear, x)
+    held = [source.value.data_ptr() for source in recorder.recording.sources]
+    assert held[0] != x.data_ptr()
+    assert held[1:] == [linear.weight.data_ptr(), linear.bias.data_ptr()]
+
+
+def test_what_an_op_writes_to_is_copied_before() -> None:
+    norm = nn.BatchNorm1d(4)
+    recorder, program = record(norm, torch.randn(8, 4))
+    assert program is not None
+    written = [source for source in recorder.recording.sources if source.is_written]
+    assert [tuple(source.value.shape) for source in written] == [(), (4,), (4,)]
+    assert torch.equal(written[1].value, torch.zeros(4))
+    assert not torch.equal(norm.running_mean, torch.zeros(4))
+
+
+def test_intermediate_tensors_are_not_kept() -> None:
+    alive: list[int] = []
+
+    def fn(x: Tensor) -> Tensor:
+        y = x * 2
+        reference = weakref.ref(y.untyped_storage())
+        y = y + 1
+        gc.collect()
+        alive.append(reference() is not None)
+        return y
+
+    record(fn, torch.randn(1000))
+    assert alive == [False]
+
+
+def test_no_compiler_is_imported() -> None:
+    record(nn.Linear(4, 4), torch.randn(2, 4))
+    import subprocess
+
+    code = (
+        "import torch; from backhaul_runtime.recorder import Recorder; import sys\n"
+        "with Recorder([], frozenset(['aten.ones.default']), None): torch.ones(2)\n"
+        "sys.exit('torch._dynamo' in sys.modules or 'torch._inductor' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+class _Twice(HigherOrderOperator):
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x)
+
+
+class Subclass(Tensor):
+    pass
+
+
+def test_every_refusal_has_its_sign() -> None:
+    x = torch.randn(4, 4, requires_grad=True)
+    shared = torch.zeros(8)
+    left, right = shared[:4], shared[4:]
+
+    def writes_shared(x: Tensor) -> Tensor:
+        y = x * left * right
+        left.add_(1)
+        return y
+
+    def replaces(x: Tensor) -> Tensor:
+        y = x * 2
+        z = y + 1
+        y.data = torch.zeros(4, 4)
+        return y * z
+
+    def inference(x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            scale = torch.ones(4) * 2
+        return x * scale.clone()
+
+    def changes_leafness(x: Tensor) -> Tensor:
+        return x * torch.zeros(4).requires_grad_().exp()
+
+    assert "tensor subclass Subclass" in refusal(lambda x: x * torch.ones(4).as_subclass(Subclass), x)
+    assert "aten.to_sparse.default is not on the list" in refusal(lambda x: torch.eye(4).to_sparse() @ x, x)
+    assert "two of its tensors share" in refusal(writes_shared, x)
+    assert "was replaced inside" in refusal(replaces, x)
+    assert "inference mode" in refusal(inference, x)
+    assert "requires_grad of a tensor was changed" in refusal(changes_leafness, x)
+    assert "alias of an interior tensor" in refusal(lambda x: (y := x * 2) * y.data, x)
+    assert "hook was registered" in refusal(lambda x: ((y := x * 2).register_hook(print), y)[1], x)
+    assert "an output that no recorded op returned" in refusal(lambda x: x, x)
+
+
+def test_an_op_off_the_list_is_named() -> None:
+    recorder, program = record(torch.relu, torch.randn(2), allowed=frozenset(["aten.add.Tensor"]))
+    assert program is None
+    assert recorder.recording.refusal == "the op aten.relu.default is not on the list of ops a worker runs"
+
+
+def test_higher_order_ops_run_and_are_refused() -> None:
+    twice = _Twice("twice")
+    twice.py_impl(torch._C.DispatchKey.CompositeExplicitAutograd)(lambda x: x * 2)
+    twice.py_impl(torch._C.DispatchKey.Autograd)(lambda x: x * 2)
+    x = torch.randn(3, requires_grad=True)
+    recorder, program = record(lambda x: twice(x) + 1, x)
+    assert program is None
+    assert recorder.recording.refusal == "the higher-order op twice"

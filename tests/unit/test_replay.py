@@ -1,0 +1,175 @@
+"""Replays on the trainer: values that went stale, graphs that must go, errors that must keep their names."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backhaul import CheckpointError, DoubleBackwardError, SavedTensorModifiedError, StaleTensorError
+from backhaul._frame import Frame
+from backhaul_runtime import replay as replaying
+from backhaul_runtime.errors import Refusal
+from support.loopback import Loopback
+
+
+class Unreachable(Loopback):
+    """No worker takes anything."""
+
+    def save(self, frame: Frame, use_counts: list[int], forward_s: float) -> object:
+        raise Refusal("no worker in this test")
+
+
+RETURNS = ["gradients", "activations"]
+
+
+@pytest.fixture
+def block() -> nn.Module:
+    return nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+
+
+@pytest.mark.parametrize("returns", RETURNS)
+def test_a_parameter_changed_after_forward_is_a_named_error(block: nn.Module, returns: str) -> None:
+    y = Unreachable().checkpoint(block, torch.randn(2, 4, 16, requires_grad=True), returns=returns)
+    with torch.no_grad():
+        block.linear1.weight.add_(1)
+    with pytest.raises(StaleTensorError, match="before optimizer.step"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("returns", RETURNS)
+def test_a_parameter_changed_past_its_version_counter_is_a_named_error(block: nn.Module, returns: str) -> None:
+    y = Unreachable().checkpoint(block, torch.randn(2, 4, 16), returns=returns)
+    block.linear1.weight.data.add_(1)
+    with pytest.raises(StaleTensorError):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("returns", RETURNS)
+@pytest.mark.parametrize("remote", [Loopback, Unreachable])
+def test_arguments_may_be_changed_after_forward(block: nn.Module, returns: str, remote: type[Loopback]) -> None:
+    x = torch.randn(2, 4, 16)
+    torch.manual_seed(1)
+    block(x).sum().backward()
+    expected = [parameter.grad for parameter in block.parameters()]
+    block.zero_grad()
+    torch.manual_seed(1)
+    y = remote().checkpoint(block, x, returns=returns)
+    x.zero_()
+    y.sum().backward()
+    assert all(torch.equal(p.grad, e) for p, e in zip(block.parameters(), expected, strict=True))
+
+
+@pytest.mark.parametrize("remote", [Loopback, Unreachable])
+def test_a_second_backward_needs_retain_graph(block: nn.Module, remote: type[Loopback]) -> None:
+    x = torch.randn(2, 4, 16, requires_grad=True)
+    y = remote().checkpoint(block, x, returns="gradients").sum()
+    y.backward(retain_graph=True)
+    first = x.grad.clone()
+    y.backward()
+    assert torch.equal(x.grad, first * 2)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        y.backward()
+
+
+def test_double_backward_names_the_way_out(block: nn.Module, loopback: Loopback) -> None:
+    x = torch.randn(2, 4, 16, requires_grad=True)
+    y = loopback.checkpoint(nn.Linear(16, 16), x, returns="gradients")
+    with pytest.raises(DoubleBackwardError, match='returns="activations"'):
+        torch.autograd.grad(y.square().sum(), x, create_graph=True)
+
+
+def test_double_backward_through_activations(loopback: Loopback) -> None:
+    linear, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+
+    def penalty(y: Tensor) -> Tensor:
+        (gradient,) = torch.autograd.grad(y.tanh().sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(gradient.square().sum(), linear.weight)
+        return second
+
+    checkpointed = loopback.checkpoint(linear, x, returns="activations")
+    assert torch.equal(penalty(checkpointed), penalty(linear(x)))
+
+
+@pytest.mark.parametrize("returns", RETURNS)
+@pytest.mark.parametrize("remote", [Loopback, Unreachable])
+def test_writing_to_what_backward_needs_is_the_error_it_always_was(returns: str, remote: type[Loopback]) -> None:
+    def fn(x: Tensor) -> Tensor:
+        y = x.exp()
+        y.add_(1)
+        return y
+
+    x = torch.randn(4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        fn(x).sum().backward()
+    with pytest.raises(SavedTensorModifiedError, match="modified by an inplace operation"):
+        remote().checkpoint(fn, x, returns=returns).sum().backward()
+
+
+@pytest.mark.parametrize("returns", RETURNS)
+def test_a_function_that_does_another_thing_the_second_time_is_a_named_error(returns: str) -> None:
+    calls: list[int] = []
+
+    class Identity(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, *gradients: Tensor) -> Tensor:
+            return gradients[0]
+
+    def fn(x: Tensor) -> Tensor:
+        calls.append(1)
+        return Identity.apply((x * len(calls)).exp())
+
+    y = Loopback().checkpoint(fn, torch.randn(4, requires_grad=True), returns=returns)
+    with pytest.raises(CheckpointError, match=r"1 of 1 tensors differ.*\n  tensor 0, saved by aten.exp") as caught:
+        y.sum().backward()
+    assert isinstance(caught.value, torch.utils.checkpoint.CheckpointError)
+    assert caught.value.positions == [0]
+
+
+def test_memory_written_past_torch_never_becomes_a_gradient() -> None:
+    def fn(x: Tensor) -> Tensor:
+        y = x * 2
+        y.detach().numpy()[...] = 5
+        return y.square()
+
+    y = Loopback().checkpoint(fn, torch.randn(4, requires_grad=True))
+    with pytest.raises(CheckpointError):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("returns", RETURNS)
+@pytest.mark.parametrize("remote", [Loopback, Unreachable])
+def test_nothing_is_left_when_a_step_is_over(block: nn.Module, returns: str, remote: type[Loopback]) -> None:
+    gc.collect()
+    others = {id(o) for o in gc.get_objects() if type(o) is Frame}  # in tracebacks of earlier tests
+    gc.disable()
+    try:
+        frames: list[weakref.ref[object]] = []
+        x = torch.randn(2, 4, 16, requires_grad=True)
+        for backward in (True, False):
+            y = remote().checkpoint(block, x, returns=returns)
+            frames += [weakref.ref(o) for o in gc.get_objects() if type(o) is Frame and id(o) not in others]
+            if backward:
+                y.sum().backward()
+            del y
+        assert [frame() for frame in frames] == [None] * len(frames)
+        assert frames
+        left = (replaying.Saved, replaying.Replay, replaying._Packing)
+        assert [o for o in gc.get_objects() if type(o) in left] == []
+    finally:
+        gc.enable()
+
+
+def test_generators_and_settings_are_the_callers_again(block: nn.Module) -> None:
+    y = Unreachable().checkpoint(block, torch.randn(2, 4, 16, requires_grad=True))
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y.sum().backward()
+        assert torch.is_autocast_enabled("cpu")
+    assert torch.equal(torch.get_rng_state(), state)
