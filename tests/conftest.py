@@ -4,6 +4,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,10 +27,20 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def worker() -> Iterator[WorkerProcess]:
-    """A worker that all tests share; none may kill it."""
-    with WorkerProcess("--memory", "2GiB") as process:
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    """A worker that all tests share; none may kill it. Nothing that they send it may ever become code."""
+    noted = tmp_path_factory.mktemp("audit") / "events"
+    audit = {"PYTHONPATH": str(Path(__file__).parent / "support/audit"), "AUDIT_FILE": str(noted)}
+    with WorkerProcess("--memory", "2GiB", environment=audit) as process:
+        with backhaul.connect(process.address, silence_s=QUIET_S) as session:
+            for returns in ("gradients", "activations"):
+                x = torch.randn(3, requires_grad=True)
+                session.checkpoint(torch.sin, x, returns=returns).sum().backward()
+        warm_s = time.monotonic()
         yield process
+        events = [line.split(" ", 1) for line in noted.read_text().splitlines()]
+    assert [event for at_s, event in events if float(at_s) > warm_s] == []
+    assert events  # the hook was there
 
 
 @pytest.fixture
@@ -46,6 +57,7 @@ def session(worker: WorkerProcess) -> Iterator[Session]:
     with backhaul.connect(worker.address, silence_s=QUIET_S) as session:
         yield session
         gc.collect()
+        settle(session)
         wait_until(lambda: sum(s.segments for s in worker.telemetry().sessions) == 0, "segments are released")
     wait_until(lambda: threading.active_count() <= threads, "threads end")
     wait_until(lambda: open_files() <= files, "files are closed")
@@ -55,6 +67,12 @@ def session(worker: WorkerProcess) -> Iterator[Session]:
 def loopback() -> Loopback:
     """Segments run here, through the whole codec but without a wire."""
     return Loopback()
+
+
+def settle(session: Session) -> None:
+    """Returns when all that the session has queued for its worker has been sent: a segment from end to end comes last."""
+    x = torch.randn(3, requires_grad=True)
+    session.checkpoint(torch.sin, x, returns="gradients").sum().backward()
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:

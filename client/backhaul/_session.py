@@ -30,6 +30,7 @@ from backhaul_runtime.errors import Refusal
 from backhaul_runtime.fingerprint import differences, fingerprint
 from backhaul_runtime.layout import Layout, copy_exact
 from backhaul_runtime.program_codec import address_of_program, encode_program
+from backhaul_runtime.recorder import RecordedSource
 
 _BACKWARD_FACTOR = 3.0  # a recomputed forward and a backward of twice its cost
 
@@ -198,7 +199,7 @@ class Session:
             segment=number,
             program=program,
             program_address=address_of_program(program),
-            sources=[SourceTensor(source.address, source.layout, source.value, source.is_copy) for source in sources],
+            sources=[SourceTensor(s.address, s.layout, s.value, _is_transient(s)) for s in sources],
             generator_states=frame.recording.generator_states,
             name=frame.name,
             queued_bytes=sum(source.layout.span_bytes for source in sources if source.is_copy),
@@ -235,6 +236,11 @@ class Session:
         self._closed = True
         for side in self._sides:
             side.link.forked()
+
+
+def _is_transient(source: RecordedSource) -> bool:
+    """Whether no later segment will name it: activations are made anew each step, weights and masks may be the same."""
+    return source.requires_grad and not source.is_leaf
 
 
 def _same(address: Address) -> Address:

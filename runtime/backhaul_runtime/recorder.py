@@ -9,8 +9,11 @@ NOTE [What the recorder relies on]
    while the recording lasts, without keeping a byte of memory.
 4. It never raises into the call. What can't be recorded sets `refusal` and the call goes on.
 5. After a refusal it still saves what ops write to, for the trainer's own recomputation needs that.
+6. Torch keeps the stack of PreDispatch modes once for the process, though each thread has its own switch for it: two
+   threads that record would pop each other's mode. So the stack is made each thread's own.
 """
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +26,7 @@ from torch._C._autograd import _get_sequence_nr, _top_saved_tensors_default_hook
 from torch._ops import HigherOrderOperator, OpOverload, _higher_order_ops
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils.hooks import RemovableHandle
 
 from backhaul_runtime import ambient
@@ -137,7 +140,6 @@ class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)  # type: ignore[no-untyped-call]
         self._mode_key = torch._C._TorchDispatchModeKey.PROXY
-        self.enter_stack: list[Any] = []
         self.recording = Recording()
         self._allowed = allowed
         self._hold = hold
@@ -157,8 +159,7 @@ class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         self._hidden_bytes: dict[int, int] = {}  # of storages that autograd saves and no op returns
         self.first_sequence = _get_sequence_nr()
         self._first_hook = RemovableHandle.next_id
-        self._python_dispatcher = torch._C._EnablePythonDispatcher
-        self._dispatcher_guard: Any = None
+        self._dispatcher: Any = None
         _register_higher_order_ops()
 
     @classmethod
@@ -166,15 +167,15 @@ class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         return False  # else torch imports its compiler at the first op
 
     def __enter__(self) -> "Recorder":
-        self._dispatcher_guard = self._python_dispatcher()
-        self._dispatcher_guard.__enter__()
-        super().__enter__()
+        self._dispatcher = torch._C._EnablePythonDispatcher()
+        self._dispatcher.__enter__()
+        _push_mode(self)  # not torch's __enter__: its notes of who is in a mode are the process's too (Rule 6)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
+        _pop_mode(torch._C.DispatchKey.PreDispatch)
+        self._dispatcher.__exit__(*exception)
         self._pack = None  # it refers to whoever made us
-        self._dispatcher_guard.__exit__(*exception)
 
     def __torch_dispatch__(
         self, op: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -465,6 +466,12 @@ def _tensors(returned: Any) -> list[Tensor]:
         return [tensor for item in returned for tensor in _tensors(item)]
     return []
 
+
+class _OwnStack(threading.local, torch._ops._ModeStackStateForPreDispatch):
+    """Rule 6."""
+
+
+torch._ops._mode_stack_state_for_pre_dispatch = _OwnStack()  # type: ignore[no-untyped-call]
 
 _registered: set[str] = set()
 

@@ -7,8 +7,8 @@ the store decide; this module carries out.
 import asyncio
 import logging
 import secrets
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 
@@ -48,6 +48,7 @@ from backhaul_server.worker.store import Store
 
 logger = logging.getLogger("backhaul.worker")
 MAX_PROGRAMS = 4096
+KEPT_GRADIENTS = 8
 
 Perform = Callable[[Work, Ready | None], Finished]
 """What a request wants done with a segment. Called in the executor's thread."""
@@ -103,14 +104,14 @@ class Session:
         trainer: For people.
         expires_at: When its lease runs out, by the monotonic clock.
         segments: By the trainer's number.
-        gradients: Addresses of what its last backward returned, cached until its next.
+        gradients: Addresses of the last gradients that came or went, which are cached.
     """
 
     id: str
     trainer: str
     expires_at: float
     segments: dict[int, Segment] = field(default_factory=dict)
-    gradients: list[bytes] = field(default_factory=list)
+    gradients: deque[bytes] = field(default_factory=deque)
 
 
 class Worker:
@@ -266,9 +267,16 @@ class Worker:
                 addresses=[address.hex() for address in missing],
             )
         found = {output: self.store.tensor(address) for output, address in addresses.items()}
-        self.store.uncache(session.gradients)  # the gradients before these have done their service
-        session.gradients = list(addresses.values())
+        self._remember(session, addresses.values())
         return found
+
+    def _remember(self, session: Session, addresses: Iterable[bytes]) -> None:
+        """Keeps gradients for the next segment of the chain, and lets go of those before them."""
+        session.gradients.extend(addresses)
+        while len(session.gradients) > KEPT_GRADIENTS:
+            oldest = session.gradients.popleft()
+            if oldest not in session.gradients:
+                self.store.uncache([oldest])
 
     def replay_ahead(self, session: Session, segment_ids: Sequence[int]) -> None:
         """Starts on segments that will be asked for, as far as room allows. Unknown ones are passed over."""
@@ -375,10 +383,10 @@ class Worker:
             segment.requests.pop(key, None)
 
         self.store.keep_result((segment.key, key), found.bundle.size_bytes, drop)
-        for parcel in found.bundle.parcels:
-            if parcel.address:
-                self.store.cache(parcel.address, parcel.tensor, parcel.layout.span_bytes)
-                segment.session.gradients.append(parcel.address)
+        addressed = [parcel for parcel in found.bundle.parcels if parcel.address]
+        for parcel in addressed:
+            self.store.cache(parcel.address, parcel.tensor, parcel.layout.span_bytes)
+        self._remember(segment.session, [parcel.address for parcel in addressed])
         request.answer.set_result(found)
 
     def _fail(self, segment: Segment, key: Key, error: BackhaulError) -> None:

@@ -1,0 +1,318 @@
+"""Sessions on real workers: budgets, versions, several workers, reports, forks, and the way out."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from torch import Tensor, nn
+
+import backhaul
+from backhaul import ConnectError, Decision, NotRemoteError, ProtocolVersionError, Session
+from backhaul_proto.v1 import session_pb2, session_pb2_grpc
+from conftest import QUIET_S, settle, wait_until
+from numerics.cases import blocks, stack
+from support.bits import differing, plainly, train
+from support.processes import WorkerProcess
+
+connect = partial(backhaul.connect, silence_s=QUIET_S)
+
+
+def compared(session: Session, returns: str = "auto") -> None:
+    steps = partial(train, build=blocks, run=stack, steps=3)
+    assert differing(steps(partial(session.checkpoint, returns=returns)), steps(plainly)) == []
+
+
+def test_an_embedded_worker_needs_no_address() -> None:
+    with connect(memory_bytes=1 << 30) as session:
+        assert session.workers.startswith("unix:")
+        assert backhaul.current_session() is session
+        compared(session)
+        assert session.report().remote == 6
+        folder = Path(session.workers.removeprefix("unix:")).parent
+        assert folder.exists()
+    assert not folder.exists()
+
+
+def test_module_level_functions_use_the_current_session(worker: WorkerProcess) -> None:
+    with connect(worker.address) as session:
+        x = torch.randn(3, requires_grad=True)
+        backhaul.checkpoint(torch.sin, x).sum().backward()
+        backhaul.checkpoint_sequential([torch.sin, torch.cos], 2, x).sum().backward()
+        with backhaul.patched():
+            torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
+        model = backhaul.wrap(nn.Sequential(nn.Linear(3, 3)), nn.Linear)
+        model(x).sum().backward()
+        assert session.report().remote == 4
+
+
+def test_a_closed_session_still_trains() -> None:
+    session = connect()
+    linear = nn.Linear(3, 3)
+    y = session.checkpoint(linear, torch.randn(2, 3, requires_grad=True))
+    session.close()
+    session.close()
+    y.sum().backward()
+    session.checkpoint(linear, torch.randn(2, 3)).sum().backward()
+    report = session.report()
+    assert (report.remote, report.fallbacks) == (0, 2)
+    with pytest.raises(NotRemoteError, match="the session is closed"):
+        session.checkpoint(linear, torch.randn(2, 3), strict=True)
+
+
+def test_a_worker_of_another_version_is_refused_by_name() -> None:
+    class Other(session_pb2_grpc.SessionServiceServicer):
+        def OpenSession(self, request: object, context: object) -> session_pb2.OpenSessionResponse:  # noqa: N802
+            return session_pb2.OpenSessionResponse(protocol_version=99, worker_version="9.9")
+
+        def KeepSession(self, request: object, context: object) -> None:  # noqa: N802
+            raise NotImplementedError
+
+        def CloseSession(self, request: object, context: object) -> session_pb2.CloseSessionResponse:  # noqa: N802
+            return session_pb2.CloseSessionResponse()
+
+    with ThreadPoolExecutor() as pool:
+        server = grpc.server(pool)
+        session_pb2_grpc.add_SessionServiceServicer_to_server(Other(), server)
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        server.start()
+        with pytest.raises(ProtocolVersionError, match="speaks protocol 99 .*9.9.*, this trainer 1 ") as caught:
+            connect(address)
+        server.stop(None).wait()
+    assert (caught.value.trainer, caught.value.worker) == (1, 99)
+
+
+def test_a_trainer_of_another_version_is_refused_by_name(worker: WorkerProcess) -> None:
+    with grpc.insecure_channel(worker.address) as channel:
+        stub = session_pb2_grpc.SessionServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.OpenSession(session_pb2.OpenSessionRequest(protocol_version=7, client_version="0.0.7"), timeout=10)
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "protocol 7 (backhaul 0.0.7)" in caught.value.details()
+
+
+@pytest.mark.parametrize("returns", ["gradients", "activations"])
+def test_a_budget_too_small_for_one_segment(returns: str, caplog: pytest.LogCaptureFixture) -> None:
+    with WorkerProcess("--memory", "20k") as worker, connect(worker.address) as session:
+        compared(session, returns)
+        report = session.report()
+        assert (report.remote, report.fallbacks) == (0, 6)
+        assert len([r for r in caplog.records if "whose budget is 20480" in r.getMessage()]) == 1
+        with pytest.raises(NotRemoteError, match="it needs [0-9]+ bytes on the worker, whose budget is 20480"):
+            session.checkpoint(nn.Linear(100, 100), torch.randn(100, 100), strict=True)
+
+
+@pytest.mark.parametrize("returns", ["gradients", "activations"])
+def test_a_budget_for_some_segments_serves_those(returns: str) -> None:
+    with WorkerProcess("--memory", "4M") as worker, connect(worker.address) as session:
+        layers = [nn.Linear(256, 256) for _ in range(12)]
+
+        def step(checkpoint: object) -> list[Tensor]:
+            h = torch.ones(256, 256, requires_grad=True) * 1
+            for layer in layers:
+                h = checkpoint(lambda h, layer=layer: layer(h).relu(), h)
+            return list(torch.autograd.grad(h.sum(), [p for layer in layers for p in layer.parameters()]))
+
+        expected = step(plainly)
+        assert differing(step(partial(session.checkpoint, returns=returns)), expected) == []
+        report = session.report()
+        assert report.remote > 0
+        assert report.fallbacks > 0
+        memory = worker.telemetry().memory
+        assert memory.refusals > 0
+        assert memory.segment_bytes + memory.cached_bytes + memory.working_bytes <= memory.budget_bytes
+
+
+def test_two_workers_get_a_contiguous_run_each(worker: WorkerProcess, own_worker: WorkerProcess) -> None:
+    before = worker.telemetry().recomputed_segments
+    with connect(f"{worker.address},{own_worker.address}") as session:
+        linear = nn.Linear(4, 4)
+        for _ in range(2):
+            h = torch.randn(2, 4, requires_grad=True)
+            for _ in range(6):
+                h = session.checkpoint(linear, h)
+            h.sum().backward()
+        assert session.report().remote == 12
+    # The first pass in runs of four, the second in halves.
+    assert own_worker.telemetry().recomputed_segments == 2 + 3
+    assert worker.telemetry().recomputed_segments - before == 4 + 3
+
+
+def test_of_two_workers_one_that_dies_leaves_the_other(worker: WorkerProcess) -> None:
+    with WorkerProcess() as doomed, connect(f"{doomed.address},{worker.address}") as session:
+        compared(session)
+        doomed.process.kill()
+        doomed.process.wait()
+        compared(session)
+        wait_until(lambda: session._sides[0].link.up is None, "the death is noticed")
+        before = session.report()
+        compared(session)
+        assert session.report().fallbacks == before.fallbacks
+        assert session.report().remote == before.remote + 6
+
+
+def test_a_worker_with_other_kernels_is_not_trusted_with_bits() -> None:
+    with WorkerProcess(environment={"ATEN_CPU_CAPABILITY": "default"}) as worker, connect(worker.address) as session:
+        compared(session)
+        (reason,) = {reason for segment in session.report().segments for reason in segment.reasons}
+        assert "computes other bits than this trainer: cpu_capability is" in reason
+        assert session.report().remote == 0
+
+
+def test_another_thread_count_is_state_not_a_difference(session: Session) -> None:
+    torch.set_num_threads(2)
+    compared(session)
+    assert session.report().fallbacks == 0
+
+
+@pytest.mark.parametrize("returns", ["gradients", "activations"])
+def test_backward_in_another_thread(returns: str, session: Session) -> None:
+    linear, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+    y = session.checkpoint(linear, x, returns=returns)
+    thread = threading.Thread(target=y.sum().backward)
+    thread.start()
+    thread.join()
+    assert torch.equal(x.grad, torch.autograd.grad(linear(x).sum(), x)[0])
+    assert session.report().fallbacks == 0
+
+
+def test_several_threads_train_at_once(session: Session) -> None:
+    def train_alone(seed: int) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        linear, x = nn.Linear(32, 32), torch.randn(8, 32, generator=generator, requires_grad=True)
+        for _ in range(10):
+            found = torch.autograd.grad(session.checkpoint(linear, x).sum(), [x, *linear.parameters()])
+            expected = torch.autograd.grad(linear(x).sum(), [x, *linear.parameters()])
+            if wrong := differing(found, expected):
+                return wrong
+        return []
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(train_alone, range(4))) == [[]] * 4
+    assert session.report().remote == 40
+
+
+@pytest.mark.parametrize("returns", ["gradients", "activations"])
+def test_what_is_never_run_backward_is_released(returns: str, session: Session, worker: WorkerProcess) -> None:
+    linear = nn.Linear(64, 64)
+    for _ in range(5):
+        session.checkpoint(linear, torch.randn(8, 64), returns=returns)
+    with pytest.raises(ZeroDivisionError):
+        session.checkpoint(lambda x: linear(x) / (1 / 0), torch.randn(8, 64), returns=returns)
+    settle(session)
+    wait_until(lambda: sum(s.segments for s in worker.telemetry().sessions) == 0, "segments are released")
+    assert worker.telemetry().memory.segment_bytes == 0
+    assert session.report().fallbacks == 0
+
+
+def test_equal_weights_and_masks_travel_once(session: Session) -> None:
+    linear, mask = nn.Linear(512, 512), torch.randn(512, 512)
+    for parameter in linear.parameters():
+        parameter.requires_grad_(False)
+    for _ in range(3):
+        h = torch.randn(2, 512, requires_grad=True)
+        for _ in range(3):
+            h = session.checkpoint(lambda h, mask: linear(h) @ mask, h, mask)
+        h.sum().backward()
+    once = 2 * 512 * 512 * 4
+    assert once < session.report().up_bytes < 1.2 * once
+
+
+def test_the_gradient_a_worker_sent_does_not_travel_back(session: Session) -> None:
+    h = torch.randn(256, 1024, requires_grad=True)
+    sent = []
+    for _ in range(4):
+        h = session.checkpoint(torch.tanh, h, returns="gradients")
+    wait_until(lambda: session.report().up_bytes > 4 * h.nbytes, "the inputs are sent")
+    sent.append(session.report().up_bytes)
+    h.backward(torch.randn_like(h))
+    # One gradient goes up for the whole chain.
+    assert h.nbytes <= session.report().up_bytes - sent[0] < 1.1 * h.nbytes
+    assert session.report().remote == 4
+
+
+def _train_in_child(session: Session, results: "multiprocessing.queues.SimpleQueue[object]") -> None:
+    linear, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+    found = torch.autograd.grad(session.checkpoint(linear, x).sum(), x)[0]
+    results.put((torch.equal(found, torch.autograd.grad(linear(x).sum(), x)[0]), session.report().fallbacks))
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_the_child_of_a_fork_trains_without_the_session(session: Session) -> None:
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    child = context.Process(target=_train_in_child, args=(session, results))
+    child.start()
+    child.join(30)
+    assert results.get() == (True, 1)
+    assert child.exitcode == 0
+    compared(session)
+    assert session.report().fallbacks == 0
+
+
+def test_ctrl_c_in_backward_leaves_nothing_behind(tmp_path: Path) -> None:
+    code = (
+        "import backhaul, os, signal, torch\n"
+        "with backhaul.connect() as session:\n"
+        "    y = session.checkpoint(torch.sin, torch.randn(4, requires_grad=True))\n"
+        "    os.kill(session._embedded.pid, signal.SIGSTOP)\n"
+        "    signal.setitimer(signal.ITIMER_REAL, 0.5)\n"
+        "    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))\n"
+        "    try:\n"
+        "        y.sum().backward()\n"
+        "    except KeyboardInterrupt:\n"
+        "        print('interrupted', session._embedded.pid, flush=True)\n"
+        "        os.kill(session._embedded.pid, signal.SIGCONT)\n"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "BACKHAUL_SILENCE_S": "30"}
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment, check=False
+    )
+    word, pid = found.stdout.split()
+    assert (word, found.returncode, found.stderr) == ("interrupted", 0, "")
+    assert not Path(f"/proc/{pid}").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_session_nobody_closed_is_closed_at_exit(tmp_path: Path) -> None:
+    code = "import backhaul; print(backhaul.connect()._embedded.pid)"
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment, check=True
+    )
+    assert found.stderr == ""
+    assert not Path(f"/proc/{found.stdout.strip()}").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_embedded_worker_that_can_not_start_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ConnectError, match="did not come up"):
+        connect()
+
+
+def test_decisions_are_reported(session: Session) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    session.checkpoint(layers, torch.randn(2, 4), returns="activations").sum().backward()
+    session.checkpoint(layers, torch.randn(2, 4)).sum().backward()
+    (segment,) = session.report().segments
+    assert (segment.name, segment.calls) == ("Sequential", 2)
+    assert segment.decisions == {Decision.ACTIVATIONS: 1, Decision.GRADIENTS: 1}
+    assert segment.up_bytes > 0
+    assert segment.down_bytes > 0
+    assert segment.wait_s > 0
+
+
+def test_signals_of_the_terminal_do_not_reach_the_worker() -> None:
+    with connect() as session:
+        assert session._embedded is not None
+        assert os.getpgid(session._embedded.pid) != os.getpgid(0)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

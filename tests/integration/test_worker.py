@@ -1,0 +1,140 @@
+"""The worker as a process: where it listens, who may reach it, how it ends."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from torch import nn
+
+import backhaul
+from backhaul import ConnectError
+from conftest import QUIET_S, wait_until
+from support.processes import WorkerProcess
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "backhaul", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_it_says_where_it_listens_on_one_line(worker: WorkerProcess) -> None:
+    assert worker.line.startswith("backhaul worker listening on 127.0.0.1:")
+    assert int(worker.address.rpartition(":")[2]) > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--listen", "0.0.0.0:0"], "can be reached from other machines"),
+        (["--listen", "nowhere"], '"nowhere" can\'t be read'),
+        (["--listen", "127.0.0.1:0", "--device", "abacus"], '--device "abacus" can\'t be used'),
+        (["--listen", "unix:/no/such/folder/b.sock"], "can't listen on /no/such/folder/b.sock"),
+        (["--memory", "lots"], "argument --memory"),
+    ],
+)
+def test_a_bad_option_is_named(arguments: list[str], message: str) -> None:
+    found = run("worker", *arguments)
+    assert found.returncode == 2
+    assert message in found.stderr
+
+
+def test_a_port_belongs_to_one_worker(worker: WorkerProcess) -> None:
+    found = run("worker", "--listen", worker.address)
+    assert found.returncode == 2
+    assert f'can\'t listen on "{worker.address}"' in found.stderr
+
+
+def test_a_socket_belongs_to_one_worker_and_goes_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "b.sock"
+    with WorkerProcess(listen=f"unix:{path}"):
+        found = run("worker", "--listen", f"unix:{path}")
+        assert (found.returncode, found.stderr) == (2, f"backhaul worker: another worker listens on {path}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_socket_left_behind_is_taken_over(tmp_path: Path) -> None:
+    path = tmp_path / "b.sock"
+    with WorkerProcess(listen=f"unix:{path}") as first:
+        os.kill(first.pid, signal.SIGKILL)
+        first.process.wait()
+        assert path.exists()
+        with WorkerProcess(listen=f"unix:{path}") as second:
+            assert second.telemetry().draining is False
+
+
+def test_health_and_reflection(worker: WorkerProcess) -> None:
+    with grpc.insecure_channel(worker.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for service in ("", "backhaul_proto.v1.SegmentService"):
+            answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        services = ProtoReflectionDescriptorDatabase(channel).get_services()
+        assert "backhaul_proto.v1.SessionService" in services
+
+
+def test_sigterm_finishes_what_is_in_flight_and_ends_idle_streams() -> None:
+    with WorkerProcess() as worker, grpc.insecure_channel(worker.address) as channel:
+        statuses = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert next(statuses).status == health_pb2.HealthCheckResponse.SERVING
+        with backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+            block, x = nn.Linear(1500, 1500), torch.randn(1500, 1500, requires_grad=True)
+            y = session.checkpoint(lambda x: block(block(block(x))), x, returns="gradients")
+            expected = torch.autograd.grad(block(block(block(x))).sum(), x)[0]
+            wait_until(lambda: worker.telemetry().sessions[0].segments == 1, "the segment is saved")
+            worker.process.send_signal(signal.SIGTERM)
+            assert next(statuses).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            y.sum().backward()
+            assert torch.equal(x.grad, expected)
+        assert worker.process.wait(10) == 0
+        with pytest.raises(grpc.RpcError):
+            next(statuses)
+
+
+def test_an_embedded_worker_ends_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import backhaul, os, signal\n"
+        "session = backhaul.connect()\n"
+        "print(session._embedded.pid, session.workers.removeprefix('unix:'), flush=True)\n"
+        "signal.pause()\n"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+    assert trainer.stdout is not None
+    pid, path = trainer.stdout.readline().split()
+    assert Path(path).is_relative_to(tmp_path)
+    assert Path(path).parent.stat().st_mode & 0o777 == 0o700
+    trainer.kill()
+    trainer.wait()
+    trainer.stdout.close()
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the worker ends with its trainer")
+    assert not Path(path).exists()
+
+
+def test_nobody_there_is_said_with_what_to_start() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(ConnectError, match=f"backhaul worker --listen {address}") as caught:
+            backhaul.connect(address, connect_timeout_s=2)
+    assert caught.value.address == address
+    assert isinstance(caught.value, ConnectionError)
+
+
+def test_a_server_of_another_kind_is_said_to_be_one() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor() as pool:
+        server = grpc.server(pool)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        with pytest.raises(ConnectError, match="no Backhaul worker"):
+            backhaul.connect(f"127.0.0.1:{port}", connect_timeout_s=5)
+        server.stop(None).wait()
