@@ -70,7 +70,7 @@ def loopback() -> Loopback:
 
 
 def settle(session: Session) -> None:
-    """Returns when all that the session has queued for its worker has been sent: a segment from end to end comes last."""
+    """Returns when all that the session has queued for its worker is sent: it sends in order, and this comes last."""
     x = torch.randn(3, requires_grad=True)
     session.checkpoint(torch.sin, x, returns="gradients").sum().backward()
 

@@ -29,6 +29,7 @@ class EmbeddedWorker:
         # 0700 by mkdtemp: only this user reaches the socket.
         self._directory = Path(tempfile.mkdtemp(prefix="backhaul-"))
         self._process: subprocess.Popen[str] | None = None
+        self._closed = False
         self._address = parse_address(f"unix:{self._directory}/worker.sock")
 
     @property
@@ -44,10 +45,13 @@ class EmbeddedWorker:
             ConnectError: It did not come up in time, with what it said.
         """
         if self._process is None or self._process.poll() is not None:
+            self.stop()
             self._start()
         return self._address
 
     def _start(self) -> None:
+        if self._closed:
+            raise ConnectError("the session is closed")
         arguments = ["worker", "--listen", self._address.text, "--parent", str(os.getpid())]
         if self._memory_bytes:
             arguments += ["--memory", str(self._memory_bytes)]
@@ -76,6 +80,14 @@ class EmbeddedWorker:
                 f"the worker that connect() starts did not come up within {self._start_timeout_s:g} s; it said:\n"
                 + "".join(tail[-10:]),
             )
+
+    def interrupt(self) -> None:
+        """Asks the worker to end, also one that another thread waits for, and lets none start again."""
+        self._closed = True
+        process = self._process
+        if process is not None:
+            with suppress(ProcessLookupError):
+                process.terminate()
 
     def stop(self) -> None:
         """Ends the worker, by force if it must be."""

@@ -94,7 +94,6 @@ class Link:
         self._draining = False
         self._closed = False
         self._channel: grpc.Channel | None = None
-        self._target = ""
         self._wake = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="backhaul-keeper", daemon=True)
 
@@ -182,7 +181,7 @@ class Link:
             raise SessionClosedError("the session is closed")
         if self._channel is not None:
             self._channel.close()
-        self.name, self._target = address.text, address.target
+        self.name = address.text
         self._channel = grpc.insecure_channel(address.target, options=CHANNEL_OPTIONS)
         self._stubs = Stubs(self._channel)
         request = session_pb2.OpenSessionRequest(
@@ -243,6 +242,7 @@ class Link:
     def _look(self, generation: Generation | None) -> None:
         """Keeps the generation, or starts another (Rule 2)."""
         was_up = self._up
+        address = self._find()
         if generation is not None:
             try:
                 self._ask(generation)
@@ -250,13 +250,7 @@ class Link:
             except SessionUnknownError as error:
                 self._down(error.message)
                 self._generation = generation = None
-            except WorkerLostError as error:
-                self._down(error.message)
-                # A process we had to start anew holds nothing; one at the same address may only have been out of reach.
-                if self._find().target == self._target:
-                    raise
-                self._generation = generation = None
         if generation is None:
-            self._connect(self._find(), self.silence_s)
+            self._connect(address, self.silence_s)
         if not was_up and not self._closed:
             logger.warning("worker %s is back", self.name)

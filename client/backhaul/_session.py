@@ -154,6 +154,8 @@ class Session:
             return
         self._closed = True
         _sessions.discard(self)
+        if self._embedded is not None:
+            self._embedded.interrupt()
         for side in self._sides:
             side.link.close()
         for side in self._sides:

@@ -1,0 +1,161 @@
+"""A worker that dies or hangs at any moment of a step: the step ends with the same bits, and it is counted."""
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import backhaul
+from backhaul import Session
+from conftest import QUIET_S, wait_until
+from numerics.cases import blocks, inputs
+from support.bits import differing, plainly, train
+from support.processes import WorkerProcess
+
+LAYERS = 6
+MOMENTS = ["forward", "between", "backward"]
+RETURNS = ["gradients", "activations"]
+
+
+def layers() -> nn.Module:
+    return nn.ModuleList(block for _ in range(LAYERS // 2) for block in blocks())
+
+
+def step(
+    checkpoint: Any, model: Any, happen: Callable[[str], None] = lambda moment: None
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """A step that says where it is, at the middle of each part."""
+    x, h = inputs()
+    for index, block in enumerate(model):
+        if index == LAYERS // 2:
+            happen("forward")
+            if h.requires_grad:
+                h.register_hook(lambda _: happen("backward"))
+        h = checkpoint(block, h)
+    happen("between")
+    return h.square().mean(), [x]
+
+
+def train_through(session: Session, returns: str, moment: str, fault: Callable[[], None]) -> None:
+    """Trains three steps; at the moment named the fault happens in the second."""
+    passed = 0
+
+    def happen(now: str) -> None:
+        nonlocal passed
+        passed += now == moment
+        if now == moment and passed == 2:
+            fault()
+
+    steps = partial(train, build=layers, optimizer=partial(torch.optim.AdamW, lr=1e-2), steps=3)
+    expected = steps(plainly, run=step)
+    found = steps(partial(session.checkpoint, returns=returns), run=partial(step, happen=happen))
+    assert passed == 3
+    assert differing(found, expected) == []
+
+
+@pytest.mark.parametrize("returns", RETURNS)
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed(moment: str, returns: str) -> None:
+    with WorkerProcess() as worker, backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+        train_through(session, returns, moment, lambda: (worker.process.kill(), worker.process.wait()))
+        report = session.report()
+        assert report.fallbacks > LAYERS  # what was lost, and the whole third step
+        assert report.remote + report.fallbacks == 3 * LAYERS
+
+
+@pytest.mark.parametrize("returns", RETURNS)
+@pytest.mark.parametrize("moment", ["forward", "backward"])
+def test_stopped(moment: str, returns: str) -> None:
+    with WorkerProcess() as worker, backhaul.connect(worker.address, silence_s=1.0) as session:
+        try:
+            train_through(session, returns, moment, lambda: os.kill(worker.pid, signal.SIGSTOP))
+        finally:
+            os.kill(worker.pid, signal.SIGCONT)
+        assert session.report().fallbacks > LAYERS
+        wait_until(lambda: session._sides[0].link.up is not None, "the worker is back")
+        before = session.report().remote
+        train_through(session, returns, moment, lambda: None)
+        assert session.report().remote == before + 3 * LAYERS
+
+
+def test_an_embedded_worker_that_dies_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
+    with backhaul.connect(silence_s=QUIET_S, memory_bytes=1 << 30) as session:
+        assert session._embedded is not None
+        first = session._embedded.pid
+        train_through(session, "gradients", "backward", lambda: os.kill(first, signal.SIGKILL))
+        wait_until(lambda: session._sides[0].link.up is not None, "a new worker is up", timeout_s=30)
+        assert session._embedded.pid not in {None, first}
+        before = session.report()
+        assert before.fallbacks > 0
+        train_through(session, "gradients", "backward", lambda: None)
+        assert session.report().fallbacks == before.fallbacks
+        said = [record.getMessage() for record in caplog.records]
+        assert len([message for message in said if "Segments run on the trainer until it is back" in message]) == 1
+        assert len([message for message in said if message.endswith("worker.sock is back")]) == 1
+
+
+def test_a_worker_started_anew_at_the_same_address_is_a_new_one() -> None:
+    with WorkerProcess() as first, backhaul.connect(first.address, silence_s=QUIET_S) as session:
+        linear, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+        y = session.checkpoint(linear, x, returns="gradients")
+        first.process.kill()
+        first.process.wait()
+        with WorkerProcess(listen=first.address):
+            wait_until(lambda: session._sides[0].link.up is not None, "the new worker is found", timeout_s=30)
+            y.sum().backward()
+            assert torch.equal(x.grad, torch.autograd.grad(linear(x).sum(), x)[0])
+            assert (session.report().remote, session.report().fallbacks) == (0, 1)
+            session.checkpoint(linear, x, returns="gradients").sum().backward()
+            assert session.report().remote == 1
+
+
+def test_a_lease_that_ran_out_is_renewed_by_a_new_session() -> None:
+    with WorkerProcess("--lease", "1") as worker, backhaul.connect(worker.address, silence_s=1.0) as session:
+        train_through(session, "gradients", "forward", lambda: None)
+        os.kill(worker.pid, signal.SIGSTOP)
+        wait_until(lambda: session._sides[0].link.up is None, "the silence is noticed")
+        os.kill(worker.pid, signal.SIGCONT)
+        wait_until(lambda: session._sides[0].link.up is not None, "the worker is back")
+        before = session.report().remote
+        train_through(session, "gradients", "forward", lambda: None)
+        assert session.report().remote == before + 3 * LAYERS
+
+
+def test_strict_raises_in_backward_where_the_worker_is_gone() -> None:
+    with WorkerProcess() as worker, backhaul.connect(worker.address, strict=True, silence_s=QUIET_S) as session:
+        y = session.checkpoint(nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True), returns="gradients")
+        worker.process.kill()
+        worker.process.wait()
+        with pytest.raises(backhaul.NotRemoteError, match="worker"):
+            y.sum().backward()
+
+
+def test_a_dead_trainers_memory_is_free_within_its_lease() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, torch, backhaul\n"
+        "session = backhaul.connect(sys.argv[1])\n"
+        "y = session.checkpoint(torch.nn.Linear(64, 64), torch.randn(8, 64, requires_grad=True))\n"
+        "z = session.checkpoint(torch.sin, torch.randn(3, requires_grad=True), returns='gradients')\n"
+        "z.sum().backward()\n"
+        "print('saved', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with WorkerProcess("--lease", "1") as worker:
+        trainer = subprocess.Popen(
+            [sys.executable, "-c", code, worker.address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == "saved\n"
+        assert worker.telemetry().memory.segment_bytes > 0
+        trainer.kill()
+        trainer.communicate()
+        wait_until(lambda: not worker.telemetry().sessions, "the lease runs out")
+        assert worker.telemetry().memory.segment_bytes == 0
