@@ -5,13 +5,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
 
-.PHONY: demo test lint types fmt proto ops clean
+.PHONY: demo test soak lint types fmt proto ops clean
 
 demo: $(VENV)/.server
 	$(BIN)/backhaul demo --dashboard --json demo.json $(if $(SERVE),--serve)
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
+
+soak: $(VENV)/.dev
+	$(BIN)/python -m pytest -m soak
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -22,7 +22,6 @@ HIDDEN_WRITES = {
 UNWRITTEN_RESULTS = frozenset(
     {
         "aten.empty.memory_format",
-        "aten.empty.names",
         "aten.empty_like.default",
         "aten.empty_permuted.default",
         "aten.empty_strided.default",

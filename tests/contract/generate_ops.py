@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def from_modules() -> set[str]:
     return _quietly(calls(), "modules")
 
 
-def from_op_db() -> set[str]:
+def from_op_db(most_samples: int = 12) -> set[str]:
     """What the functions of torch call, in each of their variants."""
     from torch.testing._internal.common_methods_invocations import op_db
 
@@ -98,10 +99,10 @@ def from_op_db() -> set[str]:
             for dtype in dtypes:
                 grad = dtype.is_floating_point and info.supports_autograd
                 try:
-                    samples = list(info.sample_inputs("cpu", dtype, requires_grad=grad))
+                    samples = list(islice(info.sample_inputs("cpu", dtype, requires_grad=grad), most_samples))
                 except Exception:
                     continue
-                for sample in samples[:12]:
+                for sample in samples:
                     for variant in (info.op, info.method_variant, info.inplace_variant, info.operator_variant):
                         if variant is not None:
 

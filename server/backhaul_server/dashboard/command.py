@@ -61,6 +61,7 @@ def _listen(address: Address, *, insecure: bool) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address.host, address.port))
+        listener.listen()  # from here on connections wait rather than fail
     except OSError as error:
         listener.close()
         raise OSError(f'can\'t listen on "{address.text}": {error.strerror}') from None

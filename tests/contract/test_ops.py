@@ -1,0 +1,70 @@
+"""The positive list is what its generator makes, and holds nothing its rules forbid."""
+
+import pytest
+import torch
+
+from backhaul import ProgramError
+from backhaul_runtime.op_list import allowed_ops, resolve
+from backhaul_runtime.op_rules import HIDDEN_WRITES, UNDEFINED_SAVES, UNWRITTEN_RESULTS, rules
+from contract.generate_ops import DENIED, OPS_FILE, admitted, from_idioms, from_modules, from_op_db
+
+
+def test_what_torchs_databases_and_python_call_is_listed() -> None:
+    found = set(admitted(from_modules() | from_op_db(most_samples=3) | from_idioms()))
+    assert len(found) > 700
+    assert found - allowed_ops() == set()
+
+
+def test_the_file_is_sorted_and_admitted_by_the_rules() -> None:
+    lines = [line for line in OPS_FILE.read_text().splitlines() if not line.startswith("#")]
+    assert lines == sorted(set(lines))
+    assert [name for name in lines if DENIED.search(name)] == []
+    assert admitted(set(lines)) == lines
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "aten.set_.source_Tensor",
+        "aten.from_file.default",
+        "aten.convolution_backward.default",
+        "aten.resize_.default",
+        "aten._foreach_add.List",
+        "aten.to_sparse.default",
+        "aten.quantize_per_tensor.default",
+        "aten.ctc_loss.IntList",
+        "aten._fused_adamw_.default",
+        "prim.device.default",
+        "mkldnn._linear_pointwise.default",
+    ],
+)
+def test_what_must_not_run_does_not(name: str) -> None:
+    with pytest.raises(ProgramError):
+        resolve(name)
+
+
+def test_every_listed_op_has_a_schema_that_can_be_checked() -> None:
+    from backhaul_runtime.schema import _ACCEPTED
+
+    for name in sorted(allowed_ops()):
+        for argument in resolve(name)._schema.arguments:
+            kind = argument.real_type
+            while kind.kind() in {"OptionalType", "ListType"}:
+                kind = kind.getElementType()
+            assert kind.kind() in _ACCEPTED, (name, argument)
+
+
+def test_no_op_takes_a_path_or_returns_what_is_no_tensor() -> None:
+    for name in sorted(allowed_ops()):
+        op = resolve(name)
+        assert not any("file" in argument.name for argument in op._schema.arguments)
+        assert rules(op).leaves_traces or op._schema.returns == []
+
+
+def test_exceptions_name_ops_that_exist() -> None:
+    for name in (*HIDDEN_WRITES, *UNWRITTEN_RESULTS, *UNDEFINED_SAVES):
+        namespace, packet, overload = name.split(".")
+        op = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+        if name in HIDDEN_WRITES:
+            names = {argument.name for argument in op._schema.arguments}
+            assert set(HIDDEN_WRITES[name]) <= names

@@ -1,0 +1,101 @@
+"""`backhaul demo`, small, as a newcomer runs it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from conftest import wait_until
+from support.processes import WorkerProcess
+
+SMALL = ["--layers", "2", "--width", "64", "--context", "64", "--batch", "2"]
+VARIANTS = ["no checkpointing", "torch checkpoint", "backhaul activations", "backhaul gradients"]
+
+
+def demo(*options: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "backhaul", "demo", *SMALL, *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_all_four_variants_are_bitwise_equal(tmp_path: Path) -> None:
+    process = demo("--steps", "3", "--json", str(tmp_path / "found.json"))
+    shown, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert "bitwise equal in all four" in shown
+    assert "step 3/3" in shown
+
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["all_equal"] is True
+    assert [variant["name"] for variant in found["variants"]] == VARIANTS
+    for variant in found["variants"]:
+        assert variant["losses_equal"] is True
+        assert variant["gradients_equal"] is True
+        assert len(variant["losses"]) == 3
+        assert variant["median_step_s"] > 0
+        assert variant["fallbacks"] == 0
+        remote = variant["name"].startswith("backhaul")
+        assert variant["segments_remote"] == (8 if remote else 0)  # two layers, three steps and the one measured
+        assert (variant["up_bytes"] > 0) is (variant["down_bytes"] > 0) is remote
+    peaks = {variant["name"]: variant["peak_activation_bytes"] for variant in found["variants"]}
+    assert peaks["backhaul gradients"] < peaks["torch checkpoint"]
+    assert peaks["backhaul activations"] <= peaks["torch checkpoint"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_worker_dies_or_hangs_in_the_middle(number: signal.Signals, tmp_path: Path) -> None:
+    with WorkerProcess() as worker:
+        process = demo("--steps", "4", "--worker", worker.address, "--json", str(tmp_path / "found.json"))
+        assert process.stdout is not None
+        assert any(line.startswith("step 1/4") for line in process.stdout)
+        os.kill(worker.pid, number)
+        process.communicate(timeout=120)
+        os.kill(worker.pid, signal.SIGCONT)
+    assert process.returncode == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["all_equal"] is True
+    for variant in found["variants"][2:]:
+        assert variant["fallbacks"] > 0
+        assert variant["segments_remote"] + variant["fallbacks"] == 10
+
+
+def test_it_shows_its_dashboard_and_serves_until_it_is_stopped() -> None:
+    process = demo("--steps", "1", "--dashboard", "--serve")
+    assert process.stdout is not None
+    url = next(line.split()[1] for line in process.stdout if line.startswith("dashboard: "))
+    assert httpx.get(f"{url}/healthz").text == "ok\n"
+    (worker,) = httpx.get(f"{url}/api/v1/workers").json()
+    children = [path for path in Path("/proc").glob("[0-9]*") if _parent(path) == process.pid]
+    assert worker["state"] == "serving"
+    assert len(children) == 2
+    process.terminate()
+    process.communicate(timeout=30)
+    wait_until(lambda: not any(path.exists() for path in children), "worker and dashboard end")
+    assert process.returncode == 130
+
+
+def _parent(process: Path) -> int:
+    try:
+        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
+    except FileNotFoundError:
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--width", "100"], "--width 100 is not a multiple of 32"),
+        (["--steps", "0"], "0 must be at least 1"),
+        (["--worker", "nowhere"], '"nowhere" can\'t be read'),
+        (["--worker", "127.0.0.1:1"], "nobody answers as a worker at"),
+    ],
+)
+def test_a_bad_option_is_named(options: list[str], message: str) -> None:
+    process = demo(*options)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert message in said
