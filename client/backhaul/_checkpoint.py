@@ -71,6 +71,7 @@ def run_segment(
 
     pack = _Pack(frame)
     recorder = pack.recorder = Recorder(call.tensors(), allowed_ops(), remote.hold, pack)
+    frame.recording, frame.so_far = recorder.recording, recorder.so_far
     _nesting.active = True
     started = perf_counter()
     try:
@@ -78,7 +79,8 @@ def run_segment(
             returned = fn(*args, **kwargs)
     finally:
         _nesting.active = False
-        pack.recorder = None
+        pack.recorder = frame.so_far = None
+        frame.saved_early.clear()
     return _keep(remote, frame, recorder, call, returned, options, perf_counter() - started)
 
 
@@ -95,7 +97,10 @@ class _Pack:
     def __call__(self, tensor: Tensor) -> Handle:
         assert self.recorder is not None
         self.recorder.note_saved(tensor)
-        return self._frame.handle()
+        handle = self._frame.handle()
+        if self.recorder.recording.refusal is not None:
+            self._frame.saved_early[handle.index] = tensor.detach()
+        return handle
 
 
 def _unpack(handle: Handle) -> Tensor:
@@ -115,11 +120,11 @@ def _keep(
     leaves, spec = pytree.tree_flatten(returned)
     tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
     outputs = [tensor for tensor in tensors if tensor.requires_grad]
-    frame.recording = recorder.recording
     uses = _uses(recorder, outputs)
     grafts = (
         options.returns != "activations"
         and any(uses)
+        and all(output.grad_fn is not None for output in outputs)
         and not recorder.rewrites_autograd()
         and not recorder.shares_storage(outputs, tensors)
         and not recorder.outlived(outputs)

@@ -5,7 +5,7 @@ So a frame lives as long as somebody could need its segment, and its end release
 """
 
 import weakref
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
@@ -84,6 +84,8 @@ class Frame:
         call: The call itself, only where there is no program.
         remote: The worker's side, None where no worker has it.
         local_reason: Why the trainer recomputes it, where that is settled.
+        so_far: Gives the program recorded so far, while the call runs.
+        saved_early: What autograd saved in a call that is no program any more, while it runs.
     """
 
     name: str
@@ -94,6 +96,8 @@ class Frame:
     call: "Call | None" = None
     remote: RemoteSegment | None = None
     local_reason: str = ""
+    so_far: Callable[[], Program] | None = None
+    saved_early: dict[int, Tensor] = field(default_factory=dict)
     _handles: list[weakref.ref[Handle]] = field(default_factory=list)
     _here: dict[int, Tensor] = field(default_factory=dict)
     _incoming: Incoming | None = None
@@ -131,6 +135,8 @@ class Frame:
 
     def unpack(self, index: int) -> Tensor:
         """A tensor that autograd saved. The first of a backward begins the segment's recomputation."""
+        if self.so_far is not None:
+            return self._unpack_early(self.so_far(), index)
         task = torch._C._current_graph_task_id()
         if task != self._task or index not in self._wanted:
             self._task = task
@@ -144,6 +150,13 @@ class Frame:
                 self._lost(error)
                 self._recompute_here({index, *self._wanted})
         return self._here.pop(index)
+
+    def _unpack_early(self, so_far: Program, index: int) -> Tensor:
+        """A tensor that a backward inside the call needs."""
+        if index in self.saved_early:
+            return self.saved_early[index]
+        with torch._C._DisablePythonDispatcher():  # else the recorder would note the replay
+            return _local.saved_before(self.name, so_far, self.recording, index)
 
     def _begin(self, wanted: Sequence[int]) -> None:
         self._stop_incoming()

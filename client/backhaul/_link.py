@@ -224,8 +224,8 @@ class Link:
     def _keep(self) -> None:
         backoff_s = FIRST_BACKOFF_S
         while not self._closed:
-            generation = self._generation
-            if self._up and generation is not None:
+            generation, was_up = self._generation, self._up
+            if was_up and generation is not None:
                 self._wake.wait(min(KEEP_INTERVAL_S, generation.lease_s / 4))
             else:
                 self._wake.wait(backoff_s * random.uniform(0.5, 1.0))
@@ -235,7 +235,8 @@ class Link:
                 return
             try:
                 self._look(generation)
-                backoff_s = FIRST_BACKOFF_S
+                if was_up:  # and stays so: a worker that dies as often as it comes back is asked ever less often
+                    backoff_s = FIRST_BACKOFF_S
             except BackhaulError as error:
                 self._down(error.message)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from backhaul._value_check import check_values
+from backhaul._value_check import check_digests, check_values
 from backhaul_runtime import ambient
 from backhaul_runtime.digest import address_of, content_digest, saved_digest
 from backhaul_runtime.errors import StaleTensorError
@@ -58,6 +58,16 @@ def saved_here(name: str, program: Program, recording: Recording, positions: Seq
     with isolated(_devices(recording)), torch.enable_grad():
         replay = replay_here(name, program, recording, keep_saved=True)
         return {position: replay.saved(position) for position in positions}
+
+
+def saved_before(name: str, so_far: Program, recording: Recording, position: int) -> Tensor:
+    """A saved tensor of a call that still runs, from the program recorded so far."""
+    with isolated(_devices(recording)), torch.enable_grad():
+        replay = Replay(
+            so_far, [source.value for source in recording.sources], recording.generator_states, keep_saved=True
+        )
+        check_digests(name, _WHERE, recording.saved, {position: replay.saved_digests[position]})
+        return replay.saved(position)
 
 
 def _devices(recording: Recording) -> list[torch.device]:

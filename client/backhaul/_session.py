@@ -2,6 +2,7 @@
 
 import atexit
 import itertools
+import logging
 import os
 import threading
 import weakref
@@ -32,6 +33,7 @@ from backhaul_runtime.layout import Layout, copy_exact
 from backhaul_runtime.program_codec import address_of_program, encode_program
 from backhaul_runtime.recorder import RecordedSource
 
+logger = logging.getLogger("backhaul")
 _BACKWARD_FACTOR = 3.0  # a recomputed forward and a backward of twice its cost
 
 
@@ -65,6 +67,11 @@ class Session:
     """
 
     def __init__(self, config: Config) -> None:
+        if "GRPC_ENABLE_FORK_SUPPORT" in os.environ:
+            logger.warning(
+                "GRPC_ENABLE_FORK_SUPPORT is set: 1 can stall forks under traffic, 0 can hide a killed trainer from "
+                "its worker while children live. Leave it unset"
+            )
         self.config = config
         self.journal = Journal()
         self._numbers = itertools.count(1)

@@ -48,10 +48,15 @@ class Bundle:
 
 
 def bundle(tensors: Sequence[tuple[int, Tensor]]) -> Bundle:
-    """Bundles tensors given with their positions. Shares their memory; parcels come in the order of first use."""
+    """Bundles tensors given with their positions. Shares their memory; parcels come in the order of first use.
+
+    Raises:
+        UnsupportedTensorError: For one that has no bytes to send.
+    """
     groups: dict[int, list[tuple[int, Layout, Tensor]]] = {}
     for position, tensor in tensors:
-        groups.setdefault(storage_key(tensor), []).append((position, layout_of(tensor), tensor))
+        layout = layout_of(tensor)  # first: what has no bytes has no storage either
+        groups.setdefault(storage_key(tensor), []).append((position, layout, tensor))
     parcels: list[Parcel] = []
     views: list[View] = []
     for members in groups.values():

@@ -15,7 +15,7 @@ NOTE [What the recorder relies on]
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -317,9 +317,7 @@ class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _generator_state(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
         generator = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)), None)
-        if generator is None:
-            device = next((v.device for v in args if isinstance(v, Tensor)), kwargs.get("device"))
-            generator = default_generator(torch.device(device or "cpu"))
+        generator = generator or default_generator(drawing_device(args, kwargs))
         return generator.get_state().numpy().tobytes()
 
     def _save_before_write(self, tensor: Tensor) -> None:
@@ -429,19 +427,32 @@ class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
             self.refuse("an output in memory that no op wrote (NumPy, or a kernel of its own)")
         if self.recording.refusal is not None:
             return None
+        return self._program(tuple(ref for ref in refs if ref is not None))
+
+    def so_far(self) -> Program:
+        """The ops noted so far, as a program without outputs."""
+        return self._program(())
+
+    def _program(self, outputs: tuple[Ref, ...]) -> Program:
         return Program(
             sources=tuple(
                 Source(source.requires_grad, source.is_leaf, source.is_written) for source in self.recording.sources
             ),
             nodes=tuple(self._nodes),
             ambient_states=tuple(self._states),
-            outputs=tuple(ref for ref in refs if ref is not None),
+            outputs=outputs,
             saved_count=len(self.recording.saved),
             saved_bytes=sum(self._hidden_bytes.values()),
         )
 
 
 _CONSTANTS = frozenset({bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format, torch.device})
+
+
+def drawing_device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
+    """The device on which an op with these arguments draws."""
+    device = next((value.device for value in args if isinstance(value, Tensor)), kwargs.get("device"))
+    return torch.device(device or "cpu")
 
 
 def default_generator(device: torch.device) -> torch.Generator:

@@ -25,7 +25,7 @@ from backhaul_runtime.op_rules import (
     check_hostile_values,
 )
 from backhaul_runtime.program import GeneratorRef, Node, Program, ResultRef, SourceRef
-from backhaul_runtime.recorder import default_generator
+from backhaul_runtime.recorder import default_generator, drawing_device
 from backhaul_runtime.storages import StorageLedger
 from backhaul_runtime.uses import Use, find_uses
 
@@ -178,9 +178,12 @@ class Replay:
 
     def _call(self, node: Node, results: list[list[Tensor] | None], ledger: StorageLedger) -> list[Tensor]:
         self._packing.op = node.op
-        generator = self._generator(node) if node.draws else None
-        args = [self._value(value, results, generator) for value in node.args]
-        kwargs = {name: self._value(value, results, generator) for name, value in node.kwargs}
+        args = [self._value(value, results) for value in node.args]
+        kwargs = {name: self._value(value, results) for name, value in node.kwargs}
+        if node.draws:
+            generator = self._generator(node, args, kwargs)
+            args = [generator if isinstance(value, GeneratorRef) else value for value in args]
+            kwargs = {name: generator if isinstance(v, GeneratorRef) else v for name, v in kwargs.items()}
         op = resolve(node.op)
         try:
             check_hostile_values(node.op, args, kwargs)
@@ -196,18 +199,19 @@ class Replay:
                 tensor.detach().zero_()
         return found
 
-    def _generator(self, node: Node) -> torch.Generator:
+    def _generator(self, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator:
+        """The generator a node draws from, in the state it was recorded with."""
         state = torch.frombuffer(bytearray(next(self._states)), dtype=torch.uint8)
-        device = next((t.device for t in self._sources), torch.device("cpu"))
-        own = any(isinstance(value, GeneratorRef) for value in (*node.args, *(value for _, value in node.kwargs)))
-        generator = torch.Generator(device) if own else default_generator(device)
+        device = drawing_device(args, kwargs)
+        is_own = any(isinstance(value, GeneratorRef) for value in (*args, *kwargs.values()))
+        generator = torch.Generator(device) if is_own else default_generator(device)
         try:
             generator.set_state(state)
         except (RuntimeError, TypeError) as error:
             raise ProgramError(f"a generator state of {state.numel()} bytes is not one of {device}: {error}") from error
         return generator
 
-    def _value(self, value: Any, results: list[list[Tensor] | None], generator: torch.Generator | None = None) -> Any:
+    def _value(self, value: Any, results: list[list[Tensor] | None]) -> Any:
         match value:
             case SourceRef(index):
                 return self._sources[index]
@@ -215,10 +219,8 @@ class Replay:
                 found = results[node]
                 assert found is not None, "freed before its last use"
                 return found[output]
-            case GeneratorRef():
-                return generator
             case tuple():
-                return [self._value(item, results, generator) for item in value]
+                return [self._value(item, results) for item in value]
         return value
 
     def saved(self, index: int) -> Tensor:

@@ -278,6 +278,28 @@ def partial_backward(checkpoint: Any, model: Any) -> tuple[Tensor, Sequence[Tens
     return second.square().mean(), [x]
 
 
+def gradient_inside(checkpoint: Any, model: Any) -> tuple[Tensor, Sequence[Tensor]]:
+    x, h = inputs()
+
+    def fn(h: Tensor) -> Tensor:
+        y = model[0](h)
+        (slope,) = torch.autograd.grad(y.tanh().sum(), h, create_graph=True)
+        return model[1](y * slope)
+
+    return checkpoint(fn, h).square().mean(), [x]
+
+
+def backward_inside(checkpoint: Any, model: Any) -> tuple[Tensor, Sequence[Tensor]]:
+    x, h = inputs()
+
+    def fn(h: Tensor) -> Tensor:
+        probe = h.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(model[0](probe).square().sum(), probe)
+        return model[1](h + slope)
+
+    return checkpoint(fn, h).square().mean(), [x]
+
+
 class Shared(nn.Module):
     """Decoder-like layers that share encoder states, a projection, and a norm by hand, as T5's do."""
 
@@ -395,5 +417,7 @@ CASES = {
     "alias by .data": Case(blocks, data_alias, local="alias"),
     "foreign hooks": Case(blocks, foreign_hooks, local="saved-tensor hooks"),
     "torch's checkpoint inside": Case(blocks, torch_checkpoint_inside, local="saved-tensor hooks"),
+    "gradient inside": Case(blocks, gradient_inside, local="is not on the list"),
+    "backward inside": Case(blocks, backward_inside, local="requires_grad"),
     "requires_grad inside": Case(blocks, toggled_gradient, local="requires_grad"),
 }

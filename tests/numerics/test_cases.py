@@ -3,6 +3,8 @@
 from functools import partial
 
 import pytest
+import torch
+from torch import nn
 
 from backhaul import Decision, Session
 from numerics.cases import CASES, Case
@@ -52,6 +54,18 @@ def check(case: Case, remote: Loopback | Session, returns: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_case(name: str, returns: str, loopback: Loopback) -> None:
     check(CASES[name], loopback, returns)
+
+
+def test_sparse_gradients_are_computed_here(session: Session) -> None:
+    """They can't travel, and nobody knows before they are there."""
+    embedding = nn.Embedding(4, 8, sparse=True)
+    ids = torch.tensor([[1, 2], [0, 2]])
+    (expected,) = torch.autograd.grad(embedding(ids).square().sum(), embedding.weight)
+    (found,) = torch.autograd.grad(
+        session.checkpoint(embedding, ids, returns="gradients").square().sum(), embedding.weight
+    )
+    assert torch.equal(found.to_dense(), expected.to_dense())
+    assert session.report().fallbacks == 1
 
 
 @pytest.mark.parametrize("returns", RETURNS)

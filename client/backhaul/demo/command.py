@@ -53,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler else notes its every start and stop
     import torch
 
     from backhaul.demo.corpus import standard_library
