@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
 
-.PHONY: demo test soak lint types fmt proto ops clean
+.PHONY: demo test soak lint types fmt proto check-proto ops clean
 
 demo: $(VENV)/.server
 	$(BIN)/backhaul demo --dashboard --json demo.json $(if $(SERVE),--serve)
@@ -16,7 +16,7 @@ test: $(VENV)/.dev
 soak: $(VENV)/.dev
 	$(BIN)/python -m pytest -m soak
 
-lint: $(VENV)/.dev
+lint: $(VENV)/.dev check-proto
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
@@ -39,11 +39,17 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	touch $@ $(VENV)/.server
 
 # Stubs need protobuf < 7 to be generated, the project itself runs on both: hence a venv of their own.
-PROTO_DIR := proto/backhaul_proto/v1
+PROTOS := $(wildcard proto/backhaul_proto/v1/*.proto)
+PROTOC = PATH="$(CURDIR)/.venv-proto/bin:$$PATH" .venv-proto/bin/python -m grpc_tools.protoc --proto_path proto \
+	--python_out $(1) --grpc_python_out $(1) --mypy_out quiet:$(1) --mypy_grpc_out quiet:$(1) $(PROTOS)
 proto: .venv-proto/.done
-	PATH="$(CURDIR)/.venv-proto/bin:$$PATH" .venv-proto/bin/python -m grpc_tools.protoc --proto_path proto \
-		--python_out proto --grpc_python_out proto --mypy_out proto --mypy_grpc_out proto \
-		$(wildcard $(PROTO_DIR)/*.proto)
+	$(call PROTOC,proto)
+
+# The committed stubs are those that `make proto` would write.
+check-proto: .venv-proto/.done
+	rm -rf build/proto && mkdir -p build/proto
+	$(call PROTOC,build/proto)
+	for stub in $$(cd build/proto && find . -name '*_pb2*'); do diff -u proto/$$stub build/proto/$$stub || exit 1; done
 
 # The positive list of ops, from torch's databases and the models of transformers (about 6 minutes).
 ops: $(VENV)/.dev
@@ -57,4 +63,4 @@ ops: $(VENV)/.dev
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-proto .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-proto build .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -52,6 +52,17 @@ _nesting = _Nesting()
 def run_segment(
     remote: Remote, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> Any:
+    """See `_run_segment`. For torch.compile it is where the graph around it breaks."""
+    if torch.compiler.is_compiling():
+        from torch import _dynamo
+
+        return _dynamo.disable(_run_segment)(remote, fn, args, kwargs, options)  # type: ignore[no-untyped-call]
+    return _run_segment(remote, fn, args, kwargs, options)
+
+
+def _run_segment(
+    remote: Remote, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+) -> Any:
     """Calls fn once, on the caller's own objects, and keeps what backward needs instead of activations.
 
     A call inside another belongs to the outer one: it is recorded with it and keeps nothing of its own.

@@ -1,0 +1,42 @@
+"""What a user installs."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_wheel_holds_all_that_runs_and_nothing_else(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--wheel-dir", str(tmp_path), str(ROOT)], check=True, timeout=120, cwd=tmp_path)
+    (wheel,) = tmp_path.glob("backhaul-*-py3-none-any.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name.split("/")[0].split("-")[0] for name in names} == {
+        "backhaul",
+        "backhaul_proto",
+        "backhaul_runtime",
+        "backhaul_server",
+    }
+    for needed in (
+        "backhaul/demo/model.py",
+        "backhaul/py.typed",
+        "backhaul_proto/v1/segment.proto",
+        "backhaul_proto/v1/segment_pb2.pyi",
+        "backhaul_runtime/ops.txt",
+        "backhaul_server/dashboard/static/index.html",
+    ):
+        assert needed in names
+    assert not [name for name in names if "__pycache__" in name or "test" in name]
+    metadata = next(name for name in names if name.endswith("METADATA"))
+    text = zipfile.ZipFile(wheel).read(metadata).decode()
+    assert "License-Expression: Apache-2.0" in text
+    required = [line for line in text.splitlines() if line.startswith("Requires-Dist") and "extra" not in line]
+    assert {line.split(": ")[1].split(">")[0].split("<")[0] for line in required} == {
+        "grpcio",
+        "numpy",
+        "protobuf",
+        "torch",
+        "xxhash",
+    }

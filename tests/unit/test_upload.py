@@ -1,0 +1,149 @@
+"""The sending side of a link, with a worker that answers when the test lets it."""
+
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from backhaul._link import Generation
+from backhaul._upload import Save, SourceTensor, Uploader
+from backhaul_proto.v1 import program_pb2, segment_pb2, tensor_pb2
+from backhaul_runtime.digest import address_of
+from backhaul_runtime.errors import WorkerLostError
+from backhaul_runtime.layout import layout_of
+from conftest import wait_until
+
+GENERATION = Generation(1, "session", "epoch", 1 << 30, {}, 30.0)
+
+
+class Answer:
+    """A method of a stub."""
+
+    def __init__(self, log: list[str], name: str, answer: Any, gate: threading.Event) -> None:
+        self.log, self.name, self.answer, self.gate = log, name, answer, gate
+
+    def future(self, request: Any, **_: Any) -> "Future[Any]":
+        if not hasattr(request, "SerializeToString"):
+            request = list(request)
+        found: Future[Any] = Future()
+
+        def run() -> None:
+            self.gate.wait()
+            self.log.append(self.name)
+            found.set_result(self.answer(request) if callable(self.answer) else self.answer)
+
+        threading.Thread(target=run).start()
+        return found
+
+
+class FakeLink:
+    """Stands for a link that is up."""
+
+    silence_s = 10.0
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.log: list[str] = []
+        self.up: Generation | None = GENERATION
+        self.troubles: list[str] = []
+        self.missing: list[list[bytes]] = []
+        self.programs = self.tensors = self.segments = self
+        self.PutProgram = Answer(self.log, "program", program_pb2.PutProgramResponse(), self.gate)
+        self.PutTensors = Answer(self.log, "tensors", tensor_pb2.PutTensorsResponse(), self.gate)
+        self.SaveSegment = Answer(self.log, "save", self._saved, self.gate)
+        self.ReleaseSegments = Answer(self.log, "release", segment_pb2.ReleaseSegmentsResponse(), self.gate)
+
+    def _saved(self, request: Any) -> segment_pb2.SaveSegmentResponse:
+        return segment_pb2.SaveSegmentResponse(missing_tensors=self.missing.pop(0) if self.missing else [])
+
+    def stubs(self, generation: Generation) -> "FakeLink":
+        if generation is not self.up:
+            raise WorkerLostError("down", status="DOWN")
+        return self
+
+    def trouble(self, generation: Generation, error: WorkerLostError) -> None:
+        self.troubles.append(error.status)
+
+
+def save_of(tensor: torch.Tensor, number: int = 1) -> Save:
+    layout = layout_of(tensor)
+    source = SourceTensor(address_of(tensor), layout, tensor, is_transient=True)
+    return Save(GENERATION, number, b"program", b"address", [source], [], "block", layout.span_bytes, lambda size: None)
+
+
+def test_forward_waits_while_too_much_is_on_its_way() -> None:
+    link = FakeLink()
+    uploader = Uploader(link, inflight_bytes=600)
+    first, second = save_of(torch.zeros(100)), save_of(torch.ones(100))
+    uploader.save(first)
+    thread = threading.Thread(target=uploader.save, args=(second,))
+    thread.start()
+    thread.join(0.3)
+    assert thread.is_alive()
+    link.gate.set()
+    thread.join(10)
+    assert not thread.is_alive()
+    second.saved.result(10)
+    uploader.close()
+
+
+def test_forward_does_not_wait_for_a_worker_that_is_gone() -> None:
+    link = FakeLink()
+    uploader = Uploader(link, inflight_bytes=1)
+    uploader.save(save_of(torch.zeros(100)))
+    link.up = None
+    link.gate.set()
+    lost = save_of(torch.ones(100))
+    uploader.save(lost)
+    assert lost.saved.exception(10).status == "DOWN"
+    uploader.close()
+
+
+def test_one_that_is_larger_than_the_bound_goes_alone() -> None:
+    link = FakeLink()
+    link.gate.set()
+    uploader = Uploader(link, inflight_bytes=1)
+    save = save_of(torch.zeros(1000))
+    uploader.save(save)
+    assert save.saved.result(10) is None
+    uploader.close()
+
+
+def test_what_the_worker_has_is_not_sent_again() -> None:
+    link = FakeLink()
+    link.gate.set()
+    uploader = Uploader(link, inflight_bytes=1 << 20)
+    for number in (1, 2):
+        save = save_of(torch.zeros(10), number)
+        uploader.save(save)
+        save.saved.result(10)
+    assert link.log == ["program", "tensors", "save", "save"]
+    uploader.close()
+
+
+def test_what_the_worker_gave_up_is_sent_again() -> None:
+    link = FakeLink()
+    link.gate.set()
+    save = save_of(torch.zeros(10))
+    link.missing = [[save.sources[0].address]]
+    uploader = Uploader(link, inflight_bytes=1 << 20)
+    uploader.save(save)
+    save.saved.result(10)
+    assert link.log == ["program", "tensors", "save", "tensors", "save"]
+    uploader.close()
+
+
+def test_a_segment_released_before_it_was_sent_is_not_sent() -> None:
+    link = FakeLink()
+    uploader = Uploader(link, inflight_bytes=1 << 20)
+    first, second = save_of(torch.zeros(10)), save_of(torch.ones(10), 2)
+    uploader.save(first)
+    uploader.save(second)
+    second.is_released = True
+    link.gate.set()
+    assert "released before it was sent" in str(second.saved.exception(10))
+    uploader.release(GENERATION, 1)
+    wait_until(lambda: "release" in link.log, "the release is sent")
+    assert link.log == ["program", "tensors", "save", "release"]
+    uploader.close()
