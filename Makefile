@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
 
-.PHONY: demo test soak lint types fmt proto check-proto ops clean
+.PHONY: demo test soak lint types fmt proto check-proto ops picture clean
 
 demo: $(VENV)/.server
 	$(BIN)/backhaul demo --dashboard --json demo.json $(if $(SERVE),--serve)
@@ -55,6 +55,11 @@ check-proto: .venv-proto/.done
 ops: $(VENV)/.dev
 	$(PIP) --editable '.[ops]'
 	$(BIN)/python tests/contract/generate_ops.py
+
+# The README's picture, measured on this machine.
+picture: $(VENV)/.dev
+	$(PIP) --editable '.[picture]'
+	$(BIN)/python benchmarks/draw_memory.py
 
 .venv-proto/.done:
 	$(PYTHON) -m venv .venv-proto
