@@ -32,11 +32,11 @@ $(VENV)/bin/python:
 
 $(VENV)/.server: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) --editable '.[server]'
-	touch $@
+	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) --editable '.[server,dev]'
-	touch $@ $(VENV)/.server
+	@touch $@ $(VENV)/.server
 
 # Stubs need protobuf < 7 to be generated, the project itself runs on both: hence a venv of their own.
 PROTOS := $(wildcard proto/backhaul_proto/v1/*.proto)
@@ -65,7 +65,7 @@ picture: $(VENV)/.dev
 	$(PYTHON) -m venv .venv-proto
 	.venv-proto/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 		grpcio-tools==1.74.0 mypy-protobuf==5.1.0 setuptools==80.9.0
-	touch $@
+	@touch $@
 
 clean:
 	rm -rf $(VENV) .venv-proto build .mypy_cache .pytest_cache .ruff_cache .hypothesis

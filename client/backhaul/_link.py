@@ -112,9 +112,11 @@ class Link:
             raise
         except BackhaulError as error:
             self.close()
+            cause = str(error.fields.get("details", "")).rpartition("last error: ")[2] or error.message
+            where = address.text if address.is_local else f"0.0.0.0:{address.port} --insecure"
             raise ConnectError(
-                f'nobody answers as a worker at "{address.text}": {error.message}. Start one there with '
-                f"`backhaul worker --listen {address.text}`, or call connect() without an address to have one started",
+                f'nobody answers as a worker at "{address.text}" ({cause}). Start one there with `backhaul worker '
+                f"--listen {where}`, or call connect() without an address to have one started on this machine",
                 address=address.text,
             ) from error
         self._keeper.start()
