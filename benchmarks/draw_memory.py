@@ -37,6 +37,7 @@ def curve(variant: Variant) -> list[float]:
 
 
 def main() -> None:
+    """Runs a step of each variant and draws what it held."""
     torch.set_num_threads(1)
     plt.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "memory", "axes.spines.top": False}
     plt.rcParams |= {"axes.spines.right": False, "font.family": "sans-serif"}

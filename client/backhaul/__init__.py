@@ -35,11 +35,11 @@ from backhaul_runtime.errors import (
 )
 
 if TYPE_CHECKING:
-    from backhaul._api import checkpoint, checkpoint_sequential, connect, current_session, patched
+    from backhaul._api import checkpoint, checkpoint_sequential, connect, current_session, patched, wrap
     from backhaul._report import Decision, Report, SegmentReport
     from backhaul._session import Session
     from backhaul._value_check import CheckpointError
-    from backhaul._wrap import SegmentModule, unwrap, wrap
+    from backhaul._wrap import SegmentModule, unwrap
 
 __all__ = [
     "AddressError",
@@ -91,7 +91,7 @@ _HOMES = {
     "current_session": "_api",
     "patched": "_api",
     "unwrap": "_wrap",
-    "wrap": "_wrap",
+    "wrap": "_api",
 }
 
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
 
+from backhaul import _wrap
 from backhaul._config import Returns, resolve
 from backhaul._session import Session
 from backhaul_runtime.errors import SessionClosedError
@@ -90,3 +92,26 @@ def patched() -> Iterator[Session]:
     """`Session.patched` of the current session."""
     with current_session().patched() as session:
         yield session
+
+
+def wrap(
+    model: nn.Module,
+    layers: type[nn.Module] | tuple[type[nn.Module], ...],
+    *,
+    session: Session | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Makes each module of the given classes inside the model a checkpointed segment, in place. `unwrap` undoes it.
+
+    Names of parameters, buffers and modules, keys of state_dict, copies and saved files stay as they were.
+
+    Args:
+        model: Changed and returned. If it is itself of one of the classes it can't be replaced in place: wrap a parent.
+        layers: Classes of the modules to checkpoint. Modules inside a wrapped one stay as they are.
+        session: Whose segments they are; None: the current session at each call.
+        **options: As for `checkpoint`, `returns` among them.
+
+    Raises:
+        ValueError: The model has no module of these classes.
+    """
+    return _wrap.wrap(model, layers, partial(checkpoint, session=session, **options))

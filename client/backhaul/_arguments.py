@@ -2,16 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from backhaul._config import RETURNS, Config, Returns
+from backhaul._report import Journal
 from backhaul_runtime.errors import NotRemoteError
-
-if TYPE_CHECKING:
-    from backhaul._checkpoint import Remote
 
 DETERMINISM_CHECKS = ("default", "none", "values", "bytes")
 
@@ -76,7 +74,7 @@ def options_of(config: Config, kwargs: dict[str, Any]) -> tuple[Options, dict[st
 
 
 def run_in_torch(
-    remote: "Remote",
+    journal: Journal,
     name: str,
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -95,7 +93,7 @@ def run_in_torch(
             segment=name,
             reason=options.torch_reason,
         )
-    log = remote.journal.log(name)
+    log = journal.log(name)
     log.call()
     log.on_trainer(options.torch_reason)
     return torch_checkpoint(function, *args, use_reentrant=False, **dict(options.torch_options), **kwargs)

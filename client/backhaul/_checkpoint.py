@@ -74,7 +74,7 @@ def _run_segment(
         return fn(*args, **kwargs)
     name = name_of(fn)
     if options.torch_reason:
-        return run_in_torch(remote, name, fn, args, kwargs, options)
+        return run_in_torch(remote.journal, name, fn, args, kwargs, options)
     log = remote.journal.log(name)
     log.call()
     frame = Frame(name, log, options.strict)

@@ -1,16 +1,13 @@
 """checkpoint_sequential: a row of functions in checkpointed chunks."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
-if TYPE_CHECKING:
-    from backhaul._session import Session
-
 
 def checkpoint_sequential(
-    session: "Session",
+    checkpoint: Callable[..., Any],
     functions: nn.Sequential | Sequence[Callable[..., Any]],
     segments: int,
     input: Any,
@@ -19,7 +16,7 @@ def checkpoint_sequential(
     """Runs functions in a row; each chunk but the last is one checkpointed segment.
 
     Args:
-        session: Checkpoints the chunks.
+        checkpoint: Runs a chunk as a segment.
         functions: An nn.Sequential, whose children are taken, or a sequence of functions.
         segments: Number of chunks. Each has len(functions) // segments functions, the last takes the rest.
         input: Of the first function.
@@ -34,7 +31,7 @@ def checkpoint_sequential(
     size = len(row) // segments
     *bounds, last = range(0, size * segments, size)
     for start in bounds:
-        input = session.checkpoint(_chunk(row[start : start + size]), input, **kwargs)
+        input = checkpoint(_chunk(row[start : start + size]), input, **kwargs)
     return _chunk(row[last:])(input)
 
 

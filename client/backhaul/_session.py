@@ -126,16 +126,18 @@ class Session:
         Raises:
             ValueError: More segments than functions, or fewer than one.
         """
-        return _sequential.checkpoint_sequential(self, functions, segments, input, **kwargs)
+        return _sequential.checkpoint_sequential(self.checkpoint, functions, segments, input, **kwargs)
 
-    def wrap(self, model: nn.Module, layers: type[nn.Module] | tuple[type[nn.Module], ...], **kwargs: Any) -> nn.Module:
+    def wrap(
+        self, model: nn.Module, layers: type[nn.Module] | tuple[type[nn.Module], ...], **options: Any
+    ) -> nn.Module:
         """Checkpoints each module of the given classes in the model, in place. See `backhaul.wrap`."""
-        return _wrap.wrap(model, layers, session=self, **kwargs)
+        return _wrap.wrap(model, layers, partial(self.checkpoint, **options))
 
     @contextmanager
     def patched(self) -> Iterator[Self]:
         """Within it `torch.utils.checkpoint.checkpoint` is this session's, for code one can't edit."""
-        with _patched.patched(self):
+        with _patched.patched(self.checkpoint):
             yield self
 
     @property

@@ -2,13 +2,10 @@
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-
-if TYPE_CHECKING:
-    from backhaul._session import Session
 
 
 class SegmentModule(CheckpointWrapper):
@@ -19,20 +16,11 @@ class SegmentModule(CheckpointWrapper):
 
     Args:
         module: Runs and holds the parameters.
-        session: Whose segment it is; None: the current session at each call.
-        options: As for `checkpoint`.
+        checkpoint: Runs it as a segment.
     """
 
-    def __init__(self, module: nn.Module, session: "Session | None", options: dict[str, Any]) -> None:
-        super().__init__(module, checkpoint_fn=self._checkpoint)
-        self._session = session
-        self._options = options
-
-    def _checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        from backhaul._api import current_session
-
-        session = self._session or current_session()
-        return session.checkpoint(function, *args, **self._options, **kwargs)
+    def __init__(self, module: nn.Module, checkpoint: Callable[..., Any]) -> None:
+        super().__init__(module, checkpoint_fn=checkpoint)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -46,7 +34,7 @@ class SegmentModule(CheckpointWrapper):
             yield from self._checkpoint_wrapped_module.named_modules(memo, prefix, remove_duplicate)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return type(self)(deepcopy(self._checkpoint_wrapped_module, memo), self._session, self._options)
+        return type(self)(deepcopy(self._checkpoint_wrapped_module, memo), self.checkpoint_fn)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Saved as the module inside, so that a file loads where there is no Backhaul.
@@ -57,19 +45,14 @@ class SegmentModule(CheckpointWrapper):
 
 
 def wrap(
-    model: nn.Module,
-    layers: type[nn.Module] | tuple[type[nn.Module], ...],
-    *,
-    session: "Session | None" = None,
-    **options: Any,
+    model: nn.Module, layers: type[nn.Module] | tuple[type[nn.Module], ...], checkpoint: Callable[..., Any]
 ) -> nn.Module:
     """Makes each module of the given classes inside the model a checkpointed segment, in place.
 
     Args:
         model: Changed and returned. If it is itself of one of the classes it can't be replaced in place: wrap a parent.
         layers: Classes of the modules to checkpoint. Modules inside a wrapped one stay as they are.
-        session: Whose segments they are; None: the current session at each call.
-        **options: As for `checkpoint`, `returns` among them.
+        checkpoint: Runs each as a segment.
 
     Raises:
         ValueError: The model has no module of these classes.
@@ -82,7 +65,7 @@ def wrap(
             if isinstance(child, SegmentModule):
                 continue
             if isinstance(child, layers):
-                parent._modules[name] = SegmentModule(child, session, options)
+                parent._modules[name] = SegmentModule(child, checkpoint)
                 found += 1
             else:
                 visit(child)

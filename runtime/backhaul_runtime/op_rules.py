@@ -120,3 +120,12 @@ def written_tensors(op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, 
             item for item in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(item, Tensor)
         ]
     return found
+
+
+def result_tensors(returned: Any) -> list[Tensor]:
+    """The tensors an op returned, in order."""
+    if isinstance(returned, Tensor):
+        return [returned]
+    if isinstance(returned, (list, tuple)):
+        return [tensor for item in returned for tensor in result_tensors(item)]
+    return []

@@ -33,7 +33,14 @@ from backhaul_runtime import ambient
 from backhaul_runtime.digest import content_digest, saved_digest, tensor_address
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.layout import Layout, copy_exact, layout_of, unsupported_reason
-from backhaul_runtime.op_rules import UNDEFINED_SAVES, UNWRITTEN_RESULTS, OpRules, rules, written_tensors
+from backhaul_runtime.op_rules import (
+    UNDEFINED_SAVES,
+    UNWRITTEN_RESULTS,
+    OpRules,
+    result_tensors,
+    rules,
+    written_tensors,
+)
 from backhaul_runtime.program import GeneratorRef, Node, Program, Ref, ResultRef, Source, SourceRef
 from backhaul_runtime.storages import StorageLedger, storage_key
 
@@ -343,7 +350,7 @@ class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         self, op: OpOverload, node: Node | None, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any
     ) -> None:
         try:
-            results = _tensors(returned)
+            results = result_tensors(returned)
             sizes = [0 if storage_key(r) in self._source_storages else self._interior.add(r) for r in results]
             for result in results:
                 self._hidden_bytes.pop(storage_key(result), None)
@@ -468,14 +475,6 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _tensors(returned: Any) -> list[Tensor]:
-    if isinstance(returned, Tensor):
-        return [returned]
-    if isinstance(returned, (list, tuple)):
-        return [tensor for item in returned for tensor in _tensors(item)]
-    return []
 
 
 class _OwnStack(threading.local, torch._ops._ModeStackStateForPreDispatch):

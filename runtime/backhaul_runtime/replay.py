@@ -23,6 +23,7 @@ from backhaul_runtime.op_rules import (
     UNDEFINED_SAVES,
     UNWRITTEN_RESULTS,
     check_hostile_values,
+    result_tensors,
 )
 from backhaul_runtime.program import GeneratorRef, Node, Program, ResultRef, SourceRef
 from backhaul_runtime.recorder import default_generator, drawing_device
@@ -190,7 +191,7 @@ class Replay:
             returned = op(*args, **kwargs)
         except Exception as error:  # ops raise what they like
             raise ReplayError(f"{node.op} failed on replay: {error}", op=node.op) from error
-        found = _tensors(returned)
+        found = result_tensors(returned)
         sizes = tuple([ledger.add(tensor) for tensor in found])
         if sizes != node.result_bytes:
             raise ReplayError(f"{node.op} took {sizes} bytes on replay, {node.result_bytes} when recorded", op=node.op)
@@ -320,14 +321,6 @@ def _last_uses(program: Program) -> dict[int, list[int]]:
     for node_index, at in last.items():
         freed.setdefault(at, []).append(node_index)
     return freed
-
-
-def _tensors(returned: Any) -> list[Tensor]:
-    if isinstance(returned, Tensor):
-        return [returned]
-    if isinstance(returned, (list, tuple)):
-        return [tensor for item in returned for tensor in _tensors(item)]
-    return []
 
 
 @contextmanager

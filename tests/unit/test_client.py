@@ -12,14 +12,14 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import backhaul
-from backhaul import NotRemoteError, WorkerLostError
+from backhaul import NotRemoteError, WorkerLostError, wrap
 from backhaul._arguments import options_of
 from backhaul._calls import Watch
 from backhaul._checkpoint import name_of
 from backhaul._config import Config
 from backhaul._patched import patched
 from backhaul._sequential import checkpoint_sequential
-from backhaul._wrap import SegmentModule, unwrap, wrap
+from backhaul._wrap import SegmentModule, unwrap
 from support.loopback import Loopback
 
 
@@ -153,22 +153,22 @@ def test_sequential_leaves_the_last_chunk_alone(loopback: Loopback) -> None:
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
     x = torch.randn(2, 4, requires_grad=True)
     expected = torch.autograd.grad(layers(x).sum(), [x, *layers.parameters()])
-    found = torch.autograd.grad(checkpoint_sequential(Counting(), layers, 2, x).sum(), [x, *layers.parameters()])
+    found = torch.autograd.grad(checkpoint_sequential(Counting().checkpoint, layers, 2, x).sum(), [x, *layers.parameters()])
     assert len(calls) == 1
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert torch.equal(checkpoint_sequential(Counting(), list(layers), 5, x), layers(x))
+    assert torch.equal(checkpoint_sequential(Counting().checkpoint, list(layers), 5, x), layers(x))
 
 
 @pytest.mark.parametrize("segments", [0, 6])
 def test_sequential_with_a_number_that_can_not_be(segments: int, loopback: Loopback) -> None:
     with pytest.raises(ValueError, match=f"segments={segments} must be between 1 and the number of functions, 5"):
-        checkpoint_sequential(loopback, [torch.sin] * 5, segments, torch.randn(2))
+        checkpoint_sequential(loopback.checkpoint, [torch.sin] * 5, segments, torch.randn(2))
 
 
 def test_patched_reaches_code_that_calls_torch(loopback: Loopback) -> None:
     original = torch.utils.checkpoint.checkpoint
     x = torch.randn(2, requires_grad=True)
-    with pytest.raises(ZeroDivisionError), patched(loopback):
+    with pytest.raises(ZeroDivisionError), patched(loopback.checkpoint):
         torch.utils.checkpoint.checkpoint_sequential([torch.sin, torch.cos], 2, x, use_reentrant=False).sum().backward()
         torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=True).sum().backward()
         raise ZeroDivisionError
