@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable
 from time import perf_counter
 from typing import Any, Protocol
@@ -15,7 +14,8 @@ from torch.utils import _pytree as pytree
 from backhaul._arguments import Options, run_in_torch
 from backhaul._frame import Frame, Handle, RemoteSegment
 from backhaul._graft import graft
-from backhaul._local import Call
+from backhaul._held import held_elsewhere
+from backhaul._local import Call, nesting
 from backhaul._report import Journal
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.layout import Layout
@@ -42,13 +42,6 @@ class Remote(Protocol):
         """
 
 
-class _Nesting(threading.local):
-    active = False
-
-
-_nesting = _Nesting()
-
-
 def run_segment(
     remote: Remote, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> Any:
@@ -70,7 +63,7 @@ def _run_segment(
     Raises:
         NotRemoteError: Under `strict`, if the segment would be recomputed on the trainer.
     """
-    if _nesting.active or _runs_plainly():
+    if nesting.active or _runs_plainly():
         return fn(*args, **kwargs)
     name = name_of(fn)
     if options.torch_reason:
@@ -83,13 +76,13 @@ def _run_segment(
     pack = _Pack(frame)
     recorder = pack.recorder = Recorder(call.tensors(), allowed_ops(), remote.hold, pack)
     frame.recording, frame.so_far = recorder.recording, recorder.so_far
-    _nesting.active = True
+    nesting.active = True
     started = perf_counter()
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack), recorder:
-            returned = fn(*args, **kwargs)
+            returned = [fn(*args, **kwargs)]  # a list, so that no name holds it: see `held_elsewhere`
     finally:
-        _nesting.active = False
+        nesting.active = False
         pack.recorder = frame.so_far = None
         frame.saved_early.clear()
     return _keep(remote, frame, recorder, call, returned, options, perf_counter() - started)
@@ -123,17 +116,19 @@ def _keep(
     frame: Frame,
     recorder: Recorder,
     call: Call,
-    returned: Any,
+    returned: list[Any],
     options: Options,
     forward_s: float,
 ) -> Any:
     """Decides who will recompute the segment, and gives the caller outputs that lead to it."""
-    leaves, spec = pytree.tree_flatten(returned)
+    is_held = held_elsewhere(returned)
+    leaves, spec = pytree.tree_flatten(returned[0])
     tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
     outputs = [tensor for tensor in tensors if tensor.requires_grad]
     uses = _uses(recorder, outputs)
     grafts = (
         options.returns != "activations"
+        and not is_held
         and any(uses)
         and all(output.grad_fn is not None for output in outputs)
         and not recorder.rewrites_autograd()
@@ -151,7 +146,7 @@ def _keep(
         except Refusal as refusal:
             frame.not_taken(refusal)
     if frame.program is None or not grafts:
-        return returned
+        return returned[0]
     sources = [recorder.tensors[index] for index, found in enumerate(uses) for _ in found]
     grafted = dict(zip(map(id, outputs), graft(frame, outputs, sources), strict=True))
     return pytree.tree_unflatten([grafted.get(id(leaf), leaf) for leaf in leaves], spec)

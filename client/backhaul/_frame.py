@@ -4,9 +4,11 @@ Autograd holds the frame, and nothing else does: a graft's node, or the handles 
 So a frame lives as long as somebody could need its segment, and its end releases everything remote.
 """
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from backhaul import _local
 from backhaul._report import Decision, SegmentLog
-from backhaul._value_check import CheckpointError, check_count, check_digests, check_values
+from backhaul._value_check import CheckpointError, check_digests, check_values
 from backhaul_runtime import ambient
 from backhaul_runtime.digest import content_digest, saved_digest
 from backhaul_runtime.errors import (
@@ -26,7 +28,7 @@ from backhaul_runtime.errors import (
     WorkerError,
     WorkerLostError,
 )
-from backhaul_runtime.layout import Layout, layout_of
+from backhaul_runtime.layout import layout_of, view_at
 from backhaul_runtime.program import Program
 from backhaul_runtime.recorder import Recording, SavedTensor
 from backhaul_runtime.replay import Contribution
@@ -52,7 +54,7 @@ class RemoteSegment(Protocol):
 class Incoming(Protocol):
     """Saved tensors on their way from a worker. Raises as `RemoteSegment` does."""
 
-    saved_count: int
+    saved_digests: Sequence[bytes]
 
     def take(self, position: int) -> Tensor:
         """One that was asked for, once."""
@@ -99,10 +101,11 @@ class Frame:
     so_far: Callable[[], Program] | None = None
     saved_early: dict[int, Tensor] = field(default_factory=dict)
     _handles: list[weakref.ref[Handle]] = field(default_factory=list)
-    _here: dict[int, Tensor] = field(default_factory=dict)
+    _here: dict[int, Callable[[], Tensor]] = field(default_factory=dict)
     _incoming: Incoming | None = None
     _wanted: set[int] = field(default_factory=set)
     _task: int = -1
+    _lock: threading.RLock = field(default_factory=threading.RLock)  # threads may run backward over one graph
 
     def handle(self) -> Handle:
         """A handle for the next tensor that autograd saves."""
@@ -117,11 +120,12 @@ class Frame:
             gradients: Of the program's outputs, by position. Not kept.
         """
         assert self.program is not None
-        if self.remote is not None:
+        remote = self.remote
+        if remote is not None:
             state = ambient.capture()
             started = perf_counter()
             try:
-                digests, contributions = self.remote.backward(gradients, state)
+                digests, contributions = remote.backward(gradients, state)
                 check_values(self.name, "on the worker", self.recording.saved, digests)
             except _RECOVERABLE as error:
                 self._lost(error)
@@ -135,21 +139,19 @@ class Frame:
 
     def unpack(self, index: int) -> Tensor:
         """A tensor that autograd saved. The first of a backward begins the segment's recomputation."""
-        if self.so_far is not None:
-            return self._unpack_early(self.so_far(), index)
-        task = torch._C._current_graph_task_id()
-        if task != self._task or index not in self._wanted:
-            self._task = task
-            self._begin([i for i, handle in enumerate(self._handles) if handle() is not None])
-        self._wanted.discard(index)
-        if index not in self._here and self._incoming is not None:
-            try:
-                return self._take(self._incoming, index)
-            except _RECOVERABLE as error:
+        with self._lock:
+            if self.so_far is not None:
+                return self._unpack_early(self.so_far(), index)
+            task = torch._C._current_graph_task_id()
+            if task != self._task or index not in self._wanted:
+                self._task = task
+                self._begin([i for i, handle in enumerate(self._handles) if handle() is not None])
+            self._wanted.discard(index)
+            while (tensor := self._next(index)) is None:
                 self._stop_incoming()
-                self._lost(error)
-                self._recompute_here({index, *self._wanted})
-        return self._here.pop(index)
+                self._here = {}
+                self._recompute([index, *sorted(self._wanted, reverse=True)])
+            return tensor
 
     def _unpack_early(self, so_far: Program, index: int) -> Tensor:
         """A tensor that a backward inside the call needs."""
@@ -160,33 +162,51 @@ class Frame:
 
     def _begin(self, wanted: Sequence[int]) -> None:
         self._stop_incoming()
-        self._here = {}
         self._wanted = set(wanted)
-        if self.remote is None:
-            self._recompute_here(self._wanted)
-            return
-        started = perf_counter()
-        saved = self.recording.saved
-        self._here = {i: here for i in wanted if (here := self._present(saved[i])) is not None}
+        self._here = {}
+        if self.remote is not None:
+            self._here = {i: here for i in wanted if (here := self._present(self.recording.saved[i])) is not None}
         # Backward unpacks what was saved last first.
         missing = [index for index in reversed(wanted) if index not in self._here]
-        if not missing:
-            return
+        if missing:
+            self._recompute(missing)
+
+    def _recompute(self, positions: Sequence[int]) -> None:
+        """Asks a worker for saved tensors; without one makes all that are wanted here."""
+        if self.remote is not None:
+            started = perf_counter()
+            try:
+                self._incoming = self.remote.recompute(positions)
+                check_values(self.name, "on the worker", self.recording.saved, self._incoming.saved_digests)
+            except _RECOVERABLE as error:
+                self._lost(error)
+            else:
+                self.log.add(Decision.ACTIVATIONS, perf_counter() - started)
+                return
+        self._recompute_here({*positions, *self._wanted})
+
+    def _next(self, index: int) -> Tensor | None:
+        """A tensor that was recomputed, or None where it lies in memory that somebody has written to since."""
+        if index not in self._here and self._incoming is not None:
+            try:
+                return self._take(self._incoming, index)
+            except _RECOVERABLE as error:
+                self._lost(error)
+                self._recompute_here({index, *self._wanted})
         try:
-            self._incoming = self.remote.recompute(missing)
-            check_count(self.name, "on the worker", saved, self._incoming.saved_count)
-        except _RECOVERABLE as error:
-            self._lost(error)
-            self._recompute_here(self._wanted)
-        else:
-            self.log.add(Decision.ACTIVATIONS, perf_counter() - started)
+            tensor = self._here.pop(index)()
+        except UnsupportedTensorError:  # the memory of a parameter was freed
+            return None
+        return tensor if self._is_as_saved(self.recording.saved[index], tensor) else None
 
     def _take(self, incoming: Incoming, index: int) -> Tensor:
         started = perf_counter()
         tensor = incoming.take(index)
-        layout = layout_of(tensor)
-        digest = saved_digest(layout, content_digest(tensor, layout))
-        check_digests(self.name, "on the worker", self.recording.saved, {index: digest})
+        saved = self.recording.saved[index]
+        if not saved.is_undefined:
+            layout = layout_of(tensor)
+            digest = saved_digest(layout, content_digest(tensor, layout))
+            check_digests(self.name, "on the worker", self.recording.saved, {index: digest})
         if self._wanted <= self._here.keys():
             self._stop_incoming()
         self.log.wait(perf_counter() - started)
@@ -206,22 +226,26 @@ class Frame:
             self._here = self.call.saved_again(self.name, self.recording)
         self.log.add(Decision.TRAINER, perf_counter() - started)
 
-    def _present(self, saved: SavedTensor) -> Tensor | None:
-        """A saved tensor that lies in a parameter or in a copied argument need not travel, if it is unchanged."""
-        if saved.source < 0:
+    def _present(self, saved: SavedTensor) -> Callable[[], Tensor] | None:
+        """Gives a saved tensor that lies in a parameter or in a copied argument: it need not travel."""
+        if saved.source < 0 or saved.is_undefined:
             return None
         source = self.recording.sources[saved.source]
-        start = saved.offset - source.offset
-        span = _elements(saved.layout)
-        if source.is_written or start < 0 or start + span > _elements(source.layout):
+        start = (saved.offset - source.offset) * saved.layout.dtype.itemsize
+        if source.is_written or start < 0 or start + saved.layout.span_bytes > source.layout.span_bytes:
             return None
-        value = source.value
-        view = torch.empty(0, dtype=saved.layout.dtype, device=value.device)
-        view.set_(value.untyped_storage(), value.storage_offset() + start, saved.layout.shape, saved.layout.strides)
-        layout = layout_of(view)
-        return view if saved_digest(layout, content_digest(view, layout)) == saved.digest else None
+        return partial(view_at, source.value, start, saved.layout)
+
+    def _is_as_saved(self, saved: SavedTensor, tensor: Tensor) -> bool:
+        """Whether memory that others may write to still holds what was saved. Version counters miss `.data`."""
+        is_private = self.program is not None and (saved.source < 0 or self.recording.sources[saved.source].is_copy)
+        if is_private or saved.is_undefined or not saved.digest:
+            return True
+        layout = layout_of(tensor)
+        return saved_digest(layout, content_digest(tensor, layout)) == saved.digest
 
     def _lost(self, error: BackhaulError) -> None:
+        self._stop_incoming()
         self.remote = None
         self.local_reason = error.message.splitlines()[0]
         # A lost worker is the link's to say, once for all segments.
@@ -251,7 +275,3 @@ class Frame:
                 segment=self.name,
                 reason=self.local_reason,
             )
-
-
-def _elements(layout: Layout) -> int:
-    return layout.span_bytes // layout.dtype.itemsize

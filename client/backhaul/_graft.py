@@ -53,5 +53,5 @@ def graft(frame: Frame, outputs: Sequence[Tensor], uses: Sequence[Tensor]) -> tu
         outputs: Differentiable, none sharing storage with a source or with another.
         uses: A source per use, in the order of `Frame.gradients`.
     """
-    with torch.autograd.graph.saved_tensors_hooks(lambda _: frame, lambda _: _PLACEHOLDER):
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda _: frame, lambda _: _PLACEHOLDER):
         return _Graft.apply(frame, tuple(outputs), *uses)  # type: ignore[no-any-return, no-untyped-call]

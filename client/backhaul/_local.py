@@ -1,8 +1,10 @@
 """Recomputation on the trainer: by the program where there is one, else by calling the function again."""
 
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,12 +13,14 @@ from torch.utils import _pytree as pytree
 
 from backhaul._value_check import check_digests, check_values
 from backhaul_runtime import ambient
-from backhaul_runtime.digest import address_of, content_digest, saved_digest
-from backhaul_runtime.errors import StaleTensorError
-from backhaul_runtime.layout import copy_exact, layout_of, unsupported_reason
+from backhaul_runtime.digest import address_of
+from backhaul_runtime.errors import StaleTensorError, UnsupportedTensorError
+from backhaul_runtime.layout import ALIGNMENT_BYTES, copy_exact, layout_of, unsupported_reason, view_at
+from backhaul_runtime.op_list import allowed_ops
 from backhaul_runtime.program import Program
-from backhaul_runtime.recorder import RecordedSource, Recording, default_generator
+from backhaul_runtime.recorder import RecordedSource, Recorder, Recording, default_generator
 from backhaul_runtime.replay import Contribution, Replay, Saved, entry, isolated
+from backhaul_runtime.storages import storage_key
 
 _WHERE = "on the trainer"
 
@@ -29,17 +33,21 @@ def replay_here(name: str, program: Program, recording: Recording, *, keep_saved
         CheckpointError: The replay gave other values than forward.
     """
     for source in recording.sources:
-        if not source.is_copy and address_of(source.value) != source.address:
-            raise StaleTensorError(
-                f"segment {name}: a captured tensor of shape {list(source.layout.shape)} changed between forward and "
-                "backward, and no worker holds its earlier value. Run backward before optimizer.step() and other "
-                "writes to parameters",
-                segment=name,
-            )
+        _check_unchanged(name, source)
     values = [source.value for source in recording.sources]
     replay = Replay(program, values, recording.generator_states, keep_saved=keep_saved)
     check_values(name, _WHERE, recording.saved, replay.saved_digests)
     return replay
+
+
+def _check_unchanged(name: str, source: RecordedSource) -> None:
+    if not source.is_copy and address_of(source.value) != source.address:
+        raise StaleTensorError(
+            f"segment {name}: a captured tensor of shape {list(source.layout.shape)} changed between forward and "
+            "backward, and no worker holds its earlier value. Run backward before optimizer.step() and other "
+            "writes to parameters",
+            segment=name,
+        )
 
 
 def gradients_here(
@@ -53,11 +61,13 @@ def gradients_here(
         return replay.backward(gradients)
 
 
-def saved_here(name: str, program: Program, recording: Recording, positions: Sequence[int]) -> dict[int, Tensor]:
-    """Saved tensors of a segment by position, computed on the trainer."""
+def saved_here(
+    name: str, program: Program, recording: Recording, positions: Sequence[int]
+) -> dict[int, Callable[[], Tensor]]:
+    """Gives saved tensors of a segment, computed on the trainer, by position."""
     with isolated(_devices(recording)), torch.enable_grad():
         replay = replay_here(name, program, recording, keep_saved=True)
-        return {position: replay.saved(position) for position in positions}
+        return {position: replay.saved(position).unpack for position in positions}
 
 
 def saved_before(name: str, so_far: Program, recording: Recording, position: int) -> Tensor:
@@ -67,11 +77,20 @@ def saved_before(name: str, so_far: Program, recording: Recording, position: int
             so_far, [source.value for source in recording.sources], recording.generator_states, keep_saved=True
         )
         check_digests(name, _WHERE, recording.saved, {position: replay.saved_digests[position]})
-        return replay.saved(position)
+        return replay.saved(position).unpack()
 
 
 def _devices(recording: Recording) -> list[torch.device]:
     return list(dict.fromkeys(source.value.device for source in recording.sources))
+
+
+class Nesting(threading.local):
+    """Whether the calling thread is inside a segment: calls within it belong to it."""
+
+    active = False
+
+
+nesting = Nesting()
 
 
 @dataclass(slots=True)
@@ -84,6 +103,7 @@ class Call:
         spec: Rebuilds (args, kwargs), with containers of their own.
         state: Ambient settings when it began.
         generator_states: Of the devices of its tensors.
+        parameters: Captured leaves that take gradients, as far as its ops showed them.
     """
 
     fn: Callable[..., Any]
@@ -91,6 +111,7 @@ class Call:
     spec: pytree.TreeSpec
     state: ambient.State
     generator_states: dict[torch.device, Tensor]
+    parameters: list[Tensor] = field(default_factory=list)
 
     @classmethod
     def begin(cls, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Call":
@@ -112,62 +133,139 @@ class Call:
             recording: Of this call.
         """
         held = {id(tensor): source for tensor, source in zip(tensors, recording.sources, strict=True)}
-        self.leaves = [_kept(leaf, held.get(id(leaf))) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        kept = {id(leaf): _kept(leaf, held.get(id(leaf)), recording) for leaf in self.tensors()}
+        self.leaves = [kept.get(id(leaf), leaf) for leaf in self.leaves]
+        self.parameters = [
+            tensor
+            for tensor, source in zip(tensors, recording.sources, strict=True)
+            if source.is_leaf and source.requires_grad and not source.is_argument
+        ]
 
-    def saved_again(self, name: str, recording: Recording) -> dict[int, Tensor]:
-        """Calls the function once more and returns everything autograd saved, by position.
+    def saved_again(self, name: str, recording: Recording) -> dict[int, Callable[[], Tensor]]:
+        """Calls the function once more and gives everything autograd saved, by position.
 
-        Buffers it writes to hold their earlier values meanwhile and their present ones afterwards.
+        Buffers it writes to hold their earlier values meanwhile and their present ones afterwards; gradients it
+        accumulates are dropped, for they were accumulated the first time.
 
         Raises:
+            StaleTensorError: What it starts from is no longer there.
             CheckpointError: It gave other values than the first time.
         """
+        self._check_repeatable(name, recording)
         saved: list[Saved] = []
-        digests: list[bytes] = []
 
         def pack(tensor: Tensor) -> Saved:
-            plain = unsupported_reason(tensor) is None
-            layout = layout_of(tensor) if plain else None
-            digests.append(saved_digest(layout, content_digest(tensor, layout)) if layout else b"")
+            recorder.note_saved(tensor)
             saved.append(Saved(len(saved), tensor))
             return saved[-1]
 
-        with isolated(list(self.generator_states)), _as_before(recording.sources):
-            for device, state in self.generator_states.items():
-                default_generator(device).set_state(state)
-            ambient.apply(self.state, ambient.capture())
-            args, kwargs = pytree.tree_unflatten([_fresh(leaf) for leaf in self.leaves], self.spec)
-            with torch.autograd.graph.saved_tensors_hooks(pack, Saved.unpack):
-                self.fn(*args, **kwargs)
-        check_values(name, _WHERE, recording.saved, digests)
-        return {found.index: found.unpack() for found in saved}
+        was_active, nesting.active = nesting.active, True
+        try:
+            with (
+                isolated(list(self.generator_states)),
+                _as_before(recording.sources),
+                _gradients_aside(self.parameters),
+            ):
+                for device, state in self.generator_states.items():
+                    default_generator(device).set_state(state)
+                ambient.apply(self.state, ambient.capture())
+                args, kwargs = pytree.tree_unflatten(_fresh(self.leaves), self.spec)
+                arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+                # For its digests alone; nothing needs to be held.
+                recorder = Recorder(arguments, allowed_ops(), lambda tensor, *_: tensor.detach())
+                with torch.autograd.graph.saved_tensors_hooks(pack, Saved.unpack), recorder:
+                    self.fn(*args, **kwargs)
+        finally:
+            nesting.active = was_active
+        check_values(name, _WHERE, recording.saved, [found.digest for found in recorder.recording.saved])
+        return {found.index: found.unpack for found in saved}
+
+    def _check_repeatable(self, name: str, recording: Recording) -> None:
+        if recording.once_only:
+            raise StaleTensorError(
+                f"segment {name} can't be recomputed: {recording.once_only}, and no copy of such a tensor is kept. "
+                "Leave the write out of the segment",
+                segment=name,
+            )
+        for source in recording.sources:
+            with suppress(UnsupportedTensorError):  # freed memory, which FSDP fills again when the function is called
+                _check_unchanged(name, source)
+        for reference, version in recording.unchecked:
+            tensor = reference()
+            if tensor is not None and not tensor.is_inference() and tensor._version != version:
+                raise StaleTensorError(
+                    f"segment {name}: a {unsupported_reason(tensor)} that autograd saved changed between forward and "
+                    "backward, and no copy of such a tensor is kept",
+                    segment=name,
+                )
 
 
 _RANDOM = {"cpu", "cuda"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Kept:
-    """An argument's value at forward."""
+    """An argument's value at forward.
+
+    Attributes:
+        value: A copy.
+        requires_grad: As it was.
+        is_leaf: As it was.
+        storage: Names the storage it lay in; arguments that share one share memory.
+        start_bytes: Where in it.
+    """
 
     value: Tensor
     requires_grad: bool
     is_leaf: bool
+    storage: int
+    start_bytes: int
 
 
-def _kept(tensor: Tensor, source: RecordedSource | None) -> Any:
-    if source is not None:
-        return _Kept(source.value, source.requires_grad, source.is_leaf)
+def _kept(tensor: Tensor, source: RecordedSource | None, recording: Recording) -> Any:
     if unsupported_reason(tensor) is not None:
+        recording.unchecked.append((weakref.ref(tensor), 0 if tensor.is_inference() else tensor._version))
         return tensor
-    return _Kept(copy_exact(tensor), tensor.requires_grad, tensor.is_leaf)
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    if source is not None:
+        return _Kept(source.value, source.requires_grad, source.is_leaf, storage_key(tensor), start)
+    return _Kept(copy_exact(tensor), tensor.requires_grad, tensor.is_leaf, storage_key(tensor), start)
 
 
-def _fresh(leaf: Any) -> Any:
-    if not isinstance(leaf, _Kept):
-        return leaf
-    value = copy_exact(leaf.value)
-    return entry(value, leaf.is_leaf) if leaf.requires_grad else value
+def _fresh(leaves: Sequence[Any]) -> list[Any]:
+    """Arguments for another call, sharing memory and being the same object where they did and were."""
+    groups: dict[int, dict[_Kept, Tensor]] = {}
+    for leaf in leaves:
+        if isinstance(leaf, _Kept):
+            groups.setdefault(leaf.storage, {})[leaf] = leaf.value
+    for members in groups.values():
+        made = _together(list(members)) if len(members) > 1 else [copy_exact(kept.value) for kept in members]
+        for kept, value in zip(list(members), made, strict=True):
+            members[kept] = entry(value, kept.is_leaf) if kept.requires_grad else value
+    return [groups[leaf.storage][leaf] if isinstance(leaf, _Kept) else leaf for leaf in leaves]
+
+
+def _together(members: Sequence[_Kept]) -> list[Tensor]:
+    """Copies in one piece of memory, each where it lay."""
+    low = min(kept.start_bytes for kept in members) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+    high = max(kept.start_bytes + kept.value.untyped_storage().nbytes() for kept in members)
+    memory = torch.zeros(high - low, dtype=torch.uint8, device=members[0].value.device)
+    made = [view_at(memory, kept.start_bytes - low, layout_of(kept.value)) for kept in members]
+    for view, kept in zip(made, members, strict=True):
+        view.copy_(kept.value)
+    return made
+
+
+@contextmanager
+def _gradients_aside(parameters: Sequence[Tensor]) -> Iterator[None]:
+    gradients = [parameter.grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
 
 
 @contextmanager

@@ -31,7 +31,7 @@ class SavedTensors:
     """What autograd saved in a segment, as it comes from the worker. `close` it.
 
     Attributes:
-        saved_count: How many tensors the worker's replay saved.
+        saved_digests: Of everything the worker's replay saved.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class SavedTensors:
         result: segment_pb2.RecomputeResult,
         on_close: Callable[[Stream[Any]], None],
     ) -> None:
-        self.saved_count = result.saved_count
+        self.saved_digests: Sequence[bytes] = list(result.saved_digests)
         self._stream = stream
         self._views = {view.position: decode_view(view) for view in result.views}
         self._left = Counter(view.parcel for view in self._views.values())

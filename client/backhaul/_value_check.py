@@ -21,7 +21,7 @@ def check_values(name: str, where: str, saved: Sequence[SavedTensor], digests: S
         name: Of the segment.
         where: Who recomputed, for the message.
         saved: From forward.
-        digests: From the recomputation, in order; empty for a tensor that has none.
+        digests: From the recomputation, in order.
 
     Raises:
         CheckpointError: Naming both sides and the positions.
@@ -51,12 +51,12 @@ def check_digests(name: str, where: str, saved: Sequence[SavedTensor], digests: 
         saved: From forward.
         digests: Of recomputed tensors, by position.
     """
-    different = [i for i, digest in digests.items() if saved[i].digest and digest != saved[i].digest]
+    different = [i for i, digest in digests.items() if digest != saved[i].digest]
     if different:
         lines = [
             f"  tensor {index}, saved by {saved[index].op}: {list(saved[index].layout.shape)} "
             f"{saved[index].layout.dtype_name}, forward {saved[index].digest.hex()[:12]}, "
-            f"recomputed {digests[index].hex()[:12] or 'without one'}"
+            f"recomputed {digests[index].hex()[:12]}"
             for index in different[:_SHOWN]
         ]
         more = f"\n  and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from struct import unpack
 from typing import Any
 
 import torch
@@ -54,12 +55,21 @@ def _precision(backend: str, op: str) -> _Setting:
     )
 
 
+_LEAST: float = unpack("<d", (1).to_bytes(8, "little"))[0]  # no literal: reading one may already flush
+
+
+def _flushes_denormals() -> bool:
+    """Torch has only a setter. The bit is the thread's, and Python's own floats obey it."""
+    return _LEAST * 1.0 == 0.0
+
+
 @cache
 def settings() -> Mapping[str, _Setting]:
     """The settings this process has, by name. Depends only on the build and on whether it has CUDA."""
     found = {
         "grad": _Setting(torch.is_grad_enabled, torch._C._set_grad_enabled),
         "default_dtype": _dtype_setting(torch.get_default_dtype, torch.set_default_dtype),
+        "flush_denormal": _Setting(_flushes_denormals, torch.set_flush_denormal),
         "threads": _Setting(torch.get_num_threads, torch.set_num_threads),
         "autocast_cache": _Setting(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
         **_autocast("cpu"),

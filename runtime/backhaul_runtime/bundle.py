@@ -7,13 +7,12 @@ would take their memory twice, on the wire and on the trainer.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.errors import TransferError
 from backhaul_runtime.framing import Parcel, decode_layout, encode_layout
-from backhaul_runtime.layout import ALIGNMENT_BYTES, Layout, byte_view, layout_of, with_bits
+from backhaul_runtime.layout import ALIGNMENT_BYTES, Layout, byte_view, layout_of, view_at
 from backhaul_runtime.storages import storage_key
 
 
@@ -93,9 +92,7 @@ def view_of(parcel: Tensor, view: View) -> Tensor:
     start = parcel.storage_offset() * parcel.element_size() + view.offset_bytes
     if view.offset_bytes + layout.span_bytes > parcel.nbytes or start % layout.dtype.itemsize:
         raise TransferError(f"a view of {layout} at byte {view.offset_bytes} does not fit {parcel.nbytes} bytes")
-    viewed = torch.empty(0, dtype=layout.dtype, device=parcel.device)
-    viewed.set_(parcel.untyped_storage(), start // layout.dtype.itemsize, layout.shape, layout.strides)
-    return with_bits(viewed, layout)
+    return view_at(parcel, view.offset_bytes, layout)
 
 
 def encode_view(view: View) -> segment_pb2.View:

@@ -5,11 +5,13 @@ CPU the bytes are hashed with xxh3_128 (24 GB/s on one core, the GIL released). 
 there two weighted sums in int64 are taken. Not torch.hash_tensor: it XORs, so order does not count.
 """
 
+from collections.abc import Iterable
+
 import torch
 import xxhash
 from torch import Tensor
 
-from backhaul_runtime.layout import Layout, layout_of, payload
+from backhaul_runtime.layout import Layout, host_bytes, layout_of, payload, unsupported_reason
 
 DIGEST_BYTES = 16
 _WEIGHT = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 divided by the golden ratio, odd, as int64
@@ -19,7 +21,7 @@ def content_digest(tensor: Tensor, layout: Layout) -> bytes:
     """16 bytes for the elements in memory order."""
     data = payload(tensor.detach(), layout)
     if data.device.type == "cpu":
-        return xxhash.xxh3_128_digest(data.numpy().data)
+        return xxhash.xxh3_128_digest(host_bytes(data))
     return weighted_sums(data)
 
 
@@ -44,6 +46,16 @@ def _digest(content: bytes, header: str) -> bytes:
 def saved_digest(layout: Layout, content: bytes) -> bytes:
     """Digest of a tensor that autograd saved. Where it lies is left out: a replay allocates for itself."""
     return _digest(content, f"{layout.dtype}{layout.shape}{layout.strides}{layout.conjugate}{layout.negative}")
+
+
+def read_digest(tensors: Iterable[Tensor]) -> bytes:
+    """Digest of all that an op reads; kinds of tensors that have no bytes are passed over."""
+    digests = []
+    for tensor in tensors:
+        if unsupported_reason(tensor) is None:
+            layout = layout_of(tensor)
+            digests.append(saved_digest(layout, content_digest(tensor, layout)))
+    return xxhash.xxh3_128_digest(b"".join(digests))
 
 
 def tensor_address(layout: Layout, content: bytes) -> bytes:

@@ -8,7 +8,6 @@ offsets and checksums as chunks arrive, and hands out a tensor only when its las
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -16,7 +15,17 @@ from torch import Tensor
 from backhaul_proto.v1 import tensor_pb2
 from backhaul_runtime.digest import content_digest, tensor_address
 from backhaul_runtime.errors import TransferError
-from backhaul_runtime.layout import Layout, allocate, check_layout, dtype_named, fill, layout_of, payload, with_bits
+from backhaul_runtime.layout import (
+    Layout,
+    allocate,
+    check_layout,
+    dtype_named,
+    fill,
+    host_bytes,
+    layout_of,
+    payload,
+    with_bits,
+)
 from backhaul_runtime.protocol import CHUNK_BYTES
 
 
@@ -79,7 +88,8 @@ def batches(parcels: Iterable[Parcel]) -> Iterator[tensor_pb2.TensorBatch]:
                 address=parcel.address, spec=encode_layout(parcel.layout), size_bytes=parcel.layout.payload_bytes
             )
         )
-        data = payload(parcel.tensor.detach(), parcel.layout).cpu().numpy().data
+        held = payload(parcel.tensor.detach(), parcel.layout).cpu()
+        data = host_bytes(held)
         offset = 0
         while offset < size:
             piece = bytes(data[offset : offset + CHUNK_BYTES - filled])
@@ -109,7 +119,7 @@ class _Arrival:
         self.tensor = allocate(layout, "cpu")
         dense = layout.payload_bytes == layout.span_bytes
         self.data = payload(self.tensor, layout) if dense else torch.empty(layout.payload_bytes, dtype=torch.uint8)
-        self.target = self.data.numpy()
+        self.target = host_bytes(self.data)
 
     def add(self, chunk: tensor_pb2.TensorChunk) -> None:
         end = chunk.offset_bytes + len(chunk.data)
@@ -120,7 +130,7 @@ class _Arrival:
             )
         if xxhash.xxh3_64_intdigest(chunk.data) != chunk.checksum:
             raise TransferError(f"checksum of bytes {chunk.offset_bytes} to {end} differs: damaged on the way")
-        self.target[chunk.offset_bytes : end] = np.frombuffer(chunk.data, np.uint8)
+        self.target[chunk.offset_bytes : end] = chunk.data
         self.received_bytes = end
 
     @property
@@ -136,8 +146,8 @@ class _Arrival:
         return tensor if self.device is None else tensor.to(self.device)
 
     def forget(self) -> None:
+        self.target = memoryview(b"")  # first: it holds nothing
         self.tensor = self.data = torch.empty(0)
-        self.target = self.data.numpy()
 
 
 class Receiver:

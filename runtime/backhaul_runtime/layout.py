@@ -4,6 +4,7 @@ Bit-equality needs more than equal values: kernels choose their path by strides 
 layout holds both, and whatever is built from a layout has them again.
 """
 
+import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -96,6 +97,8 @@ def unsupported_reason(tensor: Tensor) -> str | None:
         return f"tensor with layout {tensor.layout}"
     if tensor.is_quantized:
         return f"quantized tensor ({tensor.dtype})"
+    if tensor.is_nested:
+        return "nested tensor"
     if tensor._is_zerotensor():
         return "zero tensor without memory"
     if tensor.device.type == "meta" or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -169,9 +172,39 @@ def with_bits(tensor: Tensor, layout: Layout) -> Tensor:
 
 
 def byte_view(tensor: Tensor, offset_bytes: int, size_bytes: int) -> Tensor:
-    """uint8 view of a stretch of a tensor's storage, counted from the storage's start. Shares its memory."""
+    """uint8 view of a stretch of a tensor's storage, counted from the storage's start. Shares its memory.
+
+    Raises:
+        UnsupportedTensorError: The storage was freed or shrunk, as FSDP does between uses.
+    """
+    storage, end = tensor.untyped_storage(), offset_bytes + size_bytes
+    if storage.nbytes() < end:  # set_ would grow it
+        raise UnsupportedTensorError(f"a tensor's memory was freed: {storage.nbytes()} of {end} bytes are left")
     view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return view.set_(tensor.untyped_storage(), offset_bytes, (size_bytes,), (1,))
+    return view.set_(storage, offset_bytes, (size_bytes,), (1,))
+
+
+def view_at(tensor: Tensor, offset_bytes: int, layout: Layout) -> Tensor:
+    """A view of a tensor's memory, so far after its first element. Raises as `byte_view` does."""
+    start = int(tensor.storage_offset()) * tensor.element_size() + offset_bytes
+    byte_view(tensor, start, layout.span_bytes)  # raises where there is less
+    view = torch.empty(0, dtype=layout.dtype, device=tensor.device)
+    view.set_(tensor.untyped_storage(), start // layout.dtype.itemsize, layout.shape, layout.strides)
+    return with_bits(view, layout)
+
+
+def host_bytes(data: Tensor) -> memoryview:
+    """The memory of a contiguous uint8 tensor on the host, writable. Holds nothing: keep the tensor meanwhile.
+
+    Not by `Tensor.numpy`: after it torch never again lets anybody resize the storage, and these are people's own.
+    """
+    return _view_memory(data.data_ptr(), data.numel(), _WRITABLE) if data.numel() else memoryview(b"")
+
+
+_WRITABLE = 0x200  # PyBUF_WRITE
+_view_memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+)
 
 
 def payload(tensor: Tensor, layout: Layout) -> Tensor:
@@ -182,6 +215,7 @@ def payload(tensor: Tensor, layout: Layout) -> Tensor:
     start = int(tensor.storage_offset()) * layout.dtype.itemsize
     if layout.payload_bytes == layout.span_bytes:
         return byte_view(tensor, start, layout.span_bytes)
+    byte_view(tensor, start, layout.span_bytes)  # raises where there is less
     shape, strides = layout.memory_order or ((), ())
     plain = torch.empty(0, dtype=_carrier(layout), device=tensor.device)
     plain.set_(tensor.untyped_storage(), tensor.storage_offset(), shape, strides)

@@ -31,6 +31,11 @@ UNWRITTEN_RESULTS = frozenset(
 )
 """Ops whose results hold whatever their memory held. A replay zero-fills them."""
 
+ABSOLUTE = frozenset(
+    f"aten.{op}.default" for op in ("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter")
+)
+"""Ops that count from the start of a tensor's storage, and reach into all of it. A source's replay has its own."""
+
 UNDEFINED_SAVES = frozenset(
     {
         "aten.ctc_loss.IntList",
@@ -42,7 +47,7 @@ UNDEFINED_SAVES = frozenset(
         "aten.rrelu_with_noise.default",
     }
 )
-"""Ops that save workspaces with undefined bytes, which the value check leaves out."""
+"""Ops that save workspaces with undefined bytes. For all they save, the value check takes what they read."""
 
 
 _TRUNCATING_DIVISIONS = frozenset(
@@ -63,6 +68,15 @@ def check_hostile_values(name: str, args: Sequence[Any], kwargs: Mapping[str, An
         return
     if bool((divisor == -1).any()) and bool((dividend == torch.iinfo(kind).min).any()):
         raise ValueError("the least integer is divided by -1")
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in an argument or a result of an op, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +129,5 @@ def written_tensors(op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, 
     """The tensors among these arguments that the op will write to."""
     found: list[Tensor] = []
     for position, name in op_rules.written:
-        value = args[position] if position < len(args) else kwargs.get(name)
-        found += [
-            item for item in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(item, Tensor)
-        ]
+        found += tensors_in(args[position] if position < len(args) else kwargs.get(name))
     return found
-
-
-def result_tensors(returned: Any) -> list[Tensor]:
-    """The tensors an op returned, in order."""
-    if isinstance(returned, Tensor):
-        return [returned]
-    if isinstance(returned, (list, tuple)):
-        return [tensor for item in returned for tensor in result_tensors(item)]
-    return []

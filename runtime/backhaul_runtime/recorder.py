@@ -8,15 +8,18 @@ NOTE [What the recorder relies on]
 3. Tensors are known by the address of their TensorImpl, storages by theirs. Weak references keep both from being reused
    while the recording lasts, without keeping a byte of memory.
 4. It never raises into the call. What can't be recorded sets `refusal` and the call goes on.
-5. After a refusal it still saves what ops write to, for the trainer's own recomputation needs that.
+5. After a refusal it still saves what ops write to and notes whose views and gradients they take, for the trainer's
+   own recomputation needs that.
 6. Torch keeps the stack of PreDispatch modes once for the process, though each thread has its own switch for it: two
    threads that record would pop each other's mode. So the stack is made each thread's own.
 """
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,15 +33,16 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from torch.utils.hooks import RemovableHandle
 
 from backhaul_runtime import ambient
-from backhaul_runtime.digest import content_digest, saved_digest, tensor_address
+from backhaul_runtime.digest import content_digest, read_digest, saved_digest, tensor_address
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.layout import Layout, copy_exact, layout_of, unsupported_reason
 from backhaul_runtime.op_rules import (
+    ABSOLUTE,
     UNDEFINED_SAVES,
     UNWRITTEN_RESULTS,
     OpRules,
-    result_tensors,
     rules,
+    tensors_in,
     written_tensors,
 )
 from backhaul_runtime.program import GeneratorRef, Node, Program, Ref, ResultRef, Source, SourceRef
@@ -46,6 +50,10 @@ from backhaul_runtime.storages import StorageLedger, storage_key
 
 Hold = Callable[[Tensor, Layout, bytes], Tensor]
 """Given a tensor, its layout and its address, returns a copy to keep."""
+
+SMALL_BYTES = 1 << 20
+"""Up to this size captured tensors that are neither parameters nor take gradients are copied: counters, statistics and
+other state that may move on before backward."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +64,7 @@ class RecordedSource:
         layout: Its layout.
         offset: Elements from the start of its storage.
         address: Of its contents.
-        value: Holds these contents: a copy for arguments and for what the call writes to, else the caller's memory.
+        value: Holds these contents: a copy where they may well change before backward, else the caller's memory.
         is_copy: Whether `value` is a copy, so that nobody can change it.
         is_argument: Passed to the call rather than captured by it.
         requires_grad: Whether it took gradients.
@@ -82,11 +90,12 @@ class SavedTensor:
     """What is kept of a tensor that autograd saved.
 
     Attributes:
-        digest: Of its layout and values; empty where its bytes are undefined by design.
+        digest: Of its layout and values, or see `is_undefined`; empty for a kind of tensor that has no bytes.
         op: Name of the op that saved it.
         layout: When it was saved.
         source: Index of the source whose storage it lies in, -1 for any other.
         offset: Elements from the start of that storage.
+        is_undefined: Its bytes may be undefined by design: the digest is of its layout and of all its op read.
     """
 
     digest: bytes
@@ -94,6 +103,7 @@ class SavedTensor:
     layout: Layout
     source: int
     offset: int
+    is_undefined: bool = False
 
 
 @dataclass(slots=True)
@@ -105,12 +115,16 @@ class Recording:
         sources: Everything from outside that ops read or wrote.
         saved: What autograd saved, in order.
         generator_states: One per node that draws.
+        unchecked: What autograd saved and has no digest, with its version.
+        once_only: Why the function can't be called again, empty where it can.
     """
 
     refusal: str | None = None
     sources: list[RecordedSource] = field(default_factory=list)
     saved: list[SavedTensor] = field(default_factory=list)
     generator_states: list[bytes] = field(default_factory=list)
+    unchecked: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)
+    once_only: str = ""
 
 
 @dataclass(slots=True)
@@ -151,7 +165,7 @@ class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         self._allowed = allowed
         self._hold = hold
         self._pack = pack
-        self._arguments = {tensor._cdata for tensor in arguments}
+        self._arguments = {tensor._cdata: tensor for tensor in arguments}
         self._nodes: list[Node] = []
         self._states: dict[ambient.State, int] = {}
         self._known: dict[int, _Known] = {}
@@ -161,12 +175,14 @@ class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         self._interior = StorageLedger()
         self._unwritten: set[int] = set()
         self._op = ""
+        self._reads: bytes | None = None
         self._contents: dict[tuple[Any, ...], bytes] = {}
         self._hidden = StorageLedger()
         self._hidden_bytes: dict[int, int] = {}  # of storages that autograd saves and no op returns
         self.first_sequence = _get_sequence_nr()
         self._first_hook = RemovableHandle.next_id
         self._dispatcher: Any = None
+        self.tracer: Any = SimpleNamespace(enable_thunkify=False)  # torch asks any mode of our class for it
         _register_higher_order_ops()
 
     @classmethod
@@ -191,7 +207,10 @@ class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         with torch._C._DisablePythonDispatcher():
             node = self._before(op, args, kwargs)
-            returned = op(*args, **kwargs)
+            try:
+                returned = op(*args, **kwargs)
+            finally:
+                self._op = ""
             self._after(op, node, args, kwargs, returned)
         return returned
 
@@ -205,8 +224,13 @@ class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
             op_rules = rules(op)
             self._op = op_rules.name
             self._contents.clear()
-            skipped = self.recording.refusal is not None or not op_rules.leaves_traces
-            node = None if skipped else self._node(op_rules, args, kwargs)
+            undefined = op_rules.name in UNDEFINED_SAVES
+            self._reads = read_digest(tensors_in((args, tuple(kwargs.values())))) if undefined else None
+            node = None
+            if self.recording.refusal is not None:
+                self._note_outside(op_rules, args)
+            elif op_rules.leaves_traces:
+                node = self._node(op_rules, args, kwargs)
         except Refusal as refusal:
             self.refuse(refusal.reason)
             node = None
@@ -225,6 +249,8 @@ class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
     def _node(self, op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         if op_rules.name not in self._allowed:
             raise Refusal(f"the op {op_rules.name} is not on the list of ops a worker runs")
+        if op_rules.name in ABSOLUTE and args[0] not in self._interior:
+            raise Refusal(f"{op_rules.name} of a tensor from outside")
         hooks = _top_saved_tensors_default_hooks(True)
         if self._pack is not None and (hooks is None or hooks[0] is not self._pack):
             raise Refusal("saved-tensor hooks of its own are on top of ours")
@@ -245,6 +271,14 @@ class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         if generator_state is not None:
             self.recording.generator_states.append(generator_state)
         return node
+
+    def _note_outside(self, op_rules: OpRules, args: tuple[Any, ...]) -> None:
+        """Rule 5."""
+        for position, value in enumerate(args):
+            for tensor in tensors_in(value):
+                wanted = position in op_rules.views or (tensor.requires_grad and tensor.is_leaf)
+                if wanted and tensor._cdata not in self._known and tensor not in self._interior:
+                    self._source(tensor)
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -274,17 +308,20 @@ class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
             raise Refusal(reason)
         if tensor in self._interior:
             raise Refusal("an alias of an interior tensor that no op made (.data, NumPy)")
-        is_leaf = tensor.is_leaf
-        if not is_leaf and tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= self.first_sequence:
-            raise Refusal(f"a differentiable tensor made by no recorded op ({tensor.grad_fn.name()})")
+        is_leaf, is_argument = tensor.is_leaf, tensor._cdata in self._arguments
+        # Each thread counts for itself, so an argument made by another may well have a later number.
+        made = None if is_leaf or is_argument else tensor.grad_fn
+        if made is not None and made._sequence_nr() >= self.first_sequence:
+            raise Refusal(f"a differentiable tensor made by no recorded op ({made.name()})")
         layout = layout_of(tensor)
         address = tensor_address(layout, self._content(tensor, layout))
-        is_argument = tensor._cdata in self._arguments
-        is_copy = is_argument or not is_leaf
+        is_state = not tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter)
+        is_copy = is_argument or not is_leaf or (is_state and layout.span_bytes <= SMALL_BYTES)
         value = self._hold(tensor, layout, address) if is_copy else tensor.detach()
         index = len(self.recording.sources)
+        edge = _edge(tensor)
         self.tensors.append(tensor)
-        self.edges.append(get_gradient_edge(tensor) if tensor.requires_grad else None)
+        self.edges.append(edge)
         self.recording.sources.append(
             RecordedSource(
                 layout,
@@ -318,8 +355,8 @@ class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         for position, value in enumerate((*args, *kwargs.values())):
             if position in op_rules.views:
                 continue
-            for item in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(item, Tensor) and item._cdata not in written and storage_key(item) in self._unwritten:
+            for item in tensors_in(value):
+                if item._cdata not in written and storage_key(item) in self._unwritten:
                     raise Refusal(f"{op_rules.name} reads memory that no op wrote (NumPy, or a kernel of its own)")
 
     def _generator_state(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
@@ -328,10 +365,18 @@ class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         return generator.get_state().numpy().tobytes()
 
     def _save_before_write(self, tensor: Tensor) -> None:
+        reason = unsupported_reason(tensor)
+        if tensor.layout is not torch.strided or (reason and tensor not in self._interior):
+            self.recording.once_only = f"it writes into a {reason}"
+            raise Refusal(self.recording.once_only)
         key = storage_key(tensor)
         self._unwritten.discard(key)
         if tensor in self._interior:
             return
+        for argument in self._arguments.values():
+            plain = argument._cdata not in self._known and unsupported_reason(argument) is None
+            if plain and storage_key(argument) == key:
+                self._source(argument)
         if key not in self._source_storages:
             self._source(tensor)
         indices = self._source_storages[key]
@@ -350,7 +395,7 @@ class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         self, op: OpOverload, node: Node | None, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any
     ) -> None:
         try:
-            results = result_tensors(returned)
+            results = tensors_in(returned)
             sizes = [0 if storage_key(r) in self._source_storages else self._interior.add(r) for r in results]
             for result in results:
                 self._hidden_bytes.pop(storage_key(result), None)
@@ -371,23 +416,28 @@ class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def note_saved(self, tensor: Tensor) -> None:
         """Takes the digest of a tensor that autograd saves. Called by the pack hook."""
+        if not self._op:
+            self.refuse("a custom autograd function saves a tensor")
         try:
             if reason := unsupported_reason(tensor):
                 raise Refusal(f"autograd saves a {reason}")
             with torch._C._DisablePythonDispatcher():
                 self._note_saved(tensor)
-        except Refusal as refusal:
-            self.refuse(refusal.reason)
+        except Exception as error:  # Rule 4
+            self.refuse(Refusal.of(error).reason)
+            self.recording.unchecked.append((weakref.ref(tensor), _version(tensor)))
             self.recording.saved.append(SavedTensor(b"", self._op, Layout(tensor.dtype, (), ()), -1, 0))
 
     def _note_saved(self, tensor: Tensor) -> None:
         layout = layout_of(tensor)
-        undefined = self._op in UNDEFINED_SAVES
-        digest = b"" if undefined else saved_digest(layout, self._content(tensor, layout))
+        undefined = self._reads is not None and bool(self._op)
+        content = self._reads if undefined else self._content(tensor, layout)
         sources = self._source_storages.get(storage_key(tensor), [-1])
         if sources[0] < 0 and tensor not in self._interior and tensor not in self._hidden:
             self._hidden_bytes[storage_key(tensor)] = self._hidden.add(tensor)
-        self.recording.saved.append(SavedTensor(digest, self._op, layout, sources[0], int(tensor.storage_offset())))
+        digest = saved_digest(layout, content or b"")
+        offset = int(tensor.storage_offset())
+        self.recording.saved.append(SavedTensor(digest, self._op, layout, sources[0], offset, undefined))
 
     def ref_of(self, tensor: Tensor) -> Ref | None:
         """Where a tensor came from, None for one that no op gave or took."""
@@ -395,10 +445,10 @@ class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         return None if known is None else known.ref
 
     def rewrites_autograd(self) -> bool:
-        """Whether an op wrote something differentiable into a source, so that its history now leads into the call."""
+        """Whether the call gave a source another history: wrote something differentiable into it, or detached it."""
         return any(
-            source.is_written and tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= self.first_sequence
-            for source, tensor in zip(self.recording.sources, self.tensors, strict=True)
+            edge is not now and (edge is None or now is None or edge[:2] != now[:2])
+            for edge, now in zip(self.edges, map(_edge, self.tensors), strict=True)
         )
 
     def shares_storage(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
@@ -471,6 +521,11 @@ def default_generator(device: torch.device) -> torch.Generator:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         return torch.cuda.default_generators[index]
     raise Refusal(f"random numbers on {device.type}")
+
+
+def _edge(tensor: Tensor) -> GradientEdge | None:
+    with torch.enable_grad():  # a leaf's edge is found by making a view of it
+        return get_gradient_edge(tensor) if tensor.requires_grad else None
 
 
 def _version(tensor: Tensor) -> int:

@@ -14,7 +14,7 @@ from torch._C._autograd import _get_sequence_nr
 from torch.autograd.graph import get_gradient_edge
 
 from backhaul_runtime import ambient
-from backhaul_runtime.digest import content_digest, saved_digest
+from backhaul_runtime.digest import content_digest, read_digest, saved_digest
 from backhaul_runtime.errors import ProgramError, Refusal, ReplayError, SavedTensorModifiedError
 from backhaul_runtime.layout import copy_exact, layout_of, with_memory
 from backhaul_runtime.op_list import resolve
@@ -23,7 +23,7 @@ from backhaul_runtime.op_rules import (
     UNDEFINED_SAVES,
     UNWRITTEN_RESULTS,
     check_hostile_values,
-    result_tensors,
+    tensors_in,
 )
 from backhaul_runtime.program import GeneratorRef, Node, Program, ResultRef, SourceRef
 from backhaul_runtime.recorder import default_generator, drawing_device
@@ -80,6 +80,7 @@ class _Packing:
         digests: Of each tensor saved so far.
         kept: The tensors, if they are to be kept.
         op: The op that runs.
+        reads: Digest of all it reads, if what it saves may be undefined.
     """
 
     def __init__(self, keep_saved: bool) -> None:
@@ -87,11 +88,12 @@ class _Packing:
         self.digests: list[bytes] = []
         self.kept: list[Saved] = []
         self.op = ""
+        self.reads: bytes | None = None
 
     def __call__(self, tensor: Tensor) -> Saved:
         layout = layout_of(tensor)
-        undefined = self.op in UNDEFINED_SAVES
-        self.digests.append(b"" if undefined else saved_digest(layout, content_digest(tensor, layout)))
+        content = self.reads if self.reads is not None else content_digest(tensor, layout)
+        self.digests.append(saved_digest(layout, content))
         if self.op in HIDDEN_WRITES and tensor.dim() == 1:  # running statistics, which the op overwrites unseen
             tensor = copy_exact(tensor, layout)
         saved = Saved(len(self.digests) - 1, tensor)
@@ -156,7 +158,7 @@ class Replay:
 
     @property
     def saved_digests(self) -> list[bytes]:
-        """Of every tensor that autograd saved, in order; empty for one whose bytes are undefined by design."""
+        """Of every tensor that autograd saved, in order; see `recorder.SavedTensor`."""
         return self._packing.digests
 
     def _run(self) -> list[list[Tensor] | None]:
@@ -178,7 +180,6 @@ class Replay:
         return results
 
     def _call(self, node: Node, results: list[list[Tensor] | None], ledger: StorageLedger) -> list[Tensor]:
-        self._packing.op = node.op
         args = [self._value(value, results) for value in node.args]
         kwargs = {name: self._value(value, results) for name, value in node.kwargs}
         if node.draws:
@@ -186,12 +187,16 @@ class Replay:
             args = [generator if isinstance(value, GeneratorRef) else value for value in args]
             kwargs = {name: generator if isinstance(v, GeneratorRef) else v for name, v in kwargs.items()}
         op = resolve(node.op)
+        self._packing.op = node.op
+        self._packing.reads = (
+            read_digest(tensors_in((args, list(kwargs.values())))) if node.op in UNDEFINED_SAVES else None
+        )
         try:
             check_hostile_values(node.op, args, kwargs)
             returned = op(*args, **kwargs)
         except Exception as error:  # ops raise what they like
             raise ReplayError(f"{node.op} failed on replay: {error}", op=node.op) from error
-        found = result_tensors(returned)
+        found = tensors_in(returned)
         sizes = tuple([ledger.add(tensor) for tensor in found])
         if sizes != node.result_bytes:
             raise ReplayError(f"{node.op} took {sizes} bytes on replay, {node.result_bytes} when recorded", op=node.op)
@@ -224,9 +229,9 @@ class Replay:
                 return [self._value(item, results) for item in value]
         return value
 
-    def saved(self, index: int) -> Tensor:
-        """The `index`-th tensor that autograd saved, as it was then. Shares memory with the replay."""
-        return self._packing.kept[index].unpack()
+    def saved(self, index: int) -> Saved:
+        """The `index`-th tensor that autograd saved. Shares memory with the replay, and with sources."""
+        return self._packing.kept[index]
 
     def uses(self) -> list[list[Use]]:
         """The uses of each source, last first. Raises ProgramError for a graph that recording would have refused."""

@@ -40,14 +40,14 @@ class LoopbackSegment:
     def recompute(self, positions: Sequence[int]) -> "LoopbackTensors":
         found = self._run(partial(runs.recompute, positions=positions))
         tensors = unbundle([copy_exact(parcel.tensor) for parcel in found.bundle.parcels], found.bundle.views)
-        return LoopbackTensors(len(found.saved_digests), tensors)
+        return LoopbackTensors(found.saved_digests, tensors)
 
 
 class LoopbackTensors:
     """See `backhaul._frame.Incoming`."""
 
-    def __init__(self, saved_count: int, tensors: dict[int, Tensor]) -> None:
-        self.saved_count = saved_count
+    def __init__(self, saved_digests: Sequence[bytes], tensors: dict[int, Tensor]) -> None:
+        self.saved_digests = saved_digests
         self._tensors = tensors
 
     def take(self, position: int) -> Tensor:

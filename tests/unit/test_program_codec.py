@@ -175,7 +175,7 @@ def test_uninitialised_memory_is_never_shown() -> None:
     shown = node("aten.empty.memory_format", (4,), dtype=torch.float32)
     torch.full((4,), 7.0)  # freed, and so likely to be what empty() gives
     found = Replay(program(shown, node("aten.mul.Tensor", ResultRef(0, 0), X)), [torch.ones(4)], [], keep_saved=True)
-    assert torch.equal(found.saved(0), torch.zeros(4))
+    assert torch.equal(found.saved(0).unpack(), torch.zeros(4))
 
 
 def test_writing_to_a_source_must_be_declared() -> None:

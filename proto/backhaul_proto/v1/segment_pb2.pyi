@@ -382,11 +382,13 @@ Global___RecomputeResponse: _TypeAlias = RecomputeResponse  # noqa: Y015
 class RecomputeResult(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    SAVED_COUNT_FIELD_NUMBER: _builtins.int
+    SAVED_DIGESTS_FIELD_NUMBER: _builtins.int
     VIEWS_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
-    saved_count: _builtins.int
-    """How many tensors autograd saved."""
+    @_builtins.property
+    def saved_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """16 bytes each, in the order autograd saved: what the replay computed."""
+
     @_builtins.property
     def views(self) -> _containers.RepeatedCompositeFieldContainer[Global___View]: ...
     @_builtins.property
@@ -394,13 +396,13 @@ class RecomputeResult(_message.Message):
     def __init__(
         self,
         *,
-        saved_count: _builtins.int = ...,
+        saved_digests: _abc.Iterable[_builtins.bytes] | None = ...,
         views: _abc.Iterable[Global___View] | None = ...,
         timing: Global___Timing | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["saved_count", b"saved_count", "timing", b"timing", "views", b"views"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["saved_digests", b"saved_digests", "timing", b"timing", "views", b"views"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -103,7 +103,7 @@ def recompute(work: Work, ready: Ready | None, positions: Sequence[int]) -> Fini
         ready = work.replay(keep_saved=True)
     replay = ready.replay
     return Finished(
-        bundle=bundle([(position, replay.saved(position)) for position in positions]),
+        bundle=bundle([(position, replay.saved(position).unpack()) for position in positions]),
         saved_digests=tuple(replay.saved_digests),
         sources=(),
         recompute_s=ready.seconds,

@@ -237,7 +237,7 @@ class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
         found = answer.result()
         yield segment_pb2.RecomputeResponse(
             result=segment_pb2.RecomputeResult(
-                saved_count=len(found.saved_digests),
+                saved_digests=found.saved_digests,
                 views=[encode_view(view) for view in found.bundle.views],
                 timing=_timing(found, monotonic() - started),
             )

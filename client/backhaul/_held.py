@@ -1,0 +1,88 @@
+"""Whether anybody but the return value of a call holds one of its differentiable outputs.
+
+A graft gives the caller new tensors in place of the outputs, in new containers. Whoever holds an old one (a forward
+hook, an attribute of a module, a list that is returned and kept) would then hold something that is no longer part of
+the graph: hooks put on it would not fire. Nobody tells who holds a tensor, so references are counted: those that the
+returned containers account for, against those there are.
+"""
+
+import sys
+from collections import Counter, deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+def held_elsewhere(returned: list[Any]) -> bool:
+    """Whether a differentiable output in this list, whose only item is what a call returned, is held by anybody else.
+
+    Counted are the tensors, what they are views of, and the nodes of autograd that made them. Whoever calls holds none
+    of them but by the list. A container of a kind that can't be looked into counts as somebody else.
+    """
+    accounted: Counter[int] = Counter()
+    objects: dict[int, Any] = {}
+    _visit(returned, accounted, objects, set())
+    for key in objects:  # noqa: PLC0206  a name for the value would be one reference more
+        if sys.getrefcount(objects[key]) - accounted[key] > _IDLE:
+            return True
+        if isinstance(objects[key], Tensor) and _is_tensor_held(objects[key]):
+            return True
+    return False
+
+
+def _is_tensor_held(output: Tensor) -> bool:
+    return (
+        output.retains_grad
+        or (output._base is not None and sys.getrefcount(output._base) > _IDLE_BASE)
+        or (output.grad_fn is not None and sys.getrefcount(output.grad_fn) > _IDLE_NODE)
+    )
+
+
+def _visit(container: Any, accounted: Counter[int], objects: dict[int, Any], seen: set[int]) -> bool:
+    """Collects the differentiable tensors in a container, and the containers in it that have any."""
+    children, _ = pytree.SUPPORTED_NODES[pytree._get_node_type(container)].flatten_fn(container)
+    own = set()
+    for child in children:
+        if isinstance(child, Tensor):
+            wanted = child.requires_grad
+        elif pytree.tree_is_leaf(child):
+            continue
+        elif id(child) in seen:
+            wanted = id(child) in objects
+        else:
+            seen.add(id(child))
+            wanted = _visit(child, accounted, objects, seen)
+        if wanted:
+            objects[id(child)] = child
+            own.add(id(child))
+    for item in _references(container):
+        if id(item) in own:
+            accounted[id(item)] += 1
+    return bool(own)
+
+
+def _references(container: Any) -> Iterator[Any]:
+    """What a container refers to, each as often as it does."""
+    if isinstance(container, dict):
+        yield from dict.values(container)
+    elif isinstance(container, (list, tuple, deque)):
+        yield from container
+    yield from getattr(container, "__dict__", {}).values()
+
+
+def _idle_counts() -> tuple[int, int, int]:
+    """The counts that this Python and this torch give for what nobody holds."""
+    x = torch.zeros(2, requires_grad=True)
+    with torch.enable_grad():
+        tensors = {0: (x * 1).view(2, 1)}
+    return (
+        sys.getrefcount(tensors[0]),
+        sys.getrefcount(tensors[0]._base),
+        sys.getrefcount(tensors[0].grad_fn),
+    )
+
+
+_IDLE, _IDLE_BASE, _IDLE_NODE = _idle_counts()

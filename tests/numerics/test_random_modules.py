@@ -1,0 +1,56 @@
+"""Whatever people put together: the same bits with and without checkpointing, or an error without it too."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from backhaul import Session
+from numerics.random_modules import NAMES, Setting, run
+from support.bits import differing, plainly
+
+SETTINGS = st.builds(
+    Setting,
+    parts=st.lists(st.lists(st.sampled_from(NAMES), min_size=1, max_size=6).map(tuple), min_size=1, max_size=2).map(
+        tuple
+    ),
+    seed=st.integers(0, 1 << 16),
+    dtype=st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16]),
+    autocast=st.booleans(),
+    training=st.booleans(),
+    leaf=st.booleans(),
+    differentiable=st.booleans(),
+    form=st.sampled_from(["tensor", "tuple", "dict", "view"]),
+    again=st.booleans(),
+    twice=st.booleans(),
+    overwritten=st.booleans(),
+    steps=st.integers(1, 2),
+)
+
+
+def check(examples: int, session: Session) -> None:
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        database=None,
+    )
+    @given(setting=SETTINGS, returns=st.sampled_from(["gradients", "activations", "auto"]))
+    def compare(setting: Setting, returns: str) -> None:
+        expected = run(setting, plainly)
+        found = run(setting, partial(session.checkpoint, returns=returns))
+        if isinstance(expected, str):
+            assert found == expected
+        else:
+            assert not isinstance(found, str), found
+            assert differing(found, expected) == []
+
+    compare()
+    assert session.report().fallbacks == 0
+
+
+@pytest.mark.timeout(300)
+def test_modules_at_random(session: Session) -> None:
+    check(300, session)

@@ -1,0 +1,460 @@
+"""Functions that once gave, or could give, a wrong gradient without a word. Each says what a plain call gives."""
+
+import contextlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  torch's own name for it
+
+from backhaul import BackhaulError, CheckpointError, Session, StaleTensorError
+from support.bits import differing, plainly
+
+WIDTH = 8
+Checkpoint = Callable[..., Any]
+
+
+class Rounded(torch.autograd.Function):
+    """A straight-through estimator: what a program can't carry."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 0.5
+
+
+class Opaque(Tensor):
+    """A subclass: a kind of tensor that can't be digested."""
+
+
+@pytest.fixture(params=["gradients", "activations"])
+def checkpoint(request: pytest.FixtureRequest, session: Session) -> Checkpoint:
+    def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return session.checkpoint(function, *args, returns=request.param, **kwargs)
+
+    return call
+
+
+def same(case: Callable[[Checkpoint], list[Tensor | None]], checkpoint: Checkpoint) -> None:
+    torch.manual_seed(1)
+    expected = case(plainly)
+    torch.manual_seed(1)
+    assert differing(case(checkpoint), expected) == []
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    x = torch.randn(2, 4, WIDTH, requires_grad=True)
+    return x, x * 1.0
+
+
+def test_as_strided_counts_from_the_start_of_the_callers_storage(checkpoint: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        x = torch.zeros(200)[16:80].detach().requires_grad_()
+        w = torch.ones(2, requires_grad=True)
+        checkpoint(lambda x: x.as_strided((2,), (1,), 18) + w, x).sum().backward()
+        return [x.grad, w.grad]
+
+    same(case, checkpoint)
+
+
+@pytest.mark.parametrize("layer", [lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True), nn.RReLU])
+def test_memory_that_numpy_wrote_goes_into_an_op_with_undefined_saves(
+    layer: Callable[[], nn.Module], checkpoint: Checkpoint
+) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        module, (x, h) = layer(), inputs()
+
+        def fn(h: Tensor) -> Tensor:
+            z = torch.zeros(WIDTH)
+            z.numpy()[:] = 3
+            out = module(h + z)
+            return out[0] if isinstance(out, tuple) else out
+
+        checkpoint(fn, h).sum().backward()
+        return [x.grad, *(p.grad for p in module.parameters())]
+
+    torch.manual_seed(1)
+    expected = case(plainly)
+    torch.manual_seed(1)
+    with contextlib.suppress(CheckpointError):  # named is as good
+        assert differing(case(checkpoint), expected) == []
+
+
+def test_weights_of_an_lstm_that_changed_are_an_error_on_the_trainer(checkpoint: Checkpoint) -> None:
+    lstm, (_, h) = nn.LSTM(WIDTH, WIDTH, batch_first=True), inputs()
+    y = checkpoint(lambda h: lstm(Rounded.apply(h))[0], h)
+    for parameter in lstm.parameters():
+        parameter.data.mul_(2)
+    with pytest.raises((StaleTensorError, CheckpointError)):
+        y.sum().backward()
+
+
+def test_geometry_from_memory_that_numpy_wrote(checkpoint: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        x = torch.zeros(6, requires_grad=True)
+
+        def fn(h: Tensor) -> Tensor:
+            start = torch.zeros((), dtype=torch.long)
+            start.numpy()[...] = 3
+            return h.narrow(0, start, 1) * 1.0
+
+        checkpoint(fn, x).sum().backward()
+        return [x.grad]
+
+    same(case, checkpoint)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_source_detached_after_use(captured: bool, checkpoint: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        x, h = inputs()
+        w = torch.randn(WIDTH, requires_grad=True)
+
+        def fn(*_: Tensor) -> Tensor:
+            y = h * 2 + w
+            h.detach_()
+            return y
+
+        checkpoint(fn, *([] if captured else [h])).sum().backward()
+        return [x.grad, w.grad]
+
+    same(case, checkpoint)
+
+
+def test_grad_mode_left_off(checkpoint: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+
+        def fn(h: Tensor) -> Tensor:
+            y = linear(h).sin()
+            torch.set_grad_enabled(False)
+            return y
+
+        y = checkpoint(fn, h)
+        torch.set_grad_enabled(True)
+        (y.sum() + x.sum()).backward()
+        return [x.grad, linear.weight.grad]
+
+    same(case, checkpoint)
+
+
+def _hooked_by_a_forward_hook(module: nn.Module, run: Callable[[], Tensor]) -> list[Tensor | None]:
+    got: list[Tensor] = []
+    handle = module.register_forward_hook(lambda _module, _args, out: got.append(out))
+    y = run()
+    handle.remove()
+    got[0].register_hook(lambda gradient: gradient * 2)
+    y.sum().backward()
+    return []
+
+
+def test_an_output_that_a_forward_hook_keeps(checkpoint: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+        _hooked_by_a_forward_hook(linear, lambda: checkpoint(linear, h))
+        return [x.grad, linear.weight.grad]
+
+    same(case, checkpoint)
+
+
+@pytest.mark.parametrize("form", [lambda y: y, lambda y: (y, 1), lambda y: {"a": [y]}, lambda y: y.view(-1)])
+def test_an_output_that_the_module_keeps(form: Callable[[Tensor], Any], checkpoint: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+        kept: list[Tensor] = []
+
+        def fn(h: Tensor) -> Any:
+            kept.append(linear(h))
+            return form(kept[0])
+
+        (y,) = (t for t in torch.utils._pytree.tree_leaves(checkpoint(fn, h)) if isinstance(t, Tensor))
+        kept[0].retain_grad()
+        (y.square().sum() + kept[0].sin().sum()).backward()
+        return [x.grad, linear.weight.grad, kept[0].grad]
+
+    same(case, checkpoint)
+
+
+def test_an_output_that_retains_its_gradient(checkpoint: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+
+        def fn(h: Tensor) -> Tensor:
+            y = linear(h)
+            y.retain_grad()
+            return y
+
+        y = checkpoint(fn, h)
+        y.square().sum().backward()
+        return [x.grad, y.grad]
+
+    same(case, checkpoint)
+
+
+def test_a_node_of_an_output_that_is_kept(checkpoint: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+        nodes: list[Any] = []
+
+        def fn(h: Tensor) -> Tensor:
+            y = linear(h).sin()
+            nodes.append(y.grad_fn)
+            return y
+
+        y = checkpoint(fn, h)
+        nodes[0].register_prehook(lambda gradients: (gradients[0] * 2,))
+        y.sum().backward()
+        return [x.grad, linear.weight.grad]
+
+    same(case, checkpoint)
+
+
+def test_a_container_that_is_kept_stays_the_same(checkpoint: Checkpoint) -> None:
+    linear, (_, h) = nn.Linear(WIDTH, WIDTH), inputs()
+    state = {"h": h}
+
+    def fn(state: dict[str, Tensor]) -> dict[str, Tensor]:
+        state["h"] = linear(state["h"])
+        return state
+
+    assert checkpoint(fn, state) is state
+
+
+def test_what_nobody_else_keeps_returns_gradients(session: Session) -> None:
+    linear, (h, _) = nn.Linear(WIDTH, WIDTH), inputs()
+
+    @dataclass
+    class Out:
+        y: Tensor
+        more: tuple[Tensor, ...]
+
+    torch.utils._pytree.register_dataclass(Out)
+
+    def fn(h: Tensor) -> dict[str, Any]:
+        y = linear(h)
+        return {"view": (y * 2).view(-1), "more": [y.exp(), (y.sin(),)], "out": Out(y.cos(), (y.relu(),))}
+
+    for function in (linear, fn, nn.Sequential(linear, nn.Flatten())):
+        returned = session.checkpoint(function, h)
+        sum(t.sum() for t in torch.utils._pytree.tree_leaves(returned)).backward()
+    assert [decision.value for segment in session.report().segments for decision in segment.decisions] == [
+        "gradients"
+    ] * 3
+
+
+def test_a_parameter_written_during_backward(checkpoint: Checkpoint) -> None:
+    first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    x, h = inputs()
+    second(first(h).sin()).square().sum().backward()
+    expected = x.grad
+    x, h = (t.detach().requires_grad_() for t in (x, h))
+
+    def write(_: Tensor) -> None:
+        first.weight.data.mul_(2)
+
+    handle = second.weight.register_post_accumulate_grad_hook(write)
+    try:
+        checkpoint(lambda h: second(first(h).sin()), h).square().sum().backward()
+    except BackhaulError:
+        return
+    finally:
+        handle.remove()
+    assert torch.equal(h.grad, expected)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_tensor_without_digest_that_changed_is_an_error(captured: bool, checkpoint: Checkpoint) -> None:
+    w = torch.ones(2, requires_grad=True)
+    h = torch.ones(2).as_subclass(Opaque)
+    y = checkpoint(lambda: h * w) if captured else checkpoint(lambda h: h * w, h)
+    h.mul_(3)
+    with pytest.raises(StaleTensorError, match="Opaque"):
+        y.sum().backward()
+
+
+def test_a_sparse_tensor_that_changed_is_an_error(checkpoint: Checkpoint) -> None:
+    w = torch.ones(2, 2, requires_grad=True)
+    matrix = torch.eye(2).to_sparse()
+    y = checkpoint(lambda matrix: torch.sparse.mm(matrix, w), matrix)
+    matrix.mul_(3)
+    with pytest.raises(StaleTensorError, match="sparse"):
+        y.sum().backward()
+
+
+def test_writes_after_a_refusal_happen_once(checkpoint: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+        count, mask = torch.zeros(4), torch.ones(2, 4, WIDTH)
+
+        def fn(h: Tensor, mask: Tensor) -> Tensor:
+            y = Rounded.apply(linear(h))
+            count[0] += 1
+            mask[:, 0] *= 0.5
+            return y * mask
+
+        checkpoint(fn, h, mask).sum().backward()
+        return [x.grad, linear.weight.grad, count, mask]
+
+    same(case, checkpoint)
+
+
+def test_gradients_accumulated_inside_count_once(checkpoint: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+
+        def fn(h: Tensor) -> Tensor:
+            linear(h.detach()).square().sum().backward()
+            return Rounded.apply(linear(h).sin())
+
+        checkpoint(fn, h).sum().backward()
+        return [x.grad, linear.weight.grad]
+
+    same(case, checkpoint)
+
+
+def test_flushed_denormals(checkpoint: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        x = torch.ones(4, requires_grad=True)
+        (checkpoint(lambda h: h * 1e-20, x) * 1e-20).sum().backward()
+        return [x.grad]
+
+    torch.set_flush_denormal(True)
+    try:
+        same(case, checkpoint)
+        assert torch.count_nonzero(case(checkpoint)[0]) == 0
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_the_callers_storages_can_still_be_resized(checkpoint: Checkpoint) -> None:
+    x = torch.randn(8, requires_grad=True)
+    p = torch.randn(8)
+    checkpoint(lambda h: (h * p).sin(), x).sum().backward()
+    assert p.resize_(20).numel() == 20
+
+
+def test_nested_tensors_run_here(checkpoint: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        linear = nn.Linear(WIDTH, WIDTH)
+        parts = [torch.randn(n, WIDTH, requires_grad=True) for n in (2, 3)]
+        nested = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+        checkpoint(lambda nested: linear(nested).sin(), nested).values().sum().backward()
+        return [linear.weight.grad, *(part.grad for part in parts)]
+
+    same(case, checkpoint)
+
+
+def test_a_custom_function_that_no_output_shows(checkpoint: Checkpoint) -> None:
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return 2 * gradient * ctx.saved_tensors[0]
+
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+        kept: list[Tensor] = []
+
+        def fn(h: Tensor) -> Tensor:
+            y = linear(h)
+            kept.append(Square.apply(y).mean())
+            return y
+
+        (checkpoint(fn, h).sin().sum() + kept[0]).backward()
+        return [x.grad, linear.weight.grad]
+
+    same(case, checkpoint)
+
+
+def test_arguments_that_share_memory_of_which_one_is_written(checkpoint: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        x, h = inputs()
+        c = torch.randn(2, 4, WIDTH)
+
+        def fn(h: Tensor, c: Tensor, v: Tensor, again: Tensor) -> Tensor:
+            assert c is again
+            a = h + c
+            v.mul_(2)
+            return (a * (h + c)).sin()
+
+        checkpoint(fn, h, c, c.view(-1), c).sum().backward()
+        return [x.grad, c]
+
+    same(case, checkpoint)
+
+
+def test_a_small_captured_tensor_may_move_on(checkpoint: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+        step = torch.zeros(())
+
+        def fn(h: Tensor) -> Tensor:
+            return (linear(h) + step).tanh() * step.cos()
+
+        for _ in range(6):
+            h = checkpoint(fn, h)
+            step += 1
+        h.sum().backward()
+        return [x.grad, linear.weight.grad]
+
+    same(case, checkpoint)
+
+
+def test_threads_that_share_a_graph(checkpoint: Checkpoint) -> None:
+    linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+    loss = checkpoint(nn.Sequential(linear, nn.Tanh(), linear, nn.Tanh()), h).square().sum()
+    found: list[Any] = []
+
+    def backward() -> None:
+        try:
+            found.append(torch.autograd.grad(loss, x, retain_graph=True)[0])
+        except BaseException as error:
+            found.append(error)
+
+    threads = [threading.Thread(target=backward) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert all(torch.equal(gradient, found[0]) for gradient in found)
+
+
+def test_an_argument_made_in_another_thread(session: Session) -> None:
+    linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+    expected = torch.autograd.grad(linear(h).sin().sum(), x, retain_graph=True)[0]
+    found: list[Tensor] = []
+
+    def run() -> None:
+        y = session.checkpoint(lambda h: linear(h).sin(), h, strict=True)
+        found.append(torch.autograd.grad(y.sum(), x)[0])
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], expected)
+
+
+def test_a_segment_inside_one_that_runs_here(checkpoint: Checkpoint, session: Session) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+
+        def fn(h: Tensor) -> Tensor:
+            inner = plainly if checkpoint is plainly else session.checkpoint
+            return inner(lambda h: linear(h).sin(), Rounded.apply(h)) * F.relu(h)
+
+        checkpoint(fn, h).sum().backward()
+        return [x.grad, linear.weight.grad]
+
+    same(case, checkpoint)
