@@ -43,7 +43,7 @@ def connect(
         AddressError: An address can't be read.
         ConnectError: Nobody answers at one of them.
         ProtocolVersionError: A worker of another version answers.
-        ValueError: A setting has a value it can't have.
+        SettingError: A setting has a value it can't have.
     """
     session = Session(
         resolve(

@@ -33,6 +33,7 @@ SLICE_S = 0.1
 MAX_WAITING_MESSAGES = 4
 LONGEST_S = 3600.0
 """Deadline given to gRPC for calls whose end the rules above decide."""
+_CLOSE_S = 2.0
 
 
 def error_of(error: grpc.RpcError) -> BackhaulError:
@@ -79,6 +80,18 @@ class Watch:
         return future.result()
 
 
+def closed_error() -> WorkerLostError:
+    """What a call on a channel meets that was closed under it; gRPC itself raises ValueError there."""
+    return WorkerLostError("the connection was closed", status="CANCELLED")
+
+
+def close_channel(channel: grpc.Channel) -> None:
+    """Closes a channel without waiting for a worker that is stopped: gRPC waits for what it is just writing."""
+    closing = threading.Thread(target=channel.close, name="backhaul-close", daemon=True)
+    closing.start()
+    closing.join(_CLOSE_S)
+
+
 def call_unary(
     method: Any, request: Any, silence_s: float, watch: Watch | None = None, *, wait_for_ready: bool = False
 ) -> Any:
@@ -91,13 +104,16 @@ def call_unary(
         watch: Counts the signs of life of a stream.
         wait_for_ready: Wait for the connection instead of failing while there is none.
     """
-    future = method.future(request, timeout=LONGEST_S, wait_for_ready=wait_for_ready)
+    try:
+        future = method.future(request, timeout=LONGEST_S, wait_for_ready=wait_for_ready)
+    except ValueError:
+        raise closed_error() from None
     try:
         return (watch or Watch(silence_s)).wait(future)
     except grpc.RpcError as error:
         raise error_of(error) from None
     except grpc.FutureCancelledError:
-        raise WorkerLostError("the connection was closed", status="CANCELLED") from None
+        raise closed_error() from None
     finally:
         future.cancel()  # after silence or Ctrl-C nothing must be left behind; of a finished call it does nothing
 
@@ -136,11 +152,15 @@ class Stream(Generic[R]):
         self._closed = threading.Event()
         self._receiver = Receiver()
         self.received_bytes = 0
-        self._call = method(request, timeout=LONGEST_S)
+        try:
+            self._call = method(request, timeout=LONGEST_S)
+        except ValueError:
+            raise closed_error() from None
         threading.Thread(target=self._pump, name="backhaul-receive", daemon=True).start()
 
     def result(self) -> R:
         """The result. Raises WorkerError, or WorkerLostError where a bound was met (Rule 1)."""
+        asked = monotonic()
         while (message := self._next()) is not None:
             kind = message.WhichOneof("part")
             if kind == "result":
@@ -150,6 +170,10 @@ class Stream(Generic[R]):
             self._check_queue(message.progress.ahead_s)
             if message.progress.running and self._running_since is None:
                 self._running_since = monotonic()
+            if self._running_since is None and monotonic() - asked > self._longest_run_s:
+                raise WorkerLostError(
+                    f"the worker has not begun with the segment after {self._longest_run_s:.1f} s", status="BUSY"
+                )
         raise TransferError("the worker's answer ended before its result")
 
     def tensor(self, index: int) -> Tensor:

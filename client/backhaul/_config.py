@@ -1,9 +1,12 @@
 """A session's settings: argument over environment over default, resolved here and nowhere else. Free of torch."""
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
+
+from backhaul_runtime.errors import SettingError
 
 Returns = Literal["auto", "gradients", "activations"]
 RETURNS: tuple[str, ...] = ("auto", "gradients", "activations")
@@ -40,7 +43,7 @@ def resolve(**given: Any) -> Config:
     """The settings, from arguments (None: not given), the environment, and the defaults.
 
     Raises:
-        ValueError: Naming the setting, its value, and what it takes.
+        SettingError: Naming the setting, its value, and what it takes.
     """
     values = {}
     for field in fields(Config):
@@ -49,13 +52,17 @@ def resolve(**given: Any) -> Config:
         elif (text := os.environ.get(f"BACKHAUL_{field.name.upper()}")) is not None:
             values[field.name] = _parse(field.name, type(field.default), text)
     config = Config(**values)
+    for field in fields(Config):
+        value, kinds = getattr(config, field.name), (int, float) if field.type is float else (type(field.default),)
+        if not isinstance(value, kinds):
+            raise SettingError(f"{field.name}={value!r} must be of type {kinds[-1].__name__}")
     if config.returns not in RETURNS:
-        raise ValueError(f"returns={config.returns!r} is not one of {', '.join(map(repr, RETURNS))}")
+        raise SettingError(f"returns={config.returns!r} is not one of {', '.join(map(repr, RETURNS))}")
     for name in ("connect_timeout_s", "silence_s", "inflight_bytes"):
-        if getattr(config, name) <= 0:
-            raise ValueError(f"{name}={getattr(config, name)!r} must be more than 0")
+        if not 0 < getattr(config, name) < math.inf:
+            raise SettingError(f"{name}={getattr(config, name)!r} must be more than 0, and finite")
     if config.memory_bytes < 0:
-        raise ValueError(f"memory_bytes={config.memory_bytes!r} must not be negative")
+        raise SettingError(f"memory_bytes={config.memory_bytes!r} must not be negative")
     return config
 
 
@@ -63,7 +70,7 @@ def _parse(name: str, kind: Callable[[str], Any], text: str) -> Any:
     try:
         return _boolean(text) if kind is bool else kind(text)
     except ValueError:
-        raise ValueError(f"BACKHAUL_{name.upper()}={text!r} is no {getattr(kind, '__name__', 'value')}") from None
+        raise SettingError(f"BACKHAUL_{name.upper()}={text!r} is no {getattr(kind, '__name__', 'value')}") from None
 
 
 def _boolean(text: str) -> bool:

@@ -14,10 +14,11 @@ from time import monotonic
 from typing import IO
 
 from backhaul_runtime.addresses import Address, parse_address
-from backhaul_runtime.errors import ConnectError
+from backhaul_runtime.errors import AddressError, ConnectError
 
 logger = logging.getLogger("backhaul")
-_END_S = 5.0
+_END_S = 2.0
+_DYING_S = 0.5
 
 
 class EmbeddedWorker:
@@ -30,7 +31,11 @@ class EmbeddedWorker:
         self._directory = Path(tempfile.mkdtemp(prefix="backhaul-"))
         self._process: subprocess.Popen[str] | None = None
         self._closed = False
-        self._address = parse_address(f"unix:{self._directory}/worker.sock")
+        try:
+            self._address = parse_address(f"unix:{self._directory}/worker.sock")
+        except AddressError as error:
+            self._directory.rmdir()
+            raise ConnectError(f"set TMPDIR to a shorter directory: {error.message}") from error
 
     @property
     def pid(self) -> int | None:
@@ -55,14 +60,17 @@ class EmbeddedWorker:
         arguments = ["worker", "--listen", self._address.text, "--parent", str(os.getpid())]
         if self._memory_bytes:
             arguments += ["--memory", str(self._memory_bytes)]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "backhaul", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # Ctrl-C is for the trainer, which then ends its worker
-        )
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "backhaul", *arguments],  # -P: no modules from the working directory
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,  # Ctrl-C is for the trainer, which then ends its worker
+            )
+        except OSError as error:
+            raise ConnectError(f"a worker can't be started with {sys.executable}: {error}") from error
         said: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         tail: list[str] = []
         assert self._process.stdout is not None
@@ -75,11 +83,12 @@ class EmbeddedWorker:
         except queue.Empty:
             line = None
         if not line:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_DYING_S)  # it closes its pipe before it is gone
+            code = self._process.poll()
+            how = f"ended with code {code}" if code is not None else f"did not come up in {self._start_timeout_s:g} s"
             self.stop()
-            raise ConnectError(
-                f"the worker that connect() starts did not come up within {self._start_timeout_s:g} s; it said:\n"
-                + "".join(tail[-10:]),
-            )
+            raise ConnectError(f"the worker that connect() starts {how}; it said:\n" + "".join(tail[-10:]))
 
     def interrupt(self) -> None:
         """Asks the worker to end, also one that another thread waits for, and lets none start again."""

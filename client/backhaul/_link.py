@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from backhaul._calls import call_unary
+from backhaul._calls import call_unary, close_channel
 from backhaul_proto.v1 import (
     program_pb2_grpc,
     segment_pb2_grpc,
@@ -51,7 +51,6 @@ class Generation:
     Attributes:
         number: Counted by the link.
         session: The worker's name for the session.
-        epoch: The worker process.
         budget_bytes: Of the worker's memory.
         fingerprint: What its numbers depend on.
         lease_s: The session ends after so much silence.
@@ -59,7 +58,6 @@ class Generation:
 
     number: int
     session: str
-    epoch: str
     budget_bytes: int
     fingerprint: Mapping[str, str]
     lease_s: float
@@ -174,7 +172,7 @@ class Link:
             except BackhaulError as error:
                 logger.debug("closing the session on %s: %s", self.name, error)
         if self._channel is not None:
-            self._channel.close()  # ends what the keeper waits for
+            close_channel(self._channel)  # ends what the keeper waits for
         if self._keeper.ident is not None:
             self._keeper.join()
 
@@ -182,7 +180,7 @@ class Link:
         if self._closed:
             raise SessionClosedError("the session is closed")
         if self._channel is not None:
-            self._channel.close()
+            close_channel(self._channel)
         self.name = address.text
         self._channel = grpc.insecure_channel(address.target, options=CHANNEL_OPTIONS)
         self._stubs = Stubs(self._channel)
@@ -204,7 +202,6 @@ class Link:
         self._generation = Generation(
             self._generations,
             answer.session,
-            answer.epoch,
             answer.budget_bytes,
             dict(answer.fingerprint),
             answer.lease_s,
@@ -241,6 +238,9 @@ class Link:
                     backoff_s = FIRST_BACKOFF_S
             except BackhaulError as error:
                 self._down(error.message)
+            except Exception as error:  # a bug of ours, or a system without processes or files to spare
+                logger.exception("looking after the connection to %s failed", self.name)
+                self._down(f"{type(error).__name__}: {error}")
 
     def _look(self, generation: Generation | None) -> None:
         """Keeps the generation, or starts another (Rule 2)."""

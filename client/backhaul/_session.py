@@ -192,12 +192,14 @@ class Session:
     def save(self, frame: Frame, use_counts: list[int], forward_s: float) -> SavedSegment:
         """Queues a segment for a worker. Raises Refusal where none takes it."""
         assert frame.program is not None
+        if self._closed:  # first: in the child of a fork the lock may be held for ever
+            raise Refusal("the session is closed")
         with self._lock:
             side, generation = self._place()
             number = next(self._numbers)
         sources = frame.recording.sources
         _check_same_numbers(generation, side.link.name, sources[0].layout.device if sources else "cpu")
-        need = frame.program.run_bytes([source.layout.span_bytes for source in sources])
+        need = frame.program.run_bytes([source.layout.gradient_bytes for source in sources])
         total = need + sum(source.layout.span_bytes for source in sources)
         if total > generation.budget_bytes:
             raise Refusal(
@@ -231,8 +233,6 @@ class Session:
         return saved
 
     def _place(self) -> tuple[_Side, Generation]:
-        if self._closed:
-            raise Refusal("the session is closed")
         up = [(side, generation) for side in self._sides if (generation := side.link.up) is not None]
         if not up:
             raise Refusal(f"no worker can be reached: {self._sides[0].link.why_down}", is_said=True)
@@ -245,6 +245,7 @@ class Session:
 
     def _forked(self) -> None:
         self._closed = True
+        self.journal = Journal()  # the parent's threads may have held its locks
         for side in self._sides:
             side.link.forked()
 

@@ -239,3 +239,5 @@ class Uploader:
             self._link.trouble(release.generation, error)  # what it held goes with the session's lease
         except BackhaulError as error:
             logger.debug("releasing a segment: %s", error)
+        except Exception:  # a bug of ours must not end the thread that forward waits for
+            logger.exception("releasing a segment failed")

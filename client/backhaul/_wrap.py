@@ -21,6 +21,17 @@ class SegmentModule(CheckpointWrapper):
 
     def __init__(self, module: nn.Module, checkpoint: Callable[..., Any]) -> None:
         super().__init__(module, checkpoint_fn=checkpoint)
+        self.__dict__["_is_complete"] = True  # what is set from now on is set by its user
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute of the module inside, whose forward reads it, unless the wrapper was born with it."""
+        if "_is_complete" not in self.__dict__ or name in self.__dict__ or name in self._modules:
+            super().__setattr__(name, value)
+        else:
+            setattr(self._checkpoint_wrapped_module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._checkpoint_wrapped_module, name)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -57,21 +68,17 @@ def wrap(
     Raises:
         ValueError: The model has no module of these classes.
     """
-    found = 0
+    wrappers: dict[nn.Module, SegmentModule] = {}  # a module that stands in several places has one
 
     def visit(parent: nn.Module) -> None:
-        nonlocal found
-        for name, child in parent.named_children():
-            if isinstance(child, SegmentModule):
-                continue
+        for name, child in parent._modules.items():
             if isinstance(child, layers):
-                parent._modules[name] = SegmentModule(child, checkpoint)
-                found += 1
-            else:
+                parent._modules[name] = wrappers.setdefault(child, SegmentModule(child, checkpoint))
+            elif child is not None and not isinstance(child, SegmentModule):
                 visit(child)
 
     visit(model)
-    if not found:
+    if not wrappers:
         raise ValueError(f"{type(model).__name__} has no unwrapped module of {layers} inside")
     return model
 

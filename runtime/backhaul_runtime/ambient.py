@@ -3,6 +3,7 @@
 A setting counts as state if it has a getter and a setter in torch. What has none is the fingerprint's business.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -163,8 +164,8 @@ def _check_values(values: Mapping[str, Value]) -> None:
             raise ProgramError(f'the setting "{name}" can\'t be {value!r}: not a floating dtype', setting=name)
         if name.endswith("precision") and value not in {"none", "ieee", "tf32", "bf16"}:
             raise ProgramError(f'the setting "{name}" can\'t be {value!r}', setting=name)
-    if not 1 <= int(values.get("threads", 1)) <= _MAX_THREADS:
-        raise ProgramError(f"{values['threads']} threads are asked for, at most {_MAX_THREADS} are given")
+    if not 1 <= int(values.get("threads", 1)) <= max_threads():
+        raise ProgramError(f"{values['threads']} threads are asked for, at most {max_threads()} are given")
     if values.get("deterministic", 0) not in {0, 1, 2}:
         raise ProgramError(f'the setting "deterministic" can\'t be {values["deterministic"]!r}')
     order = str(values.get("sdp_priority", "0"))
@@ -172,6 +173,10 @@ def _check_values(values: Mapping[str, Value]) -> None:
         raise ProgramError(f'the setting "sdp_priority" can\'t be {order!r}')
 
 
+def max_threads() -> int:
+    """Most threads that a program may ask for: each keeps its stack for good, so their number is bounded."""
+    return max(64, 4 * (os.cpu_count() or 1))
+
+
 _FLOATING = {str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and dtype.is_floating_point}
-_MAX_THREADS = 1024
 _SDP_KERNELS = 8

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from backhaul_runtime.layout import Layout, host_bytes, layout_of, payload, unsupported_reason
 
-DIGEST_BYTES = 16
 _WEIGHT = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 divided by the golden ratio, odd, as int64
 
 

@@ -2,6 +2,7 @@
 
     BackhaulError
     ├── AddressError              (ValueError) an address that can't be read
+    ├── SettingError              (ValueError) a setting with a value it can't have
     ├── ConnectError              (ConnectionError) connect() found nobody at an address
     ├── ProtocolVersionError      trainer and worker speak different versions
     ├── NotRemoteError            strict: a segment would have run on the trainer
@@ -45,6 +46,7 @@ __all__ = [
     "SegmentUnknownError",
     "SessionClosedError",
     "SessionUnknownError",
+    "SettingError",
     "StaleTensorError",
     "TensorsMissingError",
     "TransferError",
@@ -53,6 +55,10 @@ __all__ = [
     "WorkerError",
     "WorkerLostError",
 ]
+
+
+MAX_MESSAGE = 2_000
+"""Characters of a message that travel. gRPC refuses metadata of more than 16 KiB."""
 
 
 class BackhaulError(Exception):
@@ -69,7 +75,8 @@ class BackhaulError(Exception):
 
     def to_bytes(self) -> bytes:
         """The error as it travels in gRPC's trailing metadata."""
-        return json.dumps({"kind": type(self).__name__, "message": self.message, "fields": self.fields}).encode()
+        message = self.message[:MAX_MESSAGE]
+        return json.dumps({"kind": type(self).__name__, "message": message, "fields": self.fields}).encode()
 
 
 def _rebuild(kind: type[BackhaulError], message: str, fields: Mapping[str, Any]) -> BackhaulError:
@@ -78,6 +85,10 @@ def _rebuild(kind: type[BackhaulError], message: str, fields: Mapping[str, Any])
 
 class AddressError(BackhaulError, ValueError):
     """An address that can't be read."""
+
+
+class SettingError(BackhaulError, ValueError):
+    """A setting, given as an argument or in the environment, has a value it can't have."""
 
 
 class ConnectError(BackhaulError, ConnectionError):
@@ -162,7 +173,7 @@ class SegmentUnknownError(WorkerError):
 
 
 class TensorsMissingError(WorkerError):
-    """Tensors are named that the worker does not hold. `addresses` are theirs, in hex."""
+    """Tensors are named that the worker does not hold."""
 
 
 class TransferError(WorkerError):

@@ -154,13 +154,11 @@ class Receiver:
     """Rebuilds the tensors of one stream.
 
     Args:
-        admit: Called with layout and declared address before memory is taken for a tensor; raises to refuse it.
+        admit: Called before memory is taken for a tensor of a layout; raises to refuse it.
         device: Where tensors end, the host if None.
     """
 
-    def __init__(
-        self, admit: Callable[[Layout, bytes], None] | None = None, device: torch.device | str | None = None
-    ) -> None:
+    def __init__(self, admit: Callable[[Layout], None] | None = None, device: torch.device | str | None = None) -> None:
         self._admit = admit
         self._device = device
         self._arrivals: list[_Arrival] = []
@@ -172,7 +170,7 @@ class Receiver:
             if declaration.size_bytes != layout.payload_bytes:
                 raise TransferError(f"{declaration.size_bytes} bytes are declared for a tensor of {layout}")
             if self._admit is not None:
-                self._admit(layout, declaration.address)
+                self._admit(layout)
             self._arrivals.append(_Arrival(layout, declaration.address, self._device))
         for chunk in batch.chunks:
             if chunk.tensor >= len(self._arrivals):

@@ -60,6 +60,11 @@ class Layout:
         return (last + 1) * self.dtype.itemsize
 
     @property
+    def gradient_bytes(self) -> int:
+        """What a copy or a gradient may take: elements that share memory do not there."""
+        return max(self.span_bytes, math.prod(self.shape) * self.dtype.itemsize)
+
+    @property
     def memory_order(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Shape and strides that visit every element once and in memory order; None where elements overlap."""
         if 0 in self.shape:

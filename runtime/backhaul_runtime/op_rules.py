@@ -1,6 +1,5 @@
 """What must be known of single ops beyond their schema."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -48,26 +47,6 @@ UNDEFINED_SAVES = frozenset(
     }
 )
 """Ops that save workspaces with undefined bytes. For all they save, the value check takes what they read."""
-
-
-_TRUNCATING_DIVISIONS = frozenset(
-    {f"aten.{op}.{kind}_mode" for op in ("div", "div_", "divide", "divide_") for kind in ("Tensor", "Scalar")}
-)
-
-
-def check_hostile_values(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises ValueError for values on which an op of the list takes the process down.
-
-    The least integer divided by -1 traps, if the division truncates.
-    """
-    if name not in _TRUNCATING_DIVISIONS or kwargs.get("rounding_mode") != "trunc":
-        return
-    dividend, divisor = (torch.as_tensor(value) for value in args[:2])
-    kind = torch.result_type(dividend, divisor)
-    if kind.is_floating_point or kind is torch.bool:
-        return
-    if bool((divisor == -1).any()) and bool((dividend == torch.iinfo(kind).min).any()):
-        raise ValueError("the least integer is divided by -1")
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -10,9 +10,6 @@ CHUNK_BYTES = 1 << 20
 PROGRESS_INTERVAL_S = 0.5
 """How often a worker says that a request still waits or runs."""
 
-SILENCE_S = 2.0
-"""A worker that sends neither progress nor bytes for so long is given up."""
-
 LEASE_S = 30.0
 """What a worker holds for a trainer that stays silent so long is freed."""
 
@@ -21,7 +18,7 @@ CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_send_message_length", 16 << 20),
     ("grpc.use_local_subchannel_pool", 1),  # a session's connections are its own, so closing it closes them
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # also how long one attempt to connect may take
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.enable_http_proxy", 0),
 )

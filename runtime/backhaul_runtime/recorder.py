@@ -176,6 +176,7 @@ class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         self._unwritten: set[int] = set()
         self._op = ""
         self._reads: bytes | None = None
+        self._foreign_saves = False
         self._contents: dict[tuple[Any, ...], bytes] = {}
         self._hidden = StorageLedger()
         self._hidden_bytes: dict[int, int] = {}  # of storages that autograd saves and no op returns
@@ -416,8 +417,7 @@ class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def note_saved(self, tensor: Tensor) -> None:
         """Takes the digest of a tensor that autograd saves. Called by the pack hook."""
-        if not self._op:
-            self.refuse("a custom autograd function saves a tensor")
+        self._foreign_saves |= not self._op
         try:
             if reason := unsupported_reason(tensor):
                 raise Refusal(f"autograd saves a {reason}")
@@ -477,6 +477,8 @@ class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         if RemovableHandle.next_id != self._first_hook:
             self.refuse("a hook was registered inside the function")
+        if self._foreign_saves:
+            self.refuse("a custom autograd function saves a tensor")
         refs = [self.ref_of(output) for output in outputs]
         if not all(isinstance(ref, ResultRef) for ref in refs):
             self.refuse("an output that no recorded op returned")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
 from torch.autograd.graph import get_gradient_edge
 
-from backhaul_runtime import ambient
+from backhaul_runtime import ambient, hostile
 from backhaul_runtime.digest import content_digest, read_digest, saved_digest
 from backhaul_runtime.errors import ProgramError, Refusal, ReplayError, SavedTensorModifiedError
 from backhaul_runtime.layout import copy_exact, layout_of, with_memory
@@ -22,7 +22,6 @@ from backhaul_runtime.op_rules import (
     HIDDEN_WRITES,
     UNDEFINED_SAVES,
     UNWRITTEN_RESULTS,
-    check_hostile_values,
     tensors_in,
 )
 from backhaul_runtime.program import GeneratorRef, Node, Program, ResultRef, SourceRef
@@ -192,7 +191,7 @@ class Replay:
             read_digest(tensors_in((args, list(kwargs.values())))) if node.op in UNDEFINED_SAVES else None
         )
         try:
-            check_hostile_values(node.op, args, kwargs)
+            hostile.check_values(node.op, op, args, kwargs)
             returned = op(*args, **kwargs)
         except Exception as error:  # ops raise what they like
             raise ReplayError(f"{node.op} failed on replay: {error}", op=node.op) from error

@@ -32,6 +32,7 @@ DENIED = re.compile(
     r"|^aten\.(_local_scalar_dense|item|equal|is_nonzero|allclose|_unsafe|_assert|_print|retain_grad|requires_grad_)"
     r"|\.(out|names.*|.*dimname.*|.*_out|.*Dimname.*)$"
     r"|ctc_loss|_aa\."  # read past their inputs on hostile values
+    r"|native_batch_norm|_batch_norm_with_update|segment_reduce"  # likewise, on sizes
     r"|^aten\.(narrow\.Tensor|tensor_split\.tensor)"  # geometry from values that autograd never saves
     r"|^aten\.(rename|align|refine)|storage|pin_memory|is_pinned|^aten\.(data|_version|_backward|output_nr|is_leaf)\."
 )

@@ -89,7 +89,7 @@ def _parent(process: Path) -> int:
     ("options", "message"),
     [
         (["--width", "100"], "--width 100 is not a multiple of 32"),
-        (["--steps", "0"], "0 must be at least 1"),
+        (["--steps", "0"], '"0" is not a number of at least 1'),
         (["--worker", "nowhere"], '"nowhere" can\'t be read'),
         (["--worker", "127.0.0.1:1"], "nobody answers as a worker at"),
     ],

@@ -233,6 +233,27 @@ def test_unwrapping_undoes_it(loopback: Loopback) -> None:
     assert not any(isinstance(module, SegmentModule) for module in model.modules())
 
 
+def test_attributes_of_a_wrapped_module_are_those_inside(loopback: Loopback) -> None:
+    wrapped = wrap(Model(), nn.Sequential, session=loopback)
+    inside = wrapped.layers[0]._checkpoint_wrapped_module
+    wrapped.layers[0].scale = 3
+    wrapped.layers[0].adapter = nn.Linear(4, 4)
+    assert inside.scale == 3
+    assert "adapter" in inside._modules
+    del wrapped.layers[0].adapter
+    assert not hasattr(inside, "adapter")
+    assert not wrapped.layers[0].eval().training
+    assert not inside[0].training
+
+
+def test_a_module_in_two_places_is_wrapped_in_both(loopback: Loopback) -> None:
+    shared = nn.Sequential(nn.Linear(4, 4))
+    model = wrap(nn.ModuleList([shared, shared]), nn.Sequential, session=loopback)
+    assert model[0] is model[1]
+    assert isinstance(model[1], SegmentModule)
+    assert unwrap(model)[1] is shared
+
+
 def test_wrapping_nothing_is_an_error() -> None:
     with pytest.raises(ValueError, match="Model has no unwrapped module"):
         wrap(Model(), nn.Conv2d)

@@ -17,7 +17,7 @@ from backhaul_runtime.layout import layout_of
 from backhaul_runtime.program import Node, Program, ResultRef, Source, SourceRef
 from backhaul_runtime.program_codec import encode_program
 from backhaul_server.worker import runs
-from backhaul_server.worker.core import Segment, Session, Worker
+from backhaul_server.worker.core import ENTRY_BYTES, Segment, Session, Worker
 from backhaul_server.worker.segment_machine import Key
 
 FIRST = Key("backward", 1)
@@ -53,13 +53,12 @@ def squaring() -> bytes:
 
 def put(worker: Worker, tensor: torch.Tensor) -> bytes:
     layout, address = layout_of(tensor), address_of(tensor)
-    worker.expect_tensor(layout)
-    worker.store.arrived(address, tensor, layout.span_bytes)
+    worker.store.arrived(address, tensor, worker.expect_tensor(layout))
     return address
 
 
-def saved(worker: Worker, session: Session, number: int = 1, value: float = 3.0) -> Segment:
-    program = worker.put_program(squaring())
+async def saved(worker: Worker, session: Session, number: int = 1, value: float = 3.0) -> Segment:
+    program = await worker.put_program(squaring())
     address = put(worker, torch.full((4,), value))
     assert worker.save(session, number, program, [address], [0], [], "square") == (False, [])
     return worker.segment(session, number)
@@ -75,7 +74,7 @@ async def backward(worker: Worker, session: Session, segment: Segment, key: Key 
 def test_a_segment_from_save_to_release() -> None:
     async def test(worker: Worker) -> None:
         session = worker.open_session("trainer")
-        segment = saved(worker, session)
+        segment = await saved(worker, session)
         found = await backward(worker, session, segment)
         assert [parcel.tensor.tolist() for parcel in found.bundle.parcels] == [[3.0] * 4] * 2  # each use of x
         assert found.sources == (0, 0)
@@ -91,7 +90,7 @@ def test_a_segment_from_save_to_release() -> None:
 def test_one_computation_for_a_request_that_is_repeated() -> None:
     async def test(worker: Worker) -> None:
         session = worker.open_session("trainer")
-        segment = saved(worker, session)
+        segment = await saved(worker, session)
         both = await asyncio.gather(backward(worker, session, segment), backward(worker, session, segment))
         again = await backward(worker, session, segment)
         assert both[0] is both[1] is again
@@ -105,9 +104,9 @@ def test_one_computation_for_a_request_that_is_repeated() -> None:
 def test_a_repeated_save_changes_nothing() -> None:
     async def test(worker: Worker) -> None:
         session = worker.open_session("trainer")
-        segment = saved(worker, session)
-        assert saved(worker, session) is segment
-        assert worker.store.usage().segments == 16
+        segment = await saved(worker, session)
+        assert await saved(worker, session) is segment
+        assert worker.store.usage().segments == 16 + ENTRY_BYTES
 
     with_worker(test)
 
@@ -128,7 +127,7 @@ def test_lists_that_do_not_fit_the_program(sources: int, transient: list[int]) -
         session = worker.open_session("trainer")
         addresses = [put(worker, torch.full((4,), float(i))) for i in range(sources)]
         with pytest.raises(ProgramError):
-            worker.save(session, 1, worker.put_program(squaring()), addresses, transient, [], "x")
+            worker.save(session, 1, await worker.put_program(squaring()), addresses, transient, [], "x")
 
     with_worker(test)
 
@@ -136,7 +135,7 @@ def test_lists_that_do_not_fit_the_program(sources: int, transient: list[int]) -
 def test_nothing_of_a_finished_segment_stays_until_garbage_is_collected() -> None:
     async def test(worker: Worker) -> None:
         session = worker.open_session("trainer")
-        segment = saved(worker, session)
+        segment = await saved(worker, session)
         found = await backward(worker, session, segment)
         result = weakref.ref(found.bundle.parcels[0].tensor.untyped_storage())
         del found
@@ -156,7 +155,7 @@ def test_nothing_of_a_finished_segment_stays_until_garbage_is_collected() -> Non
 def test_a_silent_trainer_is_forgotten() -> None:
     async def test(worker: Worker) -> None:
         session = worker.open_session("trainer")
-        saved(worker, session)
+        await saved(worker, session)
         while worker.sessions:
             await asyncio.sleep(0.01)
         assert worker.store.usage().segments == 0
@@ -169,13 +168,13 @@ def test_a_silent_trainer_is_forgotten() -> None:
 def test_a_draining_worker_finishes_and_takes_nothing_new() -> None:
     async def test(worker: Worker) -> None:
         session = worker.open_session("trainer")
-        segment = saved(worker, session)
+        segment = await saved(worker, session)
         worker.draining = True
         await backward(worker, session, segment)
         with pytest.raises(DrainingError):
             worker.open_session("another")
         with pytest.raises(DrainingError):
-            saved(worker, session, 2)
+            await saved(worker, session, 2)
 
     with_worker(test)
 
@@ -183,7 +182,7 @@ def test_a_draining_worker_finishes_and_takes_nothing_new() -> None:
 def test_a_segment_released_while_it_waits_is_not_run() -> None:
     async def test(worker: Worker) -> None:
         session = worker.open_session("trainer")
-        segment = saved(worker, session)
+        segment = await saved(worker, session)
         request = asyncio.ensure_future(backward(worker, session, segment))
         await asyncio.sleep(0)
         worker.release(session, [1])
@@ -202,10 +201,10 @@ def test_more_segments_than_fit_are_refused_and_the_others_live() -> None:
         number = 0
         with pytest.raises(BudgetError) as caught:
             for number in range(100):
-                saved(worker, session, number, float(number))
+                await saved(worker, session, number, float(number))
         assert 0 < number < 99
         assert caught.value.retry_after_s > 0
         for segment in list(session.segments.values()):
             await backward(worker, session, segment)
 
-    with_worker(test, budget_bytes=600)
+    with_worker(test, budget_bytes=30_000)

@@ -145,7 +145,7 @@ def test_what_contradicts_itself_is_refused(change: Callable[[tensor_pb2.TensorB
 def test_memory_is_asked_for_before_it_is_taken() -> None:
     asked: list[int] = []
 
-    def admit(layout: Layout, address: bytes) -> None:
+    def admit(layout: Layout) -> None:
         asked.append(layout.span_bytes)
         raise TransferError("no room")
 
@@ -172,7 +172,7 @@ def test_any_bytes_end_in_our_own_error(data: bytes) -> None:
     batch.chunks[0].data = data
     try:
         batch.declarations[0].spec.MergeFromString(data)
-        receiver = Receiver(lambda layout, _: _refuse_large(layout))
+        receiver = Receiver(_refuse_large)
         receiver.add(batch)
         receiver.tensors()
     except TransferError:

@@ -14,7 +14,7 @@ from backhaul_runtime.errors import WorkerLostError
 from backhaul_runtime.layout import layout_of
 from conftest import wait_until
 
-GENERATION = Generation(1, "session", "epoch", 1 << 30, {}, 30.0)
+GENERATION = Generation(1, "session", 1 << 30, {}, 30.0)
 
 
 class Answer:

@@ -10,7 +10,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
-from backhaul_runtime.errors import AddressError, ConnectError, ProtocolVersionError
+from backhaul_runtime.errors import AddressError, ConnectError, ProtocolVersionError, SettingError
 
 if TYPE_CHECKING:
     from backhaul._session import Session
@@ -44,10 +44,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.width % 32:
         print(f"backhaul demo: --width {arguments.width} is not a multiple of 32", file=sys.stderr)
         return 2
+    if arguments.json is not None and not os.access(arguments.json.parent, os.W_OK):
+        print(f"backhaul demo: --json {arguments.json} can't be written there", file=sys.stderr)
+        return 2
     signal.signal(signal.SIGTERM, _interrupt)  # so that nothing is left behind then either
     try:
         return _run(arguments)
-    except (AddressError, ConnectError, ProtocolVersionError) as error:
+    except (AddressError, ConnectError, ProtocolVersionError, SettingError) as error:
         print(f"backhaul demo: {error}", file=sys.stderr)
         return 2
 
@@ -137,7 +140,6 @@ def _verdict(results: dict[str, object]) -> str:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return value
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f'"{text}" is not a number of at least 1')
+    return int(text)

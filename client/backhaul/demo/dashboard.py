@@ -24,7 +24,10 @@ class DashboardProcess:
             return
         arguments = ["dashboard", "--worker", worker, "--listen", "127.0.0.1:0"]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "backhaul", *arguments], stdout=subprocess.PIPE, text=True, start_new_session=True
+            [sys.executable, "-P", "-m", "backhaul", *arguments],
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
         assert self._process.stdout is not None
         self.url = self._process.stdout.readline().strip().rpartition(" ")[2]

@@ -323,32 +323,6 @@ class ViewSpec(_message.Message):
 Global___ViewSpec: _TypeAlias = ViewSpec  # noqa: Y015
 
 @_typing.final
-class Timing(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    QUEUE_S_FIELD_NUMBER: _builtins.int
-    RECOMPUTE_S_FIELD_NUMBER: _builtins.int
-    BACKWARD_S_FIELD_NUMBER: _builtins.int
-    queue_s: _builtins.float
-    recompute_s: _builtins.float
-    """Spent before the request came, on its behalf, is counted too."""
-    backward_s: _builtins.float
-    def __init__(
-        self,
-        *,
-        queue_s: _builtins.float = ...,
-        recompute_s: _builtins.float = ...,
-        backward_s: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward_s", b"backward_s", "queue_s", b"queue_s", "recompute_s", b"recompute_s"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Timing: _TypeAlias = Timing  # noqa: Y015
-
-@_typing.final
 class RecomputeResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -384,25 +358,21 @@ class RecomputeResult(_message.Message):
 
     SAVED_DIGESTS_FIELD_NUMBER: _builtins.int
     VIEWS_FIELD_NUMBER: _builtins.int
-    TIMING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def saved_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """16 bytes each, in the order autograd saved: what the replay computed."""
 
     @_builtins.property
     def views(self) -> _containers.RepeatedCompositeFieldContainer[Global___View]: ...
-    @_builtins.property
-    def timing(self) -> Global___Timing: ...
     def __init__(
         self,
         *,
         saved_digests: _abc.Iterable[_builtins.bytes] | None = ...,
         views: _abc.Iterable[Global___View] | None = ...,
-        timing: Global___Timing | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["saved_digests", b"saved_digests", "timing", b"timing", "views", b"views"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["saved_digests", b"saved_digests", "views", b"views"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -444,7 +414,6 @@ class BackwardResult(_message.Message):
 
     SAVED_DIGESTS_FIELD_NUMBER: _builtins.int
     CONTRIBUTIONS_FIELD_NUMBER: _builtins.int
-    TIMING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def saved_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """16 bytes each, in the order autograd saved: what the replay computed."""
@@ -453,18 +422,15 @@ class BackwardResult(_message.Message):
     def contributions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Contribution]:
         """One per gradient the segment's sources have, by use, see Contribution."""
 
-    @_builtins.property
-    def timing(self) -> Global___Timing: ...
     def __init__(
         self,
         *,
         saved_digests: _abc.Iterable[_builtins.bytes] | None = ...,
         contributions: _abc.Iterable[Global___Contribution] | None = ...,
-        timing: Global___Timing | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contributions", b"contributions", "saved_digests", b"saved_digests", "timing", b"timing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contributions", b"contributions", "saved_digests", b"saved_digests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

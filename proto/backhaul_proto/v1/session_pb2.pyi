@@ -72,20 +72,14 @@ class OpenSessionResponse(_message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     WORKER_VERSION_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
     BUDGET_BYTES_FIELD_NUMBER: _builtins.int
-    DEVICE_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     worker_version: _builtins.str
     session: _builtins.str
-    epoch: _builtins.str
-    """New for every worker process."""
     lease_s: _builtins.float
     budget_bytes: _builtins.int
-    device: _builtins.str
-    """"cpu" or "cuda:0"."""
     @_builtins.property
     def fingerprint(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """What its numbers depend on and cannot be set: bits are equal where all values are."""
@@ -96,15 +90,13 @@ class OpenSessionResponse(_message.Message):
         protocol_version: _builtins.int = ...,
         worker_version: _builtins.str = ...,
         session: _builtins.str = ...,
-        epoch: _builtins.str = ...,
         lease_s: _builtins.float = ...,
         budget_bytes: _builtins.int = ...,
-        device: _builtins.str = ...,
         fingerprint: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "device", b"device", "epoch", b"epoch", "fingerprint", b"fingerprint", "lease_s", b"lease_s", "protocol_version", b"protocol_version", "session", b"session", "worker_version", b"worker_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "fingerprint", b"fingerprint", "lease_s", b"lease_s", "protocol_version", b"protocol_version", "session", b"session", "worker_version", b"worker_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

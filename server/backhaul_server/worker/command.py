@@ -6,7 +6,7 @@ import sys
 from backhaul_runtime.addresses import parse_address
 from backhaul_runtime.errors import AddressError
 from backhaul_runtime.protocol import LEASE_S
-from backhaul_server.worker.config import WorkerConfig, parse_size
+from backhaul_server.worker.config import WorkerConfig, parse_lease, parse_size
 
 HELP = "recompute segments for trainers"
 
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--lease",
-        type=float,
+        type=parse_lease,
         default=LEASE_S,
         metavar="SECONDS",
         help="free what a silent trainer held after so long (default: %(default)g)",

@@ -1,12 +1,15 @@
 """A worker's settings. Free of torch: `backhaul worker --help` must be quick."""
 
+import math
 import re
+from argparse import ArgumentTypeError
 from dataclasses import dataclass
 from pathlib import Path
 
 from backhaul_runtime.addresses import Address
 from backhaul_runtime.protocol import LEASE_S
 
+_MOST_BYTES = 1 << 50
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kmgt]?)(i?b)?", re.IGNORECASE)
 
@@ -35,11 +38,25 @@ class WorkerConfig:
 
 
 def parse_size(text: str) -> int:
-    """Bytes from "4294967296", "4GiB", "4g" or "512 MB", units being powers of 1024. Raises ValueError."""
+    """Bytes from "4294967296", "4GiB", "4g" or "512 MB", units being powers of 1024. Raises ArgumentTypeError."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f'"{text}" is not a size: write bytes, or a number with K, M, G or T, as in 8GiB')
-    return int(float(match["number"]) * _UNITS[match["unit"].lower()])
+        raise ArgumentTypeError(f'"{text}" is not a size: write bytes, or a number with K, M, G or T, as in 8GiB')
+    size = int(float(match["number"]) * _UNITS[match["unit"].lower()])
+    if size > _MOST_BYTES:
+        raise ArgumentTypeError(f'"{text}" is more memory than any machine has')
+    return size
+
+
+def parse_lease(text: str) -> float:
+    """Seconds, more than 0. Raises ArgumentTypeError."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise ArgumentTypeError(f'"{text}" is not a number of seconds above 0')
+    return seconds
 
 
 def host_memory_bytes() -> int:

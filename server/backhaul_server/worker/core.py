@@ -8,7 +8,8 @@ import asyncio
 import logging
 import secrets
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from backhaul_runtime.errors import (
     BackhaulError,
+    BudgetError,
     DrainingError,
     ProgramError,
     SegmentUnknownError,
@@ -24,7 +26,7 @@ from backhaul_runtime.errors import (
     TensorsMissingError,
     WorkerError,
 )
-from backhaul_runtime.layout import Layout
+from backhaul_runtime.layout import Layout, layout_of
 from backhaul_runtime.program import Program
 from backhaul_runtime.program_codec import address_of_program, decode_program
 from backhaul_server.worker.executor import Executor
@@ -39,7 +41,6 @@ from backhaul_server.worker.segment_machine import (
     Hurry,
     Instruction,
     Key,
-    Phase,
     ReplayAhead,
     Run,
     SegmentMachine,
@@ -47,8 +48,11 @@ from backhaul_server.worker.segment_machine import (
 from backhaul_server.worker.store import Store
 
 logger = logging.getLogger("backhaul.worker")
-MAX_PROGRAMS = 4096
 KEPT_GRADIENTS = 8
+MAX_GENERATOR_BYTES = 16 << 10  # of a state; torch's largest has 5 KiB
+MAX_ANSWERS = 16  # of one session, read at the same time
+ENTRY_BYTES = 2 << 10  # what a tensor takes beside its elements
+_LEAST_PROGRAM_BYTES = 4 << 20
 
 Perform = Callable[[Work, Ready | None], Finished]
 """What a request wants done with a segment. Called in the executor's thread."""
@@ -76,13 +80,13 @@ class Segment:
     Attributes:
         session: Whose it is.
         id: The trainer's number for it.
-        work: Program and tensors.
+        work: Program and tensors, None once it was released.
         name: For people.
     """
 
     session: "Session"
     id: int
-    work: Work
+    work: Work | None
     name: str
     machine: SegmentMachine = field(default_factory=SegmentMachine)
     ready: Ready | None = None
@@ -105,6 +109,7 @@ class Session:
         expires_at: When its lease runs out, by the monotonic clock.
         segments: By the trainer's number.
         gradients: Addresses of the last gradients that came or went, which are cached.
+        answers: How many are being sent.
     """
 
     id: str
@@ -112,6 +117,7 @@ class Session:
     expires_at: float
     segments: dict[int, Segment] = field(default_factory=dict)
     gradients: deque[bytes] = field(default_factory=deque)
+    answers: int = 0
 
 
 class Worker:
@@ -131,7 +137,8 @@ class Worker:
         self.sessions: dict[str, Session] = {}
         self.draining = False
         self.recomputed_segments = 0
-        self._programs: OrderedDict[bytes, Program] = OrderedDict()
+        self._programs: OrderedDict[bytes, tuple[Program, int]] = OrderedDict()
+        self._program_bytes = 0
         self.executor = Executor()
         self._expiry = asyncio.create_task(self._expire())
 
@@ -170,6 +177,8 @@ class Worker:
             for segment in list(session.segments.values()):
                 self._carry_out(segment, segment.machine.released())
             self.store.uncache(session.gradients)
+        if not self.sessions:
+            self.store.clear_cache()
 
     async def _expire(self) -> None:
         while True:
@@ -181,20 +190,31 @@ class Worker:
 
     # Programs and tensors
 
-    def put_program(self, encoded: bytes) -> bytes:
+    async def put_program(self, encoded: bytes) -> bytes:
         """Checks and keeps a program. Returns its address. Raises ProgramError."""
         self._check_draining()
         address = address_of_program(encoded)
         if address not in self._programs:
-            self._programs[address] = decode_program(encoded, self.device)
-            if len(self._programs) > MAX_PROGRAMS:
-                self._programs.popitem(last=False)
+            program = await asyncio.to_thread(decode_program, encoded, self.device)  # a long one takes a second
+            if address not in self._programs:
+                self._programs[address] = program, len(encoded)
+                self._program_bytes += len(encoded)
+            # Decoded they take some twenty times as much.
+            while self._program_bytes > max(_LEAST_PROGRAM_BYTES, self.store.budget_bytes // 256):
+                if len(self._programs) == 1:
+                    break
+                _, (_, size) = self._programs.popitem(last=False)
+                self._program_bytes -= size
         return address
 
-    def expect_tensor(self, layout: Layout) -> None:
-        """Makes room for a declared tensor. Raises BudgetError."""
+    def expect_tensor(self, layout: Layout) -> int:
+        """Makes room for a declared tensor. Returns what is charged for it. Raises BudgetError."""
         self._check_draining()
-        self.store.expect(layout.span_bytes)
+        # One with gaps is put together from a packed copy.
+        gaps = layout.payload_bytes if layout.payload_bytes < layout.span_bytes else 0
+        charged = ENTRY_BYTES + layout.span_bytes + gaps
+        self.store.expect(charged)
+        return charged
 
     # Segments
 
@@ -220,15 +240,20 @@ class Worker:
         self._check_draining()
         if segment_id in session.segments:
             return False, []
-        program = self._programs.get(program_address)
         missing = self.store.missing(addresses)
-        if program is None or missing:
-            return program is None, missing
+        if program_address not in self._programs or missing:
+            return program_address not in self._programs, missing
         self._programs.move_to_end(program_address)
+        program, _ = self._programs[program_address]
         if len(addresses) != len(program.sources) or max(transient, default=0) >= max(1, len(addresses)):
             raise ProgramError(f"{len(addresses)} tensors are named for a program of {len(program.sources)} sources")
+        drawn = sum(node.draws for node in program.nodes)
+        if len(generator_states) != drawn or max(map(len, generator_states), default=0) > MAX_GENERATOR_BYTES:
+            raise ProgramError(f"{len(generator_states)} generator states came for {drawn} draws, or too large")
         sources = [self.store.tensor(address) for address in addresses]
-        need = program.run_bytes([tensor.untyped_storage().nbytes() for tensor in sources])
+        need = program.run_bytes([layout_of(tensor).gradient_bytes for tensor in sources]) + sum(
+            map(len, generator_states)
+        )
         self.store.attach((session.id, segment_id), addresses, [addresses[position] for position in transient], need)
         work = Work(program, sources, generator_states)
         segment = session.segments[segment_id] = Segment(session, segment_id, work, name)
@@ -262,10 +287,7 @@ class Worker:
         """The tensors a backward starts from. Raises TensorsMissingError."""
         missing = self.store.missing(addresses.values())
         if missing:
-            raise TensorsMissingError(
-                f"{len(missing)} gradients are named that this worker does not hold: send them",
-                addresses=[address.hex() for address in missing],
-            )
+            raise TensorsMissingError(f"{len(missing)} gradients are named that this worker does not hold: send them")
         found = {output: self.store.tensor(address) for output, address in addresses.items()}
         self._remember(session, addresses.values())
         return found
@@ -313,6 +335,7 @@ class Worker:
                     self.store.forget_result((segment.key, key))
                     segment.requests.pop(key, None)
                 case Free():
+                    segment.work = None  # a job of it may still wait its turn
                     self.store.detach(segment.key)
                     segment.session.segments.pop(segment.id, None)
 
@@ -327,8 +350,10 @@ class Worker:
         made: list[Ready] = []
 
         def work() -> None:
+            found = segment.work
             try:
-                made.append(segment.work.replay(keep_saved=not segment.work.program.outputs))
+                if found is not None:
+                    made.append(found.replay(keep_saved=not found.program.outputs))
             except Exception:  # the request that needs it will meet its own
                 logger.debug("a replay ahead of %s failed", segment.name, exc_info=True)
 
@@ -354,10 +379,11 @@ class Worker:
         def work() -> None:
             ready, segment.ready = segment.ready, None
             perform, request.perform = request.perform, None
-            if perform is None or segment.machine.phase is Phase.RELEASED:
+            found = segment.work
+            if perform is None or found is None:
                 outcome.append(SegmentUnknownError(f"segment {segment.id} was released meanwhile"))
             else:
-                outcome.append(_outcome(perform, segment.work, ready))
+                outcome.append(_outcome(perform, found, ready))
 
         def end() -> None:
             segment.job = None  # it leads back to the segment
@@ -385,9 +411,33 @@ class Worker:
         self.store.keep_result((segment.key, key), found.bundle.size_bytes, drop)
         addressed = [parcel for parcel in found.bundle.parcels if parcel.address]
         for parcel in addressed:
-            self.store.cache(parcel.address, parcel.tensor, parcel.layout.span_bytes)
+            self.store.cache(parcel.address, parcel.tensor, ENTRY_BYTES + parcel.layout.span_bytes)
         self._remember(segment.session, [parcel.address for parcel in addressed])
         request.answer.set_result(found)
+
+    @contextmanager
+    def answering(self, segment: Segment, key: Key) -> Iterator[None]:
+        """Around the sending of an answer, which is held until then. Raises BudgetError for too many at once."""
+        session, result = segment.session, (segment.key, key)
+        if session.answers >= MAX_ANSWERS:
+            raise BudgetError(
+                f"{session.answers} answers are being sent to this trainer already: read them first",
+                needed_bytes=0,
+                budget_bytes=self.store.budget_bytes,
+                retry_after_s=1.0,
+            )
+        session.answers += 1
+        self.store.pin_result(result)
+        try:
+            yield
+        finally:
+            session.answers -= 1
+            self.store.unpin_result(result)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything runs, waits to, or is being sent."""
+        return len(self.executor) > 0 or any(session.answers for session in self.sessions.values())
 
     def _fail(self, segment: Segment, key: Key, error: BackhaulError) -> None:
         """Answers a request with an error and forgets it, so that a repeated one tries again."""

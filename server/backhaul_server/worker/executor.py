@@ -37,7 +37,8 @@ class Executor:
             return job is not None, 0.0
         left = 0.0
         if self._running is not None:
-            left = max(0.0, self._running.expected_s - (monotonic() - self._running_since))
+            # One that takes longer than expected may well take as long again.
+            left = abs(self._running.expected_s - (monotonic() - self._running_since))
         return False, left + self._queue.ahead_of(job)
 
     async def close(self) -> None:

@@ -5,6 +5,7 @@ are taken exclusively, and a lock beside a socket's path is held for as long as 
 """
 
 import fcntl
+import socket
 from pathlib import Path
 from typing import IO
 
@@ -34,24 +35,43 @@ class Listener:
         """Takes the address. Returns it with the port that was given. Raises ListenError."""
         if self._address.unix_path:
             self._lock_path(Path(self._address.unix_path))
+        else:
+            self._check_port()
+        target = self._address.target.removeprefix("dns:///")
         try:
-            port = server.add_insecure_port(self._address.target)
+            port = server.add_insecure_port(target)
         except RuntimeError as error:
             raise ListenError(f'can\'t listen on "{self._address.text}": {error}') from None
         if self._address.unix_path:
-            return self._address.target
-        host, _, _ = self._address.target.rpartition(":")
+            return target
+        host, _, _ = target.rpartition(":")
         return f"{host}:{port}"
 
-    def _lock_path(self, path: Path) -> None:
+    def _check_port(self) -> None:
+        """Gives the system's reason where the port can't be had; gRPC keeps it to itself."""
         try:
-            # Held open for the worker's life: the lock goes with the descriptor, also after kill -9.
-            self._lock = path.with_name(path.name + ".lock").open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ListenError(f"another worker listens on {path}") from None
+            found = socket.getaddrinfo(self._address.host, self._address.port, type=socket.SOCK_STREAM)
+            for family, kind, protocol, _, address in found:
+                with socket.socket(family, kind, protocol) as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(address)
+        except OSError as error:
+            raise ListenError(f'can\'t listen on "{self._address.text}": {error.strerror or error}') from None
+
+    def _lock_path(self, path: Path) -> None:
+        if path.exists() and not path.is_socket():
+            raise ListenError(f"can't listen on {path}: a file that is no socket is there")
+        try:
+            lock = path.with_name(path.name + ".lock").open("w")
         except OSError as error:
             raise ListenError(f"can't listen on {path}: {error}") from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise ListenError(f"another worker listens on {path}") from None
+        # Held open for the worker's life: the lock goes with the descriptor, also after kill -9.
+        self._lock = lock
         path.unlink(missing_ok=True)
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from contextlib import suppress
 import grpc
 import torch
 
+from backhaul_runtime.ambient import max_threads
 from backhaul_runtime.processes import resident_bytes
 from backhaul_server.worker.config import WorkerConfig, host_memory_bytes
 from backhaul_server.worker.core import Worker
@@ -22,9 +23,13 @@ from backhaul_server.worker.service import add_services
 logger = logging.getLogger("backhaul.worker")
 
 DRAIN_S = 30.0
-"""How long SIGTERM waits for what is in flight."""
+"""How long SIGTERM waits for what is in flight; a second one ends that."""
 
-_HEADROOM_BYTES = 1 << 30  # threads' stacks, gRPC's buffers and torch's own tables, beside the budget
+_END_S = 5.0
+
+_HEADROOM_BYTES = 1 << 30  # gRPC's buffers, programs and torch's own tables, beside the budget
+_STACK_BYTES = 8 << 20  # of each thread that a trainer may have ops run on
+_NO_LIMIT = 1 << 62
 _PARENT_POLL_S = 1.0
 _KEPT_BYTES = 256 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -42,8 +47,12 @@ def serve(config: WorkerConfig) -> int:
         return 2
     try:
         device = _device(config.device)
+    except ValueError as error:
+        print(f"backhaul worker: {error}", file=sys.stderr)
+        return 2
+    try:
         asyncio.run(_serve(config, device))
-    except (ListenError, ValueError) as error:
+    except ListenError as error:
         print(f"backhaul worker: {error}", file=sys.stderr)
         return 2
     return 0
@@ -61,51 +70,68 @@ async def _serve(config: WorkerConfig, device: torch.device) -> None:
     try:
         address = listener.bind(server)
         await server.start()
-        stop = _stop_event(config.parent)
+        stop = _Stop(config.parent)
         await health.serving(True)
         print(f"backhaul worker listening on {address}", flush=True)
-        await stop.wait()
+        await stop.asked.wait()
         worker.draining = True
         await health.serving(False)
-        await _drained(worker)
+        await _drained(worker, stop)
     finally:
         await server.stop(1.0)  # streams that are idle by now end here
-        await worker.close()
         listener.close()
+        try:
+            await asyncio.wait_for(worker.close(), _END_S)
+        except TimeoutError:
+            logger.warning("a run does not end: leaving it behind")
+            os._exit(1)  # its thread would be waited for
 
 
-async def _drained(worker: Worker) -> None:
+async def _drained(worker: Worker, stop: "_Stop") -> None:
     """Waits until nothing is in flight."""
     deadline = asyncio.get_running_loop().time() + DRAIN_S
-    while len(worker.executor) and asyncio.get_running_loop().time() < deadline:
+    while worker.is_busy and not stop.now.is_set() and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(0.01)
 
 
-def _stop_event(parent: int) -> asyncio.Event:
-    """Set by SIGTERM, SIGINT, or the end of the parent."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    if parent:
-        _watch(parent, stop)
-    return stop
+class _Stop:
+    """What ends a worker: SIGTERM, SIGINT, or the end of its parent.
 
+    Attributes:
+        asked: Finish what is in flight, then end.
+        now: Don't even do that: nobody is left to want it, or somebody asked twice.
+    """
 
-def _watch(parent: int, stop: asyncio.Event) -> None:
-    """Ends with the parent. A pidfd tells within a millisecond and, unlike PR_SET_PDEATHSIG, of the whole process."""
-    loop = asyncio.get_running_loop()
+    def __init__(self, parent: int) -> None:
+        self.asked = asyncio.Event()
+        self.now = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signal)
+        if parent:
+            self._watch(parent)
 
-    def check() -> None:
-        if os.getppid() != parent:
-            stop.set()
-        else:
-            loop.call_later(_PARENT_POLL_S, check)
+    def _signal(self) -> None:
+        (self.now if self.asked.is_set() else self.asked).set()
 
-    if hasattr(os, "pidfd_open"):
-        with suppress(ProcessLookupError):
-            loop.add_reader(os.pidfd_open(parent), stop.set)
-    check()  # it may have ended before; and where there are no pidfds this is what tells
+    def _orphaned(self) -> None:
+        self.now.set()
+        self.asked.set()
+
+    def _watch(self, parent: int) -> None:
+        """A pidfd tells within a millisecond and, unlike PR_SET_PDEATHSIG, of the whole process."""
+        loop = asyncio.get_running_loop()
+
+        def check() -> None:
+            if os.getppid() != parent:
+                self._orphaned()
+            else:
+                loop.call_later(_PARENT_POLL_S, check)
+
+        if hasattr(os, "pidfd_open"):
+            with suppress(ProcessLookupError):
+                loop.add_reader(os.pidfd_open(parent), self._orphaned)
+        check()  # it may have ended before; and where there are no pidfds this is what tells
 
 
 def _device(name: str) -> torch.device:
@@ -144,7 +170,8 @@ def _limit_memory(device: torch.device, budget_bytes: int) -> None:
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(min(1.0, 2 * budget_bytes / _memory_bytes(device)), device)
         return
-    limit = resident_bytes("VmData") + 2 * budget_bytes + _HEADROOM_BYTES
+    stacks = max_threads() * _STACK_BYTES
+    limit = resident_bytes("VmData") + 2 * budget_bytes + _HEADROOM_BYTES + stacks
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    if hard == resource.RLIM_INFINITY or limit < hard:
+    if limit < _NO_LIMIT and (hard == resource.RLIM_INFINITY or limit < hard):
         resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))

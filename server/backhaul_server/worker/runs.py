@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -22,12 +21,10 @@ class Ready:
     Attributes:
         replay: With its graph.
         keeps_saved: Whether it can answer a recompute.
-        seconds: What it took.
     """
 
     replay: Replay
     keeps_saved: bool
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +43,10 @@ class Work:
 
     def replay(self, *, keep_saved: bool) -> Ready:
         """Runs the program forward."""
-        started = perf_counter()
         try:
-            replay = Replay(self.program, self.sources, self.generator_states, keep_saved=keep_saved)
+            return Ready(Replay(self.program, self.sources, self.generator_states, keep_saved=keep_saved), keep_saved)
         finally:
             torch.clear_autocast_cache()
-        return Ready(replay, keep_saved, perf_counter() - started)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +57,11 @@ class Finished:
         bundle: Tensors to send: contributions by position in `sources`, or saved tensors by saved position.
         saved_digests: What the replay saved, in order.
         sources: Source of each contribution; empty for a recompute.
-        recompute_s: What the replay took, ahead of the request or for it.
-        backward_s: What its backward took.
     """
 
     bundle: Bundle
     saved_digests: tuple[bytes, ...]
     sources: tuple[int, ...]
-    recompute_s: float
-    backward_s: float
 
 
 def backward(work: Work, ready: Ready | None, gradients: Mapping[int, Tensor], state: ambient.State) -> Finished:
@@ -83,7 +74,6 @@ def backward(work: Work, ready: Ready | None, gradients: Mapping[int, Tensor], s
         state: Ambient settings that the trainer's backward runs under.
     """
     ready = ready or work.replay(keep_saved=False)
-    started = perf_counter()
     ambient.apply(state, ambient.capture())
     contributions = ready.replay.backward(gradients)
     sources = work.program.sources
@@ -92,8 +82,6 @@ def backward(work: Work, ready: Ready | None, gradients: Mapping[int, Tensor], s
         bundle=_addressed(bundle(found), {i for i, c in enumerate(contributions) if not sources[c.source].is_leaf}),
         saved_digests=tuple(ready.replay.saved_digests),
         sources=tuple(c.source for c in contributions),
-        recompute_s=ready.seconds,
-        backward_s=perf_counter() - started,
     )
 
 
@@ -106,8 +94,6 @@ def recompute(work: Work, ready: Ready | None, positions: Sequence[int]) -> Fini
         bundle=bundle([(position, replay.saved(position).unpack()) for position in positions]),
         saved_digests=tuple(replay.saved_digests),
         sources=(),
-        recompute_s=ready.seconds,
-        backward_s=0.0,
     )
 
 

@@ -25,10 +25,12 @@ from backhaul_proto.v1 import (
 from backhaul_runtime.bundle import encode_view
 from backhaul_runtime.errors import (
     ERROR_METADATA_KEY,
+    MAX_MESSAGE,
     STATUS_NAMES,
     BackhaulError,
     ProgramError,
     ProtocolVersionError,
+    TransferError,
     WorkerError,
 )
 from backhaul_runtime.fingerprint import fingerprint
@@ -59,7 +61,7 @@ async def _abort(context: Context, error: Exception) -> None:
         error = WorkerError(f"the worker failed: {type(error).__name__}: {error}")
     status = next((STATUS_NAMES[kind] for kind in type(error).__mro__ if kind in STATUS_NAMES), "INTERNAL")
     context.set_trailing_metadata(((ERROR_METADATA_KEY, error.to_bytes()),))
-    await context.abort(grpc.StatusCode[status], error.message)
+    await context.abort(grpc.StatusCode[status], error.message[:MAX_MESSAGE])
 
 
 def unary(method: Unary[M]) -> Unary[M]:
@@ -68,9 +70,9 @@ def unary(method: Unary[M]) -> Unary[M]:
     @wraps(method)
     async def call(self: "_Servicer", request: Any, context: Context) -> M:
         started, failed = perf_counter(), True
-        if isinstance(request, Message):
-            self.meter.received(request.ByteSize())
         try:
+            if isinstance(request, Message):
+                self.meter.received(request.ByteSize())
             answer = await method(self, request, context)
             failed = False
             self.meter.sent(answer.ByteSize())
@@ -90,8 +92,8 @@ def stream(method: Stream[M]) -> Stream[M]:
     @wraps(method)
     async def call(self: "_Servicer", request: Any, context: Context) -> AsyncIterator[M]:
         started, failed = perf_counter(), True
-        self.meter.received(request.ByteSize())
         try:
+            self.meter.received(request.ByteSize())
             async for answer in method(self, request, context):
                 self.meter.sent(answer.ByteSize())
                 yield answer
@@ -130,10 +132,8 @@ class Sessions(_Servicer, session_pb2_grpc.SessionServiceServicer):
             protocol_version=PROTOCOL_VERSION,
             worker_version=version(),
             session=session.id,
-            epoch=self.worker.epoch,
             lease_s=self.worker.lease_s,
             budget_bytes=self.worker.store.budget_bytes,
-            device=str(self.worker.device),
             fingerprint=fingerprint(self.worker.device),
         )
 
@@ -163,7 +163,20 @@ class Programs(_Servicer, program_pb2_grpc.ProgramServiceServicer):
     ) -> program_pb2.PutProgramResponse:
         """Checks it before keeping it."""
         self.worker.session(request.session)
-        return program_pb2.PutProgramResponse(address=self.worker.put_program(request.program))
+        return program_pb2.PutProgramResponse(address=await self.worker.put_program(request.program))
+
+
+async def _until_silent(messages: AsyncIterator[M], silence_s: float) -> AsyncIterator[M]:
+    """Passes messages on. Raises TransferError where none comes for so long: what they declared is held for them."""
+    iterator = aiter(messages)
+    while True:
+        try:
+            message = await asyncio.wait_for(anext(iterator), silence_s)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise TransferError(f"nothing came for {silence_s:g} s in the middle of an upload") from None
+        yield message
 
 
 class Tensors(_Servicer, tensor_pb2_grpc.TensorServiceServicer):
@@ -175,19 +188,17 @@ class Tensors(_Servicer, tensor_pb2_grpc.TensorServiceServicer):
     ) -> tensor_pb2.PutTensorsResponse:
         """Charges each at its declaration, stores all once the stream has ended well, none otherwise."""
         charged: list[int] = []
-        known = False
+        session = ""
 
-        def admit(layout: Layout, address: bytes) -> None:
-            self.worker.expect_tensor(layout)
-            charged.append(layout.span_bytes)
+        def admit(layout: Layout) -> None:
+            charged.append(self.worker.expect_tensor(layout))
 
         receiver = Receiver(admit, self.worker.device)
         try:
-            async for message in request:
+            async for message in _until_silent(request, self.worker.lease_s):
                 self.meter.received(message.ByteSize())
-                if not known:
-                    self.worker.session(message.session)
-                    known = True
+                session = session or message.session
+                self.worker.session(session)
                 receiver.add(message.tensors)
             # Hashing a large tensor takes a while and lets the GIL go.
             arrived = await asyncio.to_thread(receiver.stored)
@@ -195,8 +206,8 @@ class Tensors(_Servicer, tensor_pb2_grpc.TensorServiceServicer):
             for size in charged:
                 self.worker.store.abandon(size)
             raise
-        for address, layout, tensor in arrived:
-            self.worker.store.arrived(address, tensor, layout.span_bytes)
+        for (address, _, tensor), size in zip(arrived, charged, strict=True):
+            self.worker.store.arrived(address, tensor, size)
         return tensor_pb2.PutTensorsResponse(stored=len(arrived))
 
 
@@ -229,21 +240,17 @@ class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
         segment = self.worker.segment(session, request.key.segment)
         key = Key("recompute", request.key.backward)
         perform = partial(runs.recompute, positions=tuple(request.positions))
-        answer = self.worker.request(segment, key, lambda: perform, request.expected_s).answer
-        self.worker.replay_ahead(session, request.upcoming_segments)
-        started = monotonic()
-        async for progress in self._wait(segment, answer):
-            yield segment_pb2.RecomputeResponse(progress=progress)
-        found = answer.result()
-        yield segment_pb2.RecomputeResponse(
-            result=segment_pb2.RecomputeResult(
-                saved_digests=found.saved_digests,
-                views=[encode_view(view) for view in found.bundle.views],
-                timing=_timing(found, monotonic() - started),
-            )
-        )
-        for batch in batches(found.bundle.parcels):
-            yield segment_pb2.RecomputeResponse(tensors=batch)
+        with self.worker.answering(segment, key):
+            answer = self.worker.request(segment, key, lambda: perform, request.expected_s).answer
+            self.worker.replay_ahead(session, request.upcoming_segments)
+            async for progress in self._wait(segment, answer):
+                yield segment_pb2.RecomputeResponse(progress=progress)
+            found = answer.result()
+            views = [encode_view(view) for view in found.bundle.views]
+            result = segment_pb2.RecomputeResult(saved_digests=found.saved_digests, views=views)
+            yield segment_pb2.RecomputeResponse(result=result)
+            for batch in batches(found.bundle.parcels):
+                yield segment_pb2.RecomputeResponse(tensors=batch)
 
     @stream
     async def Backward(  # noqa: N802  gRPC's name
@@ -253,7 +260,7 @@ class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
         session = self.worker.session(request.key.session)
         segment = self.worker.segment(session, request.key.segment)
         addresses = {gradient.output: gradient.tensor for gradient in request.gradients}
-        if any(output >= len(segment.work.program.outputs) for output in addresses):
+        if segment.work is None or any(output >= len(segment.work.program.outputs) for output in addresses):
             raise ProgramError(f"gradients are given for outputs {sorted(addresses)} of {segment.name}")
         state = decode_state(request.ambient_state)
 
@@ -261,24 +268,19 @@ class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
             return partial(runs.backward, gradients=self.worker.gradients(session, addresses), state=state)
 
         key = Key("backward", request.key.backward)
-        answer = self.worker.request(segment, key, prepare, request.expected_s).answer
-        self.worker.replay_ahead(session, request.upcoming_segments)
-        started = monotonic()
-        async for progress in self._wait(segment, answer):
-            yield segment_pb2.BackwardResponse(progress=progress)
-        found = answer.result()
-        contributions = [segment_pb2.Contribution(source=source) for source in found.sources]
-        for view in found.bundle.views:
-            contributions[view.position].view.CopyFrom(encode_view(view))
-        yield segment_pb2.BackwardResponse(
-            result=segment_pb2.BackwardResult(
-                saved_digests=found.saved_digests,
-                contributions=contributions,
-                timing=_timing(found, monotonic() - started),
-            )
-        )
-        for batch in batches(found.bundle.parcels):
-            yield segment_pb2.BackwardResponse(tensors=batch)
+        with self.worker.answering(segment, key):
+            answer = self.worker.request(segment, key, prepare, request.expected_s).answer
+            self.worker.replay_ahead(session, request.upcoming_segments)
+            async for progress in self._wait(segment, answer):
+                yield segment_pb2.BackwardResponse(progress=progress)
+            found = answer.result()
+            contributions = [segment_pb2.Contribution(source=source) for source in found.sources]
+            for view in found.bundle.views:
+                contributions[view.position].view.CopyFrom(encode_view(view))
+            result = segment_pb2.BackwardResult(saved_digests=found.saved_digests, contributions=contributions)
+            yield segment_pb2.BackwardResponse(result=result)
+            for batch in batches(found.bundle.parcels):
+                yield segment_pb2.BackwardResponse(tensors=batch)
 
     @unary
     async def ReleaseSegments(  # noqa: N802  gRPC's name
@@ -296,13 +298,6 @@ class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
             self.worker.session(segment.session.id)
             yield segment_pb2.Progress(running=running, ahead_s=ahead_s)
             await asyncio.wait([answer], timeout=PROGRESS_INTERVAL_S)
-
-
-def _timing(found: Finished, waited_s: float) -> segment_pb2.Timing:
-    busy = found.recompute_s + found.backward_s
-    return segment_pb2.Timing(
-        queue_s=max(0.0, waited_s - busy), recompute_s=found.recompute_s, backward_s=found.backward_s
-    )
 
 
 class Telemetry(_Servicer, telemetry_pb2_grpc.TelemetryServiceServicer):

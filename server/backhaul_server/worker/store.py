@@ -5,7 +5,7 @@ NOTE [Room]
    under a request), and finished results.
 2. A segment is only accepted if its tensors fit beside those of the others with room left for the largest run among
    them. So a request for an accepted segment never fails for want of room.
-3. Room is made by giving up, in this order: cached tensors (oldest first), replays made ahead, results already sent.
+3. Room is made by giving up, in this order: cached tensors (oldest first), replays made ahead, results nobody reads.
    Tensors of live segments are never given up.
 4. Incoming tensors are charged when they are declared, before memory is taken.
 """
@@ -69,7 +69,8 @@ class Store(Generic[T]):
     _cache: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     _segments: dict[Hashable, _Segment] = field(default_factory=dict)
     _ahead: OrderedDict[Hashable, tuple[int, Callable[[], None]]] = field(default_factory=OrderedDict)
-    _results: OrderedDict[Hashable, tuple[int, Callable[[], None]]] = field(default_factory=OrderedDict)
+    _results: OrderedDict[Hashable, tuple[int, Callable[[], None] | None]] = field(default_factory=OrderedDict)
+    _pinned: Counter[Hashable] = field(default_factory=Counter)
     _bytes: Counter[str] = field(default_factory=Counter)
     _refusals: int = 0
 
@@ -144,7 +145,8 @@ class Store(Generic[T]):
             self._refuse(f"a segment of {own} bytes with a run of {need_bytes} more", own + need_bytes, 0.0)
         fresh = [address for address in names if self._entries[address].references == 0]
         added = sum(self._entries[address].size_bytes for address in fresh)
-        total = self._bytes["segments"] + added + max(need_bytes, self._reserve()) + self._bytes["arriving"]
+        runs = max(need_bytes, self._bytes["running"] + self._reserve())
+        total = self._bytes["segments"] + added + runs + self._bytes["arriving"] + self._pinned_bytes()
         if total > self.budget_bytes:
             self._refuse(f"a segment that takes the total to {total} bytes", own + need_bytes, RETRY_AFTER_S)
         for address in fresh:
@@ -220,9 +222,28 @@ class Store(Generic[T]):
         self._bytes["results"] += size_bytes
 
     def forget_result(self, key: Hashable) -> None:
-        """Takes the charge of a result back, if it is still there."""
+        """Takes the charge of a result back, if it is still there; of one that is pinned once it no longer is."""
+        if key in self._results and self._pinned[key]:
+            self._results[key] = self._results[key][0], None
+            return
         size, _ = self._results.pop(key, (0, None))
         self._bytes["results"] -= size
+
+    def pin_result(self, key: Hashable) -> None:
+        """Somebody reads a result, which therefore can't be given up. `unpin_result` follows."""
+        self._pinned[key] += 1
+
+    def unpin_result(self, key: Hashable) -> None:
+        """Nobody reads it any more."""
+        self._pinned[key] -= 1
+        if not self._pinned[key]:
+            del self._pinned[key]
+            if key in self._results and self._results[key][1] is None:
+                self.forget_result(key)
+
+    def clear_cache(self) -> None:
+        """Gives up all that no segment names."""
+        self.uncache(list(self._cache))
 
     def _reserve(self) -> int:
         """Room the largest run among the live segments needs, as far as none is running (Rule 2)."""
@@ -241,11 +262,17 @@ class Store(Generic[T]):
             segment, (_, drop) = next(iter(self._ahead.items()))
             self.end_ahead(segment)
             drop()
-        while results and free() < size_bytes and self._results:
-            key, (_, drop) = next(iter(self._results.items()))
+        for key in [key for key in self._results if not self._pinned[key]] if results else ():
+            if free() >= size_bytes:
+                break
+            _, forgotten = self._results[key]
             self.forget_result(key)
-            drop()
+            if forgotten is not None:
+                forgotten()
         return free() >= size_bytes
+
+    def _pinned_bytes(self) -> int:
+        return sum(self._results[key][0] for key in self._pinned if key in self._results)
 
     def _require(self, size_bytes: int, what: str) -> None:
         if not self._fits(size_bytes):

@@ -1,0 +1,98 @@
+"""Values on which an op of the list takes the process down, reads what is not its own, or never ends.
+
+Torch's kernels check most of what they are given. These are the cases measured where one does not; a program with such
+values is refused before the op runs. It need not be an attack: a training run that diverges has NaN in its grids.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+
+def check_values(name: str, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises ValueError for values that an op must not be given.
+
+    Args:
+        name: Of the op on the list.
+        op: It.
+        args: Its positional arguments.
+        kwargs: The others.
+    """
+    check = _CHECKS.get(name)
+    if check is not None:
+        given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False))
+        check({**given, **kwargs})
+
+
+def _division(given: Mapping[str, Any]) -> None:
+    """The least integer divided by -1 traps, if the division truncates."""
+    if given.get("rounding_mode") != "trunc":
+        return
+    dividend, divisor = (torch.as_tensor(given[name]) for name in ("self", "other"))
+    kind = torch.result_type(dividend, divisor)
+    if kind.is_floating_point or kind.is_complex or kind is torch.bool:
+        return
+    if bool((divisor == -1).any()) and bool((dividend == torch.iinfo(kind).min).any()):
+        raise ValueError("the least integer is divided by -1")
+
+
+def _lstm(given: Mapping[str, Any]) -> None:
+    """Weights and states of other sizes than the input's are read, and written, past their ends."""
+    data, states, parameters = given["input"], given["hx"], given["params"]
+    biased, layers = given["has_biases"], given["num_layers"]
+    directions = 2 if given["bidirectional"] else 1
+    if data.dim() != 3 or len(states) != 2 or not 1 <= layers <= len(parameters):  # noqa: PLR2004  batch, time, width
+        raise ValueError("an LSTM is given an input, states or layers that it can't have")
+    cell, output = states[1].shape[-1], states[0].shape[-1]
+    batch = data.shape[0 if given["batch_first"] else 1]
+    expected: list[tuple[int, ...]] = []
+    for layer in range(layers):
+        width = data.shape[-1] if layer == 0 else output * directions
+        one = [(4 * cell, width), (4 * cell, output), *([(4 * cell,)] * 2 if biased else [])]
+        expected += (one + ([(output, cell)] if output != cell else [])) * directions
+    held = [(layers * directions, batch, size) for size in (output, cell)]
+    found = [tuple(tensor.shape) for tensor in (*states, *parameters)]
+    if found != [*held, *expected]:
+        raise ValueError(f"an LSTM is given states and weights of sizes {found}, not {[*held, *expected]}")
+
+
+def _weight_norm(given: Mapping[str, Any]) -> None:
+    """Lengths of another size than the direction's are read past their end."""
+    direction, length, dim = given["v"], given["g"], given.get("dim", 0)
+    if dim in (0, direction.dim() - 1) and length.numel() != direction.shape[dim]:
+        raise ValueError(f"a weight of {list(direction.shape)} is given lengths of {list(length.shape)}")
+
+
+def _embedding_bag(given: Mapping[str, Any]) -> None:
+    """Offsets that go backwards are followed."""
+    offsets = given["offsets"]
+    if bool((offsets[1:] < offsets[:-1]).any()):
+        raise ValueError("offsets of an embedding bag decrease")
+
+
+def _grid(given: Mapping[str, Any]) -> None:
+    """NaN becomes an index."""
+    if bool(given["grid"].isnan().any()):
+        raise ValueError("a sampling grid holds NaN")
+
+
+def _matrix_power(given: Mapping[str, Any]) -> None:
+    """The least integer has no opposite, and the loop no end."""
+    if given["n"] == -(1 << 63):
+        raise ValueError("a matrix is raised to the least integer")
+
+
+_CHECKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
+    **{
+        f"aten.{op}.{kind}_mode": _division
+        for op in ("div", "div_", "divide", "divide_")
+        for kind in ("Tensor", "Scalar")
+    },
+    **{f"aten.grid_sampler{kind}.default": _grid for kind in ("", "_2d", "_3d")},
+    "aten.lstm.input": _lstm,
+    "aten._weight_norm.default": _weight_norm,
+    "aten.embedding_bag.padding_idx": _embedding_bag,
+    "aten.linalg_matrix_power.default": _matrix_power,
+}
