@@ -1,12 +1,17 @@
-"""Hostile or unlucky bytes on the wire of a real worker."""
+"""Hostile or unlucky bytes on the wire of a real worker, and trainers that take more than their share."""
+
+import signal
+import time
+from collections.abc import Iterator
 
 import grpc
 import pytest
 import torch
 
 import backhaul
-from backhaul import BudgetError, ProgramError, SessionUnknownError, TransferError
-from backhaul._calls import error_of
+from backhaul import BudgetError, ProgramError, SessionUnknownError, TransferError, WorkerLostError
+from backhaul._calls import Stream, call_unary, error_of
+from backhaul._link import Stubs
 from backhaul_proto.v1 import (
     program_pb2,
     program_pb2_grpc,
@@ -17,11 +22,16 @@ from backhaul_proto.v1 import (
     tensor_pb2,
     tensor_pb2_grpc,
 )
+from backhaul_runtime import ambient
 from backhaul_runtime.digest import address_of
 from backhaul_runtime.framing import Parcel, batches
 from backhaul_runtime.layout import layout_of
+from backhaul_runtime.program import Node, Program, ResultRef, Source, SourceRef
+from backhaul_runtime.program_codec import encode_program
 from backhaul_runtime.protocol import PROTOCOL_VERSION
+from conftest import QUIET_S, wait_until
 from support.processes import WorkerProcess
+from support.proxy import SlowProxy
 
 
 class Wire:
@@ -42,6 +52,21 @@ class Wire:
         return self.tensors.PutTensors(
             iter([tensor_pb2.PutTensorsRequest(session=named, tensors=message) for message in messages]), timeout=10
         )
+
+    def save(self, number: int, nodes: list[Node], saved_count: int, x: torch.Tensor) -> segment_pb2.OperationKey:
+        """Saves a segment of one source, which takes a gradient. Returns the key of its first backward."""
+        source = Source(requires_grad=True, is_leaf=False, is_written=False)
+        last = (ResultRef(len(nodes) - 1, 0),)
+        program = encode_program(Program((source,), tuple(nodes), (ambient.capture(),), last, saved_count, 0))
+        request = program_pb2.PutProgramRequest(session=self.session, program=program)
+        address = self.programs.PutProgram(request, timeout=10).address
+        self.put(*batches([parcel(x)]))
+        key = segment_pb2.OperationKey(session=self.session, segment=number, backward=1)
+        request = segment_pb2.SaveSegmentRequest(key=key, program=address, sources=[address_of(x)])
+        answer = self.segments.SaveSegment(request, timeout=10)
+        assert not answer.program_missing
+        assert not answer.missing_tensors
+        return key
 
 
 @pytest.fixture
@@ -129,10 +154,6 @@ def test_released_and_unknown_segments_look_alike(wire: Wire) -> None:
 
 
 def test_a_program_that_takes_far_more_than_it_says_fails_alone(own_worker: WorkerProcess) -> None:
-    from backhaul_runtime import ambient
-    from backhaul_runtime.program import Node, Program, ResultRef
-    from backhaul_runtime.program_codec import encode_program
-
     wire = Wire(own_worker.address)
     huge = Node("aten.ones.default", ((1 << 34,),), (("dtype", torch.uint8),), 0, (16,), draws=False)
     program = encode_program(Program((), (huge,), (ambient.capture(),), (ResultRef(0, 0),), 0, 0))
@@ -149,3 +170,100 @@ def test_a_program_that_takes_far_more_than_it_says_fails_alone(own_worker: Work
     with backhaul.connect(own_worker.address) as session:
         session.checkpoint(torch.sin, torch.randn(3, requires_grad=True), returns="gradients").sum().backward()
         assert session.report().remote == 1
+
+
+def chain(op: str, length: int, size_bytes: int) -> list[Node]:
+    """An op that takes one tensor, or the same one twice, again and again."""
+    first = SourceRef(0)
+    twice = op == "aten.mm.default"
+    refs = [first, *(ResultRef(index, 0) for index in range(length - 1))]
+    return [Node(op, (ref, first) if twice else (ref,), (), 0, (size_bytes,), draws=False) for ref in refs]
+
+
+def test_answers_that_are_being_read_are_finished(own_worker: WorkerProcess) -> None:
+    wire, x = Wire(own_worker.address), torch.randn(4 << 20)
+    key = wire.save(1, chain("aten.tanh.default", 5, x.nbytes), 5, x)
+    answer = wire.segments.Recompute(segment_pb2.RecomputeRequest(key=key, positions=range(5)), timeout=60)
+    received = 0
+    for message in answer:
+        if not received and message.HasField("tensors"):
+            own_worker.process.send_signal(signal.SIGTERM)
+            time.sleep(1.5)  # longer than idle streams are given
+        received += sum(len(chunk.data) for chunk in message.tensors.chunks)
+    assert received == 5 * x.nbytes
+    assert own_worker.process.wait(10) == 0
+    wire.channel.close()
+
+
+def test_a_run_that_does_not_end_holds_nobody_up(own_worker: WorkerProcess) -> None:
+    hog, x = Wire(own_worker.address), torch.zeros(1500, 1500)
+    key = hog.save(1, chain("aten.mm.default", 40, x.nbytes), 80, x)
+    hogged = hog.segments.Recompute(segment_pb2.RecomputeRequest(key=key, positions=[0]), timeout=60)
+    assert next(hogged).HasField("progress")
+    with backhaul.connect(own_worker.address, silence_s=QUIET_S) as session:
+        started = time.monotonic()
+        x = torch.randn(3, requires_grad=True)
+        session.checkpoint(torch.sin, x, returns="gradients").sum().backward()
+        assert torch.equal(x.grad, x.detach().cos())
+        assert session.report().fallbacks + session.report().remote == 1
+        assert time.monotonic() - started < 10  # a bound of the wait, not of the speed
+    hogged.cancel()
+    hog.channel.close()
+
+
+def test_too_many_answers_at_once_are_refused(wire: Wire) -> None:
+    x = torch.randn(1 << 20)
+    answers, errors = [], []
+    for number in range(20):
+        key = wire.save(number, chain("aten.tanh.default", 2, x.nbytes), 2, x)
+        answer = wire.segments.Recompute(segment_pb2.RecomputeRequest(key=key, positions=[0, 1]), timeout=30)
+        answers.append(answer)
+        try:
+            while not next(answer).HasField("result"):
+                pass
+        except grpc.RpcError as error:
+            errors.append(error_of(error))
+    assert len(errors) == 4
+    assert all(isinstance(error, BudgetError) for error in errors)
+    for answer in answers:
+        answer.cancel()
+
+
+def test_half_an_upload_is_not_waited_for_longer_than_a_lease() -> None:
+    def halted() -> Iterator[tensor_pb2.PutTensorsRequest]:
+        first, *_ = batches([parcel(torch.randn(1 << 20))])
+        yield tensor_pb2.PutTensorsRequest(session=wire.session, tensors=first)
+        time.sleep(4)
+
+    with WorkerProcess("--lease", "1") as worker:
+        wire = Wire(worker.address)
+        error = refused(wire.tensors.PutTensors, halted(), timeout=20)
+        assert isinstance(error, TransferError | SessionUnknownError)
+        assert worker.telemetry().memory.cached_bytes == 0
+        wire.channel.close()
+
+
+def test_nothing_is_held_once_everybody_has_left(own_worker: WorkerProcess) -> None:
+    wire = Wire(own_worker.address)
+    wire.put(*batches([parcel(torch.randn(1 << 20))]))
+    assert own_worker.telemetry().memory.cached_bytes > 4 << 20
+    wire.close()
+    wait_until(lambda: own_worker.telemetry().memory.cached_bytes == 0, "what was cached is freed")
+    wire.channel.close()
+
+
+def test_a_worker_far_away_is_reached(worker: WorkerProcess) -> None:
+    with SlowProxy(worker.address, delay_s=0.2) as proxy, backhaul.connect(proxy.address, silence_s=QUIET_S) as session:
+        x = torch.randn(3, requires_grad=True)
+        session.checkpoint(torch.sin, x, returns="gradients").sum().backward()
+        assert session.report().remote == 1
+
+
+def test_a_call_on_a_closed_channel_is_an_error_of_ours() -> None:
+    channel = grpc.insecure_channel("127.0.0.1:1")
+    stubs = Stubs(channel)
+    channel.close()
+    with pytest.raises(WorkerLostError):
+        call_unary(stubs.sessions.KeepSession, session_pb2.KeepSessionRequest(), 1.0)
+    with pytest.raises(WorkerLostError):
+        Stream(stubs.segments.Recompute, segment_pb2.RecomputeRequest(), 1.0, 1.0)

@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,6 +82,20 @@ def test_stopped(moment: str, returns: str) -> None:
         before = session.report().remote
         train_through(session, returns, moment, lambda: None)
         assert session.report().remote == before + 3 * LAYERS
+
+
+def test_a_session_closes_though_its_worker_is_stopped_in_the_middle_of_an_upload() -> None:
+    with backhaul.connect(silence_s=1.0, memory_bytes=1 << 30) as session:
+        assert session._embedded is not None
+        stopped = session._embedded.pid
+        h = torch.randn(1024, 1024, requires_grad=True)
+        y = h
+        for block in [nn.Linear(1024, 1024) for _ in range(6)]:
+            y = session.checkpoint(block, y, returns="gradients")
+        os.kill(stopped, signal.SIGSTOP)
+        y.sum().backward()
+        assert session.report().fallbacks > 0
+    assert not Path(f"/proc/{stopped}").exists()
 
 
 def test_an_embedded_worker_that_dies_is_started_again(caplog: pytest.LogCaptureFixture) -> None:

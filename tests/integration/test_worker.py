@@ -37,7 +37,9 @@ def test_it_says_where_it_listens_on_one_line(worker: WorkerProcess) -> None:
         (["--listen", "nowhere"], '"nowhere" can\'t be read'),
         (["--listen", "127.0.0.1:0", "--device", "abacus"], '--device "abacus" can\'t be used'),
         (["--listen", "unix:/no/such/folder/b.sock"], "can't listen on /no/such/folder/b.sock"),
-        (["--memory", "lots"], "argument --memory"),
+        (["--memory", "lots"], '"lots" is not a size: write bytes, or a number with K, M, G or T, as in 8GiB'),
+        (["--memory", "99999999T"], "more memory than any machine has"),
+        (["--lease", "0"], '"0" is not a number of seconds above 0'),
     ],
 )
 def test_a_bad_option_is_named(arguments: list[str], message: str) -> None:
@@ -49,7 +51,7 @@ def test_a_bad_option_is_named(arguments: list[str], message: str) -> None:
 def test_a_port_belongs_to_one_worker(worker: WorkerProcess) -> None:
     found = run("worker", "--listen", worker.address)
     assert found.returncode == 2
-    assert f'can\'t listen on "{worker.address}"' in found.stderr
+    assert f'can\'t listen on "{worker.address}": Address already in use' in found.stderr
 
 
 def test_a_socket_belongs_to_one_worker_and_goes_with_it(tmp_path: Path) -> None:
@@ -57,7 +59,18 @@ def test_a_socket_belongs_to_one_worker_and_goes_with_it(tmp_path: Path) -> None
     with WorkerProcess(listen=f"unix:{path}"):
         found = run("worker", "--listen", f"unix:{path}")
         assert (found.returncode, found.stderr) == (2, f"backhaul worker: another worker listens on {path}\n")
+        with backhaul.connect(f"unix:{path}", silence_s=QUIET_S) as session:
+            session.checkpoint(torch.sin, torch.randn(3, requires_grad=True)).sum().backward()
+            assert session.report().remote == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "important.txt"
+    path.write_text("hello")
+    found = run("worker", "--listen", f"unix:{path}")
+    assert (found.returncode, path.read_text()) == (2, "hello")
+    assert "a file that is no socket is there" in found.stderr
 
 
 def test_a_socket_left_behind_is_taken_over(tmp_path: Path) -> None:
@@ -115,7 +128,12 @@ def test_an_embedded_worker_ends_with_a_trainer_that_is_killed(tmp_path: Path) -
     trainer.wait()
     trainer.stdout.close()
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the worker ends with its trainer")
-    assert not Path(path).exists()
+    assert not Path(path).parent.exists()
+
+
+def test_it_listens_where_dns_names_point() -> None:
+    with WorkerProcess(listen="dns:///localhost:0") as worker:
+        assert not worker.telemetry().draining
 
 
 def test_nobody_there_is_said_with_what_to_start() -> None:

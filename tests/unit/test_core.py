@@ -208,3 +208,14 @@ def test_more_segments_than_fit_are_refused_and_the_others_live() -> None:
             await backward(worker, session, segment)
 
     with_worker(test, budget_bytes=30_000)
+
+
+@pytest.mark.parametrize("states", [[b"state"], [bytes(1 << 20)]])
+def test_generator_states_nobody_draws_with_are_refused(states: list[bytes]) -> None:
+    async def test(worker: Worker) -> None:
+        session = worker.open_session("trainer")
+        program, address = await worker.put_program(squaring()), put(worker, torch.ones(4))
+        with pytest.raises(ProgramError, match="draws"):
+            worker.save(session, 1, program, [address], [0], states, "square")
+
+    with_worker(test)

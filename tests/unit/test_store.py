@@ -144,3 +144,25 @@ def test_nothing_ever_exceeds_the_budget(steps: list[tuple[str, int, int]]) -> N
         held = (usage.segments, usage.cached, usage.working)
         assert min(*held, usage.results) >= 0
         assert sum(held) <= 100
+
+
+def test_a_segment_is_not_accepted_beside_a_run_that_another_would_need() -> None:
+    store = filled(1000, b=300)
+    store.attach("a", [], [], 800)
+    store.attach("c", [], [], 100)
+    store.start_run("c")
+    with pytest.raises(BudgetError):
+        store.attach("b", [b"b"], [], 10)
+
+
+def test_a_result_that_is_being_read_stays_charged() -> None:
+    store: Store[str] = Store(100)
+    store.keep_result("r", 60, lambda: None)
+    store.pin_result("r")
+    with pytest.raises(BudgetError):
+        store.expect(50)
+    store.forget_result("r")
+    assert store.usage().results == 60
+    store.unpin_result("r")
+    assert store.usage().results == 0
+    store.expect(50)

@@ -8,6 +8,7 @@ import resource
 import signal
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 import grpc
 import torch
@@ -80,6 +81,9 @@ async def _serve(config: WorkerConfig, device: torch.device) -> None:
     finally:
         await server.stop(1.0)  # streams that are idle by now end here
         listener.close()
+        if config.parent:  # which made a directory for us, and may not be there to remove it
+            with suppress(OSError):
+                Path(config.address.unix_path).parent.rmdir()
         try:
             await asyncio.wait_for(worker.close(), _END_S)
         except TimeoutError:
