@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
+from support.bits import plainly
+
 BATCH, LENGTH, WIDTH = 3, 4, 8
 
 
@@ -23,6 +25,10 @@ class Scratch:
         # Late ones more often: modules are deep rather than wide.
         return self.pool[max(self.rng.randrange(len(self.pool)), self.rng.randrange(len(self.pool)))]
 
+    def own(self) -> Tensor:
+        """A pick in the dtype of the parameters, which autocast and others may have left."""
+        return self.pick().to(self.owner.shared.dtype)
+
     def add(self, tensor: Tensor) -> None:
         self.pool.append(tensor)
 
@@ -31,24 +37,24 @@ Part = Callable[[Scratch, nn.Module | None], None]
 
 
 def _layer(layer: nn.Module, s: Scratch) -> Tensor:
-    return layer(s.pick())
+    return layer(s.own())
 
 
 def _channels_first(layer: nn.Module, s: Scratch) -> Tensor:
-    return layer(s.pick().transpose(1, 2)).transpose(1, 2)
+    return layer(s.own().transpose(1, 2)).transpose(1, 2)
 
 
 def _attention(layer: nn.Module, s: Scratch) -> Tensor:
-    return layer(s.pick(), s.pick(), s.pick(), need_weights=False)[0]
+    return layer(s.own(), s.own(), s.own(), need_weights=False)[0]
 
 
 def _recurrent(layer: nn.Module, s: Scratch) -> Tensor:
-    return layer(s.pick())[0]
+    return layer(s.own())[0]
 
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Scratch], Tensor]]] = {
     "linear": (lambda: nn.Linear(WIDTH, WIDTH), _layer),
-    "bilinear": (lambda: nn.Bilinear(WIDTH, WIDTH, WIDTH), lambda layer, s: layer(s.pick(), s.pick())),
+    "bilinear": (lambda: nn.Bilinear(WIDTH, WIDTH, WIDTH), lambda layer, s: layer(s.own(), s.own())),
     "layer norm": (lambda: nn.LayerNorm(WIDTH), _layer),
     "rms norm": (lambda: nn.RMSNorm(WIDTH), _layer),
     "dropout": (lambda: nn.Dropout(0.3), _layer),
@@ -100,7 +106,7 @@ def _running_mean(s: Scratch) -> Tensor:
     x = s.pick()
     out = x - s.owner.mean
     with torch.no_grad():
-        s.owner.mean.lerp_(x.detach().float().mean((0, 1)), 0.1)
+        s.owner.mean.lerp_(x.detach().to(s.owner.mean.dtype).mean((0, 1)), 0.1)
     return out
 
 
@@ -118,7 +124,7 @@ def _own_generator(s: Scratch) -> Tensor:
 
 def _autocast(s: Scratch) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16, enabled=s.rng.random() < 0.7):
-        return F.linear(s.pick().float(), s.owner.shared) + F.linear(s.pick().float(), s.owner.shared)
+        return F.linear(s.own(), s.owner.shared) + F.linear(s.own(), s.owner.shared)
 
 
 def _without_gradient(s: Scratch) -> Tensor:
@@ -130,7 +136,7 @@ def _without_gradient(s: Scratch) -> Tensor:
 def _inner_gradient(s: Scratch) -> Tensor:
     with torch.enable_grad():
         x = s.pick().detach().requires_grad_()
-        (gradient,) = torch.autograd.grad((F.linear(x.float(), s.owner.shared) ** 2).sum(), x)
+        (gradient,) = torch.autograd.grad((F.linear(x.to(s.owner.shared.dtype), s.owner.shared) ** 2).sum(), x)
     return s.pick() + gradient
 
 
@@ -147,9 +153,9 @@ OPS: dict[str, Callable[[Scratch], Tensor]] = {
     "add": lambda s: s.pick() + s.pick(),
     "multiply": lambda s: s.pick() * s.pick(),
     "scale": lambda s: s.pick() * s.rng.uniform(-2, 2),
-    "shared weight": lambda s: F.linear(s.pick().float(), s.owner.shared),
-    "tied weight": lambda s: s.pick().float() @ s.owner.shared,
-    "attention over": lambda s: F.scaled_dot_product_attention(s.pick().float(), *[s.pick().float()] * 2),
+    "shared weight": lambda s: F.linear(s.own(), s.owner.shared),
+    "tied weight": lambda s: s.own() @ s.owner.shared,
+    "attention over": lambda s: F.scaled_dot_product_attention(s.own(), *[s.own()] * 2),
     "masked": lambda s: s.pick().masked_fill(s.options["mask"], 0.0),
     "where": lambda s: torch.where(s.options["mask"], s.pick(), s.pick()),
     "extra": lambda s: s.pick() + s.options["extra"],
@@ -161,7 +167,7 @@ OPS: dict[str, Callable[[Scratch], Tensor]] = {
     "flipped": lambda s: s.pick().flip(1).roll(1, 2),
     "cumulated": lambda s: s.pick().cumsum(1),
     "unbound": lambda s: torch.stack(s.pick().unbind(1)[::-1], 1),
-    "einsum": lambda s: torch.einsum("btw,bsw->bts", s.pick().float(), s.pick().float()) @ s.pick().float(),
+    "einsum": lambda s: torch.einsum("btw,bsw->bts", s.own(), s.own()) @ s.own(),
     "detached": lambda s: s.pick() + s.pick().detach(),
     "normalised": lambda s: F.normalize(s.pick(), dim=-1),
     "complex": lambda s: torch.fft.ifft(torch.fft.fft(s.pick().float(), dim=1), dim=1).real,
@@ -220,7 +226,7 @@ class Setting:
     Attributes:
         parts: Of each module.
         seed: Of weights, inputs and choices.
-        dtype: Of the input.
+        dtype: Of input and parameters.
         autocast: bfloat16 around forward.
         training: Mode of the modules.
         leaf: The input is a leaf rather than some op's result.
@@ -250,7 +256,7 @@ def run(setting: Setting, checkpoint: Callable[..., Any]) -> list[Tensor | None]
     """All that must be equal: losses, gradients, buffers, generator state; or what kind of error ended it."""
     torch.manual_seed(setting.seed)
     modules = nn.ModuleList([RandomModule(names, setting.seed + i) for i, names in enumerate(setting.parts)])
-    modules.train(setting.training)
+    modules.to(setting.dtype).train(setting.training)
     optimizer = torch.optim.AdamW(modules.parameters(), fused=True)
     found: list[Tensor | None] = []
     try:
@@ -283,8 +289,8 @@ def _step(setting: Setting, modules: nn.ModuleList, checkpoint: Callable[..., An
             outputs = [t for t in torch.utils._pytree.tree_leaves(returned) if isinstance(t, Tensor)]
             losses += [t.float().square().mean() for t in (*outputs[1:], module.auxiliary) if t is not None]
             h = outputs[0].reshape(shape)
-    if setting.overwritten and not x.requires_grad:
-        x.fill_(9)
+    if setting.overwritten and checkpoint is not plainly and not x.requires_grad:
+        x.fill_(9)  # a plain call would raise; a segment has the value of forward
     loss = torch.stack([h.float().square().mean(), *losses]).sum()
     if loss.requires_grad:
         loss.backward(retain_graph=setting.twice)

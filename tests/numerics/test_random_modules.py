@@ -11,6 +11,7 @@ from backhaul import Session
 from numerics.random_modules import NAMES, Setting, run
 from support.bits import differing, plainly
 
+pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 SETTINGS = st.builds(
     Setting,
     parts=st.lists(st.lists(st.sampled_from(NAMES), min_size=1, max_size=6).map(tuple), min_size=1, max_size=2).map(
@@ -30,19 +31,23 @@ SETTINGS = st.builds(
 )
 
 
-def check(examples: int, session: Session) -> None:
+def check(session: Session, examples: int, *, derandomize: bool) -> None:
     @settings(
         max_examples=examples,
+        derandomize=derandomize,
         deadline=None,
         suppress_health_check=list(HealthCheck),
         database=None,
     )
     @given(setting=SETTINGS, returns=st.sampled_from(["gradients", "activations", "auto"]))
     def compare(setting: Setting, returns: str) -> None:
+        if setting.autocast and setting.again:
+            returns = "activations"  # the one sum whose order differs, see docs/differences.md
         expected = run(setting, plainly)
         found = run(setting, partial(session.checkpoint, returns=returns))
         if isinstance(expected, str):
-            assert found == expected
+            # A segment has the values of forward where a plain call finds them overwritten.
+            assert expected in (found, "in place")
         else:
             assert not isinstance(found, str), found
             assert differing(found, expected) == []
@@ -53,4 +58,10 @@ def check(examples: int, session: Session) -> None:
 
 @pytest.mark.timeout(300)
 def test_modules_at_random(session: Session) -> None:
-    check(300, session)
+    check(session, 500, derandomize=True)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_many_modules_at_random(session: Session) -> None:
+    check(session, 20_000, derandomize=False)

@@ -17,8 +17,9 @@ from backhaul_runtime.layout import layout_of
 from backhaul_runtime.program import Node, Program, ResultRef, Source, SourceRef
 from backhaul_runtime.program_codec import encode_program
 from backhaul_server.worker import runs
-from backhaul_server.worker.core import ENTRY_BYTES, Segment, Session, Worker
+from backhaul_server.worker.core import Worker
 from backhaul_server.worker.segment_machine import Key
+from backhaul_server.worker.segments import ENTRY_BYTES, Segment, Session
 
 FIRST = Key("backward", 1)
 
@@ -68,7 +69,7 @@ async def backward(worker: Worker, session: Session, segment: Segment, key: Key 
     def prepare() -> Any:
         return partial(runs.backward, gradients={0: torch.ones(4)}, state=ambient.capture())
 
-    return await worker.request(segment, key, prepare, 0.1).answer
+    return await worker.segments.request(segment, key, prepare, 0.1).answer
 
 
 def test_a_segment_from_save_to_release() -> None:
@@ -94,9 +95,9 @@ def test_one_computation_for_a_request_that_is_repeated() -> None:
         both = await asyncio.gather(backward(worker, session, segment), backward(worker, session, segment))
         again = await backward(worker, session, segment)
         assert both[0] is both[1] is again
-        assert worker.recomputed_segments == 1
+        assert worker.segments.recomputed == 1
         assert await backward(worker, session, segment, Key("backward", 2)) is not again
-        assert worker.recomputed_segments == 2
+        assert worker.segments.recomputed == 2
 
     with_worker(test)
 
@@ -188,7 +189,7 @@ def test_a_segment_released_while_it_waits_is_not_run() -> None:
         worker.release(session, [1])
         with pytest.raises(SegmentUnknownError):
             await request
-        while len(worker.executor):
+        while len(worker.segments.executor):
             await asyncio.sleep(0.01)
         assert worker.store.usage().working == 0
 

@@ -59,8 +59,8 @@ def test_an_exact_copy_is_one(make: Callable[[], Tensor]) -> None:
     assert copy.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr() or not tensor.numel()
 
 
+@pytest.mark.filterwarnings("ignore:.*support is experimental")
 @pytest.mark.parametrize("dtype", [d for d in _DTYPES.values() if d not in _QUANTIZED], ids=str)
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_every_dtype_of_torch_arrives(dtype: torch.dtype) -> None:
     raw = torch.arange(1, 12 * dtype.itemsize + 1, dtype=torch.uint8)
     tensor = torch.empty(0, dtype=dtype).set_(raw.untyped_storage(), 2, (3, 2), (3, 1))

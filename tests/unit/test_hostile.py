@@ -26,6 +26,7 @@ def lstm(module: torch.nn.LSTM, batch_first: bool = False) -> list[Any]:
     return [data, states, weights, module.bias, module.num_layers, 0.0, False, module.bidirectional, batch_first]
 
 
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
 @pytest.mark.parametrize("options", [{}, {"num_layers": 3, "bidirectional": True}, {"bias": False}, {"proj_size": 2}])
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_an_lstm_of_its_sizes_is_let_through(options: dict[str, Any], batch_first: bool) -> None:

@@ -41,10 +41,11 @@ from backhaul_runtime.program_codec import decode_state
 from backhaul_runtime.protocol import PROGRESS_INTERVAL_S, PROTOCOL_VERSION
 from backhaul_runtime.version import version
 from backhaul_server.worker import runs
-from backhaul_server.worker.core import Perform, Segment, Worker
+from backhaul_server.worker.core import Worker
 from backhaul_server.worker.meter import Meter
 from backhaul_server.worker.runs import Finished
 from backhaul_server.worker.segment_machine import Key
+from backhaul_server.worker.segments import Perform, Segment
 
 logger = logging.getLogger("backhaul.worker")
 
@@ -69,15 +70,15 @@ def unary(method: Unary[M]) -> Unary[M]:
 
     @wraps(method)
     async def call(self: "_Servicer", request: Any, context: Context) -> M:
-        started, failed = perf_counter(), True
+        started, failed = perf_counter(), False
         try:
             if isinstance(request, Message):
                 self.meter.received(request.ByteSize())
             answer = await method(self, request, context)
-            failed = False
             self.meter.sent(answer.ByteSize())
             return answer
         except Exception as error:  # every error of ours has a status
+            failed = True
             await _abort(context, error)
             raise
         finally:
@@ -91,14 +92,14 @@ def stream(method: Stream[M]) -> Stream[M]:
 
     @wraps(method)
     async def call(self: "_Servicer", request: Any, context: Context) -> AsyncIterator[M]:
-        started, failed = perf_counter(), True
+        started, failed = perf_counter(), False  # a client that has enough and leaves is no failure
         try:
             self.meter.received(request.ByteSize())
             async for answer in method(self, request, context):
                 self.meter.sent(answer.ByteSize())
                 yield answer
-            failed = False
         except Exception as error:  # every error of ours has a status
+            failed = True
             await _abort(context, error)
         finally:
             self.meter.call(method.__name__, perf_counter() - started, failed=failed)
@@ -240,8 +241,8 @@ class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
         segment = self.worker.segment(session, request.key.segment)
         key = Key("recompute", request.key.backward)
         perform = partial(runs.recompute, positions=tuple(request.positions))
-        with self.worker.answering(segment, key):
-            answer = self.worker.request(segment, key, lambda: perform, request.expected_s).answer
+        with self.worker.segments.answering(segment, key):
+            answer = self.worker.segments.request(segment, key, lambda: perform, request.expected_s).answer
             self.worker.replay_ahead(session, request.upcoming_segments)
             async for progress in self._wait(segment, answer):
                 yield segment_pb2.RecomputeResponse(progress=progress)
@@ -268,8 +269,8 @@ class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
             return partial(runs.backward, gradients=self.worker.gradients(session, addresses), state=state)
 
         key = Key("backward", request.key.backward)
-        with self.worker.answering(segment, key):
-            answer = self.worker.request(segment, key, prepare, request.expected_s).answer
+        with self.worker.segments.answering(segment, key):
+            answer = self.worker.segments.request(segment, key, prepare, request.expected_s).answer
             self.worker.replay_ahead(session, request.upcoming_segments)
             async for progress in self._wait(segment, answer):
                 yield segment_pb2.BackwardResponse(progress=progress)
@@ -294,7 +295,7 @@ class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
     async def _wait(self, segment: Segment, answer: "asyncio.Future[Finished]") -> AsyncIterator[segment_pb2.Progress]:
         """Says how far a request is until it is done. Keeps its session alive meanwhile."""
         while not answer.done():
-            running, ahead_s = self.worker.executor.place(segment.job)
+            running, ahead_s = self.worker.segments.executor.place(segment.job)
             self.worker.session(segment.session.id)
             yield segment_pb2.Progress(running=running, ahead_s=ahead_s)
             await asyncio.wait([answer], timeout=PROGRESS_INTERVAL_S)
@@ -348,10 +349,10 @@ class Telemetry(_Servicer, telemetry_pb2_grpc.TelemetryServiceServicer):
                 )
                 for s in self.meter.statistics()
             ],
-            recomputed_segments=worker.recomputed_segments,
+            recomputed_segments=worker.segments.recomputed,
             received_bytes=self.meter.bytes["received"],
             sent_bytes=self.meter.bytes["sent"],
-            queued_requests=len(worker.executor),
+            queued_requests=len(worker.segments.executor),
         )
 
 

@@ -1,0 +1,288 @@
+"""Segments on their way through a worker: the machine of each decides, this carries out.
+
+Runs in the event loop's thread, except what the executor is handed (`runs`).
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from backhaul_runtime.errors import BackhaulError, BudgetError, SegmentUnknownError, WorkerError
+from backhaul_server.worker.executor import Executor
+from backhaul_server.worker.fair_queue import Job
+from backhaul_server.worker.runs import Finished, Ready, Work
+from backhaul_server.worker.segment_machine import (
+    Answer,
+    AnswerError,
+    DropReplay,
+    ForgetResult,
+    Free,
+    Hurry,
+    Instruction,
+    Key,
+    ReplayAhead,
+    Run,
+    SegmentMachine,
+)
+from backhaul_server.worker.store import Store
+
+logger = logging.getLogger("backhaul.worker")
+KEPT_GRADIENTS = 8
+MAX_ANSWERS = 16  # of one session, read at the same time
+ENTRY_BYTES = 2 << 10  # what a tensor takes beside its elements
+
+Perform = Callable[[Work, Ready | None], Finished]
+"""What a request wants done with a segment. Called in the executor's thread."""
+
+
+@dataclass(slots=True)
+class Request:
+    """A request for a segment.
+
+    Attributes:
+        perform: The work; None once it is done, with the tensors it held.
+        expected_s: What the trainer thinks it takes.
+        answer: Done when the work is; holds the result for those who ask again.
+    """
+
+    perform: Perform | None
+    expected_s: float
+    answer: "asyncio.Future[Finished]"
+
+
+@dataclass(eq=False)
+class Segment:
+    """What the worker has of a segment.
+
+    Attributes:
+        session: Whose it is.
+        id: The trainer's number for it.
+        work: Program and tensors, None once it was released.
+        name: For people.
+    """
+
+    session: "Session"
+    id: int
+    work: Work | None
+    name: str
+    machine: SegmentMachine = field(default_factory=SegmentMachine)
+    ready: Ready | None = None
+    job: Job | None = None
+    requests: dict[Key, Request] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Names it among all segments of the worker."""
+        return self.session.id, self.id
+
+
+@dataclass(eq=False)
+class Session:
+    """A trainer's stay.
+
+    Attributes:
+        id: Not to be guessed.
+        trainer: For people.
+        expires_at: When its lease runs out, by the monotonic clock.
+        segments: By the trainer's number.
+        gradients: Addresses of the last gradients that came or went, which are cached.
+        answers: How many are being sent.
+    """
+
+    id: str
+    trainer: str
+    expires_at: float
+    segments: dict[int, Segment] = field(default_factory=dict)
+    gradients: deque[bytes] = field(default_factory=deque)
+    answers: int = 0
+
+
+class Segments:
+    """Executes segments on one device.
+
+    Args:
+        store: Of what they are made of.
+
+    Attributes:
+        executor: Of the device.
+        recomputed: How many requests were done.
+    """
+
+    def __init__(self, store: Store[Tensor]) -> None:
+        self.executor = Executor()
+        self.recomputed = 0
+        self._store = store
+
+    def ahead(self, segment: Segment) -> None:
+        """Starts on a segment that will be asked for, as far as room allows."""
+        self._carry_out(segment, segment.machine.ahead())
+
+    def release(self, segment: Segment) -> None:
+        """Frees a segment."""
+        self._carry_out(segment, segment.machine.released())
+
+    def request(self, segment: Segment, key: Key, prepare: Callable[[], Perform], expected_s: float) -> Request:
+        """Asks for work on a segment. A repeated request joins the first, or finds its answer.
+
+        Args:
+            segment: Saved.
+            key: Names the request.
+            prepare: Gives the work, called only for a request that is new.
+            expected_s: What the trainer thinks it takes.
+        """
+        request = segment.requests.get(key)
+        if request is None:
+            request = Request(prepare(), expected_s, asyncio.get_running_loop().create_future())
+            segment.requests[key] = request
+        self._carry_out(segment, segment.machine.requested(key))
+        return request
+
+    @contextmanager
+    def answering(self, segment: Segment, key: Key) -> Iterator[None]:
+        """Around the sending of an answer, which is held until then. Raises BudgetError for too many at once."""
+        session, result = segment.session, (segment.key, key)
+        if session.answers >= MAX_ANSWERS:
+            raise BudgetError(
+                f"{session.answers} answers are being sent to this trainer already: read them first",
+                needed_bytes=0,
+                budget_bytes=self._store.budget_bytes,
+                retry_after_s=1.0,
+            )
+        session.answers += 1
+        self._store.pin_result(result)
+        try:
+            yield
+        finally:
+            session.answers -= 1
+            self._store.unpin_result(result)
+
+    def remember(self, session: Session, addresses: Iterable[bytes]) -> None:
+        """Keeps gradients for the next segment of the chain, and lets go of those before them."""
+        session.gradients.extend(addresses)
+        while len(session.gradients) > KEPT_GRADIENTS:
+            oldest = session.gradients.popleft()
+            if oldest not in session.gradients:
+                self._store.uncache([oldest])
+
+    def _carry_out(self, segment: Segment, instructions: Sequence[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case ReplayAhead():
+                    self._replay_ahead(segment)
+                case Hurry():
+                    if segment.job is not None:
+                        self.executor.hurry(segment.job)
+                case Run(key):
+                    self._run(segment, key)
+                case Answer():
+                    pass  # the future was set when the run ended
+                case AnswerError(key):
+                    self._fail(segment, key, SegmentUnknownError(f"segment {segment.id} was released meanwhile"))
+                case DropReplay():
+                    segment.ready = None
+                    self._store.end_ahead(segment.key)
+                case ForgetResult(key):
+                    self._store.forget_result((segment.key, key))
+                    segment.requests.pop(key, None)
+                case Free():
+                    segment.work = None  # a job of it may still wait its turn
+                    self._store.detach(segment.key)
+                    segment.session.segments.pop(segment.id, None)
+
+    def _replay_ahead(self, segment: Segment) -> None:
+        def drop() -> None:
+            segment.ready = None
+            segment.machine.dropped()
+
+        if not self._store.start_ahead(segment.key, drop):
+            self._carry_out(segment, segment.machine.replayed(succeeded=False))
+            return
+        made: list[Ready] = []
+
+        def work() -> None:
+            found = segment.work
+            try:
+                if found is not None:
+                    made.append(found.replay(keep_saved=not found.program.outputs))
+            except Exception:  # the request that needs it will meet its own
+                logger.debug("a replay ahead of %s failed", segment.name, exc_info=True)
+
+        def end() -> None:
+            succeeded = bool(made) and self._store.is_ahead(segment.key)
+            if succeeded:
+                segment.ready = made.pop()
+            else:
+                self._store.end_ahead(segment.key)
+            segment.job = None  # it leads back to the segment
+            self._carry_out(segment, segment.machine.replayed(succeeded=succeeded))
+
+        self._submit(segment, Job(segment.session.id, lambda: None, work, end, 0.0, is_demanded=False))
+
+    def _run(self, segment: Segment, key: Key) -> None:
+        request = segment.requests[key]
+        outcome: list[Finished | BackhaulError] = []
+        charged: list[int] = []
+
+        def begin() -> None:
+            charged.append(self._store.start_run(segment.key))
+
+        def work() -> None:
+            ready, segment.ready = segment.ready, None
+            perform, request.perform = request.perform, None
+            found = segment.work
+            if perform is None or found is None:
+                outcome.append(SegmentUnknownError(f"segment {segment.id} was released meanwhile"))
+            else:
+                outcome.append(_outcome(perform, found, ready))
+
+        def end() -> None:
+            segment.job = None  # it leads back to the segment
+            self._store.end_run(charged.pop())
+            found = outcome.pop()
+            succeeded = isinstance(found, Finished)
+            if isinstance(found, Finished):
+                self.recomputed += 1
+                self._keep(segment, key, request, found)
+            else:
+                self._fail(segment, key, found)
+            self._carry_out(segment, segment.machine.ran(key, succeeded=succeeded))
+
+        self._submit(segment, Job(segment.session.id, begin, work, end, request.expected_s, is_demanded=True))
+
+    def _submit(self, segment: Segment, job: Job) -> None:
+        segment.job = job
+        self.executor.submit(job)
+
+    def _keep(self, segment: Segment, key: Key, request: Request, found: Finished) -> None:
+        def drop() -> None:
+            segment.machine.forgot(key)
+            segment.requests.pop(key, None)
+
+        self._store.keep_result((segment.key, key), found.bundle.size_bytes, drop)
+        addressed = [parcel for parcel in found.bundle.parcels if parcel.address]
+        for parcel in addressed:
+            self._store.cache(parcel.address, parcel.tensor, ENTRY_BYTES + parcel.layout.span_bytes)
+        self.remember(segment.session, [parcel.address for parcel in addressed])
+        request.answer.set_result(found)
+
+    def _fail(self, segment: Segment, key: Key, error: BackhaulError) -> None:
+        """Answers a request with an error and forgets it, so that a repeated one tries again."""
+        request = segment.requests.pop(key, None)
+        if request is not None and not request.answer.done():
+            request.answer.set_exception(error)
+            request.answer.exception()  # seen, also where nobody waits any more
+
+
+def _outcome(perform: Perform, work: Work, ready: Ready | None) -> Finished | BackhaulError:
+    try:
+        return perform(work, ready)
+    except BackhaulError as error:
+        return error
+    except Exception as error:  # a bug of ours: the trainer recomputes, the log has the story
+        logger.exception("a run failed")
+        return WorkerError(f"the worker failed: {type(error).__name__}: {error}")
