@@ -153,7 +153,7 @@ def _keep(
 
 
 def _uses(recorder: Recorder, outputs: list[Tensor]) -> list[list[Use]]:
-    targets = {(edge.node, edge.output_nr): i for i, edge in enumerate(recorder.edges) if edge is not None}
+    targets = {(edge.node, edge.output_nr): i for i, edge in enumerate(recorder.edges()) if edge is not None}
     try:
         return find_uses(outputs, targets, recorder.first_sequence, len(recorder.tensors))
     except Refusal as refusal:

@@ -149,7 +149,6 @@ class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         recording: What outlives the call.
         tensors: The caller's own objects, one per source. They go with the recorder.
-        edges: Where the gradients of each source go, None if it takes none.
     """
 
     def __init__(
@@ -170,7 +169,7 @@ class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         self._states: dict[ambient.State, int] = {}
         self._known: dict[int, _Known] = {}
         self.tensors: list[Tensor] = []
-        self.edges: list[GradientEdge | None] = []
+        self._edges: list[GradientEdge | None] = []  # of sources that are no leaves
         self._source_storages: dict[int, list[int]] = {}
         self._interior = StorageLedger()
         self._unwritten: set[int] = set()
@@ -278,7 +277,7 @@ class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         for position, value in enumerate(args):
             for tensor in tensors_in(value):
                 wanted = position in op_rules.views or (tensor.requires_grad and tensor.is_leaf)
-                if wanted and tensor._cdata not in self._known and tensor not in self._interior:
+                if wanted and tensor not in self._interior and storage_key(tensor) not in self._source_storages:
                     self._source(tensor)
 
     def _argument(self, value: Any) -> Any:
@@ -320,9 +319,8 @@ class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         is_copy = is_argument or not is_leaf or (is_state and layout.span_bytes <= SMALL_BYTES)
         value = self._hold(tensor, layout, address) if is_copy else tensor.detach()
         index = len(self.recording.sources)
-        edge = _edge(tensor)
         self.tensors.append(tensor)
-        self.edges.append(edge)
+        self._edges.append(None if is_leaf else get_gradient_edge(tensor))
         self.recording.sources.append(
             RecordedSource(
                 layout,
@@ -447,9 +445,21 @@ class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
     def rewrites_autograd(self) -> bool:
         """Whether the call gave a source another history: wrote something differentiable into it, or detached it."""
         return any(
-            edge is not now and (edge is None or now is None or edge[:2] != now[:2])
-            for edge, now in zip(self.edges, map(_edge, self.tensors), strict=True)
+            tensor.requires_grad != source.requires_grad
+            or tensor.is_leaf != source.is_leaf
+            or (edge is not None and get_gradient_edge(tensor)[:2] != edge[:2])
+            for tensor, source, edge in zip(self.tensors, self.recording.sources, self._edges, strict=True)
         )
+
+    def edges(self) -> list[GradientEdge | None]:
+        """Where the gradient of each source went when the call met it, None if it took none.
+
+        Asked once the call has ended: a leaf's edge is made on demand, which autograd may be switched off for inside.
+        """
+        return [
+            edge or (get_gradient_edge(tensor) if source.requires_grad and tensor.requires_grad else None)
+            for tensor, source, edge in zip(self.tensors, self.recording.sources, self._edges, strict=True)
+        ]
 
     def shares_storage(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
         """Whether any of `outputs` lies in the storage of a source or of another of `tensors`, which include them."""
@@ -523,11 +533,6 @@ def default_generator(device: torch.device) -> torch.Generator:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         return torch.cuda.default_generators[index]
     raise Refusal(f"random numbers on {device.type}")
-
-
-def _edge(tensor: Tensor) -> GradientEdge | None:
-    with torch.enable_grad():  # a leaf's edge is found by making a view of it
-        return get_gradient_edge(tensor) if tensor.requires_grad else None
 
 
 def _version(tensor: Tensor) -> int:

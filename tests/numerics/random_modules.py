@@ -289,9 +289,9 @@ def _step(setting: Setting, modules: nn.ModuleList, checkpoint: Callable[..., An
             outputs = [t for t in torch.utils._pytree.tree_leaves(returned) if isinstance(t, Tensor)]
             losses += [t.float().square().mean() for t in (*outputs[1:], module.auxiliary) if t is not None]
             h = outputs[0].reshape(shape)
+    loss = torch.stack([h.float().square().mean(), *losses]).sum()
     if setting.overwritten and checkpoint is not plainly and not x.requires_grad:
         x.fill_(9)  # a plain call would raise; a segment has the value of forward
-    loss = torch.stack([h.float().square().mean(), *losses]).sum()
     if loss.requires_grad:
         loss.backward(retain_graph=setting.twice)
         if setting.twice:
