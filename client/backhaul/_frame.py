@@ -24,6 +24,7 @@ from backhaul_runtime.errors import (
     BackhaulError,
     NotRemoteError,
     Refusal,
+    StaleTensorError,
     UnsupportedTensorError,
     WorkerError,
     WorkerLostError,
@@ -147,10 +148,17 @@ class Frame:
                 self._task = task
                 self._begin([i for i, handle in enumerate(self._handles) if handle() is not None])
             self._wanted.discard(index)
-            while (tensor := self._next(index)) is None:
+            tensor = self._next(index)
+            if tensor is None:
                 self._stop_incoming()
                 self._here = {}
                 self._recompute([index, *sorted(self._wanted, reverse=True)])
+                tensor = self._next(index)
+            if tensor is None:
+                raise StaleTensorError(
+                    f"segment {self.name}: the memory of saved tensor {index} is written to while backward runs",
+                    segment=self.name,
+                )
             return tensor
 
     def _unpack_early(self, so_far: Program, index: int) -> Tensor:

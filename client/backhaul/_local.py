@@ -154,8 +154,12 @@ class Call:
         self._check_repeatable(name, recording)
         saved: list[Saved] = []
 
+        written = {storage_key(source.written) for source in recording.sources if source.written is not None}
+
         def pack(tensor: Tensor) -> Saved:
             recorder.note_saved(tensor)
+            if unsupported_reason(tensor) is None and storage_key(tensor) in written:
+                tensor = copy_exact(tensor)  # of what the call itself, or putting things back after it, overwrites
             saved.append(Saved(len(saved), tensor))
             return saved[-1]
 
@@ -171,6 +175,7 @@ class Call:
                 ambient.apply(self.state, ambient.capture())
                 args, kwargs = pytree.tree_unflatten(_fresh(self.leaves), self.spec)
                 arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+                written.update(storage_key(tensor) for tensor in arguments if unsupported_reason(tensor) is None)
                 # For its digests alone; nothing needs to be held.
                 recorder = Recorder(arguments, allowed_ops(), lambda tensor, *_: tensor.detach())
                 with torch.autograd.graph.saved_tensors_hooks(pack, Saved.unpack), recorder:

@@ -22,6 +22,8 @@ def test_function(info: Any, loopback: Loopback) -> None:
         return
     for sample in list(info.sample_inputs("cpu", dtype, requires_grad=True))[:SAMPLES]:
         args = (sample.input, *sample.args)
+        if info.name == "linalg.lstsq" and sample.kwargs.get("driver", "gelsy") == "gelsy":
+            continue  # torch leaves LAPACK's pivots as the memory was: other bits from call to call
         try:
             expected = outcome(plainly, info.op, args, sample.kwargs)
             again = outcome(plainly, info.op, args, sample.kwargs)
