@@ -31,7 +31,7 @@ from backhaul_runtime.errors import (
 )
 from backhaul_runtime.layout import layout_of, view_at
 from backhaul_runtime.program import Program
-from backhaul_runtime.recorder import Recording, SavedTensor
+from backhaul_runtime.recording import Recording, SavedTensor
 from backhaul_runtime.replay import Contribution
 
 if TYPE_CHECKING:

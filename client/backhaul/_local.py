@@ -15,10 +15,12 @@ from backhaul._value_check import check_digests, check_values
 from backhaul_runtime import ambient
 from backhaul_runtime.digest import address_of
 from backhaul_runtime.errors import StaleTensorError, UnsupportedTensorError
+from backhaul_runtime.generators import default_generator
 from backhaul_runtime.layout import ALIGNMENT_BYTES, copy_exact, layout_of, unsupported_reason, view_at
 from backhaul_runtime.op_list import allowed_ops
 from backhaul_runtime.program import Program
-from backhaul_runtime.recorder import RecordedSource, Recorder, Recording, default_generator
+from backhaul_runtime.recorder import Recorder
+from backhaul_runtime.recording import RecordedSource, Recording
 from backhaul_runtime.replay import Contribution, Replay, Saved, entry, isolated
 from backhaul_runtime.storages import storage_key
 

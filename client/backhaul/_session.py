@@ -31,7 +31,7 @@ from backhaul_runtime.errors import Refusal
 from backhaul_runtime.fingerprint import differences, fingerprint
 from backhaul_runtime.layout import Layout, copy_exact
 from backhaul_runtime.program_codec import address_of_program, encode_program
-from backhaul_runtime.recorder import RecordedSource
+from backhaul_runtime.recording import RecordedSource
 
 logger = logging.getLogger("backhaul")
 _BACKWARD_FACTOR = 3.0  # a recomputed forward and a backward of twice its cost

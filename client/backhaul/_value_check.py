@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch.utils.checkpoint
 
 from backhaul_runtime.errors import ValueCheckError
-from backhaul_runtime.recorder import SavedTensor
+from backhaul_runtime.recording import SavedTensor
 
 _SHOWN = 5
 

@@ -220,4 +220,6 @@ class Refusal(Exception):  # noqa: N818  a decision, never seen outside
     @classmethod
     def of(cls, error: BaseException) -> Self:
         """A refusal for an error that recording ran into: fn must not suffer from it."""
+        if isinstance(error, cls):
+            return error
         return cls(f"recording failed: {type(error).__name__}: {error}")

@@ -1,40 +1,31 @@
 """Notes every op of a running call, and changes nothing about it.
 
 NOTE [What the recorder relies on]
-1. Its place is torch's PreDispatch key, above autograd and autocast, so that it sees composite ops (linear, layer_norm,
-   scaled_dot_product_attention) and a replay makes autograd's graph itself. Torch admits only subclasses of
-   ProxyTorchDispatchMode there; none of that class's tracing is used.
-2. Ops run with the Python dispatcher off. On, torch would swap in decompositions, and other bits.
-3. Tensors are known by the address of their TensorImpl, storages by theirs. Weak references keep both from being reused
+1. Tensors are known by the address of their TensorImpl, storages by theirs. Weak references keep both from being reused
    while the recording lasts, without keeping a byte of memory.
-4. It never raises into the call. What can't be recorded sets `refusal` and the call goes on.
-5. After a refusal it still saves what ops write to and notes whose views and gradients they take, for the trainer's
+2. It never raises into the call. What can't be recorded sets `refusal` and the call goes on.
+3. After a refusal it still saves what ops write to and notes whose views and gradients they take, for the trainer's
    own recomputation needs that.
-6. Torch keeps the stack of PreDispatch modes once for the process, though each thread has its own switch for it: two
-   threads that record would pop each other's mode. So the stack is made each thread's own.
 """
 
-import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import _WeakTensorRef  # type: ignore[attr-defined]
 from torch._C._autograd import _get_sequence_nr, _top_saved_tensors_default_hooks
-from torch._ops import HigherOrderOperator, OpOverload, _higher_order_ops
+from torch._ops import OpOverload
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils.hooks import RemovableHandle
 
 from backhaul_runtime import ambient
 from backhaul_runtime.digest import content_digest, read_digest, saved_digest, tensor_address
 from backhaul_runtime.errors import Refusal
+from backhaul_runtime.generators import default_generator, drawing_device
 from backhaul_runtime.layout import Layout, copy_exact, layout_of, unsupported_reason
 from backhaul_runtime.op_rules import (
     ABSOLUTE,
@@ -45,7 +36,9 @@ from backhaul_runtime.op_rules import (
     tensors_in,
     written_tensors,
 )
+from backhaul_runtime.pre_dispatch import PreDispatchMode
 from backhaul_runtime.program import GeneratorRef, Node, Program, Ref, ResultRef, Source, SourceRef
+from backhaul_runtime.recording import RecordedSource, Recording, SavedTensor
 from backhaul_runtime.storages import StorageLedger, storage_key
 
 Hold = Callable[[Tensor, Layout, bytes], Tensor]
@@ -56,88 +49,17 @@ SMALL_BYTES = 1 << 20
 other state that may move on before backward."""
 
 
-@dataclass(slots=True, eq=False)
-class RecordedSource:
-    """A tensor from outside the call, as it was at first use.
-
-    Attributes:
-        layout: Its layout.
-        offset: Elements from the start of its storage.
-        address: Of its contents.
-        value: Holds these contents: a copy where they may well change before backward, else the caller's memory.
-        is_copy: Whether `value` is a copy, so that nobody can change it.
-        is_argument: Passed to the call rather than captured by it.
-        requires_grad: Whether it took gradients.
-        is_leaf: Whether it was a leaf of autograd's graph.
-        is_written: An op of the call writes into it.
-        written: The caller's own object, kept only if it is captured and written to.
-    """
-
-    layout: Layout
-    offset: int
-    address: bytes
-    value: Tensor
-    is_copy: bool
-    is_argument: bool
-    requires_grad: bool
-    is_leaf: bool
-    is_written: bool = False
-    written: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SavedTensor:
-    """What is kept of a tensor that autograd saved.
-
-    Attributes:
-        digest: Of its layout and values, or see `is_undefined`; empty for a kind of tensor that has no bytes.
-        op: Name of the op that saved it.
-        layout: When it was saved.
-        source: Index of the source whose storage it lies in, -1 for any other.
-        offset: Elements from the start of that storage.
-        is_undefined: Its bytes may be undefined by design: the digest is of its layout and of all its op read.
-    """
-
-    digest: bytes
-    op: str
-    layout: Layout
-    source: int
-    offset: int
-    is_undefined: bool = False
-
-
-@dataclass(slots=True)
-class Recording:
-    """What one call left behind.
-
-    Attributes:
-        refusal: Why the call can't be a program, or None.
-        sources: Everything from outside that ops read or wrote.
-        saved: What autograd saved, in order.
-        generator_states: One per node that draws.
-        unchecked: What autograd saved and has no digest, with its version.
-        once_only: Why the function can't be called again, empty where it can.
-    """
-
-    refusal: str | None = None
-    sources: list[RecordedSource] = field(default_factory=list)
-    saved: list[SavedTensor] = field(default_factory=list)
-    generator_states: list[bytes] = field(default_factory=list)
-    unchecked: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)
-    once_only: str = ""
-
-
 @dataclass(slots=True)
 class _Known:
     """A tensor met before. A change of the other fields that no op made is a reason to refuse."""
 
     ref: Ref
-    impl: _WeakTensorRef  # Rule 3
+    impl: _WeakTensorRef  # Rule 1
     data_ptr: int
     requires_grad: bool
 
 
-class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
     """A mode: enter it around the call, then `finish`.
 
     Args:
@@ -158,8 +80,7 @@ class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         hold: Hold,
         pack: Callable[[Tensor], object] | None = None,
     ) -> None:
-        TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)  # type: ignore[no-untyped-call]
-        self._mode_key = torch._C._TorchDispatchModeKey.PROXY
+        super().__init__()
         self.recording = Recording()
         self._allowed = allowed
         self._hold = hold
@@ -181,37 +102,19 @@ class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         self._hidden_bytes: dict[int, int] = {}  # of storages that autograd saves and no op returns
         self.first_sequence = _get_sequence_nr()
         self._first_hook = RemovableHandle.next_id
-        self._dispatcher: Any = None
-        self.tracer: Any = SimpleNamespace(enable_thunkify=False)  # torch asks any mode of our class for it
-        _register_higher_order_ops()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler at the first op
-
-    def __enter__(self) -> "Recorder":
-        self._dispatcher = torch._C._EnablePythonDispatcher()
-        self._dispatcher.__enter__()
-        _push_mode(self)  # not torch's __enter__: its notes of who is in a mode are the process's too (Rule 6)
-        return self
 
     def __exit__(self, *exception: Any) -> None:
-        _pop_mode(torch._C.DispatchKey.PreDispatch)
-        self._dispatcher.__exit__(*exception)
+        super().__exit__(*exception)
         self._pack = None  # it refers to whoever made us
 
-    def __torch_dispatch__(
-        self, op: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Runs the op untouched (Rule 2), noting it before and after."""
-        kwargs = kwargs or {}
-        with torch._C._DisablePythonDispatcher():
-            node = self._before(op, args, kwargs)
-            try:
-                returned = op(*args, **kwargs)
-            finally:
-                self._op = ""
-            self._after(op, node, args, kwargs, returned)
+    def around(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the op, noting it before and after."""
+        node = self._before(op, args, kwargs)
+        try:
+            returned = op(*args, **kwargs)
+        finally:
+            self._op = ""
+        self._after(op, node, args, kwargs, returned)
         return returned
 
     def refuse(self, reason: str) -> None:
@@ -231,18 +134,13 @@ class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._note_outside(op_rules, args)
             elif op_rules.leaves_traces:
                 node = self._node(op_rules, args, kwargs)
-        except Refusal as refusal:
-            self.refuse(refusal.reason)
-            node = None
-        except Exception as error:  # Rule 4
+        except Exception as error:  # Rule 2
             self.refuse(Refusal.of(error).reason)
             node = None
         try:
             for tensor in written_tensors(op_rules, args, kwargs):
                 self._save_before_write(tensor)
-        except Refusal as refusal:
-            self.refuse(refusal.reason)
-        except Exception as error:  # Rule 4
+        except Exception as error:  # Rule 2
             self.refuse(Refusal.of(error).reason)
         return node
 
@@ -273,7 +171,7 @@ class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         return node
 
     def _note_outside(self, op_rules: OpRules, args: tuple[Any, ...]) -> None:
-        """Rule 5."""
+        """Rule 3."""
         for position, value in enumerate(args):
             for tensor in tensors_in(value):
                 wanted = position in op_rules.views or (tensor.requires_grad and tensor.is_leaf)
@@ -408,9 +306,7 @@ class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
             if node.op in UNWRITTEN_RESULTS:
                 self._unwritten.update(storage_key(result) for result in results if result.numel())
             self._nodes.append(Node(node.op, node.args, node.kwargs, node.ambient, tuple(sizes), node.draws))
-        except Refusal as refusal:
-            self.refuse(refusal.reason)
-        except Exception as error:  # Rule 4
+        except Exception as error:  # Rule 2
             self.refuse(Refusal.of(error).reason)
 
     def note_saved(self, tensor: Tensor) -> None:
@@ -421,7 +317,7 @@ class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise Refusal(f"autograd saves a {reason}")
             with torch._C._DisablePythonDispatcher():
                 self._note_saved(tensor)
-        except Exception as error:  # Rule 4
+        except Exception as error:  # Rule 2
             self.refuse(Refusal.of(error).reason)
             self.recording.unchecked.append((weakref.ref(tensor), _version(tensor)))
             self.recording.saved.append(SavedTensor(b"", self._op, Layout(tensor.dtype, (), ()), -1, 0))
@@ -518,48 +414,5 @@ class Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
 _CONSTANTS = frozenset({bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format, torch.device})
 
 
-def drawing_device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
-    """The device on which an op with these arguments draws."""
-    device = next((value.device for value in args if isinstance(value, Tensor)), kwargs.get("device"))
-    return torch.device(device or "cpu")
-
-
-def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that ops on this device draw from by default."""
-    if device.type == "cpu":
-        return torch.default_generator
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        return torch.cuda.default_generators[index]
-    raise Refusal(f"random numbers on {device.type}")
-
-
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-class _OwnStack(threading.local, torch._ops._ModeStackStateForPreDispatch):
-    """Rule 6."""
-
-
-torch._ops._mode_stack_state_for_pre_dispatch = _OwnStack()  # type: ignore[no-untyped-call]
-
-_registered: set[str] = set()
-
-
-def _register_higher_order_ops() -> None:
-    """Higher-order ops ask each mode for a rule of its own and raise where there is none: ours refuses and lets run."""
-    for name, op in list(_higher_order_ops.items()):
-        if name not in _registered:
-            _registered.add(name)
-            op.python_key_table.setdefault(Recorder, _higher_order_rule(name, op))
-
-
-def _higher_order_rule(name: str, op: HigherOrderOperator) -> Callable[..., Any]:
-    def rule(mode: Recorder, *args: Any, **kwargs: Any) -> Any:
-        mode.refuse(f"the higher-order op {name}")
-        with torch._C._DisablePythonDispatcher():
-            return op(*args, **kwargs)
-
-    return rule

@@ -16,6 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from backhaul_runtime import ambient, hostile
 from backhaul_runtime.digest import content_digest, read_digest, saved_digest
 from backhaul_runtime.errors import ProgramError, Refusal, ReplayError, SavedTensorModifiedError
+from backhaul_runtime.generators import default_generator, drawing_device
 from backhaul_runtime.layout import copy_exact, layout_of, with_memory
 from backhaul_runtime.op_list import resolve
 from backhaul_runtime.op_rules import (
@@ -25,7 +26,6 @@ from backhaul_runtime.op_rules import (
     tensors_in,
 )
 from backhaul_runtime.program import GeneratorRef, Node, Program, ResultRef, SourceRef
-from backhaul_runtime.recorder import default_generator, drawing_device
 from backhaul_runtime.storages import StorageLedger
 from backhaul_runtime.uses import Use, find_uses
 

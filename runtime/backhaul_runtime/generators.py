@@ -1,0 +1,26 @@
+"""Which generator an op draws from."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backhaul_runtime.errors import Refusal
+
+
+def drawing_device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
+    """The device on which an op with these arguments draws."""
+    device = next((value.device for value in args if isinstance(value, Tensor)), kwargs.get("device"))
+    return torch.device(device or "cpu")
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that ops on this device draw from by default."""
+    if device.type == "cpu":
+        return torch.default_generator
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        return torch.cuda.default_generators[index]
+    raise Refusal(f"random numbers on {device.type}")

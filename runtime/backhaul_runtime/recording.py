@@ -1,0 +1,79 @@
+"""What a recorded call leaves behind: the tensors it started from, and what is known of those autograd saved."""
+
+import weakref
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from backhaul_runtime.layout import Layout
+
+
+@dataclass(slots=True, eq=False)
+class RecordedSource:
+    """A tensor from outside the call, as it was at first use.
+
+    Attributes:
+        layout: Its layout.
+        offset: Elements from the start of its storage.
+        address: Of its contents.
+        value: Holds these contents: a copy where they may well change before backward, else the caller's memory.
+        is_copy: Whether `value` is a copy, so that nobody can change it.
+        is_argument: Passed to the call rather than captured by it.
+        requires_grad: Whether it took gradients.
+        is_leaf: Whether it was a leaf of autograd's graph.
+        is_written: An op of the call writes into it.
+        written: The caller's own object, kept only if it is captured and written to.
+    """
+
+    layout: Layout
+    offset: int
+    address: bytes
+    value: Tensor
+    is_copy: bool
+    is_argument: bool
+    requires_grad: bool
+    is_leaf: bool
+    is_written: bool = False
+    written: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """What is kept of a tensor that autograd saved.
+
+    Attributes:
+        digest: Of its layout and values, or see `is_undefined`; empty for a kind of tensor that has no bytes.
+        op: Name of the op that saved it.
+        layout: When it was saved.
+        source: Index of the source whose storage it lies in, -1 for any other.
+        offset: Elements from the start of that storage.
+        is_undefined: Its bytes may be undefined by design: the digest is of its layout and of all its op read.
+    """
+
+    digest: bytes
+    op: str
+    layout: Layout
+    source: int
+    offset: int
+    is_undefined: bool = False
+
+
+@dataclass(slots=True)
+class Recording:
+    """What one call left behind.
+
+    Attributes:
+        refusal: Why the call can't be a program, or None.
+        sources: Everything from outside that ops read or wrote.
+        saved: What autograd saved, in order.
+        generator_states: One per node that draws.
+        unchecked: What autograd saved and has no digest, with its version.
+        once_only: Why the function can't be called again, empty where it can.
+    """
+
+    refusal: str | None = None
+    sources: list[RecordedSource] = field(default_factory=list)
+    saved: list[SavedTensor] = field(default_factory=list)
+    generator_states: list[bytes] = field(default_factory=list)
+    unchecked: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)
+    once_only: str = ""
