@@ -32,12 +32,11 @@ class Remote(Protocol):
     def hold(self, tensor: Tensor, layout: Layout, address: bytes) -> Tensor:
         """A copy of the tensor, shared with other segments that need the same contents."""
 
-    def save(self, frame: Frame, use_counts: list[int], forward_s: float) -> RemoteSegment:
+    def save(self, frame: Frame, forward_s: float) -> RemoteSegment:
         """Starts sending a frame's segment. Raises Refusal where no worker takes it.
 
         Args:
             frame: With its program and recording.
-            use_counts: Contributions that each source gets.
             forward_s: What forward took, the measure for what recomputation may take.
         """
 
@@ -136,13 +135,14 @@ def _keep(
         and not recorder.outlived(outputs)
     )
     frame.program = recorder.finish(outputs if grafts else ())
+    frame.use_counts = [len(found) for found in uses]
     if frame.program is None:
         call.keep(recorder.tensors, frame.recording)
         frame.call = call
         frame.cannot_travel(frame.recording.refusal or "")
     elif outputs:
         try:
-            frame.remote = remote.save(frame, [len(found) for found in uses], forward_s)
+            frame.remote = remote.save(frame, forward_s)
         except Refusal as refusal:
             frame.not_taken(refusal)
     if frame.program is None or not grafts:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from backhaul import _local
 from backhaul._report import Decision, SegmentLog
-from backhaul._value_check import CheckpointError, check_digests, check_values
+from backhaul._value_check import CheckpointError, check_digests, check_uses, check_values
 from backhaul_runtime import ambient
 from backhaul_runtime.digest import content_digest, saved_digest
 from backhaul_runtime.errors import (
@@ -84,6 +84,7 @@ class Frame:
         strict: Raise rather than recompute on the trainer.
         recording: From forward.
         program: None where the call could not be recorded.
+        use_counts: Contributions that each source gets.
         call: The call itself, only where there is no program.
         remote: The worker's side, None where no worker has it.
         local_reason: Why the trainer recomputes it, where that is settled.
@@ -96,6 +97,7 @@ class Frame:
     strict: bool
     recording: Recording = field(default_factory=Recording)
     program: Program | None = None
+    use_counts: list[int] = field(default_factory=list)
     call: "Call | None" = None
     remote: RemoteSegment | None = None
     local_reason: str = ""
@@ -128,6 +130,7 @@ class Frame:
             try:
                 digests, contributions = remote.backward(gradients, state)
                 check_values(self.name, "on the worker", self.recording.saved, digests)
+                check_uses(self.name, "on the worker", self.use_counts, contributions)
             except _RECOVERABLE as error:
                 self._lost(error)
             else:
@@ -135,6 +138,7 @@ class Frame:
                 return contributions
         started = self._begin_local()
         contributions = _local.gradients_here(self.name, self.program, self.recording, gradients)
+        check_uses(self.name, "on the trainer", self.use_counts, contributions)
         self.log.add(Decision.TRAINER, perf_counter() - started)
         return contributions
 

@@ -80,7 +80,6 @@ class SavedSegment:
         uploader: Of that link.
         save: As queued.
         log: Told of bytes.
-        use_counts: Contributions expected for each source.
         expected_s: What a replay with its backward should take.
         upcoming: Gives the segments that will be asked for after this one.
     """
@@ -91,7 +90,6 @@ class SavedSegment:
         uploader: Uploader,
         save: Save,
         log: SegmentLog,
-        use_counts: Sequence[int],
         expected_s: float,
         upcoming: Callable[[], list[int]],
     ) -> None:
@@ -99,7 +97,6 @@ class SavedSegment:
         self._uploader = uploader
         self._save = save
         self._log = log
-        self._use_counts = use_counts
         self._expected_s = expected_s
         self._upcoming = upcoming
         self._backwards = itertools.count(1)
@@ -158,7 +155,6 @@ class SavedSegment:
             Contribution(contribution.source, found.get(index))
             for index, contribution in enumerate(result.contributions)
         ]
-        self._check_uses(contributions)
         return list(result.saved_digests), contributions
 
     def recompute(self, positions: Sequence[int]) -> "SavedTensors":
@@ -222,9 +218,3 @@ class SavedSegment:
 
     def _sent(self, size_bytes: int) -> None:
         self._log.traffic(up_bytes=size_bytes)
-
-    def _check_uses(self, contributions: Sequence[Contribution]) -> None:
-        found = [contribution.source for contribution in contributions]
-        due = [source for source, count in enumerate(self._use_counts) for _ in range(count)]
-        if found != due:
-            raise WorkerLostError(f"the worker returned contributions to sources {found} where {due} were due")

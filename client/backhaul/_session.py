@@ -189,7 +189,7 @@ class Session:
             held = self._copies[address] = copy_exact(tensor, layout)
         return held
 
-    def save(self, frame: Frame, use_counts: list[int], forward_s: float) -> SavedSegment:
+    def save(self, frame: Frame, forward_s: float) -> SavedSegment:
         """Queues a segment for a worker. Raises Refusal where none takes it."""
         assert frame.program is not None
         if self._closed:  # first: in the child of a fork the lock may be held for ever
@@ -223,7 +223,6 @@ class Session:
             side.uploader,
             save,
             log,
-            use_counts,
             _BACKWARD_FACTOR * forward_s,
             lambda: self._backward_reached(side, number),
         )

@@ -4,6 +4,7 @@ A setting counts as state if it has a getter and a setter in torch. What has non
 """
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -104,6 +105,29 @@ def settings() -> Mapping[str, _Setting]:
             **{f"cudnn_{op}_precision": _precision("cuda", op) for op in ("conv", "rnn")},
         }
     return found
+
+
+class _Clears(threading.local):
+    """How often a thread has cleared autocast's cache. Torch does so at the end of the outermost autocast region."""
+
+    count = 0
+
+
+_clears = _Clears()
+_clear_autocast_cache = torch.clear_autocast_cache
+
+
+def _clear_and_count() -> None:
+    _clears.count += 1
+    _clear_autocast_cache()
+
+
+torch.clear_autocast_cache = _clear_and_count  # nothing else tells one region from the next
+
+
+def cleared_casts() -> int:
+    """How often the calling thread has cleared autocast's cache."""
+    return _clears.count
 
 
 @cache

@@ -56,6 +56,7 @@ class Node:
         ambient: Index into `Program.ambient_states`.
         result_bytes: Per tensor returned, the bytes of its storage if the op made it, 0 for a view.
         draws: It draws from a generator, whose state before travels with the segment.
+        fresh_casts: Autocast's cache of casts was cleared since the node before: a weight is cast anew.
     """
 
     op: str
@@ -64,6 +65,7 @@ class Node:
     ambient: int
     result_bytes: tuple[int, ...]
     draws: bool
+    fresh_casts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

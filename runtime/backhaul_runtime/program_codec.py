@@ -54,6 +54,7 @@ def encode_program(program: Program) -> bytes:
                 ambient_state=node.ambient,
                 result_bytes=node.result_bytes,
                 draws=node.draws,
+                fresh_casts=node.fresh_casts,
             )
             for node in program.nodes
         ],
@@ -182,7 +183,7 @@ class _Reader:
             raise ProgramError(f"node {here} ({name}) is given a keyword twice")
         check_call(op, args, dict(kwargs))
         self.result_counts.append(len(node.result_bytes))
-        return Node(name, args, kwargs, node.ambient_state, tuple(node.result_bytes), node.draws)
+        return Node(name, args, kwargs, node.ambient_state, tuple(node.result_bytes), node.draws, node.fresh_casts)
 
     def ref(self, reference: program_pb2.Reference) -> Ref:
         kind = reference.WhichOneof("tensor")

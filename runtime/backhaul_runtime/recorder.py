@@ -11,7 +11,7 @@ NOTE [What the recorder relies on]
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -97,6 +97,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         self._op = ""
         self._reads: bytes | None = None
         self._foreign_saves = False
+        self._cleared = ambient.cleared_casts()
         self._contents: dict[tuple[Any, ...], bytes] = {}
         self._hidden = StorageLedger()
         self._hidden_bytes: dict[int, int] = {}  # of storages that autograd saves and no op returns
@@ -165,7 +166,9 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             ambient=self._states.setdefault(state, len(self._states)),
             result_bytes=(),
             draws=op_rules.draws,
+            fresh_casts=ambient.cleared_casts() != self._cleared,
         )
+        self._cleared = ambient.cleared_casts()
         if generator_state is not None:
             self.recording.generator_states.append(generator_state)
         return node
@@ -305,7 +308,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
                 self._know(tensor, self._known[tensor._cdata].ref)
             if node.op in UNWRITTEN_RESULTS:
                 self._unwritten.update(storage_key(result) for result in results if result.numel())
-            self._nodes.append(Node(node.op, node.args, node.kwargs, node.ambient, tuple(sizes), node.draws))
+            self._nodes.append(replace(node, result_bytes=tuple(sizes)))
         except Exception as error:  # Rule 2
             self.refuse(Refusal.of(error).reason)
 

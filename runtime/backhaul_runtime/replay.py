@@ -173,6 +173,8 @@ class Replay:
             if state != present:
                 ambient.apply(state, present)
                 present = state
+            if node.fresh_casts:
+                torch.clear_autocast_cache()
             results.append(self._call(node, results, ledger))
             for freed in last_use.get(index, ()):
                 results[freed] = None

@@ -458,3 +458,21 @@ def test_a_segment_inside_one_that_runs_here(checkpoint: Checkpoint, session: Se
         return [x.grad, linear.weight.grad]
 
     same(case, checkpoint)
+
+
+@pytest.mark.parametrize("regions", [1, 2, 3])
+def test_a_weight_is_cast_once_per_autocast_region(regions: int, checkpoint: Checkpoint, session: Session) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+
+        def fn(h: Tensor) -> Tensor:
+            for _ in range(regions):
+                with torch.autocast("cpu", torch.bfloat16):
+                    h = linear(h) + linear(h)
+            return h
+
+        checkpoint(fn, h).float().sum().backward()
+        return [x.grad, linear.weight.grad, linear.bias.grad]
+
+    same(case, checkpoint)
+    assert session.report().fallbacks == 0

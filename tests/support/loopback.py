@@ -67,7 +67,7 @@ class Loopback:
     def hold(self, tensor: Tensor, layout: Layout, address: bytes) -> Tensor:
         return copy_exact(tensor, layout)
 
-    def save(self, frame: Frame, use_counts: list[int], forward_s: float) -> LoopbackSegment:
+    def save(self, frame: Frame, forward_s: float) -> LoopbackSegment:
         assert frame.program is not None
         program = decode_program(encode_program(frame.program), torch.device("cpu"))
         values = [copy_exact(source.value, source.layout) for source in frame.recording.sources]

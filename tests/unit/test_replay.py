@@ -17,7 +17,7 @@ from support.loopback import Loopback
 class Unreachable(Loopback):
     """No worker takes anything."""
 
-    def save(self, frame: Frame, use_counts: list[int], forward_s: float) -> object:
+    def save(self, frame: Frame, forward_s: float) -> object:
         raise Refusal("no worker in this test")
 
 

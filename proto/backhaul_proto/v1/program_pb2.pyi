@@ -111,12 +111,15 @@ class Node(_message.Message):
     AMBIENT_STATE_FIELD_NUMBER: _builtins.int
     RESULT_BYTES_FIELD_NUMBER: _builtins.int
     DRAWS_FIELD_NUMBER: _builtins.int
+    FRESH_CASTS_FIELD_NUMBER: _builtins.int
     op: _builtins.int
     """Index into Program.ops."""
     ambient_state: _builtins.int
     """Index into Program.ambient_states."""
     draws: _builtins.bool
     """It draws from a generator whose state at that moment travels with the segment."""
+    fresh_casts: _builtins.bool
+    """Autocast's cache of casts was cleared since the node before."""
     @_builtins.property
     def arguments(self) -> _containers.RepeatedCompositeFieldContainer[Global___Argument]: ...
     @_builtins.property
@@ -134,10 +137,11 @@ class Node(_message.Message):
         ambient_state: _builtins.int = ...,
         result_bytes: _abc.Iterable[_builtins.int] | None = ...,
         draws: _builtins.bool = ...,
+        fresh_casts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state", "arguments", b"arguments", "draws", b"draws", "keyword_arguments", b"keyword_arguments", "op", b"op", "result_bytes", b"result_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state", "arguments", b"arguments", "draws", b"draws", "fresh_casts", b"fresh_casts", "keyword_arguments", b"keyword_arguments", "op", b"op", "result_bytes", b"result_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
