@@ -120,10 +120,14 @@ def _keep(
     forward_s: float,
 ) -> Any:
     """Decides who will recompute the segment, and gives the caller outputs that lead to it."""
-    is_held = held_elsewhere(returned)
+
+    def is_output(tensor: Tensor) -> bool:
+        return tensor.requires_grad and not recorder.passes_through(tensor)
+
+    is_held = held_elsewhere(returned, is_output)
     leaves, spec = pytree.tree_flatten(returned[0])
     tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
-    outputs = [tensor for tensor in tensors if tensor.requires_grad]
+    outputs = [tensor for tensor in tensors if is_output(tensor)]
     uses = _uses(recorder, outputs)
     grafts = (
         options.returns != "activations"

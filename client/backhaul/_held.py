@@ -8,7 +8,7 @@ returned containers account for, against those there are.
 
 import sys
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 
-def held_elsewhere(returned: list[Any]) -> bool:
-    """Whether a differentiable output in this list, whose only item is what a call returned, is held by anybody else.
+def held_elsewhere(returned: list[Any], is_output: Callable[[Tensor], bool]) -> bool:
+    """Whether an output in this list, whose only item is what a call returned, is held by anybody else.
 
     Counted are the tensors, what they are views of, and the nodes of autograd that made them. Whoever calls holds none
     of them but by the list. A container of a kind that can't be looked into counts as somebody else.
     """
     accounted: Counter[int] = Counter()
     objects: dict[int, Any] = {}
-    _visit(returned, accounted, objects, set())
+    _visit(returned, is_output, accounted, objects, set())
     for key in objects:  # noqa: PLC0206  a name for the value would be one reference more
         if sys.getrefcount(objects[key]) - accounted[key] > _IDLE:
             return True
@@ -41,20 +41,26 @@ def _is_tensor_held(output: Tensor) -> bool:
     )
 
 
-def _visit(container: Any, accounted: Counter[int], objects: dict[int, Any], seen: set[int]) -> bool:
-    """Collects the differentiable tensors in a container, and the containers in it that have any."""
+def _visit(
+    container: Any,
+    is_output: Callable[[Tensor], bool],
+    accounted: Counter[int],
+    objects: dict[int, Any],
+    seen: set[int],
+) -> bool:
+    """Collects the outputs in a container, and the containers in it that have any."""
     children, _ = pytree.SUPPORTED_NODES[pytree._get_node_type(container)].flatten_fn(container)
     own = set()
     for child in children:
         if isinstance(child, Tensor):
-            wanted = child.requires_grad
+            wanted = is_output(child)
         elif pytree.tree_is_leaf(child):
             continue
         elif id(child) in seen:
             wanted = id(child) in objects
         else:
             seen.add(id(child))
-            wanted = _visit(child, accounted, objects, seen)
+            wanted = _visit(child, is_output, accounted, objects, seen)
         if wanted:
             objects[id(child)] = child
             own.add(id(child))

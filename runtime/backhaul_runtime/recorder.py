@@ -343,12 +343,22 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
 
     def rewrites_autograd(self) -> bool:
         """Whether the call gave a source another history: wrote something differentiable into it, or detached it."""
-        return any(
+        return any(map(self._is_rewritten, range(len(self.tensors))))
+
+    def _is_rewritten(self, index: int) -> bool:
+        tensor, source, edge = self.tensors[index], self.recording.sources[index], self._edges[index]
+        return (
             tensor.requires_grad != source.requires_grad
             or tensor.is_leaf != source.is_leaf
             or (edge is not None and get_gradient_edge(tensor)[:2] != edge[:2])
-            for tensor, source, edge in zip(self.tensors, self.recording.sources, self._edges, strict=True)
         )
+
+    def passes_through(self, tensor: Tensor) -> bool:
+        """Whether a tensor that the call returned is one it was given or captured, with the history it had."""
+        ref = self.ref_of(tensor)
+        if ref is None:
+            return tensor._cdata in self._arguments
+        return isinstance(ref, SourceRef) and not self._is_rewritten(ref.index)
 
     def edges(self) -> list[GradientEdge | None]:
         """Where the gradient of each source went when the call met it, None if it took none.

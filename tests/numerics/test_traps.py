@@ -476,3 +476,21 @@ def test_a_weight_is_cast_once_per_autocast_region(regions: int, checkpoint: Che
 
     same(case, checkpoint)
     assert session.report().fallbacks == 0
+
+
+def test_what_only_passes_through_is_returned_as_it_is(checkpoint: Checkpoint, session: Session) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+        states = torch.randn(2, 4, WIDTH, requires_grad=True) * 1
+        unused = x * 2
+
+        def fn(h: Tensor, states: Tensor, unused: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            return linear(h) * states, states, unused, linear.weight
+
+        y, same_states, same_unused, weight = checkpoint(fn, h, states, unused)
+        assert (same_states is states, same_unused is unused, weight is linear.weight) == (True, True, True)
+        (y.sin().sum() + same_states.sum() + same_unused.sum() + weight.sum()).backward()
+        return [x.grad, linear.weight.grad, linear.bias.grad]
+
+    same(case, checkpoint)
+    assert session.report().remote == 1
