@@ -249,9 +249,13 @@ class Frame:
         return partial(view_at, source.value, start, saved.layout)
 
     def _is_as_saved(self, saved: SavedTensor, tensor: Tensor) -> bool:
-        """Whether memory that others may write to still holds what was saved. Version counters miss `.data`."""
-        is_private = self.program is not None and (saved.source < 0 or self.recording.sources[saved.source].is_copy)
-        if is_private or saved.is_undefined or not saved.digest:
+        """Whether a tensor holds what was saved: one never recomputed, or in memory that others may write to.
+
+        Version counters miss `.data`.
+        """
+        is_replayed = self.remote is None and self.program is not None
+        is_private = saved.source < 0 or self.recording.sources[saved.source].is_copy
+        if (is_replayed and is_private) or saved.is_undefined or not saved.digest:
             return True
         layout = layout_of(tensor)
         return saved_digest(layout, content_digest(tensor, layout)) == saved.digest

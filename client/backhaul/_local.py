@@ -37,7 +37,7 @@ def replay_here(name: str, program: Program, recording: Recording, *, keep_saved
     for source in recording.sources:
         _check_unchanged(name, source)
     values = [source.value for source in recording.sources]
-    replay = Replay(program, values, recording.generator_states, keep_saved=keep_saved)
+    replay = Replay(program, values, recording.generator_states, keep_saved=keep_saved, is_own=True)
     check_values(name, _WHERE, recording.saved, replay.saved_digests)
     return replay
 
@@ -75,9 +75,8 @@ def saved_here(
 def saved_before(name: str, so_far: Program, recording: Recording, position: int) -> Tensor:
     """A saved tensor of a call that still runs, from the program recorded so far."""
     with isolated(_devices(recording)), torch.enable_grad():
-        replay = Replay(
-            so_far, [source.value for source in recording.sources], recording.generator_states, keep_saved=True
-        )
+        values = [source.value for source in recording.sources]
+        replay = Replay(so_far, values, recording.generator_states, keep_saved=True, is_own=True)
         check_digests(name, _WHERE, recording.saved, {position: replay.saved_digests[position]})
         return replay.saved(position).unpack()
 

@@ -494,3 +494,35 @@ def test_what_only_passes_through_is_returned_as_it_is(checkpoint: Checkpoint, s
 
     same(case, checkpoint)
     assert session.report().remote == 1
+
+
+def test_an_argument_that_numpy_writes_to_between_its_uses(checkpoint: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        x, h = inputs()
+        c = torch.ones(WIDTH)
+
+        def fn(h: Tensor, c: Tensor) -> Tensor:
+            y = h + c
+            c.numpy()[:] = 5
+            return y * c
+
+        checkpoint(fn, h, c).sum().backward()
+        return [x.grad]
+
+    torch.manual_seed(1)
+    expected = case(plainly)
+    torch.manual_seed(1)
+    with contextlib.suppress(CheckpointError):  # named is as good
+        assert differing(case(checkpoint), expected) == []
+
+
+def test_values_that_a_worker_refuses_are_the_trainers_own_business(checkpoint: Checkpoint, session: Session) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        image = torch.randn(1, 1, 4, 4, requires_grad=True)
+        grid = torch.rand(1, 2, 2, 2)
+        grid[0, 0, 0, 0] = torch.nan  # as in a run that diverges
+        checkpoint(lambda image: F.grid_sample(image, grid, align_corners=False).square(), image).sum().backward()
+        return [image.grad]
+
+    same(case, checkpoint)
+    assert session.report().fallbacks == 1
