@@ -20,7 +20,7 @@ from backhaul_runtime.layout import ALIGNMENT_BYTES, copy_exact, layout_of, unsu
 from backhaul_runtime.op_list import allowed_ops
 from backhaul_runtime.program import Program
 from backhaul_runtime.recorder import Recorder
-from backhaul_runtime.recording import RecordedSource, Recording
+from backhaul_runtime.recording import RecordedSource, Recording, version_of
 from backhaul_runtime.replay import Contribution, Replay, Saved, entry, isolated
 from backhaul_runtime.storages import storage_key
 
@@ -154,7 +154,6 @@ class Call:
         """
         self._check_repeatable(name, recording)
         saved: list[Saved] = []
-
         written = {storage_key(source.written) for source in recording.sources if source.written is not None}
 
         def pack(tensor: Tensor) -> Saved:
@@ -198,7 +197,7 @@ class Call:
                 _check_unchanged(name, source)
         for reference, version in recording.unchecked:
             tensor = reference()
-            if tensor is not None and not tensor.is_inference() and tensor._version != version:
+            if tensor is not None and version_of(tensor) != version:
                 raise StaleTensorError(
                     f"segment {name}: a {unsupported_reason(tensor)} that autograd saved changed between forward and "
                     "backward, and no copy of such a tensor is kept",
@@ -230,12 +229,11 @@ class _Kept:
 
 def _kept(tensor: Tensor, source: RecordedSource | None, recording: Recording) -> Any:
     if unsupported_reason(tensor) is not None:
-        recording.unchecked.append((weakref.ref(tensor), 0 if tensor.is_inference() else tensor._version))
+        recording.unchecked.append((weakref.ref(tensor), version_of(tensor)))
         return tensor
+    value, was = (copy_exact(tensor), tensor) if source is None else (source.value, source)
     start = int(tensor.storage_offset()) * tensor.element_size()
-    if source is not None:
-        return _Kept(source.value, source.requires_grad, source.is_leaf, storage_key(tensor), start)
-    return _Kept(copy_exact(tensor), tensor.requires_grad, tensor.is_leaf, storage_key(tensor), start)
+    return _Kept(value, was.requires_grad, was.is_leaf, storage_key(tensor), start)
 
 
 def _fresh(leaves: Sequence[Any]) -> list[Any]:

@@ -1,6 +1,5 @@
 """The value check: no gradient counts before every tensor autograd saved was computed again with the same bits."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch.utils.checkpoint
@@ -46,12 +45,12 @@ def check_count(name: str, where: str, saved: Sequence[SavedTensor], count: int)
 
 def check_uses(name: str, where: str, use_counts: Sequence[int], contributions: Sequence[Contribution]) -> None:
     """Raises CheckpointError where a recomputation's graph takes its sources up at other places than forward's."""
-    found = Counter(contribution.source for contribution in contributions)
-    due = Counter({source: count for source, count in enumerate(use_counts) if count})
-    if found != due or [c.source for c in contributions] != sorted(c.source for c in contributions):
+    found = [contribution.source for contribution in contributions]
+    due = [source for source, count in enumerate(use_counts) for _ in range(count)]
+    if found != due:
         raise CheckpointError(
-            f"segment {name}: recomputation {where} gave gradients for the sources {dict(found)} (by number of uses), "
-            f"where forward had {dict(due)}. Please report it with the function",
+            f"segment {name}: recomputation {where} gave gradients for the sources {found}, one per use, where forward "
+            f"had {due}. Please report it with the function",
             segment=name,
         )
 

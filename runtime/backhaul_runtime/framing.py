@@ -199,8 +199,8 @@ class Receiver:
         """All tensors of the stream, owned by the caller. Raises TransferError where bytes are missing."""
         return [arrival.finish() for arrival in self._arrivals]
 
-    def stored(self) -> list[tuple[bytes, Layout, Tensor]]:
-        """Address, layout and tensor of each. Raises TransferError where contents and address differ."""
+    def stored(self) -> list[tuple[bytes, Tensor]]:
+        """Address and tensor of each. Raises TransferError where contents and address differ."""
         found = []
         for arrival in self._arrivals:
             tensor = arrival.finish()
@@ -210,5 +210,5 @@ class Receiver:
                     f"a tensor sent as {arrival.address.hex()} has the contents of {actual.hex()}: "
                     "it changed while it was read, or was damaged"
                 )
-            found.append((arrival.address, arrival.layout, tensor))
+            found.append((arrival.address, tensor))
         return found

@@ -182,17 +182,21 @@ def byte_view(tensor: Tensor, offset_bytes: int, size_bytes: int) -> Tensor:
     Raises:
         UnsupportedTensorError: The storage was freed or shrunk, as FSDP does between uses.
     """
-    storage, end = tensor.untyped_storage(), offset_bytes + size_bytes
-    if storage.nbytes() < end:  # set_ would grow it
-        raise UnsupportedTensorError(f"a tensor's memory was freed: {storage.nbytes()} of {end} bytes are left")
+    _check_memory(tensor, offset_bytes + size_bytes)
     view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return view.set_(storage, offset_bytes, (size_bytes,), (1,))
+    return view.set_(tensor.untyped_storage(), offset_bytes, (size_bytes,), (1,))
+
+
+def _check_memory(tensor: Tensor, end_bytes: int) -> None:
+    size = tensor.untyped_storage().nbytes()
+    if size < end_bytes:  # set_ would grow it
+        raise UnsupportedTensorError(f"a tensor's memory was freed: {size} of {end_bytes} bytes are left")
 
 
 def view_at(tensor: Tensor, offset_bytes: int, layout: Layout) -> Tensor:
     """A view of a tensor's memory, so far after its first element. Raises as `byte_view` does."""
     start = int(tensor.storage_offset()) * tensor.element_size() + offset_bytes
-    byte_view(tensor, start, layout.span_bytes)  # raises where there is less
+    _check_memory(tensor, start + layout.span_bytes)
     view = torch.empty(0, dtype=layout.dtype, device=tensor.device)
     view.set_(tensor.untyped_storage(), start // layout.dtype.itemsize, layout.shape, layout.strides)
     return with_bits(view, layout)
@@ -220,7 +224,7 @@ def payload(tensor: Tensor, layout: Layout) -> Tensor:
     start = int(tensor.storage_offset()) * layout.dtype.itemsize
     if layout.payload_bytes == layout.span_bytes:
         return byte_view(tensor, start, layout.span_bytes)
-    byte_view(tensor, start, layout.span_bytes)  # raises where there is less
+    _check_memory(tensor, start + layout.span_bytes)
     shape, strides = layout.memory_order or ((), ())
     plain = torch.empty(0, dtype=_carrier(layout), device=tensor.device)
     plain.set_(tensor.untyped_storage(), tensor.storage_offset(), shape, strides)

@@ -38,7 +38,7 @@ from backhaul_runtime.op_rules import (
 )
 from backhaul_runtime.pre_dispatch import PreDispatchMode
 from backhaul_runtime.program import GeneratorRef, Node, Program, Ref, ResultRef, Source, SourceRef
-from backhaul_runtime.recording import RecordedSource, Recording, SavedTensor
+from backhaul_runtime.recording import RecordedSource, Recording, SavedTensor, version_of
 from backhaul_runtime.storages import StorageLedger, storage_key
 
 Hold = Callable[[Tensor, Layout, bytes], Tensor]
@@ -114,7 +114,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         try:
             returned = op(*args, **kwargs)
         finally:
-            self._op = ""
+            self._op, self._reads = "", None
         self._after(op, node, args, kwargs, returned)
         return returned
 
@@ -244,7 +244,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
 
     def _content(self, tensor: Tensor, layout: Layout) -> bytes:
         """Content digest, taken once per op for a tensor that is both read and saved by it: nobody runs in between."""
-        key = (storage_key(tensor), tensor.storage_offset(), _version(tensor), layout)
+        key = (storage_key(tensor), tensor.storage_offset(), version_of(tensor), layout)
         found = self._contents.get(key)
         if found is None:
             found = self._contents[key] = content_digest(tensor, layout)
@@ -322,19 +322,19 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
                 self._note_saved(tensor)
         except Exception as error:  # Rule 2
             self.refuse(Refusal.of(error).reason)
-            self.recording.unchecked.append((weakref.ref(tensor), _version(tensor)))
+            self.recording.unchecked.append((weakref.ref(tensor), version_of(tensor)))
             self.recording.saved.append(SavedTensor(b"", self._op, Layout(tensor.dtype, (), ()), -1, 0))
 
     def _note_saved(self, tensor: Tensor) -> None:
         layout = layout_of(tensor)
-        undefined = self._reads is not None and bool(self._op)
-        content = self._reads if undefined else self._content(tensor, layout)
+        content = self._content(tensor, layout) if self._reads is None else self._reads
         sources = self._source_storages.get(storage_key(tensor), [-1])
         if sources[0] < 0 and tensor not in self._interior and tensor not in self._hidden:
             self._hidden_bytes[storage_key(tensor)] = self._hidden.add(tensor)
-        digest = saved_digest(layout, content or b"")
-        offset = int(tensor.storage_offset())
-        self.recording.saved.append(SavedTensor(digest, self._op, layout, sources[0], offset, undefined))
+        digest, offset = saved_digest(layout, content), int(tensor.storage_offset())
+        self.recording.saved.append(
+            SavedTensor(digest, self._op, layout, sources[0], offset, is_undefined=self._reads is not None)
+        )
 
     def ref_of(self, tensor: Tensor) -> Ref | None:
         """Where a tensor came from, None for one that no op gave or took."""
@@ -425,7 +425,3 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _CONSTANTS = frozenset({bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format, torch.device})
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

@@ -77,3 +77,8 @@ class Recording:
     generator_states: list[bytes] = field(default_factory=list)
     unchecked: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)
     once_only: str = ""
+
+
+def version_of(tensor: Tensor) -> int:
+    """Its version counter; inference tensors have none, and count as never written."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -160,7 +160,7 @@ class Replay:
 
     @property
     def saved_digests(self) -> list[bytes]:
-        """Of every tensor that autograd saved, in order; see `recorder.SavedTensor`."""
+        """Of every tensor that autograd saved, in order; see `recording.SavedTensor`."""
         return self._packing.digests
 
     def _run(self) -> list[list[Tensor] | None]:

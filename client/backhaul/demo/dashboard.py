@@ -1,5 +1,6 @@
 """The dashboard beside the demo, as a process of its own."""
 
+import select
 import subprocess
 import sys
 from contextlib import suppress
@@ -30,7 +31,10 @@ class DashboardProcess:
             start_new_session=True,
         )
         assert self._process.stdout is not None
-        self.url = self._process.stdout.readline().strip().rpartition(" ")[2]
+        ready, _, _ = select.select([self._process.stdout], [], [], _START_S)
+        self.url = self._process.stdout.readline().strip().rpartition(" ")[2] if ready else ""
+        if not self.url:
+            print(f"no dashboard: it did not come up in {_START_S:g} s", file=sys.stderr)
 
     def close(self) -> None:
         """Ends it."""

@@ -109,9 +109,8 @@ class Worker:
                 self._programs[address] = program, len(encoded)
                 self._program_bytes += len(encoded)
             # Decoded they take some twenty times as much.
-            while self._program_bytes > max(_LEAST_PROGRAM_BYTES, self.store.budget_bytes // 256):
-                if len(self._programs) == 1:
-                    break
+            most = max(_LEAST_PROGRAM_BYTES, self.store.budget_bytes // 256)
+            while self._program_bytes > most and len(self._programs) > 1:
                 _, (_, size) = self._programs.popitem(last=False)
                 self._program_bytes -= size
         return address

@@ -4,6 +4,7 @@ gRPC gives a second server the same TCP port (so_reuseport) or steals a live Uni
 are taken exclusively, and a lock beside a socket's path is held for as long as the worker lives.
 """
 
+import errno
 import fcntl
 import socket
 from pathlib import Path
@@ -52,9 +53,14 @@ class Listener:
         try:
             found = socket.getaddrinfo(self._address.host, self._address.port, type=socket.SOCK_STREAM)
             for family, kind, protocol, _, address in found:
-                with socket.socket(family, kind, protocol) as probe:
-                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    probe.bind(address)
+                try:
+                    with socket.socket(family, kind, protocol) as probe:
+                        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                        probe.bind(address)
+                except OSError as error:
+                    # localhost names ::1 also where there is no IPv6: gRPC takes what there is.
+                    if error.errno not in {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}:
+                        raise
         except OSError as error:
             raise ListenError(f'can\'t listen on "{self._address.text}": {error.strerror or error}') from None
 

@@ -207,7 +207,7 @@ class Tensors(_Servicer, tensor_pb2_grpc.TensorServiceServicer):
             for size in charged:
                 self.worker.store.abandon(size)
             raise
-        for (address, _, tensor), size in zip(arrived, charged, strict=True):
+        for (address, tensor), size in zip(arrived, charged, strict=True):
             self.worker.store.arrived(address, tensor, size)
         return tensor_pb2.PutTensorsResponse(stored=len(arrived))
 
