@@ -38,7 +38,8 @@ class Wire:
     """A client that can misbehave."""
 
     def __init__(self, address: str) -> None:
-        self.channel = grpc.insecure_channel(address)
+        # The window never grows, however fast the loopback: what is not read is not sent either.
+        self.channel = grpc.insecure_channel(address, options=[("grpc.http2.bdp_probe", 0)])
         sessions = session_pb2_grpc.SessionServiceStub(self.channel)
         opened = sessions.OpenSession(session_pb2.OpenSessionRequest(protocol_version=PROTOCOL_VERSION), timeout=10)
         self.session = opened.session
