@@ -36,6 +36,17 @@ from backhaul_runtime.errors import (
 )
 
 if TYPE_CHECKING:
+    from torch.utils.checkpoint import (
+        CheckpointPolicy,
+        DefaultDeviceType,
+        GraphExecGroup,
+        SelectiveCheckpointContext,
+        create_selective_checkpoint_contexts,
+        noop_context_fn,
+        set_checkpoint_debug_enabled,
+        set_checkpoint_early_stop,
+    )
+
     from backhaul._api import checkpoint, checkpoint_sequential, connect, current_session, patched, wrap
     from backhaul._report import Decision, Report, SegmentReport
     from backhaul._session import Session
@@ -47,10 +58,13 @@ __all__ = [
     "BackhaulError",
     "BudgetError",
     "CheckpointError",
+    "CheckpointPolicy",
     "ConnectError",
     "Decision",
+    "DefaultDeviceType",
     "DoubleBackwardError",
     "DrainingError",
+    "GraphExecGroup",
     "NotRemoteError",
     "ProgramError",
     "ProtocolVersionError",
@@ -60,6 +74,7 @@ __all__ = [
     "SegmentModule",
     "SegmentReport",
     "SegmentUnknownError",
+    "SelectiveCheckpointContext",
     "Session",
     "SessionClosedError",
     "SessionUnknownError",
@@ -74,26 +89,39 @@ __all__ = [
     "checkpoint",
     "checkpoint_sequential",
     "connect",
+    "create_selective_checkpoint_contexts",
     "current_session",
+    "noop_context_fn",
     "patched",
+    "set_checkpoint_debug_enabled",
+    "set_checkpoint_early_stop",
     "unwrap",
     "wrap",
 ]
 
+_TORCHS = "torch.utils.checkpoint"
 _HOMES = {
-    "CheckpointError": "_value_check",
-    "Decision": "_report",
-    "Report": "_report",
-    "SegmentModule": "_wrap",
-    "SegmentReport": "_report",
-    "Session": "_session",
-    "checkpoint": "_api",
-    "checkpoint_sequential": "_api",
-    "connect": "_api",
-    "current_session": "_api",
-    "patched": "_api",
-    "unwrap": "_wrap",
-    "wrap": "_api",
+    "CheckpointError": "backhaul._value_check",
+    "CheckpointPolicy": _TORCHS,
+    "Decision": "backhaul._report",
+    "DefaultDeviceType": _TORCHS,
+    "GraphExecGroup": _TORCHS,
+    "Report": "backhaul._report",
+    "SegmentModule": "backhaul._wrap",
+    "SegmentReport": "backhaul._report",
+    "SelectiveCheckpointContext": _TORCHS,
+    "Session": "backhaul._session",
+    "checkpoint": "backhaul._api",
+    "checkpoint_sequential": "backhaul._api",
+    "connect": "backhaul._api",
+    "create_selective_checkpoint_contexts": _TORCHS,
+    "current_session": "backhaul._api",
+    "noop_context_fn": _TORCHS,
+    "patched": "backhaul._api",
+    "set_checkpoint_debug_enabled": _TORCHS,
+    "set_checkpoint_early_stop": _TORCHS,
+    "unwrap": "backhaul._wrap",
+    "wrap": "backhaul._api",
 }
 
 
@@ -102,7 +130,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

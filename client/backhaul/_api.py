@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from backhaul import _wrap
-from backhaul._config import Returns, resolve
+from backhaul._arguments import decorator, options_of
+from backhaul._config import Config, Returns, resolve
 from backhaul._session import Session
 from backhaul_runtime.errors import SessionClosedError
 
@@ -70,8 +71,13 @@ def current_session() -> Session:
     raise SessionClosedError("there is no session: call backhaul.connect() first")
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, session: Session | None = None, **kwargs: Any) -> Any:
-    """`Session.checkpoint` of the current session, or of the one given."""
+def checkpoint(
+    function: Callable[..., Any] | None = None, *args: Any, session: Session | None = None, **kwargs: Any
+) -> Any:
+    """`Session.checkpoint` of the current session, or of the one given. As a decorator: of that of each call."""
+    if function is None:
+        _, rest = options_of(Config(), kwargs)
+        return decorator(partial(checkpoint, session=session), args, rest, kwargs)
     return (session or current_session()).checkpoint(function, *args, **kwargs)
 
 
@@ -79,12 +85,12 @@ def checkpoint_sequential(
     functions: nn.Sequential | Sequence[Callable[..., Any]],
     segments: int,
     input: Any,
-    *,
+    *inputs: Any,
     session: Session | None = None,
     **kwargs: Any,
 ) -> Any:
     """`Session.checkpoint_sequential` of the current session, or of the one given."""
-    return (session or current_session()).checkpoint_sequential(functions, segments, input, **kwargs)
+    return (session or current_session()).checkpoint_sequential(functions, segments, input, *inputs, **kwargs)
 
 
 @contextmanager

@@ -1,17 +1,18 @@
 """The options of a checkpointed call, told apart from the function's own keyword arguments."""
 
+import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
+import torch.utils.checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from backhaul._config import RETURNS, Config, Returns
-from backhaul._report import Journal
-from backhaul_runtime.errors import NotRemoteError
 
 DETERMINISM_CHECKS = ("default", "none", "values", "bytes")
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +22,24 @@ class Options:
     Attributes:
         returns: What comes back for it.
         strict: Raise rather than recompute on the trainer.
-        torch_reason: Why torch's own checkpoint runs it on the trainer, empty where it does not.
-        torch_options: What torch is given then.
+        use_reentrant: Keep the contract of torch's reentrant variant.
+        preserve_rng_state: Refuse a device whose generator could not be looked at before the call.
+        contexts: Gives the contexts for the call and for its recomputation; None for none.
+        checks_bytes: Digest what comes back once more, here.
+        debug: Note every op, for the error where a recomputation differs.
+        early_stop: Recompute nothing after the last tensor that was saved.
+        respects_hooks: What a policy keeps goes through the saved-tensor hooks around the call.
     """
 
     returns: Returns = "auto"
     strict: bool = False
-    torch_reason: str = ""
-    torch_options: tuple[tuple[str, Any], ...] = ()
+    use_reentrant: bool = False
+    preserve_rng_state: bool = True
+    contexts: Contexts | None = None
+    checks_bytes: bool = False
+    debug: bool = False
+    early_stop: bool = True
+    respects_hooks: bool = True
 
 
 def options_of(config: Config, kwargs: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
@@ -38,62 +49,77 @@ def options_of(config: Config, kwargs: dict[str, Any]) -> tuple[Options, dict[st
         ValueError: For what torch refuses, in torch's words, and for unknown values.
     """
     rest = dict(kwargs)
-    use_reentrant = rest.pop("use_reentrant", None)
+    use_reentrant = bool(rest.pop("use_reentrant", None))
     context_fn = rest.pop("context_fn", noop_context_fn)
     debug = rest.pop("debug", False)
     determinism_check = rest.pop("determinism_check", "values")
     early_stop = rest.pop("early_stop", True)
     preserve_rng_state = rest.pop("preserve_rng_state", True)
+    respects_hooks = rest.pop("respect_saved_tensors_hooks", None)
     returns = rest.pop("returns", None) or config.returns
     strict = rest.pop("strict", None)
-    own_context = context_fn is not noop_context_fn
+    has_contexts = context_fn is not noop_context_fn
     if use_reentrant and rest:
         raise ValueError("Unexpected keyword arguments: " + ",".join(rest))
-    if use_reentrant and (own_context or debug):
+    if use_reentrant and (has_contexts or debug):
         raise ValueError("Passing `context_fn` or `debug` is only supported when use_reentrant=False.")
+    if use_reentrant and respects_hooks is not None:
+        raise ValueError("Passing `respect_saved_tensors_hooks` is only supported when use_reentrant=False.")
     if determinism_check not in DETERMINISM_CHECKS:
         raise ValueError(f"determinism_check should be one of {list(DETERMINISM_CHECKS)}, but got {determinism_check}")
-    if debug and own_context:
-        raise ValueError("debug=True is incompatible with non-default context_fn")
     if returns not in RETURNS:
         raise ValueError(f"returns={returns!r} is not one of {', '.join(map(repr, RETURNS))}")
-    reason = "it brings a context_fn, which is code" if own_context else "debug=True traces it here" if debug else ""
+    settings = torch.utils.checkpoint  # its two context managers set these for everybody
+    if settings._checkpoint_debug_enabled is not None:
+        debug = settings._checkpoint_debug_enabled and not use_reentrant
+    if settings._enable_checkpoint_early_stop is not None:
+        early_stop = settings._enable_checkpoint_early_stop
+    if debug and has_contexts:
+        raise ValueError("debug=True is incompatible with non-default context_fn")
     options = Options(
         returns=returns,
         strict=config.strict if strict is None else strict,
-        torch_reason=reason,
-        torch_options=(
-            ("context_fn", context_fn),
-            ("debug", debug),
-            ("determinism_check", determinism_check if determinism_check in {"default", "none"} else "default"),
-            ("early_stop", early_stop),
-            ("preserve_rng_state", preserve_rng_state),
-        ),
+        use_reentrant=use_reentrant,
+        preserve_rng_state=preserve_rng_state,
+        contexts=context_fn if has_contexts else None,
+        checks_bytes=determinism_check == "bytes",
+        debug=debug,
+        early_stop=early_stop,
+        respects_hooks=respects_hooks is not False,
     )
     return options, rest
 
 
-def run_in_torch(
-    journal: Journal,
-    name: str,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: Options,
-) -> Any:
-    """Lets torch's own checkpoint run a call whose options only mean something on the trainer.
+def decorator(
+    checkpoint: Callable[..., Any], args: tuple[Any, ...], rest: dict[str, Any], options: dict[str, Any]
+) -> "Callable[[Callable[..., Any]], Decorated]":
+    """What `checkpoint(**options)` without a function returns. Raises ValueError where something else was given.
 
-    Raises:
-        NotRemoteError: Under `strict`.
+    Args:
+        checkpoint: Runs a function as a segment.
+        args: None are meant.
+        rest: Keyword arguments that are no options; none are meant.
+        options: For each call.
     """
-    if options.strict:
-        raise NotRemoteError(
-            f"segment {name} would be recomputed on the trainer: {options.torch_reason}. Leave that out, or drop "
-            "strict=True",
-            segment=name,
-            reason=options.torch_reason,
-        )
-    log = journal.log(name)
-    log.call()
-    log.on_trainer(options.torch_reason)
-    return torch_checkpoint(function, *args, use_reentrant=False, **dict(options.torch_options), **kwargs)
+    if args or rest:
+        raise ValueError("checkpoint() was given arguments but no function: name it first")
+    return lambda function: Decorated(function, checkpoint, options)
+
+
+class Decorated:
+    """A function each call of which is a checkpointed segment, under the function's own name."""
+
+    def __init__(self, function: Callable[..., Any], checkpoint: Callable[..., Any], options: dict[str, Any]) -> None:
+        self._function = function
+        self._checkpoint = checkpoint
+        self._options = options
+        functools.update_wrapper(self, function, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs it as a segment."""
+        return self._checkpoint(self._function, *args, **self._options, **kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> "Self | Decorated":
+        if instance is None or not hasattr(self._function, "__get__"):
+            return self
+        return Decorated(self._function.__get__(instance, owner), self._checkpoint, self._options)

@@ -2,21 +2,27 @@
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from time import perf_counter
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from backhaul._arguments import Options, run_in_torch
+from backhaul._arguments import Options
 from backhaul._frame import Frame, Handle, RemoteSegment
 from backhaul._graft import graft
 from backhaul._held import held_elsewhere
 from backhaul._local import Call, nesting
 from backhaul._report import Journal
+from backhaul._selection import Selection
+from backhaul_runtime.ambient import TransparentMode
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.layout import Layout
 from backhaul_runtime.op_list import allowed_ops
@@ -62,29 +68,75 @@ def _run_segment(
     Raises:
         NotRemoteError: Under `strict`, if the segment would be recomputed on the trainer.
     """
+    if options.use_reentrant and not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+        warnings.warn("None of the inputs have requires_grad=True. Gradients will be None", stacklevel=4)
+        with torch.no_grad():
+            return fn(*args, **kwargs)
     if nesting.active or _runs_plainly():
         return fn(*args, **kwargs)
     name = name_of(fn)
-    if options.torch_reason:
-        return run_in_torch(remote.journal, name, fn, args, kwargs, options)
     log = remote.journal.log(name)
     log.call()
-    frame = Frame(name, log, options.strict)
+    frame = Frame(name, log, options)
     call = Call.begin(fn, args, kwargs)
+    context, selection = _contexts(frame, call, options)
+    if selection is not None:
+        options = replace(options, returns="activations")
 
-    pack = _Pack(frame)
-    recorder = pack.recorder = Recorder(call.tensors(), allowed_ops(), remote.hold, pack)
+    pack = _Pack(frame, selection)
+    recorder = pack.recorder = Recorder(call.tensors(), allowed_ops(), remote.hold, pack, traces=options.debug)
+    if frame.local_reason:
+        recorder.refuse(frame.local_reason)
     frame.recording, frame.so_far = recorder.recording, recorder.so_far
     nesting.active = True
+    had_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    returned: list[Any] = []  # a list, so that no name holds what it returns: see `held_elsewhere`
     started = perf_counter()
     try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack), recorder:
-            returned = [fn(*args, **kwargs)]  # a list, so that no name holds it: see `held_elsewhere`
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack), recorder, context:
+            returned.append(fn(*args, **kwargs))
     finally:
         nesting.active = False
-        pack.recorder = frame.so_far = None
+        pack.recorder = pack.selection = frame.so_far = None
         frame.saved_early.clear()
+    _check_ended(returned, options, had_cuda)
+    frame.watch(call.tensors())
     return _keep(remote, frame, recorder, call, returned, options, perf_counter() - started)
+
+
+def _contexts(frame: Frame, call: Call, options: Options) -> tuple[AbstractContextManager[Any], Selection | None]:
+    """What the call runs under, and the policy among it. Settles where only the trainer can recompute it.
+
+    Raises:
+        NotRemoteError: Under `strict`, if only the trainer can.
+    """
+    context: AbstractContextManager[Any] = nullcontext()
+    reason = "debug=True traces it here" if options.debug else ""
+    if options.contexts is not None:
+        context, again = options.contexts()
+        hooks = _top_saved_tensors_default_hooks(True) if options.respects_hooks else None
+        if (selection := Selection.of(context, again, hooks)) is not None:
+            call.context = TransparentMode()  # the policy has been asked
+            return selection, selection
+        call.context, reason = again, "it brings a context_fn, which is code"
+    if reason:
+        frame.stay_here(reason)
+    return context, None
+
+
+def _check_ended(returned: list[Any], options: Options, had_cuda: bool) -> None:
+    """Raises RuntimeError for calls that torch refuses only once they have ended, in torch's words."""
+    if not returned:
+        raise RuntimeError(
+            "torch.utils.checkpoint: the forward context provided by context_fn suppressed an exception raised during "
+            "the checkpointed forward. This is not supported because checkpoint cannot return a value for a failed "
+            "forward."
+        )
+    if options.preserve_rng_state and torch.cuda.is_initialized() and not had_cuda:  # type: ignore[no-untyped-call]
+        raise RuntimeError(
+            "PyTorch's device state was initialized in the forward pass of a Checkpoint, which is not allowed. Use the "
+            "device once before, or pass preserve_rng_state=False"
+        )
 
 
 class _Pack:
@@ -93,21 +145,24 @@ class _Pack:
     Autograd keeps it as long as the handles, so it lets go of the recorder, and with it of the call's tensors.
     """
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, frame: Frame, selection: Selection | None) -> None:
         self._frame = frame
         self.recorder: Recorder | None = None
+        self.selection = selection
 
     def __call__(self, tensor: Tensor) -> Handle:
         assert self.recorder is not None
         self.recorder.note_saved(tensor)
         handle = self._frame.handle()
+        if self.selection is not None:
+            handle.kept = self.selection.keep(tensor)
         if self.recorder.recording.refusal is not None:
             self._frame.saved_early[handle.index] = tensor.detach()
         return handle
 
 
 def _unpack(handle: Handle) -> Tensor:
-    return handle.frame.unpack(handle.index)
+    return handle.frame.unpack(handle)
 
 
 def _keep(
@@ -138,10 +193,11 @@ def _keep(
         and not recorder.shares_storage(outputs, tensors)
         and not recorder.outlived(outputs)
     )
-    frame.program = recorder.finish(outputs if grafts else ())
+    frame.program = recorder.finish(outputs) if grafts else recorder.finish((), early_stop=options.early_stop)
     frame.use_counts = [len(found) for found in uses]
     if frame.program is None:
         call.keep(recorder.tensors, frame.recording)
+        call.trace = recorder.trace
         frame.call = call
         frame.cannot_travel(frame.recording.refusal or "")
     elif outputs:

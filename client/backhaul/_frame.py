@@ -6,7 +6,7 @@ So a frame lives as long as somebody could need its segment, and its end release
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from backhaul import _local
+from backhaul._arguments import Options
 from backhaul._report import Decision, SegmentLog
 from backhaul._value_check import CheckpointError, check_digests, check_uses, check_values
 from backhaul_runtime import ambient
@@ -24,6 +25,7 @@ from backhaul_runtime.errors import (
     BackhaulError,
     NotRemoteError,
     Refusal,
+    SavedTensorModifiedError,
     StaleTensorError,
     UnsupportedTensorError,
     WorkerError,
@@ -31,11 +33,12 @@ from backhaul_runtime.errors import (
 )
 from backhaul_runtime.layout import layout_of, view_at
 from backhaul_runtime.program import Program
-from backhaul_runtime.recording import Recording, SavedTensor
+from backhaul_runtime.recording import Recording, SavedTensor, version_of
 from backhaul_runtime.replay import Contribution
 
 if TYPE_CHECKING:
     from backhaul._local import Call
+    from backhaul._selection import Kept
 
 
 _RECOVERABLE = (WorkerError, WorkerLostError, CheckpointError, UnsupportedTensorError)
@@ -45,8 +48,16 @@ _RECOVERABLE = (WorkerError, WorkerLostError, CheckpointError, UnsupportedTensor
 class RemoteSegment(Protocol):
     """A segment that a worker holds. Each call waits, within bounds, and raises WorkerLostError or WorkerError."""
 
-    def backward(self, gradients: Mapping[int, Tensor], state: ambient.State) -> tuple[list[bytes], list[Contribution]]:
-        """Digests of what the replay saved, and the contributions."""
+    def backward(
+        self, gradients: Mapping[int, Tensor], state: ambient.State, *, checks_bytes: bool
+    ) -> tuple[list[bytes], list[Contribution]]:
+        """Digests of what the replay saved, and the contributions.
+
+        Args:
+            gradients: Of the program's outputs, by position.
+            state: Ambient settings that backward runs under.
+            checks_bytes: Digest what comes back on both sides.
+        """
 
     def recompute(self, positions: Sequence[int]) -> "Incoming":
         """The saved tensors of these positions, which come in this order."""
@@ -65,13 +76,20 @@ class Incoming(Protocol):
 
 
 class Handle:
-    """Stands in autograd's graph where a saved tensor would."""
+    """Stands in autograd's graph where a saved tensor would.
 
-    __slots__ = ("__weakref__", "frame", "index")
+    Attributes:
+        frame: Of the segment.
+        index: Counts what autograd saved.
+        kept: The tensor, where it stays on the trainer.
+    """
+
+    __slots__ = ("__weakref__", "frame", "index", "kept")
 
     def __init__(self, frame: "Frame", index: int) -> None:
         self.frame = frame
         self.index = index
+        self.kept: Kept | None = None
 
 
 @dataclass(eq=False)
@@ -81,7 +99,7 @@ class Frame:
     Attributes:
         name: What was called, for people.
         log: Where what happens to it is counted.
-        strict: Raise rather than recompute on the trainer.
+        options: Of the call.
         recording: From forward.
         program: None where the call could not be recorded.
         use_counts: Contributions that each source gets.
@@ -94,7 +112,7 @@ class Frame:
 
     name: str
     log: SegmentLog
-    strict: bool
+    options: Options
     recording: Recording = field(default_factory=Recording)
     program: Program | None = None
     use_counts: list[int] = field(default_factory=list)
@@ -103,11 +121,12 @@ class Frame:
     local_reason: str = ""
     so_far: Callable[[], Program] | None = None
     saved_early: dict[int, Tensor] = field(default_factory=dict)
+    _arguments: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)
     _handles: list[weakref.ref[Handle]] = field(default_factory=list)
     _here: dict[int, Callable[[], Tensor]] = field(default_factory=dict)
     _incoming: Incoming | None = None
     _wanted: set[int] = field(default_factory=set)
-    _task: int = -1
+    _task: object = -1
     _lock: threading.RLock = field(default_factory=threading.RLock)  # threads may run backward over one graph
 
     def handle(self) -> Handle:
@@ -123,12 +142,13 @@ class Frame:
             gradients: Of the program's outputs, by position. Not kept.
         """
         assert self.program is not None
+        self._check_backward()
         remote = self.remote
         if remote is not None:
             state = ambient.capture()
             started = perf_counter()
             try:
-                digests, contributions = remote.backward(gradients, state)
+                digests, contributions = remote.backward(gradients, state, checks_bytes=self.options.checks_bytes)
                 check_values(self.name, "on the worker", self.recording.saved, digests)
                 check_uses(self.name, "on the worker", self.use_counts, contributions)
             except _RECOVERABLE as error:
@@ -142,15 +162,26 @@ class Frame:
         self.log.add(Decision.TRAINER, perf_counter() - started)
         return contributions
 
-    def unpack(self, index: int) -> Tensor:
+    def unpack(self, handle: Handle) -> Tensor:
         """A tensor that autograd saved. The first of a backward begins the segment's recomputation."""
+        index = handle.index
         with self._lock:
+            if handle.kept is not None:
+                return self._checked(index, handle.kept)
             if self.so_far is not None:
                 return self._unpack_early(self.so_far(), index)
-            task = torch._C._current_graph_task_id()
-            if task != self._task or index not in self._wanted:
+            group = torch._C._get_graph_exec_group()
+            task = torch._C._current_graph_task_id() if group is None else group
+            if task != self._task or (index not in self._wanted and group is None):
                 self._task = task
-                self._begin([i for i, handle in enumerate(self._handles) if handle() is not None])
+                self._begin()
+            elif index not in self._wanted:
+                raise CheckpointError(
+                    f"segment {self.name}: saved tensor {index} was already unpacked once in this GraphExecGroup. "
+                    "Performing two backward calls that overlap (i.e. require the same saved activation in order to "
+                    "compute gradients) is not allowed there: leave the group, or make it two",
+                    segment=self.name,
+                )
             self._wanted.discard(index)
             tensor = self._next(index)
             if tensor is None:
@@ -165,6 +196,40 @@ class Frame:
                 )
             return tensor
 
+    def watch(self, arguments: Iterable[Tensor]) -> None:
+        """Remembers what the call was given, which nobody may write to before backward. Holds none of it."""
+        self._arguments = [(weakref.ref(argument), version_of(argument)) for argument in arguments]
+
+    def _check_backward(self) -> None:
+        """Raises RuntimeError for a backward that torch's checkpoint refuses too."""
+        if self.options.use_reentrant and not torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
+            raise RuntimeError(
+                "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or passing an `inputs` "
+                "parameter to .backward(). To resolve this error, you can either set use_reentrant=False, or call "
+                ".backward() without passing the `inputs` argument."
+            )
+        for reference, version in self._arguments:
+            argument = reference()
+            if argument is not None and version_of(argument) != version:
+                raise SavedTensorModifiedError(
+                    f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"an argument of segment {self.name}, of shape {list(argument.shape)}, is at version "
+                    f"{version_of(argument)}, it was at {version} when the call ended. Run backward first, or write "
+                    "to a copy",
+                    segment=self.name,
+                )
+
+    def _checked(self, index: int, kept: "Kept") -> Tensor:
+        """What a policy kept, which must be what autograd saved."""
+        tensor = kept()
+        if kept.is_checked and not _holds(self.recording.saved[index], tensor):
+            raise CheckpointError(
+                f"segment {self.name}: saved tensor {index}, which a policy keeps, was written to unseen (NumPy, "
+                ".data) between forward and backward",
+                segment=self.name,
+            )
+        return tensor
+
     def _unpack_early(self, so_far: Program, index: int) -> Tensor:
         """A tensor that a backward inside the call needs."""
         if index in self.saved_early:
@@ -172,7 +237,11 @@ class Frame:
         with torch._C._DisablePythonDispatcher():  # else the recorder would note the replay
             return _local.saved_before(self.name, so_far, self.recording, index)
 
-    def _begin(self, wanted: Sequence[int]) -> None:
+    def _begin(self) -> None:
+        self._check_backward()
+        handles = [reference() for reference in self._handles]
+        wanted = [handle.index for handle in handles if handle is not None and handle.kept is None]
+        del handles
         self._stop_incoming()
         self._wanted = set(wanted)
         self._here = {}
@@ -214,8 +283,7 @@ class Frame:
     def _take(self, incoming: Incoming, index: int) -> Tensor:
         started = perf_counter()
         tensor = incoming.take(index)
-        saved = self.recording.saved[index]
-        if not saved.is_undefined:
+        if self.options.checks_bytes and not self.recording.saved[index].is_undefined:
             layout = layout_of(tensor)
             digest = saved_digest(layout, content_digest(tensor, layout))
             check_digests(self.name, "on the worker", self.recording.saved, {index: digest})
@@ -255,10 +323,7 @@ class Frame:
         """
         is_replayed = self.remote is None and self.program is not None
         is_private = saved.source < 0 or self.recording.sources[saved.source].is_copy
-        if (is_replayed and is_private) or saved.is_undefined or not saved.digest:
-            return True
-        layout = layout_of(tensor)
-        return saved_digest(layout, content_digest(tensor, layout)) == saved.digest
+        return (is_replayed and is_private) or _holds(saved, tensor)
 
     def _lost(self, error: BackhaulError) -> None:
         self._stop_incoming()
@@ -267,16 +332,19 @@ class Frame:
         # A lost worker is the link's to say, once for all segments.
         self.log.fallback(self.local_reason, is_said=isinstance(error, WorkerLostError))
 
-    def cannot_travel(self, reason: str) -> None:
-        """Settles in forward that the call can't be a program. Raises NotRemoteError under `strict`."""
+    def stay_here(self, reason: str) -> None:
+        """Settles that the trainer recomputes the call. Raises NotRemoteError under `strict`."""
         self.local_reason = reason
         self._check_strict()
+
+    def cannot_travel(self, reason: str) -> None:
+        """Settles in forward that the call can't be a program. Raises NotRemoteError under `strict`."""
+        self.stay_here(reason)
         self.log.on_trainer(reason)
 
     def not_taken(self, refusal: Refusal) -> None:
         """Settles in forward that no worker takes the segment. Raises NotRemoteError under `strict`."""
-        self.local_reason = refusal.reason
-        self._check_strict()
+        self.stay_here(refusal.reason)
         self.log.fallback(refusal.reason, is_said=refusal.is_said)
 
     def _begin_local(self) -> float:
@@ -284,10 +352,18 @@ class Frame:
         return perf_counter()
 
     def _check_strict(self) -> None:
-        if self.strict:
+        if self.options.strict:
             raise NotRemoteError(
                 f"segment {self.name} would be recomputed on the trainer: {self.local_reason}. Mend that, or drop "
                 "strict=True to let the trainer do it",
                 segment=self.name,
                 reason=self.local_reason,
             )
+
+
+def _holds(saved: SavedTensor, tensor: Tensor) -> bool:
+    """Whether a tensor holds what was saved, as far as there is a digest of it."""
+    if saved.is_undefined or not saved.digest:
+        return True
+    layout = layout_of(tensor)
+    return saved_digest(layout, content_digest(tensor, layout)) == saved.digest

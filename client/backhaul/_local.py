@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from backhaul._value_check import check_digests, check_values
+from backhaul._value_check import CheckpointError, check_digests, check_values, with_traces
 from backhaul_runtime import ambient
 from backhaul_runtime.digest import address_of
 from backhaul_runtime.errors import StaleTensorError, UnsupportedTensorError
@@ -104,6 +104,9 @@ class Call:
         spec: Rebuilds (args, kwargs), with containers of their own.
         state: Ambient settings when it began.
         generator_states: Of the devices of its tensors.
+        device: New tensors are made there by default.
+        context: To call it again in.
+        trace: Of the ops of forward; None where nobody asked for it.
         parameters: Captured leaves that take gradients, as far as its ops showed them.
     """
 
@@ -112,6 +115,9 @@ class Call:
     spec: pytree.TreeSpec
     state: ambient.State
     generator_states: dict[torch.device, Tensor]
+    device: torch.device
+    context: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    trace: list[str] | None = None
     parameters: list[Tensor] = field(default_factory=list)
 
     @classmethod
@@ -120,7 +126,7 @@ class Call:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         devices = dict.fromkeys((torch.device("cpu"), *(leaf.device for leaf in leaves if isinstance(leaf, Tensor))))
         states = {device: default_generator(device).get_state() for device in devices if device.type in _RANDOM}
-        return cls(fn, leaves, spec, ambient.capture(), states)
+        return cls(fn, leaves, spec, ambient.capture(), states, torch.get_default_device())
 
     def tensors(self) -> list[Tensor]:
         """The tensors among its arguments."""
@@ -177,12 +183,20 @@ class Call:
                 arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
                 written.update(storage_key(tensor) for tensor in arguments if unsupported_reason(tensor) is None)
                 # For its digests alone; nothing needs to be held.
-                recorder = Recorder(arguments, allowed_ops(), lambda tensor, *_: tensor.detach())
-                with torch.autograd.graph.saved_tensors_hooks(pack, Saved.unpack), recorder:
+                recorder = Recorder(
+                    arguments, allowed_ops(), lambda tensor, *_: tensor.detach(), traces=self.trace is not None
+                )
+                hooks = torch.autograd.graph.saved_tensors_hooks(pack, Saved.unpack)
+                with hooks, recorder, self.context, self.device:
                     self.fn(*args, **kwargs)
         finally:
             nesting.active = was_active
-        check_values(name, _WHERE, recording.saved, [found.digest for found in recorder.recording.saved])
+        try:
+            check_values(name, _WHERE, recording.saved, [found.digest for found in recorder.recording.saved])
+        except CheckpointError as error:
+            if self.trace is None or recorder.trace is None:
+                raise
+            raise with_traces(error, self.trace, recorder.trace) from error
         return {found.index: found.unpack for found in saved}
 
     def _check_repeatable(self, name: str, recording: Recording) -> None:

@@ -15,8 +15,8 @@ from backhaul._upload import Save, Uploader
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime import ambient
 from backhaul_runtime.bundle import decode_view, unbundle, view_of
-from backhaul_runtime.digest import content_digest, tensor_address
-from backhaul_runtime.errors import TensorsMissingError, WorkerLostError
+from backhaul_runtime.digest import address_of, content_digest, tensor_address
+from backhaul_runtime.errors import TensorsMissingError, TransferError, WorkerLostError
 from backhaul_runtime.framing import Parcel
 from backhaul_runtime.layout import layout_of
 from backhaul_runtime.program_codec import encode_state
@@ -110,7 +110,9 @@ class SavedSegment:
         self._save.is_released = True
         self._uploader.release(self._save.generation, self._save.segment)
 
-    def backward(self, gradients: Mapping[int, Tensor], state: ambient.State) -> tuple[list[bytes], list[Contribution]]:
+    def backward(
+        self, gradients: Mapping[int, Tensor], state: ambient.State, *, checks_bytes: bool
+    ) -> tuple[list[bytes], list[Contribution]]:
         """See `RemoteSegment`."""
         parcels = {}
         for position, gradient in gradients.items():
@@ -125,6 +127,7 @@ class SavedSegment:
             upcoming_segments=self._upcoming(),
             expected_s=self._expected_s,
             ambient_state=encode_state(state),
+            wants_digests=checks_bytes,
         )
 
         def attempt() -> Answer:
@@ -144,6 +147,8 @@ class SavedSegment:
                 return attempt()
 
         result, tensors, addresses = self._repeated(ask)
+        if checks_bytes and list(map(address_of, tensors)) != list(result.tensor_digests):
+            raise TransferError("gradients are not those that the worker computed: damaged on the way")
         self._uploader.learn(self.generation, addresses)
         views = {
             index: decode_view(contribution.view)

@@ -10,7 +10,7 @@ def checkpoint_sequential(
     checkpoint: Callable[..., Any],
     functions: nn.Sequential | Sequence[Callable[..., Any]],
     segments: int,
-    input: Any,
+    *inputs: Any,
     **kwargs: Any,
 ) -> Any:
     """Runs functions in a row; each chunk but the last is one checkpointed segment.
@@ -19,7 +19,7 @@ def checkpoint_sequential(
         checkpoint: Runs a chunk as a segment.
         functions: An nn.Sequential, whose children are taken, or a sequence of functions.
         segments: Number of chunks. Each has len(functions) // segments functions, the last takes the rest.
-        input: Of the first function.
+        *inputs: Of the first function. If there are several, a tuple that a function returns is unpacked for the next.
         **kwargs: As for `checkpoint`; the functions take none.
 
     Raises:
@@ -30,15 +30,18 @@ def checkpoint_sequential(
         raise ValueError(f"segments={segments} must be between 1 and the number of functions, {len(row)}")
     size = len(row) // segments
     *bounds, last = range(0, size * segments, size)
+    unpacks = len(inputs) > 1
     for start in bounds:
-        input = checkpoint(_chunk(row[start : start + size]), input, **kwargs)
-    return _chunk(row[last:])(input)
+        returned = checkpoint(_chunk(row[start : start + size], unpacks), *inputs, **kwargs)
+        inputs = returned if unpacks and isinstance(returned, tuple) else (returned,)
+    return _chunk(row[last:], unpacks)(*inputs)
 
 
-def _chunk(functions: Sequence[Callable[..., Any]]) -> Callable[[Any], Any]:
-    def chunk(value: Any) -> Any:
+def _chunk(functions: Sequence[Callable[..., Any]], unpacks: bool) -> Callable[..., Any]:
+    def chunk(*values: Any) -> Any:
         for function in functions:
-            value = function(value)
-        return value
+            returned = function(*values)
+            values = returned if unpacks and isinstance(returned, tuple) else (returned,)
+        return returned
 
     return chunk

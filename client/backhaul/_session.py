@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from backhaul import _patched, _sequential, _wrap
-from backhaul._arguments import options_of
+from backhaul._arguments import decorator, options_of
 from backhaul._checkpoint import run_segment
 from backhaul._config import Config
 from backhaul._embedded import EmbeddedWorker
@@ -95,16 +95,15 @@ class Session:
             raise
         _sessions.add(self)
 
-    def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def checkpoint(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Runs `function(*args, **kwargs)` and lets a worker recompute it in backward.
 
-        Takes what `torch.utils.checkpoint.checkpoint` takes, and:
-
         Args:
-            function: Called once, now, on the caller's own objects.
-            *args: Its arguments. Tensors may be changed afterwards: they are copied.
-            **kwargs: Its keyword arguments, and torch's own: `use_reentrant`, `preserve_rng_state`, `context_fn`,
-                `determinism_check`, `debug`, `early_stop`. Also `returns` and `strict`, the session's unless given.
+            function: Called once, now, on the caller's own objects. Without one a decorator is returned.
+            *args: Its arguments. Tensors among them must not be changed in place before backward.
+            **kwargs: Its keyword arguments, and those of torch's checkpoint: `use_reentrant`, `preserve_rng_state`,
+                `context_fn`, `determinism_check`, `debug`, `early_stop`, `respect_saved_tensors_hooks`. Also `returns`
+                and `strict`, the session's unless given.
 
         Returns:
             What function returned.
@@ -113,20 +112,29 @@ class Session:
             NotRemoteError: Under `strict`, if the trainer would recompute it.
             ValueError: For options that torch refuses too.
         """
-        options, kwargs = options_of(self.config, kwargs)
-        return run_segment(self, function, args, kwargs, options)
+        options, rest = options_of(self.config, kwargs)
+        if function is None:
+            return decorator(self.checkpoint, args, rest, kwargs)
+        return run_segment(self, function, args, rest, options)
 
     def checkpoint_sequential(
-        self, functions: nn.Sequential | Sequence[Callable[..., Any]], segments: int, input: Any, **kwargs: Any
+        self,
+        functions: nn.Sequential | Sequence[Callable[..., Any]],
+        segments: int,
+        input: Any,
+        *inputs: Any,
+        **kwargs: Any,
     ) -> Any:
         """Runs functions in a row, in `segments` checkpointed chunks of which the last is not checkpointed.
 
-        As `torch.utils.checkpoint.checkpoint_sequential`; keyword arguments are those of `checkpoint`.
+        As `torch.utils.checkpoint.checkpoint_sequential`, also with several inputs, as torch 0.4 took them: then each
+        function is called with all of them, and a tuple that it returns is what the next is called with. Keyword
+        arguments are those of `checkpoint`.
 
         Raises:
             ValueError: More segments than functions, or fewer than one.
         """
-        return _sequential.checkpoint_sequential(self.checkpoint, functions, segments, input, **kwargs)
+        return _sequential.checkpoint_sequential(self.checkpoint, functions, segments, input, *inputs, **kwargs)
 
     def wrap(
         self, model: nn.Module, layers: type[nn.Module] | tuple[type[nn.Module], ...], **options: Any

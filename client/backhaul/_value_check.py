@@ -80,3 +80,13 @@ def check_digests(name: str, where: str, saved: Sequence[SavedTensor], digests: 
             segment=name,
             positions=different,
         )
+
+
+def with_traces(error: CheckpointError, forward: Sequence[str], recomputation: Sequence[str]) -> CheckpointError:
+    """The error with every op of both runs, each with the line of code that called it."""
+    traces = f"Ops of forward:\n{_numbered(forward)}\n\nOps of recomputation:\n{_numbered(recomputation)}"
+    return CheckpointError(f"{error.message}\n\n{traces}", **error.fields)
+
+
+def _numbered(trace: Sequence[str]) -> str:
+    return "\n".join(f"  {number:>4}  {line}" for number, line in enumerate(trace)) or "  none"

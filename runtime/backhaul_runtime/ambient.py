@@ -6,13 +6,14 @@ A setting counts as state if it has a getter and a setter in torch. What has non
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from struct import unpack
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from backhaul_runtime.errors import ProgramError
 
@@ -65,6 +66,41 @@ def _flushes_denormals() -> bool:
     return _LEAST * 1.0 == 0.0
 
 
+class TransparentMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every op and changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return op(*args, **(kwargs or {}))
+
+
+class _DispatchModes(threading.local):
+    """Whether a dispatch mode is on. Some ops are composed of others then, and round elsewhere.
+
+    What we switch on is a mode that does nothing; what we switch off are those of the thread, for the time.
+    """
+
+    own: AbstractContextManager[Any] | None = None
+    is_on = False
+
+    def read(self) -> bool:
+        return self.is_on if self.own is not None else torch._C._len_torch_dispatch_stack() > 0
+
+    def write(self, value: bool) -> None:
+        if self.own is not None:
+            self.own.__exit__(None, None, None)
+            self.own = None
+        if value != self.read():
+            self.own = TransparentMode() if value else torch._C._DisableTorchDispatch()
+            self.is_on = value
+            self.own.__enter__()  # type: ignore[no-untyped-call]
+
+
+_dispatch_modes = _DispatchModes()
+
+
 @cache
 def settings() -> Mapping[str, _Setting]:
     """The settings this process has, by name. Depends only on the build and on whether it has CUDA."""
@@ -72,6 +108,7 @@ def settings() -> Mapping[str, _Setting]:
         "grad": _Setting(torch.is_grad_enabled, torch._C._set_grad_enabled),
         "default_dtype": _dtype_setting(torch.get_default_dtype, torch.set_default_dtype),
         "flush_denormal": _Setting(_flushes_denormals, torch.set_flush_denormal),
+        "dispatch_mode": _Setting(_dispatch_modes.read, _dispatch_modes.write),
         "threads": _Setting(torch.get_num_threads, torch.set_num_threads),
         "autocast_cache": _Setting(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
         **_autocast("cpu"),

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _WeakTensorRef  # type: ignore[attr-defined]
+from torch._C import _DisableTorchDispatch, _WeakTensorRef  # type: ignore[attr-defined]
 from torch._C._autograd import _get_sequence_nr, _top_saved_tensors_default_hooks
 from torch._ops import OpOverload
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -40,6 +40,7 @@ from backhaul_runtime.pre_dispatch import PreDispatchMode
 from backhaul_runtime.program import GeneratorRef, Node, Program, Ref, ResultRef, Source, SourceRef
 from backhaul_runtime.recording import RecordedSource, Recording, SavedTensor, version_of
 from backhaul_runtime.storages import StorageLedger, storage_key
+from backhaul_runtime.trace import described
 
 Hold = Callable[[Tensor, Layout, bytes], Tensor]
 """Given a tensor, its layout and its address, returns a copy to keep."""
@@ -67,10 +68,12 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         allowed: Names of ops a program may hold.
         hold: Makes the copies.
         pack: The hook that sees what autograd saves; any other on top of it is foreign.
+        traces: Describe each op for people.
 
     Attributes:
         recording: What outlives the call.
         tensors: The caller's own objects, one per source. They go with the recorder.
+        trace: A line per op, None where nobody asked for them.
     """
 
     def __init__(
@@ -79,9 +82,12 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         allowed: frozenset[str],
         hold: Hold,
         pack: Callable[[Tensor], object] | None = None,
+        *,
+        traces: bool = False,
     ) -> None:
         super().__init__()
         self.recording = Recording()
+        self.trace: list[str] | None = [] if traces else None
         self._allowed = allowed
         self._hold = hold
         self._pack = pack
@@ -101,6 +107,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         self._contents: dict[tuple[Any, ...], bytes] = {}
         self._hidden = StorageLedger()
         self._hidden_bytes: dict[int, int] = {}  # of storages that autograd saves and no op returns
+        self._saving_nodes = 0  # up to the last that saved something
         self.first_sequence = _get_sequence_nr()
         self._first_hook = RemovableHandle.next_id
 
@@ -110,12 +117,16 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
 
     def around(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the op, noting it before and after."""
-        node = self._before(op, args, kwargs)
+        with _DisableTorchDispatch():  # what we ask of tensors is not the business of modes below us
+            node = self._before(op, args, kwargs)
         try:
             returned = op(*args, **kwargs)
         finally:
             self._op, self._reads = "", None
-        self._after(op, node, args, kwargs, returned)
+        with _DisableTorchDispatch():
+            self._after(op, node, args, kwargs, returned)
+        if self.trace is not None:
+            self.trace.append(described(op, args, kwargs, returned))
         return returned
 
     def refuse(self, reason: str) -> None:
@@ -318,7 +329,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         try:
             if reason := unsupported_reason(tensor):
                 raise Refusal(f"autograd saves a {reason}")
-            with torch._C._DisablePythonDispatcher():
+            with torch._C._DisablePythonDispatcher(), _DisableTorchDispatch():
                 self._note_saved(tensor)
         except Exception as error:  # Rule 2
             self.refuse(Refusal.of(error).reason)
@@ -331,6 +342,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         sources = self._source_storages.get(storage_key(tensor), [-1])
         if sources[0] < 0 and tensor not in self._interior and tensor not in self._hidden:
             self._hidden_bytes[storage_key(tensor)] = self._hidden.add(tensor)
+        self._saving_nodes = len(self._nodes) + 1
         digest, offset = saved_digest(layout, content), int(tensor.storage_offset())
         self.recording.saved.append(
             SavedTensor(digest, self._op, layout, sources[0], offset, is_undefined=self._reads is not None)
@@ -388,11 +400,12 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             if cdata not in expected
         )
 
-    def finish(self, outputs: Sequence[Tensor]) -> Program | None:
+    def finish(self, outputs: Sequence[Tensor], *, early_stop: bool = False) -> Program | None:
         """The program, once the call has ended; None where it was refused.
 
         Args:
             outputs: The tensors whose gradients backward will be given.
+            early_stop: Leave out what comes after the last tensor that was saved.
         """
         if RemovableHandle.next_id != self._first_hook:
             self.refuse("a hook was registered inside the function")
@@ -405,6 +418,9 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             self.refuse("an output in memory that no op wrote (NumPy, or a kernel of its own)")
         if self.recording.refusal is not None:
             return None
+        if early_stop:
+            del self._nodes[self._saving_nodes :]
+            del self.recording.generator_states[sum(node.draws for node in self._nodes) :]
         return self._program(tuple(ref for ref in refs if ref is not None))
 
     def so_far(self) -> Program:

@@ -285,13 +285,15 @@ def _step(setting: Setting, modules: nn.ModuleList, checkpoint: Callable[..., An
         h = x
         for module in (*modules, *modules[-1:]) if setting.again else modules:
             module.auxiliary = None
-            returned = checkpoint(module, h, options, form=setting.form)
+            # Its own for each call: who writes to the argument of an earlier one gets an error, as in torch.
+            own = {**options, "extra": options["extra"].clone()}
+            returned = checkpoint(module, h, own, form=setting.form)
             outputs = [t for t in torch.utils._pytree.tree_leaves(returned) if isinstance(t, Tensor)]
             losses += [t.float().square().mean() for t in (*outputs[1:], module.auxiliary) if t is not None]
             h = outputs[0].reshape(shape)
     loss = torch.stack([h.float().square().mean(), *losses]).sum()
     if setting.overwritten and checkpoint is not plainly and not x.requires_grad:
-        x.fill_(9)  # a plain call would raise; a segment has the value of forward
+        x.data.fill_(9)  # unseen by version counters; a segment has the value of forward
     if loss.requires_grad:
         loss.backward(retain_graph=setting.twice)
         if setting.twice:

@@ -31,7 +31,9 @@ class LoopbackSegment:
         with isolated([]), torch.enable_grad():
             return perform(self.work, None)
 
-    def backward(self, gradients: Mapping[int, Tensor], state: ambient.State) -> tuple[list[bytes], list[Contribution]]:
+    def backward(
+        self, gradients: Mapping[int, Tensor], state: ambient.State, *, checks_bytes: bool
+    ) -> tuple[list[bytes], list[Contribution]]:
         copies = {output: copy_exact(gradient) for output, gradient in gradients.items()}
         found = self._run(partial(runs.backward, gradients=copies, state=state))
         tensors = unbundle([copy_exact(parcel.tensor) for parcel in found.bundle.parcels], found.bundle.views)

@@ -48,7 +48,7 @@ def test_a_parameter_changed_past_its_version_counter_is_a_named_error(block: nn
 
 @pytest.mark.parametrize("returns", RETURNS)
 @pytest.mark.parametrize("remote", [Loopback, Unreachable])
-def test_arguments_may_be_changed_after_forward(block: nn.Module, returns: str, remote: type[Loopback]) -> None:
+def test_what_no_counter_sees_of_an_argument_does_not_matter(block: nn.Module, returns: str, remote: type[Loopback]) -> None:
     x = torch.randn(2, 4, 16)
     torch.manual_seed(1)
     block(x).sum().backward()
@@ -56,7 +56,7 @@ def test_arguments_may_be_changed_after_forward(block: nn.Module, returns: str, 
     block.zero_grad()
     torch.manual_seed(1)
     y = remote().checkpoint(block, x, returns=returns)
-    x.zero_()
+    x.data.zero_()
     y.sum().backward()
     assert all(torch.equal(p.grad, e) for p, e in zip(block.parameters(), expected, strict=True))
 
@@ -104,7 +104,7 @@ def test_writing_to_what_backward_needs_is_the_error_it_always_was(returns: str,
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         fn(x).sum().backward()
     with pytest.raises(SavedTensorModifiedError, match="modified by an inplace operation"):
-        remote().checkpoint(fn, x, returns=returns).sum().backward()
+        remote().checkpoint(fn, x, returns=returns, early_stop=False).sum().backward()
 
 
 @pytest.mark.parametrize("returns", RETURNS)

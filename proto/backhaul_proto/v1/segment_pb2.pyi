@@ -188,7 +188,10 @@ class BackwardRequest(_message.Message):
     UPCOMING_SEGMENTS_FIELD_NUMBER: _builtins.int
     EXPECTED_S_FIELD_NUMBER: _builtins.int
     AMBIENT_STATE_FIELD_NUMBER: _builtins.int
+    WANTS_DIGESTS_FIELD_NUMBER: _builtins.int
     expected_s: _builtins.float
+    wants_digests: _builtins.bool
+    """Digest what is returned, for a trainer that does so too."""
     @_builtins.property
     def key(self) -> Global___OperationKey: ...
     @_builtins.property
@@ -207,10 +210,11 @@ class BackwardRequest(_message.Message):
         upcoming_segments: _abc.Iterable[_builtins.int] | None = ...,
         expected_s: _builtins.float = ...,
         ambient_state: _program_pb2.AmbientState | None = ...,
+        wants_digests: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state", "key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state", "expected_s", b"expected_s", "gradients", b"gradients", "key", b"key", "upcoming_segments", b"upcoming_segments"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state", "expected_s", b"expected_s", "gradients", b"gradients", "key", b"key", "upcoming_segments", b"upcoming_segments", "wants_digests", b"wants_digests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -414,6 +418,7 @@ class BackwardResult(_message.Message):
 
     SAVED_DIGESTS_FIELD_NUMBER: _builtins.int
     CONTRIBUTIONS_FIELD_NUMBER: _builtins.int
+    TENSOR_DIGESTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def saved_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """16 bytes each, in the order autograd saved: what the replay computed."""
@@ -422,15 +427,20 @@ class BackwardResult(_message.Message):
     def contributions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Contribution]:
         """One per gradient the segment's sources have, by use, see Contribution."""
 
+    @_builtins.property
+    def tensor_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """If they were asked for: 16 bytes for each tensor of the stream."""
+
     def __init__(
         self,
         *,
         saved_digests: _abc.Iterable[_builtins.bytes] | None = ...,
         contributions: _abc.Iterable[Global___Contribution] | None = ...,
+        tensor_digests: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contributions", b"contributions", "saved_digests", b"saved_digests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contributions", b"contributions", "saved_digests", b"saved_digests", "tensor_digests", b"tensor_digests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

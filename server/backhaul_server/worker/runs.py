@@ -8,7 +8,7 @@ from torch import Tensor
 
 from backhaul_runtime import ambient
 from backhaul_runtime.bundle import Bundle, bundle
-from backhaul_runtime.digest import content_digest, tensor_address
+from backhaul_runtime.digest import address_of, content_digest, tensor_address
 from backhaul_runtime.framing import Parcel
 from backhaul_runtime.program import Program
 from backhaul_runtime.replay import Replay
@@ -57,14 +57,23 @@ class Finished:
         bundle: Tensors to send: contributions by position in `sources`, or saved tensors by saved position.
         saved_digests: What the replay saved, in order.
         sources: Source of each contribution; empty for a recompute.
+        tensor_digests: Of the bundle's parcels, if they were asked for.
     """
 
     bundle: Bundle
     saved_digests: tuple[bytes, ...]
     sources: tuple[int, ...]
+    tensor_digests: tuple[bytes, ...] = ()
 
 
-def backward(work: Work, ready: Ready | None, gradients: Mapping[int, Tensor], state: ambient.State) -> Finished:
+def backward(
+    work: Work,
+    ready: Ready | None,
+    gradients: Mapping[int, Tensor],
+    state: ambient.State,
+    *,
+    wants_digests: bool = False,
+) -> Finished:
     """Runs a segment's backward.
 
     Args:
@@ -72,16 +81,19 @@ def backward(work: Work, ready: Ready | None, gradients: Mapping[int, Tensor], s
         ready: Its replay, if there is one already; used up.
         gradients: By position in the program's outputs.
         state: Ambient settings that the trainer's backward runs under.
+        wants_digests: Digest what is returned.
     """
     ready = ready or work.replay(keep_saved=False)
     ambient.apply(state, ambient.capture())
     contributions = ready.replay.backward(gradients)
     sources = work.program.sources
     found = [(i, c.gradient) for i, c in enumerate(contributions) if c.gradient is not None]
+    sent = _addressed(bundle(found), {i for i, c in enumerate(contributions) if not sources[c.source].is_leaf})
     return Finished(
-        bundle=_addressed(bundle(found), {i for i, c in enumerate(contributions) if not sources[c.source].is_leaf}),
+        bundle=sent,
         saved_digests=tuple(ready.replay.saved_digests),
         sources=tuple(c.source for c in contributions),
+        tensor_digests=tuple(address_of(parcel.tensor) for parcel in sent.parcels) if wants_digests else (),
     )
 
 

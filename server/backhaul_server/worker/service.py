@@ -266,7 +266,12 @@ class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
         state = decode_state(request.ambient_state)
 
         def prepare() -> Perform:
-            return partial(runs.backward, gradients=self.worker.gradients(session, addresses), state=state)
+            return partial(
+                runs.backward,
+                gradients=self.worker.gradients(session, addresses),
+                state=state,
+                wants_digests=request.wants_digests,
+            )
 
         key = Key("backward", request.key.backward)
         with self.worker.segments.answering(segment, key):
@@ -278,7 +283,9 @@ class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
             contributions = [segment_pb2.Contribution(source=source) for source in found.sources]
             for view in found.bundle.views:
                 contributions[view.position].view.CopyFrom(encode_view(view))
-            result = segment_pb2.BackwardResult(saved_digests=found.saved_digests, contributions=contributions)
+            result = segment_pb2.BackwardResult(
+                saved_digests=found.saved_digests, contributions=contributions, tensor_digests=found.tensor_digests
+            )
             yield segment_pb2.BackwardResponse(result=result)
             for batch in batches(found.bundle.parcels):
                 yield segment_pb2.BackwardResponse(tensors=batch)

@@ -1,0 +1,122 @@
+"""Selective checkpointing: what a policy chooses stays on the trainer, the rest is recomputed.
+
+A policy sees the ops below autograd and says of each whether its results are kept. Autograd saves tensors in their
+memory later; those stay here, so that they need neither be recomputed for nor sent.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
+)
+
+from backhaul_runtime.op_rules import tensors_in
+from backhaul_runtime.recording import version_of
+from backhaul_runtime.storages import StorageLedger, storage_key
+
+_KEPT = {True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE}
+_OFFLOADED = {CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD}
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+class Selection(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Enter it around the call.
+
+    Args:
+        policy: As `create_selective_checkpoint_contexts` takes it, and with its bools.
+        may_change: Whether the function may write to what is kept.
+        hooks: That what is kept goes through; None for none.
+    """
+
+    def __init__(self, policy: Callable[..., Any], *, may_change: bool, hooks: Hooks | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._policy = policy
+        self._may_change = may_change
+        self._hooks = hooks
+        self._seen = StorageLedger()  # so that no storage takes the place of another
+        self._chosen: dict[int, bool] = {}
+
+    @classmethod
+    def of(cls, first: Any, second: Any, hooks: Hooks | None) -> "Selection | None":
+        """What stands behind contexts that torch's `create_selective_checkpoint_contexts` made, None for others."""
+        if type(first) is not _CachingTorchDispatchMode or type(second) is not _CachedTorchDispatchMode:
+            return None
+        return cls(first.policy_fn, may_change=second.allow_cache_entry_mutation, hooks=hooks)
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs an op and asks the policy about it."""
+        kwargs = kwargs or {}
+        returned = op(*args, **kwargs)
+        if op in SAC_IGNORED_OPS:
+            return returned
+        context = SelectiveCheckpointContext(is_recompute=False)
+        context.op_output = returned
+        choice = self._policy(context, op, *args, **kwargs)
+        if choice in _KEPT or choice in _OFFLOADED:
+            for tensor in tensors_in(returned):
+                self._seen.add(tensor)
+                self._chosen[storage_key(tensor)] = choice in _OFFLOADED
+        return returned
+
+    def keep(self, tensor: Tensor) -> "Kept | None":
+        """Keeps a tensor that autograd saves, if the policy chose the memory it lies in. Returns what gives it back."""
+        is_offloaded = self._chosen.get(storage_key(tensor))
+        if is_offloaded is None:
+            return None
+        kept = Kept(tensor.detach(), None if self._may_change else version_of(tensor))
+        if is_offloaded:
+            kept.offload()
+        elif self._hooks is not None:
+            kept.pack(*self._hooks)
+        return kept
+
+
+class Kept:
+    """A tensor that stays on the trainer. Call it to have it back.
+
+    Args:
+        tensor: Detached.
+        version: It must still have; None for any.
+    """
+
+    def __init__(self, tensor: Tensor, version: int | None) -> None:
+        self._packed: Any = tensor
+        self._source: Tensor | None = tensor
+        self._version = version
+        self._unpack: Callable[[Any], Tensor] | None = None
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether nobody may have written to it."""
+        return self._version is not None
+
+    def offload(self) -> None:
+        """Moves it to the host. A copy also where it is there already, so that the device's memory is free."""
+        assert self._source is not None
+        device = self._source.device
+        pinned = device.type == "cuda"
+        host = torch.empty_like(self._source, device="cpu", pin_memory=pinned)
+        self._packed, self._source = host.copy_(self._source), None
+        self._unpack = lambda held: held.to(device)
+
+    def pack(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        """Hands it to the hooks of somebody else, who may well give back another."""
+        self._version = None
+        self._packed, self._source, self._unpack = pack(self._packed), None, unpack
+
+    def __call__(self) -> Tensor:
+        """The tensor. Raises RuntimeError, in torch's words, if it was written to."""
+        source = self._source
+        if source is not None and self._version is not None and version_of(source) != self._version:
+            raise RuntimeError("Tensor cached during selective activation checkpoint has been mutated")
+        return self._packed if self._unpack is None else self._unpack(self._packed)
