@@ -48,7 +48,9 @@ def test_a_parameter_changed_past_its_version_counter_is_a_named_error(block: nn
 
 @pytest.mark.parametrize("returns", RETURNS)
 @pytest.mark.parametrize("remote", [Loopback, Unreachable])
-def test_what_no_counter_sees_of_an_argument_does_not_matter(block: nn.Module, returns: str, remote: type[Loopback]) -> None:
+def test_what_no_counter_sees_of_an_argument_does_not_matter(
+    block: nn.Module, returns: str, remote: type[Loopback]
+) -> None:
     x = torch.randn(2, 4, 16)
     torch.manual_seed(1)
     block(x).sum().backward()
