@@ -53,7 +53,6 @@ check-proto: .venv-proto/.done
 
 # The positive list of ops, from torch's databases and the models of transformers (about 6 minutes).
 ops: $(VENV)/.dev
-	$(PIP) --editable '.[ops]'
 	$(BIN)/python tests/contract/generate_ops.py
 
 # The README's picture, measured on this machine.
