@@ -1,7 +1,9 @@
 """torch.utils.checkpoint.checkpoint replaced for a while, for code one can't edit."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch.utils.checkpoint
@@ -9,14 +11,30 @@ import torch.utils.checkpoint
 
 @contextmanager
 def patched(checkpoint: Callable[..., Any]) -> Iterator[None]:
-    """Replaces the attribute, which reaches code that calls `torch.utils.checkpoint.checkpoint` through its module.
+    """Replaces torch's function in every loaded module that has it as a global, under whatever name.
 
-    torch's own checkpoint_sequential does; code that has imported the function by name before does not.
+    torch's own module is not enough: Transformers, like torch's CheckpointWrapper, imports the function by name. Code
+    that took it before and keeps it elsewhere, in a `functools.partial` say, is not reached; code that takes it now and
+    keeps it gets torch's again afterwards. Takes some 20 ms at each end, so enter it around a loop, not in it.
     """
-    module = torch.utils.checkpoint
-    before = module.checkpoint
-    module.checkpoint = checkpoint
+    before = torch.utils.checkpoint.checkpoint
+    active = True
+
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        return (checkpoint if active else before)(*args, **kwargs)
+
+    _replace(before, stand_in)
     try:
         yield
     finally:
-        module.checkpoint = before
+        active = False
+        _replace(stand_in, before)
+
+
+def _replace(old: Callable[..., Any], new: Callable[..., Any]) -> None:
+    for module in list(sys.modules.values()):
+        # Backhaul itself calls torch's where options mean something there only.
+        if isinstance(module, ModuleType) and module.__name__.partition(".")[0] != __package__:
+            for name, value in list(vars(module).items()):
+                if value is old:
+                    setattr(module, name, new)

@@ -4,12 +4,15 @@ import copy
 import io
 import threading
 from concurrent.futures import Future
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import backhaul
 from backhaul import NotRemoteError, WorkerLostError, wrap
@@ -176,6 +179,18 @@ def test_patched_reaches_code_that_calls_torch(loopback: Loopback) -> None:
         raise ZeroDivisionError
     assert torch.utils.checkpoint.checkpoint is original
     assert loopback.report().remote == 2
+
+
+def test_patched_reaches_code_that_imported_the_function_by_name(loopback: Loopback) -> None:
+    original = torch_checkpoint
+    x = torch.randn(2, requires_grad=True)
+    with patched(loopback.checkpoint):
+        kept = partial(torch_checkpoint, use_reentrant=False)
+        kept(torch.sin, x).sum().backward()
+        kept(torch.sin, x, context_fn=lambda: (nullcontext(), nullcontext())).sum().backward()  # torch's own work
+    assert torch_checkpoint is original
+    kept(torch.sin, x).sum().backward()
+    assert loopback.report().remote == 1
 
 
 class Model(nn.Module):
