@@ -1,0 +1,193 @@
+"""Architectures that people train, tiny and with random weights: what a step is, and which layers are segments.
+
+transformers and diffusers are imported where a model is built, so that only the tests of models pay for them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from backhaul import Decision
+
+
+@dataclass(frozen=True)
+class Family:
+    """An architecture.
+
+    Attributes:
+        build: Makes a model in training mode.
+        step: Draws a batch and returns the loss.
+        segments: Classes of the layers that are segments, and how often a step calls them.
+        draws: Whether a forward draws random numbers, which is whether it has dropout.
+        asked_for_gradients: What its segments return with `returns="gradients"`.
+        autocast: The step runs under bfloat16 autocast.
+    """
+
+    build: Callable[[], nn.Module]
+    step: Callable[[nn.Module], Tensor]
+    segments: Mapping[str, int]
+    draws: bool = True
+    asked_for_gradients: Decision = Decision.GRADIENTS
+    autocast: bool = False
+
+    def loss(self, model: nn.Module) -> Tensor:
+        """A step's forward."""
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            return self.step(model)
+
+
+_SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
+# Without it a layer writes its keys into a cache that outlives the call, for generation.
+_FOR_TRAINING = {"use_cache": False}
+_DECODER = {**_SIZES, **_FOR_TRAINING, "num_key_value_heads": 2, "attention_dropout": 0.1}
+
+
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**_DECODER))
+
+
+def _llama_with_cache() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**{**_DECODER, "use_cache": True}))
+
+
+def _gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=32, **_FOR_TRAINING)
+    return GPT2LMHeadModel(config)
+
+
+def _bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(BertConfig(**_SIZES, max_position_embeddings=32))
+
+
+def _albert() -> nn.Module:
+    from transformers import AlbertConfig, AlbertForMaskedLM
+
+    dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    return AlbertForMaskedLM(AlbertConfig(**_SIZES, **dropout, embedding_size=16, max_position_embeddings=32))
+
+
+def _t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    tokens = {"pad_token_id": 0, "decoder_start_token_id": 0}
+    sizes = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    return T5ForConditionalGeneration(T5Config(**sizes, **tokens, **_FOR_TRAINING))
+
+
+def _vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {name: size for name, size in _SIZES.items() if name != "vocab_size"}
+    dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    return ViTForImageClassification(ViTConfig(**sizes, **dropout, image_size=16, patch_size=8, num_labels=5))
+
+
+def _mixtral(**options: Any) -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(MixtralConfig(**_DECODER, **options, num_local_experts=4, num_experts_per_tok=2))
+
+
+def _mixtral_with_router_loss() -> nn.Module:
+    return _mixtral(output_router_logits=True)
+
+
+def _resnet() -> nn.Module:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], num_labels=5)
+    return ResNetForImageClassification(config)
+
+
+def _mamba() -> nn.Module:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    config = MambaConfig(vocab_size=96, hidden_size=32, state_size=4, num_hidden_layers=2, **_FOR_TRAINING)
+    return MambaForCausalLM(config)
+
+
+def _unet() -> nn.Module:
+    from diffusers import UNet2DConditionModel
+
+    return UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=16,
+        attention_head_dim=8,
+        norm_num_groups=8,
+        dropout=0.1,
+    )
+
+
+def _text(model: nn.Module) -> Tensor:
+    """Two sequences, the second padded."""
+    ids = torch.randint(3, 96, (2, 8))
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
+    return model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
+
+
+def _translation(model: nn.Module) -> Tensor:
+    ids = torch.randint(3, 96, (2, 8))
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
+    return model(input_ids=ids, attention_mask=mask, labels=torch.randint(3, 96, (2, 6))).loss
+
+
+def _images(model: nn.Module) -> Tensor:
+    return model(pixel_values=torch.randn(2, 3, 16, 16), labels=torch.tensor([1, 3])).loss
+
+
+def _denoising(model: nn.Module) -> Tensor:
+    noisy, noise = torch.randn(2, 2, 4, 8, 8)
+    prompt = torch.randn(2, 5, 16)
+    predicted = model(noisy, torch.tensor([3, 700]), encoder_hidden_states=prompt).sample
+    return functional.mse_loss(predicted.float(), noise)
+
+
+_UNET_BLOCKS = ("DownBlock2D", "CrossAttnDownBlock2D", "UNetMidBlock2DCrossAttn", "CrossAttnUpBlock2D", "UpBlock2D")
+
+FAMILIES: dict[str, Family] = {
+    "Llama": Family(_llama, _text, {"LlamaDecoderLayer": 2}),
+    "Llama, use_cache": Family(
+        _llama_with_cache, _text, {"LlamaDecoderLayer": 2}, asked_for_gradients=Decision.ACTIVATIONS
+    ),
+    "GPT-2": Family(_gpt2, _text, {"GPT2Block": 2}),
+    "BERT": Family(_bert, _text, {"BertLayer": 2}),
+    "BERT, bf16 autocast": Family(_bert, _text, {"BertLayer": 2}, autocast=True),
+    # One layer's weights in two segments.
+    "ALBERT": Family(_albert, _text, {"AlbertLayer": 2}),
+    # Two encoder and two decoder blocks; all of a stack share a position bias, the decoder's the encoder's states.
+    "T5": Family(_t5, _translation, {"T5Block": 4}),
+    "T5, bf16 autocast": Family(_t5, _translation, {"T5Block": 4}, autocast=True),
+    "ViT": Family(_vit, _images, {"ViTLayer": 2}),
+    "Mixtral": Family(_mixtral, _text, {"MixtralDecoderLayer": 2}),
+    # A loss of all routers is made of tensors from inside the segments.
+    "Mixtral, router loss": Family(
+        _mixtral_with_router_loss, _text, {"MixtralDecoderLayer": 2}, asked_for_gradients=Decision.ACTIVATIONS
+    ),
+    "ResNet": Family(_resnet, _images, {"ResNetBottleNeckLayer": 4}, draws=False),
+    "Mamba": Family(_mamba, _text, {"MambaBlock": 2}, draws=False),
+    "U-Net": Family(_unet, _denoising, dict.fromkeys(_UNET_BLOCKS, 1)),
+}

@@ -1,0 +1,101 @@
+"""Real architectures: a step gives the same bits as without checkpointing, and runs where `models.FAMILIES` says."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backhaul import Decision, Session
+from numerics.models import FAMILIES, Family
+from support.bits import differing, plainly, train
+
+
+@pytest.fixture(scope="module", autouse=True)
+def offline() -> Iterator[None]:
+    """Models are built from configurations; nothing asks the hub for a file or a kernel."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("HF_HUB_OFFLINE", "1")
+        yield
+
+
+def one_step(family: Family, prepare: Callable[[nn.Module], object] = lambda model: None) -> list[Tensor | None]:
+    """Loss, gradients, buffers and the generator's state after a step of a model that was prepared first."""
+
+    def build() -> nn.Module:
+        model = family.build().train()
+        prepare(model)
+        return model
+
+    return train(plainly, build, lambda _, model: (family.loss(model), ()), steps=1)
+
+
+def classes(model: nn.Module, family: Family) -> tuple[type[nn.Module], ...]:
+    return tuple({type(module) for module in model.modules() if type(module).__name__ in family.segments})
+
+
+@pytest.mark.parametrize("returns", ["gradients", "activations"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_model(name: str, returns: str, session: Session) -> None:
+    family = FAMILIES[name]
+    found = one_step(family, lambda model: session.wrap(model, classes(model, family), returns=returns))
+    assert differing(found, one_step(family)) == []
+
+    report = session.report()
+    decision = family.asked_for_gradients if returns == "gradients" else Decision.ACTIVATIONS
+    assert report.fallbacks == 0
+    assert [segment.reasons for segment in report.segments if segment.reasons] == []
+    assert {segment.name: segment.decisions for segment in report.segments} == {
+        layer: {decision: calls} for layer, calls in family.segments.items()
+    }
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_dropout_is_on_where_a_model_has_it(name: str) -> None:
+    family = FAMILIES[name]
+    in_training = one_step(family)[-1]
+    in_evaluation = one_step(family, nn.Module.eval)[-1]
+    assert torch.equal(in_training, in_evaluation) is not family.draws
+
+
+@dataclass(frozen=True)
+class OwnCheckpointing:
+    """What a library's switch for gradient checkpointing makes a segment, and what becomes of it."""
+
+    switch: str
+    segments: Mapping[str, Mapping[Decision, int]]
+    reasons: Mapping[str, int] = field(default_factory=dict)
+
+
+TRANSFORMERS, DIFFUSERS = "gradient_checkpointing_enable", "enable_gradient_checkpointing"
+OWN_CHECKPOINTING = {
+    "Llama": OwnCheckpointing(TRANSFORMERS, {"LlamaDecoderLayer.forward": {Decision.GRADIENTS: 2}}),
+    "BERT, bf16 autocast": OwnCheckpointing(TRANSFORMERS, {"BertLayer.forward": {Decision.GRADIENTS: 2}}),
+    # With the switch on, the first decoder block makes a bias of zeros for cross attention and lets it require grad.
+    "T5": OwnCheckpointing(
+        TRANSFORMERS,
+        {"T5Block.forward": {Decision.GRADIENTS: 3, Decision.TRAINER: 1}},
+        {"requires_grad of a tensor was changed inside the function": 1},
+    ),
+    "Mixtral": OwnCheckpointing(TRANSFORMERS, {"MixtralDecoderLayer.forward": {Decision.GRADIENTS: 2}}),
+    "U-Net": OwnCheckpointing(
+        DIFFUSERS,
+        {"ResnetBlock2D": {Decision.GRADIENTS: 7}, "BasicTransformerBlock": {Decision.GRADIENTS: 4}},
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", OWN_CHECKPOINTING)
+def test_a_librarys_own_checkpointing_runs_remotely(name: str, session: Session) -> None:
+    family, own = FAMILIES[name], OWN_CHECKPOINTING[name]
+    expected = one_step(family)
+    with session.patched():
+        found = one_step(family, lambda model: getattr(model, own.switch)())
+    assert differing(found, expected) == []
+
+    report = session.report()
+    assert report.fallbacks == 0
+    assert {segment.name: segment.decisions for segment in report.segments} == own.segments
+    assert {reason: n for segment in report.segments for reason, n in segment.reasons.items()} == own.reasons
