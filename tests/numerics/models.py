@@ -23,7 +23,8 @@ class Family:
         step: Draws a batch and returns the loss.
         segments: Classes of the layers that are segments, and how often a step calls them.
         draws: Whether a forward draws random numbers, which is whether it has dropout.
-        asked_for_gradients: What its segments return with `returns="gradients"`.
+        keeps: What of a segment's inside is used outside, so that it returns activations when asked for gradients.
+        not_remote: Why the trainer recomputes its segments, as the report says it.
         autocast: The step runs under bfloat16 autocast.
     """
 
@@ -31,8 +32,15 @@ class Family:
     step: Callable[[nn.Module], Tensor]
     segments: Mapping[str, int]
     draws: bool = True
-    asked_for_gradients: Decision = Decision.GRADIENTS
+    keeps: str = ""
+    not_remote: str = ""
     autocast: bool = False
+
+    def decision(self, returns: str) -> Decision:
+        """What becomes of its segments."""
+        if self.not_remote:
+            return Decision.TRAINER
+        return Decision.GRADIENTS if returns == "gradients" and not self.keeps else Decision.ACTIVATIONS
 
     def loss(self, model: nn.Module) -> Tensor:
         """A step's forward."""
@@ -47,21 +55,19 @@ _SIZES = {
     "num_attention_heads": 4,
     "intermediate_size": 64,
 }
-# Without it a layer writes its keys into a cache that outlives the call, for generation.
+# Else a layer writes keys and values into a cache, for generation.
 _FOR_TRAINING = {"use_cache": False}
 _DECODER = {**_SIZES, **_FOR_TRAINING, "num_key_value_heads": 2, "attention_dropout": 0.1}
 
 
-def _llama() -> nn.Module:
+def _llama(**options: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**_DECODER))
+    return LlamaForCausalLM(LlamaConfig(**{**_DECODER, **options}))
 
 
 def _llama_with_cache() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(**{**_DECODER, "use_cache": True}))
+    return _llama(use_cache=True)
 
 
 def _gpt2() -> nn.Module:
@@ -82,6 +88,14 @@ def _albert() -> nn.Module:
 
     dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
     return AlbertForMaskedLM(AlbertConfig(**_SIZES, **dropout, embedding_size=16, max_position_embeddings=32))
+
+
+def _bloom() -> nn.Module:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    sizes = {"vocab_size": 96, "hidden_size": 32, "n_layer": 2, "n_head": 4}
+    dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+    return BloomForCausalLM(BloomConfig(**sizes, **dropout, **_FOR_TRAINING))
 
 
 def _t5() -> nn.Module:
@@ -171,9 +185,10 @@ _UNET_BLOCKS = ("DownBlock2D", "CrossAttnDownBlock2D", "UNetMidBlock2DCrossAttn"
 FAMILIES: dict[str, Family] = {
     "Llama": Family(_llama, _text, {"LlamaDecoderLayer": 2}),
     "Llama, use_cache": Family(
-        _llama_with_cache, _text, {"LlamaDecoderLayer": 2}, asked_for_gradients=Decision.ACTIVATIONS
+        _llama_with_cache, _text, {"LlamaDecoderLayer": 2}, keeps="the cache keeps keys and values"
     ),
     "GPT-2": Family(_gpt2, _text, {"GPT2Block": 2}),
+    "BLOOM": Family(_bloom, _text, {"BloomBlock": 2}, not_remote="the custom autograd function GeLUFunction"),
     "BERT": Family(_bert, _text, {"BertLayer": 2}),
     "BERT, bf16 autocast": Family(_bert, _text, {"BertLayer": 2}, autocast=True),
     # One layer's weights in two segments.
@@ -183,9 +198,8 @@ FAMILIES: dict[str, Family] = {
     "T5, bf16 autocast": Family(_t5, _translation, {"T5Block": 4}, autocast=True),
     "ViT": Family(_vit, _images, {"ViTLayer": 2}),
     "Mixtral": Family(_mixtral, _text, {"MixtralDecoderLayer": 2}),
-    # A loss of all routers is made of tensors from inside the segments.
     "Mixtral, router loss": Family(
-        _mixtral_with_router_loss, _text, {"MixtralDecoderLayer": 2}, asked_for_gradients=Decision.ACTIVATIONS
+        _mixtral_with_router_loss, _text, {"MixtralDecoderLayer": 2}, keeps="the loss takes the routers' logits"
     ),
     "ResNet": Family(_resnet, _images, {"ResNetBottleNeckLayer": 4}, draws=False),
     "Mamba": Family(_mamba, _text, {"MambaBlock": 2}, draws=False),

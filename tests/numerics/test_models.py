@@ -1,7 +1,9 @@
 """Real architectures: a step gives the same bits as without checkpointing, and runs where `models.FAMILIES` says."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,11 +45,11 @@ def test_model(name: str, returns: str, session: Session) -> None:
     assert differing(found, one_step(family)) == []
 
     report = session.report()
-    decision = family.asked_for_gradients if returns == "gradients" else Decision.ACTIVATIONS
     assert report.fallbacks == 0
-    assert [segment.reasons for segment in report.segments if segment.reasons] == []
+    reasons = {reason: count for segment in report.segments for reason, count in segment.reasons.items()}
+    assert reasons == ({family.not_remote: sum(family.segments.values())} if family.not_remote else {})
     assert {segment.name: segment.decisions for segment in report.segments} == {
-        layer: {decision: calls} for layer, calls in family.segments.items()
+        layer: {family.decision(returns): calls} for layer, calls in family.segments.items()
     }
 
 
@@ -99,3 +101,21 @@ def test_a_librarys_own_checkpointing_runs_remotely(name: str, session: Session)
     assert report.fallbacks == 0
     assert {segment.name: segment.decisions for segment in report.segments} == own.segments
     assert {reason: n for segment in report.segments for reason, n in segment.reasons.items()} == own.reasons
+
+
+def test_the_documentation_says_the_same() -> None:
+    root = Path(__file__).parents[2]
+    said = (root / "docs/models.md").read_text()
+    for name, family in FAMILIES.items():
+        segments = ", ".join(f"{calls} `{layer}`" for layer, calls in family.segments.items())
+        where = [family.decision(returns).value for returns in ("gradients", "activations")]
+        why = family.keeps or family.not_remote
+        assert f"| {name} | {segments} | {'on' if family.draws else 'none'} | {' | '.join(where)} | {why} |\n" in said
+    for name, own in OWN_CHECKPOINTING.items():
+        segments = ", ".join(f"{sum(done.values())} `{layer}`" for layer, done in own.segments.items())
+        totals = sum((Counter(done) for done in own.segments.values()), Counter())
+        where = ", ".join(f"{count} {decision.value}" for decision, count in totals.items())
+        assert f"| {name} | {segments} | {where} | {', '.join(own.reasons)} |\n" in said
+    pins = dict(line.split("==") for line in (root / "constraints.txt").read_text().splitlines() if "==" in line)
+    for name in ("torch", "transformers", "diffusers"):
+        assert f"{name} {pins[name]}" in said
