@@ -1,0 +1,55 @@
+"""Ways to run a checkpointed call: on a worker, with either thing coming back, and again on the trainer."""
+
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from backhaul import Session
+from support.bits import Checkpoint
+from support.calls import TimesOne, one
+from support.processes import WorkerProcess
+
+MODES = ["gradients", "activations"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen(worker: WorkerProcess) -> Iterator[None]:
+    """What is there before the first test is not looked through after each, which takes longer than most of them."""
+
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(params=MODES)
+def returns(request: pytest.FixtureRequest) -> str:
+    """What comes back."""
+    return str(request.param)
+
+
+@pytest.fixture
+def checkpoint(session: Session, returns: str) -> Checkpoint:
+    """Recomputes on the worker."""
+    return partial(session.checkpoint, returns=returns)
+
+
+@pytest.fixture(params=[*MODES, "called again"])
+def anywhere(request: pytest.FixtureRequest, session: Session) -> Checkpoint:
+    """Recomputes on the worker, or on the trainer by calling the function again."""
+    if request.param != "called again":
+        return partial(session.checkpoint, returns=request.param)
+
+    def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        @functools.wraps(function)
+        def again(*args: Any, **kwargs: Any) -> Any:
+            TimesOne.apply(one())
+            return function(*args, **kwargs)
+
+        return session.checkpoint(again, *args, **kwargs)
+
+    return call

@@ -1,0 +1,458 @@
+"""When a segment is recomputed, how often, and what backward may do with it."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import CheckpointError, GraphExecGroup, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
+
+from backhaul import Decision, DoubleBackwardError, Session
+from backhaul._frame import Frame
+from support.bits import Checkpoint, differing, plainly
+from support.calls import (
+    WIDTH,
+    Counted,
+    TimesOne,
+    inputs,
+    memory_of,
+    recomputations,
+    recorded_ops,
+    same,
+    torch_checkpoint,
+)
+
+
+def sines(x: Tensor) -> Tensor:
+    return x.sin().sin().sin()
+
+
+def slope(x: Tensor) -> Tensor:
+    return torch.autograd.grad(sines(x).sum(), x)[0]
+
+
+def test_s18_a_backward_is_one_recomputation(anywhere: Checkpoint, session: Session) -> None:
+    x, _ = inputs()
+    h = x
+    for _ in range(3):
+        h = anywhere(sines, h)
+    assert recomputations(session) == 0
+    h.sum().backward()
+    assert recomputations(session) == 3
+    assert torch.equal(x.grad, torch.autograd.grad(sines(sines(sines(x))).sum(), x)[0])
+
+
+def test_s18_where_nothing_is_saved_nothing_is_recomputed_or_fetched(checkpoint: Checkpoint, session: Session) -> None:
+    x, _ = inputs()
+    checkpoint(lambda x: (x + 1).neg(), x).sum().backward()
+    assert torch.equal(x.grad, -torch.ones_like(x))
+    assert recomputations(session) == 0
+    assert session.report().down_bytes == 0
+
+
+def test_s19_a_second_backward_recomputes_again(anywhere: Checkpoint, session: Session) -> None:
+    x, _ = inputs()
+    y = anywhere(sines, x)
+    y.sum().backward(retain_graph=True)
+    assert torch.equal(x.grad, slope(x))
+    assert recomputations(session) == 1
+    y.sum().backward()
+    assert torch.equal(x.grad, slope(x) + slope(x))
+    assert recomputations(session) == 2
+
+
+def test_s19_without_retain_graph_it_is_torchs_error(anywhere: Checkpoint) -> None:
+    for call in (torch_checkpoint, anywhere):
+        y = call(sines, inputs()[0])
+        y.sum().backward()
+        with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+            y.sum().backward()
+
+
+def two(x: Tensor) -> tuple[Tensor, Tensor]:
+    return sines(x), x.cos().exp()
+
+
+def test_s20_two_outputs_and_two_backwards_are_two_recomputations(anywhere: Checkpoint, session: Session) -> None:
+    x, _ = inputs()
+    first, second = anywhere(two, x)
+    first.sum().backward(retain_graph=True)
+    assert torch.equal(x.grad, slope(x))
+    second.sum().backward()
+    assert recomputations(session) == 2
+    assert torch.equal(x.grad, slope(x) + torch.autograd.grad(x.cos().exp().sum(), x)[0])
+
+
+def test_s20_inside_one_group_they_are_one(checkpoint: Checkpoint, session: Session, returns: str) -> None:
+    for call in (torch_checkpoint, checkpoint):
+        calls = 0
+
+        def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal calls
+            calls += 1
+            return two(x)
+
+        x, _ = inputs()
+        first, second = call(fn, x)
+        with GraphExecGroup():
+            first.sum().backward(retain_graph=True)
+            second.sum().backward()
+        assert calls == (2 if call is torch_checkpoint else 1)
+        assert torch.equal(x.grad, slope(x) + torch.autograd.grad(x.cos().exp().sum(), x)[0])
+    assert recomputations(session) == (1 if returns == "activations" else 2)
+
+
+def test_s20_two_groups_are_two(session: Session) -> None:
+    x, _ = inputs()
+    y = session.checkpoint(sines, x, returns="activations")
+    for _ in range(2):
+        with GraphExecGroup():
+            y.sum().backward(retain_graph=True)
+    assert torch.equal(x.grad, slope(x) + slope(x))
+    assert recomputations(session) == 2
+
+
+def test_s20_nested_groups_are_torchs_error(checkpoint: Checkpoint) -> None:
+    y = checkpoint(sines, inputs()[0])
+    with GraphExecGroup():
+        with pytest.raises(RuntimeError, match="GraphExecGroup contexts cannot be nested"), GraphExecGroup():
+            pass
+        y.sum().backward()
+
+
+def test_s20_overlapping_backwards_in_a_group_are_torchs_error(session: Session) -> None:
+    said = []
+    for call in (torch_checkpoint, session.checkpoint):
+        options = {} if call is torch_checkpoint else {"returns": "activations"}
+        y = call(sines, inputs()[0], **options)
+        with GraphExecGroup():
+            y.sum().backward(retain_graph=True)
+            with pytest.raises(CheckpointError, match="already unpacked once") as caught:
+                y.sum().backward()
+        said.append(str(caught.value))
+    assert "Performing two backward calls that overlap" in said[0]
+    assert "Performing two backward calls that overlap" in said[1]
+
+
+def test_s21_grad_inputs_partial_graphs_and_unused_outputs(anywhere: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        linear, (x, h), y = nn.Linear(WIDTH, WIDTH), inputs(), torch.randn(2, WIDTH, requires_grad=True)
+        first, second, _unused = checkpoint(lambda h, y: (linear(h).sin(), (h * y).sin(), h.exp().exp()), h, y)
+        found = list(torch.autograd.grad(first.sum(), [x, linear.weight], retain_graph=True))
+        found += torch.autograd.grad(second.sum(), [h, y], retain_graph=True)
+        second.sum().backward(retain_graph=True, inputs=[y])
+        found += [x.grad, y.grad, linear.weight.grad]
+        (first.sum() + second.mean()).backward()
+        return [*(t.clone() if t is not None else None for t in found), x.grad, y.grad, linear.weight.grad]
+
+    same(case, anywhere)
+
+
+def test_s21_backward_from_another_thread(anywhere: Checkpoint) -> None:
+    x, _ = inputs()
+    thread = threading.Thread(target=anywhere(sines, x).sum().backward)
+    thread.start()
+    thread.join()
+    assert torch.equal(x.grad, slope(x))
+
+
+def test_s21_double_backward_with_activations(session: Session) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        linear, (x, _) = nn.Linear(WIDTH, WIDTH), inputs()
+        options = {} if checkpoint is plainly else {"returns": "activations"}
+        y = checkpoint(lambda x: linear(x).sin().tanh(), x, **options)
+        (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+        return [gradient.detach(), x.grad, linear.weight.grad]
+
+    same(case, session.checkpoint)
+    assert session.report().remote >= 1
+
+
+def test_s21_double_backward_with_gradients_is_a_clear_error(session: Session) -> None:
+    x, _ = inputs()
+    y = session.checkpoint(sines, x, returns="gradients")
+    with pytest.raises(DoubleBackwardError, match='returns="activations"'):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+REENTRANT = "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad\\(\\)"
+
+
+def test_s21_the_reentrant_form_refuses_grad_and_inputs(anywhere: Checkpoint) -> None:
+    for call in (checkpoint_of_torch, anywhere):
+        x, _ = inputs()
+        y = call(sines, x, use_reentrant=True)
+        with pytest.raises(RuntimeError, match=REENTRANT):
+            torch.autograd.grad(y.sum(), x, retain_graph=True)
+        with pytest.raises(RuntimeError, match=REENTRANT):
+            y.sum().backward(inputs=[x], retain_graph=True)
+        y.sum().backward()
+        assert torch.equal(x.grad, slope(x))
+
+
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_s22_recomputed_tensors_are_freed_as_they_are_unpacked(
+    retain_graph: bool, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpacked: list[Any] = []
+    alive: list[int] = []
+    unpack = Frame.unpack
+
+    def note(frame: Frame, index: int) -> Tensor:
+        alive.append(sum(not memory.expired() for memory in unpacked))
+        tensor = unpack(frame, index)
+        unpacked.append(memory_of(tensor))
+        return tensor
+
+    monkeypatch.setattr(Frame, "unpack", note)
+
+    def deep(x: Tensor) -> Tensor:
+        for _ in range(8):
+            x = x.sin()
+        return x
+
+    x = torch.randn(2000, requires_grad=True)
+    deep_slope = torch.autograd.grad(deep(x).sum(), x)[0]
+    y = session.checkpoint(deep, x, returns="activations")
+    for _ in range(1 + retain_graph):
+        unpacked.clear()
+        y.sum().backward(retain_graph=retain_graph)
+        assert all(memory.expired() for memory in unpacked[:-1])  # the last is the argument's copy
+        assert len(unpacked) == 8
+    assert max(alive) <= 1
+    assert torch.equal(x.grad, deep_slope + deep_slope if retain_graph else deep_slope)
+
+
+SINE = "aten.sin.default"
+
+
+@pytest.mark.parametrize(
+    ("option", "globally", "whole"),
+    [
+        (True, None, False),
+        (False, None, True),
+        (True, False, True),
+        (False, True, False),
+    ],
+)
+def test_s23_early_stop_ends_with_the_last_save(
+    option: bool, globally: bool | None, whole: bool, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = recorded_ops(session, monkeypatch)
+
+    def forward(x: Tensor) -> Tensor:
+        return session.checkpoint(
+            lambda x: (x.sin().sin() + 1).neg(), x, early_stop=option, returns="activations", strict=True
+        )
+
+    x, _ = inputs()
+    if globally is None:
+        y = forward(x)
+    else:
+        with set_checkpoint_early_stop(globally):
+            y = forward(x)
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad((x.sin().sin() + 1).neg().sum(), x)[0])
+    assert programs == [[SINE, SINE, "aten.add.Tensor", "aten.neg.default"] if whole else [SINE, SINE]]
+
+
+def test_s23_it_is_read_at_forward_time(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = recorded_ops(session, monkeypatch)
+    x, _ = inputs()
+    y = session.checkpoint(lambda x: x.sin().sin().neg(), x, returns="activations")
+    with set_checkpoint_early_stop(False):
+        y.sum().backward()
+    assert programs == [[SINE, SINE]]
+
+
+def test_s23_gradients_need_the_whole_forward(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = recorded_ops(session, monkeypatch)
+    x, _ = inputs()
+    session.checkpoint(lambda x: x.sin().neg(), x, returns="gradients").sum().backward()
+    assert programs == [[SINE, "aten.neg.default"]]
+
+
+def test_s24_nested_calls_belong_to_the_outermost(anywhere: Checkpoint, session: Session) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        layers, (x, h) = [nn.Linear(WIDTH, WIDTH) for _ in range(3)], inputs()
+
+        def deepest(h: Tensor) -> Tensor:
+            return layers[0](h).sin()
+
+        def middle(h: Tensor) -> Tensor:
+            return layers[1](checkpoint(deepest, h.exp()) * h).sin()
+
+        def outer(h: Tensor) -> Tensor:
+            return layers[2](checkpoint(middle, h.tanh()) + checkpoint(deepest, h)).sin()
+
+        checkpoint(outer, h).sum().backward()
+        return [x.grad, *(layer.weight.grad for layer in layers)]
+
+    same(case, anywhere)
+    (segment,) = session.report().segments
+    assert segment.calls == 1
+
+
+def test_s25_grad_inside_fn(anywhere: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+
+        def fn(h: Tensor) -> Tensor:
+            y = linear(h).tanh()
+            (slope,) = torch.autograd.grad(y.square().sum(), h, create_graph=True)
+            return (y * slope).sin()
+
+        checkpoint(fn, h).sum().backward()
+        return [x.grad, linear.weight.grad]
+
+    same(case, anywhere)
+
+
+def test_s26_hooks_of_parameters_fire_once_per_backward(anywhere: Checkpoint) -> None:
+    layer, (x, _) = Counted(), inputs()
+    fired: list[Tensor] = []
+    layer.linear.weight.register_post_accumulate_grad_hook(lambda p: fired.append(p.grad.clone()))
+    anywhere(lambda x: layer(layer(x)), x).sum().backward()
+    layer(layer(x)).sum().backward()
+    assert len(fired) == 2
+    assert torch.equal(fired[1], fired[0] + fired[0])
+
+
+def test_s26_forward_hooks_fire_once_on_a_worker(checkpoint: Checkpoint) -> None:
+    fired = hooks_fired(checkpoint, nn.Identity())
+    assert fired == ["hook"]
+
+
+def test_s26_forward_hooks_fire_again_where_fn_is_called_again(session: Session) -> None:
+    class Module(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return TimesOne.apply(x)
+
+    assert hooks_fired(session.checkpoint, Module()) == hooks_fired(torch_checkpoint, Module()) == ["hook", "hook"]
+
+
+def hooks_fired(checkpoint: Checkpoint, inner: nn.Module) -> list[str]:
+    fired: list[str] = []
+    module = nn.Sequential(inner, nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    module[1].register_forward_hook(lambda *_: fired.append("hook"))
+    checkpoint(module, inputs()[0]).sum().backward()
+    return fired
+
+
+def test_s27_exceptions_of_recomputation_reach_the_caller(session: Session, returns: str) -> None:
+    class OwnError(Exception):
+        pass
+
+    for call in (torch_checkpoint, session.checkpoint):
+        error, calls = OwnError("on recomputation"), 0
+
+        def fn(x: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise error  # noqa: B023
+            return TimesOne.apply(x).sin()
+
+        y = call(fn, inputs()[0])
+        with pytest.raises(OwnError) as caught:
+            y.sum().backward()
+        assert caught.value is error
+
+
+REVERSE: dict[str, Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Any]]] = {
+    "grad": lambda f: torch.func.grad(lambda x: f(x).sum()),
+    "vjp": lambda f: lambda x: torch.func.vjp(f, x)[1](torch.ones_like(x)),
+    "jacrev": torch.func.jacrev,
+    "hessian": lambda f: torch.func.hessian(lambda x: f(x).sum()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("transform", REVERSE)
+def test_s28_reverse_transforms_are_torchs_error(transform: str, checkpoint: Checkpoint) -> None:
+    said = []
+    for call in (torch_checkpoint, checkpoint):
+        with pytest.raises(RuntimeError) as caught:
+            REVERSE[transform](lambda x, call=call: call(torch.sin, x))(torch.randn(3))
+        said.append(str(caught.value))
+    assert "saved tensor hooks" in said[0]
+    assert said[0] == said[1]
+
+
+def dual(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def tangent(x: Tensor) -> Tensor:
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(f(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+    return tangent
+
+
+FORWARD: dict[str, Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]]] = {
+    "vmap": torch.func.vmap,
+    "jvp": lambda f: lambda x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
+    "jacfwd": torch.func.jacfwd,
+    "forward AD": dual,
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("transform", FORWARD)
+def test_s28_forward_transforms_run_fn_plainly(transform: str, checkpoint: Checkpoint, session: Session) -> None:
+    x = torch.randn(3)
+    expected = FORWARD[transform](sines)(x)
+    assert torch.equal(FORWARD[transform](lambda x: torch_checkpoint(sines, x))(x), expected)
+    assert torch.equal(FORWARD[transform](lambda x: checkpoint(sines, x))(x), expected)
+    assert session.report().segments == ()
+
+
+def test_s29_none_stays_none_and_dtypes_are_the_arguments(anywhere: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float32]
+        leaves = [torch.randn(2, WIDTH, dtype=dtype, requires_grad=True) for dtype in dtypes]
+        a, b, c, unused = (leaf * 1 for leaf in leaves)
+        checkpoint(lambda a, b, c, unused: (a.sin() * b + c).sin(), a, b, c, unused).sum().backward()
+        assert leaves[3].grad is None
+        assert [leaf.grad.dtype for leaf in leaves[:3]] == dtypes[:3]
+        return [leaf.grad for leaf in leaves]
+
+    same(case, anywhere)
+
+
+def test_s29_arguments_that_are_one_or_share_memory_stay_so(anywhere: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        x, h = inputs()
+        c = torch.randn(2, WIDTH)
+        seen: list[bool] = []
+
+        def fn(h: Tensor, again: Tensor, row: Tensor, c: Tensor, part: Tensor) -> Tensor:
+            seen.append(h is again and c.data_ptr() == part.data_ptr())
+            part.mul_(3)  # and so c
+            return (h * again + row).sin() * c
+
+        y = checkpoint(fn, h, h, h[0], c, c[0])
+        y.sum().backward()
+        assert all(seen)
+        return [x.grad, c]
+
+    same(case, anywhere)
+
+
+def test_s29_gradients_of_views_of_one_leaf_are_added_as_without_checkpointing(anywhere: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        x = torch.randn(4, WIDTH, requires_grad=True)
+        checkpoint(lambda a, b, whole: ((a * b).sin() * whole[1:3]).exp(), x[:2], x[2:], x).sum().backward()
+        return [x.grad]
+
+    same(case, anywhere)
+
+
+def test_s29_decisions_follow_what_was_asked(checkpoint: Checkpoint, session: Session, returns: str) -> None:
+    x, _ = inputs()
+    checkpoint(sines, x).sum().backward()
+    assert session.report().segments[0].decisions == {Decision(returns): 1}
+    assert differing([x.grad], [slope(x)]) == []

@@ -1,0 +1,386 @@
+"""What a recomputation that goes another way is told, and what selective checkpointing keeps."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint as torchs
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy
+
+import backhaul
+from backhaul import CheckpointError, Decision, Session
+from support.bits import Checkpoint, differing, plainly
+from support.calls import WIDTH, TimesOne, inputs, same, torch_checkpoint
+
+SIN, MM, COS = torch.ops.aten.sin.default, torch.ops.aten.mm.default, torch.ops.aten.cos.default
+
+
+class Changing:
+    """Goes one way the first time it is called and another way from then on."""
+
+    def __init__(self, first: Callable[[Tensor], Tensor], later: Callable[[Tensor], Tensor]) -> None:
+        self._first, self._later = first, later
+        self._calls = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self._calls += 1
+        x = TimesOne.apply(x)
+        return (self._first if self._calls == 1 else self._later)(x)
+
+
+def mismatch(checkpoint: Checkpoint, fn: Changing, **options: Any) -> torchs.CheckpointError:
+    x, _ = inputs()
+    y = checkpoint(fn, x, **options)
+    with pytest.raises(torchs.CheckpointError) as caught:
+        y.sum().backward()
+    assert x.grad is None
+    return caught.value
+
+
+def fewer() -> Changing:
+    return Changing(lambda x: x.sin().sin().exp(), lambda x: x.sin().exp())
+
+
+def more() -> Changing:
+    return Changing(lambda x: x.sin().exp(), lambda x: x.sin().sin().exp())
+
+
+def test_s34_fewer_tensors_on_recomputation(session: Session) -> None:
+    theirs, ours = str(mismatch(torch_checkpoint, fewer())), mismatch(session.checkpoint, fewer())
+    assert "saved during forward: 4" in theirs
+    assert "saved during recomputation: 3" in theirs
+    assert isinstance(ours, CheckpointError)
+    assert (ours.saved_forward, ours.saved_recomputed) == (4, 3)
+    assert "saved 4 tensors" in str(ours)
+    assert "saved 3" in str(ours)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_s34_more_tensors_on_recomputation(early_stop: bool, session: Session) -> None:
+    ours = mismatch(session.checkpoint, more(), early_stop=early_stop)
+    assert isinstance(ours, CheckpointError)
+    assert "saved 3 tensors" in str(ours)
+    assert "saved 4" in str(ours)
+    assert "more tensors during recomputation" in str(mismatch(torch_checkpoint, more(), early_stop=False))
+
+
+OTHER_METADATA: dict[str, tuple[Changing, str, str]] = {
+    "shape": (Changing(lambda x: x.sin().exp(), lambda x: x[:1].sin().exp()), "[2, 8]", "[1, 8]"),
+    "dtype": (Changing(lambda x: x.sin().exp(), lambda x: x.double().sin().exp()), "float32", "float64"),
+    "device": (Changing(lambda x: x.sin().exp(), lambda x: x.to("meta").sin().exp()), "cpu", "meta"),
+}
+
+
+@pytest.mark.parametrize("what", OTHER_METADATA)
+def test_s34_other_metadata_on_recomputation(what: str, session: Session) -> None:
+    fn, forward, recomputed = OTHER_METADATA[what]
+    ours = mismatch(session.checkpoint, Changing(fn._first, fn._later))
+    assert isinstance(ours, CheckpointError)
+    for message in (str(ours), str(mismatch(torch_checkpoint, Changing(fn._first, fn._later)))):
+        assert forward in message
+        assert recomputed in message
+    # The first is what TimesOne saved, which is the same both times.
+    assert "tensor at position 1" in message
+    assert "tensor 1" in str(ours) or "position 1" in str(ours)
+    assert ours.positions == [1, 2]
+
+
+def test_s34_other_metadata_is_not_let_through_without_a_determinism_check(session: Session) -> None:
+    fn, *_ = OTHER_METADATA["shape"]
+    assert isinstance(
+        mismatch(session.checkpoint, Changing(fn._first, fn._later), determinism_check="none"), CheckpointError
+    )
+
+
+def by_option(checkpoint: Checkpoint, fn: Changing) -> torchs.CheckpointError:
+    return mismatch(checkpoint, fn, debug=True)
+
+
+def by_setting(checkpoint: Checkpoint, fn: Changing) -> torchs.CheckpointError:
+    with torchs.set_checkpoint_debug_enabled(True):
+        return mismatch(checkpoint, fn)
+
+
+@pytest.mark.parametrize("debugged", [by_option, by_setting])
+def test_s35_debug_shows_the_operators_of_both_runs(
+    debugged: Callable[..., torchs.CheckpointError], session: Session
+) -> None:
+    def changing() -> Changing:
+        return Changing(lambda x: x.sin().exp(), lambda x: x.cos().tan().exp())
+
+    for checkpoint in (torch_checkpoint, session.checkpoint):
+        error = debugged(checkpoint, changing())
+        assert isinstance(error.__cause__, torchs.CheckpointError)
+        message = str(error)
+        assert "forward" in message
+        assert "recomputation" in message
+        assert all(f"aten.{op}.default" in message for op in ("sin", "cos", "tan"))
+    assert isinstance(error, CheckpointError)
+    assert isinstance(error.__cause__, CheckpointError)
+    first, second = (part.lower() for part in sections(message))
+    assert "sin.default" in first
+    assert "cos.default" not in first
+    assert "cos.default" in second
+    assert "sin.default" not in second
+
+
+def sections(message: str) -> tuple[str, str]:
+    """The operators of forward and of recomputation."""
+    lines = message.splitlines()
+    heading = max(i for i, line in enumerate(lines) if "recomputation" in line.lower() and "aten." not in line
+                  and any("aten.cos" in later for later in lines[i:]))  # fmt: skip
+    before = max(i for i, line in enumerate(lines[:heading]) if "forward" in line.lower() and "aten." not in line)
+    return "\n".join(lines[before:heading]), "\n".join(lines[heading:])
+
+
+def test_s35_the_setting_turns_it_off_too(session: Session) -> None:
+    for checkpoint in (torch_checkpoint, session.checkpoint):
+        with torchs.set_checkpoint_debug_enabled(False):
+            error = mismatch(checkpoint, fewer(), debug=True)
+        assert error.__cause__ is None
+        assert "aten.exp.default" not in str(error)
+
+
+def test_s35_debug_calls_fn_again_and_gives_the_same_gradients(session: Session, returns: str) -> None:
+    x, _ = inputs()
+    calls: list[int] = []
+
+    def fn(x: Tensor) -> Tensor:
+        calls.append(1)
+        return x.sin().exp()
+
+    session.checkpoint(fn, x, debug=True, returns=returns).sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad(x.sin().exp().sum(), x)[0])
+    assert len(calls) == 2
+    assert session.report().segments[0].decisions == {Decision.TRAINER: 1}
+
+
+def test_s35_debug_by_setting_with_a_context_of_the_callers_own_is_refused(checkpoint: Checkpoint) -> None:
+    for call in (torch_checkpoint, checkpoint):
+        with (
+            torchs.set_checkpoint_debug_enabled(True),
+            pytest.raises(ValueError, match="debug=True is incompatible with non-default context_fn"),
+        ):
+            call(torch.sin, inputs()[0], context_fn=lambda: None)
+
+
+def test_s36_a_checkpoint_error_is_a_runtime_error_and_torchs() -> None:
+    assert issubclass(CheckpointError, RuntimeError)
+    assert issubclass(CheckpointError, torchs.CheckpointError)
+    assert issubclass(CheckpointError, backhaul.BackhaulError)
+
+
+# Selective checkpointing
+
+WEIGHTS = 64
+
+
+def selective(policy: Any, **options: Any) -> Callable[[], Any]:
+    return partial(torchs.create_selective_checkpoint_contexts, policy, **options)
+
+
+def products(x: Tensor, w: Tensor) -> Tensor:
+    return ((x @ w).sin() @ w).sin().exp()
+
+
+def operands() -> tuple[Tensor, Tensor]:
+    return torch.randn(WEIGHTS, WEIGHTS, requires_grad=True), torch.randn(WEIGHTS, WEIGHTS, requires_grad=True)
+
+
+def for_products(answer: Any, otherwise: Any = CheckpointPolicy.PREFER_RECOMPUTE) -> Callable[..., Any]:
+    return lambda ctx, op, *args, **kwargs: answer if op is MM else otherwise
+
+
+KEPT = {
+    "a list": [MM],
+    "True": for_products(True, otherwise=False),
+    **{
+        policy.name: for_products(policy)
+        for policy in CheckpointPolicy
+        if policy.name.endswith("_SAVE") or policy.name.endswith("_CPU_OFFLOAD")
+    },
+}
+NOT_KEPT = {
+    "False": for_products(False),
+    "an empty list": [],
+    "MUST_RECOMPUTE": for_products(CheckpointPolicy.MUST_RECOMPUTE),
+    "PREFER_RECOMPUTE": for_products(CheckpointPolicy.PREFER_RECOMPUTE),
+}
+
+
+def down_bytes(session: Session, returns: str, **options: Any) -> int:
+    """What comes back for a call whose gradients are right and which a worker recomputed with activations."""
+    x, w = operands()
+    before = session.report()
+    found = torch.autograd.grad(session.checkpoint(products, x, w, returns=returns, **options).sum(), [x, w])
+    assert differing(found, torch.autograd.grad(products(x, w).sum(), [x, w])) == []
+    after = session.report()
+    assert after.remote == before.remote + 1
+    assert Decision.GRADIENTS not in after.segments[0].decisions
+    assert after.segments[0].reasons == {}
+    return after.down_bytes - before.down_bytes
+
+
+@pytest.mark.parametrize("policy", KEPT)
+@pytest.mark.parametrize("asked", ["gradients", "activations", "auto"])
+def test_s37_what_the_policy_keeps_does_not_come_back(policy: str, asked: str, session: Session) -> None:
+    whole = down_bytes(session, "activations")
+    kept = down_bytes(session, asked, context_fn=selective(KEPT[policy]))
+    two_products = 2 * WEIGHTS * WEIGHTS * 4
+    assert whole - kept > 0.95 * two_products
+
+
+@pytest.mark.parametrize("policy", NOT_KEPT)
+def test_s37_what_it_does_not_keep_comes_back(policy: str, session: Session, returns: str) -> None:
+    whole = down_bytes(session, "activations")
+    found = down_bytes(session, returns, context_fn=selective(NOT_KEPT[policy]))
+    assert abs(found - whole) < 0.05 * whole
+
+
+def test_s37_the_policy_is_asked_about_each_op_in_forward_alone(checkpoint: Checkpoint) -> None:
+    asked: dict[Checkpoint, list[str]] = {}
+    for call in (torch_checkpoint, checkpoint):
+        seen = asked[call] = []
+
+        def policy(ctx: Any, op: Any, *args: Any, seen: list[str] = seen, **kwargs: Any) -> CheckpointPolicy:
+            assert not ctx.is_recompute
+            assert isinstance(ctx.op_output, Tensor)
+            seen.append(str(op))
+            return CheckpointPolicy.MUST_SAVE if op is MM else CheckpointPolicy.PREFER_RECOMPUTE
+
+        x, w = operands()
+        call(products, x, w, context_fn=selective(policy)).sum().backward()
+    theirs, ours = asked.values()
+    assert "aten.mm.default" in theirs
+    assert ours == theirs
+
+
+def cpu_offload_copies(session: Session) -> Any:
+    """What ambient hooks are given of a product that is offloaded, and the product itself."""
+    x, w = operands()
+    outputs: list[Tensor] = []
+    packed: list[Tensor] = []
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op is MM:
+            outputs.append(ctx.op_output)
+        return CheckpointPolicy.MUST_CPU_OFFLOAD if op is MM else CheckpointPolicy.MUST_RECOMPUTE
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        y = session.checkpoint(products, x, w, context_fn=selective(policy))
+    return y, outputs, packed
+
+
+def test_s37_offloaded_tensors_are_copies_of_their_own(session: Session) -> None:
+    y, outputs, packed = cpu_offload_copies(session)
+    kept = [tensor for tensor in packed if any(torch.equal(tensor, output) for output in outputs)]
+    assert len(kept) >= 1
+    assert not {t.data_ptr() for t in kept} & {output.data_ptr() for output in outputs}
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("policy", [torch.ops.aten.mm, "mm"])
+def test_s37_bad_lists_are_torchs_errors(policy: Any, checkpoint: Checkpoint) -> None:
+    for call in (torch_checkpoint, checkpoint):
+        with pytest.raises(ValueError, match="Expected op in `op_list` to be an OpOverload"):
+            call(products, *operands(), context_fn=selective([policy]))
+        with pytest.raises(TypeError, match="policy_fn_or_list must be either a function or a list of ops"):
+            call(products, *operands(), context_fn=selective(3))
+
+
+def written_after(checkpoint: Checkpoint, **options: Any) -> Tensor:
+    """A call whose kept sine is returned and written to."""
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        kept = x.sin()
+        return kept.detach(), kept.exp()
+
+    x, _ = inputs()
+    kept, y = checkpoint(fn, x, context_fn=selective([SIN, torch.ops.aten.exp.default], **options))
+    kept.mul_(2)
+    return y
+
+
+def mutates(x: Tensor) -> Tensor:
+    kept = x.sin()
+    kept.mul_(2)
+    return kept.exp().cos()
+
+
+def test_s37_a_kept_tensor_that_is_mutated_is_torchs_error(checkpoint: Checkpoint) -> None:
+    for call in (torch_checkpoint, checkpoint):
+        y = call(mutates, inputs()[0], context_fn=selective([SIN]))
+        with pytest.raises(RuntimeError, match="Tensor cached during selective activation checkpoint has been mutated"):
+            y.sum().backward()
+
+
+def test_s37_unless_that_is_allowed(checkpoint: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        x, _ = inputs()
+        options = {"context_fn": selective([SIN], allow_cache_entry_mutation=True)}
+        checkpoint(mutates, x, **({} if checkpoint is plainly else options)).sum().backward()
+        return [x.grad]
+
+    same(case, checkpoint)
+
+
+def test_s37_a_second_backward_works(checkpoint: Checkpoint) -> None:
+    x, w = operands()
+    y = checkpoint(products, x, w, context_fn=selective([MM]))
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    (expected,) = torch.autograd.grad(products(x, w).sum(), x)
+    assert torch.equal(x.grad, expected + expected)
+    theirs = torch_checkpoint(products, x, w, context_fn=selective([MM]))
+    theirs.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="Trying to backward an extra time"):
+        theirs.sum().backward()
+
+
+class Entered:
+    """A context that counts, and sets a scale that the function reads."""
+
+    scale = 1.0
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.count = 0
+        self._scale = scale
+
+    def __enter__(self) -> None:
+        self.count += 1
+        Entered.scale = self._scale
+
+    def __exit__(self, *exception: object) -> None:
+        Entered.scale = 1.0
+
+
+def test_s37_a_context_of_the_callers_own_calls_fn_again(session: Session, returns: str) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        forward, recomputation, calls = Entered(), Entered(), []
+        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+
+        def fn(h: Tensor) -> Tensor:
+            calls.append(1)
+            return linear(h).sin() * Entered.scale
+
+        options = {} if checkpoint is plainly else {"context_fn": lambda: (forward, recomputation), "returns": returns}
+        checkpoint(fn, h, **options).sum().backward()
+        if checkpoint is not plainly:
+            assert (forward.count, recomputation.count, len(calls)) == (1, 1, 2)
+        return [x.grad, linear.weight.grad]
+
+    same(case, session.checkpoint)
+    (segment,) = session.report().segments
+    assert segment.decisions == {Decision.TRAINER: 1}
+    assert any("context_fn" in reason for reason in segment.reasons)
+
+
+def test_s37_the_value_check_applies_to_it(session: Session) -> None:
+    x, _ = inputs()
+    y = session.checkpoint(lambda x: (x * Entered.scale).sin().exp(), x, context_fn=lambda: (Entered(), Entered(2.0)))
+    with pytest.raises(CheckpointError, match="differ between forward and recomputation"):
+        y.sum().backward()
+    assert x.grad is None

@@ -1,0 +1,301 @@
+"""What a checkpointed call does and keeps in forward."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
+
+from backhaul import SavedTensorModifiedError, Session
+from support.bits import Checkpoint, differing, plainly
+from support.calls import WIDTH, Counted, inputs, one, same, torch_checkpoint
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Any
+
+
+@dataclass
+class Batch:
+    h: Tensor
+    scale: float
+
+
+pytree.register_dataclass(Batch)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_s9_without_gradients_fn_runs_once_and_nothing_is_sent(
+    mode: Any, checkpoint: Checkpoint, session: Session
+) -> None:
+    layer, x = Counted(), torch.randn(2, WIDTH)
+    with mode():
+        y = checkpoint(layer, x)
+        theirs = torch_checkpoint(layer, x)
+    assert layer.calls == 2
+    assert torch.equal(y, theirs)
+    assert not y.requires_grad
+    assert session.report().segments == ()
+
+
+def test_s10_fn_is_called_once_and_returns_what_it_returned(anywhere: Checkpoint) -> None:
+    calls: list[object] = []
+    marker = object()
+
+    def fn(h: Tensor) -> dict[str, Any]:
+        calls.append(h)
+        return {"pair": Pair(h.sin(), None), "rest": [h.cos(), (3, marker, "word")], "batch": Batch(h.exp(), 0.5)}
+
+    x, _ = inputs()
+    found = anywhere(fn, x)
+    assert len(calls) == 1
+    assert calls[0] is x
+    expected = fn(x)
+    assert list(found) == list(expected)
+    assert type(found["pair"]) is Pair
+    assert type(found["batch"]) is Batch
+    ours, theirs = pytree.tree_leaves(found), pytree.tree_leaves(expected)
+    assert differing([t for t in ours if isinstance(t, Tensor)], [t for t in theirs if isinstance(t, Tensor)]) == []
+    assert [v for v in ours if not isinstance(v, Tensor)] == [v for v in theirs if not isinstance(v, Tensor)]
+    gradients = [
+        torch.autograd.grad([t for t in found if isinstance(t, Tensor)], x, [x] * 3) for found in (ours, theirs)
+    ]
+    assert differing(*gradients) == []
+
+
+def test_s10_an_argument_that_is_returned_is_the_same_object(anywhere: Checkpoint) -> None:
+    (_, h), mask = inputs(), torch.ones(3)
+    found = anywhere(lambda h, mask: (h, h.sin(), mask), h, mask)
+    assert found[0] is h
+    assert found[2] is mask
+
+
+@pytest.mark.parametrize("container", [{"depth": 3}, [3], {"mask": torch.ones(3)}], ids=["dict", "list", "tensors"])
+def test_s10_a_container_that_is_returned_is_the_same_object(container: Any, anywhere: Checkpoint) -> None:
+    (_, h), read = inputs(), bool
+    found = anywhere(lambda h, container: (h.sin(), container), h, container)[1]
+    assert read(found is container)  # a bool: pytest would keep what it explains
+
+
+def test_s11_gradients_of_parameters_alone(anywhere: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        linear = nn.Linear(WIDTH, WIDTH)
+        checkpoint(lambda x: linear(x).sin(), torch.randn(2, WIDTH)).sum().backward()
+        return [linear.weight.grad, linear.bias.grad]
+
+    same(case, anywhere)
+
+
+def test_s11_the_reentrant_form_warns_and_gives_none(checkpoint: Checkpoint) -> None:
+    linear = nn.Linear(WIDTH, WIDTH)
+    for call in (checkpoint_of_torch, checkpoint):
+        with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True. Gradients will be None"):
+            y = call(lambda x: linear(x).sin(), torch.randn(2, WIDTH), use_reentrant=True)
+        assert not y.requires_grad
+
+
+def test_s12_nested_tensors_and_keyword_arguments_get_gradients(anywhere: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        leaves = [torch.randn(2, WIDTH, requires_grad=True) for _ in range(5)]
+        a, b, c, d, e = (leaf * 1 for leaf in leaves)
+
+        def fn(box: dict[str, Any], batch: Batch, *, k: Tensor, more: list[Tensor]) -> Tensor:
+            return (box["a"] * box["deep"][0] * batch.h * batch.scale * k).sin() * more[0]
+
+        checkpoint(fn, {"a": a, "deep": (b, 3)}, Batch(c, 0.5), k=d, more=[e]).sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    same(case, anywhere)
+
+
+Call = Callable[[Checkpoint, Any, Tensor, Tensor], Tensor]
+WAYS_IN: dict[str, Call] = {
+    "positional": lambda checkpoint, fn, h, c: checkpoint(fn, h, c),
+    "keyword": lambda checkpoint, fn, h, c: checkpoint(fn, h, c=c),
+    "nested": lambda checkpoint, fn, h, c: checkpoint(lambda h, d: fn(h, d["c"][0]), h, {"c": [c]}),
+}
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "itself": lambda c: c.mul_(2),
+    "through a view": lambda c: c.view(-1)[3:].zero_(),
+    "through .detach()": lambda c: c.detach().mul_(2),
+}
+UNSEEN: dict[str, Callable[[Tensor], object]] = {
+    ".data": lambda c: c.data.mul_(2),
+    "NumPy": lambda c: c.detach().numpy().__imul__(2),
+}
+
+
+def product(h: Tensor, c: Tensor) -> Tensor:
+    return (h * c).sin() * c
+
+
+@pytest.mark.parametrize("way", WAYS_IN)
+def test_s13_an_argument_changed_in_place_is_an_error_while_it_lives(way: str, anywhere: Checkpoint) -> None:
+    for write in WRITES.values():
+        for call in (torch_checkpoint, anywhere) if way == "positional" else (anywhere,):
+            x, h = inputs()
+            c = torch.randn(2, WIDTH)
+            y = WAYS_IN[way](call, product, h, c)
+            write(c)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+                y.sum().backward()
+            assert x.grad is None
+        assert isinstance(caught.value, SavedTensorModifiedError)
+
+
+@pytest.mark.parametrize("way", WAYS_IN)
+def test_s13_else_the_value_at_forward_is_used(way: str, anywhere: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        found: list[Tensor | None] = []
+        for name, write in (WRITES | UNSEEN).items():
+            x, h = inputs()
+            c = torch.randn(2, WIDTH)
+            y = WAYS_IN[way](checkpoint, product, h, c)
+            if checkpoint is not plainly:
+                write(c)
+            if name in WRITES:
+                del c
+            y.sum().backward()
+            found.append(x.grad)
+        return found
+
+    same(case, anywhere)
+
+
+def test_s13_an_argument_that_takes_gradients_changed_in_place(anywhere: Checkpoint) -> None:
+    _, h = inputs()
+    y = anywhere(lambda h: h.sin().sin(), h)
+    h.mul_(2)
+    with pytest.raises(SavedTensorModifiedError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_s13_what_fn_itself_writes_is_not_meant(anywhere: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        x, h = inputs()
+        c = torch.randn(2, WIDTH)
+        checkpoint(lambda h, c: (h * c.mul_(2)).sin(), h, c).sum().backward()
+        return [x.grad, c]
+
+    same(case, anywhere)
+
+
+def test_s14_ambient_hooks_keep_working_around_a_call(anywhere: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+        with torch.autograd.graph.save_on_cpu():
+            y = checkpoint(lambda h: linear(h).sin(), h.sin()).sin()
+        y.sum().backward()
+        return [x.grad, linear.weight.grad]
+
+    same(case, anywhere)
+
+
+def test_s14_they_see_nothing_of_the_segment(session: Session) -> None:
+    x, h = inputs()
+    seen: list[str] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append("packed") or t, lambda t: t):
+        y = session.checkpoint(lambda h: h.sin().sin(), h, returns="gradients").sin()
+    assert seen == ["packed"]  # of the last sin, which is outside
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad(x.sin().sin().sin().sum(), x)[0])
+
+
+class OwnError(Exception):
+    pass
+
+
+def test_s15_an_exception_of_fn_leaves_as_it_is(anywhere: Checkpoint) -> None:
+    error = OwnError("why")
+
+    def fn(h: Tensor) -> Tensor:
+        h.sin()
+        raise error
+
+    x, h = inputs()
+    with pytest.raises(OwnError) as caught:
+        anywhere(fn, h)
+    assert caught.value is error
+    anywhere(torch.sin, h).sum().backward()  # and nothing stays behind that would disturb the next
+    assert torch.equal(x.grad, x.cos())
+
+
+def test_s15_a_context_that_swallows_an_exception_is_torchs_error(checkpoint: Checkpoint) -> None:
+    def fn(h: Tensor) -> Tensor:
+        raise OwnError
+
+    contexts = partial(lambda: (contextlib.suppress(OwnError), contextlib.nullcontext()))
+    for call in (torch_checkpoint, checkpoint):
+        with pytest.raises(RuntimeError, match="context_fn suppressed an exception raised during the checkpointed"):
+            call(fn, one(), context_fn=contexts)
+
+
+def test_s15_an_exception_leaves_a_context_that_lets_it(checkpoint: Checkpoint) -> None:
+    def fn(h: Tensor) -> Tensor:
+        raise OwnError
+
+    for call in (torch_checkpoint, checkpoint):
+        with pytest.raises(OwnError):
+            call(fn, one(), context_fn=lambda: (contextlib.nullcontext(), contextlib.nullcontext()))
+
+
+def first_use_of_the_device(x: Tensor) -> Tensor:
+    torch.cuda._initialized = True
+    return x.sin()
+
+
+def test_s16_a_device_first_used_inside_fn_is_torchs_error(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for call in (torch_checkpoint, checkpoint):
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(RuntimeError, match="device state was initialized in the forward pass"),
+        ):
+            patch.setattr(torch.cuda, "_initialized", False)
+            call(first_use_of_the_device, one())
+
+
+def test_s16_not_where_random_state_is_not_preserved(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    for call in (torch_checkpoint, checkpoint):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "_initialized", False)
+            y = call(first_use_of_the_device, one(), preserve_rng_state=False)
+        assert torch.equal(y, one().sin())
+
+
+def test_s17_the_random_state_of_forward_is_taken(anywhere: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        x, h = inputs()
+        y = checkpoint(lambda h: (nn.functional.dropout(h, 0.5) * torch.rand(WIDTH)).sin(), h)
+        torch.rand(7)
+        y.sum().backward()
+        return [x.grad, torch.get_rng_state()]
+
+    same(case, anywhere)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs two kinds of devices")
+def test_s17_of_the_devices_of_all_arguments(anywhere: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        x = torch.randn(WIDTH, requires_grad=True)
+        z = torch.randn(WIDTH, device="cuda", requires_grad=True)
+
+        def fn(x: Tensor, box: dict[str, Tensor]) -> Tensor:
+            noise = torch.rand(WIDTH, device="cuda")
+            return (nn.functional.dropout(x, 0.5).sin() + (box["z"] * noise).sin().cpu()).sin()
+
+        y = checkpoint(fn, x, {"z": z})
+        torch.rand(7)
+        torch.rand(7, device="cuda")
+        y.sum().backward()
+        return [x.grad, z.grad]
+
+    same(case, anywhere)

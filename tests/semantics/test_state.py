@@ -1,0 +1,239 @@
+"""The state a recomputation starts from is that of forward; what forward changed stays changed once."""
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  torch's own name for it
+
+from backhaul import CheckpointError, Session
+from support.bits import Checkpoint, plainly
+from support.calls import WIDTH, TimesOne, inputs, same
+
+
+@pytest.mark.parametrize("preserve", [True, False])
+def test_s30_draws_are_those_of_forward(preserve: bool, anywhere: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        x, h = inputs()
+        options = {} if checkpoint is plainly else {"preserve_rng_state": preserve}
+        y = checkpoint(lambda h: F.dropout(h * torch.rand(WIDTH), 0.5).sin(), h, **options)
+        torch.manual_seed(7)
+        y.sum().backward()
+        return [x.grad]
+
+    same(case, anywhere)
+
+
+@pytest.mark.parametrize("preserve", [True, False])
+def test_s30_backward_leaves_the_ambient_state_alone(preserve: bool, anywhere: Checkpoint) -> None:
+    x, _ = inputs()
+    y = anywhere(lambda x: F.dropout(x, 0.5).sin(), x, preserve_rng_state=preserve)
+    torch.manual_seed(7)
+    random.seed(7)
+    np.random.seed(7)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    y.sum().backward()
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert np.random.get_state()[1].tolist() == before[2]
+
+
+def draws_of_others(h: Tensor) -> Tensor:
+    return (h * random.random() + np.random.rand()).sin()
+
+
+def test_s30_draws_from_elsewhere_are_part_of_the_program(checkpoint: Checkpoint, session: Session) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        (x, h), generator = inputs(), torch.Generator().manual_seed(3)
+        y = checkpoint(lambda h: draws_of_others(h * torch.rand(WIDTH, generator=generator)), h)
+        torch.rand(4, generator=generator)
+        y.sum().backward()
+        return [x.grad, generator.get_state()]
+
+    same(case, checkpoint)
+    assert session.report().remote == 1
+
+
+def test_s30_a_draw_that_can_not_be_repeated_is_a_named_error(session: Session) -> None:
+    x, _ = inputs()
+    y = session.checkpoint(lambda x: draws_of_others(TimesOne.apply(x)), x)
+    with pytest.raises(CheckpointError, match="differ between forward and recomputation"):
+        y.sum().backward()
+    assert x.grad is None
+
+
+AUTOCASTS = {
+    "bfloat16": {"dtype": torch.bfloat16},
+    "float16": {"dtype": torch.float16},
+    "without cache": {"dtype": torch.bfloat16, "cache_enabled": False},
+    "disabled": {"enabled": False},
+}
+
+
+@pytest.mark.parametrize("settings", AUTOCASTS.values(), ids=AUTOCASTS)
+def test_s31_autocast_is_that_of_forward(settings: dict[str, object], anywhere: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+        with torch.autocast("cpu", **settings):
+            y = checkpoint(lambda h: (linear(h) + linear(h)).sin(), h)
+        with torch.autocast("cpu", torch.bfloat16, enabled=not settings.get("enabled", True)):
+            y.sum().backward()
+        return [x.grad, linear.weight.grad]
+
+    same(case, anywhere)
+
+
+def makes_its_own(h: Tensor) -> Tensor:
+    made = torch.ones(WIDTH)
+    return (h * made.cpu() if made.device.type == "cpu" else h * made.numel()).sin()
+
+
+def test_s31_a_device_context_is_that_of_forward(anywhere: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        x, h = inputs()
+        with torch.device("meta"):
+            y = checkpoint(makes_its_own, h)
+        y.sum().backward()
+        return [x.grad]
+
+    same(case, anywhere)
+
+
+def test_s31_a_default_device_is_that_of_forward(anywhere: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        x, h = inputs()
+        torch.set_default_device("meta")
+        try:
+            y = checkpoint(makes_its_own, h)
+        finally:
+            torch.set_default_device(None)
+        y.sum().backward()
+        return [x.grad]
+
+    same(case, anywhere)
+
+
+def test_s31_default_dtype_and_deterministic_flags_are_those_of_forward(anywhere: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        x = torch.randn(2, WIDTH, requires_grad=True)
+
+        def fn(x: Tensor) -> Tensor:
+            sure = torch.are_deterministic_algorithms_enabled()
+            return (x * torch.full((WIDTH,), 0.1) * (2 if sure else 3)).sin()
+
+        torch.set_default_dtype(torch.float64)
+        torch.use_deterministic_algorithms(True)
+        try:
+            y = checkpoint(fn, x)
+        finally:
+            torch.set_default_dtype(torch.float32)
+            torch.use_deterministic_algorithms(False)
+        y.sum().backward()
+        assert torch.get_default_dtype() is torch.float32
+        return [x.grad, y.detach()]
+
+    same(case, anywhere)
+
+
+class Settled(nn.Module):
+    """Has what forward reads: weights, a buffer, a flag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("shift", torch.ones(WIDTH))
+
+    def forward(self, h: Tensor) -> Tensor:
+        y = self.linear(h) + self.shift
+        return (F.dropout(y, 0.5) if self.training else y).sin() * self.shift
+
+
+CHANGES: dict[str, Callable[[Settled], object]] = {
+    "training": lambda module: module.eval(),
+    "weights": lambda module: module.linear.weight.data.mul_(2),
+    "buffers": lambda module: module.shift.data.mul_(2),
+    "the parameter itself": lambda module: setattr(module.linear, "weight", nn.Parameter(torch.ones(WIDTH, WIDTH))),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_s32_what_a_module_reads_is_that_of_forward(change: str, checkpoint: Checkpoint, session: Session) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        module, (x, h) = Settled(), inputs()
+        weight = module.linear.weight
+        y = checkpoint(module, h)
+        if checkpoint is not plainly:
+            settle_uploads(session, y)
+            CHANGES[change](module)
+        y.sum().backward()
+        return [x.grad, weight.grad, module.linear.bias.grad]
+
+    same(case, checkpoint)
+    assert session.report().fallbacks == 0
+
+
+def settle_uploads(session: Session, _: Tensor) -> None:
+    """The worker has what was sent so far: it gets things in order."""
+    x = torch.ones(2, requires_grad=True)
+    session.checkpoint(torch.sin, x, returns="gradients").sum().backward()
+
+
+class Average(nn.Module):
+    """Reads a buffer and updates it: an EMA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, h: Tensor) -> Tensor:
+        y = self.linear(h) * (1 + self.mean)
+        with torch.no_grad():
+            self.mean.lerp_(y.mean(0), 0.5)
+        return (y - self.mean).sin()
+
+
+class Codebook(nn.Module):
+    """Nearest entries, which move towards what chose them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("entries", torch.randn(4, WIDTH))
+
+    def forward(self, h: Tensor) -> Tensor:
+        y = self.linear(h)
+        chosen = torch.cdist(y, self.entries).argmin(1)
+        found = self.entries[chosen]
+        with torch.no_grad():
+            self.entries[chosen] = found * 0.5 + y * 0.5
+        return (y * found).sin()
+
+
+class Normed(nn.Sequential):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__(nn.Unflatten(1, (WIDTH // 2, 2)), norm, nn.Tanh(), nn.Flatten())
+
+
+UPDATES: dict[str, Callable[[], nn.Module]] = {
+    "EMA": Average,
+    "codebook": Codebook,
+    "batch norm": lambda: Normed(nn.BatchNorm1d(WIDTH // 2)),
+    "batch norm, cumulative": lambda: Normed(nn.BatchNorm1d(WIDTH // 2, momentum=None)),
+    "instance norm": lambda: Normed(nn.InstanceNorm1d(WIDTH // 2, track_running_stats=True, affine=True)),
+}
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_s33_buffers_are_updated_once(update: str, anywhere: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        module, (x, h) = UPDATES[update](), inputs()
+        for _ in range(2):
+            h = checkpoint(module, h)
+        h.square().sum().backward()
+        return [x.grad, *(p.grad for p in module.parameters()), *module.buffers()]
+
+    same(case, anywhere)
