@@ -44,10 +44,12 @@ def anywhere(request: pytest.FixtureRequest, session: Session) -> Checkpoint:
     if request.param != "called again":
         return partial(session.checkpoint, returns=request.param)
 
+    mark = one()
+
     def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         @functools.wraps(function)
         def again(*args: Any, **kwargs: Any) -> Any:
-            TimesOne.apply(one())
+            TimesOne.apply(mark)
             return function(*args, **kwargs)
 
         return session.checkpoint(again, *args, **kwargs)

@@ -1,0 +1,267 @@
+"""What remote recomputation adds: no interior on the trainer, state by value, and nothing left behind."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from backhaul import CheckpointError, Decision, DoubleBackwardError, Session
+from conftest import settle, wait_until
+from support.bits import Checkpoint, plainly
+from support.calls import WIDTH, TimesOne, inputs, memory_of, nodes_behind, same
+from support.processes import WorkerProcess
+
+
+def test_s38_no_interior_is_left_on_the_trainer(session: Session) -> None:
+    interior: list[StorageWeakRef] = []
+
+    def fn(x: Tensor) -> Tensor:
+        y = x.sin()
+        interior.append(memory_of(y))
+        return y.exp().tanh()
+
+    x, _ = inputs()
+    y = session.checkpoint(fn, x, returns="gradients")
+    assert interior[0].expired()
+    assert "SinBackward0" in nodes_behind(fn(x))
+    assert not nodes_behind(y) & {"SinBackward0", "ExpBackward0", "TanhBackward0"}
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad(fn(x).sum(), x)[0])
+
+
+def test_s38_activations_leave_nodes_but_no_tensors(session: Session) -> None:
+    interior: list[StorageWeakRef] = []
+
+    def fn(x: Tensor) -> Tensor:
+        y = x.sin()
+        interior.append(memory_of(y))
+        return y.exp().tanh()
+
+    y = session.checkpoint(fn, inputs()[0], returns="activations")
+    assert interior[0].expired()
+    assert {"SinBackward0", "ExpBackward0", "TanhBackward0"} <= nodes_behind(y)
+
+
+def hooked_tensor(h: Tensor) -> Tensor:
+    y = h.sin()
+    y.register_hook(lambda gradient: gradient * 2)
+    return y.exp()
+
+
+def hooked_node(h: Tensor) -> Tensor:
+    y = h.sin()
+    y.grad_fn.register_hook(lambda gradients, _: (gradients[0] * 2,))
+    return y.exp()
+
+
+def prehooked_node(h: Tensor) -> Tensor:
+    y = h.sin()
+    y.grad_fn.register_prehook(lambda gradients: (gradients[0] * 2,))
+    return y.exp()
+
+
+def custom(h: Tensor) -> Tensor:
+    return TimesOne.apply(h.sin()).exp()
+
+
+INTERIORS = [hooked_tensor, hooked_node, prehooked_node, custom]
+
+
+@pytest.mark.parametrize("asked", ["gradients", "auto", "activations"])
+@pytest.mark.parametrize("fn", INTERIORS)
+def test_s38_what_needs_the_interior_gets_it(fn: Callable[[Tensor], Tensor], asked: str, session: Session) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        x, h = inputs()
+        checkpoint(fn, h).sum().backward()
+        return [x.grad]
+
+    same(case, partial(session.checkpoint, returns=asked))
+    assert Decision.GRADIENTS not in session.report().segments[0].decisions
+
+
+def test_s38_an_interior_tensor_that_outlives_the_call(anywhere: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        (x, h), kept = inputs(), []
+
+        def fn(h: Tensor) -> Tensor:
+            kept.append(h.sin())
+            return kept[0].exp()
+
+        y = checkpoint(fn, h)
+        kept[0].register_hook(lambda gradient: gradient * 2)
+        y.sum().backward()
+        return [x.grad]
+
+    same(case, anywhere)
+
+
+def test_s38_double_backward_is_never_silently_wrong(session: Session) -> None:
+    x, _ = inputs()
+    y = session.checkpoint(lambda x: x.sin().exp(), x, returns="auto")
+    with pytest.raises(DoubleBackwardError):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+def test_s39_captured_tensors_are_differentiated(anywhere: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        parameter = nn.Parameter(torch.randn(WIDTH))
+        leaf = torch.randn(WIDTH, requires_grad=True)
+        start = torch.randn(WIDTH, requires_grad=True)
+        (x, h), inner = inputs(), start * 2
+        held = {"inner": inner}
+        checkpoint(lambda h: (h * parameter + leaf).sin() * held["inner"], h).sum().backward()
+        return [x.grad, parameter.grad, leaf.grad, start.grad]
+
+    same(case, anywhere)
+
+
+def test_s39_captured_tensors_alone(anywhere: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        leaf = torch.randn(WIDTH, requires_grad=True)
+        checkpoint(lambda: leaf.sin().exp()).sum().backward()
+        return [leaf.grad]
+
+    same(case, anywhere)
+
+
+CHECKS = ["default", "none", "values", "bytes"]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_s40_the_worker_has_the_state_of_forward(check: str, checkpoint: Checkpoint, session: Session) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+        if checkpoint is plainly:
+            y = linear(h).sin()
+        else:
+            y = checkpoint(lambda h: linear(h).sin(), h, determinism_check=check)
+            settle(session)  # what was sent before is with the worker
+            linear.weight.data.mul_(2)
+        y.sum().backward()
+        return [x.grad, linear.weight.grad, linear.bias.grad]
+
+    same(case, checkpoint)
+    assert session.report().fallbacks == 0
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_s40_values_are_verified_before_a_gradient_is_delivered(check: str, session: Session) -> None:
+    x, _ = inputs()
+    state = {"scale": 1.0}
+    hidden: list[Tensor] = []
+    x.register_hook(hidden.append)
+    y = session.checkpoint(lambda x: (TimesOne.apply(x) * state["scale"]).sin(), x, determinism_check=check)
+    state["scale"] = 2.0
+    with pytest.raises(CheckpointError):
+        y.sum().backward()
+    assert x.grad is None
+    assert hidden == []
+
+
+class Altered:
+    """A worker's segment whose answers say that a saved tensor differs."""
+
+    def __init__(self, segment: Any) -> None:
+        self._segment = segment
+
+    def backward(self, *given: Any) -> Any:
+        digests, contributions = self._segment.backward(*given)
+        return [bytes(16), *digests[1:]], contributions
+
+    def recompute(self, positions: Any) -> Any:
+        incoming = self._segment.recompute(positions)
+        incoming.saved_digests = [bytes(16), *incoming.saved_digests[1:]]
+        return incoming
+
+
+@pytest.mark.parametrize("check", ["none", "values"])
+def test_s40_a_worker_with_other_values_is_not_believed(
+    check: str, session: Session, returns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = session.save
+    monkeypatch.setattr(session, "save", lambda frame, forward_s: Altered(save(frame, forward_s)))
+    x, _ = inputs()
+    y = session.checkpoint(lambda x: x.sin().exp().sin(), x, returns=returns, determinism_check=check)
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad(x.sin().exp().sin().sum(), x)[0])
+    assert (session.report().remote, session.report().fallbacks) == (0, 1)
+    assert any("differ" in reason for reason in session.report().segments[0].reasons)
+
+
+def remaining(worker: WorkerProcess) -> int:
+    return sum(session.segments for session in worker.telemetry().sessions)
+
+
+def forward_alone(checkpoint: Checkpoint) -> None:
+    y = checkpoint(torch.sin, inputs()[0])
+    assert y.requires_grad
+
+
+def an_exception_between(checkpoint: Checkpoint) -> None:
+    def step() -> None:
+        checkpoint(lambda x: x.sin().exp(), inputs()[0])
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        step()
+
+
+def an_exception_inside(checkpoint: Checkpoint) -> None:
+    with pytest.raises(ZeroDivisionError):
+        checkpoint(lambda x: x.sin() / (1 / 0), inputs()[0])
+
+
+def a_dropped_output(checkpoint: Checkpoint) -> None:
+    x, _ = inputs()
+    first, second = checkpoint(lambda x: (x.sin().exp(), x.cos().exp()), x)
+    del second
+    first.sum().backward()
+
+
+def a_graph_that_was_retained(checkpoint: Checkpoint) -> None:
+    y = checkpoint(lambda x: x.sin().exp(), inputs()[0])
+    y.sum().backward(retain_graph=True)
+
+
+@pytest.mark.parametrize(
+    "use", [forward_alone, an_exception_between, an_exception_inside, a_dropped_output, a_graph_that_was_retained]
+)
+def test_s41_what_the_worker_has_is_released_at_once(
+    use: Callable[[Checkpoint], None], checkpoint: Checkpoint, session: Session, worker: WorkerProcess
+) -> None:
+    use(checkpoint)
+    settle(session)
+    wait_until(lambda: remaining(worker) == 0, "segments are released")
+    assert worker.telemetry().memory.segment_bytes == 0
+
+
+def test_s41_not_before_the_output_is_dropped(checkpoint: Checkpoint, session: Session, worker: WorkerProcess) -> None:
+    y = checkpoint(lambda x: x.sin().exp(), inputs()[0])
+    settle(session)
+    assert remaining(worker) >= 1
+    del y
+    settle(session)
+    wait_until(lambda: remaining(worker) == 0, "segments are released")
+
+
+def test_s41_within_the_lease_where_the_trainer_died() -> None:
+    code = (
+        "import os, signal, sys, torch, backhaul\n"
+        "session = backhaul.connect(sys.argv[1])\n"
+        "y = session.checkpoint(torch.nn.Linear(64, 64), torch.randn(8, 64, requires_grad=True))\n"
+        "z = session.checkpoint(torch.sin, torch.randn(3, requires_grad=True), returns='gradients')\n"
+        "z.sum().backward()\n"
+        "print('saved', flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    with WorkerProcess("--lease", "1") as worker:
+        died = subprocess.run([sys.executable, "-c", code, worker.address], capture_output=True, text=True, check=False)
+        assert died.stdout == "saved\n"
+        wait_until(lambda: not worker.telemetry().sessions, "the lease runs out")
+        assert worker.telemetry().memory.segment_bytes == 0
