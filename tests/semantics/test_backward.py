@@ -344,7 +344,7 @@ def hooks_fired(checkpoint: Checkpoint, inner: nn.Module) -> list[str]:
     return fired
 
 
-def test_s27_exceptions_of_recomputation_reach_the_caller(session: Session, returns: str) -> None:
+def test_s27_exceptions_of_recomputation_reach_the_caller(session: Session) -> None:
     class OwnError(Exception):
         pass
 
@@ -451,7 +451,7 @@ def test_s29_gradients_of_views_of_one_leaf_are_added_as_without_checkpointing(a
     same(case, anywhere)
 
 
-def test_s29_decisions_follow_what_was_asked(checkpoint: Checkpoint, session: Session, returns: str) -> None:
+def test_s18_who_recomputed_is_who_was_asked(checkpoint: Checkpoint, session: Session, returns: str) -> None:
     x, _ = inputs()
     checkpoint(sines, x).sum().backward()
     assert session.report().segments[0].decisions == {Decision(returns): 1}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
 from backhaul import CheckpointError, Session
+from conftest import settle
 from support.bits import Checkpoint, plainly
 from support.calls import WIDTH, TimesOne, inputs, same
 
@@ -166,19 +167,13 @@ def test_s32_what_a_module_reads_is_that_of_forward(change: str, checkpoint: Che
         weight = module.linear.weight
         y = checkpoint(module, h)
         if checkpoint is not plainly:
-            settle_uploads(session, y)
+            settle(session)  # what was sent before is with the worker
             CHANGES[change](module)
         y.sum().backward()
         return [x.grad, weight.grad, module.linear.bias.grad]
 
     same(case, checkpoint)
     assert session.report().fallbacks == 0
-
-
-def settle_uploads(session: Session, _: Tensor) -> None:
-    """The worker has what was sent so far: it gets things in order."""
-    x = torch.ones(2, requires_grad=True)
-    session.checkpoint(torch.sin, x, returns="gradients").sum().backward()
 
 
 class Average(nn.Module):

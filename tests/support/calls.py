@@ -1,5 +1,6 @@
 """Checkpointed calls seen from outside: what they are given, how often they run, what of them stays alive."""
 
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -56,8 +57,6 @@ def inputs() -> tuple[Tensor, Tensor]:
 
 
 def seed() -> None:
-    import random
-
     torch.manual_seed(1)
     random.seed(1)
     np.random.seed(1)
