@@ -3,7 +3,7 @@
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from time import perf_counter
@@ -22,7 +22,7 @@ from backhaul._held import held_elsewhere
 from backhaul._local import Call, nesting
 from backhaul._report import Journal
 from backhaul._selection import Selection
-from backhaul_runtime.ambient import TransparentMode
+from backhaul_runtime.dispatch_mode import DispatchMode
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.layout import Layout
 from backhaul_runtime.op_list import allowed_ops
@@ -101,6 +101,7 @@ def _run_segment(
         frame.saved_early.clear()
     _check_ended(returned, options, had_cuda)
     frame.watch(call.tensors())
+    frame.is_mutated = selection is not None and selection.is_mutated
     return _keep(remote, frame, recorder, call, returned, options, perf_counter() - started)
 
 
@@ -116,7 +117,7 @@ def _contexts(frame: Frame, call: Call, options: Options) -> tuple[AbstractConte
         context, again = options.contexts()
         hooks = _top_saved_tensors_default_hooks(True) if options.respects_hooks else None
         if (selection := Selection.of(context, again, hooks)) is not None:
-            call.context = TransparentMode()  # the policy has been asked
+            call.context = DispatchMode()  # the policy has been asked
             return selection, selection
         call.context, reason = again, "it brings a context_fn, which is code"
     if reason:
@@ -156,7 +157,7 @@ class _Pack:
         handle = self._frame.handle()
         if self.selection is not None:
             handle.kept = self.selection.keep(tensor)
-        if self.recorder.recording.refusal is not None:
+        if self.recorder.has_lost_track:
             self._frame.saved_early[handle.index] = tensor.detach()
         return handle
 
@@ -180,12 +181,13 @@ def _keep(
         return tensor.requires_grad and not recorder.passes_through(tensor)
 
     is_held = held_elsewhere(returned, is_output)
-    leaves, spec = pytree.tree_flatten(returned[0])
-    tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
+    tensors = list({id(leaf): leaf for leaf in pytree.tree_leaves(returned[0]) if isinstance(leaf, Tensor)}.values())
     outputs = [tensor for tensor in tensors if is_output(tensor)]
     uses = _uses(recorder, outputs)
+    saves = bool(frame.recording.saved)  # else the graph keeps nothing, and there is nothing to recompute
     grafts = (
         options.returns != "activations"
+        and saves
         and not is_held
         and any(uses)
         and all(output.grad_fn is not None for output in outputs)
@@ -200,7 +202,7 @@ def _keep(
         call.trace = recorder.trace
         frame.call = call
         frame.cannot_travel(frame.recording.refusal or "")
-    elif outputs:
+    elif outputs and saves:
         try:
             frame.remote = remote.save(frame, forward_s)
         except Refusal as refusal:
@@ -209,7 +211,19 @@ def _keep(
         return returned[0]
     sources = [recorder.tensors[index] for index, found in enumerate(uses) for _ in found]
     grafted = dict(zip(map(id, outputs), graft(frame, outputs, sources), strict=True))
-    return pytree.tree_unflatten([grafted.get(id(leaf), leaf) for leaf in leaves], spec)
+    return _replaced(returned[0], grafted)
+
+
+def _replaced(value: Any, grafted: Mapping[int, Tensor]) -> Any:
+    """What the call returned, with other tensors in it; containers without any stay the same objects."""
+    if pytree.tree_is_leaf(value):
+        return grafted.get(id(value), value)
+    node = pytree.SUPPORTED_NODES[pytree._get_node_type(value)]
+    children, context = node.flatten_fn(value)
+    replaced = [_replaced(child, grafted) for child in children]
+    if all(new is old for new, old in zip(replaced, children, strict=True)):
+        return value
+    return node.unflatten_fn(replaced, context)
 
 
 def _uses(recorder: Recorder, outputs: list[Tensor]) -> list[list[Use]]:
@@ -223,11 +237,13 @@ def _uses(recorder: Recorder, outputs: list[Tensor]) -> list[list[Use]]:
 
 def _runs_plainly() -> bool:
     """Whether nothing is saved for backward here, or transforms of torch.func and forward AD do their own."""
-    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled() or forward_ad._current_level >= 0:
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return True
-    stack = torch._C._functorch.get_interpreter_stack() or ()
+    stack = torch._C._functorch.get_interpreter_stack()
+    if not stack:
+        return forward_ad._current_level >= 0
     # torch.func.grad refuses saved-tensor hooks by an error of its own, which is torch's answer to checkpoint too.
-    return bool(stack) and all(level.key() != torch._C._functorch.TransformType.Grad for level in stack)
+    return all(level.key() != torch._C._functorch.TransformType.Grad for level in stack)
 
 
 def name_of(fn: Callable[..., Any]) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor
 from backhaul import _local
 from backhaul._arguments import Options
 from backhaul._report import Decision, SegmentLog
+from backhaul._selection import MUTATED, Kept
 from backhaul._value_check import CheckpointError, check_digests, check_uses, check_values
 from backhaul_runtime import ambient
 from backhaul_runtime.digest import content_digest, saved_digest
@@ -38,7 +39,6 @@ from backhaul_runtime.replay import Contribution
 
 if TYPE_CHECKING:
     from backhaul._local import Call
-    from backhaul._selection import Kept
 
 
 _RECOVERABLE = (WorkerError, WorkerLostError, CheckpointError, UnsupportedTensorError)
@@ -108,6 +108,7 @@ class Frame:
         local_reason: Why the trainer recomputes it, where that is settled.
         so_far: Gives the program recorded so far, while the call runs.
         saved_early: What autograd saved in a call that is no program any more, while it runs.
+        is_mutated: The call wrote to what a policy of its own keeps.
     """
 
     name: str
@@ -121,6 +122,7 @@ class Frame:
     local_reason: str = ""
     so_far: Callable[[], Program] | None = None
     saved_early: dict[int, Tensor] = field(default_factory=dict)
+    is_mutated: bool = False
     _arguments: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)
     _handles: list[weakref.ref[Handle]] = field(default_factory=list)
     _here: dict[int, Callable[[], Tensor]] = field(default_factory=dict)
@@ -167,6 +169,7 @@ class Frame:
         index = handle.index
         with self._lock:
             if handle.kept is not None:
+                self._check_backward()
                 return self._checked(index, handle.kept)
             if self.so_far is not None:
                 return self._unpack_early(self.so_far(), index)
@@ -208,6 +211,8 @@ class Frame:
                 "parameter to .backward(). To resolve this error, you can either set use_reentrant=False, or call "
                 ".backward() without passing the `inputs` argument."
             )
+        if self.is_mutated:
+            raise RuntimeError(MUTATED)
         for reference, version in self._arguments:
             argument = reference()
             if argument is not None and version_of(argument) != version:
@@ -219,7 +224,7 @@ class Frame:
                     segment=self.name,
                 )
 
-    def _checked(self, index: int, kept: "Kept") -> Tensor:
+    def _checked(self, index: int, kept: Kept) -> Tensor:
         """What a policy kept, which must be what autograd saved."""
         tensor = kept()
         if kept.is_checked and not _holds(self.recording.saved[index], tensor):

@@ -18,6 +18,7 @@ from backhaul_runtime.errors import StaleTensorError, UnsupportedTensorError
 from backhaul_runtime.generators import default_generator
 from backhaul_runtime.layout import ALIGNMENT_BYTES, copy_exact, layout_of, unsupported_reason, view_at
 from backhaul_runtime.op_list import allowed_ops
+from backhaul_runtime.op_rules import hides_write
 from backhaul_runtime.program import Program
 from backhaul_runtime.recorder import Recorder
 from backhaul_runtime.recording import RecordedSource, Recording, version_of
@@ -164,12 +165,15 @@ class Call:
 
         def pack(tensor: Tensor) -> Saved:
             recorder.note_saved(tensor)
-            if unsupported_reason(tensor) is None and storage_key(tensor) in written:
+            if unsupported_reason(tensor) is None and (
+                storage_key(tensor) in written or hides_write(recorder.op, tensor)
+            ):
                 tensor = copy_exact(tensor)  # of what the call itself, or putting things back after it, overwrites
             saved.append(Saved(len(saved), tensor))
             return saved[-1]
 
         was_active, nesting.active = nesting.active, True
+        run = _Run()
         try:
             with (
                 isolated(list(self.generator_states)),
@@ -179,7 +183,7 @@ class Call:
                 for device, state in self.generator_states.items():
                     default_generator(device).set_state(state)
                 ambient.apply(self.state, ambient.capture())
-                args, kwargs = pytree.tree_unflatten(_fresh(self.leaves), self.spec)
+                args, kwargs = pytree.tree_unflatten(_fresh(self.leaves, run), self.spec)
                 arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
                 written.update(storage_key(tensor) for tensor in arguments if unsupported_reason(tensor) is None)
                 # For its digests alone; nothing needs to be held.
@@ -191,8 +195,10 @@ class Call:
                     self.fn(*args, **kwargs)
         finally:
             nesting.active = was_active
+            run.has_ended = True
         try:
-            check_values(name, _WHERE, recording.saved, [found.digest for found in recorder.recording.saved])
+            again = recorder.recording.saved
+            check_values(name, _WHERE, recording.saved, [found.digest for found in again], again)
         except CheckpointError as error:
             if self.trace is None or recorder.trace is None:
                 raise
@@ -232,6 +238,8 @@ class _Kept:
         is_leaf: As it was.
         storage: Names the storage it lay in; arguments that share one share memory.
         start_bytes: Where in it.
+        original: A leaf that the function did not write to, as long as somebody has it.
+        history: Leads to where any other came from; None where there is no way.
     """
 
     value: Tensor
@@ -239,6 +247,13 @@ class _Kept:
     is_leaf: bool
     storage: int
     start_bytes: int
+    original: Callable[[], Tensor | None]
+    history: "_History | None"
+
+    def unchanged(self) -> Tensor | None:
+        """The original, if it is there and holds what it held."""
+        found = self.original()
+        return found if found is not None and address_of(found) == address_of(self.value) else None
 
 
 def _kept(tensor: Tensor, source: RecordedSource | None, recording: Recording) -> Any:
@@ -247,20 +262,101 @@ def _kept(tensor: Tensor, source: RecordedSource | None, recording: Recording) -
         return tensor
     value, was = (copy_exact(tensor), tensor) if source is None else (source.value, source)
     start = int(tensor.storage_offset()) * tensor.element_size()
-    return _Kept(value, was.requires_grad, was.is_leaf, storage_key(tensor), start)
+    is_same = was.requires_grad and not (source is not None and source.is_written)
+    return _Kept(
+        value,
+        was.requires_grad,
+        was.is_leaf,
+        storage_key(tensor),
+        start,
+        original=weakref.ref(tensor) if is_same and was.is_leaf else _nothing,
+        history=_History(tensor) if is_same and not was.is_leaf else None,
+    )
 
 
-def _fresh(leaves: Sequence[Any]) -> list[Any]:
+def _nothing() -> None:
+    return None
+
+
+@dataclass(slots=True)
+class _Run:
+    """Another call of the function; it has ended when a backward reaches what it left behind."""
+
+    has_ended: bool = False
+
+    def refuse(self, gradient: Tensor) -> None:
+        """Hook of the copy of a leaf, which leads nowhere."""
+        if self.has_ended:
+            raise StaleTensorError(
+                "a backward goes through a tensor that a segment's function kept when it was called again in backward, "
+                "and the argument it came from is gone or was changed. Keep the argument, or run one backward over the "
+                "sum of the losses"
+            )
+
+
+class _History:
+    """The way to where an argument came from, without the argument: what calls leave behind leads there too."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.gradients: list[Tensor] = []
+        with torch.enable_grad():
+            self._stub = _Stub.apply(self, tensor)  # type: ignore[no-untyped-call]
+
+    def joined(self, value: Tensor) -> Tensor:
+        """A tensor that shares the value's memory and has the argument's history."""
+        with torch.enable_grad():
+            return _Joined.apply(self, self._stub, (value,))  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Stub(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, history: _History, tensor: Tensor) -> Tensor:
+        ctx.gradients = history.gradients
+        return tensor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        first, *others = ctx.gradients
+        ctx.gradients.clear()
+        return None, sum(others, first)
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, history: _History, stub: Tensor, value: tuple[Tensor]) -> Tensor:
+        ctx.gradients, ctx.stub = history.gradients, stub.detach()
+        return value[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.gradients.append(gradients[0])
+        return None, ctx.stub, None
+
+
+def _fresh(leaves: Sequence[Any], run: _Run) -> list[Any]:
     """Arguments for another call, sharing memory and being the same object where they did and were."""
     groups: dict[int, dict[_Kept, Tensor]] = {}
     for leaf in leaves:
         if isinstance(leaf, _Kept):
             groups.setdefault(leaf.storage, {})[leaf] = leaf.value
     for members in groups.values():
-        made = _together(list(members)) if len(members) > 1 else [copy_exact(kept.value) for kept in members]
+        alone = len(members) == 1
+        made = [copy_exact(kept.value) for kept in members] if alone else _together(list(members))
         for kept, value in zip(list(members), made, strict=True):
-            members[kept] = entry(value, kept.is_leaf) if kept.requires_grad else value
+            members[kept] = _argument(value, kept, run, alone=alone)
     return [groups[leaf.storage][leaf] if isinstance(leaf, _Kept) else leaf for leaf in leaves]
+
+
+def _argument(value: Tensor, kept: _Kept, run: _Run, *, alone: bool) -> Tensor:
+    if not kept.requires_grad:
+        return value
+    if alone and (original := kept.unchanged()) is not None:
+        return original
+    if kept.history is not None:
+        return kept.history.joined(value)
+    made = entry(value, kept.is_leaf)
+    made.register_hook(run.refuse)  # type: ignore[no-untyped-call]
+    return made
 
 
 def _together(members: Sequence[_Kept]) -> list[Tensor]:

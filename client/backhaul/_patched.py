@@ -33,8 +33,7 @@ def patched(checkpoint: Callable[..., Any]) -> Iterator[None]:
 
 def _replace(old: Callable[..., Any], new: Callable[..., Any]) -> None:
     for module in list(sys.modules.values()):
-        # Backhaul itself calls torch's where options mean something there only.
-        if isinstance(module, ModuleType) and module.__name__.partition(".")[0] != __package__:
+        if isinstance(module, ModuleType):
             for name, value in list(vars(module).items()):
                 if value is old:
                     setattr(module, name, new)

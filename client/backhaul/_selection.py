@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
     CheckpointPolicy,
@@ -18,31 +17,38 @@ from torch.utils.checkpoint import (
     _CachingTorchDispatchMode,
 )
 
+from backhaul_runtime.dispatch_mode import DispatchMode
 from backhaul_runtime.op_rules import tensors_in
 from backhaul_runtime.recording import version_of
 from backhaul_runtime.storages import StorageLedger, storage_key
 
 _KEPT = {True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE}
 _OFFLOADED = {CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD}
+MUTATED = "Tensor cached during selective activation checkpoint has been mutated"
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
-class Selection(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Selection(DispatchMode):
     """Enter it around the call.
 
     Args:
         policy: As `create_selective_checkpoint_contexts` takes it, and with its bools.
         may_change: Whether the function may write to what is kept.
         hooks: That what is kept goes through; None for none.
+
+    Attributes:
+        is_mutated: Whether, against the rule, the function wrote to what was chosen. Known once it has ended.
     """
 
     def __init__(self, policy: Callable[..., Any], *, may_change: bool, hooks: Hooks | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._policy = policy
         self._may_change = may_change
         self._hooks = hooks
         self._seen = StorageLedger()  # so that no storage takes the place of another
         self._chosen: dict[int, bool] = {}
+        self._versions: list[tuple[Tensor, int]] = []
+        self.is_mutated = False
 
     @classmethod
     def of(cls, first: Any, second: Any, hooks: Hooks | None) -> "Selection | None":
@@ -66,7 +72,14 @@ class Selection(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in tensors_in(returned):
                 self._seen.add(tensor)
                 self._chosen[storage_key(tensor)] = choice in _OFFLOADED
+                if not self._may_change:
+                    self._versions.append((_alias(tensor), version_of(tensor)))
         return returned
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self.is_mutated = any(version_of(tensor) != version for tensor, version in self._versions)
+        self._versions.clear()
 
     def keep(self, tensor: Tensor) -> "Kept | None":
         """Keeps a tensor that autograd saves, if the policy chose the memory it lies in. Returns what gives it back."""
@@ -76,9 +89,15 @@ class Selection(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kept = Kept(tensor.detach(), None if self._may_change else version_of(tensor))
         if is_offloaded:
             kept.offload()
-        elif self._hooks is not None:
+        if self._hooks is not None:
             kept.pack(*self._hooks)
         return kept
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """A tensor with the memory and the version counter of another. Below autograd `detach` gives one of its own."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
 
 
 class Kept:
@@ -91,32 +110,33 @@ class Kept:
 
     def __init__(self, tensor: Tensor, version: int | None) -> None:
         self._packed: Any = tensor
-        self._source: Tensor | None = tensor
         self._version = version
-        self._unpack: Callable[[Any], Tensor] | None = None
+        self._unpacks: list[Callable[[Any], Tensor]] = []
 
     @property
     def is_checked(self) -> bool:
-        """Whether nobody may have written to it."""
+        """Whether it must hold what autograd saved."""
         return self._version is not None
 
     def offload(self) -> None:
         """Moves it to the host. A copy also where it is there already, so that the device's memory is free."""
-        assert self._source is not None
-        device = self._source.device
-        pinned = device.type == "cuda"
-        host = torch.empty_like(self._source, device="cpu", pin_memory=pinned)
-        self._packed, self._source = host.copy_(self._source), None
-        self._unpack = lambda held: held.to(device)
+        tensor: Tensor = self._packed
+        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        self._packed = host.copy_(tensor)
+        device = tensor.device
+        self._unpacks.append(lambda held: held.to(device))
 
     def pack(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
         """Hands it to the hooks of somebody else, who may well give back another."""
         self._version = None
-        self._packed, self._source, self._unpack = pack(self._packed), None, unpack
+        self._packed = pack(self._packed)
+        self._unpacks.append(unpack)
 
     def __call__(self) -> Tensor:
         """The tensor. Raises RuntimeError, in torch's words, if it was written to."""
-        source = self._source
-        if source is not None and self._version is not None and version_of(source) != self._version:
-            raise RuntimeError("Tensor cached during selective activation checkpoint has been mutated")
-        return self._packed if self._unpack is None else self._unpack(self._packed)
+        found: Tensor = self._packed
+        if not self._unpacks and self._version is not None and version_of(found) != self._version:
+            raise RuntimeError(MUTATED)
+        for unpack in reversed(self._unpacks):
+            found = unpack(found)
+        return found

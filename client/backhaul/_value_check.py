@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch.utils.checkpoint
 
 from backhaul_runtime.errors import ValueCheckError
+from backhaul_runtime.layout import Layout
 from backhaul_runtime.recording import SavedTensor
 from backhaul_runtime.replay import Contribution
 
@@ -15,7 +16,13 @@ class CheckpointError(ValueCheckError, torch.utils.checkpoint.CheckpointError):
     """A recomputation gave other tensors than forward. Also torch's CheckpointError, and so a RuntimeError."""
 
 
-def check_values(name: str, where: str, saved: Sequence[SavedTensor], digests: Sequence[bytes]) -> None:
+def check_values(
+    name: str,
+    where: str,
+    saved: Sequence[SavedTensor],
+    digests: Sequence[bytes],
+    again: Sequence[SavedTensor] | None = None,
+) -> None:
     """Compares everything forward saved with everything a recomputation did.
 
     Args:
@@ -23,12 +30,13 @@ def check_values(name: str, where: str, saved: Sequence[SavedTensor], digests: S
         where: Who recomputed, for the message.
         saved: From forward.
         digests: From the recomputation, in order.
+        again: All that is known of what it saved, for the message.
 
     Raises:
         CheckpointError: Naming both sides and the positions.
     """
     check_count(name, where, saved, len(digests))
-    check_digests(name, where, saved, dict(enumerate(digests)))
+    check_digests(name, where, saved, dict(enumerate(digests)), again)
 
 
 def check_count(name: str, where: str, saved: Sequence[SavedTensor], count: int) -> None:
@@ -55,7 +63,13 @@ def check_uses(name: str, where: str, use_counts: Sequence[int], contributions: 
         )
 
 
-def check_digests(name: str, where: str, saved: Sequence[SavedTensor], digests: Mapping[int, bytes]) -> None:
+def check_digests(
+    name: str,
+    where: str,
+    saved: Sequence[SavedTensor],
+    digests: Mapping[int, bytes],
+    again: Sequence[SavedTensor] | None = None,
+) -> None:
     """Raises CheckpointError where tensors differ between forward and recomputation.
 
     Args:
@@ -63,13 +77,14 @@ def check_digests(name: str, where: str, saved: Sequence[SavedTensor], digests: 
         where: Who recomputed, for the message.
         saved: From forward.
         digests: Of recomputed tensors, by position.
+        again: All that is known of what the recomputation saved, for the message.
     """
     different = [i for i, digest in digests.items() if digest != saved[i].digest]
     if different:
         lines = [
-            f"  tensor {index}, saved by {saved[index].op}: {list(saved[index].layout.shape)} "
-            f"{saved[index].layout.dtype_name}, forward {saved[index].digest.hex()[:12]}, "
-            f"recomputed {digests[index].hex()[:12]}"
+            f"  tensor {index}, saved by {saved[index].op or 'a custom function'}: forward "
+            f"{_shown(saved[index].layout, saved[index].digest)}, recomputed "
+            f"{_shown((again or saved)[index].layout, digests[index])}"
             for index in different[:_SHOWN]
         ]
         more = f"\n  and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
@@ -80,6 +95,10 @@ def check_digests(name: str, where: str, saved: Sequence[SavedTensor], digests: 
             segment=name,
             positions=different,
         )
+
+
+def _shown(layout: Layout, digest: bytes) -> str:
+    return f"{layout.dtype_name} {list(layout.shape)} on {layout.device} {digest.hex()[:12] or 'without digest'}"
 
 
 def with_traces(error: CheckpointError, forward: Sequence[str], recomputation: Sequence[str]) -> CheckpointError:

@@ -13,8 +13,8 @@ from struct import unpack
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from backhaul_runtime.dispatch_mode import DispatchMode
 from backhaul_runtime.errors import ProgramError
 
 Value = bool | int | str
@@ -66,16 +66,6 @@ def _flushes_denormals() -> bool:
     return _LEAST * 1.0 == 0.0
 
 
-class TransparentMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every op and changes nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return op(*args, **(kwargs or {}))
-
-
 class _DispatchModes(threading.local):
     """Whether a dispatch mode is on. Some ops are composed of others then, and round elsewhere.
 
@@ -93,7 +83,7 @@ class _DispatchModes(threading.local):
             self.own.__exit__(None, None, None)
             self.own = None
         if value != self.read():
-            self.own = TransparentMode() if value else torch._C._DisableTorchDispatch()
+            self.own = DispatchMode() if value else torch._C._DisableTorchDispatch()
             self.is_on = value
             self.own.__enter__()  # type: ignore[no-untyped-call]
 

@@ -110,3 +110,8 @@ def written_tensors(op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, 
     for position, name in op_rules.written:
         found += tensors_in(args[position] if position < len(args) else kwargs.get(name))
     return found
+
+
+def hides_write(name: str, tensor: Tensor) -> bool:
+    """Whether an op will overwrite, unseen by version counters, a tensor that autograd saves in it: its statistics."""
+    return name in HIDDEN_WRITES and tensor.dim() == 1

@@ -99,10 +99,10 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         self._edges: list[GradientEdge | None] = []  # of sources that are no leaves
         self._source_storages: dict[int, list[int]] = {}
         self._interior = StorageLedger()
+        self._foreign_saves = False
         self._unwritten: set[int] = set()
         self._op = ""
         self._reads: bytes | None = None
-        self._foreign_saves = False
         self._cleared = ambient.cleared_casts()
         self._contents: dict[tuple[Any, ...], bytes] = {}
         self._hidden = StorageLedger()
@@ -128,6 +128,16 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         if self.trace is not None:
             self.trace.append(described(op, args, kwargs, returned))
         return returned
+
+    @property
+    def op(self) -> str:
+        """Name of the op that runs, empty between ops."""
+        return self._op
+
+    @property
+    def has_lost_track(self) -> bool:
+        """Whether what autograd saves from now on is no longer what the ops noted so far would save."""
+        return self.recording.refusal is not None or self._foreign_saves
 
     def refuse(self, reason: str) -> None:
         """Notes why this call can't be a program; the first reason stays."""
@@ -334,7 +344,8 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         except Exception as error:  # Rule 2
             self.refuse(Refusal.of(error).reason)
             self.recording.unchecked.append((weakref.ref(tensor), version_of(tensor)))
-            self.recording.saved.append(SavedTensor(b"", self._op, Layout(tensor.dtype, (), ()), -1, 0))
+            kind = Layout(tensor.dtype, () if tensor.is_nested else tuple(tensor.shape), (), device=tensor.device.type)
+            self.recording.saved.append(SavedTensor(b"", self._op, kind, -1, 0))
 
     def _note_saved(self, tensor: Tensor) -> None:
         layout = layout_of(tensor)

@@ -20,9 +20,9 @@ from backhaul_runtime.generators import default_generator, drawing_device
 from backhaul_runtime.layout import copy_exact, layout_of, with_memory
 from backhaul_runtime.op_list import resolve
 from backhaul_runtime.op_rules import (
-    HIDDEN_WRITES,
     UNDEFINED_SAVES,
     UNWRITTEN_RESULTS,
+    hides_write,
     tensors_in,
 )
 from backhaul_runtime.program import GeneratorRef, Node, Program, ResultRef, SourceRef
@@ -93,7 +93,7 @@ class _Packing:
         layout = layout_of(tensor)
         content = self.reads if self.reads is not None else content_digest(tensor, layout)
         self.digests.append(saved_digest(layout, content))
-        if self.op in HIDDEN_WRITES and tensor.dim() == 1:  # running statistics, which the op overwrites unseen
+        if hides_write(self.op, tensor):
             tensor = copy_exact(tensor, layout)
         saved = Saved(len(self.digests) - 1, tensor)
         if self._keep_saved:

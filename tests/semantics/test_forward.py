@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
-from backhaul import SavedTensorModifiedError, Session
+from backhaul import DefaultDeviceType, SavedTensorModifiedError, Session
 from support.bits import Checkpoint, differing, plainly
 from support.calls import WIDTH, Counted, inputs, one, same, torch_checkpoint
 
@@ -260,6 +260,7 @@ def test_s16_a_device_first_used_inside_fn_is_torchs_error(
             pytest.raises(RuntimeError, match="device state was initialized in the forward pass"),
         ):
             patch.setattr(torch.cuda, "_initialized", False)
+            patch.setattr(DefaultDeviceType, "_default_device_type", "cuda")
             call(first_use_of_the_device, one())
 
 

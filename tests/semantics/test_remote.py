@@ -170,8 +170,8 @@ class Altered:
     def __init__(self, segment: Any) -> None:
         self._segment = segment
 
-    def backward(self, *given: Any) -> Any:
-        digests, contributions = self._segment.backward(*given)
+    def backward(self, *given: Any, **options: Any) -> Any:
+        digests, contributions = self._segment.backward(*given, **options)
         return [bytes(16), *digests[1:]], contributions
 
     def recompute(self, positions: Any) -> Any:
