@@ -9,7 +9,7 @@ from torch import nn
 
 from backhaul import _wrap
 from backhaul._arguments import decorator, options_of
-from backhaul._config import Config, Returns, resolve
+from backhaul._config import Config, Numerics, Returns, resolve
 from backhaul._session import Session
 from backhaul_runtime.errors import SessionClosedError
 
@@ -21,6 +21,7 @@ def connect(
     *,
     returns: Returns | None = None,
     strict: bool | None = None,
+    numerics: Numerics | None = None,
     connect_timeout_s: float | None = None,
     silence_s: float | None = None,
     inflight_bytes: int | None = None,
@@ -35,6 +36,7 @@ def connect(
             run of segments. Without one a worker process is started on this machine and ends with the session.
         returns: "gradients", "activations" or "auto" (the default), gradients wherever a segment allows.
         strict: Raise NotRemoteError rather than recompute a segment on the trainer.
+        numerics: Whether workers that compute other bits are used ("auto", the default) or not ("exact").
         connect_timeout_s: How long to wait for the workers here.
         silence_s: A worker that sends nothing for so long is given up.
         inflight_bytes: Bound of the copies of arguments that wait to be sent.
@@ -51,6 +53,7 @@ def connect(
             worker=worker,
             returns=returns,
             strict=strict,
+            numerics=numerics,
             connect_timeout_s=connect_timeout_s,
             silence_s=silence_s,
             inflight_bytes=inflight_bytes,

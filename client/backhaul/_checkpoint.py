@@ -35,6 +35,9 @@ class Remote(Protocol):
 
     journal: Journal
 
+    def needs_pins(self, device: torch.device) -> bool:
+        """Whether a worker would compute other bits than this trainer does on a device, see NOTE [Pinned]."""
+
     def hold(self, tensor: Tensor, layout: Layout, address: bytes) -> Tensor:
         """A copy of the tensor, shared with other segments that need the same contents."""
 
@@ -83,8 +86,16 @@ def _run_segment(
     if selection is not None:
         options = replace(options, returns="activations")
 
+    arguments = call.tensors()
     pack = _Pack(frame, selection)
-    recorder = pack.recorder = Recorder(call.tensors(), allowed_ops(), remote.hold, pack, traces=options.debug)
+    recorder = pack.recorder = Recorder(
+        arguments,
+        allowed_ops(),
+        remote.hold,
+        pack,
+        traces=options.debug,
+        pins=remote.needs_pins(arguments[0].device if arguments else torch.device("cpu")),
+    )
     if frame.local_reason:
         recorder.refuse(frame.local_reason)
     frame.recording, frame.so_far = recorder.recording, recorder.so_far
@@ -100,7 +111,7 @@ def _run_segment(
         pack.recorder = pack.selection = frame.so_far = None
         frame.saved_early.clear()
     _check_ended(returned, options, had_cuda)
-    frame.watch(call.tensors())
+    frame.watch(arguments)
     frame.is_mutated = selection is not None and selection.is_mutated
     return _keep(remote, frame, recorder, call, returned, options, perf_counter() - started)
 

@@ -10,6 +10,8 @@ from backhaul_runtime.errors import SettingError
 
 Returns = Literal["auto", "gradients", "activations"]
 RETURNS: tuple[str, ...] = ("auto", "gradients", "activations")
+Numerics = Literal["auto", "exact"]
+NUMERICS: tuple[str, ...] = ("auto", "exact")
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 
 
@@ -25,6 +27,10 @@ class Config:
 
     strict: bool = False
     """Raise NotRemoteError rather than recompute a segment on the trainer."""
+
+    numerics: Numerics = "auto"
+    """Workers that compute other bits than this trainer: "auto" uses them, with the trainer's own random draws and its
+    numbers compared within tolerances; "exact" leaves their segments on the trainer."""
 
     connect_timeout_s: float = 30.0
     """How long connect() waits for the workers. A worker it starts itself needs some seconds to import torch."""
@@ -58,6 +64,8 @@ def resolve(**given: Any) -> Config:
             raise SettingError(f"{field.name}={value!r} must be of type {kinds[-1].__name__}")
     if config.returns not in RETURNS:
         raise SettingError(f"returns={config.returns!r} is not one of {', '.join(map(repr, RETURNS))}")
+    if config.numerics not in NUMERICS:
+        raise SettingError(f"numerics={config.numerics!r} is not one of {', '.join(map(repr, NUMERICS))}")
     for name in ("connect_timeout_s", "silence_s", "inflight_bytes"):
         if not 0 < getattr(config, name) < math.inf:
             raise SettingError(f"{name}={getattr(config, name)!r} must be more than 0, and finite")

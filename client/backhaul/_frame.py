@@ -19,7 +19,7 @@ from backhaul import _local
 from backhaul._arguments import Options
 from backhaul._report import Decision, SegmentLog
 from backhaul._selection import MUTATED, Kept
-from backhaul._value_check import CheckpointError, check_digests, check_uses, check_values
+from backhaul._value_check import CheckpointError, Recomputed, check_recomputed, check_uses
 from backhaul_runtime import ambient
 from backhaul_runtime.digest import content_digest, saved_digest
 from backhaul_runtime.errors import (
@@ -28,6 +28,7 @@ from backhaul_runtime.errors import (
     Refusal,
     SavedTensorModifiedError,
     StaleTensorError,
+    TransferError,
     UnsupportedTensorError,
     WorkerError,
     WorkerLostError,
@@ -50,14 +51,17 @@ class RemoteSegment(Protocol):
 
     def backward(
         self, gradients: Mapping[int, Tensor], state: ambient.State, *, checks_bytes: bool
-    ) -> tuple[list[bytes], list[Contribution]]:
-        """Digests of what the replay saved, and the contributions.
+    ) -> tuple[Recomputed, list[Contribution]]:
+        """What the replay saved, and the contributions.
 
         Args:
             gradients: Of the program's outputs, by position.
             state: Ambient settings that backward runs under.
             checks_bytes: Digest what comes back on both sides.
         """
+
+    def drifted(self, drift: float) -> None:
+        """Hears how far the worker's numbers were from forward's."""
 
     def recompute(self, positions: Sequence[int]) -> "Incoming":
         """The saved tensors of these positions, which come in this order."""
@@ -66,7 +70,7 @@ class RemoteSegment(Protocol):
 class Incoming(Protocol):
     """Saved tensors on their way from a worker. Raises as `RemoteSegment` does."""
 
-    saved_digests: Sequence[bytes]
+    saved: Recomputed
 
     def take(self, position: int) -> Tensor:
         """One that was asked for, once."""
@@ -150,8 +154,8 @@ class Frame:
             state = ambient.capture()
             started = perf_counter()
             try:
-                digests, contributions = remote.backward(gradients, state, checks_bytes=self.options.checks_bytes)
-                check_values(self.name, "on the worker", self.recording.saved, digests)
+                saved, contributions = remote.backward(gradients, state, checks_bytes=self.options.checks_bytes)
+                self._check(remote, saved)
                 check_uses(self.name, "on the worker", self.use_counts, contributions)
             except _RECOVERABLE as error:
                 self._lost(error)
@@ -263,7 +267,7 @@ class Frame:
             started = perf_counter()
             try:
                 self._incoming = self.remote.recompute(positions)
-                check_values(self.name, "on the worker", self.recording.saved, self._incoming.saved_digests)
+                self._check(self.remote, self._incoming.saved)
             except _RECOVERABLE as error:
                 self._lost(error)
             else:
@@ -290,12 +294,18 @@ class Frame:
         tensor = incoming.take(index)
         if self.options.checks_bytes and not self.recording.saved[index].is_undefined:
             layout = layout_of(tensor)
-            digest = saved_digest(layout, content_digest(tensor, layout))
-            check_digests(self.name, "on the worker", self.recording.saved, {index: digest})
+            if saved_digest(layout, content_digest(tensor, layout)) != incoming.saved.digests[index]:
+                raise TransferError(f"saved tensor {index} is not what the worker computed: damaged on the way")
         if self._wanted <= self._here.keys():
             self._stop_incoming()
         self.log.wait(perf_counter() - started)
         return tensor
+
+    def _check(self, remote: RemoteSegment, saved: Recomputed) -> None:
+        found = check_recomputed(self.name, self.recording.saved, saved)
+        if found:
+            self.log.drift(found)
+            remote.drifted(found)
 
     def _stop_incoming(self) -> None:
         incoming, self._incoming = self._incoming, None

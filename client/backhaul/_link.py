@@ -79,12 +79,17 @@ class Link:
     Args:
         find: Gives the worker's address; an embedded worker that died is started again. Called by one thread at a time.
         silence_s: A worker silent for so long is taken for lost.
+
+    Attributes:
+        name: The worker's address.
+        drift: The largest measured between its numbers and ours, of which it is told.
     """
 
     def __init__(self, find: Callable[[], Address], silence_s: float) -> None:
         self._find = find
         self.silence_s = silence_s
         self.name = ""
+        self.drift = 0.0
         self._generation: Generation | None = None
         self._generations = 0
         self._why_down = "not connected yet"
@@ -210,7 +215,7 @@ class Link:
         self._up = True
 
     def _ask(self, generation: Generation, silence_s: float = 0.0) -> None:
-        request = session_pb2.KeepSessionRequest(session=generation.session)
+        request = session_pb2.KeepSessionRequest(session=generation.session, drift=self.drift)
         method = self._stubs.sessions.KeepSession
         answer = call_unary(method, request, silence_s or self.silence_s, wait_for_ready=True)
         self._draining = answer.draining

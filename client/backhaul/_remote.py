@@ -12,6 +12,7 @@ from backhaul._calls import Stream, longest_run_s
 from backhaul._link import Generation, Link
 from backhaul._report import SegmentLog
 from backhaul._upload import Save, Uploader
+from backhaul._value_check import Recomputed
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime import ambient
 from backhaul_runtime.bundle import decode_view, unbundle, view_of
@@ -27,11 +28,15 @@ Answer = tuple[segment_pb2.BackwardResult, list[Tensor], list[bytes]]
 _REPEATABLE = {"UNAVAILABLE", "CANCELLED", "UNKNOWN", "INTERNAL", ""}
 
 
+def _recomputed(result: "segment_pb2.BackwardResult | segment_pb2.RecomputeResult") -> Recomputed:
+    return Recomputed(list(result.saved_digests), [list(sketch.numbers) for sketch in result.saved_sketches])
+
+
 class SavedTensors:
     """What autograd saved in a segment, as it comes from the worker. `close` it.
 
     Attributes:
-        saved_digests: Of everything the worker's replay saved.
+        saved: What the worker's replay saved, all of it.
     """
 
     def __init__(
@@ -40,7 +45,7 @@ class SavedTensors:
         result: segment_pb2.RecomputeResult,
         on_close: Callable[[Stream[Any]], None],
     ) -> None:
-        self.saved_digests: Sequence[bytes] = list(result.saved_digests)
+        self.saved = _recomputed(result)
         self._stream = stream
         self._views = {view.position: decode_view(view) for view in result.views}
         self._left = Counter(view.parcel for view in self._views.values())
@@ -112,7 +117,7 @@ class SavedSegment:
 
     def backward(
         self, gradients: Mapping[int, Tensor], state: ambient.State, *, checks_bytes: bool
-    ) -> tuple[list[bytes], list[Contribution]]:
+    ) -> tuple[Recomputed, list[Contribution]]:
         """See `RemoteSegment`."""
         parcels = {}
         for position, gradient in gradients.items():
@@ -160,7 +165,11 @@ class SavedSegment:
             Contribution(contribution.source, found.get(index))
             for index, contribution in enumerate(result.contributions)
         ]
-        return list(result.saved_digests), contributions
+        return _recomputed(result), contributions
+
+    def drifted(self, drift: float) -> None:
+        """See `RemoteSegment`."""
+        self._link.drift = max(self._link.drift, drift)
 
     def recompute(self, positions: Sequence[int]) -> "SavedTensors":
         """See `RemoteSegment`."""

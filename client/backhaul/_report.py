@@ -41,6 +41,7 @@ class SegmentReport:
         reasons: Why the trainer recomputed, with counts.
         up_bytes: Sent for these calls.
         down_bytes: Received for them.
+        drift: The largest relative difference between what a worker computed and forward, 0 where bits are equal.
     """
 
     name: str
@@ -51,6 +52,7 @@ class SegmentReport:
     reasons: dict[str, int]
     up_bytes: int
     down_bytes: int
+    drift: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,11 @@ class Report:
         """Received from workers."""
         return sum(segment.down_bytes for segment in self.segments)
 
+    @property
+    def drift(self) -> float:
+        """The largest of the segments' drifts."""
+        return max((segment.drift for segment in self.segments), default=0.0)
+
     def __str__(self) -> str:
         columns = "".join(f"{title:>{width}}" for title, width in _COLUMNS)
         lines = [f"{'segment':<32}{columns}"]
@@ -95,6 +102,8 @@ class Report:
                 f"{segment.name[:31]:<32}{segment.calls:>7}{counts}{segment.wait_s * 1e3:>7.0f} ms"
                 f"{segment.up_bytes / 1e6:>8.1f} MB{segment.down_bytes / 1e6:>8.1f} MB"
             )
+            if segment.drift:
+                lines.append(f"  drift {segment.drift:.1e}: a worker computes other bits, compared within tolerances")
             lines += [f"  {count} on the trainer: {reason}" for reason, count in segment.reasons.items()]
         return "\n".join(lines)
 
@@ -111,6 +120,7 @@ class SegmentLog:
     _reasons: Counter[str] = field(default_factory=Counter)
     _up_bytes: int = 0
     _down_bytes: int = 0
+    _drift: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def call(self) -> None:
@@ -134,6 +144,11 @@ class SegmentLog:
         with self._lock:
             self._up_bytes += up_bytes
             self._down_bytes += down_bytes
+
+    def drift(self, drift: float) -> None:
+        """Notes how far a worker's numbers were from forward's."""
+        with self._lock:
+            self._drift = max(self._drift, drift)
 
     def on_trainer(self, reason: str, *, is_said: bool = False) -> None:
         """Notes why the trainer recomputes, in the log only the first time.
@@ -166,6 +181,7 @@ class SegmentLog:
                 dict(self._reasons),
                 self._up_bytes,
                 self._down_bytes,
+                self._drift,
             )
 
 

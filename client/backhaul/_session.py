@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
@@ -44,6 +44,8 @@ class _Side:
         self.link = link
         self.uploader = Uploader(link, inflight_bytes)
         self.segments: dict[int, weakref.ref[SavedSegment]] = {}
+        self.compared: tuple[int, str] | None = None
+        self.differences: Mapping[str, tuple[str, str]] = {}
 
     def upcoming(self, segment: int) -> list[int]:
         """The segment that backward reaches after this one: the last saved before it that is still there."""
@@ -197,6 +199,14 @@ class Session:
             held = self._copies[address] = copy_exact(tensor, layout)
         return held
 
+    def needs_pins(self, device: torch.device) -> bool:
+        """Whether a worker that is up computes other bits than this trainer does on a device, and may."""
+        if self.config.numerics == "exact" or self._closed:
+            return False
+        up = [(side, generation) for side in self._sides if (generation := side.link.up) is not None]
+        found = [self._differences(side, generation, device.type) for side, generation in up]
+        return any(different and "device" not in different for different in found)
+
     def save(self, frame: Frame, forward_s: float) -> SavedSegment:
         """Queues a segment for a worker. Raises Refusal where none takes it."""
         assert frame.program is not None
@@ -206,7 +216,9 @@ class Session:
             side, generation = self._place()
             number = next(self._numbers)
         sources = frame.recording.sources
-        _check_same_numbers(generation, side.link.name, sources[0].layout.device if sources else "cpu")
+        found = self._differences(side, generation, sources[0].layout.device if sources else "cpu")
+        if found and (not frame.recording.is_pinned or "device" in found):
+            raise Refusal(f"the worker {side.link.name} computes other bits than this trainer: {_in_words(found)}")
         need = frame.program.run_bytes([source.layout.gradient_bytes for source in sources])
         total = need + sum(source.layout.span_bytes for source in sources)
         if total > generation.budget_bytes:
@@ -223,6 +235,7 @@ class Session:
             sources=[SourceTensor(s.address, s.layout, s.value, _is_transient(s)) for s in sources],
             generator_states=frame.recording.generator_states,
             name=frame.name,
+            wants_sketches=bool(found),
             queued_bytes=sum(source.layout.span_bytes for source in sources if source.is_copy),
             count=lambda size: log.traffic(up_bytes=size),
         )
@@ -245,6 +258,20 @@ class Session:
             raise Refusal(f"no worker can be reached: {self._sides[0].link.why_down}", is_said=True)
         return up[self._placement.place(len(up))]
 
+    def _differences(self, side: _Side, generation: Generation, device: str) -> Mapping[str, tuple[str, str]]:
+        """What makes a worker compute other bits than a device here, said once in the log; empty if nothing does."""
+        if side.compared != (generation.number, device):
+            side.compared = generation.number, device
+            side.differences = differences(fingerprint(torch.device(device)), generation.fingerprint)
+            if side.differences and self.config.numerics != "exact":
+                logger.warning(
+                    "worker %s computes other bits than this trainer: %s. What it recomputes is compared within "
+                    'tolerances; numerics="exact" keeps such segments on the trainer',
+                    side.link.name,
+                    _in_words(side.differences),
+                )
+        return side.differences
+
     def _backward_reached(self, side: _Side, number: int) -> list[int]:
         with self._lock:
             self._placement.backward()
@@ -259,18 +286,15 @@ class Session:
 
 def _is_transient(source: RecordedSource) -> bool:
     """Whether no later segment will name it: activations are made anew each step, weights and masks may be the same."""
-    return source.requires_grad and not source.is_leaf
+    return source.is_given or (source.requires_grad and not source.is_leaf)
+
+
+def _in_words(different: Mapping[str, tuple[str, str]]) -> str:
+    return ", ".join(f"{key} is {ours} here and {theirs} there" for key, (ours, theirs) in different.items())
 
 
 def _same(address: Address) -> Address:
     return address
-
-
-def _check_same_numbers(generation: Generation, name: str, device: str) -> None:
-    different = differences(fingerprint(torch.device(device)), generation.fingerprint)
-    if different:
-        pairs = ", ".join(f"{key} is {ours} here and {theirs} there" for key, (ours, theirs) in different.items())
-        raise Refusal(f"the worker {name} computes other bits than this trainer: {pairs}")
 
 
 # Sessions live until they are closed: their threads and workers do.

@@ -57,6 +57,7 @@ class Save:
         name: For people.
         queued_bytes: Copies of arguments it holds until it is sent.
         saved: Done when the worker has it; holds the error where it has not.
+        wants_sketches: The worker computes other bits.
         count: Told of bytes sent.
     """
 
@@ -68,6 +69,7 @@ class Save:
     generator_states: Sequence[bytes]
     name: str
     queued_bytes: int
+    wants_sketches: bool
     count: Callable[[int], None]
     saved: "Future[None]" = field(default_factory=Future)
     is_released: bool = False
@@ -205,6 +207,7 @@ class Uploader:
             transient_sources=[i for i, source in enumerate(save.sources) if source.is_transient],
             generator_states=save.generator_states,
             name=save.name,
+            wants_sketches=save.wants_sketches,
         )
         for _ in range(MAX_ATTEMPTS):
             if not self._knows(generation, save.program_address):

@@ -1,6 +1,8 @@
 """The value check: no gradient counts before every tensor autograd saved was computed again with the same bits."""
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch.utils.checkpoint
 
@@ -8,12 +10,63 @@ from backhaul_runtime.errors import ValueCheckError
 from backhaul_runtime.layout import Layout
 from backhaul_runtime.recording import SavedTensor
 from backhaul_runtime.replay import Contribution
+from backhaul_runtime.sketch import drift, tolerance
 
 _SHOWN = 5
+_WORKER = "on the worker"
 
 
 class CheckpointError(ValueCheckError, torch.utils.checkpoint.CheckpointError):
     """A recomputation gave other tensors than forward. Also torch's CheckpointError, and so a RuntimeError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """What a worker's replay saved.
+
+    Attributes:
+        digests: In order.
+        sketches: Likewise, where the worker computes other bits than this trainer; else empty.
+    """
+
+    digests: Sequence[bytes]
+    sketches: Sequence[Sequence[float]] = ()
+
+
+def check_recomputed(name: str, saved: Sequence[SavedTensor], found: Recomputed) -> float:
+    """Compares everything forward saved with what a worker did: bit by bit, or computed numbers within tolerances.
+
+    Args:
+        name: Of the segment.
+        saved: From forward.
+        found: From the worker.
+
+    Returns:
+        The drift, 0 where all bits are equal.
+
+    Raises:
+        CheckpointError: Naming both sides and the positions.
+    """
+    if not found.sketches:
+        check_values(name, _WORKER, saved, found.digests)
+        return 0.0
+    check_count(name, _WORKER, saved, len(found.digests))
+    different = [i for i, digest in enumerate(found.digests) if digest != saved[i].digest]
+    drifts = {i: drift(saved[i].sketch, found.sketches[i]) if saved[i].sketch else math.inf for i in different}
+    off = [i for i, value in drifts.items() if value > tolerance(saved[i].layout.dtype)]
+    if off:
+        lines = [
+            f"  tensor {i}, saved by {saved[i].op}: {_shown(saved[i].layout, saved[i].digest)}, drift {drifts[i]:.2e}, "
+            f"allowed {tolerance(saved[i].layout.dtype) if saved[i].sketch else 0:.0e}"
+            for i in off[:_SHOWN]
+        ]
+        raise CheckpointError(
+            f"segment {name}: {len(off)} of {len(saved)} tensors differ between forward and recomputation on the "
+            "worker by more than rounding on other hardware does:\n" + "\n".join(lines),
+            segment=name,
+            positions=off,
+        )
+    return max(drifts.values(), default=0.0)
 
 
 def check_values(

@@ -46,6 +46,19 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
+class Given:
+    """A draw or decision that a replay takes from outside, see NOTE [Pinned].
+
+    Attributes:
+        source: Index of the source that holds it.
+        is_packed: As bits.
+    """
+
+    source: int
+    is_packed: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Node:
     """One op.
 
@@ -57,6 +70,7 @@ class Node:
         result_bytes: Per tensor returned, the bytes of its storage if the op made it, 0 for a view.
         draws: It draws from a generator, whose state before travels with the segment.
         fresh_casts: Autocast's cache of casts was cleared since the node before: a weight is cast anew.
+        given: What it drew or decided, for programs that run on other hardware.
     """
 
     op: str
@@ -66,6 +80,7 @@ class Node:
     result_bytes: tuple[int, ...]
     draws: bool
     fresh_casts: bool = False
+    given: tuple[Given, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

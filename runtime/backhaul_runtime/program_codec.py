@@ -14,7 +14,7 @@ from backhaul_runtime import ambient
 from backhaul_runtime.errors import ProgramError, TransferError
 from backhaul_runtime.layout import dtype_named
 from backhaul_runtime.op_list import resolve
-from backhaul_runtime.program import GeneratorRef, Node, Program, Ref, ResultRef, Source, SourceRef
+from backhaul_runtime.program import GeneratorRef, Given, Node, Program, Ref, ResultRef, Source, SourceRef
 from backhaul_runtime.schema import check_call
 
 FORMAT = 1
@@ -55,6 +55,7 @@ def encode_program(program: Program) -> bytes:
                 result_bytes=node.result_bytes,
                 draws=node.draws,
                 fresh_casts=node.fresh_casts,
+                given=[program_pb2.Given(source=given.source, is_packed=given.is_packed) for given in node.given],
             )
             for node in program.nodes
         ],
@@ -182,8 +183,19 @@ class _Reader:
         if len({name for name, _ in kwargs}) < len(kwargs):
             raise ProgramError(f"node {here} ({name}) is given a keyword twice")
         check_call(op, args, dict(kwargs))
+        if any(given.source >= len(self.message.sources) for given in node.given):
+            raise ProgramError(f"node {here} ({name}) is given a source past the last")
         self.result_counts.append(len(node.result_bytes))
-        return Node(name, args, kwargs, node.ambient_state, tuple(node.result_bytes), node.draws, node.fresh_casts)
+        return Node(
+            name,
+            args,
+            kwargs,
+            node.ambient_state,
+            tuple(node.result_bytes),
+            node.draws,
+            node.fresh_casts,
+            tuple(Given(given.source, given.is_packed) for given in node.given),
+        )
 
     def ref(self, reference: program_pb2.Reference) -> Ref:
         kind = reference.WhichOneof("tensor")

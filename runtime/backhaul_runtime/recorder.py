@@ -11,6 +11,7 @@ NOTE [What the recorder relies on]
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,9 +37,11 @@ from backhaul_runtime.op_rules import (
     tensors_in,
     written_tensors,
 )
+from backhaul_runtime.pinned import GATHERED, NotedDraws, decides, is_binary, pack_bits
 from backhaul_runtime.pre_dispatch import PreDispatchMode
-from backhaul_runtime.program import GeneratorRef, Node, Program, Ref, ResultRef, Source, SourceRef
+from backhaul_runtime.program import GeneratorRef, Given, Node, Program, Ref, ResultRef, Source, SourceRef
 from backhaul_runtime.recording import RecordedSource, Recording, SavedTensor, version_of
+from backhaul_runtime.sketch import sketches
 from backhaul_runtime.storages import StorageLedger, storage_key
 from backhaul_runtime.trace import described
 
@@ -69,6 +72,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         hold: Makes the copies.
         pack: The hook that sees what autograd saves; any other on top of it is foreign.
         traces: Describe each op for people.
+        pins: Note what a replay on other hardware needs, see NOTE [Pinned].
 
     Attributes:
         recording: What outlives the call.
@@ -84,9 +88,10 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         pack: Callable[[Tensor], object] | None = None,
         *,
         traces: bool = False,
+        pins: bool = False,
     ) -> None:
         super().__init__()
-        self.recording = Recording()
+        self.recording = Recording(is_pinned=pins)
         self.trace: list[str] | None = [] if traces else None
         self._allowed = allowed
         self._hold = hold
@@ -103,11 +108,13 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         self._unwritten: set[int] = set()
         self._op = ""
         self._reads: bytes | None = None
+        self._reads_sketch: tuple[float, ...] = ()
         self._cleared = ambient.cleared_casts()
         self._contents: dict[tuple[Any, ...], bytes] = {}
         self._hidden = StorageLedger()
         self._hidden_bytes: dict[int, int] = {}  # of storages that autograd saves and no op returns
         self._saving_nodes = 0  # up to the last that saved something
+        self._decisions: list[Tensor] = []  # that the op which runs saves and may not return
         self.first_sequence = _get_sequence_nr()
         self._first_hook = RemovableHandle.next_id
 
@@ -119,12 +126,14 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         """Runs the op, noting it before and after."""
         with _DisableTorchDispatch():  # what we ask of tensors is not the business of modes below us
             node = self._before(op, args, kwargs)
+        noted = NotedDraws() if node is not None and self.recording.is_pinned and rules(op).draws else None
         try:
-            returned = op(*args, **kwargs)
+            with noted or nullcontext():
+                returned = op(*args, **kwargs)
         finally:
-            self._op, self._reads = "", None
+            self._op, self._reads, self._reads_sketch = "", None, ()
         with _DisableTorchDispatch():
-            self._after(op, node, args, kwargs, returned)
+            self._after(op, node, args, kwargs, returned, noted)
         if self.trace is not None:
             self.trace.append(described(op, args, kwargs, returned))
         return returned
@@ -149,8 +158,12 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             op_rules = rules(op)
             self._op = op_rules.name
             self._contents.clear()
+            self._decisions.clear()
             undefined = op_rules.name in UNDEFINED_SAVES
-            self._reads = read_digest(tensors_in((args, tuple(kwargs.values())))) if undefined else None
+            if undefined:
+                read = tensors_in((args, tuple(kwargs.values())))
+                self._reads = read_digest(read)
+                self._reads_sketch = sketches(read) if self.recording.is_pinned else ()
             node = None
             if self.recording.refusal is not None:
                 self._note_outside(op_rules, args)
@@ -179,14 +192,15 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         state = ambient.capture()
         if op_rules.reads_values and self._unwritten:
             self._check_reads(op_rules, args, kwargs)
-        generator_state = self._generator_state(args, kwargs) if op_rules.draws else None
+        draws = op_rules.draws and not self.recording.is_pinned
+        generator_state = self._generator_state(args, kwargs) if draws else None
         node = Node(
             op=op_rules.name,
             args=tuple([self._argument(value) for value in args]),
             kwargs=tuple([(name, self._argument(value)) for name, value in kwargs.items()]),
             ambient=self._states.setdefault(state, len(self._states)),
             result_bytes=(),
-            draws=op_rules.draws,
+            draws=draws,
             fresh_casts=ambient.cleared_casts() != self._cleared,
         )
         self._cleared = ambient.cleared_casts()
@@ -210,7 +224,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(value, (list, tuple)):
             return tuple([self._argument(item) for item in value])
         if isinstance(value, torch.Generator):
-            return GeneratorRef()
+            return None if self.recording.is_pinned else GeneratorRef()
         raise Refusal(f"an argument of type {type(value).__name__} to {self._op}")
 
     def _ref(self, tensor: Tensor) -> Ref:
@@ -313,7 +327,13 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
                 self.refuse("it writes into a differentiable view of a tensor from outside")
 
     def _after(
-        self, op: OpOverload, node: Node | None, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any
+        self,
+        op: OpOverload,
+        node: Node | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        returned: Any,
+        noted: NotedDraws | None,
     ) -> None:
         try:
             results = tensors_in(returned)
@@ -329,9 +349,55 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
                 self._know(tensor, self._known[tensor._cdata].ref)
             if node.op in UNWRITTEN_RESULTS:
                 self._unwritten.update(storage_key(result) for result in results if result.numel())
-            self._nodes.append(replace(node, result_bytes=tuple(sizes)))
+            given = self._given(op, args, kwargs, results, noted) if self.recording.is_pinned else ()
+            self._nodes.append(replace(node, result_bytes=tuple(sizes), given=given))
         except Exception as error:  # Rule 2
             self.refuse(Refusal.of(error).reason)
+
+    def _given(
+        self,
+        op: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        results: Sequence[Tensor],
+        noted: NotedDraws | None,
+    ) -> tuple[Given, ...]:
+        if noted is not None:
+            if noted.refusal is not None:
+                raise noted.refusal
+            return tuple(map(self._give, noted.drawn))
+        read = tensors_in((args, tuple(kwargs.values())))
+        if not rules(op).reads_values or all(map(decides, read)):
+            return ()
+        inputs = {storage_key(tensor) for tensor in read if not tensor.is_sparse}
+        decided = [result for result in results if decides(result) and storage_key(result) not in inputs]
+        visible = {storage_key(result) for result in decided}
+        decided += [tensor for tensor in self._decisions if storage_key(tensor) not in visible]
+        if visible and len(decided) < len(results) and op._schema.name.partition("::")[2] not in GATHERED:
+            raise Refusal(f"what {op} decides can't be told to a worker of other hardware")
+        return tuple(map(self._give, decided))
+
+    def _give(self, tensor: Tensor) -> Given:
+        """Makes a copy of a draw or decision a source."""
+        is_packed = is_binary(tensor)
+        value = pack_bits(tensor) if is_packed else copy_exact(tensor)
+        layout = layout_of(value)
+        self.recording.sources.append(
+            RecordedSource(
+                layout,
+                0,
+                tensor_address(layout, content_digest(value, layout)),
+                value,
+                is_copy=True,
+                is_argument=False,
+                requires_grad=False,
+                is_leaf=True,
+                is_given=True,
+            )
+        )
+        self.tensors.append(value)
+        self._edges.append(None)
+        return Given(len(self.tensors) - 1, is_packed)
 
     def note_saved(self, tensor: Tensor) -> None:
         """Takes the digest of a tensor that autograd saves. Called by the pack hook."""
@@ -353,10 +419,16 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         sources = self._source_storages.get(storage_key(tensor), [-1])
         if sources[0] < 0 and tensor not in self._interior and tensor not in self._hidden:
             self._hidden_bytes[storage_key(tensor)] = self._hidden.add(tensor)
+            if self.recording.is_pinned and decides(tensor) and self._reads is None:
+                self._decisions.append(tensor.detach())
         self._saving_nodes = len(self._nodes) + 1
         digest, offset = saved_digest(layout, content), int(tensor.storage_offset())
+        found: tuple[float, ...] = ()
+        if self.recording.is_pinned:
+            is_source = sources[0] >= 0 and not self.recording.sources[sources[0]].is_written
+            found = self._reads_sketch if self._reads is not None else () if is_source else sketches([tensor])
         self.recording.saved.append(
-            SavedTensor(digest, self._op, layout, sources[0], offset, is_undefined=self._reads is not None)
+            SavedTensor(digest, self._op, layout, sources[0], offset, self._reads is not None, found)
         )
 
     def ref_of(self, tensor: Tensor) -> Ref | None:

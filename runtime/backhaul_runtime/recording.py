@@ -23,6 +23,7 @@ class RecordedSource:
         is_leaf: Whether it was a leaf of autograd's graph.
         is_written: An op of the call writes into it.
         written: The caller's own object, kept only if it is captured and written to.
+        is_given: No tensor of the caller's but a draw or decision of the call.
     """
 
     layout: Layout
@@ -35,6 +36,7 @@ class RecordedSource:
     is_leaf: bool
     is_written: bool = False
     written: Tensor | None = None
+    is_given: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class SavedTensor:
         source: Index of the source whose storage it lies in, -1 for any other.
         offset: Elements from the start of that storage.
         is_undefined: Its bytes may be undefined by design: the digest is of its layout and of all its op read.
+        sketch: Of its values, or of what its op read, where a replay may give others; see `sketch.sketch`.
     """
 
     digest: bytes
@@ -56,6 +59,7 @@ class SavedTensor:
     source: int
     offset: int
     is_undefined: bool = False
+    sketch: tuple[float, ...] = ()
 
 
 @dataclass(slots=True)
@@ -69,6 +73,7 @@ class Recording:
         generator_states: One per node that draws.
         unchecked: What autograd saved and has no digest, with its version.
         once_only: Why the function can't be called again, empty where it can.
+        is_pinned: Draws and decisions are sources, and saved tensors have sketches.
     """
 
     refusal: str | None = None
@@ -77,6 +82,7 @@ class Recording:
     generator_states: list[bytes] = field(default_factory=list)
     unchecked: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)
     once_only: str = ""
+    is_pinned: bool = False
 
 
 def version_of(tensor: Tensor) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
+from torch._ops import OpOverload
 from torch.autograd.graph import get_gradient_edge
 
 from backhaul_runtime import ambient, hostile
@@ -25,8 +26,10 @@ from backhaul_runtime.op_rules import (
     hides_write,
     tensors_in,
 )
+from backhaul_runtime.pinned import GivenValues
 from backhaul_runtime.program import GeneratorRef, Node, Program, ResultRef, SourceRef
-from backhaul_runtime.storages import StorageLedger
+from backhaul_runtime.sketch import sketches
+from backhaul_runtime.storages import StorageLedger, storage_key
 from backhaul_runtime.uses import Use, find_uses
 
 
@@ -80,10 +83,16 @@ class _Packing:
         kept: The tensors, if they are to be kept.
         op: The op that runs.
         reads: Digest of all it reads, if what it saves may be undefined.
+        reads_sketch: Likewise.
+        sketches: Of each tensor saved so far that is not part of a source, if they are to be taken.
     """
 
-    def __init__(self, keep_saved: bool) -> None:
+    def __init__(self, keep_saved: bool, wants_sketches: bool) -> None:
         self._keep_saved = keep_saved
+        self.wants_sketches = wants_sketches
+        self.fixed: set[int] = set()
+        self.reads_sketch: tuple[float, ...] = ()
+        self.sketches: list[tuple[float, ...]] = []
         self.digests: list[bytes] = []
         self.kept: list[Saved] = []
         self.op = ""
@@ -93,6 +102,9 @@ class _Packing:
         layout = layout_of(tensor)
         content = self.reads if self.reads is not None else content_digest(tensor, layout)
         self.digests.append(saved_digest(layout, content))
+        if self.wants_sketches:
+            own = () if storage_key(tensor) in self.fixed else sketches([tensor])
+            self.sketches.append(own if self.reads is None else self.reads_sketch)
         if hides_write(self.op, tensor):
             tensor = copy_exact(tensor, layout)
         saved = Saved(len(self.digests) - 1, tensor)
@@ -112,6 +124,7 @@ class Replay:
         generator_states: One per node that draws.
         keep_saved: Hold every saved tensor, for `saved`; else only autograd holds them, and frees them in `backward`.
         is_own: This process recorded the program, so its values did no harm then, and `hostile` need not look at them.
+        wants_sketches: Take sketches of what autograd saves.
 
     Raises:
         ProgramError: An op is not allowed, or the lists do not fit the program.
@@ -126,6 +139,7 @@ class Replay:
         *,
         keep_saved: bool = False,
         is_own: bool = False,
+        wants_sketches: bool = False,
     ) -> None:
         if len(sources) != len(program.sources) or len(generator_states) != sum(n.draws for n in program.nodes):
             raise ProgramError(
@@ -135,7 +149,7 @@ class Replay:
         self._program = program
         self._is_own = is_own
         self._states = iter(generator_states)
-        self._packing = _Packing(keep_saved)
+        self._packing = _Packing(keep_saved, wants_sketches)
         versions = [tensor._version for tensor in sources]
         self._sources = [
             copy_exact(tensor) if source.is_written else tensor.detach()
@@ -146,6 +160,8 @@ class Replay:
             entry(tensor, source.is_leaf) if source.requires_grad else tensor
             for source, tensor in zip(program.sources, self._sources, strict=True)
         ]
+        unwritten = zip(program.sources, self._sources, strict=True)
+        self._packing.fixed = {storage_key(tensor) for source, tensor in unwritten if not source.is_written}
         # Taken before the run: where the program writes into a source, its history leads elsewhere afterwards.
         self._edges = {
             index: get_gradient_edge(tensor)
@@ -162,6 +178,11 @@ class Replay:
     def saved_digests(self) -> list[bytes]:
         """Of every tensor that autograd saved, in order; see `recording.SavedTensor`."""
         return self._packing.digests
+
+    @property
+    def saved_sketches(self) -> list[tuple[float, ...]]:
+        """Of every tensor that autograd saved, in order, empty for parts of sources; see `sketch.sketches`."""
+        return self._packing.sketches
 
     def _run(self) -> list[list[Tensor] | None]:
         program = self._program
@@ -192,16 +213,15 @@ class Replay:
             kwargs = {name: generator if isinstance(v, GeneratorRef) else v for name, v in kwargs.items()}
         op = resolve(node.op)
         self._packing.op = node.op
-        self._packing.reads = (
-            read_digest(tensors_in((args, list(kwargs.values())))) if node.op in UNDEFINED_SAVES else None
-        )
+        read = tensors_in((args, list(kwargs.values()))) if node.op in UNDEFINED_SAVES else None
+        self._packing.reads = None if read is None else read_digest(read)
+        self._packing.reads_sketch = sketches(read) if read and self._packing.wants_sketches else ()
         try:
             if not self._is_own:
                 hostile.check_values(node.op, op, args, kwargs)
-            returned = op(*args, **kwargs)
+            found = self._results(op, node, args, kwargs)
         except Exception as error:  # ops raise what they like
             raise ReplayError(f"{node.op} failed on replay: {error}", op=node.op) from error
-        found = tensors_in(returned)
         sizes = tuple([ledger.add(tensor) for tensor in found])
         if sizes != node.result_bytes:
             raise ReplayError(f"{node.op} took {sizes} bytes on replay, {node.result_bytes} when recorded", op=node.op)
@@ -209,6 +229,14 @@ class Replay:
             for tensor in found:
                 tensor.detach().zero_()
         return found
+
+    def _results(self, op: OpOverload, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        if not node.given:
+            return tensors_in(op(*args, **kwargs))
+        values = GivenValues([(self._sources[given.source], given.is_packed) for given in node.given])
+        with values:
+            returned = op(*args, **kwargs)
+        return values.decided(tensors_in(returned))
 
     def _generator(self, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator:
         """The generator a node draws from, in the state it was recorded with."""

@@ -159,14 +159,6 @@ def test_of_two_workers_one_that_dies_leaves_the_other(worker: WorkerProcess) ->
         assert session.report().remote == before.remote + 6
 
 
-def test_a_worker_with_other_kernels_is_not_trusted_with_bits() -> None:
-    with WorkerProcess(environment={"ATEN_CPU_CAPABILITY": "default"}) as worker, connect(worker.address) as session:
-        compared(session)
-        (reason,) = {reason for segment in session.report().segments for reason in segment.reasons}
-        assert "computes other bits than this trainer: cpu_capability is" in reason
-        assert session.report().remote == 0
-
-
 def test_another_thread_count_is_state_not_a_difference(session: Session) -> None:
     torch.set_num_threads(2)
     compared(session)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from backhaul import Session
 from numerics.random_modules import NAMES, Setting, run
 from support.bits import differing, plainly
+from support.loopback import Loopback
 
 pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 SETTINGS = st.builds(
@@ -31,7 +32,7 @@ SETTINGS = st.builds(
 )
 
 
-def check(session: Session, examples: int, *, derandomize: bool) -> None:
+def check(session: Session | Loopback, examples: int, *, derandomize: bool) -> None:
     @settings(
         max_examples=examples,
         derandomize=derandomize,
@@ -56,12 +57,16 @@ def check(session: Session, examples: int, *, derandomize: bool) -> None:
     assert session.report().fallbacks == 0
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_modules_at_random(session: Session) -> None:
-    check(session, 500, derandomize=True)
+    check(session, 2_000, derandomize=True)
+
+
+def test_modules_at_random_with_their_draws_and_decisions_pinned() -> None:
+    check(Loopback(pins=True), 100, derandomize=True)
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(4 * 3600)
 def test_many_modules_at_random(session: Session) -> None:
-    check(session, 20_000, derandomize=False)
+    check(session, 100_000, derandomize=False)

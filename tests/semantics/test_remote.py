@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from backhaul import CheckpointError, Decision, DoubleBackwardError, Session
+from backhaul._value_check import Recomputed
 from conftest import settle, wait_until
 from support.bits import Checkpoint, plainly
 from support.calls import WIDTH, TimesOne, inputs, memory_of, nodes_behind, same
@@ -171,12 +172,12 @@ class Altered:
         self._segment = segment
 
     def backward(self, *given: Any, **options: Any) -> Any:
-        digests, contributions = self._segment.backward(*given, **options)
-        return [bytes(16), *digests[1:]], contributions
+        saved, contributions = self._segment.backward(*given, **options)
+        return Recomputed([bytes(16), *saved.digests[1:]]), contributions
 
     def recompute(self, positions: Any) -> Any:
         incoming = self._segment.recompute(positions)
-        incoming.saved_digests = [bytes(16), *incoming.saved_digests[1:]]
+        incoming.saved = Recomputed([bytes(16), *incoming.saved.digests[1:]])
         return incoming
 
 

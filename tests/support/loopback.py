@@ -12,6 +12,7 @@ from backhaul._checkpoint import run_segment
 from backhaul._config import Config
 from backhaul._frame import Frame
 from backhaul._report import Journal, Report
+from backhaul._value_check import Recomputed
 from backhaul_runtime import ambient
 from backhaul_runtime.bundle import unbundle
 from backhaul_runtime.layout import Layout, copy_exact
@@ -33,23 +34,27 @@ class LoopbackSegment:
 
     def backward(
         self, gradients: Mapping[int, Tensor], state: ambient.State, *, checks_bytes: bool
-    ) -> tuple[list[bytes], list[Contribution]]:
+    ) -> tuple[Recomputed, list[Contribution]]:
         copies = {output: copy_exact(gradient) for output, gradient in gradients.items()}
         found = self._run(partial(runs.backward, gradients=copies, state=state))
         tensors = unbundle([copy_exact(parcel.tensor) for parcel in found.bundle.parcels], found.bundle.views)
-        return list(found.saved_digests), [Contribution(s, tensors.get(i)) for i, s in enumerate(found.sources)]
+        saved = Recomputed(found.saved_digests, found.saved_sketches)
+        return saved, [Contribution(s, tensors.get(i)) for i, s in enumerate(found.sources)]
 
     def recompute(self, positions: Sequence[int]) -> "LoopbackTensors":
         found = self._run(partial(runs.recompute, positions=positions))
         tensors = unbundle([copy_exact(parcel.tensor) for parcel in found.bundle.parcels], found.bundle.views)
-        return LoopbackTensors(found.saved_digests, tensors)
+        return LoopbackTensors(Recomputed(found.saved_digests, found.saved_sketches), tensors)
+
+    def drifted(self, drift: float) -> None:
+        pass
 
 
 class LoopbackTensors:
     """See `backhaul._frame.Incoming`."""
 
-    def __init__(self, saved_digests: Sequence[bytes], tensors: dict[int, Tensor]) -> None:
-        self.saved_digests = saved_digests
+    def __init__(self, saved: Recomputed, tensors: dict[int, Tensor]) -> None:
+        self.saved = saved
         self._tensors = tensors
 
     def take(self, position: int) -> Tensor:
@@ -60,11 +65,19 @@ class LoopbackTensors:
 
 
 class Loopback:
-    """Has what tests need of a session."""
+    """Has what tests need of a session.
 
-    def __init__(self) -> None:
+    Args:
+        pins: As for a worker of other hardware.
+    """
+
+    def __init__(self, *, pins: bool = False) -> None:
+        self.pins = pins
         self.journal = Journal()
         self.config = Config()
+
+    def needs_pins(self, device: torch.device) -> bool:
+        return self.pins
 
     def hold(self, tensor: Tensor, layout: Layout, address: bytes) -> Tensor:
         return copy_exact(tensor, layout)
@@ -73,7 +86,7 @@ class Loopback:
         assert frame.program is not None
         program = decode_program(encode_program(frame.program), torch.device("cpu"))
         values = [copy_exact(source.value, source.layout) for source in frame.recording.sources]
-        return LoopbackSegment(Work(program, values, list(frame.recording.generator_states)))
+        return LoopbackSegment(Work(program, values, list(frame.recording.generator_states), self.pins))
 
     def checkpoint(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         options, kwargs = options_of(self.config, kwargs)

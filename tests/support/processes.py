@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Self
 
@@ -21,10 +21,14 @@ class WorkerProcess:
     """
 
     def __init__(
-        self, *options: str, listen: str = "127.0.0.1:0", environment: Mapping[str, str] | None = None
+        self,
+        *options: str,
+        listen: str = "127.0.0.1:0",
+        environment: Mapping[str, str] | None = None,
+        program: Sequence[str] = ("-m", "backhaul"),
     ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "backhaul", "worker", "--listen", listen, *options],
+            [sys.executable, *program, "worker", "--listen", listen, *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

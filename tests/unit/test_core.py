@@ -61,7 +61,7 @@ def put(worker: Worker, tensor: torch.Tensor) -> bytes:
 async def saved(worker: Worker, session: Session, number: int = 1, value: float = 3.0) -> Segment:
     program = await worker.put_program(squaring())
     address = put(worker, torch.full((4,), value))
-    assert worker.save(session, number, program, [address], [0], [], "square") == (False, [])
+    assert worker.save(session, number, program, [address], [0], [], "square", False) == (False, [])
     return worker.segment(session, number)
 
 
@@ -116,7 +116,7 @@ def test_what_is_missing_is_said() -> None:
     async def test(worker: Worker) -> None:
         session = worker.open_session("trainer")
         address = address_of(torch.ones(4))
-        assert worker.save(session, 1, b"no such program", [address], [], [], "x") == (True, [address])
+        assert worker.save(session, 1, b"no such program", [address], [], [], "x", False) == (True, [address])
         assert session.segments == {}
 
     with_worker(test)
@@ -128,7 +128,7 @@ def test_lists_that_do_not_fit_the_program(sources: int, transient: list[int]) -
         session = worker.open_session("trainer")
         addresses = [put(worker, torch.full((4,), float(i))) for i in range(sources)]
         with pytest.raises(ProgramError):
-            worker.save(session, 1, await worker.put_program(squaring()), addresses, transient, [], "x")
+            worker.save(session, 1, await worker.put_program(squaring()), addresses, transient, [], "x", False)
 
     with_worker(test)
 
@@ -217,6 +217,6 @@ def test_generator_states_nobody_draws_with_are_refused(states: list[bytes]) -> 
         session = worker.open_session("trainer")
         program, address = await worker.put_program(squaring()), put(worker, torch.ones(4))
         with pytest.raises(ProgramError, match="draws"):
-            worker.save(session, 1, program, [address], [0], states, "square")
+            worker.save(session, 1, program, [address], [0], states, "square", False)
 
     with_worker(test)

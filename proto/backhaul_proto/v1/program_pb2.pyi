@@ -112,6 +112,7 @@ class Node(_message.Message):
     RESULT_BYTES_FIELD_NUMBER: _builtins.int
     DRAWS_FIELD_NUMBER: _builtins.int
     FRESH_CASTS_FIELD_NUMBER: _builtins.int
+    GIVEN_FIELD_NUMBER: _builtins.int
     op: _builtins.int
     """Index into Program.ops."""
     ambient_state: _builtins.int
@@ -128,6 +129,10 @@ class Node(_message.Message):
     def result_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Bytes of each tensor returned, in order."""
 
+    @_builtins.property
+    def given(self) -> _containers.RepeatedCompositeFieldContainer[Global___Given]:
+        """What it drew or decided, in order, for a worker whose arithmetic is another."""
+
     def __init__(
         self,
         *,
@@ -138,14 +143,41 @@ class Node(_message.Message):
         result_bytes: _abc.Iterable[_builtins.int] | None = ...,
         draws: _builtins.bool = ...,
         fresh_casts: _builtins.bool = ...,
+        given: _abc.Iterable[Global___Given] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state", "arguments", b"arguments", "draws", b"draws", "fresh_casts", b"fresh_casts", "keyword_arguments", b"keyword_arguments", "op", b"op", "result_bytes", b"result_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state", "arguments", b"arguments", "draws", b"draws", "fresh_casts", b"fresh_casts", "given", b"given", "keyword_arguments", b"keyword_arguments", "op", b"op", "result_bytes", b"result_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Node: _TypeAlias = Node  # noqa: Y015
+
+@_typing.final
+class Given(_message.Message):
+    """A draw or a decision that is given to a replay."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    IS_PACKED_FIELD_NUMBER: _builtins.int
+    source: _builtins.int
+    """Index into Program.sources."""
+    is_packed: _builtins.bool
+    """Zeros and ones as bits of uint8, lowest first."""
+    def __init__(
+        self,
+        *,
+        source: _builtins.int = ...,
+        is_packed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_packed", b"is_packed", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Given: _TypeAlias = Given  # noqa: Y015
 
 @_typing.final
 class KeywordArgument(_message.Message):

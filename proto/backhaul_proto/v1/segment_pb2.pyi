@@ -84,9 +84,12 @@ class SaveSegmentRequest(_message.Message):
     TRANSIENT_SOURCES_FIELD_NUMBER: _builtins.int
     GENERATOR_STATES_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
+    WANTS_SKETCHES_FIELD_NUMBER: _builtins.int
     program: _builtins.bytes
     name: _builtins.str
     """For people: what was called."""
+    wants_sketches: _builtins.bool
+    """Sketch what autograd saves, for a trainer whose arithmetic is another."""
     @_builtins.property
     def key(self) -> Global___OperationKey: ...
     @_builtins.property
@@ -110,10 +113,11 @@ class SaveSegmentRequest(_message.Message):
         transient_sources: _abc.Iterable[_builtins.int] | None = ...,
         generator_states: _abc.Iterable[_builtins.bytes] | None = ...,
         name: _builtins.str = ...,
+        wants_sketches: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generator_states", b"generator_states", "key", b"key", "name", b"name", "program", b"program", "sources", b"sources", "transient_sources", b"transient_sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generator_states", b"generator_states", "key", b"key", "name", b"name", "program", b"program", "sources", b"sources", "transient_sources", b"transient_sources", "wants_sketches", b"wants_sketches"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -362,25 +366,55 @@ class RecomputeResult(_message.Message):
 
     SAVED_DIGESTS_FIELD_NUMBER: _builtins.int
     VIEWS_FIELD_NUMBER: _builtins.int
+    SAVED_SKETCHES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def saved_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """16 bytes each, in the order autograd saved: what the replay computed."""
 
     @_builtins.property
     def views(self) -> _containers.RepeatedCompositeFieldContainer[Global___View]: ...
+    @_builtins.property
+    def saved_sketches(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sketch]:
+        """If they were asked for: one per digest."""
+
     def __init__(
         self,
         *,
         saved_digests: _abc.Iterable[_builtins.bytes] | None = ...,
         views: _abc.Iterable[Global___View] | None = ...,
+        saved_sketches: _abc.Iterable[Global___Sketch] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["saved_digests", b"saved_digests", "views", b"views"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["saved_digests", b"saved_digests", "saved_sketches", b"saved_sketches", "views", b"views"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RecomputeResult: _TypeAlias = RecomputeResult  # noqa: Y015
+
+@_typing.final
+class Sketch(_message.Message):
+    """A tensor in a few numbers: how many of its values are not finite, its norm, projections on fixed vectors of signs.
+    Empty for tensors that must be equal to the bit; several sketches may follow each other.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        numbers: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["numbers", b"numbers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Sketch: _TypeAlias = Sketch  # noqa: Y015
 
 @_typing.final
 class BackwardResponse(_message.Message):
@@ -419,6 +453,7 @@ class BackwardResult(_message.Message):
     SAVED_DIGESTS_FIELD_NUMBER: _builtins.int
     CONTRIBUTIONS_FIELD_NUMBER: _builtins.int
     TENSOR_DIGESTS_FIELD_NUMBER: _builtins.int
+    SAVED_SKETCHES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def saved_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """16 bytes each, in the order autograd saved: what the replay computed."""
@@ -431,16 +466,21 @@ class BackwardResult(_message.Message):
     def tensor_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """If they were asked for: 16 bytes for each tensor of the stream."""
 
+    @_builtins.property
+    def saved_sketches(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sketch]:
+        """If they were asked for: one per digest of what was saved."""
+
     def __init__(
         self,
         *,
         saved_digests: _abc.Iterable[_builtins.bytes] | None = ...,
         contributions: _abc.Iterable[Global___Contribution] | None = ...,
         tensor_digests: _abc.Iterable[_builtins.bytes] | None = ...,
+        saved_sketches: _abc.Iterable[Global___Sketch] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contributions", b"contributions", "saved_digests", b"saved_digests", "tensor_digests", b"tensor_digests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contributions", b"contributions", "saved_digests", b"saved_digests", "saved_sketches", b"saved_sketches", "tensor_digests", b"tensor_digests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -137,19 +137,23 @@ class SessionTelemetry(_message.Message):
     TRAINER_FIELD_NUMBER: _builtins.int
     SEGMENTS_FIELD_NUMBER: _builtins.int
     IDLE_S_FIELD_NUMBER: _builtins.int
+    DRIFT_FIELD_NUMBER: _builtins.int
     trainer: _builtins.str
     segments: _builtins.int
     idle_s: _builtins.float
+    drift: _builtins.float
+    """Relative difference between the trainer's numbers and the worker's, 0 where all bits are equal."""
     def __init__(
         self,
         *,
         trainer: _builtins.str = ...,
         segments: _builtins.int = ...,
         idle_s: _builtins.float = ...,
+        drift: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle_s", b"idle_s", "segments", b"segments", "trainer", b"trainer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drift", b"drift", "idle_s", b"idle_s", "segments", b"segments", "trainer", b"trainer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,6 +27,9 @@ class _Workers(Collector):
         resident = GaugeMetricFamily("backhaul_worker_resident_memory_bytes", "Of the process", labels=["worker"])
         refusals = CounterMetricFamily("backhaul_worker_refusals", "Requests without room", labels=["worker"])
         sessions = GaugeMetricFamily("backhaul_worker_sessions", "Open sessions", labels=["worker"])
+        drift = GaugeMetricFamily(
+            "backhaul_worker_drift_ratio", "Largest between its numbers and a trainer's", labels=["worker"]
+        )
         segments = GaugeMetricFamily("backhaul_worker_segments", "Saved segments", labels=["worker"])
         queued = GaugeMetricFamily("backhaul_worker_queued_requests", "Waiting or running", labels=["worker"])
         recomputed = CounterMetricFamily("backhaul_worker_recomputed_segments", "Recomputed", labels=["worker"])
@@ -50,6 +53,7 @@ class _Workers(Collector):
             refusals.add_metric(label, found.memory.refusals)
             sessions.add_metric(label, len(found.sessions))
             segments.add_metric(label, sum(session.segments for session in found.sessions))
+            drift.add_metric(label, max((session.drift for session in found.sessions), default=0.0))
             queued.add_metric(label, found.queued_requests)
             recomputed.add_metric(label, found.recomputed_segments)
             received.add_metric(label, found.received_bytes)
@@ -60,7 +64,7 @@ class _Workers(Collector):
                 errors.add_metric(method, rpc.errors)
                 for quantile, value in (("0.5", rpc.p50_s), ("0.9", rpc.p90_s), ("0.99", rpc.p99_s)):
                     quantiles.add_metric([*method, quantile], value)
-        yield from (up, memory, budget, resident, refusals, sessions, segments, queued)
+        yield from (up, memory, budget, resident, refusals, sessions, drift, segments, queued)
         yield from (recomputed, received, sent, rpcs, errors, quantiles)
 
 

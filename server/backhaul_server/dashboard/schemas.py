@@ -34,6 +34,7 @@ class Session(BaseModel):
     trainer: str
     segments: int
     idle_s: float
+    drift: float = Field(description="Relative difference between its numbers and the worker's, 0 for equal bits")
 
 
 class Worker(BaseModel):
@@ -81,7 +82,8 @@ def worker(watched: Watched) -> Worker:
         uptime_s=found.uptime_s if found else 0.0,
         memory=Memory(**{name: getattr(memory, name) if memory else 0 for name in Memory.model_fields}),
         sessions=[
-            Session(trainer=s.trainer, segments=s.segments, idle_s=s.idle_s) for s in (found.sessions if found else ())
+            Session(trainer=s.trainer, segments=s.segments, idle_s=s.idle_s, drift=s.drift)
+            for s in (found.sessions if found else ())
         ],
         rpcs=[
             Rpc(method=r.method, calls=r.calls, errors=r.errors, p50_s=r.p50_s, p90_s=r.p90_s, p99_s=r.p99_s)

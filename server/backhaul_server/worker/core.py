@@ -135,6 +135,7 @@ class Worker:
         transient: Sequence[int],
         generator_states: Sequence[bytes],
         name: str,
+        wants_sketches: bool,
     ) -> tuple[bool, list[bytes]]:
         """Saves a segment and starts to replay it, as far as room allows. A repeated save changes nothing.
 
@@ -163,7 +164,7 @@ class Worker:
             map(len, generator_states)
         )
         self.store.attach((session.id, segment_id), addresses, [addresses[position] for position in transient], need)
-        work = Work(program, sources, generator_states)
+        work = Work(program, sources, generator_states, wants_sketches)
         segment = session.segments[segment_id] = Segment(session, segment_id, work, name)
         self.segments.ahead(segment)
         return False, []

@@ -35,16 +35,25 @@ class Work:
         program: Checked.
         sources: On the device, not written to.
         generator_states: One per node that draws.
+        wants_sketches: Sketch what autograd saves.
     """
 
     program: Program
     sources: Sequence[Tensor]
     generator_states: Sequence[bytes]
+    wants_sketches: bool = False
 
     def replay(self, *, keep_saved: bool) -> Ready:
         """Runs the program forward."""
         try:
-            return Ready(Replay(self.program, self.sources, self.generator_states, keep_saved=keep_saved), keep_saved)
+            replay = Replay(
+                self.program,
+                self.sources,
+                self.generator_states,
+                keep_saved=keep_saved,
+                wants_sketches=self.wants_sketches,
+            )
+            return Ready(replay, keep_saved)
         finally:
             torch.clear_autocast_cache()
 
@@ -58,12 +67,14 @@ class Finished:
         saved_digests: What the replay saved, in order.
         sources: Source of each contribution; empty for a recompute.
         tensor_digests: Of the bundle's parcels, if they were asked for.
+        saved_sketches: What the replay saved, if they were asked for.
     """
 
     bundle: Bundle
     saved_digests: tuple[bytes, ...]
     sources: tuple[int, ...]
     tensor_digests: tuple[bytes, ...] = ()
+    saved_sketches: Sequence[tuple[float, ...]] = ()
 
 
 def backward(
@@ -94,6 +105,7 @@ def backward(
         saved_digests=tuple(ready.replay.saved_digests),
         sources=tuple(c.source for c in contributions),
         tensor_digests=tuple(address_of(parcel.tensor) for parcel in sent.parcels) if wants_digests else (),
+        saved_sketches=ready.replay.saved_sketches,
     )
 
 
@@ -106,6 +118,7 @@ def recompute(work: Work, ready: Ready | None, positions: Sequence[int]) -> Fini
         bundle=bundle([(position, replay.saved(position).unpack()) for position in positions]),
         saved_digests=tuple(replay.saved_digests),
         sources=(),
+        saved_sketches=replay.saved_sketches,
     )
 
 

@@ -92,6 +92,7 @@ class Session:
         segments: By the trainer's number.
         gradients: Addresses of the last gradients that came or went, which are cached.
         answers: How many are being sent.
+        drift: The largest its trainer measured between its numbers and ours.
     """
 
     id: str
@@ -100,6 +101,7 @@ class Session:
     segments: dict[int, Segment] = field(default_factory=dict)
     gradients: deque[bytes] = field(default_factory=deque)
     answers: int = 0
+    drift: float = 0.0
 
 
 class Segments:

@@ -143,7 +143,8 @@ class Sessions(_Servicer, session_pb2_grpc.SessionServiceServicer):
         self, request: session_pb2.KeepSessionRequest, context: Context
     ) -> session_pb2.KeepSessionResponse:
         """Renews the lease."""
-        self.worker.session(request.session)
+        session = self.worker.session(request.session)
+        session.drift = max(session.drift, request.drift)
         return session_pb2.KeepSessionResponse(draining=self.worker.draining)
 
     @unary
@@ -229,6 +230,7 @@ class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
             request.transient_sources,
             request.generator_states,
             request.name,
+            request.wants_sketches,
         )
         return segment_pb2.SaveSegmentResponse(program_missing=program_missing, missing_tensors=missing)
 
@@ -248,7 +250,9 @@ class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
                 yield segment_pb2.RecomputeResponse(progress=progress)
             found = answer.result()
             views = [encode_view(view) for view in found.bundle.views]
-            result = segment_pb2.RecomputeResult(saved_digests=found.saved_digests, views=views)
+            result = segment_pb2.RecomputeResult(
+                saved_digests=found.saved_digests, views=views, saved_sketches=_sketches(found)
+            )
             yield segment_pb2.RecomputeResponse(result=result)
             for batch in batches(found.bundle.parcels):
                 yield segment_pb2.RecomputeResponse(tensors=batch)
@@ -284,7 +288,10 @@ class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
             for view in found.bundle.views:
                 contributions[view.position].view.CopyFrom(encode_view(view))
             result = segment_pb2.BackwardResult(
-                saved_digests=found.saved_digests, contributions=contributions, tensor_digests=found.tensor_digests
+                saved_digests=found.saved_digests,
+                contributions=contributions,
+                tensor_digests=found.tensor_digests,
+                saved_sketches=_sketches(found),
             )
             yield segment_pb2.BackwardResponse(result=result)
             for batch in batches(found.bundle.parcels):
@@ -306,6 +313,10 @@ class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
             self.worker.session(segment.session.id)
             yield segment_pb2.Progress(running=running, ahead_s=ahead_s)
             await asyncio.wait([answer], timeout=PROGRESS_INTERVAL_S)
+
+
+def _sketches(found: Finished) -> list[segment_pb2.Sketch]:
+    return [segment_pb2.Sketch(numbers=numbers) for numbers in found.saved_sketches]
 
 
 class Telemetry(_Servicer, telemetry_pb2_grpc.TelemetryServiceServicer):
@@ -341,6 +352,7 @@ class Telemetry(_Servicer, telemetry_pb2_grpc.TelemetryServiceServicer):
                     trainer=session.trainer,
                     segments=len(session.segments),
                     idle_s=max(0.0, now - (session.expires_at - worker.lease_s)),
+                    drift=session.drift,
                 )
                 for session in worker.sessions.values()
             ],

@@ -1,0 +1,23 @@
+"""A worker whose arithmetic is off by a little: run it as `backhaul` is run."""
+
+import sys
+
+import torch
+
+from backhaul._cli import main
+from backhaul_runtime.replay import Replay
+
+_results = Replay._results
+
+
+def perturbed(self: Replay, op: object, node: object, *given: object) -> list[torch.Tensor]:
+    """What linear layers give, times numbers near one, so that near ties turn."""
+    found = _results(self, op, node, *given)
+    if node.op == "aten.linear.default":
+        generator = torch.Generator().manual_seed(0)
+        found[0].data.mul_(1 + 1e-6 * torch.randn(found[0].shape, generator=generator))
+    return found
+
+
+Replay._results = perturbed
+sys.exit(main())
