@@ -17,6 +17,9 @@ from support.processes import WorkerProcess, open_files
 QUIET_S = 10.0
 """A machine shared by many can starve a worker for seconds: tests that are not about silence allow for it."""
 
+# Torch's default, said aloud: torch 2.11 warns at the first sparse tensor if nobody did.
+torch.sparse.check_sparse_tensor_invariants.disable()
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
