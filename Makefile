@@ -1,11 +1,13 @@
 # `make demo` and `make test` are all a newcomer needs. PIP_ARGS passes options to pip.
 PYTHON ?= python3
 PIP_ARGS ?=
-VENV := .venv
+# `make test TORCH=2.15.0` takes another torch, in a venv of its own: see docs/compatibility.md.
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
+CONSTRAINTS := $(if $(TORCH),build/constraints-torch-$(TORCH).txt,constraints.txt)
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) $(PIP_ARGS)
 
-.PHONY: demo test soak lint types fmt proto check-proto ops picture clean
+.PHONY: demo test soak bench lint types fmt proto check-proto ops picture clean
 
 demo: $(VENV)/.server
 	$(BIN)/backhaul demo --dashboard --json demo.json $(if $(SERVE),--serve)
@@ -15,6 +17,10 @@ test: $(VENV)/.dev
 
 soak: $(VENV)/.dev
 	$(BIN)/python -m pytest -m soak
+
+# What the checks add to a step on this machine (about 3 minutes).
+bench: $(VENV)/.dev
+	$(BIN)/python benchmarks/measure_checks.py
 
 lint: $(VENV)/.dev check-proto
 	$(BIN)/ruff format --check .
@@ -30,11 +36,15 @@ fmt: $(VENV)/.dev
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.server: pyproject.toml constraints.txt | $(VENV)/bin/python
+build/constraints-torch-%.txt: constraints.txt
+	@mkdir -p build
+	sed 's/^torch==.*/torch==$*/' $< > $@
+
+$(VENV)/.server: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	$(PIP) --editable '.[server]'
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	$(PIP) --editable '.[server,dev]'
 	@touch $@ $(VENV)/.server
 
@@ -67,4 +77,4 @@ picture: $(VENV)/.dev
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-proto build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* .venv-proto build .mypy_cache .pytest_cache .ruff_cache .hypothesis
