@@ -133,7 +133,7 @@ class SessionClosedError(BackhaulError):
 class WorkerLostError(BackhaulError):
     """No answer: the connection broke or the worker fell silent.
 
-    `status` is gRPC's, with its `details`, or SILENT, SLOW, BUSY, LOST, DOWN or CLOSED where we gave up ourselves.
+    `status` is gRPC's, with its `details`, or SILENT, SLOW, BUSY, LOST or DOWN where we gave up ourselves.
     """
 
     status: str = ""
