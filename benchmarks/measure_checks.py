@@ -12,9 +12,10 @@ from time import perf_counter, process_time
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
 
 from backhaul.demo.model import Block
-from backhaul_runtime.digest import content_digest, saved_digest
+from backhaul_runtime.digest import address_of, content_digest, saved_digest
 from backhaul_runtime.layout import copy_exact, layout_of
 from backhaul_runtime.op_list import allowed_ops
 from backhaul_runtime.recorder import Recorder
@@ -52,16 +53,40 @@ def digested(block: Block, x: Tensor, kept: list[object]) -> Tensor:
 
 def recorded(block: Block, x: Tensor, kept: list[object]) -> Tensor:
     """With the recorder, its digests and its copy of the argument, as a segment's forward has them."""
+    return _recorded(block, x, kept, _as_it_is)
 
+
+def _recorded(block: Block, x: Tensor, kept: list[object], unpack: Callable[[Tensor], Tensor]) -> Tensor:
     def pack(tensor: Tensor) -> Tensor:
         recorder.note_saved(tensor)
         return tensor
 
     recorder = Recorder([x], allowed_ops(), lambda tensor, layout, _: copy_exact(tensor, layout), pack)
-    with saved_tensors_hooks(pack, _as_it_is), recorder:
+    with saved_tensors_hooks(pack, unpack), recorder:
         y = block(x)
     kept += (recorder.recording, recorder.finish([y]))
     return y  # type: ignore[no-any-return]
+
+
+def bytes_of_activations(block: Block, x: Tensor, kept: list[object]) -> Tensor:
+    """Recorded, and each saved tensor digested again in backward, as determinism_check="bytes" does on arrival."""
+
+    def unpack(tensor: Tensor) -> Tensor:
+        address_of(tensor)
+        return tensor
+
+    return _recorded(block, x, kept, unpack)
+
+
+def bytes_of_gradients(block: Block, x: Tensor, kept: list[object]) -> Tensor:
+    """Recorded, and each gradient of a parameter and of the input digested in backward, likewise."""
+    y = _recorded(block, x, kept, _as_it_is)
+    kept += [tensor.register_hook(_digest_too) for tensor in (x, *block.parameters())]
+    return y
+
+
+def _digest_too(gradient: Tensor) -> None:
+    address_of(gradient)
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
@@ -72,6 +97,8 @@ VARIANTS: dict[str, Run] = {
     "no checks": plainly,
     "digests": digested,
     "recording and digests": recorded,
+    "and bytes, gradients": bytes_of_gradients,
+    "and bytes, activations": bytes_of_activations,
 }
 
 
@@ -87,6 +114,9 @@ def step(blocks: Sequence[Block], x: Tensor, run: Run) -> tuple[float, float]:
         y = run(block, y, kept)
     y.sum().backward()  # type: ignore[no-untyped-call]
     found = perf_counter() - wall_s, process_time() - cpu_s
+    for item in kept:
+        if isinstance(item, RemovableHandle):
+            item.remove()
     refusals = [item.refusal for item in kept if isinstance(item, Recording) and item.refusal]
     assert not refusals, refusals  # what is refused costs less
     return found

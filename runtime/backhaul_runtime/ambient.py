@@ -28,8 +28,16 @@ class _Setting:
     write: Callable[[Any], object]
 
 
+_text = cache(str)  # read before each op, these are worth keeping
+
+
+@cache
+def _joined(numbers: tuple[int, ...]) -> str:
+    return ",".join(map(str, numbers))
+
+
 def _dtype_setting(read: Callable[[], torch.dtype], write: Callable[[torch.dtype], object]) -> _Setting:
-    return _Setting(lambda: str(read()), lambda name: write(getattr(torch, str(name).removeprefix("torch."))))
+    return _Setting(lambda: _text(read()), lambda name: write(getattr(torch, str(name).removeprefix("torch."))))
 
 
 def _autocast(device: str) -> dict[str, _Setting]:
@@ -112,7 +120,7 @@ def settings() -> Mapping[str, _Setting]:
             torch._C._get_math_sdp_allow_fp16_bf16_reduction, torch._C._set_math_sdp_allow_fp16_bf16_reduction
         ),
         "sdp_priority": _Setting(
-            lambda: ",".join(map(str, torch._C._get_sdp_priority_order())),
+            lambda: _joined(tuple(torch._C._get_sdp_priority_order())),
             lambda text: torch._C._set_sdp_priority_order([int(part) for part in text.split(",")]),
         ),
         "mkldnn": _pair("mkldnn_enabled"),

@@ -11,13 +11,15 @@ import torch
 import xxhash
 from torch import Tensor
 
-from backhaul_runtime.layout import Layout, host_bytes, layout_of, payload, unsupported_reason
+from backhaul_runtime.layout import Layout, dense_bytes, host_bytes, layout_of, payload, unsupported_reason
 
 _WEIGHT = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 divided by the golden ratio, odd, as int64
 
 
 def content_digest(tensor: Tensor, layout: Layout) -> bytes:
     """16 bytes for the elements in memory order."""
+    if layout.device == "cpu" and layout.payload_bytes == layout.span_bytes:
+        return xxhash.xxh3_128_digest(dense_bytes(tensor, layout))
     data = payload(tensor.detach(), layout)
     if data.device.type == "cpu":
         return xxhash.xxh3_128_digest(host_bytes(data))
@@ -38,13 +40,9 @@ def weighted_sums(data: Tensor) -> bytes:
     return torch.stack((first, second)).cpu().numpy().tobytes()
 
 
-def _digest(content: bytes, header: str) -> bytes:
-    return xxhash.xxh3_128_digest(header.encode() + content)
-
-
 def saved_digest(layout: Layout, content: bytes) -> bytes:
     """Digest of a tensor that autograd saved. Where it lies is left out: a replay allocates for itself."""
-    return _digest(content, f"{layout.dtype}{layout.shape}{layout.strides}{layout.conjugate}{layout.negative}")
+    return xxhash.xxh3_128_digest(layout.header + content)
 
 
 def read_digest(tensors: Iterable[Tensor]) -> bytes:
@@ -59,7 +57,7 @@ def read_digest(tensors: Iterable[Tensor]) -> bytes:
 
 def tensor_address(layout: Layout, content: bytes) -> bytes:
     """Address of a stored tensor: equal addresses are interchangeable, where they lie included."""
-    return _digest(content, repr(layout))
+    return xxhash.xxh3_128_digest(layout.full_header + content)
 
 
 def address_of(tensor: Tensor) -> bytes:

@@ -8,6 +8,7 @@ import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -24,9 +25,9 @@ _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).val
 _PLAIN_CLASSES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
-    """What a tensor is apart from its values.
+    """What a tensor is apart from its values. Those of live tensors are shared, so what follows from one is kept.
 
     Attributes:
         dtype: Any dtype of torch that is not quantized.
@@ -51,7 +52,7 @@ class Layout:
         """Torch's name without the module."""
         return str(self.dtype).removeprefix("torch.")
 
-    @property
+    @cached_property
     def span_bytes(self) -> int:
         """From the first byte of the tensor to behind its last, gaps included."""
         if 0 in self.shape:
@@ -64,7 +65,7 @@ class Layout:
         """What a copy or a gradient may take: elements that share memory do not there."""
         return max(self.span_bytes, math.prod(self.shape) * self.dtype.itemsize)
 
-    @property
+    @cached_property
     def memory_order(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Shape and strides that visit every element once and in memory order; None where elements overlap."""
         if 0 in self.shape:
@@ -79,11 +80,21 @@ class Layout:
             reach += (size - 1) * stride
         return tuple(size for _, size in reversed(dims)), tuple(stride for stride, _ in reversed(dims))
 
-    @property
+    @cached_property
     def payload_bytes(self) -> int:
         """What travels: each element once, or the whole span where elements overlap."""
         order = self.memory_order
         return self.span_bytes if order is None else math.prod(order[0]) * self.dtype.itemsize
+
+    @cached_property
+    def header(self) -> bytes:
+        """All but where it lies, for digests of what a replay allocates for itself."""
+        return f"{self.dtype}{self.shape}{self.strides}{self.conjugate}{self.negative}".encode()
+
+    @cached_property
+    def full_header(self) -> bytes:
+        """All of it, for digests of what is interchangeable."""
+        return repr(self).encode()
 
 
 def dtype_named(name: str) -> torch.dtype:
@@ -123,15 +134,18 @@ def layout_of(tensor: Tensor) -> Layout:
     if reason := unsupported_reason(tensor):
         raise UnsupportedTensorError(f"a {reason} can't travel: make it a plain dense tensor first", reason=reason)
     alignment = tensor.data_ptr() % ALIGNMENT_BYTES if tensor.numel() else 0
-    return Layout(
-        dtype=tensor.dtype,
-        shape=tuple(tensor.shape),
-        strides=tensor.stride(),
-        alignment_bytes=alignment if alignment % tensor.element_size() == 0 else 0,
-        conjugate=tensor.is_conj(),
-        negative=tensor.is_neg(),
-        device=tensor.device.type,
+    return _shared_layout(
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.stride(),
+        alignment if alignment % tensor.element_size() == 0 else 0,
+        tensor.is_conj(),
+        tensor.is_neg(),
+        tensor.device.type,
     )
+
+
+_shared_layout = lru_cache(maxsize=1 << 14)(Layout)
 
 
 def check_layout(layout: Layout) -> None:
@@ -210,6 +224,14 @@ def host_bytes(data: Tensor) -> memoryview:
     return _view_memory(data.data_ptr(), data.numel(), _WRITABLE) if data.numel() else memoryview(b"")
 
 
+def dense_bytes(tensor: Tensor, layout: Layout) -> memoryview:
+    """The memory of a tensor on the host without gaps, to read. Holds nothing, and raises as `byte_view` does."""
+    size = layout.span_bytes
+    _check_memory(tensor, int(tensor.storage_offset()) * layout.dtype.itemsize + size)
+    return _view_memory(tensor.data_ptr(), size, _READABLE) if size else memoryview(b"")
+
+
+_READABLE = 0x100  # PyBUF_READ
 _WRITABLE = 0x200  # PyBUF_WRITE
 _view_memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
     ("PyMemoryView_FromMemory", ctypes.pythonapi)

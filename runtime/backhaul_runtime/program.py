@@ -58,9 +58,9 @@ class Given:
     is_packed: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Node:
-    """One op.
+    """One op. Nobody changes it but the recorder, once the op has run.
 
     Attributes:
         op: "namespace.name.overload".

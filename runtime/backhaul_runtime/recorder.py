@@ -12,7 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from backhaul_runtime import ambient
 from backhaul_runtime.digest import content_digest, read_digest, saved_digest, tensor_address
-from backhaul_runtime.errors import Refusal
+from backhaul_runtime.errors import Refusal, UnsupportedTensorError
 from backhaul_runtime.generators import default_generator, drawing_device
 from backhaul_runtime.layout import Layout, copy_exact, layout_of, unsupported_reason
 from backhaul_runtime.op_rules import (
@@ -99,6 +99,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         self._arguments = {tensor._cdata: tensor for tensor in arguments}
         self._nodes: list[Node] = []
         self._states: dict[ambient.State, int] = {}
+        self._state: tuple[ambient.State, int] = (), 0  # of the last op, which the next is likely to have
         self._known: dict[int, _Known] = {}
         self.tensors: list[Tensor] = []
         self._edges: list[GradientEdge | None] = []  # of sources that are no leaves
@@ -190,6 +191,8 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         if torch.is_inference_mode_enabled():
             raise Refusal("inference mode inside the function")
         state = ambient.capture()
+        if state != self._state[0]:
+            self._state = state, self._states.setdefault(state, len(self._states))
         if op_rules.reads_values and self._unwritten:
             self._check_reads(op_rules, args, kwargs)
         draws = op_rules.draws and not self.recording.is_pinned
@@ -198,7 +201,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             op=op_rules.name,
             args=tuple([self._argument(value) for value in args]),
             kwargs=tuple([(name, self._argument(value)) for name, value in kwargs.items()]),
-            ambient=self._states.setdefault(state, len(self._states)),
+            ambient=self._state[1],
             result_bytes=(),
             draws=draws,
             fresh_casts=ambient.cleared_casts() != self._cleared,
@@ -279,10 +282,13 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
 
     def _content(self, tensor: Tensor, layout: Layout) -> bytes:
         """Content digest, taken once per op for a tensor that is both read and saved by it: nobody runs in between."""
-        key = (storage_key(tensor), tensor.storage_offset(), version_of(tensor), layout)
+        # A weight and its transpose are the same bytes.
+        start = int(tensor.storage_offset()) * layout.dtype.itemsize
+        key = (storage_key(tensor), start, layout.span_bytes, layout.memory_order, version_of(tensor))
         found = self._contents.get(key)
         if found is None:
-            found = self._contents[key] = content_digest(tensor, layout)
+            with torch._C._DisablePythonDispatcher(), _DisableTorchDispatch():
+                found = self._contents[key] = content_digest(tensor, layout)
         return found
 
     def _check_reads(self, op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -349,8 +355,10 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
                 self._know(tensor, self._known[tensor._cdata].ref)
             if node.op in UNWRITTEN_RESULTS:
                 self._unwritten.update(storage_key(result) for result in results if result.numel())
-            given = self._given(op, args, kwargs, results, noted) if self.recording.is_pinned else ()
-            self._nodes.append(replace(node, result_bytes=tuple(sizes), given=given))
+            node.result_bytes = tuple(sizes)
+            if self.recording.is_pinned:
+                node.given = self._given(op, args, kwargs, results, noted)
+            self._nodes.append(node)
         except Exception as error:  # Rule 2
             self.refuse(Refusal.of(error).reason)
 
@@ -403,10 +411,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         """Takes the digest of a tensor that autograd saves. Called by the pack hook."""
         self._foreign_saves |= not self._op
         try:
-            if reason := unsupported_reason(tensor):
-                raise Refusal(f"autograd saves a {reason}")
-            with torch._C._DisablePythonDispatcher(), _DisableTorchDispatch():
-                self._note_saved(tensor)
+            self._note_saved(tensor)
         except Exception as error:  # Rule 2
             self.refuse(Refusal.of(error).reason)
             self.recording.unchecked.append((weakref.ref(tensor), version_of(tensor)))
@@ -414,7 +419,10 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             self.recording.saved.append(SavedTensor(b"", self._op, kind, -1, 0))
 
     def _note_saved(self, tensor: Tensor) -> None:
-        layout = layout_of(tensor)
+        try:
+            layout = layout_of(tensor)
+        except UnsupportedTensorError as error:
+            raise Refusal(f"autograd saves a {error.fields['reason']}") from None
         content = self._content(tensor, layout) if self._reads is None else self._reads
         sources = self._source_storages.get(storage_key(tensor), [-1])
         if sources[0] < 0 and tensor not in self._interior and tensor not in self._hidden:
@@ -423,13 +431,19 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
                 self._decisions.append(tensor.detach())
         self._saving_nodes = len(self._nodes) + 1
         digest, offset = saved_digest(layout, content), int(tensor.storage_offset())
-        found: tuple[float, ...] = ()
-        if self.recording.is_pinned:
-            is_source = sources[0] >= 0 and not self.recording.sources[sources[0]].is_written
-            found = self._reads_sketch if self._reads is not None else () if is_source else sketches([tensor])
         self.recording.saved.append(
-            SavedTensor(digest, self._op, layout, sources[0], offset, self._reads is not None, found)
+            SavedTensor(
+                digest, self._op, layout, sources[0], offset, self._reads is not None, self._sketch(tensor, sources[0])
+            )
         )
+
+    def _sketch(self, tensor: Tensor, source: int) -> tuple[float, ...]:
+        if self._reads is not None:
+            return self._reads_sketch
+        if not self.recording.is_pinned or (source >= 0 and not self.recording.sources[source].is_written):
+            return ()
+        with torch._C._DisablePythonDispatcher(), _DisableTorchDispatch():
+            return sketches([tensor])
 
     def ref_of(self, tensor: Tensor) -> Ref | None:
         """Where a tensor came from, None for one that no op gave or took."""

@@ -39,9 +39,9 @@ class RecordedSource:
     is_given: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SavedTensor:
-    """What is kept of a tensor that autograd saved.
+    """What is kept of a tensor that autograd saved. Nobody changes it.
 
     Attributes:
         digest: Of its layout and values, or see `is_undefined`; empty for a kind of tensor that has no bytes.

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import backhaul
 from backhaul import ConnectError, Decision, NotRemoteError, ProtocolVersionError, Session
 from backhaul_proto.v1 import session_pb2, session_pb2_grpc
+from backhaul_runtime.protocol import PROTOCOL_VERSION
 from conftest import QUIET_S, settle, wait_until
 from numerics.cases import blocks, stack
 from support.bits import differing, plainly, train
@@ -84,10 +85,12 @@ def test_a_worker_of_another_version_is_refused_by_name() -> None:
         session_pb2_grpc.add_SessionServiceServicer_to_server(Other(), server)
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         server.start()
-        with pytest.raises(ProtocolVersionError, match="speaks protocol 99 .*9.9.*, this trainer 1 ") as caught:
+        with pytest.raises(
+            ProtocolVersionError, match=f"protocol 99 .*9.9.*, this trainer {PROTOCOL_VERSION} "
+        ) as caught:
             connect(address)
         server.stop(None).wait()
-    assert (caught.value.trainer, caught.value.worker) == (1, 99)
+    assert (caught.value.trainer, caught.value.worker) == (PROTOCOL_VERSION, 99)
 
 
 def test_a_trainer_of_another_version_is_refused_by_name(worker: WorkerProcess) -> None:
