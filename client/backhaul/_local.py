@@ -35,8 +35,15 @@ def replay_here(name: str, program: Program, recording: Recording, *, keep_saved
         StaleTensorError: A captured tensor no longer holds what it held at forward.
         CheckpointError: The replay gave other values than forward.
     """
-    for source in recording.sources:
-        _check_unchanged(name, source)
+    try:
+        for source in recording.sources:
+            _check_unchanged(name, source)
+    except UnsupportedTensorError as error:
+        raise StaleTensorError(
+            f"segment {name}: {error.message}, and no worker holds what it held. Keep parameters allocated until "
+            "backward has run",
+            segment=name,
+        ) from error
     values = [source.value for source in recording.sources]
     replay = Replay(program, values, recording.generator_states, keep_saved=keep_saved, is_own=True)
     check_values(name, _WHERE, recording.saved, replay.saved_digests)

@@ -9,9 +9,9 @@
     ├── UnsupportedTensorError    a kind of tensor that has no bytes to send
     ├── DoubleBackwardError       (RuntimeError) create_graph=True through returns="gradients"
     ├── StaleTensorError          (RuntimeError) a captured tensor changed between forward and backward
-    ├── SavedTensorModifiedError  (RuntimeError) fn wrote into a tensor that its own backward needs
+    ├── SavedTensorModifiedError  (RuntimeError) an argument, or what fn's own backward needs, was written to
     ├── ValueCheckError           (RuntimeError) a recomputation gave other values than forward
-    ├── SessionClosedError        the session was closed, or belongs to the parent of a fork
+    ├── SessionClosedError        there is no session to work with
     ├── WorkerLostError           no answer: the connection broke or the worker fell silent
     └── WorkerError               an answer that refuses
         ├── BudgetError           its memory budget has no room
@@ -119,7 +119,7 @@ class StaleTensorError(BackhaulError, RuntimeError):
 
 
 class SavedTensorModifiedError(BackhaulError, RuntimeError):
-    """The checkpointed function wrote into a tensor that its own backward needs."""
+    """An argument of a segment, or a tensor that its function's own backward needs, was written to in place."""
 
 
 class ValueCheckError(BackhaulError, RuntimeError):
@@ -127,7 +127,7 @@ class ValueCheckError(BackhaulError, RuntimeError):
 
 
 class SessionClosedError(BackhaulError):
-    """The session was closed, or belongs to the parent of a fork."""
+    """There is no session to work with: connect() was not called, or the session is closed."""
 
 
 class WorkerLostError(BackhaulError):
