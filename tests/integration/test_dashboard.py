@@ -95,6 +95,17 @@ def test_metrics_are_what_prometheus_reads(dashboard: Dashboard, session: Sessio
     assert tiers == {"segments", "cached", "working", "results"}
 
 
+def test_drift_is_shown(dashboard: Dashboard, session: Session) -> None:
+    session._sides[0].link.drift = 2.5e-7  # as if this trainer had other hardware
+
+    def sessions() -> list[float]:
+        return [s["drift"] for s in dashboard.get("/api/v1/workers").json()[0]["sessions"]]
+
+    wait_until(lambda: sessions() == [2.5e-7], "the worker is told, and the dashboard asks")
+    families = {family.name: family for family in text_string_to_metric_families(dashboard.get("/metrics").text)}
+    assert families["backhaul_worker_drift_ratio"].samples[0].value == 2.5e-7
+
+
 def test_the_page_is_whole_without_any_other_host(dashboard: Dashboard) -> None:
     page = dashboard.get("/")
     assert page.headers["content-security-policy"] == "default-src 'self'"

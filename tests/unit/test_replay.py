@@ -175,3 +175,12 @@ def test_generators_and_settings_are_the_callers_again(block: nn.Module) -> None
         y.sum().backward()
         assert torch.is_autocast_enabled("cpu")
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("returns", RETURNS)
+def test_a_weight_whose_memory_was_freed_is_named(returns: str) -> None:
+    linear = torch.nn.Linear(4, 4)
+    y = Unreachable().checkpoint(lambda x: linear(x).exp(), torch.randn(2, 4, requires_grad=True), returns=returns)
+    linear.weight.untyped_storage().resize_(0)
+    with pytest.raises(StaleTensorError, match="memory was freed.*Keep parameters allocated"):
+        y.sum().backward()

@@ -114,10 +114,12 @@ function drawWorker(worker, history) {
   const reachable = worker.state !== "unreachable";
   section.querySelector(".state").textContent = reachable ? worker.state : `unreachable${since}`;
   const segments = worker.sessions.reduce((sum, session) => sum + session.segments, 0);
+  const drift = Math.max(0, ...worker.sessions.map((session) => session.drift));
   section.querySelector(".facts").textContent = reachable
     ? `${worker.device}, version ${worker.version}, up ${duration(worker.uptime_s)}. ` +
       `${worker.sessions.length} sessions, ${segments} segments held, ${worker.recomputed_segments} recomputed. ` +
-      `Received ${bytes(worker.received_bytes)}, sent ${bytes(worker.sent_bytes)}.`
+      `Received ${bytes(worker.received_bytes)}, sent ${bytes(worker.sent_bytes)}.` +
+      (drift > 0 ? ` Its numbers drift from a trainer's by ${drift.toExponential(1)}.` : "")
     : worker.error;
   const memory = worker.memory;
   const used = TIERS.reduce((sum, tier) => sum + memory[FIELDS[tier]], 0);
