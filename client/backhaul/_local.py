@@ -181,17 +181,18 @@ class Call:
 
         was_active, nesting.active = nesting.active, True
         run = _Run()
+        args, kwargs = pytree.tree_unflatten(_fresh(self.leaves, run), self.spec)
+        arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        leaves = [tensor for tensor in arguments if tensor.is_leaf and tensor.requires_grad]
         try:
             with (
                 isolated(list(self.generator_states)),
                 _as_before(recording.sources),
-                _gradients_aside(self.parameters),
+                _gradients_aside([*self.parameters, *leaves]),
             ):
                 for device, state in self.generator_states.items():
                     default_generator(device).set_state(state)
                 ambient.apply(self.state, ambient.capture())
-                args, kwargs = pytree.tree_unflatten(_fresh(self.leaves, run), self.spec)
-                arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
                 written.update(storage_key(tensor) for tensor in arguments if unsupported_reason(tensor) is None)
                 # For its digests alone; nothing needs to be held.
                 recorder = Recorder(

@@ -319,6 +319,20 @@ def test_gradients_accumulated_inside_count_once(checkpoint: Checkpoint) -> None
     same(case, checkpoint)
 
 
+def test_gradients_accumulated_inside_into_an_argument_count_once(checkpoint: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        x = torch.randn(4, WIDTH, requires_grad=True)
+
+        def fn(x: Tensor) -> Tensor:
+            (x * 3).square().sum().backward()
+            return Rounded.apply(x.sin()).exp()
+
+        checkpoint(fn, x).sum().backward()
+        return [x.grad]
+
+    same(case, checkpoint)
+
+
 def test_flushed_denormals(checkpoint: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         x = torch.ones(4, requires_grad=True)
