@@ -28,7 +28,7 @@ from backhaul._report import Journal, Report
 from backhaul._upload import Save, SourceTensor, Uploader
 from backhaul_runtime.addresses import Address, parse_addresses
 from backhaul_runtime.errors import Refusal
-from backhaul_runtime.fingerprint import differences, fingerprint
+from backhaul_runtime.fingerprint import DECISIVE, differences, fingerprint
 from backhaul_runtime.layout import Layout, copy_exact
 from backhaul_runtime.program_codec import address_of_program, encode_program
 from backhaul_runtime.recording import RecordedSource
@@ -205,7 +205,7 @@ class Session:
             return False
         up = [(side, generation) for side in self._sides if (generation := side.link.up) is not None]
         found = [self._differences(side, generation, device.type) for side, generation in up]
-        return any(different and "device" not in different for different in found)
+        return any(different and not different.keys() & DECISIVE for different in found)
 
     def save(self, frame: Frame, forward_s: float) -> SavedSegment:
         """Queues a segment for a worker. Raises Refusal where none takes it."""
@@ -217,7 +217,7 @@ class Session:
             number = next(self._numbers)
         sources = frame.recording.sources
         found = self._differences(side, generation, sources[0].layout.device if sources else "cpu")
-        if found and (not frame.recording.is_pinned or "device" in found):
+        if found and (not frame.recording.is_pinned or found.keys() & DECISIVE):
             raise Refusal(f"the worker {side.link.name} computes other bits than this trainer: {_in_words(found)}")
         need = frame.program.run_bytes([source.layout.gradient_bytes for source in sources])
         total = need + sum(source.layout.span_bytes for source in sources)
@@ -263,7 +263,7 @@ class Session:
         if side.compared != (generation.number, device):
             side.compared = generation.number, device
             side.differences = differences(fingerprint(torch.device(device)), generation.fingerprint)
-            if side.differences and self.config.numerics != "exact":
+            if side.differences and not side.differences.keys() & DECISIVE and self.config.numerics != "exact":
                 logger.warning(
                     "worker %s computes other bits than this trainer: %s. What it recomputes is compared within "
                     'tolerances; numerics="exact" keeps such segments on the trainer',

@@ -19,11 +19,17 @@ _KERNEL_VARIABLES = (
 )
 
 
+DECISIVE = frozenset({"torch", "device"})
+"""What must be equal: another source of torch has other formulas, another kind of device has no tensors of ours.
+Whatever else differs moves no more than roundings."""
+
+
 @cache
 def fingerprint(device: torch.device) -> Mapping[str, str]:
     """Fingerprint of this process for programs on a device."""
     found = {
-        "torch": f"{torch.__version__} {torch.version.git_version}",
+        "torch": f"{torch.__version__.partition('+')[0]} {torch.version.git_version}",
+        "build": torch.__version__,
         "machine": platform.machine(),
         "cpu": _cpu_model(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),

@@ -256,6 +256,7 @@ def test_the_child_of_a_fork_trains_without_the_session(session: Session) -> Non
 def test_ctrl_c_in_backward_leaves_nothing_behind(tmp_path: Path) -> None:
     code = (
         "import backhaul, os, signal, torch\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job starts with it ignored
         "with backhaul.connect() as session:\n"
         "    y = session.checkpoint(torch.sin, torch.randn(4, requires_grad=True))\n"
         "    os.kill(session._embedded.pid, signal.SIGSTOP)\n"
@@ -307,7 +308,8 @@ def test_decisions_are_reported(session: Session) -> None:
 
 
 def test_signals_of_the_terminal_do_not_reach_the_worker() -> None:
+    before = signal.getsignal(signal.SIGINT)
     with connect() as session:
         assert session._embedded is not None
         assert os.getpgid(session._embedded.pid) != os.getpgid(0)
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert signal.getsignal(signal.SIGINT) is before

@@ -1,6 +1,7 @@
 """Workers that compute other bits: gradients right within rounding, with the trainer's own draws and decisions."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,21 @@ def test_it_is_said_once(other: WorkerProcess, caplog: pytest.LogCaptureFixture)
         for _ in range(3):
             one_step(CASES["stack"], session.checkpoint)
     assert len([record for record in caplog.records if "other bits" in record.getMessage()]) == 1
+
+
+@pytest.mark.parametrize("key", ["torch", "device"])
+def test_another_torch_or_kind_of_device_is_more_than_rounding(
+    key: str, session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    side = session._sides[0]
+    generation = side.link.up
+    assert generation is not None
+    side.link._generation = replace(generation, fingerprint={**generation.fingerprint, key: "another"})
+    assert differing(one_step(CASES["stack"], session.checkpoint), one_step(CASES["stack"], plainly)) == []
+    assert session.report().remote == 0
+    (reason,) = session.report().segments[0].reasons
+    assert f"{key} is" in reason
+    assert "within tolerances" not in caplog.text
 
 
 # On hardware that is the same after all, what is pinned changes nothing.

@@ -150,8 +150,10 @@ def test_s5_context_fn_and_debug_are_refused_by_the_reentrant_form(
     options: dict[str, Any], checkpoint: Checkpoint
 ) -> None:
     refused = refusals(options | {"use_reentrant": True}, checkpoint)
-    assert "only supported when use_reentrant=False" in refused[0]
-    assert refused[0] == refused[1]
+    assert all("only supported when use_reentrant=False" in message for message in refused)
+    # Later versions of torch name this third option in the same sentence.
+    if "respect_saved_tensors_hooks" not in inspect.signature(checkpoint_of_torch).parameters:
+        assert refused[0] == refused[1]
 
 
 def test_s6_an_unknown_determinism_check_is_refused_with_the_known_ones(checkpoint: Checkpoint) -> None:
