@@ -18,6 +18,7 @@ from torch.utils.checkpoint import (
 )
 
 from backhaul_runtime.dispatch_mode import DispatchMode
+from backhaul_runtime.layout import unsupported_reason
 from backhaul_runtime.op_rules import tensors_in
 from backhaul_runtime.recording import version_of
 from backhaul_runtime.storages import StorageLedger, storage_key
@@ -70,6 +71,8 @@ class Selection(DispatchMode):
         choice = self._policy(context, op, *args, **kwargs)
         if choice in _KEPT or choice in _OFFLOADED:
             for tensor in tensors_in(returned):
+                if unsupported_reason(tensor) is not None:
+                    continue  # without a storage there is nothing to know it by: it is recomputed
                 self._seen.add(tensor)
                 self._chosen[storage_key(tensor)] = choice in _OFFLOADED
                 if not self._may_change:
@@ -83,7 +86,7 @@ class Selection(DispatchMode):
 
     def keep(self, tensor: Tensor) -> "Kept | None":
         """Keeps a tensor that autograd saves, if the policy chose the memory it lies in. Returns what gives it back."""
-        is_offloaded = self._chosen.get(storage_key(tensor))
+        is_offloaded = None if unsupported_reason(tensor) else self._chosen.get(storage_key(tensor))
         if is_offloaded is None:
             return None
         kept = Kept(tensor.detach(), None if self._may_change else version_of(tensor))

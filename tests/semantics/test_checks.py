@@ -283,6 +283,17 @@ def test_s37_unless_that_is_allowed(checkpoint: Checkpoint) -> None:
     same(case, checkpoint)
 
 
+def test_s37_what_has_no_storage_is_recomputed(checkpoint: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        x, _ = inputs()
+        matrix = torch.eye(2).to_sparse()
+        options = {} if checkpoint is plainly else {"context_fn": selective(lambda *_, **__: True)}
+        checkpoint(lambda x: torch.sparse.mm(matrix * 2, x).sin().exp(), x, **options).sum().backward()
+        return [x.grad]
+
+    same(case, checkpoint)
+
+
 def test_s37_a_second_backward_works(checkpoint: Checkpoint) -> None:
     x, w = operands()
     y = checkpoint(products, x, w, context_fn=selective([MM]))
