@@ -55,17 +55,19 @@ def pack_bits(tensor: Tensor) -> Tensor:
     return (padded << torch.arange(8, dtype=torch.uint8, device=tensor.device)).sum(1, dtype=torch.uint8)
 
 
-def unpack_bits(bits: Tensor, like: Tensor) -> Tensor:
-    """What `pack_bits` packed, in the shape and dtype of another tensor. Raises ReplayError for too few."""
-    if bits.dtype is not torch.uint8 or bits.numel() * 8 < like.numel():
-        raise ReplayError(f"{bits.numel()} bytes of bits are given for {like.numel()} elements")
+def unpack_bits(bits: Tensor, elements: int, like: Tensor) -> Tensor:
+    """What `pack_bits` packed, in the shape and dtype of another tensor. Raises ReplayError where it doesn't fit."""
+    if elements != like.numel() or bits.dtype is not torch.uint8 or bits.numel() != -(-elements // 8):
+        raise ReplayError(f"{elements} elements in {bits.numel()} bytes of bits are given for {like.numel()}")
     shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
     flat = (bits.flatten().unsqueeze(1) >> shifts) & 1
     return flat.flatten()[: like.numel()].view(like.shape).to(like.dtype)
 
 
 def is_binary(tensor: Tensor) -> bool:
-    """Whether a tensor holds nothing but zeros and ones."""
+    """Whether a tensor is one of many zeros and ones. Not of integers: how many there are may be the decision."""
+    if not tensor.numel() or (decides(tensor) and tensor.dtype is not torch.bool):
+        return False
     return tensor.dtype is torch.bool or bool(((tensor == 0) | (tensor == 1)).all())
 
 
@@ -115,13 +117,13 @@ class GivenValues(DispatchMode):
     """Enter it around one op of a replay to give it draws and decisions (Rule 3).
 
     Args:
-        given: In the order they were noted; packed bits where marked.
+        given: In the order they were noted, with the number of elements where they are packed, else 0.
 
     Raises:
         ReplayError: When it is left while some were not asked for, or by an op that asks for more.
     """
 
-    def __init__(self, given: Sequence[tuple[Tensor, bool]]) -> None:
+    def __init__(self, given: Sequence[tuple[Tensor, int]]) -> None:
         super().__init__()
         self._left = deque(given)
 
@@ -144,8 +146,8 @@ class GivenValues(DispatchMode):
     def _overwrite(self, tensor: Tensor) -> None:
         if not self._left:
             raise ReplayError("an op draws or decides more often on replay than when it was recorded")
-        given, is_packed = self._left.popleft()
-        value = unpack_bits(given, tensor) if is_packed else given
+        given, elements = self._left.popleft()
+        value = unpack_bits(given, elements, tensor) if elements else given
         if value.shape != tensor.shape or value.dtype is not tensor.dtype:
             raise ReplayError(
                 f"{value.dtype} {list(value.shape)} was drawn or decided when an op was recorded, on replay "

@@ -51,11 +51,11 @@ class Given:
 
     Attributes:
         source: Index of the source that holds it.
-        is_packed: As bits.
+        packed_elements: How many zeros and ones it holds as bits; 0 where it is the tensor itself.
     """
 
     source: int
-    is_packed: bool
+    packed_elements: int
 
 
 @dataclass(slots=True)

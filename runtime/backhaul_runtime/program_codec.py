@@ -55,7 +55,10 @@ def encode_program(program: Program) -> bytes:
                 result_bytes=node.result_bytes,
                 draws=node.draws,
                 fresh_casts=node.fresh_casts,
-                given=[program_pb2.Given(source=given.source, is_packed=given.is_packed) for given in node.given],
+                given=[
+                    program_pb2.Given(source=given.source, packed_elements=given.packed_elements)
+                    for given in node.given
+                ],
             )
             for node in program.nodes
         ],
@@ -194,7 +197,7 @@ class _Reader:
             tuple(node.result_bytes),
             node.draws,
             node.fresh_casts,
-            tuple(Given(given.source, given.is_packed) for given in node.given),
+            tuple(Given(given.source, given.packed_elements) for given in node.given),
         )
 
     def ref(self, reference: program_pb2.Reference) -> Ref:

@@ -387,8 +387,8 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
 
     def _give(self, tensor: Tensor) -> Given:
         """Makes a copy of a draw or decision a source."""
-        is_packed = is_binary(tensor)
-        value = pack_bits(tensor) if is_packed else copy_exact(tensor)
+        packs = is_binary(tensor)
+        value = pack_bits(tensor) if packs else copy_exact(tensor)
         layout = layout_of(value)
         self.recording.sources.append(
             RecordedSource(
@@ -405,7 +405,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         )
         self.tensors.append(value)
         self._edges.append(None)
-        return Given(len(self.tensors) - 1, is_packed)
+        return Given(len(self.tensors) - 1, tensor.numel() if packs else 0)
 
     def note_saved(self, tensor: Tensor) -> None:
         """Takes the digest of a tensor that autograd saves. Called by the pack hook."""

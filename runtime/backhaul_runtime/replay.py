@@ -233,7 +233,7 @@ class Replay:
     def _results(self, op: OpOverload, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         if not node.given:
             return tensors_in(op(*args, **kwargs))
-        values = GivenValues([(self._sources[given.source], given.is_packed) for given in node.given])
+        values = GivenValues([(self._sources[given.source], given.packed_elements) for given in node.given])
         with values:
             returned = op(*args, **kwargs)
         return values.decided(tensors_in(returned))

@@ -160,20 +160,20 @@ class Given(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SOURCE_FIELD_NUMBER: _builtins.int
-    IS_PACKED_FIELD_NUMBER: _builtins.int
+    PACKED_ELEMENTS_FIELD_NUMBER: _builtins.int
     source: _builtins.int
     """Index into Program.sources."""
-    is_packed: _builtins.bool
-    """Zeros and ones as bits of uint8, lowest first."""
+    packed_elements: _builtins.int
+    """If it holds zeros and ones as bits of uint8, lowest first: how many."""
     def __init__(
         self,
         *,
         source: _builtins.int = ...,
-        is_packed: _builtins.bool = ...,
+        packed_elements: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_packed", b"is_packed", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["packed_elements", b"packed_elements", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
