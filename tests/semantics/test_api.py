@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint_sequential as sequential_of_torch
 
 import backhaul
 from backhaul import Decision, NotRemoteError, Session
+from backhaul_runtime.framing import _Arrival
 from support.bits import Checkpoint, differing, plainly
 from support.calls import WIDTH, Counted, TimesOne, inputs, one, same
 
@@ -160,6 +161,21 @@ def test_s6_an_unknown_determinism_check_is_refused_with_the_known_ones(checkpoi
     theirs, ours = refusals({"determinism_check": "all"}, checkpoint, use_reentrant=False)
     assert "should be one of" in theirs
     assert ours == f"determinism_check should be one of {CHECKS}, but got all"
+
+
+@pytest.mark.parametrize("returns", ["gradients", "activations"])
+def test_s6_bytes_sees_what_happens_to_a_tensor_after_it_has_arrived(
+    returns: str, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a bug in putting it together would be. The trainer recomputes then."""
+    finish = _Arrival.finish
+    monkeypatch.setattr(_Arrival, "finish", lambda arrival: finish(arrival).mul_(1.001))
+    x, h = inputs()
+    session.checkpoint(lambda h: h.sin().exp(), h, returns=returns, determinism_check="bytes").sum().backward()
+    (expected,) = torch.autograd.grad(x.sin().exp().sum(), x)
+    assert torch.equal(x.grad, expected)
+    (reason,) = session.report().segments[0].reasons
+    assert "damaged" in reason
 
 
 @pytest.mark.parametrize("check", CHECKS)
