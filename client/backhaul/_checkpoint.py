@@ -27,6 +27,7 @@ from backhaul_runtime.errors import Refusal
 from backhaul_runtime.layout import Layout
 from backhaul_runtime.op_list import allowed_ops
 from backhaul_runtime.recorder import Recorder
+from backhaul_runtime.replay import Saved
 from backhaul_runtime.uses import Use, find_uses
 
 
@@ -169,7 +170,7 @@ class _Pack:
         if self.selection is not None:
             handle.kept = self.selection.keep(tensor)
         if self.recorder.has_lost_track:
-            self._frame.saved_early[handle.index] = tensor.detach()
+            self._frame.saved_early[handle.index] = Saved(handle.index, tensor)
         return handle
 
 

@@ -36,7 +36,7 @@ from backhaul_runtime.errors import (
 from backhaul_runtime.layout import layout_of, view_at
 from backhaul_runtime.program import Program
 from backhaul_runtime.recording import Recording, SavedTensor, version_of
-from backhaul_runtime.replay import Contribution
+from backhaul_runtime.replay import Contribution, Saved
 
 if TYPE_CHECKING:
     from backhaul._local import Call
@@ -125,7 +125,7 @@ class Frame:
     remote: RemoteSegment | None = None
     local_reason: str = ""
     so_far: Callable[[], Program] | None = None
-    saved_early: dict[int, Tensor] = field(default_factory=dict)
+    saved_early: dict[int, Saved] = field(default_factory=dict)
     is_mutated: bool = False
     _arguments: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)
     _handles: list[weakref.ref[Handle]] = field(default_factory=list)
@@ -180,8 +180,9 @@ class Frame:
             group = torch._C._get_graph_exec_group()
             task = torch._C._current_graph_task_id() if group is None else group
             if task != self._task or (index not in self._wanted and group is None):
-                self._task = task
+                self._task = None  # until it has begun: what an error ends begins anew
                 self._begin()
+                self._task = task
             elif index not in self._wanted:
                 raise CheckpointError(
                     f"segment {self.name}: saved tensor {index} was already unpacked once in this GraphExecGroup. "
@@ -242,7 +243,7 @@ class Frame:
     def _unpack_early(self, so_far: Program, index: int) -> Tensor:
         """A tensor that a backward inside the call needs."""
         if index in self.saved_early:
-            return self.saved_early[index]
+            return self.saved_early[index].unpack()
         with torch._C._DisablePythonDispatcher():  # else the recorder would note the replay
             return _local.saved_before(self.name, so_far, self.recording, index)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from backhaul._value_check import CheckpointError, check_digests, check_values, with_traces
 from backhaul_runtime import ambient
@@ -160,7 +161,7 @@ class Call:
         """Calls the function once more and gives everything autograd saved, by position.
 
         Buffers it writes to hold their earlier values meanwhile and their present ones afterwards; gradients it
-        accumulates are dropped, for they were accumulated the first time.
+        accumulates and hooks it registers are dropped, for they were accumulated and registered the first time.
 
         Raises:
             StaleTensorError: What it starts from is no longer there.
@@ -188,7 +189,7 @@ class Call:
             with (
                 isolated(list(self.generator_states)),
                 _as_before(recording.sources),
-                _gradients_aside([*self.parameters, *leaves]),
+                _leaves_aside([*self.parameters, *leaves]),
             ):
                 for device, state in self.generator_states.items():
                     default_generator(device).set_state(state)
@@ -306,14 +307,17 @@ class _History:
     """The way to where an argument came from, without the argument: what calls leave behind leads there too."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.gradients: list[Tensor] = []
+        self.gradients: list[tuple[int, Tensor]] = []  # each with the backward it is of: one may end in between
         with torch.enable_grad():
             self._stub = _Stub.apply(self, tensor)  # type: ignore[no-untyped-call]
 
-    def joined(self, value: Tensor) -> Tensor:
-        """A tensor that shares the value's memory and has the argument's history."""
+    def joined(self, value: Tensor, run: _Run) -> Tensor:
+        """A tensor that shares the value's memory and has the argument's history.
+
+        A backward inside the call stops there: its gradients went on the first time.
+        """
         with torch.enable_grad():
-            return _Joined.apply(self, self._stub, (value,))  # type: ignore[no-any-return, no-untyped-call]
+            return _Joined.apply(self, run, self._stub, (value,))  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Stub(torch.autograd.Function):
@@ -324,21 +328,24 @@ class _Stub(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
-        first, *others = ctx.gradients
-        ctx.gradients.clear()
-        return None, sum(others, first)
+        task = torch._C._current_graph_task_id()
+        found = [gradient for made_by, gradient in ctx.gradients if made_by == task]
+        ctx.gradients[:] = [(made_by, gradient) for made_by, gradient in ctx.gradients if made_by != task]
+        return None, sum(found[1:], found[0]) if found else None
 
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, history: _History, stub: Tensor, value: tuple[Tensor]) -> Tensor:
-        ctx.gradients, ctx.stub = history.gradients, stub.detach()
+    def forward(ctx: Any, history: _History, run: _Run, stub: Tensor, value: tuple[Tensor]) -> Tensor:
+        ctx.gradients, ctx.run, ctx.stub = history.gradients, run, stub.detach()
         return value[0].detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.gradients.append(gradients[0])
-        return None, ctx.stub, None
+        if not ctx.run.has_ended:
+            return None, None, None, None
+        ctx.gradients.append((torch._C._current_graph_task_id(), gradients[0]))
+        return None, None, ctx.stub, None
 
 
 def _fresh(leaves: Sequence[Any], run: _Run) -> list[Any]:
@@ -361,7 +368,7 @@ def _argument(value: Tensor, kept: _Kept, run: _Run, *, alone: bool) -> Tensor:
     if alone and (original := kept.unchanged()) is not None:
         return original
     if kept.history is not None:
-        return kept.history.joined(value)
+        return kept.history.joined(value, run)
     made = entry(value, kept.is_leaf)
     made.register_hook(run.refuse)  # type: ignore[no-untyped-call]
     return made
@@ -379,15 +386,20 @@ def _together(members: Sequence[_Kept]) -> list[Tensor]:
 
 
 @contextmanager
-def _gradients_aside(parameters: Sequence[Tensor]) -> Iterator[None]:
-    gradients = [parameter.grad for parameter in parameters]
+def _leaves_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Leaves without their gradients meanwhile, and without hooks of meanwhile afterwards."""
+    gradients = [leaf.grad for leaf in leaves]
+    first_hook = RemovableHandle.next_id
     try:
-        for parameter in parameters:
-            parameter.grad = None
+        for leaf in leaves:
+            leaf.grad = None
         yield
     finally:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            leaf.grad = gradient
+            for hooks in (leaf._backward_hooks or {}, leaf._post_accumulate_grad_hooks or {}):
+                for key in [key for key in hooks if key >= first_hook]:
+                    del hooks[key]
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 )
 
 from backhaul_runtime.dispatch_mode import DispatchMode
-from backhaul_runtime.layout import unsupported_reason
+from backhaul_runtime.layout import copy_exact, unsupported_reason
 from backhaul_runtime.op_rules import tensors_in
 from backhaul_runtime.recording import version_of
 from backhaul_runtime.storages import StorageLedger, storage_key
@@ -49,6 +49,7 @@ class Selection(DispatchMode):
         self._seen = StorageLedger()  # so that no storage takes the place of another
         self._chosen: dict[int, bool] = {}
         self._versions: list[tuple[Tensor, int]] = []
+        self._is_keeping = False
         self.is_mutated = False
 
     @classmethod
@@ -64,7 +65,7 @@ class Selection(DispatchMode):
         """Runs an op and asks the policy about it."""
         kwargs = kwargs or {}
         returned = op(*args, **kwargs)
-        if op in SAC_IGNORED_OPS:
+        if op in SAC_IGNORED_OPS or self._is_keeping:
             return returned
         context = SelectiveCheckpointContext(is_recompute=False)
         context.op_output = returned
@@ -90,10 +91,14 @@ class Selection(DispatchMode):
         if is_offloaded is None:
             return None
         kept = Kept(tensor.detach(), None if self._may_change else version_of(tensor))
-        if is_offloaded:
-            kept.offload()
-        if self._hooks is not None:
-            kept.pack(*self._hooks)
+        self._is_keeping = True  # what keeping takes is no op of the function's
+        try:
+            if is_offloaded:
+                kept.offload()
+            if self._hooks is not None:
+                kept.pack(*self._hooks)
+        finally:
+            self._is_keeping = False
         return kept
 
 
@@ -109,29 +114,32 @@ class Kept:
     Args:
         tensor: Detached.
         version: It must still have; None for any.
+
+    Attributes:
+        is_checked: Whether it must hold what autograd saved.
     """
 
     def __init__(self, tensor: Tensor, version: int | None) -> None:
         self._packed: Any = tensor
         self._version = version
+        self.is_checked = True
         self._unpacks: list[Callable[[Any], Tensor]] = []
-
-    @property
-    def is_checked(self) -> bool:
-        """Whether it must hold what autograd saved."""
-        return self._version is not None
 
     def offload(self) -> None:
         """Moves it to the host. A copy also where it is there already, so that the device's memory is free."""
         tensor: Tensor = self._packed
         host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        self._packed = host.copy_(tensor)
+        if host.stride() == tensor.stride() and not tensor.is_conj() and not tensor.is_neg():
+            host.copy_(tensor)
+        else:  # expanded, or with gaps: it comes back with the strides it had
+            host = copy_exact(tensor, device="cpu")
+        self._packed = host
         device = tensor.device
-        self._unpacks.append(lambda held: held.to(device))
+        self._unpacks.append(lambda held: held if held.device == device else copy_exact(held, device=device))
 
     def pack(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
         """Hands it to the hooks of somebody else, who may well give back another."""
-        self._version = None
+        self.is_checked = False
         self._packed = pack(self._packed)
         self._unpacks.append(unpack)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._C import _DisableTorchDispatch, _WeakTensorRef  # type: ignore[attr-defined]
 from torch._C._autograd import _get_sequence_nr, _top_saved_tensors_default_hooks
 from torch._ops import OpOverload
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
@@ -239,6 +240,8 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         if known.requires_grad != tensor.requires_grad:
             if known.requires_grad or tensor.grad_fn is None:
                 raise Refusal("requires_grad of a tensor was changed inside the function")
+            if isinstance(tensor.grad_fn, BackwardCFunction):
+                raise Refusal(f"the custom autograd function {tensor.grad_fn.name().removesuffix('Backward')}")
             known.requires_grad = True  # an op wrote something differentiable into a view of it
         return known.ref
 

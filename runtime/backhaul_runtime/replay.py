@@ -24,6 +24,7 @@ from backhaul_runtime.op_rules import (
     UNDEFINED_SAVES,
     UNWRITTEN_RESULTS,
     hides_write,
+    rules,
     tensors_in,
 )
 from backhaul_runtime.pinned import GivenValues
@@ -212,6 +213,8 @@ class Replay:
             args = [generator if isinstance(value, GeneratorRef) else value for value in args]
             kwargs = {name: generator if isinstance(v, GeneratorRef) else v for name, v in kwargs.items()}
         op = resolve(node.op)
+        if not rules(op).reads_values:  # torch's own bindings call these below autograd, which knows not all of them
+            args = [value.detach() if isinstance(value, Tensor) else value for value in args]
         self._packing.op = node.op
         read = tensors_in((args, list(kwargs.values()))) if node.op in UNDEFINED_SAVES else None
         self._packing.reads = None if read is None else read_digest(read)

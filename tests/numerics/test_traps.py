@@ -540,3 +540,61 @@ def test_values_that_a_worker_refuses_are_the_trainers_own_business(checkpoint: 
 
     same(case, checkpoint)
     assert session.report().fallbacks == 1
+
+
+@pytest.mark.parametrize("leaf", [True, False])
+def test_a_backward_inside_adds_to_an_argument_once(leaf: bool, checkpoint: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        x, h = inputs()
+
+        def fn(h: Tensor) -> Tensor:
+            h.sin().sum().backward(retain_graph=True)
+            return Rounded.apply(h.exp()) * h
+
+        checkpoint(fn, x if leaf else h).sum().backward()
+        return [x.grad]
+
+    same(case, checkpoint)
+
+
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_that_the_function_registers_is_there_once(hook: str, checkpoint: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        linear, (x, _) = nn.Linear(WIDTH, WIDTH), inputs()
+
+        def halve(leaf: Tensor) -> None:
+            assert leaf.grad is not None
+            leaf.grad.mul_(0.5)
+
+        def fn(h: Tensor) -> Tensor:
+            for leaf in (linear.weight, h):
+                getattr(leaf, hook)(halve if "post" in hook else lambda gradient: gradient * 0.5)
+            return linear(h).exp()
+
+        checkpoint(fn, x).sum().backward()
+        return [x.grad, linear.weight.grad]
+
+    same(case, checkpoint)
+
+
+def test_a_gradient_inside_over_what_was_written_to_is_an_error(checkpoint: Checkpoint) -> None:
+    def fn(x: Tensor) -> Tensor:
+        h = Rounded.apply(x * x) * 1
+        y = h.sin()
+        with torch.no_grad():
+            h.mul_(2)
+        return x + torch.autograd.grad(y.sum(), x)[0]
+
+    for call in (plainly, checkpoint):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            call(fn, inputs()[0])
+
+
+def test_a_like_op_that_autograd_does_not_know(checkpoint: Checkpoint, session: Session) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        x, h = inputs()
+        checkpoint(lambda h: h * torch.randint_like(h, 5), h).sum().backward()
+        return [x.grad]
+
+    same(case, checkpoint)
+    assert session.report().fallbacks == 0

@@ -124,6 +124,22 @@ def test_s20_nested_groups_are_torchs_error(checkpoint: Checkpoint) -> None:
         y.sum().backward()
 
 
+def test_s20_in_a_group_a_backward_may_be_tried_again(session: Session) -> None:
+    fails, (x, h) = [False, True, False], inputs()
+
+    def fn(h: Tensor) -> Tensor:
+        if fails.pop():
+            raise ValueError("once")
+        return TimesOne.apply(h).sin()
+
+    y = session.checkpoint(fn, h)
+    with GraphExecGroup():
+        with pytest.raises(ValueError, match="once"):
+            y.sum().backward(retain_graph=True)
+        y.sum().backward()
+    assert torch.equal(x.grad, h.detach().cos())
+
+
 def test_s20_overlapping_backwards_in_a_group_are_torchs_error(session: Session) -> None:
     said = []
     for call in (torch_checkpoint, session.checkpoint):

@@ -1,6 +1,7 @@
 """What a recomputation that goes another way is told, and what selective checkpointing keeps."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -283,13 +284,42 @@ def test_s37_unless_that_is_allowed(checkpoint: Checkpoint) -> None:
     same(case, checkpoint)
 
 
-def test_s37_what_has_no_storage_is_recomputed(checkpoint: Checkpoint) -> None:
+def test_s37_what_is_allowed_gives_no_wrong_gradient(checkpoint: Checkpoint) -> None:
+    def fn(x: Tensor) -> Tensor:
+        kept = x.sin()
+        y = kept.cos()
+        kept.mul_(2)
+        return y
+
+    y = checkpoint(fn, inputs()[0], context_fn=selective([SIN], allow_cache_entry_mutation=True))
+    with pytest.raises(CheckpointError, match="which a policy keeps"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.MUST_SAVE])
+def test_s37_everything_is_kept(policy: CheckpointPolicy, checkpoint: Checkpoint) -> None:
+    """Copying to the host is no write of the function's, and what is expanded comes back so."""
+
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        x, _ = inputs()
-        matrix = torch.eye(2).to_sparse()
-        options = {} if checkpoint is plainly else {"context_fn": selective(lambda *_, **__: True)}
-        checkpoint(lambda x: torch.sparse.mm(matrix * 2, x).sin().exp(), x, **options).sum().backward()
-        return [x.grad]
+        x, w = operands()
+        options = {} if checkpoint is plainly else {"context_fn": selective(lambda *_, **__: policy)}
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: torch.empty_like(t).copy_(t), lambda t: t)
+        with hooks if checkpoint is not plainly else nullcontext():
+            y = checkpoint(lambda x: products(x, w).sum().sin().expand(3, 4).exp(), x, **options)
+        z = checkpoint(lambda x: products(x, w).sum().sin().expand(3, 4).exp(), x, **options)
+        (y.sum() + z.sum()).backward()
+        return [x.grad, w.grad]
+
+    same(case, checkpoint)
+
+
+def test_s37_sparse_tensors_are_not_kept(checkpoint: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        matrix, (x, w) = torch.eye(WEIGHTS).to_sparse(), operands()
+        options = {"context_fn": selective(lambda *_, **__: CheckpointPolicy.MUST_SAVE)}
+        fn = lambda x: torch.sparse.mm(matrix * 2, x.sin() @ w).exp()  # noqa: E731
+        checkpoint(fn, x, **({} if checkpoint is plainly else options)).sum().backward()
+        return [x.grad, w.grad]
 
     same(case, checkpoint)
 
