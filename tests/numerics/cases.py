@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
+from support.calls import SAVES_BY_CUSTOM_FUNCTION
+
 WIDTH = 32
 Step = Callable[[Any, nn.Module], tuple[Tensor, Sequence[Tensor]]]
 
@@ -416,7 +418,11 @@ CASES = {
     "memory NumPy wrote": Case(blocks, written_by_numpy, local="no op wrote"),
     "alias by .data": Case(blocks, data_alias, local="alias"),
     "foreign hooks": Case(blocks, foreign_hooks, local="saved-tensor hooks"),
-    "torch's checkpoint inside": Case(blocks, torch_checkpoint_inside, local="saved-tensor hooks"),
+    "torch's checkpoint inside": Case(
+        blocks,
+        torch_checkpoint_inside,
+        local="_NoopSaveInputs" if SAVES_BY_CUSTOM_FUNCTION else "saved-tensor hooks",
+    ),
     "gradient inside": Case(blocks, gradient_inside, local="is not on the list"),
     "backward inside": Case(blocks, backward_inside, local="requires_grad"),
     "requires_grad inside": Case(blocks, toggled_gradient, local="requires_grad"),

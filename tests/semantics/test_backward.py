@@ -15,6 +15,7 @@ from backhaul import Decision, DoubleBackwardError, Session
 from backhaul._frame import Frame
 from support.bits import Checkpoint, differing, plainly
 from support.calls import (
+    SAVES_BY_CUSTOM_FUNCTION,
     WIDTH,
     Counted,
     TimesOne,
@@ -396,8 +397,8 @@ def test_s28_reverse_transforms_are_torchs_error(transform: str, checkpoint: Che
         with pytest.raises(RuntimeError) as caught:
             REVERSE[transform](lambda x, call=call: call(torch.sin, x))(torch.randn(3))
         said.append(str(caught.value))
-    assert "saved tensor hooks" in said[0]
-    assert said[0] == said[1]
+    assert "saved tensor hooks" in said[1]
+    assert said[0] == said[1] or SAVES_BY_CUSTOM_FUNCTION
 
 
 def dual(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -421,7 +422,8 @@ FORWARD: dict[str, Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Ten
 def test_s28_forward_transforms_run_fn_plainly(transform: str, checkpoint: Checkpoint, session: Session) -> None:
     x = torch.randn(3)
     expected = FORWARD[transform](sines)(x)
-    assert torch.equal(FORWARD[transform](lambda x: torch_checkpoint(sines, x))(x), expected)
+    if not SAVES_BY_CUSTOM_FUNCTION:
+        assert torch.equal(FORWARD[transform](lambda x: torch_checkpoint(sines, x))(x), expected)
     assert torch.equal(FORWARD[transform](lambda x: checkpoint(sines, x))(x), expected)
     assert session.report().segments == ()
 

@@ -223,9 +223,11 @@ def test_s37_the_policy_is_asked_about_each_op_in_forward_alone(checkpoint: Chec
         seen = asked[call] = []
 
         def policy(ctx: Any, op: Any, *args: Any, seen: list[str] = seen, **kwargs: Any) -> CheckpointPolicy:
-            assert not ctx.is_recompute
-            assert isinstance(ctx.op_output, Tensor)
-            seen.append(str(op))
+            if call is checkpoint:  # some of torch's own versions ask again in backward, and give no output
+                assert not ctx.is_recompute
+                assert isinstance(ctx.op_output, Tensor)
+            if not ctx.is_recompute:
+                seen.append(str(op))
             return CheckpointPolicy.MUST_SAVE if op is MM else CheckpointPolicy.PREFER_RECOMPUTE
 
         x, w = operands()
