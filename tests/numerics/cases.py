@@ -421,7 +421,7 @@ CASES = {
     "torch's checkpoint inside": Case(
         blocks,
         torch_checkpoint_inside,
-        local="_NoopSaveInputs" if SAVES_BY_CUSTOM_FUNCTION else "saved-tensor hooks",
+        local="requires_grad" if SAVES_BY_CUSTOM_FUNCTION else "saved-tensor hooks",
     ),
     "gradient inside": Case(blocks, gradient_inside, local="is not on the list"),
     "backward inside": Case(blocks, backward_inside, local="requires_grad"),

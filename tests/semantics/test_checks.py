@@ -222,7 +222,9 @@ def test_s37_the_policy_is_asked_about_each_op_in_forward_alone(checkpoint: Chec
     for call in (torch_checkpoint, checkpoint):
         seen = asked[call] = []
 
-        def policy(ctx: Any, op: Any, *args: Any, seen: list[str] = seen, **kwargs: Any) -> CheckpointPolicy:
+        def policy(
+            ctx: Any, op: Any, *args: Any, seen: Any = seen, call: Any = call, **kwargs: Any
+        ) -> CheckpointPolicy:
             if call is checkpoint:  # some of torch's own versions ask again in backward, and give no output
                 assert not ctx.is_recompute
                 assert isinstance(ctx.op_output, Tensor)
