@@ -20,7 +20,6 @@ from torch import Tensor
 from torch._C import _DisableTorchDispatch, _WeakTensorRef  # type: ignore[attr-defined]
 from torch._C._autograd import _get_sequence_nr, _top_saved_tensors_default_hooks
 from torch._ops import OpOverload
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
@@ -45,6 +44,7 @@ from backhaul_runtime.recording import RecordedSource, Recording, SavedTensor, v
 from backhaul_runtime.sketch import sketches
 from backhaul_runtime.storages import StorageLedger, storage_key
 from backhaul_runtime.trace import described
+from backhaul_runtime.uses import is_custom
 
 Hold = Callable[[Tensor, Layout, bytes], Tensor]
 """Given a tensor, its layout and its address, returns a copy to keep."""
@@ -240,7 +240,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         if known.requires_grad != tensor.requires_grad:
             if known.requires_grad or tensor.grad_fn is None:
                 raise Refusal("requires_grad of a tensor was changed inside the function")
-            if isinstance(tensor.grad_fn, BackwardCFunction):
+            if tensor.grad_fn is not None and is_custom(tensor.grad_fn):
                 raise Refusal(f"the custom autograd function {tensor.grad_fn.name().removesuffix('Backward')}")
             known.requires_grad = True  # an op wrote something differentiable into a view of it
         return known.ref

@@ -52,7 +52,7 @@ def find_uses(
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(node, BackwardCFunction) or type(node).__name__ == "CppFunction":
+        if is_custom(node):
             raise Refusal(f"the custom autograd function {node.name().removesuffix('Backward')}")
         for index, (following, output_nr) in enumerate(node.next_functions):
             if following is None:
@@ -67,6 +67,11 @@ def find_uses(
     for found in uses:
         found.sort(key=lambda use: (-use.node._sequence_nr(), use.input_index))
     return uses
+
+
+def is_custom(node: Node | None) -> bool:
+    """Whether a node is a custom function's, which no op makes."""
+    return isinstance(node, BackwardCFunction) or type(node).__name__ == "CppFunction"
 
 
 def _is_cached_cast(node: Node, targets: Mapping[Target, int]) -> bool:

@@ -577,6 +577,24 @@ def test_a_hook_that_the_function_registers_is_there_once(hook: str, checkpoint:
     same(case, checkpoint)
 
 
+@pytest.mark.parametrize("create_graph", [True, False])
+def test_a_gradient_inside_through_a_custom_function_that_saves_nothing(
+    create_graph: bool, checkpoint: Checkpoint
+) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        x, h = inputs()
+
+        def fn(h: Tensor) -> Tensor:
+            y = Rounded.apply(h * h * 3).sin()
+            (gradient,) = torch.autograd.grad(y.sum(), h, create_graph=create_graph)
+            return h.sin() * gradient
+
+        checkpoint(fn, h).sum().backward()
+        return [x.grad]
+
+    same(case, checkpoint)
+
+
 def test_a_gradient_inside_over_what_was_written_to_is_an_error(checkpoint: Checkpoint) -> None:
     def fn(x: Tensor) -> Tensor:
         h = Rounded.apply(x * x) * 1
