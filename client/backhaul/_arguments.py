@@ -120,6 +120,6 @@ class Decorated:
         return self._checkpoint(self._function, *args, **self._options, **kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> "Self | Decorated":
-        if instance is None or not hasattr(self._function, "__get__"):
-            return self
-        return Decorated(self._function.__get__(instance, owner), self._checkpoint, self._options)
+        get = getattr(self._function, "__get__", None)
+        bound = self._function if get is None else get(instance, owner)
+        return self if bound is self._function else Decorated(bound, self._checkpoint, self._options)

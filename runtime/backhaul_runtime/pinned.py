@@ -43,6 +43,31 @@ GATHERED = _BY_DIM | _POOLS.keys()
 """Ops below autograd that return values and the places they were taken from."""
 
 
+DECIDE_IN_BACKWARD = frozenset(
+    {
+        *("amax.default", "amin.default", "aminmax.default", "max.default", "min.default", "max.other", "min.other"),
+        *("maximum.default", "minimum.default", "fmax.default", "fmin.default", "clamp.default", "clamp.Tensor"),
+        *("clamp_.default", "clamp_.Tensor", "clamp_min.default", "clamp_min.Tensor", "clamp_min_.default"),
+        *(
+            "clamp_max.default",
+            "clamp_max.Tensor",
+            "clamp_max_.default",
+            "clip.default",
+            "clip.Tensor",
+            "clip_.default",
+        ),
+        *("hardtanh.default", "hardtanh_.default", "relu6.default", "relu6_.default", "hardswish.default"),
+        *("hardswish_.default", "hardsigmoid.default", "hardsigmoid_.default", "threshold.default"),
+        *("threshold_.default", "l1_loss.default", "cdist.default", "margin_ranking_loss.default"),
+        *("multi_margin_loss.default", "renorm.default", "renorm_.default", "scatter_reduce.two"),
+        *("scatter_reduce_.two", "index_reduce.default", "index_reduce_.default", "linalg_vector_norm.default"),
+        *("linalg_norm.default", "norm.Scalar", "grid_sampler.default"),
+    }
+)
+"""Ops of aten whose backward compares numbers that may well be equal: extremes that tie, values that lie on a bound.
+Rounding would turn them, and no forward result shows which way they went."""
+
+
 def decides(tensor: Tensor) -> bool:
     """Whether a tensor's dtype is one of choices rather than of numbers."""
     return not tensor.is_floating_point() and not tensor.is_complex()

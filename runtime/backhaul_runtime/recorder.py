@@ -37,7 +37,7 @@ from backhaul_runtime.op_rules import (
     tensors_in,
     written_tensors,
 )
-from backhaul_runtime.pinned import GATHERED, NotedDraws, decides, is_binary, pack_bits
+from backhaul_runtime.pinned import DECIDE_IN_BACKWARD, GATHERED, NotedDraws, decides, is_binary, pack_bits
 from backhaul_runtime.pre_dispatch import PreDispatchMode
 from backhaul_runtime.program import GeneratorRef, Given, Node, Program, Ref, ResultRef, Source, SourceRef
 from backhaul_runtime.recording import RecordedSource, Recording, SavedTensor, version_of
@@ -196,6 +196,8 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             self._state = state, self._states.setdefault(state, len(self._states))
         if op_rules.reads_values and self._unwritten:
             self._check_reads(op_rules, args, kwargs)
+        if self.recording.is_pinned:
+            self._check_backward(op_rules, args, kwargs)
         draws = op_rules.draws and not self.recording.is_pinned
         generator_state = self._generator_state(args, kwargs) if draws else None
         node = Node(
@@ -211,6 +213,12 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         if generator_state is not None:
             self.recording.generator_states.append(generator_state)
         return node
+
+    def _check_backward(self, op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if op_rules.name.removeprefix("aten.") not in DECIDE_IN_BACKWARD:
+            return
+        if any(tensor.requires_grad for tensor in tensors_in((args, tuple(kwargs.values())))):
+            raise Refusal(f"the backward of {op_rules.name} compares numbers that other hardware rounds otherwise")
 
     def _note_outside(self, op_rules: OpRules, args: tuple[Any, ...]) -> None:
         """Rule 3."""

@@ -262,6 +262,29 @@ def test_draws_that_can_not_be_told_stay_here() -> None:
     assert "can't be told to a worker of other hardware" in reason
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda h: h.amax(-1),
+        lambda h: h.max(),
+        lambda h: torch.maximum(h, h.flip(0)),
+        lambda h: h.clamp(-1, 1),
+        F.hardtanh,
+        lambda h: F.l1_loss(h, torch.ones_like(h)),
+        lambda h: torch.linalg.vector_norm(h, float("inf"), dim=-1),
+    ],
+)
+def test_ties_that_backward_decides_stay_here(fn: Callable[[Tensor], Tensor], perturbed: WorkerProcess) -> None:
+    x = torch.randint(-2, 3, (6, 8)).float().requires_grad_()
+    weight = torch.eye(8)
+    (expected,) = torch.autograd.grad(fn(F.linear(x, weight)).square().sum(), x)
+    with backhaul.connect(perturbed.address, silence_s=QUIET_S) as session:
+        y = session.checkpoint(lambda x: fn(F.linear(x, weight)), x)
+        assert torch.equal(torch.autograd.grad(y.square().sum(), x)[0], expected)
+        (reason,) = session.report().segments[0].reasons
+    assert "compares numbers" in reason
+
+
 def test_more_than_rounding_is_refused() -> None:
     """A worker that is far off is not believed, and its trainer has the right gradient all the same."""
 
