@@ -180,11 +180,11 @@ class Call:
             saved.append(Saved(len(saved), tensor))
             return saved[-1]
 
-        was_active, nesting.active = nesting.active, True
         run = _Run()
         args, kwargs = pytree.tree_unflatten(_fresh(self.leaves, run), self.spec)
         arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         leaves = [tensor for tensor in arguments if tensor.is_leaf and tensor.requires_grad]
+        was_active, nesting.active = nesting.active, True
         try:
             with (
                 isolated(list(self.generator_states)),
@@ -262,7 +262,10 @@ class _Kept:
     def unchanged(self) -> Tensor | None:
         """The original, if it is there and holds what it held."""
         found = self.original()
-        return found if found is not None and address_of(found) == address_of(self.value) else None
+        with suppress(UnsupportedTensorError):  # its memory was freed
+            if found is not None and address_of(found) == address_of(self.value):
+                return found
+        return None
 
 
 def _kept(tensor: Tensor, source: RecordedSource | None, recording: Recording) -> Any:

@@ -44,8 +44,7 @@ class _Side:
         self.link = link
         self.uploader = Uploader(link, inflight_bytes)
         self.segments: dict[int, weakref.ref[SavedSegment]] = {}
-        self.compared: tuple[int, str] | None = None
-        self.differences: Mapping[str, tuple[str, str]] = {}
+        self.differences: dict[tuple[int, str], Mapping[str, tuple[str, str]]] = {}  # by generation and kind of device
 
     def upcoming(self, segment: int) -> list[int]:
         """The segment that backward reaches after this one: the last saved before it that is still there."""
@@ -260,17 +259,18 @@ class Session:
 
     def _differences(self, side: _Side, generation: Generation, device: str) -> Mapping[str, tuple[str, str]]:
         """What makes a worker compute other bits than a device here, said once in the log; empty if nothing does."""
-        if side.compared != (generation.number, device):
-            side.compared = generation.number, device
-            side.differences = differences(fingerprint(torch.device(device)), generation.fingerprint)
-            if side.differences and not side.differences.keys() & DECISIVE and self.config.numerics != "exact":
+        key = generation.number, device
+        found = side.differences.get(key)
+        if found is None:
+            found = side.differences[key] = differences(fingerprint(torch.device(device)), generation.fingerprint)
+            if found and not found.keys() & DECISIVE and self.config.numerics != "exact":
                 logger.warning(
                     "worker %s computes other bits than this trainer: %s. What it recomputes is compared within "
                     'tolerances; numerics="exact" keeps such segments on the trainer',
                     side.link.name,
-                    _in_words(side.differences),
+                    _in_words(found),
                 )
-        return side.differences
+        return found
 
     def _backward_reached(self, side: _Side, number: int) -> list[int]:
         with self._lock:

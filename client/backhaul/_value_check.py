@@ -50,7 +50,8 @@ def check_recomputed(name: str, saved: Sequence[SavedTensor], found: Recomputed)
     if not found.sketches:
         check_values(name, _WORKER, saved, found.digests)
         return 0.0
-    check_count(name, _WORKER, saved, len(found.digests))
+    for given in (found.digests, found.sketches):
+        check_count(name, _WORKER, saved, len(given))
     different = [i for i, digest in enumerate(found.digests) if digest != saved[i].digest]
     drifts = {i: drift(saved[i].sketch, found.sketches[i]) if saved[i].sketch else math.inf for i in different}
     off = [i for i, value in drifts.items() if value > tolerance(saved[i].layout.dtype)]

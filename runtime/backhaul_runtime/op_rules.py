@@ -49,6 +49,66 @@ UNDEFINED_SAVES = frozenset(
 """Ops that save workspaces with undefined bytes. For all they save, the value check takes what they read."""
 
 
+DECIDE_IN_BACKWARD = frozenset(
+    f"aten.{op}"
+    for op in [
+        "amax.default",
+        "amin.default",
+        "aminmax.default",
+        "max.default",
+        "min.default",
+        "max.other",
+        "min.other",
+        "maximum.default",
+        "minimum.default",
+        "fmax.default",
+        "fmin.default",
+        "clamp.default",
+        "clamp.Tensor",
+        "clamp_.default",
+        "clamp_.Tensor",
+        "clip.default",
+        "clip.Tensor",
+        "clip_.default",
+        "clip_.Tensor",
+        "clamp_min.default",
+        "clamp_min.Tensor",
+        "clamp_min_.default",
+        "clamp_min_.Tensor",
+        "clamp_max.default",
+        "clamp_max.Tensor",
+        "clamp_max_.default",
+        "clamp_max_.Tensor",
+        "hardtanh.default",
+        "hardtanh_.default",
+        "relu6.default",
+        "relu6_.default",
+        "hardswish.default",
+        "hardswish_.default",
+        "hardsigmoid.default",
+        "hardsigmoid_.default",
+        "threshold.default",
+        "threshold_.default",
+        "l1_loss.default",
+        "cdist.default",
+        "margin_ranking_loss.default",
+        "multi_margin_loss.default",
+        "scatter_reduce.two",
+        "scatter_reduce_.two",
+        "index_reduce.default",
+        "index_reduce_.default",
+        "renorm.default",
+        "renorm_.default",
+        "linalg_vector_norm.default",
+        "linalg_norm.default",
+        "norm.Scalar",
+        "grid_sampler.default",
+    ]
+)
+"""Ops whose backward compares numbers that may well be equal: extremes that tie, values that lie on a bound. Rounding
+would turn them, and no result of forward shows which way they went."""
+
+
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in an argument or a result of an op, in order."""
     if isinstance(value, Tensor):

@@ -20,7 +20,9 @@ from torch._ops import OpOverload
 from backhaul_runtime.dispatch_mode import DispatchMode
 from backhaul_runtime.errors import Refusal, ReplayError
 from backhaul_runtime.layout import copy_exact
-from backhaul_runtime.op_rules import tensors_in
+from backhaul_runtime.op_rules import DECIDE_IN_BACKWARD, UNDEFINED_SAVES, OpRules, rules, tensors_in
+from backhaul_runtime.sketch import sketches
+from backhaul_runtime.storages import storage_key
 
 DRAWN_RESULTS = frozenset(
     {
@@ -41,31 +43,6 @@ _POOLS = {
 }
 GATHERED = _BY_DIM | _POOLS.keys()
 """Ops below autograd that return values and the places they were taken from."""
-
-
-DECIDE_IN_BACKWARD = frozenset(
-    {
-        *("amax.default", "amin.default", "aminmax.default", "max.default", "min.default", "max.other", "min.other"),
-        *("maximum.default", "minimum.default", "fmax.default", "fmin.default", "clamp.default", "clamp.Tensor"),
-        *("clamp_.default", "clamp_.Tensor", "clamp_min.default", "clamp_min.Tensor", "clamp_min_.default"),
-        *(
-            "clamp_max.default",
-            "clamp_max.Tensor",
-            "clamp_max_.default",
-            "clip.default",
-            "clip.Tensor",
-            "clip_.default",
-        ),
-        *("hardtanh.default", "hardtanh_.default", "relu6.default", "relu6_.default", "hardswish.default"),
-        *("hardswish_.default", "hardsigmoid.default", "hardsigmoid_.default", "threshold.default"),
-        *("threshold_.default", "l1_loss.default", "cdist.default", "margin_ranking_loss.default"),
-        *("multi_margin_loss.default", "renorm.default", "renorm_.default", "scatter_reduce.two"),
-        *("scatter_reduce_.two", "index_reduce.default", "index_reduce_.default", "linalg_vector_norm.default"),
-        *("linalg_norm.default", "norm.Scalar", "grid_sampler.default"),
-    }
-)
-"""Ops of aten whose backward compares numbers that may well be equal: extremes that tie, values that lie on a bound.
-Rounding would turn them, and no forward result shows which way they went."""
 
 
 def decides(tensor: Tensor) -> bool:
@@ -133,9 +110,65 @@ class NotedDraws(DispatchMode):
         returned = op(*args, **kwargs)
         try:
             self.drawn += [tensor.clone() for tensor in _drawn(op, args, kwargs, returned)]
-        except Refusal as refusal:
-            self.refusal = refusal
+        except Exception as error:  # it runs in the user's own forward
+            self.refusal = Refusal.of(error)
         return returned
+
+
+class Pins:
+    """What a recorder notes of each op for a replay on other hardware. Called around ops, in order."""
+
+    def __init__(self) -> None:
+        self._hidden: list[Tensor] = []  # decisions that autograd saves and the op may not return
+        self._reads: tuple[float, ...] = ()
+
+    def begin(self, op_rules: OpRules, read: Sequence[Tensor]) -> None:
+        """Before an op that reads these tensors.
+
+        Raises:
+            Refusal: Its backward decides something that can't be given to a replay.
+        """
+        self._hidden.clear()
+        self._reads = sketches(read) if op_rules.name in UNDEFINED_SAVES else ()
+        if op_rules.name in DECIDE_IN_BACKWARD and any(tensor.requires_grad for tensor in read):
+            raise Refusal(f"the backward of {op_rules.name} compares numbers that other hardware rounds otherwise")
+
+    def saved(self, tensor: Tensor, *, is_hidden: bool, is_undefined: bool, is_fixed: bool) -> tuple[float, ...]:
+        """The sketch of a tensor that autograd saves, empty where it has to be equal to the bit.
+
+        Args:
+            tensor: Saved by the op that runs.
+            is_hidden: In memory of its own.
+            is_undefined: Of undefined bytes, so that what the op read stands for it.
+            is_fixed: Part of a source that nobody writes to.
+        """
+        if is_undefined:
+            return self._reads
+        if is_hidden and decides(tensor):
+            self._hidden.append(tensor.detach())
+        return () if is_fixed else sketches([tensor])
+
+    def noted(
+        self, op: OpOverload, read: Sequence[Tensor], results: Sequence[Tensor], draws: NotedDraws | None
+    ) -> list[Tensor]:
+        """Draws and decisions of an op that has run, in order.
+
+        Raises:
+            Refusal: They can't be told from what is known of it.
+        """
+        if draws is not None:
+            if draws.refusal is not None:
+                raise draws.refusal
+            return draws.drawn
+        if not rules(op).reads_values or all(map(decides, read)):
+            return []
+        inputs = {storage_key(tensor) for tensor in read if not tensor.is_sparse}
+        decided = [result for result in results if decides(result) and storage_key(result) not in inputs]
+        visible = {storage_key(result) for result in decided}
+        decided += [tensor for tensor in self._hidden if storage_key(tensor) not in visible]
+        if visible and len(decided) < len(results) and _base(op) not in GATHERED:
+            raise Refusal(f"what {op} decides can't be told to a worker of other hardware")
+        return decided
 
 
 class GivenValues(DispatchMode):

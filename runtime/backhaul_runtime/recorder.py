@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,15 +37,15 @@ from backhaul_runtime.op_rules import (
     tensors_in,
     written_tensors,
 )
-from backhaul_runtime.pinned import DECIDE_IN_BACKWARD, GATHERED, NotedDraws, decides, is_binary, pack_bits
+from backhaul_runtime.pinned import NotedDraws, Pins, is_binary, pack_bits
 from backhaul_runtime.pre_dispatch import PreDispatchMode
 from backhaul_runtime.program import GeneratorRef, Given, Node, Program, Ref, ResultRef, Source, SourceRef
 from backhaul_runtime.recording import RecordedSource, Recording, SavedTensor, version_of
-from backhaul_runtime.sketch import sketches
 from backhaul_runtime.storages import StorageLedger, storage_key
 from backhaul_runtime.trace import described
 from backhaul_runtime.uses import is_custom
 
+T = TypeVar("T")
 Hold = Callable[[Tensor, Layout, bytes], Tensor]
 """Given a tensor, its layout and its address, returns a copy to keep."""
 
@@ -110,13 +110,12 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         self._unwritten: set[int] = set()
         self._op = ""
         self._reads: bytes | None = None
-        self._reads_sketch: tuple[float, ...] = ()
         self._cleared = ambient.cleared_casts()
         self._contents: dict[tuple[Any, ...], bytes] = {}
         self._hidden = StorageLedger()
         self._hidden_bytes: dict[int, int] = {}  # of storages that autograd saves and no op returns
         self._saving_nodes = 0  # up to the last that saved something
-        self._decisions: list[Tensor] = []  # that the op which runs saves and may not return
+        self._pins = Pins() if pins else None
         self.first_sequence = _get_sequence_nr()
         self._first_hook = RemovableHandle.next_id
 
@@ -128,14 +127,14 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         """Runs the op, noting it before and after."""
         with _DisableTorchDispatch():  # what we ask of tensors is not the business of modes below us
             node = self._before(op, args, kwargs)
-        noted = NotedDraws() if node is not None and self.recording.is_pinned and rules(op).draws else None
+        draws = NotedDraws() if node is not None and self._pins is not None and rules(op).draws else None
         try:
-            with noted or nullcontext():
+            with draws or nullcontext():
                 returned = op(*args, **kwargs)
         finally:
-            self._op, self._reads, self._reads_sketch = "", None, ()
+            self._op, self._reads = "", None
         with _DisableTorchDispatch():
-            self._after(op, node, args, kwargs, returned, noted)
+            self._guarded(self._after, op, node, args, kwargs, returned, draws)
         if self.trace is not None:
             self.trace.append(described(op, args, kwargs, returned))
         return returned
@@ -156,30 +155,31 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             self.recording.refusal = reason
 
     def _before(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node | None:
-        try:
-            op_rules = rules(op)
-            self._op = op_rules.name
-            self._contents.clear()
-            self._decisions.clear()
-            undefined = op_rules.name in UNDEFINED_SAVES
-            if undefined:
-                read = tensors_in((args, tuple(kwargs.values())))
-                self._reads = read_digest(read)
-                self._reads_sketch = sketches(read) if self.recording.is_pinned else ()
-            node = None
-            if self.recording.refusal is not None:
-                self._note_outside(op_rules, args)
-            elif op_rules.leaves_traces:
-                node = self._node(op_rules, args, kwargs)
-        except Exception as error:  # Rule 2
-            self.refuse(Refusal.of(error).reason)
-            node = None
-        try:
-            for tensor in written_tensors(op_rules, args, kwargs):
-                self._save_before_write(tensor)
-        except Exception as error:  # Rule 2
-            self.refuse(Refusal.of(error).reason)
+        node = self._guarded(self._begin, op, args, kwargs)
+        if self.recording.refusal is not None:
+            self._guarded(self._note_outside, op, args)
+        self._guarded(self._save_before_writes, op, args, kwargs)
         return node
+
+    def _guarded(self, step: Callable[..., T], *args: Any) -> T | None:
+        """Rule 2."""
+        try:
+            return step(*args)
+        except Exception as error:
+            self.refuse(Refusal.of(error).reason)
+            return None
+
+    def _begin(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node | None:
+        op_rules = rules(op)
+        self._op = op_rules.name
+        self._contents.clear()
+        if op_rules.name in UNDEFINED_SAVES:
+            self._reads = read_digest(tensors_in((args, tuple(kwargs.values()))))
+        if self.recording.refusal is not None:
+            return None
+        if self._pins is not None:
+            self._pins.begin(op_rules, tensors_in((args, tuple(kwargs.values()))))
+        return self._node(op_rules, args, kwargs) if op_rules.leaves_traces else None
 
     def _node(self, op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         if op_rules.name not in self._allowed:
@@ -196,9 +196,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             self._state = state, self._states.setdefault(state, len(self._states))
         if op_rules.reads_values and self._unwritten:
             self._check_reads(op_rules, args, kwargs)
-        if self.recording.is_pinned:
-            self._check_backward(op_rules, args, kwargs)
-        draws = op_rules.draws and not self.recording.is_pinned
+        draws = op_rules.draws and self._pins is None
         generator_state = self._generator_state(args, kwargs) if draws else None
         node = Node(
             op=op_rules.name,
@@ -214,14 +212,9 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             self.recording.generator_states.append(generator_state)
         return node
 
-    def _check_backward(self, op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if op_rules.name.removeprefix("aten.") not in DECIDE_IN_BACKWARD:
-            return
-        if any(tensor.requires_grad for tensor in tensors_in((args, tuple(kwargs.values())))):
-            raise Refusal(f"the backward of {op_rules.name} compares numbers that other hardware rounds otherwise")
-
-    def _note_outside(self, op_rules: OpRules, args: tuple[Any, ...]) -> None:
+    def _note_outside(self, op: OpOverload, args: tuple[Any, ...]) -> None:
         """Rule 3."""
+        op_rules = rules(op)
         for position, value in enumerate(args):
             for tensor in tensors_in(value):
                 wanted = position in op_rules.views or (tensor.requires_grad and tensor.is_leaf)
@@ -236,7 +229,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(value, (list, tuple)):
             return tuple([self._argument(item) for item in value])
         if isinstance(value, torch.Generator):
-            return None if self.recording.is_pinned else GeneratorRef()
+            return GeneratorRef() if self._pins is None else None  # its draws are given
         raise Refusal(f"an argument of type {type(value).__name__} to {self._op}")
 
     def _ref(self, tensor: Tensor) -> Ref:
@@ -248,7 +241,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         if known.requires_grad != tensor.requires_grad:
             if known.requires_grad or tensor.grad_fn is None:
                 raise Refusal("requires_grad of a tensor was changed inside the function")
-            if tensor.grad_fn is not None and is_custom(tensor.grad_fn):
+            if is_custom(tensor.grad_fn):
                 raise Refusal(f"the custom autograd function {tensor.grad_fn.name().removesuffix('Backward')}")
             known.requires_grad = True  # an op wrote something differentiable into a view of it
         return known.ref
@@ -316,6 +309,10 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         generator = generator or default_generator(drawing_device(args, kwargs))
         return generator.get_state().numpy().tobytes()
 
+    def _save_before_writes(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for tensor in written_tensors(rules(op), args, kwargs):
+            self._save_before_write(tensor)
+
     def _save_before_write(self, tensor: Tensor) -> None:
         reason = unsupported_reason(tensor)
         if tensor.layout is not torch.strided or (reason and tensor not in self._interior):
@@ -350,51 +347,26 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         returned: Any,
-        noted: NotedDraws | None,
+        draws: NotedDraws | None,
     ) -> None:
-        try:
-            results = tensors_in(returned)
-            sizes = [0 if storage_key(r) in self._source_storages else self._interior.add(r) for r in results]
-            for result in results:
-                self._hidden_bytes.pop(storage_key(result), None)
-            if node is None or self.recording.refusal:
-                return
-            for output, result in enumerate(results):
-                if result._cdata not in self._known:
-                    self._know(result, ResultRef(len(self._nodes), output))
-            for tensor in (*results, *written_tensors(rules(op), args, kwargs)):
-                self._know(tensor, self._known[tensor._cdata].ref)
-            if node.op in UNWRITTEN_RESULTS:
-                self._unwritten.update(storage_key(result) for result in results if result.numel())
-            node.result_bytes = tuple(sizes)
-            if self.recording.is_pinned:
-                node.given = self._given(op, args, kwargs, results, noted)
-            self._nodes.append(node)
-        except Exception as error:  # Rule 2
-            self.refuse(Refusal.of(error).reason)
-
-    def _given(
-        self,
-        op: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        results: Sequence[Tensor],
-        noted: NotedDraws | None,
-    ) -> tuple[Given, ...]:
-        if noted is not None:
-            if noted.refusal is not None:
-                raise noted.refusal
-            return tuple(map(self._give, noted.drawn))
-        read = tensors_in((args, tuple(kwargs.values())))
-        if not rules(op).reads_values or all(map(decides, read)):
-            return ()
-        inputs = {storage_key(tensor) for tensor in read if not tensor.is_sparse}
-        decided = [result for result in results if decides(result) and storage_key(result) not in inputs]
-        visible = {storage_key(result) for result in decided}
-        decided += [tensor for tensor in self._decisions if storage_key(tensor) not in visible]
-        if visible and len(decided) < len(results) and op._schema.name.partition("::")[2] not in GATHERED:
-            raise Refusal(f"what {op} decides can't be told to a worker of other hardware")
-        return tuple(map(self._give, decided))
+        results = tensors_in(returned)
+        sizes = [0 if storage_key(r) in self._source_storages else self._interior.add(r) for r in results]
+        for result in results:
+            self._hidden_bytes.pop(storage_key(result), None)
+        if node is None or self.recording.refusal:
+            return
+        for output, result in enumerate(results):
+            if result._cdata not in self._known:
+                self._know(result, ResultRef(len(self._nodes), output))
+        for tensor in (*results, *written_tensors(rules(op), args, kwargs)):
+            self._know(tensor, self._known[tensor._cdata].ref)
+        if node.op in UNWRITTEN_RESULTS:
+            self._unwritten.update(storage_key(result) for result in results if result.numel())
+        node.result_bytes = tuple(sizes)
+        if self._pins is not None:
+            noted = self._pins.noted(op, tensors_in((args, tuple(kwargs.values()))), results, draws)
+            node.given = tuple(map(self._give, noted))
+        self._nodes.append(node)
 
     def _give(self, tensor: Tensor) -> Given:
         """Makes a copy of a draw or decision a source."""
@@ -436,25 +408,19 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             raise Refusal(f"autograd saves a {error.fields['reason']}") from None
         content = self._content(tensor, layout) if self._reads is None else self._reads
         sources = self._source_storages.get(storage_key(tensor), [-1])
-        if sources[0] < 0 and tensor not in self._interior and tensor not in self._hidden:
+        is_hidden = sources[0] < 0 and tensor not in self._interior and tensor not in self._hidden
+        if is_hidden:
             self._hidden_bytes[storage_key(tensor)] = self._hidden.add(tensor)
-            if self.recording.is_pinned and decides(tensor) and self._reads is None:
-                self._decisions.append(tensor.detach())
         self._saving_nodes = len(self._nodes) + 1
         digest, offset = saved_digest(layout, content), int(tensor.storage_offset())
-        self.recording.saved.append(
-            SavedTensor(
-                digest, self._op, layout, sources[0], offset, self._reads is not None, self._sketch(tensor, sources[0])
-            )
-        )
-
-    def _sketch(self, tensor: Tensor, source: int) -> tuple[float, ...]:
-        if self._reads is not None:
-            return self._reads_sketch
-        if not self.recording.is_pinned or (source >= 0 and not self.recording.sources[source].is_written):
-            return ()
-        with torch._C._DisablePythonDispatcher(), _DisableTorchDispatch():
-            return sketches([tensor])
+        saved = SavedTensor(digest, self._op, layout, sources[0], offset, self._reads is not None)
+        if self._pins is not None:
+            is_fixed = sources[0] >= 0 and not self.recording.sources[sources[0]].is_written
+            with torch._C._DisablePythonDispatcher(), _DisableTorchDispatch():
+                saved.sketch = self._pins.saved(
+                    tensor, is_hidden=is_hidden, is_undefined=saved.is_undefined, is_fixed=is_fixed
+                )
+        self.recording.saved.append(saved)
 
     def ref_of(self, tensor: Tensor) -> Ref | None:
         """Where a tensor came from, None for one that no op gave or took."""

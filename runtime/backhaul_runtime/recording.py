@@ -41,7 +41,7 @@ class RecordedSource:
 
 @dataclass(slots=True)
 class SavedTensor:
-    """What is kept of a tensor that autograd saved. Nobody changes it.
+    """What is kept of a tensor that autograd saved. Nobody changes it once it is noted.
 
     Attributes:
         digest: Of its layout and values, or see `is_undefined`; empty for a kind of tensor that has no bytes.

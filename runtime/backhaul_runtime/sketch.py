@@ -8,7 +8,7 @@ differences estimates |e|, and divided by the norm it is the drift.
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ def _sums(values: Tensor, first_block: int) -> Tensor:
     return torch.cat([values.new_zeros(1), values.dot(values).view(1), projections])
 
 
-@cache
+@lru_cache(maxsize=1 << 10)
 def _signs(first: int, count: int, device: str) -> Tensor:
     """Signs [count, PROJECTIONS], the same on every machine: bits of a multiplicative hash of the row."""
     rows = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device=device)
@@ -90,10 +90,10 @@ def drift(ours: Sequence[float], theirs: Sequence[float]) -> float:
     for start in range(0, len(ours), SIZE):
         count, norm, *projections = ours[start : start + SIZE]
         other_count, other_norm, *others = theirs[start : start + SIZE]
-        if count != other_count or not math.isfinite(other_norm):
-            return math.inf
         differences = [a - b for a, b in zip(projections, others, strict=True)] + [norm - other_norm]
         distance = math.sqrt(sum(d * d for d in differences) / PROJECTIONS)
+        if count != other_count or not math.isfinite(distance):
+            return math.inf
         if distance:
             found = max(found, distance / norm if norm else math.inf)
     return found

@@ -311,7 +311,7 @@ def test_a_call_before_the_worker_changed_is_not_sent(session: Session) -> None:
     x = torch.randn(4, requires_grad=True)
 
     def fn(h: Tensor) -> Tensor:
-        side.compared, side.differences = (generation.number, "cpu"), {"cpu": ("one", "another")}
+        side.differences[generation.number, "cpu"] = {"cpu": ("one", "another")}
         return h.sin()
 
     session.checkpoint(fn, x).sum().backward()
@@ -329,3 +329,15 @@ def test_error_names_drift_and_what_is_allowed() -> None:
     saved = SavedTensor(bytes(16), "aten.sin.default", layout_of(x), -1, 0, False, sketch(x))
     with pytest.raises(CheckpointError, match=r"drift .*, allowed 1e-04"):
         check_recomputed("fn", [saved], Recomputed([bytes(15) + b"x"], [sketch(y)]))
+
+
+def test_a_worker_that_sketches_less_than_it_saved_is_refused() -> None:
+    from backhaul._value_check import Recomputed, check_recomputed
+    from backhaul_runtime.layout import layout_of
+    from backhaul_runtime.recording import SavedTensor
+    from backhaul_runtime.sketch import sketch
+
+    x = torch.randn(100)
+    saved = [SavedTensor(bytes(16), "aten.sin.default", layout_of(x), -1, 0, False, sketch(x))] * 2
+    with pytest.raises(CheckpointError):
+        check_recomputed("fn", saved, Recomputed([b"x" * 16] * 2, [sketch(x)]))

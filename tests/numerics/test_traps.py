@@ -542,6 +542,22 @@ def test_values_that_a_worker_refuses_are_the_trainers_own_business(checkpoint: 
     assert session.report().fallbacks == 1
 
 
+def test_a_leaf_that_only_the_refused_op_uses(checkpoint: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        x, h = inputs()
+        w = torch.randn(WIDTH, requires_grad=True)
+
+        def fn(h: Tensor) -> Tensor:
+            (doubled,) = torch._foreach_mul([w], 2.0)  # on no list
+            doubled.square().sum().backward()
+            return h * doubled.detach()
+
+        checkpoint(fn, h).sum().backward()
+        return [x.grad, w.grad]
+
+    same(case, checkpoint)
+
+
 @pytest.mark.parametrize("leaf", [True, False])
 def test_a_backward_inside_adds_to_an_argument_once(leaf: bool, checkpoint: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:

@@ -129,3 +129,18 @@ def test_sketches_that_do_not_fit_differ() -> None:
 def test_tolerances_are_those_of_the_parts() -> None:
     assert tolerance(torch.complex64) == tolerance(torch.float32)
     assert tolerance(torch.float8_e4m3fn) == tolerance(torch.bfloat16)
+
+
+def test_what_is_no_number_is_no_small_drift() -> None:
+    one = sketch(torch.ones(3))
+    for position in range(SIZE):
+        assert drift(one, [*one[:position], math.nan, *one[position + 1 :]]) == math.inf
+
+
+def test_draws_that_can_not_be_noted_are_a_refusal_and_no_error_of_the_functions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Tensor, "clone", lambda tensor: 1 / 0)
+    with NotedDraws() as noted:
+        torch.rand(3)
+    assert noted.refusal is not None

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backhaul import CheckpointError, DoubleBackwardError, SavedTensorModifiedError, StaleTensorError
+from backhaul import CheckpointError, DoubleBackwardError, SavedTensorModifiedError, StaleTensorError, _local
 from backhaul._frame import Frame
 from backhaul_runtime import replay as replaying
 from backhaul_runtime.errors import Refusal
@@ -184,3 +184,21 @@ def test_a_weight_whose_memory_was_freed_is_named(returns: str) -> None:
     linear.weight.untyped_storage().resize_(0)
     with pytest.raises(StaleTensorError, match="memory was freed.*Keep parameters allocated"):
         y.sum().backward()
+
+
+def test_a_second_call_that_can_not_begin_leaves_nothing_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that stayed inside a segment would checkpoint nothing any more, and not say so."""
+    x = torch.randn(4, requires_grad=True)
+    y = Unreachable().checkpoint(torch.sin, x, debug=True)
+    monkeypatch.setattr(_local, "_fresh", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        y.sum().backward()
+    assert not _local.nesting.active
+
+
+def test_an_argument_whose_memory_was_freed_is_recomputed_from_its_copy() -> None:
+    x = torch.randn(4, requires_grad=True)
+    expected = x.detach().cos()
+    y = Unreachable().checkpoint(torch.sin, x, debug=True)
+    x.untyped_storage().resize_(0)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
