@@ -4,6 +4,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ import torch
 
 import backhaul
 from backhaul import Session
+from support.bits import Checkpoint
 from support.loopback import Loopback
 from support.processes import WorkerProcess, open_files
 
+RETURNS = ["gradients", "activations"]
 QUIET_S = 10.0
 """A machine shared by many can starve a worker for seconds: tests that are not about silence allow for it."""
 
@@ -64,6 +67,18 @@ def session(worker: WorkerProcess) -> Iterator[Session]:
         wait_until(lambda: sum(s.segments for s in worker.telemetry().sessions) == 0, "segments are released")
     wait_until(lambda: threading.active_count() <= threads, "threads end")
     wait_until(lambda: open_files() <= files, "files are closed")
+
+
+@pytest.fixture(params=RETURNS)
+def returns(request: pytest.FixtureRequest) -> str:
+    """What comes back."""
+    return str(request.param)
+
+
+@pytest.fixture
+def checkpoint(session: Session, returns: str) -> Checkpoint:
+    """Recomputes on the worker."""
+    return partial(session.checkpoint, returns=returns)
 
 
 @pytest.fixture

@@ -14,13 +14,16 @@ from torch.nn import functional as F  # noqa: N812  torch's own name for it
 import backhaul
 from backhaul import CheckpointError, Decision, Session
 from backhaul._frame import Frame
-from conftest import QUIET_S, wait_until
+from backhaul._value_check import Recomputed, check_recomputed
+from backhaul_runtime.layout import layout_of
+from backhaul_runtime.recording import SavedTensor
+from backhaul_runtime.sketch import sketch
+from conftest import QUIET_S, RETURNS, wait_until
 from numerics.cases import CASES, WIDTH, Case
 from support.bits import Checkpoint, differing, plainly, train
 from support.loopback import Loopback
 from support.processes import WorkerProcess
 
-RETURNS = ["gradients", "activations"]
 # Other kernels of torch itself, of oneDNN, and of both down to what every x86-64 has.
 LEVELS = {
     "ATen AVX2": {"ATEN_CPU_CAPABILITY": "avx2"},
@@ -320,10 +323,6 @@ def test_a_call_before_the_worker_changed_is_not_sent(session: Session) -> None:
 
 
 def test_error_names_drift_and_what_is_allowed() -> None:
-    from backhaul._value_check import Recomputed, check_recomputed
-    from backhaul_runtime.layout import layout_of
-    from backhaul_runtime.recording import SavedTensor
-    from backhaul_runtime.sketch import sketch
 
     x, y = torch.randn(100), torch.randn(100)
     saved = SavedTensor(bytes(16), "aten.sin.default", layout_of(x), -1, 0, False, sketch(x))
@@ -332,10 +331,6 @@ def test_error_names_drift_and_what_is_allowed() -> None:
 
 
 def test_a_worker_that_sketches_less_than_it_saved_is_refused() -> None:
-    from backhaul._value_check import Recomputed, check_recomputed
-    from backhaul_runtime.layout import layout_of
-    from backhaul_runtime.recording import SavedTensor
-    from backhaul_runtime.sketch import sketch
 
     x = torch.randn(100)
     saved = [SavedTensor(bytes(16), "aten.sin.default", layout_of(x), -1, 0, False, sketch(x))] * 2

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from backhaul import Session
+from conftest import RETURNS
 from support.bits import Checkpoint
 from support.calls import TimesOne, one
 from support.processes import WorkerProcess
-
-MODES = ["gradients", "activations"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -26,19 +25,7 @@ def frozen(worker: WorkerProcess) -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.fixture(params=MODES)
-def returns(request: pytest.FixtureRequest) -> str:
-    """What comes back."""
-    return str(request.param)
-
-
-@pytest.fixture
-def checkpoint(session: Session, returns: str) -> Checkpoint:
-    """Recomputes on the worker."""
-    return partial(session.checkpoint, returns=returns)
-
-
-@pytest.fixture(params=[*MODES, "called again"])
+@pytest.fixture(params=[*RETURNS, "called again"])
 def anywhere(request: pytest.FixtureRequest, session: Session) -> Checkpoint:
     """Recomputes on the worker, or on the trainer by calling the function again."""
     if request.param != "called again":
