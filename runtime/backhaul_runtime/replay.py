@@ -3,7 +3,7 @@
 The worker does this, and the trainer where no worker can. Both run this code, so both give the same bits.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -85,13 +85,14 @@ class _Packing:
         op: The op that runs.
         reads: Digest of all it reads, if what it saves may be undefined.
         reads_sketch: Likewise.
-        sketches: Of each tensor saved so far that is not part of a source, if they are to be taken.
+        wants_sketches: Take sketches of what is saved.
+        sketches: Of each tensor saved so far; empty for parts of sources that nobody writes to.
     """
 
-    def __init__(self, keep_saved: bool, wants_sketches: bool) -> None:
+    def __init__(self, keep_saved: bool, fixed: Collection[int] | None) -> None:
         self._keep_saved = keep_saved
-        self.wants_sketches = wants_sketches
-        self.fixed: set[int] = set()
+        self._fixed = fixed or ()
+        self.wants_sketches = fixed is not None
         self.reads_sketch: tuple[float, ...] = ()
         self.sketches: list[tuple[float, ...]] = []
         self.digests: list[bytes] = []
@@ -104,7 +105,7 @@ class _Packing:
         content = self.reads if self.reads is not None else content_digest(tensor, layout)
         self.digests.append(saved_digest(layout, content))
         if self.wants_sketches:
-            own = () if storage_key(tensor) in self.fixed else sketches([tensor])
+            own = () if storage_key(tensor) in self._fixed else sketches([tensor])
             self.sketches.append(own if self.reads is None else self.reads_sketch)
         if hides_write(self.op, tensor):
             tensor = copy_exact(tensor, layout)
@@ -150,7 +151,6 @@ class Replay:
         self._program = program
         self._is_own = is_own
         self._states = iter(generator_states)
-        self._packing = _Packing(keep_saved, wants_sketches)
         versions = [tensor._version for tensor in sources]
         self._sources = [
             copy_exact(tensor) if source.is_written else tensor.detach()
@@ -161,8 +161,7 @@ class Replay:
             entry(tensor, source.is_leaf) if source.requires_grad else tensor
             for source, tensor in zip(program.sources, self._sources, strict=True)
         ]
-        unwritten = zip(program.sources, self._sources, strict=True)
-        self._packing.fixed = {storage_key(tensor) for source, tensor in unwritten if not source.is_written}
+        self._packing = _Packing(keep_saved, self._unwritten() if wants_sketches else None)
         # Taken before the run: where the program writes into a source, its history leads elsewhere afterwards.
         self._edges = {
             index: get_gradient_edge(tensor)
@@ -174,6 +173,10 @@ class Replay:
         self._outputs = [self._value(ref, results) for ref in program.outputs]
         if [tensor._version for tensor in sources] != versions:
             raise ProgramError("a program wrote into a source that it does not declare as written")
+
+    def _unwritten(self) -> set[int]:
+        pairs = zip(self._program.sources, self._sources, strict=True)
+        return {storage_key(tensor) for source, tensor in pairs if not source.is_written}
 
     @property
     def saved_digests(self) -> list[bytes]:
