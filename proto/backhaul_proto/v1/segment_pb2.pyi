@@ -75,6 +75,44 @@ class OperationKey(_message.Message):
 Global___OperationKey: _TypeAlias = OperationKey  # noqa: Y015
 
 @_typing.final
+class Timing(_message.Message):
+    """When a worker did what it answers, in seconds since 1970 by its clock; 0 where it did not."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUED_AT_S_FIELD_NUMBER: _builtins.int
+    RECOMPUTE_AT_S_FIELD_NUMBER: _builtins.int
+    RECOMPUTE_S_FIELD_NUMBER: _builtins.int
+    REQUESTED_AT_S_FIELD_NUMBER: _builtins.int
+    BACKWARD_AT_S_FIELD_NUMBER: _builtins.int
+    BACKWARD_S_FIELD_NUMBER: _builtins.int
+    queued_at_s: _builtins.float
+    """When the replay, or the request that ran it, came to the queue."""
+    recompute_at_s: _builtins.float
+    recompute_s: _builtins.float
+    requested_at_s: _builtins.float
+    """When the request came, where the replay had been made before."""
+    backward_at_s: _builtins.float
+    backward_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        queued_at_s: _builtins.float = ...,
+        recompute_at_s: _builtins.float = ...,
+        recompute_s: _builtins.float = ...,
+        requested_at_s: _builtins.float = ...,
+        backward_at_s: _builtins.float = ...,
+        backward_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward_at_s", b"backward_at_s", "backward_s", b"backward_s", "queued_at_s", b"queued_at_s", "recompute_at_s", b"recompute_at_s", "recompute_s", b"recompute_s", "requested_at_s", b"requested_at_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Timing: _TypeAlias = Timing  # noqa: Y015
+
+@_typing.final
 class SaveSegmentRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -367,6 +405,7 @@ class RecomputeResult(_message.Message):
     SAVED_DIGESTS_FIELD_NUMBER: _builtins.int
     VIEWS_FIELD_NUMBER: _builtins.int
     SAVED_SKETCHES_FIELD_NUMBER: _builtins.int
+    TIMING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def saved_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """16 bytes each, in the order autograd saved: what the replay computed."""
@@ -377,16 +416,19 @@ class RecomputeResult(_message.Message):
     def saved_sketches(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sketch]:
         """If they were asked for: one per digest."""
 
+    @_builtins.property
+    def timing(self) -> Global___Timing: ...
     def __init__(
         self,
         *,
         saved_digests: _abc.Iterable[_builtins.bytes] | None = ...,
         views: _abc.Iterable[Global___View] | None = ...,
         saved_sketches: _abc.Iterable[Global___Sketch] | None = ...,
+        timing: Global___Timing | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["saved_digests", b"saved_digests", "saved_sketches", b"saved_sketches", "views", b"views"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["saved_digests", b"saved_digests", "saved_sketches", b"saved_sketches", "timing", b"timing", "views", b"views"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -454,6 +496,7 @@ class BackwardResult(_message.Message):
     CONTRIBUTIONS_FIELD_NUMBER: _builtins.int
     TENSOR_DIGESTS_FIELD_NUMBER: _builtins.int
     SAVED_SKETCHES_FIELD_NUMBER: _builtins.int
+    TIMING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def saved_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """16 bytes each, in the order autograd saved: what the replay computed."""
@@ -470,6 +513,8 @@ class BackwardResult(_message.Message):
     def saved_sketches(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sketch]:
         """If they were asked for: one per digest of what was saved."""
 
+    @_builtins.property
+    def timing(self) -> Global___Timing: ...
     def __init__(
         self,
         *,
@@ -477,10 +522,11 @@ class BackwardResult(_message.Message):
         contributions: _abc.Iterable[Global___Contribution] | None = ...,
         tensor_digests: _abc.Iterable[_builtins.bytes] | None = ...,
         saved_sketches: _abc.Iterable[Global___Sketch] | None = ...,
+        timing: Global___Timing | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contributions", b"contributions", "saved_digests", b"saved_digests", "saved_sketches", b"saved_sketches", "tensor_digests", b"tensor_digests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contributions", b"contributions", "saved_digests", b"saved_digests", "saved_sketches", b"saved_sketches", "tensor_digests", b"tensor_digests", "timing", b"timing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

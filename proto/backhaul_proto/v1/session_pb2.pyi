@@ -25,21 +25,25 @@ class OpenSessionRequest(_message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     CLIENT_VERSION_FIELD_NUMBER: _builtins.int
     TRAINER_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """First in every version of this message, so that versions can refuse each other by name."""
     client_version: _builtins.str
     trainer: _builtins.str
     """For people: host and process of the trainer."""
+    run: _builtins.str
+    """Random, the same in all of a trainer's sessions: see Run."""
     def __init__(
         self,
         *,
         protocol_version: _builtins.int = ...,
         client_version: _builtins.str = ...,
         trainer: _builtins.str = ...,
+        run: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_version", b"client_version", "protocol_version", b"protocol_version", "trainer", b"trainer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_version", b"client_version", "protocol_version", b"protocol_version", "run", b"run", "trainer", b"trainer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -75,11 +79,14 @@ class OpenSessionResponse(_message.Message):
     LEASE_S_FIELD_NUMBER: _builtins.int
     BUDGET_BYTES_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    CLOCK_S_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     worker_version: _builtins.str
     session: _builtins.str
     lease_s: _builtins.float
     budget_bytes: _builtins.int
+    clock_s: _builtins.float
+    """Seconds since 1970 by the worker's clock."""
     @_builtins.property
     def fingerprint(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """What its numbers depend on and cannot be set: bits are equal where all values are."""
@@ -93,10 +100,11 @@ class OpenSessionResponse(_message.Message):
         lease_s: _builtins.float = ...,
         budget_bytes: _builtins.int = ...,
         fingerprint: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        clock_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "fingerprint", b"fingerprint", "lease_s", b"lease_s", "protocol_version", b"protocol_version", "session", b"session", "worker_version", b"worker_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "clock_s", b"clock_s", "fingerprint", b"fingerprint", "lease_s", b"lease_s", "protocol_version", b"protocol_version", "session", b"session", "worker_version", b"worker_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -130,16 +138,20 @@ class KeepSessionResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DRAINING_FIELD_NUMBER: _builtins.int
+    CLOCK_S_FIELD_NUMBER: _builtins.int
     draining: _builtins.bool
     """The worker finishes what it has and takes no new segments."""
+    clock_s: _builtins.float
+    """Seconds since 1970 by the worker's clock."""
     def __init__(
         self,
         *,
         draining: _builtins.bool = ...,
+        clock_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_s", b"clock_s", "draining", b"draining"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,23 +24,53 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!backhaul_proto/v1/telemetry.proto\x12\x11\x62\x61\x63khaul_proto.v1\"\x15\n\x13GetTelemetryRequest\"\xed\x02\n\x14GetTelemetryResponse\x12\x16\n\x0eworker_version\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12\x10\n\x08uptime_s\x18\x05 \x01(\x01\x12\x32\n\x06memory\x18\x06 \x01(\x0b\x32\".backhaul_proto.v1.MemoryTelemetry\x12\x35\n\x08sessions\x18\x07 \x03(\x0b\x32#.backhaul_proto.v1.SessionTelemetry\x12-\n\x04rpcs\x18\x08 \x03(\x0b\x32\x1f.backhaul_proto.v1.RpcTelemetry\x12\x1b\n\x13recomputed_segments\x18\t \x01(\x04\x12\x16\n\x0ereceived_bytes\x18\n \x01(\x04\x12\x12\n\nsent_bytes\x18\x0b \x01(\x04\x12\x17\n\x0fqueued_requests\x18\x0c \x01(\r\"\xab\x01\n\x0fMemoryTelemetry\x12\x14\n\x0c\x62udget_bytes\x18\x01 \x01(\x04\x12\x15\n\rsegment_bytes\x18\x02 \x01(\x04\x12\x14\n\x0c\x63\x61\x63hed_bytes\x18\x03 \x01(\x04\x12\x15\n\rworking_bytes\x18\x04 \x01(\x04\x12\x14\n\x0cresult_bytes\x18\x05 \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x06 \x01(\x04\x12\x10\n\x08refusals\x18\x07 \x01(\x04\"T\n\x10SessionTelemetry\x12\x0f\n\x07trainer\x18\x01 \x01(\t\x12\x10\n\x08segments\x18\x02 \x01(\r\x12\x0e\n\x06idle_s\x18\x03 \x01(\x01\x12\r\n\x05\x64rift\x18\x04 \x01(\x01\"{\n\x0cRpcTelemetry\x12\x0e\n\x06method\x18\x01 \x01(\t\x12\r\n\x05\x63\x61lls\x18\x02 \x01(\x04\x12\x0e\n\x06\x65rrors\x18\x03 \x01(\x04\x12\r\n\x05p50_s\x18\x04 \x01(\x01\x12\r\n\x05p90_s\x18\x05 \x01(\x01\x12\r\n\x05p99_s\x18\x06 \x01(\x01\x12\x0f\n\x07total_s\x18\x07 \x01(\x01\x32s\n\x10TelemetryService\x12_\n\x0cGetTelemetry\x12&.backhaul_proto.v1.GetTelemetryRequest\x1a\'.backhaul_proto.v1.GetTelemetryResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!backhaul_proto/v1/telemetry.proto\x12\x11\x62\x61\x63khaul_proto.v1\":\n\x13GetTelemetryRequest\x12\x14\n\x0c\x61\x66ter_report\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\t\"\xe9\x04\n\x14GetTelemetryResponse\x12\x16\n\x0eworker_version\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12\x10\n\x08uptime_s\x18\x05 \x01(\x01\x12\x32\n\x06memory\x18\x06 \x01(\x0b\x32\".backhaul_proto.v1.MemoryTelemetry\x12\x35\n\x08sessions\x18\x07 \x03(\x0b\x32#.backhaul_proto.v1.SessionTelemetry\x12-\n\x04rpcs\x18\r \x03(\x0b\x32\x1f.backhaul_proto.v1.RpcTelemetry\x12\x1b\n\x13recomputed_segments\x18\t \x01(\x04\x12\x16\n\x0ereceived_bytes\x18\n \x01(\x04\x12\x12\n\nsent_bytes\x18\x0b \x01(\x04\x12\x17\n\x0fqueued_requests\x18\x0c \x01(\r\x12M\n\x0b\x66ingerprint\x18\x0e \x03(\x0b\x32\x38.backhaul_proto.v1.GetTelemetryResponse.FingerprintEntry\x12\x12\n\nlast_error\x18\x0f \x01(\t\x12\x17\n\x0flast_error_at_s\x18\x10 \x01(\x01\x12*\n\x07reports\x18\x11 \x03(\x0b\x32\x19.backhaul_proto.v1.Report\x12\x18\n\x10has_more_reports\x18\x12 \x01(\x08\x1a\x32\n\x10\x46ingerprintEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01J\x04\x08\x08\x10\t\"\xbe\x01\n\x0fMemoryTelemetry\x12\x14\n\x0c\x62udget_bytes\x18\x01 \x01(\x04\x12\x15\n\rsegment_bytes\x18\x02 \x01(\x04\x12\x14\n\x0c\x63\x61\x63hed_bytes\x18\x03 \x01(\x04\x12\x15\n\rworking_bytes\x18\x04 \x01(\x04\x12\x14\n\x0cresult_bytes\x18\x05 \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x06 \x01(\x04\x12\x10\n\x08refusals\x18\x07 \x01(\x04\x12\x11\n\tevictions\x18\x08 \x01(\x04\"\xa1\x01\n\x10SessionTelemetry\x12\x0f\n\x07trainer\x18\x01 \x01(\t\x12\x10\n\x08segments\x18\x02 \x01(\r\x12\x0e\n\x06idle_s\x18\x03 \x01(\x01\x12\r\n\x05\x64rift\x18\x04 \x01(\x01\x12\x0b\n\x03run\x18\x05 \x01(\t\x12\x12\n\nheld_bytes\x18\x06 \x01(\x04\x12\x16\n\x0e\x63lient_version\x18\x07 \x01(\t\x12\x12\n\nlast_error\x18\x08 \x01(\t\"_\n\x0cRpcTelemetry\x12\x0e\n\x06method\x18\x01 \x01(\t\x12\r\n\x05\x63\x61lls\x18\x02 \x01(\x04\x12\x0e\n\x06\x65rrors\x18\x03 \x01(\x04\x12\x0f\n\x07total_s\x18\x04 \x01(\x01\x12\x0f\n\x07\x62uckets\x18\x05 \x03(\x04\"V\n\x11PutReportsRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x30\n\x06report\x18\x02 \x01(\x0b\x32 .backhaul_proto.v1.TrainerReport\"\x14\n\x12PutReportsResponse\"J\n\x06Report\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x30\n\x06report\x18\x02 \x01(\x0b\x32 .backhaul_proto.v1.TrainerReport\"\x9c\x01\n\rTrainerReport\x12#\n\x03run\x18\x01 \x01(\x0b\x32\x16.backhaul_proto.v1.Run\x12&\n\x05steps\x18\x02 \x03(\x0b\x32\x17.backhaul_proto.v1.Step\x12-\n\x05\x63\x61lls\x18\x03 \x03(\x0b\x32\x1e.backhaul_proto.v1.SegmentCall\x12\x0f\n\x07\x64ropped\x18\x04 \x01(\x04\"\xcf\x02\n\x03Run\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07trainer\x18\x02 \x01(\t\x12\x16\n\x0e\x63lient_version\x18\x03 \x01(\t\x12\x14\n\x0cstarted_at_s\x18\x04 \x01(\x01\x12\x36\n\x08settings\x18\x05 \x03(\x0b\x32$.backhaul_proto.v1.Run.SettingsEntry\x12<\n\x0b\x66ingerprint\x18\x06 \x03(\x0b\x32\'.backhaul_proto.v1.Run.FingerprintEntry\x12\x0f\n\x07workers\x18\x07 \x03(\t\x12\x11\n\tis_closed\x18\x08 \x01(\x08\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x32\n\x10\x46ingerprintEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xd8\x02\n\x04Step\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x14\n\x0cstarted_at_s\x18\x02 \x01(\x01\x12\x12\n\nduration_s\x18\x03 \x01(\x01\x12\x11\n\x04loss\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05\x63\x61lls\x18\x05 \x01(\r\x12\x11\n\tgradients\x18\x06 \x01(\r\x12\x13\n\x0b\x61\x63tivations\x18\x07 \x01(\r\x12\x12\n\non_trainer\x18\x08 \x01(\r\x12\x11\n\tfallbacks\x18\t \x01(\r\x12\x0e\n\x06wait_s\x18\n \x01(\x01\x12\x12\n\noverhead_s\x18\x0b \x01(\x01\x12\x0f\n\x07saved_s\x18\x0c \x01(\x01\x12\x10\n\x08up_bytes\x18\r \x01(\x04\x12\x12\n\ndown_bytes\x18\x0e \x01(\x04\x12\x13\n\x0bsaved_bytes\x18\x0f \x01(\x04\x12\x18\n\x10peak_saved_bytes\x18\x10 \x01(\x04\x12\x12\n\npeak_bytes\x18\x11 \x01(\x04\x42\x07\n\x05_loss\"\xa8\x02\n\x0bSegmentCall\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0e\n\x06number\x18\x02 \x01(\r\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x10\n\x08position\x18\x04 \x01(\r\x12\x0e\n\x06worker\x18\x05 \x01(\t\x12\x10\n\x08\x64\x65\x63ision\x18\x06 \x01(\t\x12\x0e\n\x06reason\x18\x07 \x01(\t\x12\x13\n\x0bis_fallback\x18\x08 \x01(\x08\x12&\n\x05spans\x18\t \x03(\x0b\x32\x17.backhaul_proto.v1.Span\x12\x10\n\x08up_bytes\x18\n \x01(\x04\x12\x12\n\ndown_bytes\x18\x0b \x01(\x04\x12\x0f\n\x07retries\x18\x0c \x01(\r\x12\x12\n\nmismatches\x18\r \x01(\r\x12\r\n\x05\x64rift\x18\x0e \x01(\x01\x12\x12\n\noverhead_s\x18\x0f \x01(\x01\"W\n\x04Span\x12%\n\x04lane\x18\x01 \x01(\x0e\x32\x17.backhaul_proto.v1.Lane\x12\x14\n\x0cstarted_at_s\x18\x02 \x01(\x01\x12\x12\n\nduration_s\x18\x03 \x01(\x01*\xaa\x01\n\x04Lane\x12\x14\n\x10LANE_UNSPECIFIED\x10\x00\x12\x10\n\x0cLANE_FORWARD\x10\x01\x12\x0f\n\x0bLANE_UPLOAD\x10\x02\x12\x0e\n\nLANE_QUEUE\x10\x03\x12\x12\n\x0eLANE_RECOMPUTE\x10\x04\x12\x11\n\rLANE_BACKWARD\x10\x05\x12\x11\n\rLANE_DOWNLOAD\x10\x06\x12\r\n\tLANE_WAIT\x10\x07\x12\x10\n\x0cLANE_TRAINER\x10\x08\x32\xce\x01\n\x10TelemetryService\x12_\n\x0cGetTelemetry\x12&.backhaul_proto.v1.GetTelemetryRequest\x1a\'.backhaul_proto.v1.GetTelemetryResponse\x12Y\n\nPutReports\x12$.backhaul_proto.v1.PutReportsRequest\x1a%.backhaul_proto.v1.PutReportsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'backhaul_proto.v1.telemetry_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_GETTELEMETRYRESPONSE_FINGERPRINTENTRY']._loaded_options = None
+  _globals['_GETTELEMETRYRESPONSE_FINGERPRINTENTRY']._serialized_options = b'8\001'
+  _globals['_RUN_SETTINGSENTRY']._loaded_options = None
+  _globals['_RUN_SETTINGSENTRY']._serialized_options = b'8\001'
+  _globals['_RUN_FINGERPRINTENTRY']._loaded_options = None
+  _globals['_RUN_FINGERPRINTENTRY']._serialized_options = b'8\001'
+  _globals['_LANE']._serialized_start=2609
+  _globals['_LANE']._serialized_end=2779
   _globals['_GETTELEMETRYREQUEST']._serialized_start=56
-  _globals['_GETTELEMETRYREQUEST']._serialized_end=77
-  _globals['_GETTELEMETRYRESPONSE']._serialized_start=80
-  _globals['_GETTELEMETRYRESPONSE']._serialized_end=445
-  _globals['_MEMORYTELEMETRY']._serialized_start=448
-  _globals['_MEMORYTELEMETRY']._serialized_end=619
-  _globals['_SESSIONTELEMETRY']._serialized_start=621
-  _globals['_SESSIONTELEMETRY']._serialized_end=705
-  _globals['_RPCTELEMETRY']._serialized_start=707
-  _globals['_RPCTELEMETRY']._serialized_end=830
-  _globals['_TELEMETRYSERVICE']._serialized_start=832
-  _globals['_TELEMETRYSERVICE']._serialized_end=947
+  _globals['_GETTELEMETRYREQUEST']._serialized_end=114
+  _globals['_GETTELEMETRYRESPONSE']._serialized_start=117
+  _globals['_GETTELEMETRYRESPONSE']._serialized_end=734
+  _globals['_GETTELEMETRYRESPONSE_FINGERPRINTENTRY']._serialized_start=678
+  _globals['_GETTELEMETRYRESPONSE_FINGERPRINTENTRY']._serialized_end=728
+  _globals['_MEMORYTELEMETRY']._serialized_start=737
+  _globals['_MEMORYTELEMETRY']._serialized_end=927
+  _globals['_SESSIONTELEMETRY']._serialized_start=930
+  _globals['_SESSIONTELEMETRY']._serialized_end=1091
+  _globals['_RPCTELEMETRY']._serialized_start=1093
+  _globals['_RPCTELEMETRY']._serialized_end=1188
+  _globals['_PUTREPORTSREQUEST']._serialized_start=1190
+  _globals['_PUTREPORTSREQUEST']._serialized_end=1276
+  _globals['_PUTREPORTSRESPONSE']._serialized_start=1278
+  _globals['_PUTREPORTSRESPONSE']._serialized_end=1298
+  _globals['_REPORT']._serialized_start=1300
+  _globals['_REPORT']._serialized_end=1374
+  _globals['_TRAINERREPORT']._serialized_start=1377
+  _globals['_TRAINERREPORT']._serialized_end=1533
+  _globals['_RUN']._serialized_start=1536
+  _globals['_RUN']._serialized_end=1871
+  _globals['_RUN_SETTINGSENTRY']._serialized_start=1772
+  _globals['_RUN_SETTINGSENTRY']._serialized_end=1819
+  _globals['_RUN_FINGERPRINTENTRY']._serialized_start=678
+  _globals['_RUN_FINGERPRINTENTRY']._serialized_end=728
+  _globals['_STEP']._serialized_start=1874
+  _globals['_STEP']._serialized_end=2218
+  _globals['_SEGMENTCALL']._serialized_start=2221
+  _globals['_SEGMENTCALL']._serialized_end=2517
+  _globals['_SPAN']._serialized_start=2519
+  _globals['_SPAN']._serialized_end=2606
+  _globals['_TELEMETRYSERVICE']._serialized_start=2782
+  _globals['_TELEMETRYSERVICE']._serialized_end=2988
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -18,16 +19,63 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Lane:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LaneEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Lane.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LANE_UNSPECIFIED: _Lane.ValueType  # 0
+    LANE_FORWARD: _Lane.ValueType  # 1
+    """fn on the trainer, without what Backhaul adds."""
+    LANE_UPLOAD: _Lane.ValueType  # 2
+    LANE_QUEUE: _Lane.ValueType  # 3
+    """On the worker, behind other work."""
+    LANE_RECOMPUTE: _Lane.ValueType  # 4
+    LANE_BACKWARD: _Lane.ValueType  # 5
+    """The segment's backward on the worker."""
+    LANE_DOWNLOAD: _Lane.ValueType  # 6
+    LANE_WAIT: _Lane.ValueType  # 7
+    """Backward on the trainer stands still."""
+    LANE_TRAINER: _Lane.ValueType  # 8
+    """Recomputed on the trainer."""
+
+class Lane(_Lane, metaclass=_LaneEnumTypeWrapper): ...
+
+LANE_UNSPECIFIED: Lane.ValueType  # 0
+LANE_FORWARD: Lane.ValueType  # 1
+"""fn on the trainer, without what Backhaul adds."""
+LANE_UPLOAD: Lane.ValueType  # 2
+LANE_QUEUE: Lane.ValueType  # 3
+"""On the worker, behind other work."""
+LANE_RECOMPUTE: Lane.ValueType  # 4
+LANE_BACKWARD: Lane.ValueType  # 5
+"""The segment's backward on the worker."""
+LANE_DOWNLOAD: Lane.ValueType  # 6
+LANE_WAIT: Lane.ValueType  # 7
+"""Backward on the trainer stands still."""
+LANE_TRAINER: Lane.ValueType  # 8
+"""Recomputed on the trainer."""
+Global___Lane: _TypeAlias = Lane  # noqa: Y015
+
 @_typing.final
 class GetTelemetryRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    AFTER_REPORT_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    after_report: _builtins.int
+    """Reports that came after this one are wanted. It counts only in the epoch it came from."""
+    epoch: _builtins.str
     def __init__(
         self,
+        *,
+        after_report: _builtins.int = ...,
+        epoch: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_report", b"after_report", "epoch", b"epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -36,6 +84,26 @@ Global___GetTelemetryRequest: _TypeAlias = GetTelemetryRequest  # noqa: Y015
 @_typing.final
 class GetTelemetryResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class FingerprintEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     WORKER_VERSION_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
@@ -49,6 +117,11 @@ class GetTelemetryResponse(_message.Message):
     RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
     SENT_BYTES_FIELD_NUMBER: _builtins.int
     QUEUED_REQUESTS_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    LAST_ERROR_FIELD_NUMBER: _builtins.int
+    LAST_ERROR_AT_S_FIELD_NUMBER: _builtins.int
+    REPORTS_FIELD_NUMBER: _builtins.int
+    HAS_MORE_REPORTS_FIELD_NUMBER: _builtins.int
     worker_version: _builtins.str
     epoch: _builtins.str
     device: _builtins.str
@@ -58,12 +131,24 @@ class GetTelemetryResponse(_message.Message):
     received_bytes: _builtins.int
     sent_bytes: _builtins.int
     queued_requests: _builtins.int
+    last_error: _builtins.str
+    """Of the last request that failed by a fault of the worker's own, and when, in seconds since 1970."""
+    last_error_at_s: _builtins.float
+    has_more_reports: _builtins.bool
     @_builtins.property
     def memory(self) -> Global___MemoryTelemetry: ...
     @_builtins.property
     def sessions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionTelemetry]: ...
     @_builtins.property
     def rpcs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RpcTelemetry]: ...
+    @_builtins.property
+    def fingerprint(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """What its numbers depend on, see SessionService."""
+
+    @_builtins.property
+    def reports(self) -> _containers.RepeatedCompositeFieldContainer[Global___Report]:
+        """In the order they came, as many as fit a message; ask again after the last of them while there are more."""
+
     def __init__(
         self,
         *,
@@ -79,10 +164,15 @@ class GetTelemetryResponse(_message.Message):
         received_bytes: _builtins.int = ...,
         sent_bytes: _builtins.int = ...,
         queued_requests: _builtins.int = ...,
+        fingerprint: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        last_error: _builtins.str = ...,
+        last_error_at_s: _builtins.float = ...,
+        reports: _abc.Iterable[Global___Report] | None = ...,
+        has_more_reports: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "draining", b"draining", "epoch", b"epoch", "memory", b"memory", "queued_requests", b"queued_requests", "received_bytes", b"received_bytes", "recomputed_segments", b"recomputed_segments", "rpcs", b"rpcs", "sent_bytes", b"sent_bytes", "sessions", b"sessions", "uptime_s", b"uptime_s", "worker_version", b"worker_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "draining", b"draining", "epoch", b"epoch", "fingerprint", b"fingerprint", "has_more_reports", b"has_more_reports", "last_error", b"last_error", "last_error_at_s", b"last_error_at_s", "memory", b"memory", "queued_requests", b"queued_requests", "received_bytes", b"received_bytes", "recomputed_segments", b"recomputed_segments", "reports", b"reports", "rpcs", b"rpcs", "sent_bytes", b"sent_bytes", "sessions", b"sessions", "uptime_s", b"uptime_s", "worker_version", b"worker_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -99,6 +189,7 @@ class MemoryTelemetry(_message.Message):
     RESULT_BYTES_FIELD_NUMBER: _builtins.int
     RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
     REFUSALS_FIELD_NUMBER: _builtins.int
+    EVICTIONS_FIELD_NUMBER: _builtins.int
     budget_bytes: _builtins.int
     segment_bytes: _builtins.int
     """Tensors that live segments name."""
@@ -111,6 +202,8 @@ class MemoryTelemetry(_message.Message):
     resident_bytes: _builtins.int
     """Of the whole process, as the kernel counts it."""
     refusals: _builtins.int
+    evictions: _builtins.int
+    """Cached tensors, replays ahead and results given up for want of room."""
     def __init__(
         self,
         *,
@@ -121,10 +214,11 @@ class MemoryTelemetry(_message.Message):
         result_bytes: _builtins.int = ...,
         resident_bytes: _builtins.int = ...,
         refusals: _builtins.int = ...,
+        evictions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "cached_bytes", b"cached_bytes", "refusals", b"refusals", "resident_bytes", b"resident_bytes", "result_bytes", b"result_bytes", "segment_bytes", b"segment_bytes", "working_bytes", b"working_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "cached_bytes", b"cached_bytes", "evictions", b"evictions", "refusals", b"refusals", "resident_bytes", b"resident_bytes", "result_bytes", b"result_bytes", "segment_bytes", b"segment_bytes", "working_bytes", b"working_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -138,11 +232,22 @@ class SessionTelemetry(_message.Message):
     SEGMENTS_FIELD_NUMBER: _builtins.int
     IDLE_S_FIELD_NUMBER: _builtins.int
     DRIFT_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
+    HELD_BYTES_FIELD_NUMBER: _builtins.int
+    CLIENT_VERSION_FIELD_NUMBER: _builtins.int
+    LAST_ERROR_FIELD_NUMBER: _builtins.int
     trainer: _builtins.str
     segments: _builtins.int
     idle_s: _builtins.float
     drift: _builtins.float
     """Relative difference between the trainer's numbers and the worker's, 0 where all bits are equal."""
+    run: _builtins.str
+    """The trainer's session, which may have others on other workers."""
+    held_bytes: _builtins.int
+    """Of the tensors its segments name; what sessions share counts in each."""
+    client_version: _builtins.str
+    last_error: _builtins.str
+    """Of the last request that was refused to it or failed."""
     def __init__(
         self,
         *,
@@ -150,10 +255,14 @@ class SessionTelemetry(_message.Message):
         segments: _builtins.int = ...,
         idle_s: _builtins.float = ...,
         drift: _builtins.float = ...,
+        run: _builtins.str = ...,
+        held_bytes: _builtins.int = ...,
+        client_version: _builtins.str = ...,
+        last_error: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drift", b"drift", "idle_s", b"idle_s", "segments", b"segments", "trainer", b"trainer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_version", b"client_version", "drift", b"drift", "held_bytes", b"held_bytes", "idle_s", b"idle_s", "last_error", b"last_error", "run", b"run", "segments", b"segments", "trainer", b"trainer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -166,33 +275,385 @@ class RpcTelemetry(_message.Message):
     METHOD_FIELD_NUMBER: _builtins.int
     CALLS_FIELD_NUMBER: _builtins.int
     ERRORS_FIELD_NUMBER: _builtins.int
-    P50_S_FIELD_NUMBER: _builtins.int
-    P90_S_FIELD_NUMBER: _builtins.int
-    P99_S_FIELD_NUMBER: _builtins.int
     TOTAL_S_FIELD_NUMBER: _builtins.int
+    BUCKETS_FIELD_NUMBER: _builtins.int
     method: _builtins.str
     calls: _builtins.int
     errors: _builtins.int
-    p50_s: _builtins.float
-    """Over the last 4,096 calls."""
-    p90_s: _builtins.float
-    p99_s: _builtins.float
     total_s: _builtins.float
+    @_builtins.property
+    def buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Calls by duration, by the bounds that both sides know (backhaul_runtime.telemetry)."""
+
     def __init__(
         self,
         *,
         method: _builtins.str = ...,
         calls: _builtins.int = ...,
         errors: _builtins.int = ...,
-        p50_s: _builtins.float = ...,
-        p90_s: _builtins.float = ...,
-        p99_s: _builtins.float = ...,
         total_s: _builtins.float = ...,
+        buckets: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "errors", b"errors", "method", b"method", "p50_s", b"p50_s", "p90_s", b"p90_s", "p99_s", b"p99_s", "total_s", b"total_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "calls", b"calls", "errors", b"errors", "method", b"method", "total_s", b"total_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RpcTelemetry: _TypeAlias = RpcTelemetry  # noqa: Y015
+
+@_typing.final
+class PutReportsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    @_builtins.property
+    def report(self) -> Global___TrainerReport: ...
+    def __init__(
+        self,
+        *,
+        session: _builtins.str = ...,
+        report: Global___TrainerReport | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["report", b"report", "session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutReportsRequest: _TypeAlias = PutReportsRequest  # noqa: Y015
+
+@_typing.final
+class PutReportsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutReportsResponse: _TypeAlias = PutReportsResponse  # noqa: Y015
+
+@_typing.final
+class Report(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    @_builtins.property
+    def report(self) -> Global___TrainerReport: ...
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        report: Global___TrainerReport | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "report", b"report"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Report: _TypeAlias = Report  # noqa: Y015
+
+@_typing.final
+class TrainerReport(_message.Message):
+    """What a trainer did since its last report. Times are seconds since 1970 by the trainer's clock, also those of workers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    dropped: _builtins.int
+    """Steps and calls that were not told for want of room, since the run began."""
+    @_builtins.property
+    def run(self) -> Global___Run: ...
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___Step]: ...
+    @_builtins.property
+    def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___SegmentCall]: ...
+    def __init__(
+        self,
+        *,
+        run: Global___Run | None = ...,
+        steps: _abc.Iterable[Global___Step] | None = ...,
+        calls: _abc.Iterable[Global___SegmentCall] | None = ...,
+        dropped: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "dropped", b"dropped", "run", b"run", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainerReport: _TypeAlias = TrainerReport  # noqa: Y015
+
+@_typing.final
+class Run(_message.Message):
+    """A session of a trainer from connect() to close()."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class SettingsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class FingerprintEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    ID_FIELD_NUMBER: _builtins.int
+    TRAINER_FIELD_NUMBER: _builtins.int
+    CLIENT_VERSION_FIELD_NUMBER: _builtins.int
+    STARTED_AT_S_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    IS_CLOSED_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Random, the same on all of its workers."""
+    trainer: _builtins.str
+    """Host and process."""
+    client_version: _builtins.str
+    started_at_s: _builtins.float
+    is_closed: _builtins.bool
+    @_builtins.property
+    def settings(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def fingerprint(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        trainer: _builtins.str = ...,
+        client_version: _builtins.str = ...,
+        started_at_s: _builtins.float = ...,
+        settings: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        fingerprint: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        workers: _abc.Iterable[_builtins.str] | None = ...,
+        is_closed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_version", b"client_version", "fingerprint", b"fingerprint", "id", b"id", "is_closed", b"is_closed", "settings", b"settings", "started_at_s", b"started_at_s", "trainer", b"trainer", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Run: _TypeAlias = Run  # noqa: Y015
+
+@_typing.final
+class Step(_message.Message):
+    """From the end of the step before to the optimizer's."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    STARTED_AT_S_FIELD_NUMBER: _builtins.int
+    DURATION_S_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
+    GRADIENTS_FIELD_NUMBER: _builtins.int
+    ACTIVATIONS_FIELD_NUMBER: _builtins.int
+    ON_TRAINER_FIELD_NUMBER: _builtins.int
+    FALLBACKS_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
+    OVERHEAD_S_FIELD_NUMBER: _builtins.int
+    SAVED_S_FIELD_NUMBER: _builtins.int
+    UP_BYTES_FIELD_NUMBER: _builtins.int
+    DOWN_BYTES_FIELD_NUMBER: _builtins.int
+    SAVED_BYTES_FIELD_NUMBER: _builtins.int
+    PEAK_SAVED_BYTES_FIELD_NUMBER: _builtins.int
+    PEAK_BYTES_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    started_at_s: _builtins.float
+    duration_s: _builtins.float
+    loss: _builtins.float
+    """Where the training loop tells it."""
+    calls: _builtins.int
+    """Checkpointed calls, and recomputations by who did them."""
+    gradients: _builtins.int
+    activations: _builtins.int
+    on_trainer: _builtins.int
+    fallbacks: _builtins.int
+    """Of those on the trainer: meant for a worker."""
+    wait_s: _builtins.float
+    """That backward stood still for a worker."""
+    overhead_s: _builtins.float
+    """Spent on recording, digests and sending in the trainer's own threads."""
+    saved_s: _builtins.float
+    """What the functions took whose recomputation a worker did: what it would have cost here."""
+    up_bytes: _builtins.int
+    down_bytes: _builtins.int
+    saved_bytes: _builtins.int
+    """What autograd packed in segments less what the trainer kept of it: at the step's end, and the most in it."""
+    peak_saved_bytes: _builtins.int
+    peak_bytes: _builtins.int
+    """The trainer's own peak since the run began: of the accelerator's allocator, else the process as the kernel counts it."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        started_at_s: _builtins.float = ...,
+        duration_s: _builtins.float = ...,
+        loss: _builtins.float | None = ...,
+        calls: _builtins.int = ...,
+        gradients: _builtins.int = ...,
+        activations: _builtins.int = ...,
+        on_trainer: _builtins.int = ...,
+        fallbacks: _builtins.int = ...,
+        wait_s: _builtins.float = ...,
+        overhead_s: _builtins.float = ...,
+        saved_s: _builtins.float = ...,
+        up_bytes: _builtins.int = ...,
+        down_bytes: _builtins.int = ...,
+        saved_bytes: _builtins.int = ...,
+        peak_saved_bytes: _builtins.int = ...,
+        peak_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "loss", b"loss"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "activations", b"activations", "calls", b"calls", "down_bytes", b"down_bytes", "duration_s", b"duration_s", "fallbacks", b"fallbacks", "gradients", b"gradients", "loss", b"loss", "number", b"number", "on_trainer", b"on_trainer", "overhead_s", b"overhead_s", "peak_bytes", b"peak_bytes", "peak_saved_bytes", b"peak_saved_bytes", "saved_bytes", b"saved_bytes", "saved_s", b"saved_s", "started_at_s", b"started_at_s", "up_bytes", b"up_bytes", "wait_s", b"wait_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
+    _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__loss) -> _WhichOneofReturnType__loss | None: ...
+
+Global___Step: _TypeAlias = Step  # noqa: Y015
+
+@_typing.final
+class SegmentCall(_message.Message):
+    """A checkpointed call, told once its backward is done or its graph is gone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
+    DECISION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    IS_FALLBACK_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
+    UP_BYTES_FIELD_NUMBER: _builtins.int
+    DOWN_BYTES_FIELD_NUMBER: _builtins.int
+    RETRIES_FIELD_NUMBER: _builtins.int
+    MISMATCHES_FIELD_NUMBER: _builtins.int
+    DRIFT_FIELD_NUMBER: _builtins.int
+    OVERHEAD_S_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    number: _builtins.int
+    """Counts the calls of the step from 0."""
+    name: _builtins.str
+    position: _builtins.int
+    """Counts the calls of the same name in the step from 0."""
+    worker: _builtins.str
+    """Empty where none had it."""
+    decision: _builtins.str
+    """"gradients", "activations" or "trainer"; empty where nothing was recomputed."""
+    reason: _builtins.str
+    """Why it was that."""
+    is_fallback: _builtins.bool
+    up_bytes: _builtins.int
+    down_bytes: _builtins.int
+    retries: _builtins.int
+    mismatches: _builtins.int
+    """Recomputations whose values were refused."""
+    drift: _builtins.float
+    overhead_s: _builtins.float
+    @_builtins.property
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___Span]: ...
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        number: _builtins.int = ...,
+        name: _builtins.str = ...,
+        position: _builtins.int = ...,
+        worker: _builtins.str = ...,
+        decision: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        is_fallback: _builtins.bool = ...,
+        spans: _abc.Iterable[Global___Span] | None = ...,
+        up_bytes: _builtins.int = ...,
+        down_bytes: _builtins.int = ...,
+        retries: _builtins.int = ...,
+        mismatches: _builtins.int = ...,
+        drift: _builtins.float = ...,
+        overhead_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision", "down_bytes", b"down_bytes", "drift", b"drift", "is_fallback", b"is_fallback", "mismatches", b"mismatches", "name", b"name", "number", b"number", "overhead_s", b"overhead_s", "position", b"position", "reason", b"reason", "retries", b"retries", "spans", b"spans", "step", b"step", "up_bytes", b"up_bytes", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SegmentCall: _TypeAlias = SegmentCall  # noqa: Y015
+
+@_typing.final
+class Span(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LANE_FIELD_NUMBER: _builtins.int
+    STARTED_AT_S_FIELD_NUMBER: _builtins.int
+    DURATION_S_FIELD_NUMBER: _builtins.int
+    lane: Global___Lane.ValueType
+    started_at_s: _builtins.float
+    duration_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        lane: Global___Lane.ValueType = ...,
+        started_at_s: _builtins.float = ...,
+        duration_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_s", b"duration_s", "lane", b"lane", "started_at_s", b"started_at_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Span: _TypeAlias = Span  # noqa: Y015

@@ -39,13 +39,25 @@ class TelemetryServiceStub(object):
                 request_serializer=backhaul__proto_dot_v1_dot_telemetry__pb2.GetTelemetryRequest.SerializeToString,
                 response_deserializer=backhaul__proto_dot_v1_dot_telemetry__pb2.GetTelemetryResponse.FromString,
                 _registered_method=True)
+        self.PutReports = channel.unary_unary(
+                '/backhaul_proto.v1.TelemetryService/PutReports',
+                request_serializer=backhaul__proto_dot_v1_dot_telemetry__pb2.PutReportsRequest.SerializeToString,
+                response_deserializer=backhaul__proto_dot_v1_dot_telemetry__pb2.PutReportsResponse.FromString,
+                _registered_method=True)
 
 
 class TelemetryServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def GetTelemetry(self, request, context):
-        """The worker as it is now. Reading changes nothing.
+        """The worker as it is now, and what trainers told it. Reading changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PutReports(self, request, context):
+        """Takes what a trainer tells of its steps, for whoever asks. Of the reports held, the oldest give way.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -58,6 +70,11 @@ def add_TelemetryServiceServicer_to_server(servicer, server):
                     servicer.GetTelemetry,
                     request_deserializer=backhaul__proto_dot_v1_dot_telemetry__pb2.GetTelemetryRequest.FromString,
                     response_serializer=backhaul__proto_dot_v1_dot_telemetry__pb2.GetTelemetryResponse.SerializeToString,
+            ),
+            'PutReports': grpc.unary_unary_rpc_method_handler(
+                    servicer.PutReports,
+                    request_deserializer=backhaul__proto_dot_v1_dot_telemetry__pb2.PutReportsRequest.FromString,
+                    response_serializer=backhaul__proto_dot_v1_dot_telemetry__pb2.PutReportsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -87,6 +104,33 @@ class TelemetryService(object):
             '/backhaul_proto.v1.TelemetryService/GetTelemetry',
             backhaul__proto_dot_v1_dot_telemetry__pb2.GetTelemetryRequest.SerializeToString,
             backhaul__proto_dot_v1_dot_telemetry__pb2.GetTelemetryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PutReports(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/backhaul_proto.v1.TelemetryService/PutReports',
+            backhaul__proto_dot_v1_dot_telemetry__pb2.PutReportsRequest.SerializeToString,
+            backhaul__proto_dot_v1_dot_telemetry__pb2.PutReportsResponse.FromString,
             options,
             channel_credentials,
             insecure,

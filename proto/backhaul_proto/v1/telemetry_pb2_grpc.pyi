@@ -32,13 +32,17 @@ class TelemetryServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TelemetryServiceAsyncStub: ...
     GetTelemetry: _grpc.UnaryUnaryMultiCallable[_telemetry_pb2.GetTelemetryRequest, _telemetry_pb2.GetTelemetryResponse]
-    """The worker as it is now. Reading changes nothing."""
+    """The worker as it is now, and what trainers told it. Reading changes nothing."""
+    PutReports: _grpc.UnaryUnaryMultiCallable[_telemetry_pb2.PutReportsRequest, _telemetry_pb2.PutReportsResponse]
+    """Takes what a trainer tells of its steps, for whoever asks. Of the reports held, the oldest give way."""
 
 @_typing.type_check_only
 class TelemetryServiceAsyncStub(TelemetryServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetTelemetry: _aio.UnaryUnaryMultiCallable[_telemetry_pb2.GetTelemetryRequest, _telemetry_pb2.GetTelemetryResponse]  # type: ignore[assignment]
-    """The worker as it is now. Reading changes nothing."""
+    """The worker as it is now, and what trainers told it. Reading changes nothing."""
+    PutReports: _aio.UnaryUnaryMultiCallable[_telemetry_pb2.PutReportsRequest, _telemetry_pb2.PutReportsResponse]  # type: ignore[assignment]
+    """Takes what a trainer tells of its steps, for whoever asks. Of the reports held, the oldest give way."""
 
 class TelemetryServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -47,6 +51,14 @@ class TelemetryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _telemetry_pb2.GetTelemetryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_telemetry_pb2.GetTelemetryResponse, _abc.Awaitable[_telemetry_pb2.GetTelemetryResponse]]:
-        """The worker as it is now. Reading changes nothing."""
+        """The worker as it is now, and what trainers told it. Reading changes nothing."""
+
+    @_abc_1.abstractmethod
+    def PutReports(
+        self,
+        request: _telemetry_pb2.PutReportsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_telemetry_pb2.PutReportsResponse, _abc.Awaitable[_telemetry_pb2.PutReportsResponse]]:
+        """Takes what a trainer tells of its steps, for whoever asks. Of the reports held, the oldest give way."""
 
 def add_TelemetryServiceServicer_to_server(servicer: TelemetryServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
