@@ -26,6 +26,7 @@ def connect(
     silence_s: float | None = None,
     inflight_bytes: int | None = None,
     memory_bytes: int | None = None,
+    telemetry: bool | None = None,
 ) -> Session:
     """Opens a session and makes it the current one.
 
@@ -41,6 +42,7 @@ def connect(
         silence_s: A worker that sends nothing for so long is given up.
         inflight_bytes: Bound of the copies of arguments that wait to be sent.
         memory_bytes: Budget of a worker started here.
+        telemetry: Tell workers of steps and segments (the default), for dashboards to show.
 
     Raises:
         AddressError: An address can't be read.
@@ -58,6 +60,7 @@ def connect(
             silence_s=silence_s,
             inflight_bytes=inflight_bytes,
             memory_bytes=memory_bytes,
+            telemetry=telemetry,
         )
     )
     _opened[:] = [*(other for other in _opened if not other.closed), session]

@@ -22,12 +22,14 @@ from backhaul._held import held_elsewhere
 from backhaul._local import Call, nesting
 from backhaul._report import Journal
 from backhaul._selection import Selection
+from backhaul._telemetry import CallLog, Telemetry
 from backhaul_runtime.dispatch_mode import DispatchMode
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.layout import Layout
 from backhaul_runtime.op_list import allowed_ops
 from backhaul_runtime.recorder import Recorder
 from backhaul_runtime.replay import Saved
+from backhaul_runtime.storages import StorageLedger
 from backhaul_runtime.uses import Use, find_uses
 
 
@@ -35,6 +37,7 @@ class Remote(Protocol):
     """Where segments go. The session is one."""
 
     journal: Journal
+    telemetry: Telemetry | None
 
     def needs_pins(self, device: torch.device) -> bool:
         """Whether a worker would compute other bits than this trainer does on a device, see NOTE [Pinned]."""
@@ -79,8 +82,8 @@ def _run_segment(
     if nesting.active or _runs_plainly():
         return fn(*args, **kwargs)
     name = name_of(fn)
-    log = remote.journal.log(name)
-    log.call()
+    began = perf_counter()
+    log = CallLog(remote.journal.log(name), remote.telemetry)
     frame = Frame(name, log, options)
     call = Call.begin(fn, args, kwargs)
     context, selection = _contexts(frame, call, options)
@@ -114,7 +117,16 @@ def _run_segment(
     _check_ended(returned, options, had_cuda)
     frame.watch(arguments)
     frame.is_mutated = selection is not None and selection.is_mutated
-    return _keep(remote, frame, recorder, call, returned, options, perf_counter() - started)
+    ended = perf_counter()
+    kept = _keep(remote, frame, recorder, call, returned, options, ended - started)
+    function_s = ended - started - recorder.own_s
+    log.forward(frame, function_s, perf_counter() - began - function_s, pack.packed_bytes - _kept_bytes(frame))
+    return kept
+
+
+def _kept_bytes(frame: Frame) -> int:
+    """What the trainer keeps for backward besides leaves, which it has anyway."""
+    return sum(source.layout.span_bytes for source in frame.recording.sources if not source.is_leaf)
 
 
 def _contexts(frame: Frame, call: Call, options: Options) -> tuple[AbstractContextManager[Any], Selection | None]:
@@ -156,20 +168,29 @@ class _Pack:
     """The hook that autograd calls for each tensor it saves.
 
     Autograd keeps it as long as the handles, so it lets go of the recorder, and with it of the call's tensors.
+
+    Attributes:
+        packed_bytes: What autograd saved so far, each storage once, leaves not.
     """
 
     def __init__(self, frame: Frame, selection: Selection | None) -> None:
         self._frame = frame
         self.recorder: Recorder | None = None
         self.selection = selection
+        self.packed_bytes = 0
+        self._packed = StorageLedger()
 
     def __call__(self, tensor: Tensor) -> Handle:
-        assert self.recorder is not None
-        self.recorder.note_saved(tensor)
+        recorder = self.recorder
+        assert recorder is not None
+        recorder.note_saved(tensor)
+        source = recorder.recording.saved[-1].source
+        if source < 0 or not recorder.recording.sources[source].is_leaf:
+            self.packed_bytes += self._packed.add(tensor)
         handle = self._frame.handle()
         if self.selection is not None:
             handle.kept = self.selection.keep(tensor)
-        if self.recorder.has_lost_track:
+        if recorder.has_lost_track:
             self._frame.saved_early[handle.index] = Saved(handle.index, tensor)
         return handle
 
@@ -197,16 +218,19 @@ def _keep(
     outputs = [tensor for tensor in tensors if is_output(tensor)]
     uses = _uses(recorder, outputs)
     saves = bool(frame.recording.saved)  # else the graph keeps nothing, and there is nothing to recompute
-    grafts = (
-        options.returns != "activations"
-        and saves
-        and not is_held
-        and any(uses)
-        and all(output.grad_fn is not None for output in outputs)
-        and not recorder.rewrites_autograd()
-        and not recorder.shares_storage(outputs, tensors)
-        and not recorder.outlived(outputs)
-    )
+    if options.returns == "activations":
+        needs_inside = "activations were asked for"
+    elif is_held or recorder.outlived(outputs):
+        needs_inside = "a tensor of its inside is held elsewhere"
+    elif recorder.rewrites_autograd():
+        needs_inside = "it changes what tensors from outside depend on"
+    elif recorder.shares_storage(outputs, tensors):
+        needs_inside = "an output shares memory with an input, a captured tensor or another output"
+    elif any(output.grad_fn is None for output in outputs) or not any(uses):
+        needs_inside = "no gradient leaves it"
+    else:
+        needs_inside = ""
+    grafts = saves and not needs_inside
     frame.program = recorder.finish(outputs) if grafts else recorder.finish((), early_stop=options.early_stop)
     frame.use_counts = [len(found) for found in uses]
     if frame.program is None:
@@ -217,6 +241,7 @@ def _keep(
     elif outputs and saves:
         try:
             frame.remote = remote.save(frame, forward_s)
+            frame.log.reason = needs_inside or "nothing of its inside is needed"
         except Refusal as refusal:
             frame.not_taken(refusal)
     if frame.program is None or not grafts:

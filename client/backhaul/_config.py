@@ -12,6 +12,8 @@ Returns = Literal["auto", "gradients", "activations"]
 RETURNS: tuple[str, ...] = ("auto", "gradients", "activations")
 Numerics = Literal["auto", "exact"]
 NUMERICS: tuple[str, ...] = ("auto", "exact")
+SECRETS = frozenset({"token_file"})
+"""Settings that are shown to nobody."""
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 
 
@@ -43,6 +45,9 @@ class Config:
 
     memory_bytes: int = 0
     """Budget of the worker that connect() starts, 0 for half of this machine's memory."""
+
+    telemetry: bool = True
+    """Tell workers of steps and segments, for dashboards to show."""
 
 
 def resolve(**given: Any) -> Config:

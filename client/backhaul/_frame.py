@@ -17,8 +17,9 @@ from torch import Tensor
 
 from backhaul import _local
 from backhaul._arguments import Options
-from backhaul._report import Decision, SegmentLog
+from backhaul._report import Decision
 from backhaul._selection import MUTATED, Kept
+from backhaul._telemetry import CallLog
 from backhaul._value_check import CheckpointError, Recomputed, check_recomputed, check_uses
 from backhaul_runtime import ambient
 from backhaul_runtime.digest import content_digest, saved_digest
@@ -116,7 +117,7 @@ class Frame:
     """
 
     name: str
-    log: SegmentLog
+    log: CallLog
     options: Options
     recording: Recording = field(default_factory=Recording)
     program: Program | None = None
@@ -345,6 +346,7 @@ class Frame:
         self._stop_incoming()
         self.remote = None
         self.local_reason = error.message.splitlines()[0]
+        self.log.mismatches += isinstance(error, CheckpointError)
         # A lost worker is the link's to say, once for all segments.
         self.log.fallback(self.local_reason, is_said=isinstance(error, WorkerLostError))
 

@@ -12,8 +12,10 @@ import os
 import random
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from time import time
 
 import grpc
 
@@ -23,6 +25,7 @@ from backhaul_proto.v1 import (
     segment_pb2_grpc,
     session_pb2,
     session_pb2_grpc,
+    telemetry_pb2_grpc,
     tensor_pb2_grpc,
 )
 from backhaul_runtime.addresses import Address
@@ -42,6 +45,7 @@ FIRST_BACKOFF_S = 0.1
 LONGEST_BACKOFF_S = 5.0
 KEEP_INTERVAL_S = 1.0
 RECOVERY_S = 0.5
+KEPT_COMPARISONS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,11 @@ class Generation:
     lease_s: float
 
 
+def trainer_name() -> str:
+    """Host and process, for people."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
 class Stubs:
     """The services at the other end of a channel."""
 
@@ -71,6 +80,26 @@ class Stubs:
         self.programs = program_pb2_grpc.ProgramServiceStub(channel)
         self.tensors = tensor_pb2_grpc.TensorServiceStub(channel)
         self.segments = segment_pb2_grpc.SegmentServiceStub(channel)
+        self.telemetry = telemetry_pb2_grpc.TelemetryServiceStub(channel)
+
+
+class Clock:
+    """How far a worker's clock is from ours, by the quickest of the last answers: it can be off by half their time.
+
+    After D. Mills' Network Time Protocol, RFC 5905, section 10.
+    """
+
+    def __init__(self) -> None:
+        self._found: deque[tuple[float, float]] = deque(maxlen=KEPT_COMPARISONS)
+
+    def compare(self, asked_at_s: float, theirs_s: float, answered_at_s: float) -> None:
+        """Takes what a worker's clock showed between two moments of ours."""
+        self._found.append((answered_at_s - asked_at_s, theirs_s - (asked_at_s + answered_at_s) / 2))
+
+    @property
+    def ahead_s(self) -> float:
+        """Its clock less ours, 0 before the first answer."""
+        return min(self._found, default=(0.0, 0.0))[1]
 
 
 class Link:
@@ -79,17 +108,20 @@ class Link:
     Args:
         find: Gives the worker's address; an embedded worker that died is started again. Called by one thread at a time.
         silence_s: A worker silent for so long is taken for lost.
+        run: Names the trainer's session, which may have other links.
 
     Attributes:
         name: The worker's address.
         drift: The largest measured between its numbers and ours, of which it is told.
     """
 
-    def __init__(self, find: Callable[[], Address], silence_s: float) -> None:
+    def __init__(self, find: Callable[[], Address], silence_s: float, run: str = "") -> None:
         self._find = find
+        self._run = run
         self.silence_s = silence_s
         self.name = ""
         self.drift = 0.0
+        self._clock = Clock()
         self._generation: Generation | None = None
         self._generations = 0
         self._why_down = "not connected yet"
@@ -123,6 +155,11 @@ class Link:
                 address=address.text,
             ) from error
         self._keeper.start()
+
+    @property
+    def ahead_s(self) -> float:
+        """The worker's clock less ours."""
+        return self._clock.ahead_s
 
     @property
     def up(self) -> Generation | None:
@@ -192,8 +229,10 @@ class Link:
         request = session_pb2.OpenSessionRequest(
             protocol_version=PROTOCOL_VERSION,
             client_version=version(),
-            trainer=f"{socket.gethostname()}:{os.getpid()}",
+            trainer=trainer_name(),
+            run=self._run,
         )
+        asked_at_s = time()
         answer = call_unary(self._stubs.sessions.OpenSession, request, timeout_s)
         if answer.protocol_version != PROTOCOL_VERSION:
             raise ProtocolVersionError(
@@ -203,6 +242,8 @@ class Link:
                 trainer=PROTOCOL_VERSION,
                 worker=answer.protocol_version,
             )
+        self._clock = Clock()
+        self._clock.compare(asked_at_s, answer.clock_s, time())
         self._generations += 1
         self._generation = Generation(
             self._generations,
@@ -217,7 +258,9 @@ class Link:
     def _ask(self, generation: Generation, silence_s: float = 0.0) -> None:
         request = session_pb2.KeepSessionRequest(session=generation.session, drift=self.drift)
         method = self._stubs.sessions.KeepSession
+        asked_at_s = time()
         answer = call_unary(method, request, silence_s or self.silence_s, wait_for_ready=True)
+        self._clock.compare(asked_at_s, answer.clock_s, time())
         self._draining = answer.draining
 
     def _down(self, why: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from backhaul._calls import Stream, longest_run_s
 from backhaul._link import Generation, Link
-from backhaul._report import SegmentLog
+from backhaul._telemetry import CallLog
 from backhaul._upload import Save, Uploader
 from backhaul._value_check import Recomputed
 from backhaul_proto.v1 import segment_pb2
@@ -84,7 +84,7 @@ class SavedSegment:
         link: To its worker.
         uploader: Of that link.
         save: As queued.
-        log: Told of bytes.
+        log: Told of bytes and times.
         expected_s: What a replay with its backward should take.
         upcoming: Gives the segments that will be asked for after this one.
     """
@@ -94,7 +94,7 @@ class SavedSegment:
         link: Link,
         uploader: Uploader,
         save: Save,
-        log: SegmentLog,
+        log: CallLog,
         expected_s: float,
         upcoming: Callable[[], list[int]],
     ) -> None:
@@ -140,7 +140,9 @@ class SavedSegment:
             stream = self._open(self._link.stubs(self.generation).segments.Backward, request)
             try:
                 result = stream.result()
-                return result, stream.tensors(), stream.addresses()
+                tensors, addresses = stream.tensors(), stream.addresses()
+                self._log.answered(result.timing, self._link.ahead_s)
+                return result, tensors, addresses
             finally:
                 self._closed(stream)
 
@@ -148,6 +150,7 @@ class SavedSegment:
             try:
                 return attempt()
             except TensorsMissingError:  # given up by the worker, in which the uploader still believes
+                self._log.retries += 1
                 self._uploader.unlearn(parcel.address for parcel in parcels.values())
                 return attempt()
 
@@ -183,7 +186,13 @@ class SavedSegment:
         def ask() -> SavedTensors:
             stream = self._open(self._link.stubs(self.generation).segments.Recompute, request)
             try:
-                return SavedTensors(stream, stream.result(), self._closed)
+                result = stream.result()
+
+                def close(stream: Stream[Any]) -> None:
+                    self._closed(stream)
+                    self._log.answered(result.timing, self._link.ahead_s)
+
+                return SavedTensors(stream, result, close)
             except BaseException:
                 self._closed(stream)
                 raise
@@ -207,6 +216,7 @@ class SavedSegment:
             self._link.trouble(self.generation, error)
             if error.status not in _REPEATABLE or not self._link.recovered(self.generation):
                 raise
+        self._log.retries += 1
         try:
             return ask()
         except WorkerLostError as error:

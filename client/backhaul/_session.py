@@ -4,34 +4,43 @@ import atexit
 import itertools
 import logging
 import os
+import secrets
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial
+from time import time
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from backhaul import _patched, _sequential, _wrap
 from backhaul._arguments import decorator, options_of
+from backhaul._calls import call_unary
 from backhaul._checkpoint import run_segment
-from backhaul._config import Config
+from backhaul._config import SECRETS, Config
 from backhaul._embedded import EmbeddedWorker
 from backhaul._frame import Frame
-from backhaul._link import Generation, Link
+from backhaul._link import Generation, Link, trainer_name
 from backhaul._placement import Placement
 from backhaul._remote import SavedSegment
 from backhaul._report import Journal, Report
+from backhaul._telemetry import Telemetry
 from backhaul._upload import Save, SourceTensor, Uploader
+from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.addresses import Address, parse_addresses
-from backhaul_runtime.errors import Refusal
+from backhaul_runtime.errors import BackhaulError, Refusal
 from backhaul_runtime.fingerprint import DECISIVE, differences, fingerprint
 from backhaul_runtime.layout import Layout, copy_exact
 from backhaul_runtime.program_codec import address_of_program, encode_program
 from backhaul_runtime.recording import RecordedSource
+from backhaul_runtime.version import version
 
 logger = logging.getLogger("backhaul")
 _BACKWARD_FACTOR = 3.0  # a recomputed forward and a backward of twice its cost
@@ -75,6 +84,9 @@ class Session:
             )
         self.config = config
         self.journal = Journal()
+        self.telemetry: Telemetry | None = None
+        self._stepped: RemovableHandle | None = None
+        run = secrets.token_hex(8)
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._placement = Placement()
@@ -83,10 +95,11 @@ class Session:
         self._embedded: EmbeddedWorker | None = None
         self._sides: list[_Side] = []
         if config.worker:
-            links = [Link(partial(_same, address), config.silence_s) for address in parse_addresses(config.worker)]
+            addresses = parse_addresses(config.worker)
+            links = [Link(partial(_same, address), config.silence_s, run) for address in addresses]
         else:
             self._embedded = EmbeddedWorker(config.memory_bytes, config.connect_timeout_s)
-            links = [Link(self._embedded.ensure, config.silence_s)]
+            links = [Link(self._embedded.ensure, config.silence_s, run)]
         try:
             for link in links:
                 link.open(config.connect_timeout_s)
@@ -94,6 +107,11 @@ class Session:
         except BaseException:
             self.close()
             raise
+        if config.telemetry:
+            self.telemetry = Telemetry(self._deliver, self._describe(run))
+            self.telemetry.start()
+            # Of all optimizers in the process: a step in which this session had no call is none of its own.
+            self._stepped = register_optimizer_step_post_hook(self._optimizer_stepped)
         _sessions.add(self)
 
     def checkpoint(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -158,6 +176,18 @@ class Session:
         """What ran where so far, why, and what it cost."""
         return self.journal.report()
 
+    def step(self, loss: Tensor | float | None = None) -> None:
+        """Tells the dashboard that a training step has ended. Nothing else depends on it.
+
+        Without it a step ends with each step of an optimizer. Call it after the step to report the loss, or where a
+        step has no optimizer or several; from the first call on optimizers no longer count.
+
+        Args:
+            loss: One number; a tensor is read by another thread later, so don't write to it.
+        """
+        if self.telemetry is not None and not self._closed:
+            self.telemetry.step(loss)
+
     @property
     def closed(self) -> bool:
         """Whether `close` was called, or this process is the child of a fork."""
@@ -172,6 +202,10 @@ class Session:
             return
         self._closed = True
         _sessions.discard(self)
+        if self._stepped is not None:
+            self._stepped.remove()
+        if self.telemetry is not None:
+            self.telemetry.close()
         if self._embedded is not None:
             self._embedded.interrupt()
         for side in self._sides:
@@ -237,7 +271,9 @@ class Session:
             wants_sketches=bool(found),
             queued_bytes=sum(source.layout.span_bytes for source in sources if source.is_copy),
             count=lambda size: log.traffic(up_bytes=size),
+            sent=log.uploaded,
         )
+        log.worker = side.link.name
         saved = SavedSegment(
             side.link,
             side.uploader,
@@ -250,6 +286,35 @@ class Session:
             side.segments[number] = weakref.ref(saved, lambda _: side.segments.pop(number, None))
         side.uploader.save(save)
         return saved
+
+    def _optimizer_stepped(self, *_: Any) -> None:
+        if self.telemetry is not None and not self._closed:
+            self.telemetry.step(is_told=False)
+
+    def _describe(self, run: str) -> telemetry_pb2.Run:
+        settings = {field.name: str(getattr(self.config, field.name)) for field in fields(self.config)}
+        return telemetry_pb2.Run(
+            id=run,
+            trainer=trainer_name(),
+            client_version=version(),
+            started_at_s=time(),
+            settings={name: value for name, value in settings.items() if name not in SECRETS},
+            fingerprint=fingerprint(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+            workers=[side.link.name for side in self._sides],
+        )
+
+    def _deliver(self, report: telemetry_pb2.TrainerReport) -> bool:
+        """Tells one worker that is up."""
+        for side in self._sides:
+            if (generation := side.link.up) is not None:
+                request = telemetry_pb2.PutReportsRequest(session=generation.session, report=report)
+                try:
+                    call_unary(side.link.stubs(generation).telemetry.PutReports, request, self.config.silence_s)
+                except BackhaulError as error:
+                    logger.debug("telling %s of steps: %s", side.link.name, error)
+                else:
+                    return True
+        return False
 
     def _place(self) -> tuple[_Side, Generation]:
         up = [(side, generation) for side in self._sides if (generation := side.link.up) is not None]
@@ -280,6 +345,8 @@ class Session:
     def _forked(self) -> None:
         self._closed = True
         self.journal = Journal()  # the parent's threads may have held its locks
+        if self.telemetry is not None:
+            self.telemetry.forked()
         for side in self._sides:
             side.link.forked()
 

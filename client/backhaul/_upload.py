@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from time import perf_counter
 
 from torch import Tensor
 
@@ -59,6 +60,7 @@ class Save:
         saved: Done when the worker has it; holds the error where it has not.
         wants_sketches: The worker computes other bits.
         count: Told of bytes sent.
+        sent: Told what sending took, once it has ended.
     """
 
     generation: Generation
@@ -71,6 +73,7 @@ class Save:
     queued_bytes: int
     wants_sketches: bool
     count: Callable[[int], None]
+    sent: Callable[[float], None]
     saved: "Future[None]" = field(default_factory=Future)
     is_released: bool = False
 
@@ -181,7 +184,9 @@ class Uploader:
         try:
             if save.is_released:
                 raise SegmentUnknownError("released before it was sent")
+            began = perf_counter()
             self._send(save)
+            save.sent(perf_counter() - began)
             save.saved.set_result(None)
         except BackhaulError as error:
             if isinstance(error, WorkerLostError):

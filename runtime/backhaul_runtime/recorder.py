@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
@@ -79,6 +80,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         recording: What outlives the call.
         tensors: The caller's own objects, one per source. They go with the recorder.
         trace: A line per op, None where nobody asked for them.
+        own_s: What recording took so far, of the time that the call took.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()
         self.recording = Recording(is_pinned=pins)
         self.trace: list[str] | None = [] if traces else None
+        self.own_s = 0.0
         self._allowed = allowed
         self._hold = hold
         self._pack = pack
@@ -125,18 +128,22 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
 
     def around(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the op, noting it before and after."""
+        began = perf_counter()
         with _DisableTorchDispatch():  # what we ask of tensors is not the business of modes below us
             node = self._before(op, args, kwargs)
         draws = NotedDraws() if node is not None and self._pins is not None and rules(op).draws else None
+        self.own_s += perf_counter() - began
         try:
             with draws or nullcontext():
                 returned = op(*args, **kwargs)
         finally:
             self._op, self._reads = "", None
+        began = perf_counter()
         with _DisableTorchDispatch():
             self._guarded(self._after, op, node, args, kwargs, returned, draws)
         if self.trace is not None:
             self.trace.append(described(op, args, kwargs, returned))
+        self.own_s += perf_counter() - began
         return returned
 
     @property
@@ -393,6 +400,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
     def note_saved(self, tensor: Tensor) -> None:
         """Takes the digest of a tensor that autograd saves. Called by the pack hook."""
         self._foreign_saves |= not self._op
+        began = perf_counter()
         try:
             self._note_saved(tensor)
         except Exception as error:  # Rule 2
@@ -400,6 +408,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             self.recording.unchecked.append((weakref.ref(tensor), version_of(tensor)))
             kind = Layout(tensor.dtype, () if tensor.is_nested else tuple(tensor.shape), (), device=tensor.device.type)
             self.recording.saved.append(SavedTensor(b"", self._op, kind, -1, 0))
+        self.own_s += perf_counter() - began
 
     def _note_saved(self, tensor: Tensor) -> None:
         try:

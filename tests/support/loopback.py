@@ -74,6 +74,7 @@ class Loopback:
     def __init__(self, *, pins: bool = False) -> None:
         self.pins = pins
         self.journal = Journal()
+        self.telemetry = None
         self.config = Config()
 
     def needs_pins(self, device: torch.device) -> bool:

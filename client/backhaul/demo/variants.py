@@ -78,6 +78,8 @@ class Variant:
         """A timed step up to its gradients and the optimizer's change of the weights, which `finish` makes."""
         started = perf_counter()
         self.losses.append(self.backward(corpus, step))
+        if self.session is not None:
+            self.session.step(self.losses[-1])
         self.step_s.append(perf_counter() - started)
 
     def finish(self) -> None:

@@ -486,7 +486,7 @@ Global___Run: _TypeAlias = Run  # noqa: Y015
 
 @_typing.final
 class Step(_message.Message):
-    """From the end of the step before to the optimizer's."""
+    """From its first checkpointed call to the optimizer's step."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -501,7 +501,7 @@ class Step(_message.Message):
     FALLBACKS_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
     OVERHEAD_S_FIELD_NUMBER: _builtins.int
-    SAVED_S_FIELD_NUMBER: _builtins.int
+    SPARED_S_FIELD_NUMBER: _builtins.int
     UP_BYTES_FIELD_NUMBER: _builtins.int
     DOWN_BYTES_FIELD_NUMBER: _builtins.int
     SAVED_BYTES_FIELD_NUMBER: _builtins.int
@@ -520,15 +520,15 @@ class Step(_message.Message):
     fallbacks: _builtins.int
     """Of those on the trainer: meant for a worker."""
     wait_s: _builtins.float
-    """That backward stood still for a worker."""
+    """What backward stood still for a worker."""
     overhead_s: _builtins.float
     """Spent on recording, digests and sending in the trainer's own threads."""
-    saved_s: _builtins.float
+    spared_s: _builtins.float
     """What the functions took whose recomputation a worker did: what it would have cost here."""
     up_bytes: _builtins.int
     down_bytes: _builtins.int
     saved_bytes: _builtins.int
-    """What autograd packed in segments less what the trainer kept of it: at the step's end, and the most in it."""
+    """What autograd packed in segments less what the trainer kept of it: the most in the step, and since the run began."""
     peak_saved_bytes: _builtins.int
     peak_bytes: _builtins.int
     """The trainer's own peak since the run began: of the accelerator's allocator, else the process as the kernel counts it."""
@@ -546,7 +546,7 @@ class Step(_message.Message):
         fallbacks: _builtins.int = ...,
         wait_s: _builtins.float = ...,
         overhead_s: _builtins.float = ...,
-        saved_s: _builtins.float = ...,
+        spared_s: _builtins.float = ...,
         up_bytes: _builtins.int = ...,
         down_bytes: _builtins.int = ...,
         saved_bytes: _builtins.int = ...,
@@ -555,7 +555,7 @@ class Step(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "activations", b"activations", "calls", b"calls", "down_bytes", b"down_bytes", "duration_s", b"duration_s", "fallbacks", b"fallbacks", "gradients", b"gradients", "loss", b"loss", "number", b"number", "on_trainer", b"on_trainer", "overhead_s", b"overhead_s", "peak_bytes", b"peak_bytes", "peak_saved_bytes", b"peak_saved_bytes", "saved_bytes", b"saved_bytes", "saved_s", b"saved_s", "started_at_s", b"started_at_s", "up_bytes", b"up_bytes", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "activations", b"activations", "calls", b"calls", "down_bytes", b"down_bytes", "duration_s", b"duration_s", "fallbacks", b"fallbacks", "gradients", b"gradients", "loss", b"loss", "number", b"number", "on_trainer", b"on_trainer", "overhead_s", b"overhead_s", "peak_bytes", b"peak_bytes", "peak_saved_bytes", b"peak_saved_bytes", "saved_bytes", b"saved_bytes", "spared_s", b"spared_s", "started_at_s", b"started_at_s", "up_bytes", b"up_bytes", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015

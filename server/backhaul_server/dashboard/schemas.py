@@ -1,4 +1,4 @@
-"""What /api/v1 answers, for OpenAPI. Times are seconds since 1970, lists of a series have equal length, oldest first."""
+"""What /api/v1 answers, for OpenAPI. Times are seconds since 1970; lists of a series are equally long, oldest first."""
 
 from typing import Literal
 

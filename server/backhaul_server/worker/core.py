@@ -36,6 +36,9 @@ class Worker:
         device: Programs run there.
         budget_bytes: For everything held, see `Store`.
         lease_s: A session silent for longer is freed.
+
+    Attributes:
+        last_error: Of the last request that failed by a fault of the worker's own, and when, in seconds since 1970.
     """
 
     def __init__(self, device: torch.device, budget_bytes: int, lease_s: float) -> None:
@@ -46,6 +49,7 @@ class Worker:
         self.segments = Segments(self.store)
         self.sessions: dict[str, Session] = {}
         self.draining = False
+        self.last_error = ("", 0.0)
         self._programs: OrderedDict[bytes, tuple[Program, int]] = OrderedDict()
         self._program_bytes = 0
         self.segments = Segments(self.store)
@@ -61,10 +65,11 @@ class Worker:
 
     # Sessions
 
-    def open_session(self, trainer: str) -> Session:
+    def open_session(self, trainer: str, run: str = "", client_version: str = "") -> Session:
         """A new session. Raises DrainingError."""
         self._check_draining()
-        session = Session(secrets.token_hex(16), trainer, monotonic() + self.lease_s)
+        expires_at = monotonic() + self.lease_s
+        session = Session(secrets.token_hex(16), trainer, expires_at, run=run, client_version=client_version)
         self.sessions[session.id] = session
         return session
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from time import time
 
 import torch
 from torch import Tensor
@@ -21,10 +22,14 @@ class Ready:
     Attributes:
         replay: With its graph.
         keeps_saved: Whether it can answer a recompute.
+        began_at_s: When it was made, in seconds since 1970.
+        took_s: What that took.
     """
 
     replay: Replay
     keeps_saved: bool
+    began_at_s: float
+    took_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,7 @@ class Work:
 
     def replay(self, *, keep_saved: bool) -> Ready:
         """Runs the program forward."""
+        began_at_s = time()
         try:
             replay = Replay(
                 self.program,
@@ -53,7 +59,7 @@ class Work:
                 keep_saved=keep_saved,
                 wants_sketches=self.wants_sketches,
             )
-            return Ready(replay, keep_saved)
+            return Ready(replay, keep_saved, began_at_s, time() - began_at_s)
         finally:
             torch.clear_autocast_cache()
 
@@ -68,6 +74,10 @@ class Finished:
         sources: Source of each contribution; empty for a recompute.
         tensor_digests: Of the bundle's parcels, if they were asked for.
         saved_sketches: What the replay saved, if they were asked for.
+        recompute_at_s: When the replay began, in seconds since 1970.
+        recompute_s: What it took.
+        backward_at_s: When its backward began, in seconds since 1970; 0 for a recompute.
+        backward_s: What that took.
     """
 
     bundle: Bundle
@@ -75,6 +85,10 @@ class Finished:
     sources: tuple[int, ...]
     tensor_digests: tuple[bytes, ...] = ()
     saved_sketches: Sequence[tuple[float, ...]] = ()
+    recompute_at_s: float = 0.0
+    recompute_s: float = 0.0
+    backward_at_s: float = 0.0
+    backward_s: float = 0.0
 
 
 def backward(
@@ -95,6 +109,7 @@ def backward(
         wants_digests: Digest what is returned.
     """
     ready = ready or work.replay(keep_saved=False)
+    began_at_s = time()
     ambient.apply(state, ambient.capture())
     contributions = ready.replay.backward(gradients)
     sources = work.program.sources
@@ -106,6 +121,10 @@ def backward(
         sources=tuple(c.source for c in contributions),
         tensor_digests=tuple(address_of(parcel.tensor) for parcel in sent.parcels) if wants_digests else (),
         saved_sketches=ready.replay.saved_sketches,
+        recompute_at_s=ready.began_at_s,
+        recompute_s=ready.took_s,
+        backward_at_s=began_at_s,
+        backward_s=time() - began_at_s,
     )
 
 
@@ -119,6 +138,8 @@ def recompute(work: Work, ready: Ready | None, positions: Sequence[int]) -> Fini
         saved_digests=tuple(replay.saved_digests),
         sources=(),
         saved_sketches=replay.saved_sketches,
+        recompute_at_s=ready.began_at_s,
+        recompute_s=ready.took_s,
     )
 
 

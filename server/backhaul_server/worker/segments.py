@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from time import time
 
 from torch import Tensor
 
@@ -47,11 +48,13 @@ class Request:
     Attributes:
         perform: The work; None once it is done, with the tensors it held.
         expected_s: What the trainer thinks it takes.
+        came_at_s: When it came, in seconds since 1970.
         answer: Done when the work is; holds the result for those who ask again.
     """
 
     perform: Perform | None
     expected_s: float
+    came_at_s: float
     answer: "asyncio.Future[Finished]"
 
 
@@ -64,6 +67,7 @@ class Segment:
         id: The trainer's number for it.
         work: Program and tensors, None once it was released.
         name: For people.
+        queued_at_s: When its replay ahead came to the queue, in seconds since 1970; 0 without one.
     """
 
     session: "Session"
@@ -72,6 +76,7 @@ class Segment:
     name: str
     machine: SegmentMachine = field(default_factory=SegmentMachine)
     ready: Ready | None = None
+    queued_at_s: float = 0.0
     job: Job | None = None
     requests: dict[Key, Request] = field(default_factory=dict)
 
@@ -93,6 +98,9 @@ class Session:
         gradients: Addresses of the last gradients that came or went, which are cached.
         answers: How many are being sent.
         drift: The largest its trainer measured between its numbers and ours.
+        run: The trainer's session, which may have others on other workers.
+        client_version: Of the trainer.
+        last_error: Of the last request that was refused or failed.
     """
 
     id: str
@@ -102,6 +110,9 @@ class Session:
     gradients: deque[bytes] = field(default_factory=deque)
     answers: int = 0
     drift: float = 0.0
+    run: str = ""
+    client_version: str = ""
+    last_error: str = ""
 
 
 class Segments:
@@ -139,7 +150,7 @@ class Segments:
         """
         request = segment.requests.get(key)
         if request is None:
-            request = Request(prepare(), expected_s, asyncio.get_running_loop().create_future())
+            request = Request(prepare(), expected_s, time(), asyncio.get_running_loop().create_future())
             segment.requests[key] = request
         self._carry_out(segment, segment.machine.requested(key))
         return request
@@ -204,6 +215,7 @@ class Segments:
         if not self._store.start_ahead(segment.key, drop):
             self._carry_out(segment, segment.machine.replayed(succeeded=False))
             return
+        segment.queued_at_s = time()
         made: list[Ready] = []
 
         def work() -> None:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial, wraps
-from time import monotonic, perf_counter
+from time import monotonic, perf_counter, time
 from typing import Any, TypeVar
 
 import grpc
@@ -43,9 +43,10 @@ from backhaul_runtime.version import version
 from backhaul_server.worker import runs
 from backhaul_server.worker.core import Worker
 from backhaul_server.worker.meter import Meter
+from backhaul_server.worker.reports import Reports
 from backhaul_server.worker.runs import Finished
 from backhaul_server.worker.segment_machine import Key
-from backhaul_server.worker.segments import Perform, Segment
+from backhaul_server.worker.segments import Perform, Request, Segment
 
 logger = logging.getLogger("backhaul.worker")
 
@@ -79,6 +80,7 @@ def unary(method: Unary[M]) -> Unary[M]:
             return answer
         except Exception as error:  # every error of ours has a status
             failed = True
+            self.failed(request, error)
             await _abort(context, error)
             raise
         finally:
@@ -100,6 +102,7 @@ def stream(method: Stream[M]) -> Stream[M]:
                 yield answer
         except Exception as error:  # every error of ours has a status
             failed = True
+            self.failed(request, error)
             await _abort(context, error)
         finally:
             self.meter.call(method.__name__, perf_counter() - started, failed=failed)
@@ -111,6 +114,16 @@ class _Servicer:
     def __init__(self, worker: Worker, meter: Meter) -> None:
         self.worker = worker
         self.meter = meter
+
+    def failed(self, request: Any, error: Exception) -> None:
+        """Notes an error for those who look after the worker."""
+        said = f"{type(error).__name__}: {error}"[:MAX_MESSAGE]
+        if not isinstance(error, BackhaulError) or type(error) is WorkerError:
+            self.worker.last_error = said, time()
+        key = getattr(request, "key", request)
+        session = self.worker.sessions.get(getattr(key, "session", ""))
+        if session is not None:
+            session.last_error = said
 
 
 class Sessions(_Servicer, session_pb2_grpc.SessionServiceServicer):
@@ -128,7 +141,7 @@ class Sessions(_Servicer, session_pb2_grpc.SessionServiceServicer):
                 trainer=request.protocol_version,
                 worker=PROTOCOL_VERSION,
             )
-        session = self.worker.open_session(request.trainer)
+        session = self.worker.open_session(request.trainer, request.run, request.client_version)
         return session_pb2.OpenSessionResponse(
             protocol_version=PROTOCOL_VERSION,
             worker_version=version(),
@@ -136,6 +149,7 @@ class Sessions(_Servicer, session_pb2_grpc.SessionServiceServicer):
             lease_s=self.worker.lease_s,
             budget_bytes=self.worker.store.budget_bytes,
             fingerprint=fingerprint(self.worker.device),
+            clock_s=time(),
         )
 
     @unary
@@ -145,7 +159,7 @@ class Sessions(_Servicer, session_pb2_grpc.SessionServiceServicer):
         """Renews the lease."""
         session = self.worker.session(request.session)
         session.drift = max(session.drift, request.drift)
-        return session_pb2.KeepSessionResponse(draining=self.worker.draining)
+        return session_pb2.KeepSessionResponse(draining=self.worker.draining, clock_s=time())
 
     @unary
     async def CloseSession(  # noqa: N802  gRPC's name
@@ -244,14 +258,17 @@ class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
         key = Key("recompute", request.key.backward)
         perform = partial(runs.recompute, positions=tuple(request.positions))
         with self.worker.segments.answering(segment, key):
-            answer = self.worker.segments.request(segment, key, lambda: perform, request.expected_s).answer
+            asked = self.worker.segments.request(segment, key, lambda: perform, request.expected_s)
             self.worker.replay_ahead(session, request.upcoming_segments)
-            async for progress in self._wait(segment, answer):
+            async for progress in self._wait(segment, asked.answer):
                 yield segment_pb2.RecomputeResponse(progress=progress)
-            found = answer.result()
+            found = asked.answer.result()
             views = [encode_view(view) for view in found.bundle.views]
             result = segment_pb2.RecomputeResult(
-                saved_digests=found.saved_digests, views=views, saved_sketches=_sketches(found)
+                saved_digests=found.saved_digests,
+                views=views,
+                saved_sketches=_sketches(found),
+                timing=_timing(segment, asked, found),
             )
             yield segment_pb2.RecomputeResponse(result=result)
             for batch in batches(found.bundle.parcels):
@@ -279,11 +296,11 @@ class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
 
         key = Key("backward", request.key.backward)
         with self.worker.segments.answering(segment, key):
-            answer = self.worker.segments.request(segment, key, prepare, request.expected_s).answer
+            asked = self.worker.segments.request(segment, key, prepare, request.expected_s)
             self.worker.replay_ahead(session, request.upcoming_segments)
-            async for progress in self._wait(segment, answer):
+            async for progress in self._wait(segment, asked.answer):
                 yield segment_pb2.BackwardResponse(progress=progress)
-            found = answer.result()
+            found = asked.answer.result()
             contributions = [segment_pb2.Contribution(source=source) for source in found.sources]
             for view in found.bundle.views:
                 contributions[view.position].view.CopyFrom(encode_view(view))
@@ -292,6 +309,7 @@ class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
                 contributions=contributions,
                 tensor_digests=found.tensor_digests,
                 saved_sketches=_sketches(found),
+                timing=_timing(segment, asked, found),
             )
             yield segment_pb2.BackwardResponse(result=result)
             for batch in batches(found.bundle.parcels):
@@ -319,12 +337,34 @@ def _sketches(found: Finished) -> list[segment_pb2.Sketch]:
     return [segment_pb2.Sketch(numbers=numbers) for numbers in found.saved_sketches]
 
 
+def _timing(segment: Segment, asked: Request, found: Finished) -> segment_pb2.Timing:
+    was_ahead = found.recompute_at_s < asked.came_at_s
+    return segment_pb2.Timing(
+        queued_at_s=segment.queued_at_s if was_ahead else asked.came_at_s,
+        recompute_at_s=found.recompute_at_s,
+        recompute_s=found.recompute_s,
+        requested_at_s=asked.came_at_s,
+        backward_at_s=found.backward_at_s,
+        backward_s=found.backward_s,
+    )
+
+
 class Telemetry(_Servicer, telemetry_pb2_grpc.TelemetryServiceServicer):
-    """Tells how the worker is."""
+    """Tells how the worker is, and what trainers told it."""
 
     def __init__(self, worker: Worker, meter: Meter) -> None:
         super().__init__(worker, meter)
         self._started = monotonic()
+        self._reports = Reports()
+
+    @unary
+    async def PutReports(  # noqa: N802  gRPC's name
+        self, request: telemetry_pb2.PutReportsRequest, context: Context
+    ) -> telemetry_pb2.PutReportsResponse:
+        """Takes a report of a session's trainer."""
+        self.worker.session(request.session)
+        self._reports.put(request.report)
+        return telemetry_pb2.PutReportsResponse()
 
     @unary
     async def GetTelemetry(  # noqa: N802  gRPC's name
@@ -332,6 +372,8 @@ class Telemetry(_Servicer, telemetry_pb2_grpc.TelemetryServiceServicer):
     ) -> telemetry_pb2.GetTelemetryResponse:
         """The worker as it is now."""
         worker, usage, now = self.worker, self.worker.store.usage(), monotonic()
+        reports, has_more = self._reports.after(request.after_report if request.epoch == worker.epoch else 0)
+        last_error, last_error_at_s = worker.last_error
         return telemetry_pb2.GetTelemetryResponse(
             worker_version=version(),
             epoch=worker.epoch,
@@ -346,6 +388,7 @@ class Telemetry(_Servicer, telemetry_pb2_grpc.TelemetryServiceServicer):
                 result_bytes=usage.results,
                 resident_bytes=resident_bytes(),
                 refusals=usage.refusals,
+                evictions=usage.evictions,
             ),
             sessions=[
                 telemetry_pb2.SessionTelemetry(
@@ -353,25 +396,28 @@ class Telemetry(_Servicer, telemetry_pb2_grpc.TelemetryServiceServicer):
                     segments=len(session.segments),
                     idle_s=max(0.0, now - (session.expires_at - worker.lease_s)),
                     drift=session.drift,
+                    run=session.run,
+                    held_bytes=worker.store.held_bytes(segment.key for segment in session.segments.values()),
+                    client_version=session.client_version,
+                    last_error=session.last_error,
                 )
                 for session in worker.sessions.values()
             ],
             rpcs=[
                 telemetry_pb2.RpcTelemetry(
-                    method=s.method,
-                    calls=s.calls,
-                    errors=s.errors,
-                    p50_s=s.p50_s,
-                    p90_s=s.p90_s,
-                    p99_s=s.p99_s,
-                    total_s=s.total_s,
+                    method=name, calls=found.calls, errors=found.errors, total_s=found.total_s, buckets=found.buckets
                 )
-                for s in self.meter.statistics()
+                for name, found in sorted(self.meter.methods.items())
             ],
             recomputed_segments=worker.segments.recomputed,
             received_bytes=self.meter.bytes["received"],
             sent_bytes=self.meter.bytes["sent"],
             queued_requests=len(worker.segments.executor),
+            fingerprint=fingerprint(worker.device),
+            last_error=last_error,
+            last_error_at_s=last_error_at_s,
+            reports=reports,
+            has_more_reports=has_more,
         )
 
 

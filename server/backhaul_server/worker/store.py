@@ -32,6 +32,7 @@ class Usage:
         results: Finished results.
         budget: All of them together never exceed it.
         refusals: Requests turned away for want of room.
+        evictions: What was given up for want of room (Rule 3).
     """
 
     segments: int
@@ -40,6 +41,7 @@ class Usage:
     results: int
     budget: int
     refusals: int
+    evictions: int
 
 
 @dataclass(slots=True)
@@ -73,6 +75,7 @@ class Store(Generic[T]):
     _pinned: Counter[Hashable] = field(default_factory=Counter)
     _bytes: Counter[str] = field(default_factory=Counter)
     _refusals: int = 0
+    _evictions: int = 0
 
     def usage(self) -> Usage:
         """Bytes by tier, now."""
@@ -84,7 +87,13 @@ class Store(Generic[T]):
             results=count["results"],
             budget=self.budget_bytes,
             refusals=self._refusals,
+            evictions=self._evictions,
         )
+
+    def held_bytes(self, segments: Iterable[Hashable]) -> int:
+        """Of the tensors that segments name, each counted once."""
+        attached = (self._segments[segment].addresses for segment in segments if segment in self._segments)
+        return sum(self._entries[address].size_bytes for address in {a for addresses in attached for a in addresses})
 
     def missing(self, addresses: Iterable[bytes]) -> list[bytes]:
         """Those that are not here, each once."""
@@ -258,15 +267,18 @@ class Store(Generic[T]):
 
         while free() < size_bytes and self._cache:
             self.uncache([next(iter(self._cache))])
+            self._evictions += 1
         while free() < size_bytes and self._ahead:
             segment, (_, drop) = next(iter(self._ahead.items()))
             self.end_ahead(segment)
+            self._evictions += 1
             drop()
         for key in [key for key in self._results if not self._pinned[key]] if results else ():
             if free() >= size_bytes:
                 break
             _, forgotten = self._results[key]
             self.forget_result(key)
+            self._evictions += 1
             if forgotten is not None:
                 forgotten()
         return free() >= size_bytes
