@@ -1,32 +1,45 @@
-"""The `backhaul` command. Subcommands are entry points, so an installed wheel finds those of the server too."""
+"""The `backhaul` command."""
 
-import argparse
+import logging
 import sys
 from collections.abc import Sequence
-from importlib.metadata import entry_points
 
-from backhaul_runtime.version import version
+from backhaul._commands import build
+from backhaul._misspelt import warn_of_unknown
+from backhaul._options import explain, options_of, parse
+from backhaul_runtime import logs
+from backhaul_runtime.errors import SettingError
+from backhaul_runtime.settings import in_environment
 
-GROUP = "backhaul.commands"
+USAGE = 2
+"""Exit code of a command that was called wrongly, as argparse has it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand and returns its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="backhaul", description="Activation checkpointing for PyTorch that recomputes on another machine."
-    )
-    parser.add_argument("--version", action="version", version=f"backhaul {version()}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
-        command = entry.load()
-        subparser = commands.add_parser(entry.name, help=command.HELP, description=command.HELP)
-        command.add_arguments(subparser)
-        subparser.set_defaults(run=command.run)
-    arguments = parser.parse_args(argv)
+    parser, commands = build()
+    options = {name: options_of(name, command) for name, command in commands.items()}
+    for name, command in commands.items():
+        explain(options[name], command)
     try:
-        return int(arguments.run(arguments))
-    except KeyboardInterrupt:
-        return 130
+        arguments, read = parse(parser, options, argv)
+        name = arguments.command
+        with logs.set_up(name):
+            warn_of_unknown()
+            try:
+                code = int(arguments.run(arguments))
+            except KeyboardInterrupt:
+                return 130
+            except Exception:
+                logging.getLogger(f"backhaul.{name}").exception("ended by an error")
+                return 1
+    except SettingError as error:
+        print(f"backhaul: error: {error.message}", file=sys.stderr)
+        return USAGE
+    if code == USAGE and read:
+        given = ", ".join(f"{variable}={in_environment(variable)}" for variable in read)
+        print(f"backhaul {name}: from the environment came {given}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

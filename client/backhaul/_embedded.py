@@ -13,10 +13,12 @@ from pathlib import Path
 from time import monotonic
 from typing import IO
 
+from backhaul_runtime import logs
 from backhaul_runtime.addresses import Address, parse_address
 from backhaul_runtime.errors import AddressError, ConnectError
+from backhaul_runtime.settings import PREFIX
 
-logger = logging.getLogger("backhaul")
+worker_logger = logging.getLogger("backhaul.worker")
 _END_S = 2.0
 _DYING_S = 0.5
 
@@ -60,6 +62,8 @@ class EmbeddedWorker:
         arguments = ["worker", "--listen", self._address.text, "--parent", str(os.getpid())]
         if self._memory_bytes:
             arguments += ["--memory", str(self._memory_bytes)]
+        # Its settings are the session's, not those of workers elsewhere.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "backhaul", *arguments],  # -P: no modules from the working directory
@@ -67,6 +71,7 @@ class EmbeddedWorker:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
+                env={**environment, logs.FORMAT_VARIABLE: "json", logs.LEVEL_VARIABLE: _level()},
                 start_new_session=True,  # Ctrl-C is for the trainer, which then ends its worker
             )
         except OSError as error:
@@ -88,7 +93,7 @@ class EmbeddedWorker:
             code = self._process.poll()
             how = f"ended with code {code}" if code is not None else f"did not come up in {self._start_timeout_s:g} s"
             self.stop()
-            raise ConnectError(f"the worker that connect() starts {how}; it said:\n" + "".join(tail[-10:]))
+            raise ConnectError(f"the worker that connect() starts {how}; it said:\n" + "\n".join(tail[-10:]))
 
     def interrupt(self) -> None:
         """Asks the worker to end, also one that another thread waits for, and lets none start again."""
@@ -126,9 +131,15 @@ def _first_line(pipe: IO[str], said: "queue.SimpleQueue[str | None]") -> None:
 
 
 def _pass_on(pipe: IO[str], tail: list[str]) -> None:
-    """Reads what the worker logs, so that its pipe never fills, and passes it to our log."""
+    """Reads what the worker logs, so that its pipe never fills, and passes it to our log, as urgent as it was there."""
     with suppress(ValueError):  # closed under us
-        for line in pipe:
-            tail.append(line)
+        for text in pipe:
+            line = logs.parse(text) or logs.Line(logging.DEBUG, text.rstrip(), {})
+            tail.append(line.message)
             del tail[:-20]
-            logger.debug("worker: %s", line.rstrip())
+            worker_logger.log(line.level, "worker: %s", line.message, extra=line.about)
+
+
+def _level() -> str:
+    """What the worker is to log: what somebody here would see of it, and what it says when it can't go on."""
+    return logging.getLevelName(min(worker_logger.getEffectiveLevel(), logging.WARNING))

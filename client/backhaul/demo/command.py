@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import logging
 import os
 import signal
 import sys
@@ -64,7 +63,6 @@ def _run(arguments: argparse.Namespace) -> int:
     from backhaul.demo.results import as_json, as_table
     from backhaul.demo.variants import Settings, variants
 
-    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", stream=sys.stderr)
     # Trainer and worker share this machine: half of its cores for each.
     torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
     settings = Settings(arguments.steps, arguments.layers, arguments.width, arguments.context, arguments.batch)

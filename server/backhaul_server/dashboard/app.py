@@ -84,5 +84,6 @@ def create_app(addresses: Sequence[Address]) -> FastAPI:
 
 def serve(addresses: Sequence[Address], listener: socket.socket) -> None:
     """Serves on a bound socket until SIGTERM or SIGINT."""
-    config = uvicorn.Config(create_app(addresses), log_level="warning", timeout_graceful_shutdown=1)
+    # No log_config: what uvicorn logs goes where all else does.
+    config = uvicorn.Config(create_app(addresses), log_config=None, log_level="warning", timeout_graceful_shutdown=1)
     uvicorn.Server(config).run(sockets=[listener])

@@ -18,6 +18,7 @@ from backhaul_runtime.errors import (
     TensorsMissingError,
 )
 from backhaul_runtime.layout import Layout, layout_of
+from backhaul_runtime.logs import about
 from backhaul_runtime.program import Program
 from backhaul_runtime.program_codec import address_of_program, decode_program
 from backhaul_server.worker.runs import Work
@@ -71,6 +72,7 @@ class Worker:
         expires_at = monotonic() + self.lease_s
         session = Session(secrets.token_hex(16), trainer, expires_at, run=run, client_version=client_version)
         self.sessions[session.id] = session
+        logger.info("%s (backhaul %s) opened a session", trainer, client_version, extra=about(run))
         return session
 
     def session(self, session_id: str) -> Session:
@@ -88,6 +90,7 @@ class Worker:
         """Frees a session and all it holds. Unknown ones are gone already."""
         session = self.sessions.pop(session_id, None)
         if session is not None:
+            logger.info("the session of %s is closed", session.trainer, extra=about(session.run))
             for segment in list(session.segments.values()):
                 self.segments.release(segment)
             self.store.uncache(session.gradients)
@@ -99,7 +102,7 @@ class Worker:
             await asyncio.sleep(min(1.0, self.lease_s / 4))
             for session in list(self.sessions.values()):
                 if session.expires_at < monotonic():
-                    logger.warning("the lease of %s ran out: freed", session.trainer)
+                    logger.warning("the lease of %s ran out: freed", session.trainer, extra=about(session.run))
                     self.close_session(session.id)
 
     # Programs and tensors

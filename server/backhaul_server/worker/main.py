@@ -38,7 +38,6 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 def serve(config: WorkerConfig) -> int:
     """Runs a worker until a signal ends it. Returns the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
     if not config.address.is_local and not config.insecure:
         print(
             f'backhaul worker: "{config.address.text}" can be reached from other machines, and everyone who reaches '
@@ -75,6 +74,7 @@ async def _serve(config: WorkerConfig, device: torch.device) -> None:
         await health.serving(True)
         print(f"backhaul worker listening on {address}", flush=True)
         await stop.asked.wait()
+        logger.info("ending: what is in flight is finished, nothing new is taken")
         worker.draining = True
         await health.serving(False)
         await _drained(worker, stop)

@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import time
+from typing import Any
 
 from torch import Tensor
 
 from backhaul_runtime.errors import BackhaulError, BudgetError, SegmentUnknownError, WorkerError
+from backhaul_runtime.logs import about
 from backhaul_server.worker.executor import Executor
 from backhaul_server.worker.fair_queue import Job
 from backhaul_server.worker.runs import Finished, Ready, Work
@@ -84,6 +86,11 @@ class Segment:
     def key(self) -> tuple[str, int]:
         """Names it among all segments of the worker."""
         return self.session.id, self.id
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What a log call about it passes as `extra`."""
+        return about(self.session.run, self.name)
 
 
 @dataclass(eq=False)
@@ -224,7 +231,7 @@ class Segments:
                 if found is not None:
                     made.append(found.replay(keep_saved=not found.program.outputs))
             except Exception:  # the request that needs it will meet its own
-                logger.debug("a replay ahead of %s failed", segment.name, exc_info=True)
+                logger.debug("a replay ahead failed", exc_info=True, extra=segment.about)
 
         def end() -> None:
             succeeded = bool(made) and self._store.is_ahead(segment.key)
@@ -252,7 +259,7 @@ class Segments:
             if perform is None or found is None:
                 outcome.append(SegmentUnknownError(f"segment {segment.id} was released meanwhile"))
             else:
-                outcome.append(_outcome(perform, found, ready))
+                outcome.append(_outcome(segment, perform, found, ready))
 
         def end() -> None:
             segment.job = None  # it leads back to the segment
@@ -292,11 +299,11 @@ class Segments:
             request.answer.exception()  # seen, also where nobody waits any more
 
 
-def _outcome(perform: Perform, work: Work, ready: Ready | None) -> Finished | BackhaulError:
+def _outcome(segment: Segment, perform: Perform, work: Work, ready: Ready | None) -> Finished | BackhaulError:
     try:
         return perform(work, ready)
     except BackhaulError as error:
         return error
     except Exception as error:  # a bug of ours: the trainer recomputes, the log has the story
-        logger.exception("a run failed")
+        logger.exception("a run failed", extra=segment.about)
         return WorkerError(f"the worker failed: {type(error).__name__}: {error}")

@@ -36,6 +36,7 @@ from backhaul_runtime.errors import (
 from backhaul_runtime.fingerprint import fingerprint
 from backhaul_runtime.framing import Receiver, batches
 from backhaul_runtime.layout import Layout
+from backhaul_runtime.logs import about
 from backhaul_runtime.processes import resident_bytes
 from backhaul_runtime.program_codec import decode_state
 from backhaul_runtime.protocol import PROGRESS_INTERVAL_S, PROTOCOL_VERSION
@@ -59,7 +60,6 @@ Stream = Callable[[Any, Any, Context], AsyncIterator[M]]
 async def _abort(context: Context, error: Exception) -> None:
     """Ends a call with an error of ours as its status, with what the client needs to raise it again."""
     if not isinstance(error, BackhaulError):
-        logger.error("a request failed", exc_info=error)
         error = WorkerError(f"the worker failed: {type(error).__name__}: {error}")
     status = next((STATUS_NAMES[kind] for kind in type(error).__mro__ if kind in STATUS_NAMES), "INTERNAL")
     context.set_trailing_metadata(((ERROR_METADATA_KEY, error.to_bytes()),))
@@ -116,14 +116,21 @@ class _Servicer:
         self.meter = meter
 
     def failed(self, request: Any, error: Exception) -> None:
-        """Notes an error for those who look after the worker."""
+        """Notes and logs an error for those who look after the worker."""
         said = f"{type(error).__name__}: {error}"[:MAX_MESSAGE]
         if not isinstance(error, BackhaulError) or type(error) is WorkerError:
             self.worker.last_error = said, time()
         key = getattr(request, "key", request)
         session = self.worker.sessions.get(getattr(key, "session", ""))
+        extra = {}
         if session is not None:
             session.last_error = said
+            segment = session.segments.get(getattr(key, "segment", 0))
+            extra = about(session.run, segment.name if segment else getattr(request, "name", ""))
+        if isinstance(error, BackhaulError):
+            logger.debug("refused: %s", said, extra=extra)
+        else:
+            logger.error("a request failed", exc_info=error, extra=extra)
 
 
 class Sessions(_Servicer, session_pb2_grpc.SessionServiceServicer):
