@@ -220,12 +220,12 @@ def _keep(
     saves = bool(frame.recording.saved)  # else the graph keeps nothing, and there is nothing to recompute
     if options.returns == "activations":
         needs_inside = "activations were asked for"
-    elif is_held or recorder.outlived(outputs):
-        needs_inside = "a tensor of its inside is held elsewhere"
     elif recorder.rewrites_autograd():
         needs_inside = "it changes what tensors from outside depend on"
     elif recorder.shares_storage(outputs, tensors):
         needs_inside = "an output shares memory with an input, a captured tensor or another output"
+    elif is_held or recorder.outlived(outputs):
+        needs_inside = "a tensor of its inside is held elsewhere"
     elif any(output.grad_fn is None for output in outputs) or not any(uses):
         needs_inside = "no gradient leaves it"
     else:

@@ -1,0 +1,106 @@
+"""Steps and segments of a training as a worker's telemetry has them."""
+
+import torch
+from torch import nn
+
+import backhaul
+from backhaul import Session
+from backhaul_proto.v1 import telemetry_pb2
+from backhaul_proto.v1.telemetry_pb2 import Lane
+from backhaul_runtime.version import version
+from conftest import QUIET_S, settle, wait_until
+from support.processes import WorkerProcess
+
+REMOTE = [Lane.LANE_UPLOAD, Lane.LANE_RECOMPUTE, Lane.LANE_BACKWARD, Lane.LANE_DOWNLOAD, Lane.LANE_WAIT]
+
+
+def train(session: Session, steps: int, **options: object) -> None:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)]
+    optimizer = torch.optim.SGD([parameter for block in blocks for parameter in block.parameters()], lr=1e-3)
+    for _ in range(steps):
+        x = torch.randn(32, 64, requires_grad=True)
+        for block in blocks:
+            x = session.checkpoint(block, x, **options)
+        x.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def reports_of(session: Session, worker: WorkerProcess) -> list[telemetry_pb2.TrainerReport]:
+    runs = {s.run for s in worker.telemetry().sessions if s.trainer == session._describe("").trainer}
+    return [found.report for found in worker.telemetry().reports if found.report.run.id in runs]
+
+
+def test_a_training_is_told_to_its_worker(session: Session, worker: WorkerProcess, returns: str) -> None:
+    train(session, 3, returns=returns)
+    wait_until(lambda: sum(len(report.calls) for report in reports_of(session, worker)) >= 9, "all is told")
+    reports = reports_of(session, worker)
+    steps = [step for report in reports for step in report.steps]
+    calls = [call for report in reports for call in report.calls]
+
+    assert [step.number for step in steps] == [0, 1, 2]
+    report = session.report()
+    for step in steps:
+        assert (step.calls, step.fallbacks, step.on_trainer) == (3, 0, 0)
+        assert getattr(step, returns) == 3
+        assert step.duration_s > step.wait_s > 0
+        assert step.saved_bytes > 2 * 32 * 256 * 4  # of each block GELU's input and output, where nothing else is kept
+        assert step.peak_bytes > 1 << 20
+    assert sum(call.up_bytes for call in calls) == report.up_bytes
+    assert sum(call.down_bytes for call in calls) == report.down_bytes
+
+    assert [(call.step, call.number) for call in calls] == [(step, number) for step in range(3) for number in range(3)]
+    for call in calls:
+        assert (call.name, call.worker, call.decision) == ("Sequential", worker.address, returns)
+        assert call.reason
+        lanes = [span.lane for span in call.spans]
+        expected = REMOTE if returns == "gradients" else [lane for lane in REMOTE if lane != Lane.LANE_BACKWARD]
+        assert set(expected) <= set(lanes)
+        forward = next(span for span in call.spans if span.lane == Lane.LANE_FORWARD)
+        for span in call.spans:  # one host, one clock: a worker does nothing before it was given anything
+            assert span.duration_s > 0
+            assert span.started_at_s >= forward.started_at_s - 0.005  # the worker's clock is known to half a round trip
+
+
+def test_why_activations_come_back_is_told(session: Session, worker: WorkerProcess) -> None:
+    x = torch.randn(8, requires_grad=True)
+    session.checkpoint(lambda x: (x.exp().sin(), x.view(2, 4)), x)[0].sum().backward()
+    session.step(3.5)
+
+    def found() -> list[telemetry_pb2.SegmentCall]:
+        return [call for report in reports_of(session, worker) for call in report.calls]
+
+    wait_until(lambda: bool(found()), "it is told")
+    assert "shares memory" in found()[0].reason
+    assert found()[0].decision == "activations"
+    steps = [step for report in reports_of(session, worker) for step in report.steps]
+    assert [step.loss for step in steps] == [3.5]
+
+
+def test_sessions_are_known_by_their_run_and_what_they_hold(session: Session, worker: WorkerProcess) -> None:
+    held = session.checkpoint(torch.sin, torch.randn(1 << 18, requires_grad=True), returns="gradients")
+    settle(session)
+    (found,) = worker.telemetry().sessions
+    assert found.held_bytes >= 1 << 20
+    assert len(found.run) == 16
+    assert found.client_version == version()
+    held.sum().backward()
+
+
+def test_without_telemetry_nothing_is_told(worker: WorkerProcess) -> None:
+    last = max((report.number for report in worker.telemetry().reports), default=0)
+    with backhaul.connect(worker.address, telemetry=False, silence_s=QUIET_S) as session:
+        train(session, 2)
+        session.step(1.0)
+    assert max((report.number for report in worker.telemetry().reports), default=0) == last
+
+
+def test_a_worker_that_is_gone_takes_no_telemetry_and_holds_nobody_up(own_worker: WorkerProcess) -> None:
+    with backhaul.connect(own_worker.address, silence_s=QUIET_S) as session:
+        train(session, 1)
+        own_worker.process.kill()
+        train(session, 2)
+        assert session.report().fallbacks == 6
+    assert session.telemetry is not None
+    assert not session.telemetry._thread.is_alive()

@@ -1,0 +1,257 @@
+"""What a trainer tells of its steps: counted, bounded, and never in the way."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from backhaul._link import Clock
+from backhaul._report import Decision, SegmentLog
+from backhaul._telemetry import MAX_CALLS, MAX_STEPS, CallLog, Telemetry
+from backhaul_proto.v1 import telemetry_pb2
+from backhaul_proto.v1.segment_pb2 import Timing
+from backhaul_proto.v1.telemetry_pb2 import Lane
+from backhaul_runtime.telemetry import BOUNDS_S, bucket_of
+from backhaul_server.worker.reports import ANSWER_BYTES, HELD_BYTES, Reports
+from conftest import wait_until
+
+
+class Frame:
+    """Dies when a test says so."""
+
+
+class Told:
+    """A telemetry whose reports are kept."""
+
+    def __init__(self, deliver: Callable[[telemetry_pb2.TrainerReport], bool] | None = None) -> None:
+        self.reports: list[telemetry_pb2.TrainerReport] = []
+        self.telemetry = Telemetry(deliver or self._keep, telemetry_pb2.Run(id="run"))
+
+    def _keep(self, report: telemetry_pb2.TrainerReport) -> bool:
+        self.reports.append(report)
+        return True
+
+    def call(self, name: str = "block") -> CallLog:
+        return CallLog(SegmentLog(name), self.telemetry)
+
+    def close(self) -> list[telemetry_pb2.TrainerReport]:
+        self.telemetry.start()
+        self.telemetry.close()
+        return self.reports
+
+    @property
+    def steps(self) -> list[telemetry_pb2.Step]:
+        return [step for report in self.reports for step in report.steps]
+
+    @property
+    def calls(self) -> list[telemetry_pb2.SegmentCall]:
+        return [call for report in self.reports for call in report.calls]
+
+
+def test_a_step_adds_up_its_calls() -> None:
+    told, frames = Told(), [Frame(), Frame()]
+    for frame in frames:
+        call = told.call()
+        call.forward(frame, function_s=0.5, overhead_s=0.01, saved_bytes=100)
+        call.traffic(up_bytes=7)
+        call.add(Decision.GRADIENTS, 0.25)
+        call.traffic(down_bytes=9)
+    told.telemetry.step(torch.tensor(1.5))
+    told.close()
+    (step,) = told.steps
+    assert (step.number, step.calls, step.gradients, step.fallbacks) == (0, 2, 2, 0)
+    assert (step.wait_s, step.spared_s, step.loss) == (0.5, 1.0, 1.5)
+    assert step.overhead_s == pytest.approx(0.02)  # a sum of two
+    assert (step.up_bytes, step.down_bytes) == (14, 18)
+    assert (step.saved_bytes, step.peak_saved_bytes) == (200, 200)
+    assert [(call.step, call.number, call.position) for call in told.calls] == [(0, 0, 0), (0, 1, 1)]
+
+
+def test_what_is_saved_goes_with_its_frame() -> None:
+    told = Told()
+    for _ in range(3):
+        frame = Frame()
+        told.call().forward(frame, 0.1, 0.0, saved_bytes=100)
+        del frame
+    told.telemetry.step()
+    told.close()
+    assert told.steps[0].saved_bytes == 100
+
+
+def test_what_the_trainer_did_spares_it_nothing() -> None:
+    told, frame = Told(), Frame()
+    call = told.call()
+    call.forward(frame, 0.5, 0.0, 0)
+    call.fallback("the worker is gone", is_said=True)
+    call.add(Decision.TRAINER, 0.5)
+    told.telemetry.step()
+    told.close()
+    (step,), (found,) = told.steps, told.calls
+    assert (step.on_trainer, step.fallbacks, step.wait_s, step.spared_s) == (1, 1, 0.0, 0.0)
+    assert (found.decision, found.reason, found.is_fallback) == ("trainer", "the worker is gone", True)
+    assert [span.lane for span in found.spans] == [Lane.LANE_FORWARD, Lane.LANE_TRAINER]
+
+
+def test_once_the_loop_tells_its_steps_those_of_optimizers_do_not_count() -> None:
+    told = Told()
+    told.call()
+    told.telemetry.step(is_told=False)
+    told.call()
+    told.telemetry.step(2.0)
+    told.call()
+    told.telemetry.step(is_told=False)
+    told.close()
+    assert [(step.number, step.HasField("loss")) for step in told.steps] == [(0, False), (1, True)]
+
+
+def test_a_step_without_calls_is_none() -> None:
+    told = Told()
+    told.telemetry.step()
+    told.close()
+    assert told.steps == []
+
+
+def test_a_call_is_told_once_its_frame_is_gone_or_its_step_has_ended() -> None:
+    told, frame, other = Told(), Frame(), Frame()
+    gone, waits, done = told.call("gone"), told.call("waits"), told.call("done")
+    gone.forward(frame, 0.1, 0.0, 0)
+    for call in (waits, done):
+        call.forward(other, 0.1, 0.0, 0)
+    done.add(Decision.GRADIENTS, 0.1)
+    del frame
+    told.telemetry.start()
+    wait_until(lambda: [call.name for call in told.calls] == ["gone"], "the first is told")
+    told.telemetry.step()
+    wait_until(lambda: [call.name for call in told.calls] == ["gone", "done"], "the one of the step is told")
+    told.telemetry.close()
+    assert [call.name for call in told.calls] == ["gone", "done", "waits"]
+    assert [report.run.is_closed for report in told.reports][-1]
+
+
+def test_lists_are_bounded_and_what_is_dropped_is_counted() -> None:
+    told = Told()
+    for _ in range(MAX_CALLS + 5):
+        told.call()
+    for _ in range(MAX_STEPS + 3):
+        told.telemetry.step()
+        told.call()
+    told.close()
+    assert len(told.steps) == MAX_STEPS
+    assert len(told.calls) == MAX_CALLS
+    assert told.reports[-1].dropped == 5 + MAX_STEPS + 3 + 3
+
+
+def test_what_can_not_be_sent_is_dropped_and_counted() -> None:
+    arrived: list[telemetry_pb2.TrainerReport] = []
+
+    def deliver(report: telemetry_pb2.TrainerReport) -> bool:
+        arrived.append(report)
+        return len(arrived) > 1
+
+    told = Told(deliver)
+    told.call()
+    told.telemetry.step()
+    told.telemetry.start()
+    wait_until(lambda: len(arrived) == 1, "it was tried")
+    told.telemetry.close()
+    assert [report.dropped for report in arrived] == [0, 1]
+
+
+def test_delivery_that_hangs_or_fails_holds_nobody_up() -> None:
+    release, asked = threading.Event(), threading.Event()
+
+    def deliver(report: telemetry_pb2.TrainerReport) -> bool:
+        asked.set()
+        release.wait(30)
+        raise OSError("full")
+
+    told = Told(deliver)
+    told.telemetry.start()
+    told.call()
+    told.telemetry.step()
+    assert asked.wait(10)
+    told.call()
+    told.telemetry.step()  # returns
+    told.telemetry.close()  # likewise, though the thread still waits
+    release.set()
+    told.telemetry._thread.join(10)
+    assert not told.telemetry._thread.is_alive()
+
+
+@pytest.mark.parametrize("loss", [torch.zeros(2), "much", object()])
+def test_a_loss_that_is_no_number_costs_only_itself(loss: object) -> None:
+    told = Told()
+    told.call()
+    told.telemetry.step(loss)  # type: ignore[arg-type]
+    told.close()
+    assert [step.HasField("loss") for step in told.steps] == [False]
+
+
+def test_a_workers_times_come_in_the_trainers_clock() -> None:
+    told = Told()
+    timing = Timing(
+        queued_at_s=1000.0,
+        recompute_at_s=1001.0,
+        recompute_s=2.0,
+        requested_at_s=1005.0,
+        backward_at_s=1006.0,
+        backward_s=4.0,
+    )
+    call = told.call()
+    call.answered(timing, ahead_s=900.0)
+    told.close()
+    spans = [(span.lane, span.started_at_s, span.duration_s) for span in told.calls[0].spans]
+    assert spans[:4] == [
+        (Lane.LANE_QUEUE, 100.0, 1.0),
+        (Lane.LANE_RECOMPUTE, 101.0, 2.0),
+        (Lane.LANE_QUEUE, 105.0, 1.0),
+        (Lane.LANE_BACKWARD, 106.0, 4.0),
+    ]
+    assert spans[4][:2] == (Lane.LANE_DOWNLOAD, 110.0)
+
+
+def test_the_quickest_answer_tells_how_far_a_clock_is_ahead() -> None:
+    clock = Clock()
+    assert clock.ahead_s == 0.0
+    clock.compare(10.0, 515.0, 20.0)
+    clock.compare(30.0, 535.25, 30.5)
+    clock.compare(40.0, 549.0, 42.0)
+    assert clock.ahead_s == 505.0
+
+
+def test_reports_are_found_by_what_came_before_them() -> None:
+    reports = Reports()
+    for number in range(5):
+        reports.put(telemetry_pb2.TrainerReport(dropped=number))
+    assert [report.number for report in reports.after(0)[0]] == [1, 2, 3, 4, 5]
+    assert [report.report.dropped for report in reports.after(3)[0]] == [3, 4]
+    assert reports.after(5) == reports.after(99) == ([], False)
+
+
+def test_reports_are_bounded_in_bytes_and_come_in_parts() -> None:
+    reports = Reports()
+    count = 24
+    for number in range(count):
+        reports.put(telemetry_pb2.TrainerReport(run=telemetry_pb2.Run(id="x" * (HELD_BYTES // 16)), dropped=number))
+    seen, last, more = 0, 0, True
+    while more:
+        found, more = reports.after(last)
+        assert len(found) == 1 or sum(report.ByteSize() for report in found) <= ANSWER_BYTES
+        seen, last = seen + len(found), found[-1].number
+    assert 8 < seen < 16
+    assert last == count
+
+
+def test_a_report_larger_than_a_message_still_comes() -> None:
+    reports = Reports()
+    reports.put(telemetry_pb2.TrainerReport(run=telemetry_pb2.Run(id="x" * (2 * ANSWER_BYTES))))
+    reports.put(telemetry_pb2.TrainerReport(dropped=1))
+    found, more = reports.after(0)
+    assert ([report.number for report in found], more) == ([1], True)
+    assert [report.number for report in reports.after(1)[0]] == [2]
+
+
+@pytest.mark.parametrize(("duration_s", "bucket"), [(0.0, 0), (1e-4, 0), (1.01e-4, 1), (1e9, len(BOUNDS_S))])
+def test_durations_have_a_bucket(duration_s: float, bucket: int) -> None:
+    assert bucket_of(duration_s) == bucket
