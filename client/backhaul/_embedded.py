@@ -142,4 +142,5 @@ def _pass_on(pipe: IO[str], tail: list[str]) -> None:
 
 def _level() -> str:
     """What the worker is to log: what somebody here would see of it, and what it says when it can't go on."""
-    return logging.getLevelName(min(worker_logger.getEffectiveLevel(), logging.WARNING))
+    level = worker_logger.getEffectiveLevel()
+    return "DEBUG" if level <= logging.DEBUG else "INFO" if level <= logging.INFO else "WARNING"

@@ -37,6 +37,7 @@ from backhaul_runtime.errors import (
     SessionUnknownError,
     WorkerLostError,
 )
+from backhaul_runtime.logs import about
 from backhaul_runtime.protocol import CHANNEL_OPTIONS, PROTOCOL_VERSION
 from backhaul_runtime.version import version
 
@@ -112,12 +113,13 @@ class Link:
 
     Attributes:
         name: The worker's address.
+        run: As given.
         drift: The largest measured between its numbers and ours, of which it is told.
     """
 
     def __init__(self, find: Callable[[], Address], silence_s: float, run: str = "") -> None:
         self._find = find
-        self._run = run
+        self.run = run
         self.silence_s = silence_s
         self.name = ""
         self.drift = 0.0
@@ -212,7 +214,7 @@ class Link:
                 request = session_pb2.CloseSessionRequest(session=generation.session)
                 call_unary(self._stubs.sessions.CloseSession, request, self.silence_s)
             except BackhaulError as error:
-                logger.debug("closing the session on %s: %s", self.name, error)
+                logger.debug("closing the session on %s: %s", self.name, error, extra=about(self.run))
         if self._channel is not None:
             close_channel(self._channel)  # ends what the keeper waits for
         if self._keeper.ident is not None:
@@ -230,7 +232,7 @@ class Link:
             protocol_version=PROTOCOL_VERSION,
             client_version=version(),
             trainer=trainer_name(),
-            run=self._run,
+            run=self.run,
         )
         asked_at_s = time()
         answer = call_unary(self._stubs.sessions.OpenSession, request, timeout_s)
@@ -265,7 +267,8 @@ class Link:
 
     def _down(self, why: str) -> None:
         if self._up:
-            logger.warning("worker %s: %s. Segments run on the trainer until it is back", self.name, why)
+            extra = about(self.run)
+            logger.warning("worker %s: %s. Segments run on the trainer until it is back", self.name, why, extra=extra)
         self._up, self._why_down = False, why
 
     def _keep(self) -> None:
@@ -287,7 +290,7 @@ class Link:
             except BackhaulError as error:
                 self._down(error.message)
             except Exception as error:  # a bug of ours, or a system without processes or files to spare
-                logger.exception("looking after the connection to %s failed", self.name)
+                logger.exception("looking after the connection to %s failed", self.name, extra=about(self.run))
                 self._down(f"{type(error).__name__}: {error}")
 
     def _look(self, generation: Generation | None) -> None:
@@ -304,4 +307,4 @@ class Link:
         if generation is None:
             self._connect(address, self.silence_s)
         if not was_up and not self._closed:
-            logger.warning("worker %s is back", self.name)
+            logger.warning("worker %s is back", self.name, extra=about(self.run))

@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 
+from backhaul_runtime.logs import about
+
 logger = logging.getLogger("backhaul")
 
 
@@ -110,9 +112,15 @@ class Report:
 
 @dataclass(eq=False)
 class SegmentLog:
-    """Counts of one name. Written by the trainer's threads and the session's."""
+    """Counts of one name. Written by the trainer's threads and the session's.
+
+    Attributes:
+        name: What was called.
+        session: Whose log it is, for people.
+    """
 
     name: str
+    session: str = ""
     _calls: int = 0
     _decisions: Counter[Decision] = field(default_factory=Counter)
     _wait_s: float = 0.0
@@ -150,24 +158,26 @@ class SegmentLog:
         with self._lock:
             self._drift = max(self._drift, drift)
 
-    def on_trainer(self, reason: str, *, is_said: bool = False) -> None:
+    def on_trainer(self, reason: str, *, is_said: bool = False, step: int | None = None) -> None:
         """Notes why the trainer recomputes, in the log only the first time.
 
         Args:
             reason: For people.
             is_said: Somebody else has put it in the log.
+            step: Of the call, if steps are counted.
         """
         with self._lock:
             self._reasons[reason] += 1
             first = self._reasons[reason] == 1
         if first and not is_said:
-            logger.warning("segment %s is recomputed on the trainer: %s", self.name, reason)
+            extra = about(self.session, self.name, step)
+            logger.warning("segment %s is recomputed on the trainer: %s", self.name, reason, extra=extra)
 
-    def fallback(self, reason: str, *, is_said: bool = False) -> None:
+    def fallback(self, reason: str, *, is_said: bool = False, step: int | None = None) -> None:
         """Notes that a worker was meant to recompute and could not."""
         with self._lock:
             self._fallbacks += 1
-        self.on_trainer(reason, is_said=is_said)
+        self.on_trainer(reason, is_said=is_said, step=step)
 
     def report(self) -> SegmentReport:
         """The counts now."""
@@ -186,9 +196,14 @@ class SegmentLog:
 
 
 class Journal:
-    """The logs of a session, by name."""
+    """The logs of a session, by name.
 
-    def __init__(self) -> None:
+    Args:
+        session: Its name, for people.
+    """
+
+    def __init__(self, session: str = "") -> None:
+        self._session = session
         self._logs: dict[str, SegmentLog] = {}
         self._lock = threading.Lock()
 
@@ -197,7 +212,7 @@ class Journal:
         with self._lock:
             found = self._logs.get(name)
             if found is None:
-                found = self._logs[name] = SegmentLog(name)
+                found = self._logs[name] = SegmentLog(name, self._session)
             return found
 
     def report(self) -> Report:

@@ -38,6 +38,7 @@ from backhaul_runtime.addresses import Address, parse_addresses
 from backhaul_runtime.errors import BackhaulError, Refusal
 from backhaul_runtime.fingerprint import DECISIVE, differences, fingerprint
 from backhaul_runtime.layout import Layout, copy_exact
+from backhaul_runtime.logs import about
 from backhaul_runtime.program_codec import address_of_program, encode_program
 from backhaul_runtime.recording import RecordedSource
 from backhaul_runtime.version import version
@@ -83,10 +84,10 @@ class Session:
                 "its worker while children live. Leave it unset"
             )
         self.config = config
-        self.journal = Journal()
+        self.run = secrets.token_hex(8)
+        self.journal = Journal(self.run)
         self.telemetry: Telemetry | None = None
         self._stepped: RemovableHandle | None = None
-        run = secrets.token_hex(8)
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._placement = Placement()
@@ -96,10 +97,10 @@ class Session:
         self._sides: list[_Side] = []
         if config.worker:
             addresses = parse_addresses(config.worker)
-            links = [Link(partial(_same, address), config.silence_s, run) for address in addresses]
+            links = [Link(partial(_same, address), config.silence_s, self.run) for address in addresses]
         else:
             self._embedded = EmbeddedWorker(config.memory_bytes, config.connect_timeout_s)
-            links = [Link(self._embedded.ensure, config.silence_s, run)]
+            links = [Link(self._embedded.ensure, config.silence_s, self.run)]
         try:
             for link in links:
                 link.open(config.connect_timeout_s)
@@ -108,7 +109,7 @@ class Session:
             self.close()
             raise
         if config.telemetry:
-            self.telemetry = Telemetry(self._deliver, self._describe(run))
+            self.telemetry = Telemetry(self._deliver, self._describe())
             self.telemetry.start()
             # Of all optimizers in the process: a step in which this session had no call is none of its own.
             self._stepped = register_optimizer_step_post_hook(self._optimizer_stepped)
@@ -291,10 +292,10 @@ class Session:
         if self.telemetry is not None and not self._closed:
             self.telemetry.step(is_told=False)
 
-    def _describe(self, run: str) -> telemetry_pb2.Run:
+    def _describe(self) -> telemetry_pb2.Run:
         settings = {field.name: str(getattr(self.config, field.name)) for field in fields(self.config)}
         return telemetry_pb2.Run(
-            id=run,
+            id=self.run,
             trainer=trainer_name(),
             client_version=version(),
             started_at_s=time(),
@@ -311,7 +312,7 @@ class Session:
                 try:
                     call_unary(side.link.stubs(generation).telemetry.PutReports, request, self.config.silence_s)
                 except BackhaulError as error:
-                    logger.debug("telling %s of steps: %s", side.link.name, error)
+                    logger.debug("telling %s of steps: %s", side.link.name, error, extra=about(self.run))
                 else:
                     return True
         return False
@@ -334,6 +335,7 @@ class Session:
                     'tolerances; numerics="exact" keeps such segments on the trainer',
                     side.link.name,
                     _in_words(found),
+                    extra=about(self.run),
                 )
         return found
 
@@ -344,7 +346,7 @@ class Session:
 
     def _forked(self) -> None:
         self._closed = True
-        self.journal = Journal()  # the parent's threads may have held its locks
+        self.journal = Journal(self.run)  # the parent's threads may have held its locks
         if self.telemetry is not None:
             self.telemetry.forked()
         for side in self._sides:

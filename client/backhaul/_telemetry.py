@@ -173,12 +173,12 @@ class CallLog:
     def on_trainer(self, reason: str, *, is_said: bool = False) -> None:
         """See `SegmentLog`."""
         self.reason = reason
-        self._log.on_trainer(reason, is_said=is_said)
+        self._log.on_trainer(reason, is_said=is_said, step=self._counted_step)
 
     def fallback(self, reason: str, *, is_said: bool = False) -> None:
         """See `SegmentLog`."""
         self.reason, self.is_fallback = reason, True
-        self._log.fallback(reason, is_said=is_said)
+        self._log.fallback(reason, is_said=is_said, step=self._counted_step)
         if self._telemetry is not None:
             self._telemetry.fell_back()
 
@@ -204,6 +204,10 @@ class CallLog:
             drift=self.largest_drift,
             overhead_s=self.overhead_s,
         )
+
+    @property
+    def _counted_step(self) -> int | None:
+        return self.step if self._telemetry is not None else None
 
     def _span(self, lane: telemetry_pb2.Lane.ValueType, began_at_s: float, took_s: float) -> None:
         if self._telemetry is not None and took_s > 0:

@@ -21,6 +21,7 @@ from backhaul_proto.v1 import program_pb2, segment_pb2, tensor_pb2
 from backhaul_runtime.errors import BackhaulError, SegmentUnknownError, WorkerLostError
 from backhaul_runtime.framing import Parcel, batches
 from backhaul_runtime.layout import Layout
+from backhaul_runtime.logs import about
 
 logger = logging.getLogger("backhaul")
 MAX_KNOWN = 1 << 16
@@ -193,7 +194,7 @@ class Uploader:
                 self._link.trouble(save.generation, error)
             save.saved.set_exception(error)
         except Exception as error:  # a bug of ours must end in a fallback, not in a thread that is gone
-            logger.exception("sending segment %s failed", save.name)
+            logger.exception("sending a segment failed", extra=about(self._link.run, save.name))
             save.saved.set_exception(WorkerLostError(f"sending failed: {type(error).__name__}: {error}"))
         finally:
             with self._room:
@@ -246,6 +247,6 @@ class Uploader:
         except WorkerLostError as error:
             self._link.trouble(release.generation, error)  # what it held goes with the session's lease
         except BackhaulError as error:
-            logger.debug("releasing a segment: %s", error)
+            logger.debug("releasing a segment: %s", error, extra=about(self._link.run))
         except Exception:  # a bug of ours must not end the thread that forward waits for
-            logger.exception("releasing a segment failed")
+            logger.exception("releasing a segment failed", extra=about(self._link.run))

@@ -3,9 +3,10 @@
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Self
+from typing import Self
 
 import grpc
 
@@ -27,10 +28,11 @@ class WorkerProcess:
         environment: Mapping[str, str] | None = None,
         program: Sequence[str] = ("-m", "backhaul"),
     ) -> None:
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  a pipe that nobody reads would fill
         self.process = subprocess.Popen(
             [sys.executable, *program, "worker", "--listen", listen, *options],
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._log,
             text=True,
             env={**os.environ, **(environment or {})},
         )
@@ -49,12 +51,17 @@ class WorkerProcess:
         """SIGTERM; returns what it logged."""
         self.process.terminate()
         try:
-            _, logged = self.process.communicate(timeout=timeout_s)
+            self.process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.communicate()
             raise
-        return logged
+        return self.logged()
+
+    def logged(self) -> str:
+        """What it wrote to stderr so far."""
+        size = os.fstat(self._log.fileno()).st_size
+        return os.pread(self._log.fileno(), size, 0).decode()
 
     def __enter__(self) -> Self:
         return self
@@ -62,13 +69,9 @@ class WorkerProcess:
     def __exit__(self, *exception: object) -> None:
         if self.process.poll() is None:
             self.end()
-        for pipe in (self.process.stdout, self.process.stderr):
-            _close(pipe)
-
-
-def _close(pipe: IO[str] | None) -> None:
-    if pipe is not None:
-        pipe.close()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self._log.close()
 
 
 def open_files() -> int:

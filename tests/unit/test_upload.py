@@ -41,6 +41,7 @@ class FakeLink:
     """Stands for a link that is up."""
 
     silence_s = 10.0
+    run = ""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
