@@ -21,7 +21,8 @@ def options_of(command: str, parser: argparse.ArgumentParser) -> Options:
     found = {}
     for action in parser._actions:  # argparse has no other way to list them
         if action.option_strings and action.dest != "help" and action.help != argparse.SUPPRESS:
-            found[variable_of(command, max(action.option_strings, key=len))] = action
+            long = [option for option in action.option_strings if option.startswith("--")]
+            found[variable_of(command, (long or action.option_strings)[0])] = action
     return found
 
 
