@@ -53,7 +53,6 @@ class Worker:
         self.last_error = ("", 0.0)
         self._programs: OrderedDict[bytes, tuple[Program, int]] = OrderedDict()
         self._program_bytes = 0
-        self.segments = Segments(self.store)
         self._expiry = asyncio.create_task(self._expire())
 
     async def close(self) -> None:
