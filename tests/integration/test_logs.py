@@ -1,0 +1,185 @@
+"""What commands write to stderr, under load and when things go wrong."""
+
+import io
+import json
+import logging
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+
+import grpc
+import pytest
+import torch
+from torch import nn
+
+import backhaul
+from backhaul import Session
+from backhaul._embedded import _pass_on
+from backhaul_proto.v1 import segment_pb2, segment_pb2_grpc
+from conftest import QUIET_S, settle, wait_until
+from support.processes import WorkerProcess
+
+FAILING = (
+    "import sys\n"
+    "from backhaul._cli import main\n"
+    "from backhaul_server.worker.core import Worker\n"
+    "def fail(*_, **__):\n"
+    "    raise ZeroDivisionError('a bug\\nof two lines')\n"
+    "Worker.gradients = fail\n"
+    "sys.exit(main())\n"
+)
+"""A worker with a bug that each backward meets."""
+
+
+def lines(text: str) -> list[dict[str, object]]:
+    """Each line as the object that it must be."""
+    found = [json.loads(line) for line in text.splitlines()]
+    for line in found:
+        assert datetime.fromisoformat(str(line["time"])).utcoffset() is not None
+        assert {"level", "command", "logger", "message"} <= set(line)
+    return found
+
+
+def named(found: Iterable[dict[str, object]], message: str) -> list[dict[str, object]]:
+    return [line for line in found if message in str(line["message"])]
+
+
+def train(session: Session, calls: int = 4) -> None:
+    block, x = nn.Linear(32, 32), torch.randn(8, 32, requires_grad=True)
+    for _ in range(calls):
+        session.checkpoint(block, x, returns="gradients").sum().backward()
+
+
+def test_a_worker_logs_json_under_load_with_the_trainers_session() -> None:
+    with WorkerProcess("--memory", "1GiB") as worker:
+        with (
+            backhaul.connect(worker.address, silence_s=QUIET_S) as one,
+            backhaul.connect(worker.address, silence_s=QUIET_S) as other,
+            ThreadPoolExecutor(2) as pool,
+        ):
+            list(pool.map(train, [one, other]))
+        found = lines(worker.end())
+    assert {line["session"] for line in named(found, "opened a session")} == {one.run, other.run}
+    assert {line["session"] for line in named(found, "is closed")} == {one.run, other.run}
+    assert {(line["level"], line["command"], line["logger"]) for line in found} == {
+        ("INFO", "worker", "backhaul.worker")
+    }
+
+
+def test_an_error_is_one_line_that_says_of_which_segment() -> None:
+    with WorkerProcess("--memory", "1GiB", program=("-c", FAILING)) as worker:
+        with backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+            train(session, calls=1)
+            assert session.report().fallbacks == 1
+        (line,) = named(lines(worker.end()), "a request failed")
+    assert (line["level"], line["session"], line["segment"]) == ("ERROR", session.run, "Linear")
+    assert str(line["exception"]).endswith("ZeroDivisionError: a bug\nof two lines")
+
+
+def test_what_a_worker_refuses_is_there_for_those_who_ask() -> None:
+    with WorkerProcess("--memory", "1GiB", environment={"BACKHAUL_LOG_LEVEL": "debug"}) as worker:
+        with (
+            backhaul.connect(worker.address, silence_s=QUIET_S) as session,
+            grpc.insecure_channel(worker.address) as wire,
+        ):
+            settle(session)
+            generation = session._sides[0].link.up
+            assert generation is not None
+            key = segment_pb2.OperationKey(session=generation.session, segment=999)
+            with pytest.raises(grpc.RpcError):
+                list(segment_pb2_grpc.SegmentServiceStub(wire).Recompute(segment_pb2.RecomputeRequest(key=key)))
+        logged = worker.end()
+    (line,) = named(lines(logged), "refused: SegmentUnknownError")
+    assert (line["level"], line["session"]) == ("DEBUG", session.run)
+    assert generation.session not in logged  # it opens the session
+
+
+def test_a_trainer_that_is_gone_is_named() -> None:
+    code = "import backhaul, os, sys; print(backhaul.connect(sys.argv[1]).run, flush=True); os.kill(os.getpid(), 9)"
+    with WorkerProcess("--memory", "1GiB", "--lease", "0.2") as worker:
+        trainer = subprocess.run(
+            [sys.executable, "-c", code, worker.address], stdout=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+        wait_until(lambda: "ran out" in worker.logged(), "the lease runs out")
+        (line,) = named(lines(worker.end()), "the lease of")
+    assert (line["level"], line["session"]) == ("WARNING", trainer.stdout.strip())
+
+
+def test_a_terminal_gets_text() -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "backhaul", "worker", "--listen", "127.0.0.1:0"], stdout=subprocess.PIPE, stderr=theirs
+    )
+    os.close(theirs)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    shown = os.read(ours, 65536).decode()
+    os.close(ours)
+    assert " INFO backhaul.worker: ending: " in shown
+    assert "{" not in shown
+
+
+def test_the_trainers_log_says_which_session_segment_and_step(
+    session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(context: object, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(context: object, *gradients: torch.Tensor) -> torch.Tensor:
+            return 2 * gradients[0]
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return Twice.apply(x)
+
+    train(session, calls=1)
+    session.step()
+    session.checkpoint(doubled, torch.randn(3, requires_grad=True)).sum().backward()
+    (record,) = [record for record in caplog.records if "is recomputed on the trainer" in record.getMessage()]
+    assert record.name == "backhaul"
+    assert record.__dict__["session"] == session.run
+    assert record.__dict__["segment"].endswith("doubled")
+    assert record.__dict__["step"] == 1
+
+
+def test_an_embedded_worker_is_heard_as_loud_as_it_speaks(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "backhaul")
+    with backhaul.connect(silence_s=QUIET_S) as session:
+        wait_until(lambda: "opened a session" in caplog.text, "its line has come")
+    (record,) = [record for record in caplog.records if "opened a session" in record.getMessage()]
+    assert (record.name, record.levelname) == ("backhaul.worker", "INFO")
+    assert record.__dict__["session"] == session.run
+
+
+def test_an_embedded_worker_has_its_settings_from_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BACKHAUL_WORKER_MEMORY", "lots")
+    monkeypatch.setenv("BACKHAUL_LOG_FORMAT", "xml")
+    with backhaul.connect(silence_s=QUIET_S, memory_bytes=1 << 30) as session:
+        train(session, calls=1)
+        assert session.report().remote == 1
+
+
+def test_what_an_embedded_worker_said_last_can_be_read(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "backhaul")
+    error = {
+        "level": "ERROR",
+        "message": "ended by an error",
+        "exception": "Traceback\nOSError: no",
+        "segment": "Block",
+    }
+    tail: list[str] = []
+    _pass_on(io.StringIO(f"{json.dumps(error)}\nKilled\n"), tail)
+    assert tail == ["ended by an error\nTraceback\nOSError: no", "Killed"]
+    first, second = caplog.records
+    assert (first.levelname, first.getMessage()) == ("ERROR", f"worker: {tail[0]}")
+    assert first.__dict__["segment"] == "Block"
+    assert (second.levelname, second.getMessage()) == ("DEBUG", "worker: Killed")
