@@ -10,6 +10,7 @@ from torch import nn
 from backhaul import _wrap
 from backhaul._arguments import decorator, options_of
 from backhaul._config import Config, Numerics, Returns, resolve
+from backhaul._misspelt import warn_of_unknown
 from backhaul._session import Session
 from backhaul_runtime.errors import SessionClosedError
 
@@ -27,10 +28,12 @@ def connect(
     inflight_bytes: int | None = None,
     memory_bytes: int | None = None,
     telemetry: bool | None = None,
+    traces: bool | None = None,
 ) -> Session:
     """Opens a session and makes it the current one.
 
-    Each argument may also be set in the environment, as BACKHAUL_ and its name in capitals.
+    Each argument may also be set in the environment, as BACKHAUL_ and its name in capitals; docs/configuration.md has
+    them all.
 
     Args:
         worker: "host:port", "unix:/path" or "dns:///host:port", several with commas between; each gets a contiguous
@@ -43,6 +46,7 @@ def connect(
         inflight_bytes: Bound of the copies of arguments that wait to be sent.
         memory_bytes: Budget of a worker started here.
         telemetry: Tell workers of steps and segments (the default), for dashboards to show.
+        traces: Make OpenTelemetry spans of them, for the SDK that the program configures. Needs the extra "otel".
 
     Raises:
         AddressError: An address can't be read.
@@ -50,6 +54,7 @@ def connect(
         ProtocolVersionError: A worker of another version answers.
         SettingError: A setting has a value it can't have.
     """
+    warn_of_unknown()
     session = Session(
         resolve(
             worker=worker,
@@ -61,6 +66,7 @@ def connect(
             inflight_bytes=inflight_bytes,
             memory_bytes=memory_bytes,
             telemetry=telemetry,
+            traces=traces,
         )
     )
     _opened[:] = [*(other for other in _opened if not other.closed), session]

@@ -1,12 +1,13 @@
 """A session's settings: argument over environment over default, resolved here and nowhere else. Free of torch."""
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from typing import Any, Literal
 
 from backhaul_runtime.errors import SettingError
+from backhaul_runtime.settings import boolean, in_environment, variable_of
 
 Returns = Literal["auto", "gradients", "activations"]
 RETURNS: tuple[str, ...] = ("auto", "gradients", "activations")
@@ -14,12 +15,11 @@ Numerics = Literal["auto", "exact"]
 NUMERICS: tuple[str, ...] = ("auto", "exact")
 SECRETS = frozenset({"token_file"})
 """Settings that are shown to nobody."""
-_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How a session works. Each field can be set by the environment, as BACKHAUL_ and its name in capitals."""
+    """How a session works. Each field can be set by the environment, see NOTE [Names] in backhaul_runtime.settings."""
 
     worker: str = ""
     """Addresses of workers with commas between; empty starts one on this machine."""
@@ -49,6 +49,10 @@ class Config:
     telemetry: bool = True
     """Tell workers of steps and segments, for dashboards to show."""
 
+    traces: bool = False
+    """Make OpenTelemetry spans of steps and segments, for the SDK that the training program configures. Needs
+    `pip install 'backhaul[otel]'`."""
+
 
 def resolve(**given: Any) -> Config:
     """The settings, from arguments (None: not given), the environment, and the defaults.
@@ -60,7 +64,7 @@ def resolve(**given: Any) -> Config:
     for field in fields(Config):
         if given.get(field.name) is not None:
             values[field.name] = given[field.name]
-        elif (text := os.environ.get(f"BACKHAUL_{field.name.upper()}")) is not None:
+        elif (text := in_environment(variable_of(field.name))) is not None:
             values[field.name] = _parse(field.name, type(field.default), text)
     config = Config(**values)
     for field in fields(Config):
@@ -76,17 +80,20 @@ def resolve(**given: Any) -> Config:
             raise SettingError(f"{name}={getattr(config, name)!r} must be more than 0, and finite")
     if config.memory_bytes < 0:
         raise SettingError(f"memory_bytes={config.memory_bytes!r} must not be negative")
+    if config.traces and not _has_opentelemetry():
+        raise SettingError("traces=True needs OpenTelemetry's API: pip install 'backhaul[otel]'")
     return config
 
 
 def _parse(name: str, kind: Callable[[str], Any], text: str) -> Any:
     try:
-        return _boolean(text) if kind is bool else kind(text)
+        return boolean(text) if kind is bool else kind(text)
     except ValueError:
-        raise SettingError(f"BACKHAUL_{name.upper()}={text!r} is no {getattr(kind, '__name__', 'value')}") from None
+        raise SettingError(f"{variable_of(name)}={text!r} is no {getattr(kind, '__name__', 'value')}") from None
 
 
-def _boolean(text: str) -> bool:
-    if text.lower() in _TRUE | _FALSE:
-        return text.lower() in _TRUE
-    raise ValueError(text)
+def _has_opentelemetry() -> bool:
+    try:
+        return find_spec("opentelemetry.trace") is not None
+    except ModuleNotFoundError:  # not even the namespace
+        return False

@@ -13,7 +13,7 @@ from dataclasses import fields
 from functools import partial
 from time import time
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,9 @@ from backhaul_runtime.logs import about
 from backhaul_runtime.program_codec import address_of_program, encode_program
 from backhaul_runtime.recording import RecordedSource
 from backhaul_runtime.version import version
+
+if TYPE_CHECKING:
+    from backhaul._otel import Traces
 
 logger = logging.getLogger("backhaul")
 _BACKWARD_FACTOR = 3.0  # a recomputed forward and a backward of twice its cost
@@ -108,8 +111,8 @@ class Session:
         except BaseException:
             self.close()
             raise
-        if config.telemetry:
-            self.telemetry = Telemetry(self._deliver, self._describe())
+        if config.telemetry or config.traces:
+            self.telemetry = Telemetry(self._deliver, self._describe(), _traces() if config.traces else None)
             self.telemetry.start()
             # Of all optimizers in the process: a step in which this session had no call is none of its own.
             self._stepped = register_optimizer_step_post_hook(self._optimizer_stepped)
@@ -305,7 +308,9 @@ class Session:
         )
 
     def _deliver(self, report: telemetry_pb2.TrainerReport) -> bool:
-        """Tells one worker that is up."""
+        """Tells one worker that is up, if workers are to be told."""
+        if not self.config.telemetry:
+            return True
         for side in self._sides:
             if (generation := side.link.up) is not None:
                 request = telemetry_pb2.PutReportsRequest(session=generation.session, report=report)
@@ -351,6 +356,12 @@ class Session:
             self.telemetry.forked()
         for side in self._sides:
             side.link.forked()
+
+
+def _traces() -> "Traces":
+    from backhaul._otel import Traces  # whose package is an extra
+
+    return Traces()
 
 
 def _is_transient(source: RecordedSource) -> bool:

@@ -11,7 +11,7 @@ import logging
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import time
@@ -24,7 +24,10 @@ from backhaul_proto.v1 import segment_pb2, telemetry_pb2
 from backhaul_runtime.processes import resident_bytes
 
 if TYPE_CHECKING:
+    from opentelemetry.context import Context
     from torch import Tensor
+
+    from backhaul._otel import Traces
 
 logger = logging.getLogger("backhaul")
 INTERVAL_S = 1.0
@@ -220,16 +223,18 @@ class Telemetry:
     Args:
         deliver: Sends a report.
         run: What is said of the session with each report.
+        traces: Is told the same, if there are to be any.
     """
 
-    def __init__(self, deliver: Deliver, run: telemetry_pb2.Run) -> None:
+    def __init__(self, deliver: Deliver, run: telemetry_pb2.Run, traces: "Traces | None" = None) -> None:
         self._deliver = deliver
         self._run = run
+        self._traces = traces
         self._lock = threading.RLock()
         self._now = _Totals(0)
         self._is_told_steps = False
         self._calls: deque[CallLog] = deque()
-        self._steps: deque[tuple[telemetry_pb2.Step, Any]] = deque()
+        self._steps: deque[tuple[telemetry_pb2.Step, Any, Context | None]] = deque()
         self._held_bytes = 0
         self._peak_held_bytes = 0
         self._let_go: deque[int] = deque()  # Rule 4
@@ -331,7 +336,8 @@ class Telemetry:
                 saved_bytes=max(0, now.saved_bytes),
                 peak_saved_bytes=max(0, self._peak_held_bytes),
             )
-            self._steps.append((step, loss.detach() if isinstance(loss, torch.Tensor) else loss))
+            context = self._traces.context() if self._traces is not None else None
+            self._steps.append((step, loss.detach() if isinstance(loss, torch.Tensor) else loss, context))
             if len(self._steps) > MAX_STEPS:  # Rule 2
                 self._steps.popleft()
                 self._dropped += 1
@@ -346,6 +352,13 @@ class Telemetry:
                         self._drop(report)
             except Exception:  # Rule 1
                 logger.debug("telemetry failed", exc_info=True)
+
+    def _trace(self, report: telemetry_pb2.TrainerReport, contexts: "Mapping[int, Context]") -> None:
+        if self._traces is not None:
+            try:
+                self._traces.tell(report, contexts)
+            except Exception:  # the user's SDK: workers are told all the same
+                logger.debug("traces failed", exc_info=True)
 
     def _drop(self, report: telemetry_pb2.TrainerReport) -> None:
         with self._lock:
@@ -363,14 +376,17 @@ class Telemetry:
             self._steps.clear()
         if is_last:
             self._run.is_closed = True
-        found = [_told(step, loss) for step, loss in steps]
+        found = [_told(step, loss) for step, loss, _ in steps]
+        contexts = {step.number: context for step, _, context in steps if context is not None}
         while found or told or is_last:
-            yield telemetry_pb2.TrainerReport(
+            report = telemetry_pb2.TrainerReport(
                 run=self._run,
                 steps=found,
                 calls=[call.told() for call in told[:CALLS_PER_REPORT]],
                 dropped=self._dropped,
             )
+            self._trace(report, contexts)
+            yield report
             found, told, is_last = [], told[CALLS_PER_REPORT:], False
 
 

@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 
 from backhaul._config import Config, resolve
@@ -21,6 +23,33 @@ def test_argument_over_environment_over_default(monkeypatch: pytest.MonkeyPatch)
 def test_values_that_can_not_be(given: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         resolve(**given)
+
+
+def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BACKHAUL_SILENCE_S", "")
+    assert resolve() == Config()
+
+
+def test_traces_without_opentelemetry_name_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve(traces=True).traces
+    for missing in ("opentelemetry", "opentelemetry.trace"):
+        with monkeypatch.context() as context:
+            for name in [name for name in sys.modules if name.split(".")[0] == "opentelemetry"]:
+                context.delitem(sys.modules, name)
+            context.setattr(sys, "meta_path", [Without(missing), *sys.meta_path])
+            with pytest.raises(ValueError, match=r"pip install 'backhaul\[otel\]'"):
+                resolve(traces=True)
+
+
+class Without:
+    """An import system that lacks a package."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name == self.name:
+            raise ModuleNotFoundError(name)
 
 
 @pytest.mark.parametrize(("name", "text"), [("STRICT", "perhaps"), ("SILENCE_S", "long")])
