@@ -7,7 +7,7 @@ CONSTRAINTS := $(if $(TORCH),build/constraints-torch-$(TORCH).txt,constraints.tx
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) $(PIP_ARGS)
 
-.PHONY: demo test soak bench lint types fmt proto check-proto ops picture clean
+.PHONY: demo test soak bench lint types fmt proto check-proto ops docs picture clean
 
 demo: $(VENV)/.server
 	$(BIN)/backhaul demo --dashboard --json demo.json $(if $(SERVE),--serve)
@@ -65,6 +65,10 @@ check-proto: .venv-proto/.done
 # The positive list of ops, from torch's databases and the models of transformers (about 6 minutes).
 ops: $(VENV)/.dev
 	$(BIN)/python tests/contract/generate_ops.py
+
+# docs/configuration.md, from the code.
+docs: $(VENV)/.dev
+	$(BIN)/python tests/contract/generate_configuration.py
 
 # The README's picture, measured on this machine.
 picture: $(VENV)/.dev

@@ -109,7 +109,7 @@ def test_the_client_needs_no_package_of_the_server() -> None:
         "real = builtins.__import__\n"
         "def without(name, *rest):\n"
         "    if name.split('.')[0] in {'fastapi', 'uvicorn', 'pydantic', 'prometheus_client', 'grpc_health', "
-        "'grpc_reflection'}:\n"
+        "'grpc_reflection', 'opentelemetry'}:\n"
         "        raise ImportError(name)\n"
         "    return real(name, *rest)\n"
         "builtins.__import__ = without\n"

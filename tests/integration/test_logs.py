@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 
 import grpc
+import httpx
 import pytest
 import torch
 from torch import nn
@@ -34,6 +35,17 @@ FAILING = (
     "sys.exit(main())\n"
 )
 """A worker with a bug that each backward meets."""
+
+FAILING_PAGE = (
+    "import sys\n"
+    "from starlette.staticfiles import StaticFiles\n"
+    "from backhaul._cli import main\n"
+    "def fail(*_, **__):\n"
+    "    raise ZeroDivisionError('a bug')\n"
+    "StaticFiles.get_response = fail\n"
+    "sys.exit(main())\n"
+)
+"""A dashboard whose assets can't be served."""
 
 
 def lines(text: str) -> list[dict[str, object]]:
@@ -108,6 +120,24 @@ def test_a_trainer_that_is_gone_is_named() -> None:
         wait_until(lambda: "ran out" in worker.logged(), "the lease runs out")
         (line,) = named(lines(worker.end()), "the lease of")
     assert (line["level"], line["session"]) == ("WARNING", trainer.stdout.strip())
+
+
+def test_a_dashboard_logs_json_also_what_its_server_says() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", FAILING_PAGE, "dashboard", "--worker", "127.0.0.1:1", "--listen", "127.0.0.1:0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    url = process.stdout.readline().split()[-1]
+    assert httpx.get(f"{url}/healthz", timeout=10).status_code == 200
+    assert httpx.get(f"{url}/static/x.css", timeout=10).status_code == 500
+    process.send_signal(signal.SIGTERM)
+    _, logged = process.communicate(timeout=30)
+    (line,) = named(lines(logged), "Exception in ASGI application")
+    assert (line["level"], line["command"], line["logger"]) == ("ERROR", "dashboard", "uvicorn.error")
+    assert str(line["exception"]).endswith("ZeroDivisionError: a bug")
 
 
 def test_a_terminal_gets_text() -> None:

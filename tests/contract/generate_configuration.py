@@ -1,0 +1,129 @@
+"""Writes docs/configuration.md from the code: `make docs`. `test_configuration.py` holds the two in sync."""
+
+import argparse
+import ast
+import re
+from collections.abc import Iterable
+from dataclasses import fields
+from inspect import getsource
+from pathlib import Path
+from typing import Any
+
+from backhaul._commands import build
+from backhaul._config import Config
+from backhaul._options import options_of
+from backhaul_runtime.logs import FORMAT_VARIABLE, FORMATS, LEVEL_VARIABLE
+from backhaul_runtime.settings import variable_of
+
+PAGE = Path(__file__).parents[2] / "docs/configuration.md"
+_MIB = 1 << 20
+
+_INTRODUCTION = """# Settings
+
+Written by `make docs` from the code.
+
+What is given in the program or on the command line goes before the environment, and the environment before the default.
+An empty variable counts as none. Booleans are `1`, `true`, `yes`, `on`, or `0`, `false`, `no`, `off`. Lists have commas
+between their items, or spaces where there is no comma. A variable that begins with `BACKHAUL_` and is none of these is
+named in a warning, with the one that it is nearest to.
+
+A worker that `connect()` starts has its settings from its session: variables of `backhaul worker` don't reach it.
+"""
+
+_LOGS = f"""
+## Logs of commands
+
+Commands log to stderr: on a terminal text for people, elsewhere one JSON object per line, with `time` (RFC 3339, UTC),
+`level`, `command`, `logger`, `message`, where they are known `session`, `segment` and `step`, and `exception` where
+there is one. `session` is the same on a trainer and all its workers. What ends a command before it begins, such as a
+bad option, is plain text. In a training program Backhaul logs to `backhaul`, with `session`, `segment` and `step` as
+attributes of its records, and configures nothing.
+
+| variable | default |  |
+| --- | --- | --- |
+| `{FORMAT_VARIABLE}` | `text` on a terminal, else `json` | One of {", ".join(f"`{name}`" for name in FORMATS)}. |
+| `{LEVEL_VARIABLE}` | `info` for what the command itself says, `warning` for all else | The least urgent level shown. |
+"""
+
+
+def page() -> str:
+    """The page as it should be."""
+    _, commands = build()
+    sections = [_INTRODUCTION, _of_connect()]
+    for name, command in commands.items():
+        sections.append(_of_command(name, command))
+    return "".join(sections) + _LOGS
+
+
+def _of_connect() -> str:
+    said = _said_of_fields()
+    rows = [
+        (f"`{field.name}`", f"`{variable_of(field.name)}`", _default(field.name, field.default), said[field.name])
+        for field in fields(Config)
+    ]
+    return "\n## `backhaul.connect()`\n\n" + _table(("argument", "variable", "default", ""), rows)
+
+
+def _said_of_fields() -> dict[str, str]:
+    """The docstring under each field."""
+    (definition,) = ast.parse(getsource(Config)).body
+    assert isinstance(definition, ast.ClassDef)
+    found, name = {}, ""
+    for node in definition.body:
+        match node:
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                pass
+            case ast.Expr(value=ast.Constant(value=str(text))) if name:
+                found[name] = " ".join(text.split())
+    return found
+
+
+def _of_command(name: str, command: argparse.ArgumentParser) -> str:
+    variables = {id(action): variable for variable, action in options_of(name, command).items()}
+    rows = []
+    for action in command._actions:
+        if action.dest != "help" and action.help != argparse.SUPPRESS:
+            text, default = _said_of(action)
+            variable = variables.get(id(action))
+            rows.append((f"`{_usage(action)}`", f"`{variable}`" if variable else "", default, text))
+    table = _table(("option", "variable", "default", ""), rows) if rows else ""
+    return f"\n## `backhaul {name}`: {command.description}\n\n{table}"
+
+
+def _usage(action: argparse.Action) -> str:
+    shown = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
+    if action.choices is not None:
+        shown = " or ".join(map(str, action.choices))
+    value = "" if action.nargs == 0 else f"{shown}..." if action.nargs in {"+", "*"} else shown
+    return " ".join(
+        [*(["/".join(action.option_strings)] if action.option_strings else []), *([value] if value else [])]
+    )
+
+
+def _said_of(action: argparse.Action) -> tuple[str, str]:
+    """What an option's help says, and its default, which the help may say in words."""
+    text = (action.help or "") % {**vars(action), "prog": "backhaul"}
+    words = re.search(r" ?\(default: (.+?)\)(?=\W*$|;|,)", text)
+    if words is not None:
+        is_code = "%(default)" in (action.help or "")
+        return text.replace(words[0], ""), f"`{words[1]}`" if is_code else words[1]
+    return text, "must be given" if action.required else _default("", action.default)
+
+
+def _default(name: str, value: Any) -> str:
+    if value is None or value in ("", []):
+        return "none"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if name.endswith("_bytes") and value and value % _MIB == 0:
+        return f"`{value}` ({value // _MIB} MiB)"
+    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
