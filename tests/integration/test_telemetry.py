@@ -28,8 +28,7 @@ def train(session: Session, steps: int, **options: object) -> None:
 
 
 def reports_of(session: Session, worker: WorkerProcess) -> list[telemetry_pb2.TrainerReport]:
-    runs = {s.run for s in worker.telemetry().sessions if s.trainer == session._describe("").trainer}
-    return [found.report for found in worker.telemetry().reports if found.report.run.id in runs]
+    return [found.report for found in worker.telemetry().reports if found.report.run.id == session.run]
 
 
 def test_a_training_is_told_to_its_worker(session: Session, worker: WorkerProcess, returns: str) -> None:
