@@ -81,7 +81,7 @@ class EmbeddedWorker:
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         threading.Thread(target=_first_line, args=(self._process.stdout, said), daemon=True).start()
-        threading.Thread(target=_pass_on, args=(self._process.stderr, tail), daemon=True).start()
+        threading.Thread(target=self._pass_on, args=(self._process.stderr, tail), daemon=True).start()
         deadline = monotonic() + self._start_timeout_s
         try:
             line = said.get(timeout=max(0.0, deadline - monotonic()))
@@ -124,20 +124,23 @@ class EmbeddedWorker:
         self.stop()
         shutil.rmtree(self._directory, ignore_errors=True)
 
+    def _pass_on(self, pipe: IO[str], tail: list[str]) -> None:
+        """Reads what the worker logs, so that its pipe never fills, and passes it to our log, as urgent as it was.
+
+        What it says of its end is urgent to nobody once we have asked for that.
+        """
+        with suppress(ValueError):  # closed under us
+            for text in pipe:
+                line = logs.parse(text) or logs.Line(logging.DEBUG, text.rstrip(), {})
+                tail.append(line.message)
+                del tail[:-20]
+                level = logging.DEBUG if self._closed else line.level
+                worker_logger.log(level, "worker: %s", line.message, extra=line.about)
+
 
 def _first_line(pipe: IO[str], said: "queue.SimpleQueue[str | None]") -> None:
     with suppress(ValueError):  # closed under us
         said.put(pipe.readline() or None)
-
-
-def _pass_on(pipe: IO[str], tail: list[str]) -> None:
-    """Reads what the worker logs, so that its pipe never fills, and passes it to our log, as urgent as it was there."""
-    with suppress(ValueError):  # closed under us
-        for text in pipe:
-            line = logs.parse(text) or logs.Line(logging.DEBUG, text.rstrip(), {})
-            tail.append(line.message)
-            del tail[:-20]
-            worker_logger.log(line.level, "worker: %s", line.message, extra=line.about)
 
 
 def _level() -> str:

@@ -20,7 +20,7 @@ from torch import nn
 
 import backhaul
 from backhaul import Session
-from backhaul._embedded import _pass_on
+from backhaul._embedded import EmbeddedWorker
 from backhaul_proto.v1 import segment_pb2, segment_pb2_grpc
 from conftest import QUIET_S, settle, wait_until
 from support.processes import WorkerProcess
@@ -207,9 +207,14 @@ def test_what_an_embedded_worker_said_last_can_be_read(caplog: pytest.LogCapture
         "segment": "Block",
     }
     tail: list[str] = []
-    _pass_on(io.StringIO(f"{json.dumps(error)}\nKilled\n"), tail)
+    worker = EmbeddedWorker(0, 1.0)
+    worker._pass_on(io.StringIO(f"{json.dumps(error)}\nKilled\n"), tail)
     assert tail == ["ended by an error\nTraceback\nOSError: no", "Killed"]
-    first, second = caplog.records
+    worker.interrupt()
+    worker._pass_on(io.StringIO(json.dumps(error)), [])
+    worker.close()
+    first, second, third = caplog.records
     assert (first.levelname, first.getMessage()) == ("ERROR", f"worker: {tail[0]}")
     assert first.__dict__["segment"] == "Block"
     assert (second.levelname, second.getMessage()) == ("DEBUG", "worker: Killed")
+    assert third.levelname == "DEBUG"  # it was asked to end

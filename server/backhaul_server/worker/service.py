@@ -118,7 +118,8 @@ class _Servicer:
     def failed(self, request: Any, error: Exception) -> None:
         """Notes and logs an error for those who look after the worker."""
         said = f"{type(error).__name__}: {error}"[:MAX_MESSAGE]
-        if not isinstance(error, BackhaulError) or type(error) is WorkerError:
+        is_cut_off = isinstance(error, grpc.aio.BaseError)  # by the wire, or as the server ends
+        if (not isinstance(error, BackhaulError) and not is_cut_off) or type(error) is WorkerError:
             self.worker.last_error = said, time()
         key = getattr(request, "key", request)
         session = self.worker.sessions.get(getattr(key, "session", ""))
@@ -129,6 +130,8 @@ class _Servicer:
             extra = about(session.run, segment.name if segment else getattr(request, "name", ""))
         if isinstance(error, BackhaulError):
             logger.debug("refused: %s", said, extra=extra)
+        elif is_cut_off:
+            logger.info("a request was cut off: %s", said, extra=extra)
         else:
             logger.error("a request failed", exc_info=error, extra=extra)
 
