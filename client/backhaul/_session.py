@@ -27,6 +27,7 @@ from backhaul._remote import SavedSegment
 from backhaul._report import Journal, Report
 from backhaul._upload import Save, SourceTensor, Uploader
 from backhaul_runtime.addresses import Address, parse_addresses
+from backhaul_runtime.credentials import one_for_each
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.fingerprint import DECISIVE, differences, fingerprint
 from backhaul_runtime.layout import Layout, copy_exact
@@ -64,7 +65,9 @@ class Session:
     Raises:
         AddressError: An address can't be read.
         ConnectError: Nobody answers at one of them.
+        CredentialError: One wants another token than it is shown.
         ProtocolVersionError: A worker of another version answers.
+        SettingError: A token file can't be read, or there are not as many as workers.
     """
 
     def __init__(self, config: Config) -> None:
@@ -83,7 +86,12 @@ class Session:
         self._embedded: EmbeddedWorker | None = None
         self._sides: list[_Side] = []
         if config.worker:
-            links = [Link(partial(_same, address), config.silence_s) for address in parse_addresses(config.worker)]
+            addresses = parse_addresses(config.worker)
+            token_files = one_for_each([file.strip() for file in config.token_file.split(",") if file], len(addresses))
+            links = [
+                Link(partial(_same, address), config.silence_s, file)
+                for address, file in zip(addresses, token_files, strict=True)
+            ]
         else:
             self._embedded = EmbeddedWorker(config.memory_bytes, config.connect_timeout_s)
             links = [Link(self._embedded.ensure, config.silence_s)]
