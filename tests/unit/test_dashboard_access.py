@@ -112,9 +112,7 @@ def test_a_wrong_token_shows_the_form_again() -> None:
         for wrong in (TOKEN[:-1], TOKEN + "x", "", "<script>"):
             answer = await log_in(client, wrong)
             assert answer.status_code == 401
-            assert (
-                '<p class="alert" id="alert" role="alert">That is not this dashboard&#x27;s token.</p>' in answer.text
-            )
+            assert '<p class="error" role="alert">That is not this dashboard&#x27;s token.</p>' in answer.text
             assert "<script>" not in answer.text
             assert "set-cookie" not in answer.headers
 

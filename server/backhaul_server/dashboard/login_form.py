@@ -29,7 +29,7 @@ class FormError(Exception):
 
 def login_page(alert: str = "", status: int = 200) -> HTMLResponse:
     """The form, with what was wrong with the last attempt."""
-    said = f'<p class="alert" id="alert" role="alert">{escape(alert)}</p>' if alert else ""
+    said = f'<p class="error" role="alert">{escape(alert)}</p>' if alert else ""
     return HTMLResponse(_page().replace(_ALERT_PLACE, said), status)
 
 
