@@ -20,6 +20,7 @@ _opened: list[Session] = []
 def connect(
     worker: str | None = None,
     *,
+    token_file: str | None = None,
     returns: Returns | None = None,
     strict: bool | None = None,
     numerics: Numerics | None = None,
@@ -38,6 +39,7 @@ def connect(
     Args:
         worker: "host:port", "unix:/path" or "dns:///host:port", several with commas between; each gets a contiguous
             run of segments. Without one a worker process is started on this machine and ends with the session.
+        token_file: File with the token that the workers want, or one for each with commas between, in their order.
         returns: "gradients", "activations" or "auto" (the default), gradients wherever a segment allows.
         strict: Raise NotRemoteError rather than recompute a segment on the trainer.
         numerics: Whether workers that compute other bits are used ("auto", the default) or not ("exact").
@@ -51,6 +53,7 @@ def connect(
     Raises:
         AddressError: An address can't be read.
         ConnectError: Nobody answers at one of them.
+        CredentialError: One wants a token, and `token_file` is not given or holds another one.
         ProtocolVersionError: A worker of another version answers.
         SettingError: A setting has a value it can't have.
     """
@@ -58,6 +61,7 @@ def connect(
     session = Session(
         resolve(
             worker=worker,
+            token_file=token_file,
             returns=returns,
             strict=strict,
             numerics=numerics,

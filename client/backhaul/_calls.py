@@ -50,6 +50,25 @@ def error_of(error: grpc.RpcError) -> BackhaulError:
     return WorkerLostError("the worker is gone", status=status, details=details)
 
 
+class Bearer:
+    """A method of a stub that shows a credential with each call.
+
+    Made for the stubs' methods themselves: an interceptor takes 40 us more of a call of 600, and hides which error
+    beginning it met.
+    """
+
+    def __init__(self, method: Any, metadata: tuple[tuple[str, str], ...]) -> None:
+        self._method = method
+        self._metadata = metadata
+
+    def __call__(self, request: Any, **options: Any) -> Any:
+        return self._method(request, metadata=self._metadata, **options)
+
+    def future(self, request: Any, **options: Any) -> Any:
+        """As the stub's."""
+        return self._method.future(request, metadata=self._metadata, **options)
+
+
 class Watch:
     """Counts signs of life of one call."""
 

@@ -9,7 +9,6 @@ from backhaul._misspelt import warn_of_unknown
 from backhaul._options import explain, options_of, parse
 from backhaul_runtime import logs
 from backhaul_runtime.errors import SettingError
-from backhaul_runtime.settings import in_environment
 
 USAGE = 2
 """Exit code of a command that was called wrongly, as argparse has it."""
@@ -37,8 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"backhaul: error: {error.message}", file=sys.stderr)
         return USAGE
     if code == USAGE and read:
-        given = ", ".join(f"{variable}={in_environment(variable)}" for variable in read)
-        print(f"backhaul {name}: from the environment came {given}", file=sys.stderr)
+        print(f"backhaul {name}: the environment gave {', '.join(read)}", file=sys.stderr)
     return code
 
 

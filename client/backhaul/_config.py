@@ -24,6 +24,10 @@ class Config:
     worker: str = ""
     """Addresses of workers with commas between; empty starts one on this machine."""
 
+    token_file: str = ""
+    """File with the token that the workers want, or one for each of them with commas between. A worker that connect()
+    starts wants none."""
+
     returns: Returns = "auto"
     """What comes back for a segment: "gradients", "activations", or "auto", gradients wherever a segment allows."""
 

@@ -5,6 +5,7 @@ NOTE [Generations]
 2. What the worker holds for us belongs to a generation: one session on one worker process. After a short cut the worker
    still knows the session, and the generation goes on. If it does not, all segments of the old one are lost.
 3. While the link is down nothing waits for it: segments run on the trainer.
+4. A worker keeps its token for life. One that takes ours no longer is another process, and the generation is lost.
 """
 
 import logging
@@ -19,7 +20,7 @@ from time import time
 
 import grpc
 
-from backhaul._calls import call_unary, close_channel
+from backhaul._calls import Bearer, call_unary, close_channel
 from backhaul_proto.v1 import (
     program_pb2_grpc,
     segment_pb2_grpc,
@@ -29,12 +30,15 @@ from backhaul_proto.v1 import (
     tensor_pb2_grpc,
 )
 from backhaul_runtime.addresses import Address
+from backhaul_runtime.credentials import bearer, read_token
 from backhaul_runtime.errors import (
     BackhaulError,
     ConnectError,
+    CredentialError,
     ProtocolVersionError,
     SessionClosedError,
     SessionUnknownError,
+    SettingError,
     WorkerLostError,
 )
 from backhaul_runtime.logs import about
@@ -74,14 +78,23 @@ def trainer_name() -> str:
 
 
 class Stubs:
-    """The services at the other end of a channel."""
+    """The services at the other end of a channel.
 
-    def __init__(self, channel: grpc.Channel) -> None:
+    Args:
+        channel: To a worker.
+        token: Shown with every call.
+    """
+
+    def __init__(self, channel: grpc.Channel, token: str) -> None:
         self.sessions = session_pb2_grpc.SessionServiceStub(channel)
         self.programs = program_pb2_grpc.ProgramServiceStub(channel)
         self.tensors = tensor_pb2_grpc.TensorServiceStub(channel)
         self.segments = segment_pb2_grpc.SegmentServiceStub(channel)
         self.telemetry = telemetry_pb2_grpc.TelemetryServiceStub(channel)
+        if token:
+            for stub in vars(self).values():
+                for name, method in vars(stub).items():
+                    setattr(stub, name, Bearer(method, bearer(token)))
 
 
 class Clock:
@@ -110,6 +123,8 @@ class Link:
         find: Gives the worker's address; an embedded worker that died is started again. Called by one thread at a time.
         silence_s: A worker silent for so long is taken for lost.
         run: Names the trainer's session, which may have other links.
+        token_file: With the token that the worker wants to see, empty for none. It is read when the link opens, and
+            again after it was denied.
 
     Attributes:
         name: The worker's address.
@@ -117,9 +132,11 @@ class Link:
         drift: The largest measured between its numbers and ours, of which it is told.
     """
 
-    def __init__(self, find: Callable[[], Address], silence_s: float, run: str = "") -> None:
+    def __init__(self, find: Callable[[], Address], silence_s: float, run: str = "", token_file: str = "") -> None:
         self._find = find
         self.run = run
+        self._token_file = token_file
+        self._token = ""
         self.silence_s = silence_s
         self.name = ""
         self.drift = 0.0
@@ -139,18 +156,20 @@ class Link:
 
         Raises:
             ConnectError: Nobody answers, or not a worker, with the address and what to start.
+            CredentialError: The worker wants another token than it is shown.
             ProtocolVersionError: A worker of another version answers.
+            SettingError: The token file can't be read.
         """
         address = self._find()
         try:
             self._connect(address, timeout_s)
-        except (ProtocolVersionError, ConnectError):
+        except (ProtocolVersionError, ConnectError, CredentialError, SettingError):
             self.close()
             raise
         except BackhaulError as error:
             self.close()
             cause = str(error.fields.get("details", "")).rpartition("last error: ")[2] or error.message
-            where = address.text if address.is_local else f"0.0.0.0:{address.port} --insecure"
+            where = address.text if address.is_local else f"0.0.0.0:{address.port} --token-file FILE"
             raise ConnectError(
                 f'nobody answers as a worker at "{address.text}" ({cause}). Start one there with `backhaul worker '
                 f"--listen {where}`, or call connect() without an address to have one started on this machine",
@@ -223,11 +242,13 @@ class Link:
     def _connect(self, address: Address, timeout_s: float) -> None:
         if self._closed:
             raise SessionClosedError("the session is closed")
+        if self._token_file and not self._token:
+            self._token = read_token(self._token_file)
         if self._channel is not None:
             close_channel(self._channel)
         self.name = address.text
         self._channel = grpc.insecure_channel(address.target, options=CHANNEL_OPTIONS)
-        self._stubs = Stubs(self._channel)
+        self._stubs = Stubs(self._channel, self._token)
         request = session_pb2.OpenSessionRequest(
             protocol_version=PROTOCOL_VERSION,
             client_version=version(),
@@ -235,7 +256,11 @@ class Link:
             run=self.run,
         )
         asked_at_s = time()
-        answer = call_unary(self._stubs.sessions.OpenSession, request, timeout_s)
+        try:
+            answer = call_unary(self._stubs.sessions.OpenSession, request, timeout_s)
+        except CredentialError as error:
+            self._token = ""
+            raise self._denied() from error
         if answer.protocol_version != PROTOCOL_VERSION:
             raise ProtocolVersionError(
                 f"the worker at {address.text} speaks protocol {answer.protocol_version} (backhaul "
@@ -256,6 +281,14 @@ class Link:
         )
         self._draining = False
         self._up = True
+
+    def _denied(self) -> CredentialError:
+        how = f'does not take the token in "{self._token_file}"' if self._token_file else "wants a token"
+        return CredentialError(
+            f'the worker at "{self.name}" {how}: give the token file that it was started with as token_file, or as '
+            "BACKHAUL_TOKEN_FILE",
+            address=self.name,
+        )
 
     def _ask(self, generation: Generation, silence_s: float = 0.0) -> None:
         request = session_pb2.KeepSessionRequest(session=generation.session, drift=self.drift)
@@ -288,20 +321,24 @@ class Link:
                 if was_up:  # and stays so: a worker that dies as often as it comes back is asked ever less often
                     backoff_s = FIRST_BACKOFF_S
             except BackhaulError as error:
+                if isinstance(error, CredentialError) and error.message != self._why_down:
+                    logger.warning(
+                        "%s", error.message, extra=about(self.run)
+                    )  # unlike a worker that is gone, this needs somebody to act
                 self._down(error.message)
             except Exception as error:  # a bug of ours, or a system without processes or files to spare
                 logger.exception("looking after the connection to %s failed", self.name, extra=about(self.run))
                 self._down(f"{type(error).__name__}: {error}")
 
     def _look(self, generation: Generation | None) -> None:
-        """Keeps the generation, or starts another (Rule 2)."""
+        """Keeps the generation, or starts another."""
         was_up = self._up
         address = self._find()
         if generation is not None:
             try:
                 self._ask(generation)
                 self._up = True
-            except SessionUnknownError as error:
+            except (SessionUnknownError, CredentialError) as error:  # Rules 2 and 4
                 self._down(error.message)
                 self._generation = generation = None
         if generation is None:

@@ -35,6 +35,7 @@ from backhaul._telemetry import Telemetry
 from backhaul._upload import Save, SourceTensor, Uploader
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.addresses import Address, parse_addresses
+from backhaul_runtime.credentials import one_for_each
 from backhaul_runtime.errors import BackhaulError, Refusal
 from backhaul_runtime.fingerprint import DECISIVE, differences, fingerprint
 from backhaul_runtime.layout import Layout, copy_exact
@@ -77,7 +78,9 @@ class Session:
     Raises:
         AddressError: An address can't be read.
         ConnectError: Nobody answers at one of them.
+        CredentialError: One wants another token than it is shown.
         ProtocolVersionError: A worker of another version answers.
+        SettingError: A token file can't be read, or there are not as many as workers.
     """
 
     def __init__(self, config: Config) -> None:
@@ -100,7 +103,11 @@ class Session:
         self._sides: list[_Side] = []
         if config.worker:
             addresses = parse_addresses(config.worker)
-            links = [Link(partial(_same, address), config.silence_s, self.run) for address in addresses]
+            token_files = one_for_each([file.strip() for file in config.token_file.split(",") if file], len(addresses))
+            links = [
+                Link(partial(_same, address), config.silence_s, self.run, file)
+                for address, file in zip(addresses, token_files, strict=True)
+            ]
         else:
             self._embedded = EmbeddedWorker(config.memory_bytes, config.connect_timeout_s)
             links = [Link(self._embedded.ensure, config.silence_s, self.run)]

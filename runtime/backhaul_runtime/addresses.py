@@ -7,6 +7,7 @@ from backhaul_runtime.errors import AddressError
 
 MAX_UNIX_PATH_BYTES = 107  # sockaddr_un holds 108 with its end
 _HOST_PORT = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
+_LOOPBACK = re.compile(r"127(\.\d{1,3}){1,3}")  # a name like 127.example.com may be anywhere
 _EXAMPLES = 'write "host:port", "unix:/path" or "dns:///host:port"; several with commas between'
 
 
@@ -31,7 +32,7 @@ class Address:
     @property
     def is_local(self) -> bool:
         """Whether only this machine can reach it."""
-        return bool(self.unix_path) or self.host in {"localhost", "::1"} or self.host.startswith("127.")
+        return bool(self.unix_path) or self.host in {"localhost", "::1"} or bool(_LOOPBACK.fullmatch(self.host))
 
 
 def parse_address(text: str) -> Address:

@@ -15,6 +15,7 @@
     ├── WorkerLostError           no answer: the connection broke or the worker fell silent
     └── WorkerError               an answer that refuses
         ├── BudgetError           its memory budget has no room
+        ├── CredentialError       it wants a token that was not shown, or another one
         ├── DrainingError         it is shutting down and takes nothing new
         ├── ProgramError          (ValueError) a program that is malformed or not allowed
         ├── ReplayError           an op of a program failed while it ran
@@ -36,6 +37,7 @@ __all__ = [
     "BackhaulError",
     "BudgetError",
     "ConnectError",
+    "CredentialError",
     "DoubleBackwardError",
     "DrainingError",
     "NotRemoteError",
@@ -152,6 +154,10 @@ class BudgetError(WorkerError):
     retry_after_s: float = 0.0
 
 
+class CredentialError(WorkerError):
+    """The worker wants a token that the request did not show, or another one."""
+
+
 class DrainingError(WorkerError):
     """The worker is shutting down and takes nothing new."""
 
@@ -184,6 +190,7 @@ class TransferError(WorkerError):
 # worker and travel as INTERNAL.
 STATUS_NAMES: Mapping[type[BackhaulError], str] = {
     BudgetError: "RESOURCE_EXHAUSTED",
+    CredentialError: "UNAUTHENTICATED",
     DrainingError: "UNAVAILABLE",
     ProgramError: "INVALID_ARGUMENT",
     ProtocolVersionError: "FAILED_PRECONDITION",

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from pathlib import Path
 
 import grpc
 import httpx
@@ -109,6 +110,24 @@ def test_what_a_worker_refuses_is_there_for_those_who_ask() -> None:
     (line,) = named(lines(logged), "refused: SegmentUnknownError")
     assert (line["level"], line["session"]) == ("DEBUG", session.run)
     assert generation.session not in logged  # it opens the session
+
+
+def test_no_token_is_logged_however_much_else_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    for file in (right, wrong):
+        file.write_text(f"the-{file.name}-token-of-thirty-two-characters")
+        file.chmod(0o600)
+    caplog.set_level(logging.DEBUG)
+    settings = {"BACKHAUL_LOG_LEVEL": "debug", "BACKHAUL_WORKER_TOKEN_FILE": str(right)}
+    with WorkerProcess("--memory", "1GiB", environment=settings) as worker:
+        with backhaul.connect(worker.address, token_file=str(right), silence_s=QUIET_S) as session:
+            train(session, calls=1)
+            assert session.report().remote == 1
+        with pytest.raises(backhaul.CredentialError):
+            backhaul.connect(worker.address, token_file=str(wrong))
+        logged = worker.end()
+    assert named(lines(logged), "opened a session")
+    assert "-token-of-" not in logged + caplog.text
 
 
 def test_a_trainer_that_is_gone_is_named() -> None:

@@ -11,6 +11,7 @@ from typing import Self
 import grpc
 
 from backhaul_proto.v1 import telemetry_pb2, telemetry_pb2_grpc
+from backhaul_runtime.credentials import bearer
 
 
 class WorkerProcess:
@@ -41,11 +42,12 @@ class WorkerProcess:
         self.address = self.line.rpartition(" ")[2]
         self.pid = self.process.pid
 
-    def telemetry(self) -> telemetry_pb2.GetTelemetryResponse:
+    def telemetry(self, token: str = "") -> telemetry_pb2.GetTelemetryResponse:
         """The worker as it is now."""
         with grpc.insecure_channel(self.address) as channel:
             stub = telemetry_pb2_grpc.TelemetryServiceStub(channel)
-            return stub.GetTelemetry(telemetry_pb2.GetTelemetryRequest(), timeout=10, wait_for_ready=True)
+            request = telemetry_pb2.GetTelemetryRequest()
+            return stub.GetTelemetry(request, timeout=10, wait_for_ready=True, metadata=bearer(token))
 
     def end(self, timeout_s: float = 15) -> str:
         """SIGTERM; returns what it logged."""

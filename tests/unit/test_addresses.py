@@ -16,6 +16,8 @@ from backhaul_runtime.addresses import parse_address, parse_addresses
         ("unix:///run/b.sock", "unix:/run/b.sock", True),
         ("unix:b.sock", "unix:b.sock", True),
         ("0.0.0.0:50051", "0.0.0.0:50051", False),
+        ("127.1.2.3:1", "127.1.2.3:1", True),
+        ("127.example.com:1", "127.example.com:1", False),
     ],
 )
 def test_reads_what_people_write(text: str, target: str, is_local: bool) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
-from backhaul_runtime.errors import AddressError, ConnectError, ProtocolVersionError, SettingError
+from backhaul_runtime.errors import AddressError, ConnectError, CredentialError, ProtocolVersionError, SettingError
 
 if TYPE_CHECKING:
     from backhaul._session import Session
@@ -31,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--worker", metavar="ADDRESS", help="of a running worker, several with commas between (default: one is started)"
     )
     parser.add_argument(
+        "--token-file", metavar="FILE", help="with the token that the worker wants, several with commas between"
+    )
+    parser.add_argument(
         "--wait", type=float, default=0.0, metavar="SECONDS", help="wait so long for the worker to come up"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
@@ -49,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, _interrupt)  # so that nothing is left behind then either
     try:
         return _run(arguments)
-    except (AddressError, ConnectError, ProtocolVersionError, SettingError) as error:
+    except (AddressError, ConnectError, CredentialError, ProtocolVersionError, SettingError) as error:
         print(f"backhaul demo: {error}", file=sys.stderr)
         return 2
 
@@ -76,14 +79,14 @@ def _run(arguments: argparse.Namespace) -> int:
 
         def connect(returns: str) -> "Session":
             nonlocal worker
-            session = _connected(worker, returns, arguments.wait)
+            session = _connected(worker, arguments.token_file, returns, arguments.wait)
             sessions.append(session)
             worker = worker or session.workers
             return session
 
         found = variants(settings, connect)
         if arguments.dashboard:
-            dashboard = DashboardProcess(worker)
+            dashboard = DashboardProcess(worker, sessions[0].config.token_file)
         for step in range(settings.steps):
             for variant in found:
                 variant.train(corpus, step)
@@ -118,13 +121,13 @@ def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
-def _connected(worker: str | None, returns: str, wait_s: float) -> "Session":
+def _connected(worker: str | None, token_file: str | None, returns: str, wait_s: float) -> "Session":
     import backhaul
 
     deadline = monotonic() + wait_s
     while True:
         try:
-            return backhaul.connect(worker, returns=returns)  # type: ignore[arg-type]
+            return backhaul.connect(worker, token_file=token_file, returns=returns)  # type: ignore[arg-type]
         except ConnectError:
             if monotonic() >= deadline:
                 raise

@@ -13,17 +13,23 @@ _END_S = 5.0
 class DashboardProcess:
     """Starts a dashboard that watches a worker, on any free port of this machine.
 
+    Args:
+        worker: Its address, several with commas between.
+        token_file: As for `backhaul.connect`.
+
     Attributes:
         url: Where it is, empty where it did not start.
     """
 
-    def __init__(self, worker: str) -> None:
+    def __init__(self, worker: str, token_file: str) -> None:
         self.url = ""
         self._process: subprocess.Popen[str] | None = None
         if find_spec("fastapi") is None:
             print("no dashboard: install backhaul[server] for it", file=sys.stderr)
             return
         arguments = ["dashboard", "--worker", worker, "--listen", "127.0.0.1:0"]
+        if token_file:
+            arguments += ["--worker-token-file", *token_file.split(",")]
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "backhaul", *arguments],
             stdout=subprocess.PIPE,

@@ -2,33 +2,42 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
 import uvicorn
-from fastapi import FastAPI, Query, Request, Response
+from fastapi import FastAPI, Query, Response
 from fastapi.responses import FileResponse, PlainTextResponse
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.types import ASGIApp
 
 from backhaul_runtime.addresses import Address
 from backhaul_runtime.version import version
 from backhaul_server.dashboard import metrics, schemas
+from backhaul_server.dashboard.access import Access
 from backhaul_server.dashboard.watch import KEPT_SAMPLES, Watch
 
 STATIC = Path(__file__).parent / "static"
-_HEADERS = {
-    "Content-Security-Policy": "default-src 'self'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-}
 
 
-def create_app(addresses: Sequence[Address]) -> FastAPI:
-    """The application; it watches the workers while it runs."""
-    watch = Watch(addresses)
+def create_app(
+    addresses: Sequence[Address],
+    tokens: Sequence[str | None] = (None,),
+    token: str | None = None,
+    host: str = "",
+) -> FastAPI:
+    """The application; it watches the workers while it runs.
+
+    Args:
+        addresses: Of the workers.
+        tokens: What to show them, None for nothing.
+        token: What visitors must show, None for nothing.
+        host: Where it listens.
+    """
+    watch = Watch(addresses, tokens)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -48,11 +57,10 @@ def create_app(addresses: Sequence[Address]) -> FastAPI:
         redoc_url=None,
     )
 
-    @app.middleware("http")
-    async def headers(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        response = await call_next(request)
-        response.headers.update(_HEADERS)
-        return response
+    def access(app: ASGIApp) -> Access:
+        return Access(app, token, host)
+
+    app.add_middleware(access)  # by a function: the application shows arguments of its middleware
 
     @app.get("/api/v1/workers", tags=["workers"])
     async def workers() -> list[schemas.Worker]:
@@ -82,8 +90,8 @@ def create_app(addresses: Sequence[Address]) -> FastAPI:
     return app
 
 
-def serve(addresses: Sequence[Address], listener: socket.socket) -> None:
+def serve(app: FastAPI, listener: socket.socket) -> None:
     """Serves on a bound socket until SIGTERM or SIGINT."""
     # No log_config: what uvicorn logs goes where all else does.
-    config = uvicorn.Config(create_app(addresses), log_config=None, log_level="warning", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(app, log_config=None, log_level="warning", timeout_graceful_shutdown=1)
     uvicorn.Server(config).run(sockets=[listener])

@@ -5,6 +5,7 @@ import socket
 import sys
 
 from backhaul_runtime.addresses import Address, parse_address, parse_addresses
+from backhaul_runtime.credentials import one_for_each, read_token
 from backhaul_runtime.errors import AddressError
 
 HELP = "watch workers in a browser"
@@ -22,7 +23,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where the page is; port 0 takes a free one (default: %(default)s)",
     )
     parser.add_argument(
-        "--insecure", action="store_true", help="listen beyond this machine: everyone who reaches it may look"
+        "--token-file",
+        metavar="FILE",
+        help="show the page only to those who give the token in it, needed beyond this machine; `backhaul token FILE` "
+        "makes one",
+    )
+    parser.add_argument(
+        "--worker-token-file",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="with the token that the workers want, one for all or one for each in their order",
     )
 
 
@@ -31,30 +42,33 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         workers = parse_addresses(",".join(arguments.worker))
         address = parse_address(arguments.listen)
-        listener = _listen(address, insecure=arguments.insecure)
+        files = one_for_each(arguments.worker_token_file, len(workers))
+        tokens = [read_token(file) if file else None for file in files]
+        token = read_token(arguments.token_file) if arguments.token_file is not None else None
+        listener = _listen(address, has_token=token is not None)
     except (AddressError, ValueError, OSError) as error:
         print(f"backhaul dashboard: {error}", file=sys.stderr)
         return 2
     try:
-        from backhaul_server.dashboard.app import serve
+        from backhaul_server.dashboard.app import create_app, serve
     except ImportError as error:
         print(f"backhaul dashboard: {error}; pip install 'backhaul[server]' brings it", file=sys.stderr)
         return 2
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     print(f"backhaul dashboard on http://{shown}:{port}", flush=True)
-    serve(workers, listener)
+    serve(create_app(workers, tokens, token, address.host), listener)
     return 0
 
 
-def _listen(address: Address, *, insecure: bool) -> socket.socket:
+def _listen(address: Address, *, has_token: bool) -> socket.socket:
     """Takes the address. Raises ValueError or OSError saying why it can't be taken."""
     if address.unix_path:
         raise ValueError(f'"{address.text}" is no place for a page: write host:port')
-    if not address.is_local and not insecure:
+    if not address.is_local and not has_token:
         raise ValueError(
-            f'"{address.text}" can be reached from other machines, and everyone who reaches it could look. Listen on '
-            "127.0.0.1, or pass --insecure on a network you trust"
+            f'"{address.text}" can be reached from other machines, and everyone who reaches it could look. Make a '
+            "token with `backhaul token FILE` and start with --token-file FILE, or listen on 127.0.0.1"
         )
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     listener = socket.socket(family)

@@ -10,6 +10,7 @@ import grpc
 
 from backhaul_proto.v1 import telemetry_pb2, telemetry_pb2_grpc
 from backhaul_runtime.addresses import Address
+from backhaul_runtime.credentials import bearer
 from backhaul_runtime.protocol import CHANNEL_OPTIONS
 
 INTERVAL_S = 1.0
@@ -80,20 +81,21 @@ class Watched:
 class Watch:
     """All workers. `run` it as a task; it ends by cancellation."""
 
-    def __init__(self, addresses: Sequence[Address]) -> None:
+    def __init__(self, addresses: Sequence[Address], tokens: Sequence[str | None] = (None,)) -> None:
         self.workers = [Watched(address) for address in addresses]
+        self._tokens = list(tokens) * (len(addresses) if len(tokens) == 1 else 1)
 
     async def run(self) -> None:
         """Asks each worker once a second. One that does not answer delays no other."""
-        await asyncio.gather(*(self._follow(worker) for worker in self.workers))
+        await asyncio.gather(*map(self._follow, self.workers, self._tokens))
 
-    async def _follow(self, worker: Watched) -> None:
+    async def _follow(self, worker: Watched, token: str | None) -> None:
         async with grpc.aio.insecure_channel(worker.address.target, options=CHANNEL_OPTIONS) as channel:
             stub = telemetry_pb2_grpc.TelemetryServiceStub(channel)
             while True:
                 try:
                     request = telemetry_pb2.GetTelemetryRequest()
-                    worker.answered(await stub.GetTelemetry(request, timeout=ANSWER_S))
+                    worker.answered(await stub.GetTelemetry(request, timeout=ANSWER_S, metadata=bearer(token)))
                 except grpc.aio.AioRpcError as error:
                     worker.error = f"{error.code().name}: {error.details()}"
                 await asyncio.sleep(INTERVAL_S)

@@ -4,7 +4,8 @@ import argparse
 import sys
 
 from backhaul_runtime.addresses import parse_address
-from backhaul_runtime.errors import AddressError
+from backhaul_runtime.credentials import read_token
+from backhaul_runtime.errors import AddressError, SettingError
 from backhaul_runtime.protocol import LEASE_S
 from backhaul_server.worker.config import WorkerConfig, parse_lease, parse_size
 
@@ -35,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="free what a silent trainer held after so long (default: %(default)g)",
     )
     parser.add_argument(
-        "--insecure",
-        action="store_true",
-        help="listen beyond this machine: everyone who reaches the address may use the worker",
+        "--token-file",
+        metavar="FILE",
+        help="serve only those who show the token in it, needed beyond this machine; `backhaul token FILE` makes one",
     )
     parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)
 
@@ -50,10 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
             device=arguments.device,
             memory_bytes=arguments.memory,
             lease_s=arguments.lease,
-            insecure=arguments.insecure,
+            token=read_token(arguments.token_file) if arguments.token_file is not None else "",
             parent=arguments.parent,
         )
-    except AddressError as error:
+    except (AddressError, SettingError) as error:
         print(f"backhaul worker: {error}", file=sys.stderr)
         return 2
     from backhaul_server.worker.main import serve

@@ -3,7 +3,7 @@
 import math
 import re
 from argparse import ArgumentTypeError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from backhaul_runtime.addresses import Address
@@ -30,8 +30,8 @@ class WorkerConfig:
     lease_s: float = LEASE_S
     """What a silent trainer held is freed after so long."""
 
-    insecure: bool = False
-    """Listen beyond this machine without a credential."""
+    token: str = field(default="", repr=False)
+    """What a request must show, empty where whoever reaches the address may use the worker."""
 
     parent: int = 0
     """Process that the worker ends with, 0 for none."""

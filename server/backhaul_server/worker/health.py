@@ -20,14 +20,20 @@ SERVICES = tuple(
 
 
 class Health:
-    """Adds both services to a server that has not started."""
+    """Adds both services to a server that has not started.
 
-    def __init__(self, server: grpc.aio.Server) -> None:
+    Args:
+        server: Of the worker.
+        reflects: Whether to tell everybody which services there are.
+    """
+
+    def __init__(self, server: grpc.aio.Server, *, reflects: bool) -> None:
         self._servicer: health.aio.HealthServicer | None = None
         if INSTALLED:
             self._servicer = health.aio.HealthServicer()
             health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
-            reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+            if reflects:
+                reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
 
     async def serving(self, is_serving: bool) -> None:
         """Tells probes and load balancers whether to send requests here."""

@@ -15,6 +15,7 @@ import torch
 
 from backhaul_runtime.ambient import max_threads
 from backhaul_runtime.processes import resident_bytes
+from backhaul_server.worker.access import Access
 from backhaul_server.worker.config import WorkerConfig, host_memory_bytes
 from backhaul_server.worker.core import Worker
 from backhaul_server.worker.health import Health
@@ -38,10 +39,11 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 def serve(config: WorkerConfig) -> int:
     """Runs a worker until a signal ends it. Returns the exit code."""
-    if not config.address.is_local and not config.insecure:
+    if not config.address.is_local and not config.token:
         print(
             f'backhaul worker: "{config.address.text}" can be reached from other machines, and everyone who reaches '
-            "it could use this worker. Listen on 127.0.0.1 or unix:/path, or pass --insecure on a network you trust",
+            "it could use this worker. Make a token with `backhaul token FILE` and start with --token-file FILE, or "
+            "listen on 127.0.0.1 or unix:/path",
             file=sys.stderr,
         )
         return 2
@@ -62,10 +64,10 @@ async def _serve(config: WorkerConfig, device: torch.device) -> None:
     budget = config.memory_bytes or _memory_bytes(device) // 2
     _keep_freed_memory(budget)
     _limit_memory(device, budget)
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server = grpc.aio.server(interceptors=[Access(config.token)] if config.token else [], options=SERVER_OPTIONS)
     listener = Listener(config.address)
     worker = Worker(device, budget, config.lease_s)
-    health = Health(server)
+    health = Health(server, reflects=not config.token)
     add_services(server, worker)
     try:
         address = listener.bind(server)

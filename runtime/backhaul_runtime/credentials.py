@@ -1,0 +1,122 @@
+"""Tokens: how they are read from files, shown, and compared. Free of torch.
+
+A token is a secret that a worker, or a dashboard, wants to see before it answers. It is named by its file everywhere:
+never in arguments of a command, in logs, reprs, messages or metrics.
+"""
+
+import hmac
+import logging
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from backhaul_runtime.errors import SettingError
+
+logger = logging.getLogger("backhaul")
+
+SHORTEST, LONGEST = 16, 1024
+"""Characters of a token. Longer ones would not fit beside other metadata."""
+
+AUTHORIZATION = "authorization"
+_TOKEN = re.compile(r"[!-~]+")
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+def read_token(file: str | os.PathLike[str]) -> str:
+    """The token in a file, without the newline at its end.
+
+    Raises:
+        SettingError: The file can't be read, or holds no token, named by its path and never by what is in it.
+    """
+    path = Path(file)
+    try:
+        with path.open("rb") as opened:
+            content = opened.read(LONGEST + 3)  # a newline, and one more to see that it is too long
+            _warn_of_readers(path, opened.fileno())
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise SettingError(
+            f'the token file "{path}" can\'t be read: {reason}. `backhaul token {path}` makes one'
+        ) from None
+    token = content.decode("latin-1").removesuffix("\n").removesuffix("\r")
+    if not token:
+        wrong = "is empty"
+    elif not _TOKEN.fullmatch(token):
+        wrong = "holds more than one word of printable ASCII characters"
+    elif len(token) < SHORTEST:
+        wrong = f"holds fewer than {SHORTEST} characters"
+    elif len(token) > LONGEST:
+        wrong = f"holds more than {LONGEST} characters"
+    else:
+        return token
+    raise SettingError(f'the token file "{path}" {wrong}: remove it, and `backhaul token {path}` makes another')
+
+
+def one_for_each(files: Sequence[str], workers: int) -> list[str]:
+    """The token file of each worker, of one for all or as many as workers; empty names where there are none.
+
+    Raises:
+        SettingError: There are more than one, and not as many as workers.
+    """
+    if len(files) not in {0, 1, workers}:
+        raise SettingError(
+            f"{len(files)} token files are given for {workers} workers: name one for all, or one for each in their "
+            "order"
+        )
+    if not files:
+        return [""] * workers
+    return list(files) if len(files) == workers else list(files) * workers
+
+
+def make_token(path: Path) -> bool:
+    """Writes a random token to a new file that only its owner can read. Returns False where there is a file already.
+
+    Of several processes that do this at once one makes it, and none sees it half written.
+
+    Raises:
+        OSError: It can't be made there.
+    """
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "w") as opened:
+            opened.write(secrets.token_urlsafe(32) + "\n")
+        os.link(draft, path)  # unlike a rename, replaces nothing
+    except FileExistsError:
+        return False
+    finally:
+        draft.unlink()
+    return True
+
+
+def bearer(token: str | None) -> tuple[tuple[str, str], ...]:
+    """The metadata that shows a token, empty where there is none to show."""
+    return ((AUTHORIZATION, f"Bearer {token}"),) if token else ()
+
+
+def shows(authorizations: Iterable[str], token: str) -> bool:
+    """Whether the authorization headers of a request are one, and show the token. Takes as long for any wrong one."""
+    match list(authorizations):
+        case [shown]:
+            scheme, _, credential = shown.partition(" ")
+            return scheme.lower() == "bearer" and is_token(credential, token)
+    return False
+
+
+def is_token(shown: str, token: str) -> bool:
+    """Whether what was shown is the token. The time it takes tells no more than lengths."""
+    return hmac.compare_digest(shown.encode(), token.encode())
+
+
+def _warn_of_readers(path: Path, descriptor: int) -> None:
+    """Says that others than its owner can read a file, where its owner could change that.
+
+    Secrets that a container engine mounts belong to another user or lie on a read-only mount.
+    """
+    found = os.fstat(descriptor)
+    is_fixed = found.st_uid != os.geteuid() or os.fstatvfs(descriptor).f_flag & os.ST_RDONLY
+    if stat.S_ISREG(found.st_mode) and found.st_mode & _OTHERS and not is_fixed:
+        logger.warning("others than its owner can read the token file %s: chmod 600 %s", path, path)

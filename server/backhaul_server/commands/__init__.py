@@ -1,0 +1,1 @@
+"""Commands of `backhaul` that serve nothing themselves."""

@@ -1,0 +1,83 @@
+"""`backhaul health`."""
+
+import argparse
+import math
+import sys
+from http.client import HTTPException
+from urllib.request import ProxyHandler, build_opener
+
+from backhaul_runtime.addresses import parse_address
+from backhaul_runtime.errors import AddressError
+
+HELP = "ask a worker, or a dashboard, whether it is well"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("address", metavar="ADDR", help="host:port or unix:/path of a worker, http:// of a dashboard")
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=5.0,
+        metavar="SECONDS",
+        help="take silence of so long for an answer (default: %(default)g)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Says in one line how it is. Returns 0 where it is well, 1 where it is not, 2 where it can't be asked."""
+    try:
+        if arguments.address.startswith(("http://", "https://")):
+            trouble = _dashboard(arguments.address, arguments.timeout)
+        else:
+            trouble = _worker(arguments.address, arguments.timeout)
+    except (AddressError, ImportError) as error:
+        print(f"backhaul health: {error}", file=sys.stderr)
+        return 2
+    print(f"{arguments.address}: {trouble or 'serving'}")
+    return 1 if trouble else 0
+
+
+def _worker(address: str, timeout_s: float) -> str:
+    """What is wrong with a worker, empty if nothing is."""
+    target = parse_address(address).target
+    import grpc
+
+    from backhaul_runtime.protocol import CHANNEL_OPTIONS
+
+    try:
+        from grpc_health.v1 import health_pb2
+    except ImportError as error:
+        raise ImportError(f"{error}; pip install 'backhaul[server]' brings it") from None
+    request, response = health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse
+    with grpc.insecure_channel(target, options=CHANNEL_OPTIONS) as channel:
+        check = channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=request.SerializeToString,
+            response_deserializer=response.FromString,
+        )
+        try:
+            status = check(request(), timeout=timeout_s).status
+        except grpc.RpcError as error:
+            assert isinstance(error, grpc.Call)
+            return f"{error.code().name}: {str(error.details()).rpartition('last error: ')[2]}"
+    return "" if status == response.SERVING else response.ServingStatus.Name(status)
+
+
+def _dashboard(url: str, timeout_s: float) -> str:
+    """What is wrong with a dashboard, empty if nothing is."""
+    try:
+        with build_opener(ProxyHandler({})).open(f"{url.rstrip('/')}/healthz", timeout=timeout_s):
+            return ""
+    except (OSError, HTTPException, ValueError) as error:  # the opener raises for a status that is none of success
+        return " ".join(str(error).split()) or type(error).__name__
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f'"{text}" is not a number of seconds above 0')
+    return seconds

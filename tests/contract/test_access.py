@@ -1,0 +1,48 @@
+"""Every method of a worker's server says who may call it."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from backhaul_server.worker.access import POLICY, Needs
+from backhaul_server.worker.core import Worker
+from backhaul_server.worker.health import Health
+from backhaul_server.worker.service import add_services
+
+
+class Recorder:
+    """A server that only notes which methods it is given."""
+
+    def __init__(self) -> None:
+        self.methods: set[str] = set()
+
+    def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
+        self.methods |= {f"/{service}/{method}" for method in handlers}
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
+        for handler in handlers:
+            self.methods |= set(handler._method_handlers)
+
+
+async def methods_of_a_worker() -> set[str]:
+    """All that a worker's server answers to, reflection included."""
+    server, worker = Recorder(), Worker(torch.device("cpu"), 1 << 20, 30.0)
+    add_services(server, worker)
+    Health(server, reflects=True)
+    await worker.close()
+    return server.methods
+
+
+def test_each_method_has_an_entry_and_there_are_no_others() -> None:
+    methods = asyncio.run(methods_of_a_worker())
+    kept_ready = {"/grpc.health.v1.Health/List"}  # of later versions of its package
+    assert len(methods) >= 14
+    assert methods - set(POLICY) == set()
+    assert set(POLICY) - methods <= kept_ready
+
+
+def test_only_probes_need_no_credential() -> None:
+    open_to_all = {method for method, needs in POLICY.items() if needs is Needs.NOTHING}
+    assert open_to_all == {"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"}

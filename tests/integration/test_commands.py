@@ -1,0 +1,130 @@
+"""`backhaul token` and `backhaul health`, as people and probes run them."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from backhaul_runtime.credentials import read_token
+from conftest import wait_until
+from support.processes import WorkerProcess
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    """Exit code, and all that was said."""
+    command = [sys.executable, "-m", "backhaul", *arguments]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return found.returncode, found.stdout + found.stderr
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    run("token", str(tmp_path / "token"))
+    return tmp_path / "token"
+
+
+@pytest.fixture
+def guarded_dashboard(token_file: Path) -> Iterator[httpx.Client]:
+    """A dashboard with a token."""
+    options = ["--worker", "127.0.0.1:1", "--listen", "127.0.0.1:0", "--token-file", str(token_file)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "backhaul", "dashboard", *options], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    try:
+        with httpx.Client(base_url=process.stdout.readline().rpartition(" ")[2].strip(), timeout=10) as client:
+            yield client
+        assert read_token(token_file) not in Path(f"/proc/{process.pid}/cmdline").read_text()
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.stdout.close()
+        process.wait(10)
+
+
+def test_a_token_is_made_once_and_never_said(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    assert run("token", str(path)) == (0, f"{path} has a new token\n")
+    token = read_token(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert run("token", str(path)) == (0, f"{path} has a token already and was left as it is\n")
+    assert read_token(path) == token
+
+
+def test_a_place_where_no_token_can_be_is_named(tmp_path: Path) -> None:
+    missing, short = tmp_path / "missing/token", tmp_path / "short"
+    short.write_text("secret")
+    assert run("token", str(missing)) == (2, f"backhaul token: can't write {missing}: No such file or directory\n")
+    code, said = run("token", str(short))
+    assert (code, "holds fewer than 16 characters" in said, "secret" in said) == (2, True, False)
+    assert short.read_text() == "secret"
+
+
+def test_a_worker_that_serves_is_well(worker: WorkerProcess) -> None:
+    assert run("health", worker.address) == (0, f"{worker.address}: serving\n")
+
+
+def test_a_worker_with_a_token_tells_probes_too(token_file: Path, tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/b.sock"
+    with WorkerProcess("--token-file", str(token_file), listen=address):
+        assert run("health", address) == (0, f"{address}: serving\n")
+
+
+def test_a_worker_that_is_stopped_is_not_well(own_worker: WorkerProcess) -> None:
+    own_worker.process.send_signal(signal.SIGSTOP)
+    try:
+        code, said = run("health", own_worker.address, "--timeout", "0.5")
+    finally:
+        own_worker.process.send_signal(signal.SIGCONT)
+    assert (code, said) == (1, f"{own_worker.address}: DEADLINE_EXCEEDED: Deadline Exceeded\n")
+
+
+@pytest.mark.parametrize("prefix", ["", "http://"])
+def test_nobody_there_is_not_well(prefix: str) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = f"{prefix}127.0.0.1:{nobody.getsockname()[1]}"
+        code, said = run("health", address)
+    assert (code, said.count("\n")) == (1, 1)
+    assert "Connection refused" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["nowhere"], '"nowhere" can\'t be read'), (["a:1", "--timeout", "0"], "not a number of seconds above 0")],
+)
+def test_a_bad_option_is_named(arguments: list[str], message: str) -> None:
+    code, said = run("health", *arguments)
+    assert (code, message in said) == (2, True)
+
+
+def test_a_dashboard_with_a_token_is_well_and_logs_people_in(guarded_dashboard: httpx.Client, token_file: Path) -> None:
+    client, url = guarded_dashboard, str(guarded_dashboard.base_url).rstrip("/")
+    assert run("health", url) == (0, f"{url}: serving\n")
+    assert run("health", f"{url}/no/such/path")[0] == 1
+
+    led = client.get("/", headers={"accept": "text/html"})
+    assert (led.status_code, led.headers["location"]) == (303, "/login")
+    form = client.get("/login").text
+    for path in re.findall(r'(?:src|href)="([^"]+)"', form):
+        assert client.get(path).status_code == 200
+    assert not re.search(r"<script|<style|style=|onclick=|https?:", form)
+    assert client.post("/login", data={"token": "wrong"}).status_code == 401
+    assert client.post("/login", data={"token": read_token(token_file)}).status_code == 303
+    assert "<title>Backhaul</title>" in client.get("/").text
+
+
+@pytest.mark.parametrize("shown", [[], ["wrong"], ["TOKEN", "TOKEN"], ["TOKEN", "wrong"]])
+def test_headers_come_as_they_were_sent(shown: list[str], guarded_dashboard: httpx.Client, token_file: Path) -> None:
+    token, place = read_token(token_file), urlsplit(str(guarded_dashboard.base_url))
+    headers = "".join(f"Authorization: Bearer {token if word == 'TOKEN' else word}\r\n" for word in shown)
+    with socket.create_connection((str(place.hostname), place.port or 0), timeout=10) as connection:
+        connection.sendall(f"GET /metrics HTTP/1.1\r\nHost: x\r\n{headers}Connection: close\r\n\r\n".encode())
+        wait_until(lambda: bool(connection.recv(1, socket.MSG_PEEK)), "an answer")
+        assert connection.recv(100).startswith(b"HTTP/1.1 401 Unauthorized\r\n")
