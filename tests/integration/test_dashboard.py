@@ -1,54 +1,28 @@
-"""The dashboard on a real worker, as HTTP sees it."""
+"""The dashboard on a real worker and a real training, as HTTP sees it."""
 
 import re
-import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 
-import httpx
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
+from torch import nn
 
 from backhaul import Session
+from backhaul_runtime.version import version
 from conftest import settle, wait_until
+from support.dashboards import Dashboard
 from support.processes import WorkerProcess
-
-
-class Dashboard:
-    """`backhaul dashboard`, ready when constructed."""
-
-    def __init__(self, *workers: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "backhaul", "dashboard", "--listen", "127.0.0.1:0", "--worker", *workers],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        self.client = httpx.Client(base_url=line.rpartition(" ")[2].strip(), timeout=10)
-
-    def get(self, path: str) -> httpx.Response:
-        return self.client.get(path)
-
-    def close(self) -> int:
-        self.client.close()
-        self.process.send_signal(signal.SIGTERM)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        return self.process.wait(10)
 
 
 @pytest.fixture
 def dashboard(worker: WorkerProcess) -> Iterator[Dashboard]:
-    found = Dashboard(worker.address)
-    try:
-        wait_until(lambda: found.get("/api/v1/workers").json()[0]["state"] == "serving", "the worker is seen")
+    with Dashboard(worker.address) as found:
+        wait_until(lambda: found.api("workers")[0]["state"] == "serving", "the worker is seen")
         yield found
-    finally:
-        assert found.close() in {0, -signal.SIGTERM}
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -56,31 +30,71 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
 
 
-def test_numbers_follow_a_training(dashboard: Dashboard, session: Session) -> None:
-    def calls() -> int:
-        rpcs = dashboard.get("/api/v1/workers").json()[0]["rpcs"]
-        return next((rpc["calls"] for rpc in rpcs if rpc["method"] == "Backward"), 0)
+def train(session: Session, steps: int) -> None:
+    blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)]
+    optimizer = torch.optim.SGD([parameter for block in blocks for parameter in block.parameters()], lr=1e-3)
+    for _ in range(steps):
+        x = torch.randn(32, 64, requires_grad=True)
+        for block in blocks:
+            x = session.checkpoint(block, x, returns="gradients")
+        loss = x.square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-    before = calls()
-    for _ in range(3):
-        session.checkpoint(torch.sin, torch.randn(3, requires_grad=True), returns="gradients").sum().backward()
-    wait_until(lambda: calls() == before + 3, "the calls are seen")
-    (worker,) = dashboard.get("/api/v1/workers").json()
-    backward = next(rpc for rpc in worker["rpcs"] if rpc["method"] == "Backward")
-    assert 0 < backward["p50_s"] <= backward["p90_s"] <= backward["p99_s"]
-    assert worker["memory"]["budget_bytes"] == 2 << 30
-    assert worker["memory"]["resident_bytes"] > 1 << 20
+
+def test_numbers_follow_a_training(dashboard: Dashboard, session: Session, worker: WorkerProcess) -> None:
+    train(session, 5)
+    name = session.telemetry._run.id
+
+    def told() -> list[dict[str, object]]:
+        return [run for run in dashboard.api("runs") if run["run"] == name]
+
+    wait_until(lambda: bool(told()) and told()[0]["steps"] == 5, "the steps are told")
+    (found,) = told()
+    assert (found["client_version"], found["state"], found["fallbacks"]) == (version(), "running", 0)
+    wait_until(lambda: dashboard.api(f"segments?run={name}")["total"] == 3, "the segments are told")
+    segments = dashboard.api(f"segments?run={name}")["rows"]
+    assert [row["segment"] for row in segments] == ["Sequential #0", "Sequential #1", "Sequential #2"]
+    assert {(row["decision"], row["worker"]) for row in segments} == {("gradients", worker.address)}
+    assert all(row["local_ms"] > 0 and row["remote_ms"] > 0 and row["up_bytes"] > 0 for row in segments)
+
+    timeline = dashboard.api(f"timeline?run={name}&steps=2")
+    assert [step["number"] for step in timeline["steps"]] == [3, 4]
+    lanes = {span["lane"] for span in timeline["spans"]}
+    assert lanes >= {"forward", "upload", "recompute", "backward", "download", "wait"}
+    rows = {(rpc["method"]): rpc for rpc in dashboard.api("latency")["rpcs"]}
+    assert rows["Backward"]["calls"] >= 15
+    assert 0 < rows["Backward"]["p50_ms"] <= rows["Backward"]["p90_ms"] <= rows["Backward"]["p99_ms"]
+    assert len(dashboard.api(f"runs/{name}/steps")["step"]) == 5
+
+    overview = dashboard.api("overview")
+    assert (overview["workers"], overview["healthy_workers"], overview["sessions"]) == (1, 1, 1)
+    assert overview["remote_share"] == 1.0
+    assert overview["saved_bytes"] > 0
+    assert overview["spared_ms_per_step"] > 0
+    memory = dashboard.api("workers")[0]["memory"]
+    assert memory["budget_bytes"] == 2 << 30
+    assert memory["resident_bytes"] > 1 << 20
 
 
 def test_held_memory_is_shown_over_time(dashboard: Dashboard, session: Session) -> None:
     held = session.checkpoint(torch.sin, torch.randn(1 << 18, requires_grad=True), returns="gradients")
     settle(session)
+    name = session.telemetry._run.id
 
-    def latest() -> dict[str, list[int]]:
-        return dashboard.get("/api/v1/memory?samples=600").json()[0]
+    def worker() -> dict[str, list[int]]:
+        return dashboard.api("memory?seconds=60&points=60")["workers"][0]
 
-    wait_until(lambda: latest()["segment_bytes"][-1] >= 1 << 20, "the segment is seen")
-    assert len({len(values) for values in latest().values() if isinstance(values, list)}) == 1
+    wait_until(lambda: worker()["segment_bytes"][-1] >= 1 << 20, "the segment is seen")
+    assert len({len(values) for key, values in worker().items() if isinstance(values, list) and key != "marks"}) == 1
+
+    def held_bytes() -> int:
+        return next((r["held_bytes"][-1] for r in dashboard.api("memory")["runs"] if r["run"] == name), 0)
+
+    wait_until(lambda: held_bytes() >= 1 << 20, "it is seen as the run's")
+    (session_shown,) = [s for s in dashboard.api("sessions") if s["run"] == name]
+    assert (session_shown["segments"], session_shown["quota_share"] > 0) == (1, True)
     held.sum().backward()
 
 
@@ -97,53 +111,40 @@ def test_metrics_are_what_prometheus_reads(dashboard: Dashboard, session: Sessio
 
 def test_drift_is_shown(dashboard: Dashboard, session: Session) -> None:
     session._sides[0].link.drift = 2.5e-7  # as if this trainer had other hardware
-
-    def sessions() -> list[float]:
-        return [s["drift"] for s in dashboard.get("/api/v1/workers").json()[0]["sessions"]]
-
-    wait_until(lambda: sessions() == [2.5e-7], "the worker is told, and the dashboard asks")
+    drifts = [2.5e-7]
+    wait_until(lambda: [s["drift"] for s in dashboard.api("sessions")] == drifts, "the worker is told, and asked")
     families = {family.name: family for family in text_string_to_metric_families(dashboard.get("/metrics").text)}
     assert families["backhaul_worker_drift_ratio"].samples[0].value == 2.5e-7
 
 
 def test_the_page_is_whole_without_any_other_host(dashboard: Dashboard) -> None:
-    page = dashboard.get("/")
-    assert page.headers["content-security-policy"].startswith("default-src 'self'; ")
-    linked = re.findall(r'(?:src|href)="([^"]+)"', page.text)
-    assert linked
-    for path in linked:
-        assert path.startswith("/static/")
-        assert dashboard.get(path).status_code == 200
-    assert not re.search(r"<script>|<style>|style=|onclick=", page.text)
+    for path in ("/", "/api"):
+        page = dashboard.get(path)
+        assert page.headers["content-security-policy"].startswith("default-src 'self'; ")
+        assert page.headers["cache-control"] == "no-cache"
+        assert page.headers["x-content-type-options"] == "nosniff"
+        linked = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+        assert linked
+        for target in linked:
+            assert target.startswith("/")
+            assert dashboard.get(target).status_code == 200
+        assert not re.search(r"<script>|<style>|style=|onclick=", page.text)
     assert dashboard.get("/healthz").text == "ok\n"
+    assert dashboard.get("/readyz").text == "ok\n"
     assert [dashboard.get(path).status_code for path in ("/docs", "/redoc")] == [404, 404]
-
-
-def test_the_api_describes_itself(dashboard: Dashboard) -> None:
-    described = dashboard.get("/api/v1/openapi.json").json()
-    assert set(described["paths"]) == {"/api/v1/workers", "/api/v1/memory"}
-    assert all(list(methods) == ["get"] for methods in described["paths"].values())
-
-
-@pytest.mark.parametrize("samples", ["0", "601", "many"])
-def test_bad_queries_are_named(samples: str, dashboard: Dashboard) -> None:
-    answer = dashboard.get(f"/api/v1/memory?samples={samples}")
-    assert answer.status_code == 422
-    assert answer.json()["detail"][0]["loc"] == ["query", "samples"]
 
 
 def test_a_worker_out_of_reach_is_shown_as_such_beside_the_others(worker: WorkerProcess) -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
-        dashboard = Dashboard(worker.address, f"127.0.0.1:{nobody.getsockname()[1]}")
-        try:
-            wait_until(lambda: "UNAVAILABLE" in dashboard.get("/api/v1/workers").json()[1]["error"], "it was asked")
-            wait_until(lambda: dashboard.get("/api/v1/workers").json()[0]["state"] == "serving", "the other is seen")
-            missing = dashboard.get("/api/v1/workers").json()[1]
-            assert (missing["state"], missing["seen_at_s"], missing["rpcs"]) == ("unreachable", 0, [])
+        with Dashboard(worker.address, f"127.0.0.1:{nobody.getsockname()[1]}") as dashboard:
+            wait_until(lambda: "UNAVAILABLE" in dashboard.api("workers")[1]["error"], "it was asked")
+            wait_until(lambda: dashboard.api("workers")[0]["state"] == "serving", "the other is seen")
+            missing = dashboard.api("workers")[1]
+            assert (missing["state"], missing["seen_at_s"], missing["sessions"]) == ("unreachable", 0, 0)
+            alert = dashboard.api("alerts")[0]
+            assert (alert["name"], alert["subject"]) == ("WorkerUnreachable", missing["address"])
             assert "} 0.0" in dashboard.get("/metrics").text
-        finally:
-            dashboard.close()
 
 
 @pytest.mark.parametrize(

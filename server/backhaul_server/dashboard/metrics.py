@@ -37,9 +37,6 @@ class _Workers(Collector):
         sent = CounterMetricFamily("backhaul_worker_sent_bytes", "Of messages", labels=["worker"])
         rpcs = SummaryMetricFamily("backhaul_rpc_duration_seconds", "Served calls", labels=["worker", "method"])
         errors = CounterMetricFamily("backhaul_rpc_errors", "Failed calls", labels=["worker", "method"])
-        quantiles = GaugeMetricFamily(
-            "backhaul_rpc_recent_duration_seconds", "Last 4096 calls", labels=["worker", "method", "quantile"]
-        )
         for worker in self._watch.workers:
             label = [worker.address.text]
             up.add_metric(label, float(worker.state != "unreachable"))
@@ -62,10 +59,8 @@ class _Workers(Collector):
                 method = [*label, rpc.method]
                 rpcs.add_metric(method, count_value=rpc.calls, sum_value=rpc.total_s)
                 errors.add_metric(method, rpc.errors)
-                for quantile, value in (("0.5", rpc.p50_s), ("0.9", rpc.p90_s), ("0.99", rpc.p99_s)):
-                    quantiles.add_metric([*method, quantile], value)
         yield from (up, memory, budget, resident, refusals, sessions, drift, segments, queued)
-        yield from (recomputed, received, sent, rpcs, errors, quantiles)
+        yield from (recomputed, received, sent, rpcs, errors)
 
 
 def exposition(watch: Watch) -> bytes:

@@ -1,0 +1,57 @@
+"""The headline."""
+
+from backhaul_server.dashboard import schemas
+from backhaul_server.dashboard.runs import TrainerRun
+from backhaul_server.dashboard.series import LARGEST
+from backhaul_server.dashboard.sums import WINDOW_S, Sums
+from backhaul_server.dashboard.watch import Watch
+
+_STEPS_WINDOW_S = 30.0
+_COST_WINDOW_S = 60.0
+
+
+def overview(watch: Watch, now_s: float, history_error: str) -> schemas.Overview:
+    """All workers and runs together."""
+    runs = list(watch.trainers)
+    running = [run for run in runs if run.state(now_s) == "running"]
+    cost = Sums.of_all(run.recent.since(now_s - _COST_WINDOW_S) for run in runs)
+    recent = Sums.of_all(run.recent.since(now_s - WINDOW_S) for run in runs)
+    per_step_ms = 1e3 / max(1, cost.steps)
+    recomputed = recent.remote + recent.on_trainer
+    return schemas.Overview(
+        at_s=now_s,
+        workers=len(watch.workers),
+        healthy_workers=sum(worker.is_healthy(now_s) for worker in watch.workers),
+        sessions=_sessions(watch),
+        steps_per_s=sum(_steps_per_s(run, now_s) for run in runs),
+        saved_bytes=min(LARGEST, sum(run.last_step.saved_bytes for run in running)),
+        peak_saved_bytes=min(LARGEST, sum(run.last_step.peak_saved_bytes for run in running)),
+        added_ms_per_step=per_step_ms * (cost.wait_s + cost.overhead_s - cost.spared_s),
+        wait_ms_per_step=per_step_ms * cost.wait_s,
+        overhead_ms_per_step=per_step_ms * cost.overhead_s,
+        spared_ms_per_step=per_step_ms * cost.spared_s,
+        remote_share=recent.remote / recomputed if recomputed else None,
+        fallbacks=int(recent.fallbacks),
+        dropped_reports=min(LARGEST, sum(run.dropped for run in runs)),
+        history=history_error,
+    )
+
+
+def _sessions(watch: Watch) -> int:
+    """A trainer's sessions on several workers are one run; what names no run counts for itself."""
+    named, nameless = set(), 0
+    for worker in watch.workers:
+        for session in worker.sessions():
+            if session.run:
+                named.add(session.run)
+            else:
+                nameless += 1
+    return len(named) + nameless
+
+
+def _steps_per_s(run: TrainerRun, now_s: float) -> float:
+    """Over the last 30 seconds, or since the run's first step where that is less ago."""
+    if run.steps == 0:
+        return 0.0
+    window_s = min(_STEPS_WINDOW_S, max(1.0, now_s - run.first_step_at_s))
+    return run.recent.since(now_s - window_s).steps / window_s

@@ -1,0 +1,121 @@
+"""What the dashboard makes of workers that come, hang, restart and vanish, and of what trainers tell them."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from backhaul_proto.v1.telemetry_pb2 import TrainerReport
+from conftest import wait_until
+from support.dashboards import Dashboard
+from support.reporting import FakeWorker, Fleet, Training
+
+
+@pytest.fixture
+def workers() -> Iterator[tuple[FakeWorker, FakeWorker]]:
+    with FakeWorker() as one, FakeWorker() as other:
+        yield one, other
+
+
+def state_of(dashboard: Dashboard, worker: FakeWorker) -> str:
+    return next(str(found["state"]) for found in dashboard.api("workers") if found["address"] == worker.address)
+
+
+@pytest.mark.parametrize("fate", ["hung", "closed"])
+def test_a_worker_that_falls_silent_is_unreachable_within_3_s(
+    fate: str, workers: tuple[FakeWorker, FakeWorker]
+) -> None:
+    one, other = workers
+    with Dashboard(one.address, other.address) as dashboard:
+        wait_until(lambda: state_of(dashboard, one) == "serving", "it is seen")
+        began_s = time.monotonic()
+        if fate == "hung":
+            one.hung.set()
+        else:
+            one.close()
+        wait_until(lambda: state_of(dashboard, one) == "unreachable", "it is missed")
+        assert time.monotonic() - began_s < 3
+        assert state_of(dashboard, other) == "serving"
+        assert [alert["subject"] for alert in dashboard.api("alerts")] == [one.address]
+        assert dashboard.api("overview")["healthy_workers"] == 1
+        if fate == "hung":
+            one.hung.clear()
+            wait_until(lambda: state_of(dashboard, one) == "serving", "it is back")
+            wait_until(lambda: dashboard.api("alerts") == [], "the alert ends")
+
+
+def test_a_restarted_worker_counts_from_0_again(workers: tuple[FakeWorker, FakeWorker]) -> None:
+    one, _ = workers
+    one.served("Backward", [0.01] * 1000)
+    one.telemetry.memory.evictions = 50
+
+    def calls(dashboard: Dashboard) -> int:
+        return sum(rpc["calls"] for rpc in dashboard.api("latency")["rpcs"])
+
+    def marks(dashboard: Dashboard) -> list[tuple[str, int]]:
+        return [(mark["kind"], mark["count"]) for mark in dashboard.api("memory")["workers"][0]["marks"]]
+
+    with Dashboard(one.address).ready() as dashboard:
+        wait_until(lambda: state_of(dashboard, one) == "serving", "it is seen")
+        assert calls(dashboard) == 0  # those were before anybody looked
+        one.served("Backward", [0.01] * 7, errors=2)
+        wait_until(lambda: calls(dashboard) == 7, "new ones are counted")
+        one.restart()
+        one.served("Backward", [0.01] * 3)
+        wait_until(lambda: calls(dashboard) == 10, "those of the new one are counted, and nothing twice")
+        assert marks(dashboard) == []
+        with one.lock:
+            one.telemetry.memory.evictions = 4
+            one.telemetry.memory.refusals = 2
+        wait_until(lambda: marks(dashboard) == [("eviction", 4), ("refusal", 2)], "marks are made")
+        assert dashboard.api("latency")["rpcs"][0]["errors"] == 2
+
+
+def test_reports_are_taken_once_from_any_worker_in_any_order(workers: tuple[FakeWorker, FakeWorker]) -> None:
+    one, other = workers
+    training = Training(segments=3, workers=[one.address, other.address])
+    one.tell(training.report([1]), training.report([0]), training.report([1]))
+    other.tell(training.report([0]))
+    with Dashboard(one.address, other.address) as dashboard:
+        wait_until(lambda: bool(dashboard.api("runs")), "it is heard of")
+        other.tell(training.report([2], is_closed=True), training.report([1]))
+        wait_until(lambda: dashboard.api("runs")[0]["state"] == "ended", "it is closed")
+        (run,) = dashboard.api("runs")
+        assert (run["steps"], run["last_step"]) == (3, 2)
+        assert run["up_bytes"] == 3 * training.step(0).up_bytes
+        rows = dashboard.api("segments")["rows"]
+        assert [(row["segment"], row["calls"]) for row in rows] == [("Block #0", 3), ("Block #1", 3), ("Block #2", 3)]
+        assert dashboard.api(f"runs/{training.run}/steps")["step"] == [0, 1, 2]
+
+
+def test_many_reports_come_in_pages(workers: tuple[FakeWorker, FakeWorker]) -> None:
+    one, _ = workers
+    training = Training(segments=1_000, workers=[one.address])
+    one.tell(*(training.report([step]) for step in range(20)))
+    with Dashboard(one.address) as dashboard:
+        wait_until(lambda: dashboard.api("segments?limit=1")["rows"][:1] != [], "the first comes")
+        wait_until(lambda: dashboard.api("segments?limit=1")["rows"][0]["calls"] == 20, "all come")
+
+
+def test_a_worker_that_wants_a_token_is_named(workers: tuple[FakeWorker, FakeWorker]) -> None:
+    with FakeWorker(token="s3cret") as closed, Dashboard(closed.address).ready() as dashboard:
+        assert "UNAUTHENTICATED" in dashboard.api("workers")[0]["error"]
+
+
+def test_nonsense_from_a_trainer_harms_nobody(workers: tuple[FakeWorker, FakeWorker]) -> None:
+    one, _ = workers
+    good = Training(segments=2)
+    bad = good.report([0])
+    bad.run.id = "../../etc/passwd"
+    one.tell(bad, TrainerReport(), good.report([0]))
+    with Dashboard(one.address) as dashboard:
+        wait_until(lambda: [run["run"] for run in dashboard.api("runs")] == [good.run], "only the good one is taken")
+
+
+def test_fifty_workers_and_ten_thousand_segments_are_shown() -> None:
+    with Fleet(50, 10_000) as fleet, Dashboard(*fleet.addresses) as dashboard:
+        wait_until(lambda: dashboard.api("segments?limit=1")["total"] == 10_000, "all are told")
+        wait_until(lambda: dashboard.api("overview")["healthy_workers"] == 50, "all are seen")
+        page = dashboard.api("segments?sort=segment&descending=true&limit=2")
+        assert [row["segment"] for row in page["rows"]] == ["Block #9999", "Block #9998"]
+        assert dashboard.get("/api/v1/segments.csv").text.count("\r\n") == 10_001

@@ -1,0 +1,74 @@
+"""Dashboard processes that tests start and end."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any, Self
+
+import httpx
+
+from conftest import wait_until
+
+
+class Dashboard:
+    """`backhaul dashboard`, which answers when constructed; a context manager.
+
+    Attributes:
+        url: Where it is.
+        process: Itself.
+    """
+
+    def __init__(self, *workers: str, options: tuple[str, ...] = ()) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "backhaul", "dashboard", "--listen", "127.0.0.1:0", *options, "--worker", *workers],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().rpartition(" ")[2].strip()
+        self._client = httpx.Client(base_url=self.url, timeout=10)
+
+    def get(self, path: str) -> httpx.Response:
+        return self._client.get(path)
+
+    def api(self, path: str) -> Any:
+        """What a route of /api/v1 says."""
+        answer = self.get(f"/api/v1/{path}")
+        assert answer.status_code == 200, answer.text
+        return json.loads(answer.text, parse_constant=_refuse)
+
+    def live(self) -> Iterator[Any]:
+        """Events as they come."""
+        with httpx.stream("GET", f"{self.url}/api/v1/live", timeout=10) as stream:
+            for line in stream.iter_lines():
+                if line.startswith("data: "):
+                    yield json.loads(line.removeprefix("data: "), parse_constant=_refuse)
+
+    def ready(self) -> Self:
+        """Waits until every worker was asked."""
+        wait_until(lambda: self.get("/readyz").status_code == 200, "every worker was asked")
+        return self
+
+    def close(self) -> None:
+        """SIGTERM, which it must obey."""
+        self._client.close()
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        try:
+            assert self.process.wait(10) in {0, -signal.SIGTERM}
+        finally:
+            self.process.kill()
+            self.process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is no JSON")

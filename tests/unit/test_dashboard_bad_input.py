@@ -1,0 +1,232 @@
+"""Whatever workers and trainers tell, every route answers, in JSON, and what is kept stays small."""
+
+import asyncio
+import csv
+import io
+import json
+import time
+from itertools import pairwise
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from backhaul_proto.v1 import telemetry_pb2
+from backhaul_runtime.addresses import parse_addresses
+from backhaul_server.dashboard.alerts import Alerts
+from backhaul_server.dashboard.api import Sources, add_routes
+from backhaul_server.dashboard.archive import NoArchive
+from backhaul_server.dashboard.feed import Feed
+from backhaul_server.dashboard.metrics import exposition
+from backhaul_server.dashboard.reports import CALLS, clean_report
+from backhaul_server.dashboard.segments import ROWS
+from backhaul_server.dashboard.series import LARGEST
+from backhaul_server.dashboard.trainers import CALLS_BYTES, DETAILED_RUNS, ROWS_IN_ALL, RUNS, Trainers
+from backhaul_server.dashboard.watch import Watch
+from support.reporting import Training
+
+PATHS = [
+    "overview",
+    "workers",
+    "sessions",
+    "alerts",
+    "memory",
+    "latency",
+    "timeline?steps=20",
+    "timeline/trace",
+    "segments?sort=wait_ms",
+    "segments.csv",
+    "runs",
+]
+_NUMBERS = {
+    FieldDescriptor.CPPTYPE_BOOL: st.booleans(),
+    FieldDescriptor.CPPTYPE_DOUBLE: st.floats() | st.floats(1.7e9, 1.8e9) | st.floats(0, 1),
+    FieldDescriptor.CPPTYPE_ENUM: st.integers(0, 8) | st.integers(-(2**31), 2**31 - 1),
+    FieldDescriptor.CPPTYPE_UINT32: st.integers(0, 3) | st.integers(0, 2**32 - 1),
+    FieldDescriptor.CPPTYPE_UINT64: st.integers(0, 3) | st.integers(0, 2**64 - 1),
+}
+_TEXT = st.text(st.characters(codec="utf-8"), max_size=8) | st.sampled_from(["=1+1", "x" * 5_000, "\r\n", "gradients"])
+_RUNS = st.sampled_from(["one", "two", "", "../x", "=run", "o" * 65])
+
+
+def messages(kind: type[Message]) -> st.SearchStrategy[Any]:
+    """Any message of a kind, by its description."""
+    return _fields(kind.DESCRIPTOR).map(lambda fields: kind(**fields))
+
+
+def _fields(described: Descriptor) -> st.SearchStrategy[dict[str, Any]]:
+    optional = {}
+    for field in described.fields:
+        inner = field.message_type
+        if inner is not None and inner.GetOptions().map_entry:
+            optional[field.name] = st.dictionaries(_TEXT, _TEXT, max_size=2)
+            continue
+        if inner is not None:
+            one: st.SearchStrategy[Any] = _fields(inner)
+        elif field.name in {"id", "run"}:
+            one = _RUNS
+        else:
+            one = _TEXT if field.cpp_type == field.CPPTYPE_STRING else _NUMBERS[field.cpp_type]
+        is_list = isinstance(getattr(_kind(described)(), field.name), str | bytes | int | float | Message) is False
+        optional[field.name] = st.lists(one, max_size=3) if is_list else one
+    return st.fixed_dictionaries({}, optional=optional)
+
+
+def _kind(described: Descriptor) -> type[Message]:
+    return getattr(telemetry_pb2, described.name)  # type: ignore[no-any-return]
+
+
+class Answers:
+    """The application's routes without a server, and what they answer from."""
+
+    def __init__(self) -> None:
+        self.watch = Watch(parse_addresses("a:1,b:2"))
+        self._sources = Sources(self.watch, Alerts(self.watch), NoArchive())
+        self.feed = Feed(self._sources.live)
+        self._app = FastAPI()
+        add_routes(self._app, self._sources, self.feed)
+
+    def take(self, report: telemetry_pb2.TrainerReport) -> None:
+        # As the wire brings it.
+        report = telemetry_pb2.TrainerReport.FromString(report.SerializeToString())
+        if clean_report(report):
+            self.watch.trainers.take(report, time.time(), 0.0)
+
+    def all(self) -> dict[str, str]:
+        """What every route says."""
+        return asyncio.run(self._all())
+
+    async def _all(self) -> dict[str, str]:
+        runs = [f"runs/{run.id}/steps" for run in self.watch.trainers]
+        found = {}
+        transport = httpx.ASGITransport(self._app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://dashboard") as client:
+            for path in [*PATHS, *runs]:
+                answer = await client.get(f"/api/v1/{path}")
+                assert answer.status_code == 200 or (path == "timeline/trace" and answer.status_code == 404), (
+                    answer.text
+                )
+                found[path] = answer.text
+        async for event in self.feed.listen():
+            found["live"] = str(event.raw_data)
+            break
+        return found
+
+
+def _refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is no JSON")
+
+
+def check(answers: Answers) -> None:
+    """All that is promised of every answer, whatever was told."""
+    found = answers.all()
+    for path, text in found.items():
+        if path == "segments.csv":
+            rows = list(csv.reader(io.StringIO(text)))
+            assert {len(row) for row in rows} == {16}
+            assert not any(cell.startswith(("=", "@", "+")) for row in rows for cell in row)
+        else:
+            _check_values(json.loads(text, parse_constant=_refuse))
+    timeline = json.loads(found["timeline?steps=20"])
+    rows: dict[Any, list[Any]] = {}
+    for span in timeline["spans"]:
+        rows.setdefault((span["lane"], span["worker"], span["row"]), []).append(span)
+    for spans in rows.values():
+        spans.sort(key=lambda span: (span["start_ms"], span["duration_ms"]))
+        for before, after in pairwise(spans):
+            assert before["start_ms"] + before["duration_ms"] <= after["start_ms"]
+    exposition(answers.watch)
+
+
+def _check_values(found: Any) -> None:
+    if isinstance(found, dict):
+        for value in found.values():
+            _check_values(value)
+    elif isinstance(found, list):
+        for value in found:
+            _check_values(value)
+    elif isinstance(found, str):
+        assert len(found) < 1_500
+        assert found.isprintable()
+    elif found is not None:
+        assert abs(found) < 1e18
+
+
+SLOW = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@SLOW
+@given(st.lists(messages(telemetry_pb2.TrainerReport), min_size=1, max_size=4))
+def test_any_reports_are_answered_for(reports: list[telemetry_pb2.TrainerReport]) -> None:
+    answers = Answers()
+    for report in reports:
+        answers.take(report)
+    check(answers)
+
+
+@SLOW
+@given(st.lists(messages(telemetry_pb2.GetTelemetryResponse), min_size=1, max_size=4))
+def test_any_telemetry_is_answered_for(told: list[telemetry_pb2.GetTelemetryResponse]) -> None:
+    answers = Answers()
+    for index, telemetry in enumerate(told):
+        worker = answers.watch.workers[index % 2]
+        worker.answered(telemetry_pb2.GetTelemetryResponse.FromString(telemetry.SerializeToString()))
+        answers.watch.held.sample(time.time(), answers.watch.workers, answers.watch.trainers)
+    check(answers)
+
+
+def test_absurd_steps_are_shown_as_numbers() -> None:
+    answers, training = Answers(), Training(segments=2)
+    for number, (loss, drift) in enumerate([(float("nan"), float("inf")), (float("-inf"), float("nan")), (1e300, -1)]):
+        report = training.report([number])
+        report.steps[0].MergeFrom(
+            telemetry_pb2.Step(loss=loss, duration_s=float("inf"), up_bytes=2**64 - 1, peak_bytes=2**64 - 1)
+        )
+        report.calls[0].drift = drift
+        report.calls[0].spans[0].duration_s = float("inf")
+        answers.take(report)
+    found = {path: json.loads(text) for path, text in answers.all().items() if path != "segments.csv"}
+    assert found[f"runs/{training.run}/steps"]["loss"] == [None, None, 1e300]
+    assert found["runs"][0]["peak_bytes"] == LARGEST
+    assert found["segments?sort=wait_ms"]["rows"][0]["drift"] == 1e9  # what is no number is no small drift
+    assert found["timeline?steps=20"]["duration_ms"] < 1e10
+
+
+def test_a_trainer_that_tells_too_much_is_bounded() -> None:
+    trainers, now_s = Trainers(), time.time()
+    spans = Training().call(0, 0).spans
+    calls = [
+        telemetry_pb2.SegmentCall(number=n, name="x" * 500, position=n, reason="y" * 9_000, spans=spans)
+        for n in range(ROWS + 500)
+    ]
+    for run in range(RUNS + 10):
+        told = len(calls) if run == 0 else 4_000 if run < DETAILED_RUNS else 2
+        report = telemetry_pb2.TrainerReport(run=Training(run=f"run-{run}").about(), calls=calls[:told])
+        assert clean_report(report)
+        trainers.take(report, now_s, now_s)
+    rows = [len(run.detail.segments) for run in trainers if run.detail is not None]
+    assert len(trainers) == RUNS
+    assert trainers.refused_reports == 10
+    assert len(rows) == DETAILED_RUNS
+    assert (rows[0], sum(rows)) == (ROWS, ROWS_IN_ALL)
+    kept = [call for run in trainers for told in run.told.values() for call in told.calls.values()]
+    assert 0 < sum(map(len, kept)) == sum(run.calls_bytes for run in trainers) <= CALLS_BYTES
+
+
+def test_one_report_is_bounded() -> None:
+    report = telemetry_pb2.TrainerReport(run=Training().about(), dropped=5)
+    for number in range(CALLS + 7):
+        report.calls.add(number=number)
+    assert clean_report(report)
+    assert len(report.calls) == CALLS
+    assert report.dropped == 12
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "a b", "-x", "x" * 65, "ü", "a\n"])
+def test_a_run_that_no_route_could_name_is_refused(name: str) -> None:
+    assert not clean_report(telemetry_pb2.TrainerReport(run=telemetry_pb2.Run(id=name)))

@@ -1,0 +1,196 @@
+"""What the dashboard's numbers are made of: series, durations, intervals, runs, the headline."""
+
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backhaul_proto.v1 import telemetry_pb2
+from backhaul_runtime.addresses import parse_addresses
+from backhaul_runtime.telemetry import BOUNDS_S, bucket_of
+from backhaul_server.dashboard.durations import Durations, Tally
+from backhaul_server.dashboard.intervals import common, length, rows_of, union
+from backhaul_server.dashboard.memory import memory_history
+from backhaul_server.dashboard.overview import overview
+from backhaul_server.dashboard.runs import STEPS
+from backhaul_server.dashboard.segments import SegmentTable, select
+from backhaul_server.dashboard.series import Series
+from backhaul_server.dashboard.trainers import DETAILED_RUNS, Trainers
+from backhaul_server.dashboard.watch import Watch
+from support.reporting import Training
+
+NOW_S = 1_763_769_600.0
+INTERVALS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)).map(lambda p: (p[0], p[0] + p[1])), max_size=20)
+
+
+def test_a_series_keeps_the_last_rows() -> None:
+    series = Series(10, 2)
+    for number in range(1_000):
+        series.append(float(number), (number, -number))
+    assert 10 <= len(series.at_s) <= 10 + 256
+    assert (series.at_s[-1], series.columns[0][-1], series.columns[1][-1]) == (999, 999, -999)
+    assert series.sums(990) == [sum(range(990, 1_000)), -sum(range(990, 1_000))]
+
+
+def test_a_series_stays_in_order_where_a_clock_is_set_back() -> None:
+    series = Series(10, 1)
+    for at_s in (5.0, 3.0, 7.0):
+        series.append(at_s, [1])
+    assert list(series.at_s) == [5.0, 5.0, 7.0]
+    series.add(7.9, [1])
+    series.add(6.0, [1])
+    assert series.columns[0].tolist() == [1, 1, 3]
+
+
+def rpc(durations_s: list[float], method: str = "Backward", errors: int = 0) -> telemetry_pb2.RpcTelemetry:
+    buckets = [0] * (len(BOUNDS_S) + 1)
+    for duration_s in durations_s:
+        buckets[bucket_of(duration_s)] += 1
+    return telemetry_pb2.RpcTelemetry(method=method, buckets=buckets, errors=errors)
+
+
+@given(st.lists(st.floats(1.2e-4, 80), min_size=1, max_size=50), st.sampled_from([0.5, 0.9, 0.99]))
+def test_percentiles_are_right_to_within_a_fifth(durations_s: list[float], share: float) -> None:
+    durations = Durations(Tally())
+    durations.take(NOW_S, [])
+    durations.take(NOW_S, [rpc(durations_s)])
+    found = durations.tally.counted(NOW_S - 1)["Backward"].percentile(share)
+    ordered = sorted(durations_s)
+    exact = next(d for i, d in enumerate(ordered, 1) if i >= share * len(ordered))
+    assert found is not None
+    assert exact / 1.2 <= found <= exact * 1.2
+
+
+def test_calls_are_counted_in_their_second_and_for_all_workers() -> None:
+    of_all = Tally()
+    one, other = Durations(of_all), Durations(of_all)
+    for durations in (one, other):
+        durations.take(NOW_S, [rpc([0.01] * 100)])  # before anybody looked
+    one.take(NOW_S + 1, [rpc([0.01] * 103, errors=1)])
+    other.take(NOW_S + 2, [rpc([0.01] * 100 + [200.0])])
+    one.restarted()
+    one.take(NOW_S + 3, [rpc([0.01] * 2)])
+    assert one.tally.counted(NOW_S)["Backward"].calls == 5
+    assert of_all.counted(NOW_S)["Backward"].calls == 6
+    assert of_all.counted(NOW_S + 2)["Backward"].calls == 3
+    assert of_all.counted(NOW_S)["Backward"].errors == 1
+    assert of_all.counted(NOW_S)["Backward"].percentile(1.0) == BOUNDS_S[-1]
+    assert of_all.counted(NOW_S + 4)["Backward"].percentile(0.5) is None
+
+
+@given(INTERVALS, INTERVALS)
+def test_intervals_add_up(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> None:
+    def points(intervals: list[tuple[int, int]]) -> set[int]:
+        return {second for begin, end in intervals for second in range(begin, end)}
+
+    assert length(union(one)) == len(points(one))
+    assert common(union(one), union(other)) == len(points(one) & points(other))
+    assert all(before[1] < after[0] for before, after in pairwise(union(one)))
+
+
+@given(INTERVALS)
+def test_rows_hold_what_does_not_overlap_and_are_as_few_as_can_be(intervals: list[tuple[int, int]]) -> None:
+    intervals.sort()
+    rows = rows_of(intervals)
+    for row in set(rows):
+        mine = [interval for interval, its in zip(intervals, rows, strict=True) if its == row]
+        assert all(before[1] <= after[0] for before, after in pairwise(mine))
+    most = max((sum(b <= at < e for b, e in intervals) for at in range(71)), default=0)
+    assert len(set(rows)) <= max(most, 1) or any(b == e for b, e in intervals)
+
+
+def test_old_reports_count_when_they_happened_and_new_ones_when_they_come() -> None:
+    late, ahead = Trainers(), Trainers()
+    for trainers, began_at_s in ((late, NOW_S - 3_600), (ahead, NOW_S + 3_600)):
+        trainers.take(Training(run="r", began_at_s=began_at_s).report(range(5)), NOW_S, since_s=0.0)
+    (run,) = late
+    assert (run.steps, run.recent.since(NOW_S - 300).steps) == (5, 0)
+    assert run.state(NOW_S) == "silent"
+    # The worker was asked a second ago, so the trainer's clock is an hour behind.
+    late.take(Training(run="r", began_at_s=NOW_S - 3_600).report(range(5, 8)), NOW_S, since_s=NOW_S - 11)
+    assert run.recent.since(NOW_S - 300).steps == 3
+    assert run.state(NOW_S) == "running"
+    (run,) = ahead
+    assert (run.heard_at_s, run.recent.since(NOW_S - 1).steps) == (NOW_S, 5)
+
+
+def test_what_is_told_twice_counts_once_and_what_comes_too_late_not_at_all() -> None:
+    trainers, training = Trainers(), Training(segments=2)
+    for steps in ([3], [3, 4], [4], range(5, STEPS + 10), [3], [0]):
+        trainers.take(training.report(steps), time.time(), 0.0)
+    (run,) = trainers
+    told = STEPS + 10 - 3
+    assert (run.steps, run.totals.steps, run.totals.calls) == (told, told, 2 * told)
+    assert run.totals.up_bytes == told * training.step(0).up_bytes
+    assert trainers.totals == run.totals
+    assert min(run.told) == 10
+
+
+def test_a_run_that_ended_gives_way_to_one_that_begins() -> None:
+    trainers = Trainers()
+    for number in range(DETAILED_RUNS + 2):
+        report = Training(run=f"run-{number}", began_at_s=NOW_S - 60).report([0])
+        trainers.take(report, NOW_S + number, NOW_S)
+    detailed = {run.id for run in trainers if run.detail is not None}
+    assert detailed == {f"run-{number}" for number in range(DETAILED_RUNS)}
+    trainers.take(Training(run="run-3").report([1], is_closed=True), NOW_S, NOW_S)
+    trainers.take(Training(run="run-9", began_at_s=NOW_S - 60).report([1]), NOW_S + 10, NOW_S)
+    assert {run.id for run in trainers if run.detail is not None} == detailed - {"run-3"} | {"run-9"}
+    ended = trainers.find("run-3")
+    assert ended is not None
+    assert (ended.calls_bytes, ended.steps) == (0, 2)
+
+
+def watching(*reports: telemetry_pb2.TrainerReport) -> Watch:
+    watch = Watch(parse_addresses("a:1,b:2"))
+    for report in reports:
+        watch.trainers.take(report, NOW_S, NOW_S - 20)
+    return watch
+
+
+def test_the_headline_adds_up() -> None:
+    training = Training(segments=4, began_at_s=NOW_S - 10, step_s=0.5)
+    report = training.report(range(20))
+    for step in report.steps[-5:]:
+        step.gradients, step.on_trainer, step.fallbacks = 2, 2, 1
+    found = overview(watching(report), NOW_S, "the disk is full")
+    assert found.steps_per_s == pytest.approx(20 / 9.5, rel=0.1)
+    assert found.wait_ms_per_step == pytest.approx(50)
+    assert found.overhead_ms_per_step == pytest.approx(10)
+    assert found.spared_ms_per_step == pytest.approx(150)
+    assert found.added_ms_per_step == pytest.approx(-90)
+    assert found.fallbacks == 5
+    assert found.remote_share == pytest.approx(70 / 80)
+    assert (found.saved_bytes, found.peak_saved_bytes) == (120_000_000, 124_000_000)
+    assert (found.workers, found.healthy_workers, found.history) == (2, 0, "the disk is full")
+
+
+def test_a_headline_without_a_trainer_has_no_share() -> None:
+    found = overview(watching(), NOW_S, "")
+    assert (found.remote_share, found.steps_per_s, found.added_ms_per_step) == (None, 0, 0)
+
+
+def test_a_point_of_memory_is_the_largest_of_what_it_stands_for() -> None:
+    watch = watching()
+    worker = watch.workers[0]
+    for second in range(100):
+        spike = 1_000 if second in {57, 58} else 0
+        worker.memory.append(NOW_S - 100 + second, (10, 20, spike, spike // 2))
+    found = memory_history(watch, NOW_S, seconds=100, points=10).workers[0]
+    assert 10 <= len(found.at_s) <= 11
+    assert sorted(found.working_bytes)[-2:] == [0, 1_000]
+    assert [r for w, r in zip(found.working_bytes, found.result_bytes, strict=True) if w] == [500]
+    assert len(memory_history(watch, NOW_S, seconds=10, points=1_000).workers[0].at_s) == 10
+
+
+def test_a_row_of_the_table_is_of_its_last_calls() -> None:
+    table, training = SegmentTable("r", lambda: True), Training(segments=1)
+    lanes = [0.0] * 9
+    for took_s in [9.0] * 5 + [0.002] * 9:
+        lanes[telemetry_pb2.LANE_FORWARD] = took_s
+        table.take(training.call(0, 0, retries=1, drift=took_s), lanes)
+    (row,) = select([table], "", "segment", descending=False)
+    assert (row.calls, row.retries, row.drift, row.local_ms) == (14, 14, 9.0, 2.0)
+    assert select([table], "nothing like it", "segment", descending=False) == []
