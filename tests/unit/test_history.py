@@ -1,0 +1,414 @@
+"""History in SQLite: what is kept, what is forgotten, and what a file may do without ending the dashboard."""
+
+import asyncio
+import os
+import resource
+import shutil
+import sqlite3
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from backhaul_server.dashboard import history, history_file, schemas
+from backhaul_server.dashboard.history import History, default_path
+from conftest import wait_until
+from support.processes import open_files
+from support.reports import report_of, run_of, step_of
+
+DAY_S = 86_400
+NOBODY = 65_534
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Writes at once rather than every second; nothing is left open."""
+    monkeypatch.setattr(history, "WRITE_S", 0.01)
+    before = threading.active_count(), open_files()
+    yield
+    assert (threading.active_count(), open_files()) == before
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "state" / "history.sqlite3")
+
+
+@contextmanager
+def kept(path: str, retention_days: float = 30) -> Iterator[History]:
+    found = History(path, retention_days)
+    found.start()
+    try:
+        yield found
+    finally:
+        began_s = time.monotonic()
+        found.stop()
+        assert time.monotonic() - began_s < 1
+        assert not found._thread.is_alive()
+
+
+def runs(found: History, limit: int = 100) -> list[schemas.Run]:
+    return asyncio.run(found.runs(limit))
+
+
+def series(found: History, run: str = "run", points: int = 400) -> schemas.RunSeries | None:
+    return asyncio.run(found.series(run, points))
+
+
+def steps_of(found: History, run: str = "run") -> list[int]:
+    whole = series(found, run, 1000)
+    return [] if whole is None else whole.step
+
+
+def damage(path: str) -> None:
+    """Overwrites the file and its log, where they lie, from the first to the last byte."""
+    for part in (path, f"{path}-wal", f"{path}-shm"):
+        if Path(part).exists():
+            with Path(part).open("r+b") as file:
+                file.write(b"\x5a" * max(4096, Path(part).stat().st_size))
+
+
+def test_a_run_is_kept_with_all_that_tells_it_apart(path: str) -> None:
+    with kept(path) as found:
+        started_at_s = time.time() - 100
+        found.put(report_of(*(step_of(n, loss=1 / n) for n in (1, 2, 3)), run=run_of(started_at_s=started_at_s)))
+        wait_until(lambda: len(runs(found)) == 1, "it is written")
+        (run,) = runs(found)
+    assert (run.run, run.trainer, run.client_version, run.workers) == ("run", "host:1", "0.1.0", ["a:1", "b:2"])
+    assert (run.settings, run.fingerprint, run.state) == ({"returns": "auto"}, {"torch": "2.13.0"}, "running")
+    assert (run.steps, run.last_step, run.last_loss, run.median_step_ms) == (3, 3, pytest.approx(1 / 3), 500)
+    assert (run.peak_bytes, run.up_bytes, run.down_bytes, run.fallbacks) == (1003, 60, 6, 2)
+    assert run.started_at_s == pytest.approx(started_at_s)
+    assert run.heard_at_s == pytest.approx(time.time(), abs=10)
+
+
+def test_it_survives_a_restart_and_what_stop_finds_is_written(path: str) -> None:
+    with kept(path) as found:
+        found.put(report_of(step_of(1)))
+    with kept(path) as found:
+        wait_until(lambda: steps_of(found) == [1], "the file is read")
+        found.put(report_of(step_of(2), run=run_of(is_closed=True)))
+        wait_until(lambda: steps_of(found) == [1, 2], "the run goes on")
+        assert [run.state for run in runs(found)] == ["ended"]
+
+
+def test_only_its_owner_may_read_it(path: str) -> None:
+    with kept(path) as found:
+        found.put(report_of(step_of(1)))
+        wait_until(lambda: steps_of(found) == [1], "the file is there")
+        assert stat.S_IMODE(Path(path).parent.stat().st_mode) == 0o700
+        assert {stat.S_IMODE(part.stat().st_mode) for part in Path(path).parent.iterdir()} == {0o600}
+
+
+def test_a_step_told_twice_counts_once_also_by_two_dashboards(path: str) -> None:
+    with kept(path) as one, kept(path) as other:
+        for number in range(1, 21):
+            for found in (one, other):
+                found.put(report_of(step_of(number), step_of(number)))
+        wait_until(lambda: steps_of(one) == list(range(1, 21)) == steps_of(other), "both see all")
+        (run,) = runs(one)
+        assert (run.steps, run.up_bytes) == (20, 10 * sum(range(1, 21)))
+        assert (one.error, other.error) == ("", "")
+
+
+def test_the_newest_runs_come_first_and_silent_ones_are_named(path: str) -> None:
+    with kept(path) as found:
+        now_s = time.time()
+        for age_s in (300, 100, 200):
+            run = run_of(f"run{age_s}", started_at_s=now_s - age_s)
+            found.put(report_of(step_of(1, started_at_s=now_s - age_s), run=run))
+        wait_until(lambda: len(runs(found)) == 3, "all are written")
+        assert [run.run for run in runs(found)] == ["run100", "run200", "run300"]
+        assert [run.run for run in runs(found, 1)] == ["run100"]
+        assert {run.state for run in runs(found)} == {"silent"}
+
+
+def test_a_point_is_the_median_and_of_bytes_the_largest(path: str) -> None:
+    with kept(path) as found:
+        told = [step_of(n, loss=None if n == 3 else n, duration_s=n * n / 1e3) for n in range(1, 7)]
+        found.put(report_of(*told, step_of(101, duration_s=1)))
+        wait_until(lambda: series(found) is not None, "it is written")
+        whole, coarse = series(found, points=1000), series(found, points=34)  # 3 numbers a point
+    assert whole is not None and coarse is not None
+    assert (whole.step, whole.loss) == ([1, 2, 3, 4, 5, 6, 101], [1, 2, None, 4, 5, 6, None])
+    assert coarse.step == [3, 6, 101]
+    assert coarse.step_ms == pytest.approx([4, 25, 1000])
+    assert coarse.loss == [1.5, 5, None]
+    assert (coarse.peak_bytes, coarse.moved_bytes) == ([1003, 1006, 1101], [33, 66, 1111])
+
+
+def test_a_run_without_steps_has_an_empty_series_and_an_unknown_one_none(path: str) -> None:
+    with kept(path) as found:
+        found.put(report_of())
+        wait_until(lambda: series(found) is not None, "it is written")
+        assert steps_of(found) == []
+        assert series(found, "other") is None
+        assert runs(found)[0].median_step_ms is None
+
+
+def test_numbers_that_no_trainer_means_do_no_harm(path: str) -> None:
+    nonsense = step_of(2, loss=float("nan"), started_at_s=1e300, duration_s=float("inf"))
+    nonsense.number = nonsense.up_bytes = nonsense.down_bytes = nonsense.peak_bytes = 2**64 - 1
+    with kept(path) as found:
+        found.put(report_of(step_of(1, started_at_s=-5, duration_s=float("nan")), nonsense))
+        wait_until(lambda: len(runs(found)) == 1, "it is written")
+        assert (found.error, runs(found)[0].steps, runs(found)[0].last_loss) == ("", 2, None)
+        assert runs(found)[0].heard_at_s <= time.time()
+        whole = series(found)
+        assert whole is not None
+        assert whole.step_ms == [0, 0]
+
+
+def test_retention_forgets_runs_and_the_old_steps_of_those_that_go_on(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_file, "FORGOTTEN_AT_ONCE", 3)
+    now_s = time.time()
+    old = [step_of(n, started_at_s=now_s - 40 * DAY_S) for n in range(1, 12)]
+    with kept(path, retention_days=1000) as found:
+        found.put(report_of(*old, run=run_of("over", started_at_s=now_s - 41 * DAY_S)))
+        found.put(report_of(*old, step_of(12), step_of(13), run=run_of("long", started_at_s=now_s - 41 * DAY_S)))
+        wait_until(lambda: len(runs(found)) == 2, "both are written")
+    with kept(path, retention_days=30) as found:
+        wait_until(lambda: [run.run for run in runs(found)] == ["long"], "it is applied at start")
+        assert steps_of(found, "long") == [12, 13]
+        assert runs(found)[0].steps == 13  # it had them
+        assert series(found, "over") is None
+
+
+def test_retention_is_applied_again_while_it_runs(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "FORGET_S", 0.05)
+    with kept(path, retention_days=2 / DAY_S) as found:
+        found.put(report_of(step_of(1, started_at_s=time.time(), duration_s=0)))
+        wait_until(lambda: len(runs(found)) == 1, "it is written")
+        wait_until(lambda: runs(found) == [], "its two seconds are over")
+
+
+def test_where_nothing_is_to_be_kept_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with kept(":memory:") as found:
+        found.put(report_of(step_of(1)))
+        wait_until(lambda: steps_of(found) == [1], "it is there while it lasts")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"HOME": "/home/me"}, "/home/me/.local/state/backhaul/history.sqlite3"),
+        ({"HOME": "/home/me", "XDG_STATE_HOME": "/state"}, "/state/backhaul/history.sqlite3"),
+        ({"HOME": "/home/me", "XDG_STATE_HOME": "relative"}, "/home/me/.local/state/backhaul/history.sqlite3"),
+        ({}, ":memory:"),
+    ],
+)
+def test_the_default_path_follows_the_specification(environment: dict[str, str], expected: str) -> None:
+    assert default_path(environment) == expected
+
+
+def test_a_corrupt_file_is_named_left_alone_and_done_without(path: str) -> None:
+    Path(path).parent.mkdir()
+    Path(path).write_bytes(b"no database" * 1000)
+    with kept(path) as found:
+        wait_until(lambda: "is damaged or no SQLite file: move it away" in found.error, "it says so")
+        found.put(report_of(step_of(1)))
+        assert (runs(found), series(found)) == ([], None)
+        assert Path(path).read_bytes() == b"no database" * 1000
+        Path(path).rename(f"{path}.bad")
+        wait_until(lambda: steps_of(found) == [1], "history goes on when it is moved away")
+        assert found.error == ""
+
+
+def test_a_file_that_is_damaged_while_open_is_named_and_done_without(path: str) -> None:
+    with kept(path) as found:
+        for number in range(1, 2000):
+            found.put(report_of(step_of(number)))
+        wait_until(lambda: len(steps_of(found)) == 1000, "it is large")
+        damage(path)
+
+        def is_named() -> bool:
+            found.put(report_of(step_of(2001)))
+            return path in found.error
+
+        wait_until(is_named, "a later call finds it")
+        assert runs(found) == []
+        assert Path(path).read_bytes()[:8] == b"\x5a" * 8
+
+
+def test_a_file_that_is_moved_away_while_open_is_begun_anew(path: str) -> None:
+    with kept(path) as found:
+        found.put(report_of(step_of(1)))
+        wait_until(lambda: steps_of(found) == [1], "it is written")
+        shutil.rmtree(Path(path).parent)
+        found.put(report_of(step_of(2)))
+        wait_until(lambda: steps_of(found) == [2], "it goes on in a new file")
+
+
+@contextmanager
+def unprivileged() -> Iterator[Path]:
+    """A directory of one's own, as somebody whom permissions concern."""
+    folder = Path(tempfile.mkdtemp())
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.chown(folder, NOBODY, NOBODY)
+        os.seteuid(NOBODY)
+    try:
+        yield folder
+    finally:
+        if is_root:
+            os.seteuid(0)
+        folder.chmod(0o700)
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("part", ["file", "directory"])
+def test_what_may_not_be_written_is_named_and_goes_on_when_it_may(part: str) -> None:
+    with unprivileged() as folder:
+        path = folder / "history.sqlite3"
+        with kept(str(path)) as found:
+            found.put(report_of(step_of(1)))
+            wait_until(lambda: steps_of(found) == [1], "it is written")
+        target, mode = (path, 0o400) if part == "file" else (folder, 0o500)
+        before = path.read_bytes()
+        target.chmod(mode)
+        with kept(str(path)) as found:
+            found.put(report_of(step_of(2)))
+            wait_until(lambda: "allow it, or name another with --store" in found.error, "it says so")
+            assert path.read_bytes() == before
+            target.chmod(0o700)
+            wait_until(lambda: steps_of(found) == [1, 2], "it goes on")
+            assert found.error == ""
+
+
+def test_a_directory_that_cant_be_made_is_named() -> None:
+    with unprivileged() as folder:
+        folder.chmod(0o500)
+        with kept(str(folder / "deep/history.sqlite3")) as found:
+            wait_until(lambda: "can't be written (Permission denied)" in found.error, "it says so")
+
+
+def test_a_full_disk_is_named_and_what_came_meanwhile_is_written_when_there_is_room(path: str) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with kept(path) as found:
+        found.put(report_of(step_of(1)))
+        wait_until(lambda: steps_of(found) == [1], "it is written")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (Path(f"{path}-wal").stat().st_size, hard))
+        try:
+            found.put(report_of(*(step_of(number) for number in range(2, 500))))
+            wait_until(lambda: "can't be read or written: look at the disk" in found.error, "it says so")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        wait_until(lambda: len(steps_of(found)) == 499, "it goes on")
+        assert (found.error, found.dropped_steps) == ("", 0)
+
+
+def test_a_file_that_may_not_grow_can_still_be_read(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[sqlite3.Connection] = []
+
+    def connect(*arguments: object, **options: object) -> sqlite3.Connection:
+        opened.append(real(*arguments, **options, check_same_thread=False))
+        return opened[-1]
+
+    real = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", connect)
+    with kept(path) as found:
+        found.put(report_of(step_of(1)))
+        wait_until(lambda: steps_of(found) == [1], "it is written")
+        opened[0].execute("PRAGMA max_page_count = 1")  # the least is what it has
+        found.put(report_of(*(step_of(number) for number in range(2, 500))))
+        wait_until(lambda: "the disk is full: make room" in found.error, "it says so")
+        assert steps_of(found) == [1]
+        opened[0].execute("PRAGMA max_page_count = 1000000")
+        wait_until(lambda: len(steps_of(found)) == 499, "it goes on")
+        assert found.error == ""
+
+
+def test_a_lock_is_waited_for_without_holding_up_anybody(path: str) -> None:
+    with kept(path) as found:
+        found.put(report_of(step_of(1)))
+        wait_until(lambda: steps_of(found) == [1], "it is written")
+        with closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            found.put(report_of(step_of(2)))
+            wait_until(lambda: "is held by another process" in found.error, "it says so")
+            assert steps_of(found) == [1]  # reading needs no lock
+            other.execute("ROLLBACK")
+        wait_until(lambda: steps_of(found) == [1, 2], "it goes on")
+        assert found.error == ""
+
+
+def test_stop_ends_within_a_second_also_while_the_file_is_held(path: str) -> None:
+    with kept(path) as found:
+        found.put(report_of(step_of(1)))
+        wait_until(lambda: steps_of(found) == [1], "it is written")
+        with closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            found.put(report_of(step_of(2)))
+            found.stop()
+            assert not found._thread.is_alive()
+
+
+def test_a_newer_schema_is_refused_and_left_alone(path: str) -> None:
+    with kept(path):
+        wait_until(lambda: Path(path).exists(), "it is made")
+    with closing(sqlite3.connect(path)) as other:
+        other.execute("PRAGMA user_version = 2")
+    with kept(path) as found:
+        wait_until(lambda: "a newer Backhaul (schema 2, this one knows 1): upgrade" in found.error, "it says so")
+        assert runs(found) == []
+    with closing(sqlite3.connect(path)) as other:
+        assert other.execute("PRAGMA user_version").fetchone() == (2,)
+
+
+def test_the_database_of_something_else_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "bookmarks.sqlite3"
+    with closing(sqlite3.connect(path)) as other:
+        other.execute("CREATE TABLE bookmarks (url TEXT)")
+    before = path.read_bytes()
+    with kept(str(path)) as found:
+        wait_until(lambda: "is the database of something else" in found.error, "it says so")
+    assert path.read_bytes() == before
+    assert [part.name for part in tmp_path.iterdir()] == ["bookmarks.sqlite3"]
+
+
+def test_what_has_no_room_is_counted_and_nobody_waits(tmp_path: Path) -> None:
+    with kept(str(tmp_path)) as found:  # a directory is no file
+        steps = [step_of(number) for number in range(1000)]
+        for _ in range(25):
+            found.put(report_of(*steps))
+        assert found.dropped_steps == 6000
+        assert found._queued_rows <= history.QUEUED_ROWS
+        wait_until(lambda: "can't be opened" in found.error, "it says so")
+
+
+def test_nobody_waits_for_an_answer_of_a_history_that_does_not_run(path: str) -> None:
+    found = History(path, 30)
+    assert runs(found) == []
+    found.start()
+    found.stop()
+    assert series(found) is None
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_a_million_steps_stay_usable(path: str) -> None:
+    with kept(path) as found:
+        for begin in range(0, 1_000_000, 5000):
+            wait_until(lambda: found._queued_rows < 10_000, "the queue has room")
+            found.put(report_of(*(step_of(number, loss=1.0) for number in range(begin, begin + 5000))))
+        wait_until(lambda: found._queued_rows == 0, "all is written", 60)
+        assert found.dropped_steps == 0
+        assert runs(found)[0].steps == 1_000_000
+        for ask in (lambda: runs(found), lambda: series(found, points=400), lambda: series(found, points=1)):
+            began_s = time.monotonic()
+            ask()
+            assert time.monotonic() - began_s < 5  # of 0.7 s on an idle core
+        whole = series(found, points=400)
+        assert whole is not None
+        assert (len(whole.step), whole.step[-1], whole.peak_bytes[-1]) == (400, 999_999, 1_000_999)
+        began_s = time.monotonic()
+    assert time.monotonic() - began_s < 1
