@@ -1,0 +1,138 @@
+"""/metrics: every metric once, named by Prometheus' rules, and of each the number that it says."""
+
+import re
+import tracemalloc
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from backhaul_proto.v1 import telemetry_pb2
+from backhaul_runtime.telemetry import BOUNDS_S
+from backhaul_server.dashboard.metric_definitions import BUCKETS_S, METRICS, histogram
+from backhaul_server.dashboard.metrics import exposition
+from support.source import SUMS, FakeSource, FakeTrainers, FakeWorker, telemetry_of
+
+BASE_UNITS = {"bytes", "seconds", "ratio"}
+COUNTED = {"sessions", "segments", "requests", "runs", "up", "info", "draining"}
+FEW = ["worker", "version", "device", "fingerprint", "tier", "method", "decision", "lane", "direction", "le"]
+SESSIONS = (
+    telemetry_pb2.SessionTelemetry(
+        trainer="trainer-secret", run="run-secret", segments=5, drift=1e-7, client_version="0.0.9"
+    ),
+    telemetry_pb2.SessionTelemetry(segments=2, drift=3e-7, client_version="0.1.0"),
+)
+
+
+def samples(source: FakeSource) -> dict[tuple[str, ...], float]:
+    """By name and values of labels, in the order of FEW."""
+    families = text_string_to_metric_families(exposition(source).decode())
+    return {
+        (s.name, *(s.labels[name] for name in sorted(s.labels, key=FEW.index))): s.value
+        for family in families
+        for s in family.samples
+    }
+
+
+def test_each_number_is_what_the_worker_said() -> None:
+    found = samples(FakeSource([FakeWorker(telemetry=telemetry_of(*SESSIONS))]))
+    of_worker = {
+        name.removeprefix("backhaul_worker_"): value
+        for (name, *labels), value in found.items()
+        if labels == ["a:1"] and name.startswith("backhaul_worker_")
+    }
+    assert of_worker == {
+        "up": 1,
+        "draining": 0,
+        "uptime_seconds": 12,
+        "memory_budget_bytes": 1000,
+        "resident_memory_bytes": 5000,
+        "refusals_total": 3,
+        "evictions_total": 4,
+        "sessions": 2,
+        "skewed_sessions": 1,
+        "segments": 7,
+        "drift_ratio": 3e-7,
+        "queued_requests": 2,
+        "recomputed_segments_total": 7,
+        "received_bytes_total": 8,
+        "sent_bytes_total": 9,
+    }
+    tiers = {key[2]: value for key, value in found.items() if key[0] == "backhaul_worker_memory_bytes"}
+    assert tiers == {"segments": 400, "cached": 300, "working": 20, "results": 10}
+    assert found["backhaul_rpc_errors_total", "a:1", "Backward"] == 1
+    (info,) = [key for key in found if key[0] == "backhaul_worker_info"]
+    assert re.fullmatch(r"[0-9a-f]{8}", info[4])
+    assert info[1:4] == ("a:1", "0.1.0", "cpu")
+
+
+def test_each_number_is_what_trainers_said() -> None:
+    sums = {name: float(number) for number, name in enumerate(SUMS, 1)}
+    found = samples(FakeSource(trainers=FakeTrainers(dropped=101, saved_bytes=102, running=103, **sums)))
+    assert sorted(found.values()) == sorted([*sums.values(), 101, 102, 103])  # each once
+    assert found["backhaul_trainer_steps_total",] == sums["steps"]
+    assert found["backhaul_trainer_recomputations_total", "trainer"] == sums["on_trainer"]
+    assert found["backhaul_trainer_lane_seconds_total", "queue"] == sums["queue_s"]
+    assert found["backhaul_trainer_transferred_bytes_total", "down"] == sums["down_bytes"]
+    assert found["backhaul_trainer_saved_bytes",] == 102
+
+
+def test_durations_are_a_cumulative_histogram() -> None:
+    durations_s = (BOUNDS_S[4], BOUNDS_S[4] * 1.01, 0.003, 1000.0)
+    found = samples(FakeSource([FakeWorker(telemetry=telemetry_of(durations_s=durations_s))]))
+    name = "backhaul_rpc_duration_seconds"
+    counts = [found[f"{name}_bucket", "a:1", "Backward", repr(bound)] for bound in BUCKETS_S]
+    assert counts == [sum(duration_s <= bound for duration_s in durations_s) for bound in BUCKETS_S]
+    assert found[f"{name}_bucket", "a:1", "Backward", "+Inf"] == found[f"{name}_count", "a:1", "Backward"] == 4
+    assert found[f"{name}_sum", "a:1", "Backward"] == pytest.approx(sum(durations_s))
+
+
+def test_a_worker_that_counts_in_other_buckets_gives_no_wrong_ones() -> None:
+    found = histogram(telemetry_pb2.RpcTelemetry(calls=3, total_s=2.5, buckets=[1, 1, 1]))
+    assert (set(found.counts), found.calls, found.sum_s) == ({0}, 3, 2.5)
+
+
+def test_of_a_worker_out_of_reach_only_that_is_told() -> None:
+    silent = FakeWorker("b:2", "unreachable", telemetry_of(*SESSIONS))
+    found = samples(FakeSource([FakeWorker(telemetry=telemetry_of()), silent, FakeWorker("c:3", "unreachable")]))
+    assert [key for key in found if "b:2" in key or "c:3" in key] == [
+        ("backhaul_worker_up", "b:2"),
+        ("backhaul_worker_up", "c:3"),
+    ]
+    assert found["backhaul_worker_up", "b:2"] == 0
+
+
+def test_names_follow_the_rules() -> None:
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+    for metric in METRICS:
+        assert re.fullmatch(r"backhaul_[a-z]+(_[a-z]+)*", metric.name)
+        assert metric.name.endswith("_total") == (metric.kind == "counter"), metric.name
+        last = metric.name.removesuffix("_total").rpartition("_")[2]
+        assert metric.kind == "counter" or last in BASE_UNITS | COUNTED, metric.name
+        assert not re.search(r"milli|micro|kilo|mega|minutes|percent", metric.name)
+        assert metric.help and not metric.help.endswith(".")
+
+
+def test_labels_are_of_what_there_are_few() -> None:
+    assert {label for metric in METRICS for label in metric.labels} <= set(FEW)
+    text = exposition(FakeSource([FakeWorker(telemetry=telemetry_of(*SESSIONS))])).decode()
+    assert "secret" not in text
+
+
+def test_a_label_that_needs_escaping_can_be_read_back() -> None:
+    telemetry = telemetry_of()
+    telemetry.device = 'odd "device"\n\\'
+    found = samples(FakeSource([FakeWorker(telemetry=telemetry)]))
+    assert [key[3] for key in found if key[0] == "backhaul_worker_info"] == ['odd "device"\n\\']
+
+
+def test_fifty_workers_take_little() -> None:
+    source = FakeSource([FakeWorker(f"w:{port}", telemetry=telemetry_of(*SESSIONS)) for port in range(1, 51)])
+    exposition(source)
+    tracemalloc.start()
+    try:
+        size = len(exposition(source))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert size < 1 << 20
+    assert peak < 8 << 20
