@@ -68,6 +68,7 @@ def test_each_number_is_what_the_worker_said() -> None:
 def test_each_number_is_what_trainers_said() -> None:
     sums = {name: float(number) for number, name in enumerate(SUMS, 1)}
     found = samples(FakeSource(trainers=FakeTrainers(dropped=101, saved_bytes=102, running=103, **sums)))
+    assert found.pop(("backhaul_trainer_mixed_runs",)) == 0
     assert sorted(found.values()) == sorted([*sums.values(), 101, 102, 103])  # each once
     assert found["backhaul_trainer_steps_total",] == sums["steps"]
     assert found["backhaul_trainer_recomputations_total", "trainer"] == sums["on_trainer"]
@@ -89,6 +90,17 @@ def test_durations_are_a_cumulative_histogram() -> None:
 def test_a_worker_that_counts_in_other_buckets_gives_no_wrong_ones() -> None:
     found = histogram(telemetry_pb2.RpcTelemetry(calls=3, total_s=2.5, buckets=[1, 1, 1]))
     assert (set(found.counts), found.calls, found.sum_s) == ({0}, 3, 2.5)
+
+
+def test_a_run_whose_workers_differ_is_mixed() -> None:
+    def told(torch: str, *runs: str) -> telemetry_pb2.GetTelemetryResponse:
+        telemetry = telemetry_of(*(telemetry_pb2.SessionTelemetry(run=run) for run in runs))
+        telemetry.fingerprint["torch"] = torch
+        return telemetry
+
+    answers = [told("2.13.0", "mixed", "same", ""), told("2.13.0", "same", ""), told("2.15.0", "mixed", "")]
+    found = samples(FakeSource([FakeWorker(f"w:{n}", telemetry=answer) for n, answer in enumerate(answers, 1)]))
+    assert found["backhaul_trainer_mixed_runs",] == 1
 
 
 def test_of_a_worker_out_of_reach_only_that_is_told() -> None:

@@ -107,9 +107,23 @@ def _up(source: Source) -> Iterator[Sample]:
 
 def _info(source: Source) -> Iterator[Sample]:
     for worker, found in _answering(source):
-        lines = "\n".join(f"{key}={value}" for key, value in sorted(found.fingerprint.items()))
-        fingerprint = hashlib.sha256(lines.encode()).hexdigest()[:8] if lines else ""
-        yield (worker, found.worker_version, found.device, fingerprint), 1.0
+        yield (worker, found.worker_version, found.device, _fingerprint(found)), 1.0
+
+
+def _fingerprint(found: GetTelemetryResponse) -> str:
+    """Short, and another one where anything differs; empty where the worker tells none."""
+    lines = "\n".join(f"{key}={value}" for key, value in sorted(found.fingerprint.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()[:8] if lines else ""
+
+
+def _mixed_runs(source: Source) -> int:
+    """Runs whose workers differ in fingerprint."""
+    seen: dict[str, set[str]] = {}
+    for _, found in _answering(source):
+        for session in found.sessions:
+            if session.run:
+                seen.setdefault(session.run, set()).add(_fingerprint(found))
+    return sum(len(fingerprints) > 1 for fingerprints in seen.values())
 
 
 def _memory(source: Source) -> Iterator[Sample]:
@@ -222,6 +236,12 @@ METRICS: tuple[MetricDefinition, ...] = (
     _trainer(
         "backhaul_trainer_runs", "Trainers that were heard of a moment ago", lambda s: s.trainers.running, "gauge"
     ),
+    _trainer(
+        "backhaul_trainer_mixed_runs",
+        "Trainers whose workers have different fingerprints, and so compute different numbers",
+        _mixed_runs,
+        "gauge",
+    ),
     _trainer("backhaul_trainer_steps_total", "Steps of all trainers", lambda s: s.trainers.totals.steps),
     _trainers(
         "backhaul_trainer_recomputations_total",
@@ -248,8 +268,10 @@ METRICS: tuple[MetricDefinition, ...] = (
     ),
     _trainers(
         "backhaul_trainer_lane_seconds_total",
-        "What segments spent where, which overlaps; in wait backward stood still",
+        "What segments spent where, which overlaps: forward is of those that a worker recomputed, in wait backward "
+        "stood still",
         lambda sums: [
+            ("forward", sums.remote_forward_s),
             ("upload", sums.upload_s),
             ("queue", sums.queue_s),
             ("recompute", sums.recompute_s),

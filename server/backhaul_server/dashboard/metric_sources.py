@@ -67,6 +67,10 @@ class TrainerSums(Protocol):
         """What functions took whose recomputation a worker did."""
 
     @property
+    def remote_forward_s(self) -> float:
+        """Forward on the trainer, of segments that a worker recomputed."""
+
+    @property
     def upload_s(self) -> float:
         """Of segments on their way up."""
 
