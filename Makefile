@@ -7,13 +7,25 @@ CONSTRAINTS := $(if $(TORCH),build/constraints-torch-$(TORCH).txt,constraints.tx
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) $(PIP_ARGS)
 
-.PHONY: demo test soak bench lint types fmt proto check-proto ops docs picture clean
+.PHONY: demo test soak bench lint types fmt proto check-proto ops docs picture clean test-monitoring monitoring
 
 demo: $(VENV)/.server
 	$(BIN)/backhaul demo --dashboard --json demo.json $(if $(SERVE),--serve)
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
+
+# Debian's Prometheus reads our files and scrapes a dashboard. Where it is missing its package is unpacked, not installed:
+# that would start a service.
+test-monitoring: $(VENV)/.dev
+	@command -v prometheus promtool >/dev/null || test -x build/prometheus/usr/bin/promtool || $(MAKE) --silent build/prometheus
+	$(BIN)/python -m pytest -m monitoring tests/monitoring
+
+build/prometheus:
+	@command -v apt-get >/dev/null || { echo "no prometheus and promtool here: install Prometheus 2.42 or newer"; exit 1; }
+	@mkdir -p build/packages
+	@if [ "$$(id -u)" = 0 ]; then apt-get update -qq; fi
+	cd build/packages && apt-get download prometheus && dpkg-deb --extract prometheus_*.deb ../prometheus
 
 soak: $(VENV)/.dev
 	$(BIN)/python -m pytest -m soak
@@ -69,6 +81,10 @@ ops: $(VENV)/.dev
 # docs/configuration.md, from the code.
 docs: $(VENV)/.dev
 	$(BIN)/python tests/contract/generate_configuration.py
+
+# Rules for Prometheus, the dashboard for Grafana and docs/monitoring.md, from the tables of metrics and alerts.
+monitoring: $(VENV)/.dev
+	$(BIN)/python -m backhaul_server.monitoring .
 
 # The README's picture, measured on this machine.
 picture: $(VENV)/.dev

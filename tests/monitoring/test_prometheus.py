@@ -1,0 +1,182 @@
+"""Debian's Prometheus reads our files, and scrapes and asks a real dashboard: `make test-monitoring`."""
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from backhaul_server.monitoring import prometheus
+from backhaul_server.monitoring.panels import ROWS
+from conftest import wait_until
+from contract.test_layout import ROOT
+from support.processes import WorkerProcess
+
+pytestmark = pytest.mark.monitoring
+
+UNPACKED = ROOT / "build/prometheus/usr/bin"
+RULES = ROOT / "deploy/prometheus/alerts.yml"
+TOKEN = "a-token-that-only-this-test-knows"
+
+
+def program(name: str) -> str:
+    """Where it is, on the path or where `make test-monitoring` unpacks it."""
+    found = shutil.which(name) or shutil.which(name, path=str(UNPACKED))
+    if found is None:
+        pytest.fail(f"there is no {name} here: `make test-monitoring` gets it on Debian, or install Prometheus", False)
+    return found
+
+
+def promtool(*arguments: str | Path) -> str:
+    found = subprocess.run([program("promtool"), *arguments], capture_output=True, text=True, timeout=60, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+    return found.stdout + found.stderr
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def configured(folder: Path, target: str, token: Path, interval: str = "1s") -> Path:
+    """The committed configuration, with the addresses and paths of this machine and in more of a hurry."""
+    text = prometheus.CONFIGURATION
+    for ours, theirs in {
+        prometheus.TOKEN_FILE: str(token),
+        "dashboard:8080": target,
+        "- alerts.yml": f"- {RULES}",
+        "_interval: 5s": f"_interval: {interval}",
+    }.items():
+        assert ours in text
+        text = text.replace(ours, theirs)
+    path = folder / "prometheus.yml"
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture
+def token(tmp_path: Path) -> Path:
+    path = tmp_path / "dashboard.token"
+    path.write_text(TOKEN + "\n")
+    path.chmod(0o600)
+    return path
+
+
+def test_promtool_takes_the_configuration(tmp_path: Path, token: Path) -> None:
+    assert f"{len(prometheus.texts())} rules found" in promtool("check", "config", configured(tmp_path, "a:1", token))
+
+
+def test_promtool_takes_the_rules() -> None:
+    assert "SUCCESS" in promtool("check", "rules", RULES)
+
+
+def test_each_alert_fires_and_does_not() -> None:
+    assert "SUCCESS" in promtool("test", "rules", ROOT / "tests/monitoring/alerts.test.yml")
+
+
+def test_promtool_takes_what_a_dashboard_exposes(scraped: "Scraped") -> None:
+    """Its linter knows Prometheus' rules of naming."""
+    text = httpx.get(f"{scraped.dashboard}/metrics", headers={"Authorization": f"Bearer {TOKEN}"}).text
+    found = subprocess.run(
+        [program("promtool"), "check", "metrics"], input=text, capture_output=True, text=True, check=False
+    )
+    assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
+
+
+class Scraped:
+    """A Prometheus that scrapes a dashboard, which watches one worker."""
+
+    def __init__(self, address: str, dashboard: str, worker: str) -> None:
+        self.address, self.dashboard, self.worker = address, dashboard, worker
+
+    def ask(self, path: str, **query: str) -> dict:
+        answer = httpx.get(f"{self.address}/api/v1/{path}", params=query).raise_for_status().json()
+        assert answer["status"] == "success"
+        return answer["data"]
+
+    def value(self, query: str) -> float | None:
+        """Of a query with one result, None without."""
+        found = self.ask("query", query=query)["result"]
+        return float(found[0]["value"][1]) if found else None
+
+
+@contextmanager
+def running(command: list[str], says: Callable[[subprocess.Popen[str]], object]) -> Iterator[subprocess.Popen[str]]:
+    """A process until the test ends, and no longer."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            says(process)
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.communicate(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+
+
+@pytest.fixture
+def scraped(own_worker: WorkerProcess, tmp_path: Path, token: Path) -> Iterator[Scraped]:
+    import sys
+
+    listen = f"127.0.0.1:{free_port()}"
+    dashboard = [sys.executable, "-m", "backhaul", "dashboard", "--listen", listen, "--worker", own_worker.address]
+    dashboard += ["--token-file", str(token), "--store", ":memory:"]
+    address = f"127.0.0.1:{free_port()}"
+    server = [program("prometheus"), f"--config.file={configured(tmp_path, listen, token)}"]
+    server += [f"--storage.tsdb.path={tmp_path / 'data'}", f"--web.listen-address={address}", "--log.level=warn"]
+
+    def answers(url: str) -> bool:
+        try:
+            return httpx.get(url).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    with (
+        running(dashboard, lambda _: wait_until(lambda: answers(f"http://{listen}/healthz"), "the dashboard is up")),
+        running(server, lambda _: wait_until(lambda: answers(f"http://{address}/-/ready"), "Prometheus is up", 30)),
+    ):
+        yield Scraped(f"http://{address}", f"http://{listen}", own_worker.address)
+
+
+def test_prometheus_scrapes_a_dashboard_and_answers_with_what_it_shows(scraped: Scraped) -> None:
+    wait_until(lambda: scraped.value("backhaul_worker_up") == 1, "it is scraped", 30)
+    assert scraped.value(f'backhaul_worker_memory_budget_bytes{{worker="{scraped.worker}"}}') == 1 << 30
+    assert scraped.value('up{job="backhaul"}') == 1
+    assert scraped.value("count(backhaul_trainer_steps_total)") == 1
+    (target,) = scraped.ask("targets")["activeTargets"]
+    assert (target["health"], target["lastError"]) == ("up", "")
+    assert TOKEN not in json.dumps(scraped.ask("status/config"))
+
+
+def test_a_dashboard_refuses_whoever_has_no_token(scraped: Scraped) -> None:
+    for headers in ({}, {"Authorization": "Bearer another-token-than-the-right-one"}):
+        assert httpx.get(f"{scraped.dashboard}/metrics", headers=headers).status_code == 401
+
+
+def test_prometheus_understands_each_query_of_the_grafana_dashboard(scraped: Scraped) -> None:
+    wait_until(lambda: scraped.value("backhaul_worker_up") == 1, "it is scraped", 30)
+    for _, panels in ROWS:
+        for panel in panels:
+            for query in panel.queries:
+                expr = query.expr.replace("$__rate_interval", "1m").replace("$worker", re.escape(scraped.worker))
+                scraped.ask("query", query=expr.replace("\\", "\\\\"))
+
+
+def test_a_worker_that_dies_is_an_alert(scraped: Scraped, own_worker: WorkerProcess) -> None:
+    wait_until(lambda: scraped.value("backhaul_worker_up") == 1, "it is scraped", 30)
+    own_worker.end()
+
+    def alerts() -> dict[str, str]:
+        return {found["labels"]["alertname"]: found["state"] for found in scraped.ask("alerts")["alerts"]}
+
+    wait_until(lambda: alerts() == {"WorkerUnreachable": "pending"}, "it is pending", 30)
+    wait_until(lambda: alerts() == {"WorkerUnreachable": "firing"}, "it fires", 60)
