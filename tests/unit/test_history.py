@@ -15,14 +15,54 @@ from pathlib import Path
 
 import pytest
 
+from backhaul_proto.v1 import telemetry_pb2
 from backhaul_server.dashboard import history, history_file, schemas
 from backhaul_server.dashboard.history import History, default_path
 from conftest import wait_until
 from support.processes import open_files
-from support.reports import report_of, run_of, step_of
 
 DAY_S = 86_400
 NOBODY = 65_534
+
+
+def run_of(name: str = "run", *, started_at_s: float | None = None, is_closed: bool = False) -> telemetry_pb2.Run:
+    """A run with two workers."""
+    return telemetry_pb2.Run(
+        id=name,
+        trainer="host:1",
+        client_version="0.1.0",
+        started_at_s=time.time() - 100 if started_at_s is None else started_at_s,
+        settings={"returns": "auto"},
+        fingerprint={"torch": "2.13.0"},
+        workers=["a:1", "b:2"],
+        is_closed=is_closed,
+    )
+
+
+def step_of(
+    number: int, *, loss: float | None = None, started_at_s: float | None = None, duration_s: float = 0.5
+) -> telemetry_pb2.Step:
+    """A step whose bytes follow from its number."""
+    return telemetry_pb2.Step(
+        number=number,
+        started_at_s=time.time() - 1 if started_at_s is None else started_at_s,
+        duration_s=duration_s,
+        loss=loss,
+        calls=2,
+        gradients=1,
+        activations=1,
+        fallbacks=number % 2,
+        up_bytes=10 * number,
+        down_bytes=number,
+        peak_bytes=1000 + number,
+        saved_bytes=500,
+        peak_saved_bytes=700,
+    )
+
+
+def report_of(*steps: telemetry_pb2.Step, run: telemetry_pb2.Run | None = None) -> telemetry_pb2.TrainerReport:
+    """A report without calls."""
+    return telemetry_pb2.TrainerReport(run=run or run_of(), steps=steps)
 
 
 @pytest.fixture(autouse=True)

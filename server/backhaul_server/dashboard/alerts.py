@@ -28,7 +28,8 @@ class AlertRule:
         name: As Prometheus names it too.
         severity: "critical" where segments are not recomputed remotely for it.
         summary: What it means, for whoever reads it without values.
-        expr: The same condition in PromQL.
+        advice: What to do, for the docs and Prometheus' annotations.
+        expr: The same condition in PromQL, of all trainers together where it is of trainers.
         for_s: How long Prometheus waits with it, which sees less of it; the page shows it at once.
         condition: Given all workers and runs, and the time.
     """
@@ -36,6 +37,7 @@ class AlertRule:
     name: str
     severity: Literal["warning", "critical"]
     summary: str
+    advice: str
     expr: str
     for_s: int
     condition: Callable[[Watch, float], Found]
@@ -142,25 +144,34 @@ ALERTS: tuple[AlertRule, ...] = (
         "WorkerUnreachable",
         "critical",
         "A worker does not answer; its segments run on trainers",
+        "See whether its process lives, what it logged last, and whether the dashboard's machine reaches its address. "
+        "Training goes on: trainers recompute by themselves, slower and with more memory, and return to the worker "
+        "once it is back. One that should not come back is taken off the dashboard's `--worker` and off `connect()`",
         "backhaul_worker_up == 0",
-        0,
+        30,
         _worker_unreachable,
     ),
     AlertRule(
         "FallbackRateHigh",
         "critical",
         "More than 1 % of the recomputations meant for workers ran on trainers",
+        "The dashboard's table of segments says of each why, and so does `session.report()`. Want of room: raise "
+        "`--memory` or add a worker. Silence or broken connections: look at the worker's log and at the network. "
+        "Refused values: the worker has other hardware or another build than it says, see guarantees.md",
         f"sum(rate(backhaul_trainer_fallbacks_total{_RATE})) / (sum(rate(backhaul_trainer_fallbacks_total{_RATE})) + "
-        f'sum(rate(backhaul_trainer_recomputations_total{{by=~"gradients|activations"}}{_RATE}))) > {MOST_FALLBACKS}',
-        0,
+        f'sum(rate(backhaul_trainer_recomputations_total{{decision=~"gradients|activations"}}{_RATE}))) '
+        f"> {MOST_FALLBACKS}",
+        60,
         _fallback_rate_high,
     ),
     AlertRule(
         "QueueWaitHigh",
         "warning",
         "Backward stands still longer while segments wait behind other work than they take to recompute",
-        f"sum(rate(backhaul_segment_exposed_queue_seconds_total{_RATE})) > "
-        f'sum(rate(backhaul_segment_phase_seconds_total{{phase="recompute"}}{_RATE}))',
+        "More trainers share a worker than it can serve. Add a worker, or give this one fewer trainers. Trainers whose "
+        "segments would wait more than twice as long as they take recompute by themselves, which shows as fallbacks",
+        f"sum(rate(backhaul_trainer_exposed_queue_seconds_total{_RATE})) > "
+        f'sum(rate(backhaul_trainer_lane_seconds_total{{lane="recompute"}}{_RATE}))',
         60,
         _queue_wait_high,
     ),
@@ -168,6 +179,9 @@ ALERTS: tuple[AlertRule, ...] = (
         "MemoryHigh",
         "warning",
         "A worker uses more than 80 % of its memory, the cache not counted",
+        "What does not fit is refused and runs on trainers, and less is recomputed ahead. Raise `--memory` if the "
+        "machine has more, add a worker, or make fewer segments wait at once: fewer trainers, smaller batches. A cache "
+        "that fills the rest is no reason to worry, it gives way by itself",
         'sum by (worker) (backhaul_worker_memory_bytes{tier!="cached"}) / '
         f"sum by (worker) (backhaul_worker_memory_budget_bytes) > {MOST_MEMORY}",
         60,
@@ -177,8 +191,11 @@ ALERTS: tuple[AlertRule, ...] = (
         "LinkSlow",
         "warning",
         "Sending and fetching segments takes longer than the forward time it spares",
-        f'sum(rate(backhaul_segment_phase_seconds_total{{phase=~"upload|download"}}{_RATE})) > '
-        f"sum(rate(backhaul_segment_spared_seconds_total{_RATE}))",
+        "Recomputing on the trainer would be faster, if it has the memory. Make segments longer: what a segment moves "
+        "does not grow with its length, what it spares does. Or use a faster link, larger batches, frozen weights or "
+        "LoRA, or a worker that is nearer",
+        f'sum(rate(backhaul_trainer_lane_seconds_total{{lane=~"upload|download"}}{_RATE})) > '
+        f'sum(rate(backhaul_trainer_lane_seconds_total{{lane="forward"}}{_RATE}))',
         60,
         _link_slow,
     ),
@@ -186,7 +203,9 @@ ALERTS: tuple[AlertRule, ...] = (
         "VersionSkew",
         "warning",
         "Workers and trainers have different versions",
-        "count(count by (version) (backhaul_version_info)) > 1",
+        "Install the same version of Backhaul everywhere. Versions that don't understand each other refuse to connect; "
+        "those that do may still lack each other's improvements. During a rolling upgrade this passes by itself",
+        "count(count by (version) (backhaul_worker_info)) > 1 or sum(backhaul_worker_skewed_sessions) > 0",
         60,
         _version_skew,
     ),
@@ -194,7 +213,10 @@ ALERTS: tuple[AlertRule, ...] = (
         "FingerprintSkew",
         "warning",
         "Workers of one run compute different numbers",
-        "backhaul_runs_with_mixed_workers > 0",
+        "The run's segments are spread over workers of different hardware or builds, so they are compared within "
+        "tolerances instead of bit by bit, and the drift depends on which worker had a segment. Give a run workers of "
+        "one kind; the dashboard's list of workers shows in what they differ",
+        "backhaul_trainer_mixed_runs > 0",
         60,
         _fingerprint_skew,
     ),

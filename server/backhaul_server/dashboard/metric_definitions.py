@@ -282,6 +282,11 @@ METRICS: tuple[MetricDefinition, ...] = (
         "lane",
     ),
     _trainer(
+        "backhaul_trainer_exposed_queue_seconds_total",
+        "That backward stood still while a segment waited behind other work on its worker",
+        lambda s: s.trainers.totals.exposed_queue_s,
+    ),
+    _trainer(
         "backhaul_trainer_overhead_seconds_total",
         "Spent on recording, digests and sending in trainers' own threads",
         lambda s: s.trainers.totals.overhead_s,

@@ -79,6 +79,10 @@ class TrainerSums(Protocol):
         """Of segments behind other work."""
 
     @property
+    def exposed_queue_s(self) -> float:
+        """Of it: with backward standing still."""
+
+    @property
     def recompute_s(self) -> float:
         """Of segments under recomputation on a worker."""
 

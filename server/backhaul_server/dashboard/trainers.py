@@ -1,9 +1,11 @@
 """All runs that trainers told of, within bounds: a trainer that tells nonsense costs itself its detail, nobody else."""
 
+import time
 from collections.abc import Iterator
 
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_server.dashboard.runs import Detail, TrainerRun
+from backhaul_server.dashboard.series import LARGEST
 from backhaul_server.dashboard.sums import Sums
 
 RUNS = 64
@@ -20,6 +22,7 @@ class Trainers:
     def __init__(self) -> None:
         self._runs: dict[str, TrainerRun] = {}
         self._gone = Sums()
+        self._gone_dropped = 0
         self.refused_reports = 0
 
     def __iter__(self) -> Iterator[TrainerRun]:
@@ -40,6 +43,25 @@ class Trainers:
     def totals(self) -> Sums:
         """Of all runs since this process began, those forgotten included."""
         return Sums.of_all([self._gone, *(run.totals for run in self)])
+
+    @property
+    def dropped(self) -> int:
+        """Steps and calls that runs did not tell, and reports that were not taken; those of runs forgotten included."""
+        return min(LARGEST, self._gone_dropped + self.refused_reports + sum(run.dropped for run in self))
+
+    @property
+    def saved_bytes(self) -> int:
+        """What running trainers held less thanks to workers, at the end of their last steps."""
+        return min(LARGEST, sum(run.last_step.saved_bytes for run in self._running()))
+
+    @property
+    def running(self) -> int:
+        """How many run."""
+        return len(self._running())
+
+    def _running(self) -> list[TrainerRun]:
+        now_s = time.time()
+        return [run for run in self if run.state(now_s) == "running"]
 
     def take(self, report: telemetry_pb2.TrainerReport, now_s: float, since_s: float) -> None:
         """Takes in a cleaned report, see `TrainerRun.take`."""
@@ -65,6 +87,7 @@ class Trainers:
             if over is None:
                 return None
             self._gone = self._gone.plus(over.totals)
+            self._gone_dropped += over.dropped
             del self._runs[over.id]
         run = self._runs[about.id] = TrainerRun(about)
         return run

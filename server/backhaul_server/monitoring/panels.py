@@ -212,6 +212,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "s",
                 (
                     Query(_per_step('backhaul_trainer_lane_seconds_total{lane="wait"}'), "wait"),
+                    Query(_per_step("backhaul_trainer_exposed_queue_seconds_total"), "wait, of it in a queue"),
                     Query(_per_step("backhaul_trainer_overhead_seconds_total"), "overhead"),
                     Query(_per_step("backhaul_trainer_spared_seconds_total"), "spared"),
                 ),
