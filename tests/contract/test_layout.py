@@ -97,6 +97,7 @@ HELP = "from contextlib import suppress\nfrom backhaul._cli import main\nwith su
         HELP.format(["token", "/proc/version"]),
         HELP.format(["health", "127.0.0.1:1"]),
         HELP.format(["health", "http://127.0.0.1:1"]),
+        HELP.format(["top", "--help"]),
         HELP.format(["--version"]),
         "import backhaul_server.dashboard.app",
         "import backhaul_server.dashboard.command",

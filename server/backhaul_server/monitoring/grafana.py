@@ -32,7 +32,7 @@ providers:
     type: file
     allowUiUpdates: false
     options:
-      path: /var/lib/grafana/dashboards
+      path: /etc/grafana/dashboards
 """
 
 

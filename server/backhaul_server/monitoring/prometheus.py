@@ -18,7 +18,7 @@ class AlertText:
 
 
 JOB = "backhaul"
-TOKEN_FILE = "/run/backhaul/dashboard.token"
+TOKEN_FILE = "/run/backhaul/dashboard/token"
 """Where the configuration expects what the dashboard wants to be shown."""
 
 UNREACHABLE = AlertText(

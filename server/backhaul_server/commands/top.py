@@ -1,0 +1,106 @@
+"""`backhaul top`."""
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from backhaul_runtime.addresses import parse_addresses
+from backhaul_runtime.credentials import one_for_each, read_token
+from backhaul_runtime.errors import BackhaulError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from backhaul_server.dashboard.watch import Watch
+
+HELP = "watch workers in a terminal"
+
+REFRESH_S = 1.0
+_ONCE_S = 0.02
+_PIPE_COLUMNS = 200
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("worker", nargs="+", metavar="ADDR", help="workers to watch, as host:port or unix:/path")
+    parser.add_argument(
+        "--worker-token-file",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="with the token that the workers want, one for all or one for each in their order",
+    )
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="print what is there and end, as where the output is no terminal; 1 if no worker answered",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Shows until SIGINT or SIGTERM, or once."""
+    try:
+        workers = parse_addresses(",".join(arguments.worker))
+        files = one_for_each(arguments.worker_token_file, len(workers))
+        tokens = [read_token(file) if file else None for file in files]
+    except BackhaulError as error:
+        print(f"backhaul top: {error}", file=sys.stderr)
+        return 2
+    try:
+        from rich.console import Console
+
+        from backhaul_server.dashboard.watch import Watch
+    except ImportError as error:
+        print(f"backhaul top: {error}; pip install 'backhaul[server]' brings it", file=sys.stderr)
+        return 2
+    is_terminal = sys.stdout.isatty()
+    # A pipe has no width, so nothing is cut for it. What workers say is no markup.
+    width = None if is_terminal or "COLUMNS" in os.environ else _PIPE_COLUMNS
+    console = Console(width=width, markup=False, highlight=False, emoji=False)
+    show = _follow if is_terminal and not arguments.once else _once
+    return asyncio.run(show(Watch(workers, tokens), console))
+
+
+async def _once(watch: "Watch", console: "Console") -> int:
+    from backhaul_server.commands.top_view import view
+
+    asking = asyncio.create_task(watch.run())
+    try:
+        while not watch.is_ready and not asking.done():
+            await asyncio.sleep(_ONCE_S)
+    finally:
+        await _end(asking)
+    console.print(view(watch, time.time()))
+    return 0 if any(worker.telemetry is not None for worker in watch.workers) else 1
+
+
+async def _follow(watch: "Watch", console: "Console") -> int:
+    from rich.live import Live
+
+    from backhaul_server.commands.top_view import view
+
+    asked_to_end = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):  # by which the terminal gets its cursor back
+        asyncio.get_running_loop().add_signal_handler(number, asked_to_end.set)
+    asking = asyncio.create_task(watch.run())
+    try:
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            while not asked_to_end.is_set() and not asking.done():
+                live.update(view(watch, time.time()), refresh=True)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(asked_to_end.wait(), REFRESH_S)
+    finally:
+        await _end(asking)
+    return 0
+
+
+async def _end(asking: "asyncio.Task[None]") -> None:
+    """Ends the watch, and raises what it had ended with."""
+    asking.cancel()
+    with suppress(asyncio.CancelledError):
+        await asking

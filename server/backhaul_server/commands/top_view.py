@@ -1,0 +1,131 @@
+"""What `backhaul top` shows: a headline, what is the matter, workers, trainers. Tables fit 80 columns."""
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from backhaul_server.dashboard.alerts import MOST_MEMORY, Alerts
+from backhaul_server.dashboard.overview import overview
+from backhaul_server.dashboard.runs import TrainerRun
+from backhaul_server.dashboard.watch import Watch
+from backhaul_server.dashboard.watched import Watched
+
+RECENT_S = 60.0
+"""Trainers are shown for so long after they fell silent, and errors after they happened."""
+
+_COLOURS = {
+    "serving": "green",
+    "running": "green",
+    "draining": "yellow",
+    "silent": "yellow",
+    "unreachable": "bold red",
+    "critical": "bold red",
+    "warning": "yellow",
+}
+_THOUSAND = 999.5  # what is this or more is shown in four digits
+
+
+def view(watch: Watch, now_s: float) -> RenderableType:
+    """Everything, as it is now."""
+    parts: list[RenderableType] = [_headline(watch, now_s), *_trouble(watch, now_s), Text(""), _workers(watch)]
+    runs = [run for run in watch.trainers if run.heard_at_s >= now_s - RECENT_S]
+    if runs:
+        parts += [Text(""), _trainers(sorted(runs, key=lambda run: run.heard_at_s, reverse=True), now_s)]
+    return Group(*parts)
+
+
+def _headline(watch: Watch, now_s: float) -> Text:
+    found = overview(watch, now_s, "")
+    parts = [
+        f"{found.healthy_workers} of {found.workers} workers serve",
+        f"{found.steps_per_s:.3g} steps/s",
+        f"{_size(found.saved_bytes)} saved",
+        f"{found.added_ms_per_step:+.3g} ms per step",
+    ]
+    if found.remote_share is not None:
+        parts.append(f"{found.remote_share:.0%} recomputed on workers")
+    parts.append(f"{found.fallbacks:,} fallbacks in 5 min")
+    return Text(" · ".join(parts), "bold" if found.healthy_workers == found.workers else "bold red")
+
+
+def _workers(watch: Watch) -> Table:
+    table = _table("worker", "state", ">memory", ">sessions", ">segments", ">queue")
+    for worker in watch.workers:
+        table.add_row(Text(worker.address.text), Text(worker.state, _COLOURS[worker.state]), *_numbers(worker))
+    return table
+
+
+def _numbers(worker: Watched) -> list[Text]:
+    """None of a worker that does not answer: they would be old."""
+    if worker.telemetry is None or worker.state == "unreachable":
+        return []
+    shown = worker.shown()
+    segments = sum(session.segments for session in worker.sessions())
+    return [
+        Text(
+            f"{shown.memory_share:.0%} of {_size(shown.memory.budget_bytes)}",
+            _COLOURS["warning"] if shown.memory_share > MOST_MEMORY else "",
+        ),
+        *[Text(f"{number:,}") for number in (shown.sessions, segments, shown.queued_requests)],
+    ]
+
+
+def _trainers(runs: list[TrainerRun], now_s: float) -> Table:
+    table = _table("trainer", "state", ">step", ">ms", ">wait ms", ">fallbacks", ">saved", ">loss")
+    for run in runs:
+        shown, recent = run.shown(now_s), run.recent.since(now_s - RECENT_S)
+        wait_ms = 1e3 * recent.wait_s / recent.steps if recent.steps else None
+        table.add_row(
+            Text(shown.trainer),
+            Text(shown.state, _COLOURS.get(shown.state, "")),
+            Text(f"{shown.last_step:,}"),
+            Text(_number(shown.median_step_ms)),
+            Text(_number(wait_ms)),
+            Text(f"{shown.fallbacks:,}", _COLOURS["warning"] if shown.fallbacks else ""),
+            Text(_size(run.last_step.saved_bytes)),
+            Text(_number(shown.last_loss)),
+        )
+    return table
+
+
+def _trouble(watch: Watch, now_s: float) -> Iterator[Text]:
+    """Why workers don't answer, what failed on them lately, and alerts about the others and trainers."""
+    silent = {worker.address.text for worker in watch.workers if worker.state == "unreachable"}
+    for worker in watch.workers:
+        if worker.address.text in silent:
+            yield Text(f"{worker.address.text}: {worker.error.rpartition('last error: ')[2]}", _COLOURS["unreachable"])
+        elif worker.telemetry is not None and now_s - worker.telemetry.last_error_at_s <= RECENT_S:
+            yield Text(f"{worker.address.text}: {worker.telemetry.last_error}", _COLOURS["warning"])
+    alerts = Alerts(watch)
+    alerts.evaluate(now_s)
+    for alert in alerts.now:
+        if alert.subject not in silent:
+            yield Text(f"{alert.name}: {alert.summary}", _COLOURS[alert.severity])
+
+
+def _table(*columns: str) -> Table:
+    """Columns by their names; those with numbers in them are marked by ">"."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for name in columns:
+        is_number = name.startswith(">")
+        table.add_column(name.lstrip(">"), justify="right" if is_number else "left", no_wrap=True)
+    return table
+
+
+def _number(value: float | None) -> str:
+    """Three digits, all of those before the point."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= _THOUSAND else f"{value:.3g}"
+
+
+def _size(value: float) -> str:
+    """Bytes in a unit that leaves at most three digits before the point."""
+    unit = "B"
+    for larger in ("kB", "MB", "GB", "TB", "PB"):
+        if value < _THOUSAND:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.3g} {unit}"
