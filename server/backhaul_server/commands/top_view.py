@@ -98,9 +98,8 @@ def _trouble(watch: Watch, now_s: float) -> Iterator[Text]:
             yield Text(f"{worker.address.text}: {worker.error.rpartition('last error: ')[2]}", _COLOURS["unreachable"])
         elif worker.telemetry is not None and now_s - worker.telemetry.last_error_at_s <= RECENT_S:
             yield Text(f"{worker.address.text}: {worker.telemetry.last_error}", _COLOURS["warning"])
-    alerts = Alerts(watch)
-    alerts.evaluate(now_s)
-    for alert in alerts.now:
+    alerts = Alerts(watch).evaluate(now_s)
+    for alert in alerts:
         if alert.subject not in silent:
             yield Text(f"{alert.name}: {alert.summary}", _COLOURS[alert.severity])
 

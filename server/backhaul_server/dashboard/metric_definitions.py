@@ -268,8 +268,8 @@ METRICS: tuple[MetricDefinition, ...] = (
     ),
     _trainers(
         "backhaul_trainer_lane_seconds_total",
-        "What segments spent where, which overlaps: forward is of those that a worker recomputed, in wait backward "
-        "stood still",
+        "What segments spent where, which overlaps: forward is of those that a worker recomputed, queue also of those "
+        "recomputed ahead, which costs nothing; in wait backward stood still",
         lambda sums: [
             ("forward", sums.remote_forward_s),
             ("upload", sums.upload_s),
