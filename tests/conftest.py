@@ -32,6 +32,14 @@ def one_thread() -> Iterator[None]:
     yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What dashboards keep unless told otherwise is not kept among the user's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     """A worker that all tests share; none may kill it. Nothing that they send it may ever become code."""

@@ -5,7 +5,7 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from backhaul_server.monitoring import prometheus
 from backhaul_server.monitoring.panels import ROWS
 from conftest import wait_until
 from contract.test_layout import ROOT
+from support.dashboards import Dashboard
 from support.processes import WorkerProcess
 
 pytestmark = pytest.mark.monitoring
@@ -45,14 +46,14 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def configured(folder: Path, target: str, token: Path, interval: str = "1s") -> Path:
+def configured(folder: Path, target: str, token: Path) -> Path:
     """The committed configuration, with the addresses and paths of this machine and in more of a hurry."""
     text = prometheus.CONFIGURATION
     for ours, theirs in {
         prometheus.TOKEN_FILE: str(token),
         "dashboard:8080": target,
         "- alerts.yml": f"- {RULES}",
-        "_interval: 5s": f"_interval: {interval}",
+        "_interval: 5s": "_interval: 1s",
     }.items():
         assert ours in text
         text = text.replace(ours, theirs)
@@ -61,16 +62,16 @@ def configured(folder: Path, target: str, token: Path, interval: str = "1s") -> 
     return path
 
 
-@pytest.fixture
-def token(tmp_path: Path) -> Path:
-    path = tmp_path / "dashboard.token"
+def token_file(folder: Path) -> Path:
+    path = folder / "token"
     path.write_text(TOKEN + "\n")
     path.chmod(0o600)
     return path
 
 
-def test_promtool_takes_the_configuration(tmp_path: Path, token: Path) -> None:
-    assert f"{len(prometheus.texts())} rules found" in promtool("check", "config", configured(tmp_path, "a:1", token))
+def test_promtool_takes_the_configuration(tmp_path: Path) -> None:
+    path = configured(tmp_path, "a:1", token_file(tmp_path))
+    assert f"{len(prometheus.texts())} rules found" in promtool("check", "config", path)
 
 
 def test_promtool_takes_the_rules() -> None:
@@ -108,48 +109,49 @@ class Scraped:
 
 
 @contextmanager
-def running(command: list[str], says: Callable[[subprocess.Popen[str]], object]) -> Iterator[subprocess.Popen[str]]:
-    """A process until the test ends, and no longer."""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+def running(command: list[str]) -> Iterator[None]:
+    """A process until the test ends, and no longer. It says nothing, or what went wrong."""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         try:
-            says(process)
-            yield process
+            yield
         finally:
             process.terminate()
             try:
-                process.communicate(timeout=10)
+                process.wait(10)
             except subprocess.TimeoutExpired:
                 process.kill()
                 raise
 
 
-@pytest.fixture
-def scraped(own_worker: WorkerProcess, tmp_path: Path, token: Path) -> Iterator[Scraped]:
-    import sys
+@contextmanager
+def scraping(worker: WorkerProcess, folder: Path) -> Iterator[Scraped]:
+    """A dashboard and a Prometheus, both with the token."""
+    token, address = token_file(folder), f"127.0.0.1:{free_port()}"
+    with Dashboard(worker.address, options=("--token-file", str(token), "--store", ":memory:")) as dashboard:
+        configuration = configured(folder, dashboard.url.removeprefix("http://"), token)
+        server = [program("prometheus"), f"--config.file={configuration}", f"--storage.tsdb.path={folder / 'data'}"]
+        with running([*server, f"--web.listen-address={address}", "--log.level=warn"]):
+            wait_until(lambda: answers(f"http://{address}/-/ready"), "Prometheus is up", 30)
+            yield Scraped(f"http://{address}", dashboard.url, worker.address)
 
-    listen = f"127.0.0.1:{free_port()}"
-    dashboard = [sys.executable, "-m", "backhaul", "dashboard", "--listen", listen, "--worker", own_worker.address]
-    dashboard += ["--token-file", str(token), "--store", ":memory:"]
-    address = f"127.0.0.1:{free_port()}"
-    server = [program("prometheus"), f"--config.file={configured(tmp_path, listen, token)}"]
-    server += [f"--storage.tsdb.path={tmp_path / 'data'}", f"--web.listen-address={address}", "--log.level=warn"]
 
-    def answers(url: str) -> bool:
-        try:
-            return httpx.get(url).status_code == 200
-        except httpx.TransportError:
-            return False
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.TransportError:
+        return False
 
-    with (
-        running(dashboard, lambda _: wait_until(lambda: answers(f"http://{listen}/healthz"), "the dashboard is up")),
-        running(server, lambda _: wait_until(lambda: answers(f"http://{address}/-/ready"), "Prometheus is up", 30)),
-    ):
-        yield Scraped(f"http://{address}", f"http://{listen}", own_worker.address)
+
+@pytest.fixture(scope="module")
+def scraped(worker: WorkerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
+    """For tests that change nothing of it."""
+    with scraping(worker, tmp_path_factory.mktemp("prometheus")) as found:
+        wait_until(lambda: found.value("backhaul_worker_up") == 1, "it is scraped", 30)
+        yield found
 
 
 def test_prometheus_scrapes_a_dashboard_and_answers_with_what_it_shows(scraped: Scraped) -> None:
-    wait_until(lambda: scraped.value("backhaul_worker_up") == 1, "it is scraped", 30)
-    assert scraped.value(f'backhaul_worker_memory_budget_bytes{{worker="{scraped.worker}"}}') == 1 << 30
+    assert scraped.value(f'backhaul_worker_memory_budget_bytes{{worker="{scraped.worker}"}}') == 2 << 30
     assert scraped.value('up{job="backhaul"}') == 1
     assert scraped.value("count(backhaul_trainer_steps_total)") == 1
     (target,) = scraped.ask("targets")["activeTargets"]
@@ -163,7 +165,6 @@ def test_a_dashboard_refuses_whoever_has_no_token(scraped: Scraped) -> None:
 
 
 def test_prometheus_understands_each_query_of_the_grafana_dashboard(scraped: Scraped) -> None:
-    wait_until(lambda: scraped.value("backhaul_worker_up") == 1, "it is scraped", 30)
     for _, panels in ROWS:
         for panel in panels:
             for query in panel.queries:
@@ -171,12 +172,13 @@ def test_prometheus_understands_each_query_of_the_grafana_dashboard(scraped: Scr
                 scraped.ask("query", query=expr.replace("\\", "\\\\"))
 
 
-def test_a_worker_that_dies_is_an_alert(scraped: Scraped, own_worker: WorkerProcess) -> None:
-    wait_until(lambda: scraped.value("backhaul_worker_up") == 1, "it is scraped", 30)
-    own_worker.end()
+def test_a_worker_that_dies_is_an_alert(own_worker: WorkerProcess, tmp_path: Path) -> None:
+    with scraping(own_worker, tmp_path) as scraped:
+        wait_until(lambda: scraped.value("backhaul_worker_up") == 1, "it is scraped", 30)
+        own_worker.end()
 
-    def alerts() -> dict[str, str]:
-        return {found["labels"]["alertname"]: found["state"] for found in scraped.ask("alerts")["alerts"]}
+        def alerts() -> dict[str, str]:
+            return {found["labels"]["alertname"]: found["state"] for found in scraped.ask("alerts")["alerts"]}
 
-    wait_until(lambda: alerts() == {"WorkerUnreachable": "pending"}, "it is pending", 30)
-    wait_until(lambda: alerts() == {"WorkerUnreachable": "firing"}, "it fires", 60)
+        wait_until(lambda: alerts() == {"WorkerUnreachable": "pending"}, "it is pending", 30)
+        wait_until(lambda: alerts() == {"WorkerUnreachable": "firing"}, "it fires", 60)

@@ -9,6 +9,7 @@ import stat
 import tempfile
 import threading
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -17,7 +18,8 @@ import pytest
 
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_server.dashboard import history, history_file, schemas
-from backhaul_server.dashboard.history import History, default_path
+from backhaul_server.dashboard.history import History
+from backhaul_server.dashboard.history_options import default_path, parse_retention
 from conftest import wait_until
 from support.processes import open_files
 
@@ -248,6 +250,13 @@ def test_where_nothing_is_to_be_kept_nothing_is_written(tmp_path: Path, monkeypa
 )
 def test_the_default_path_follows_the_specification(environment: dict[str, str], expected: str) -> None:
     assert default_path(environment) == expected
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "1e9", "a month"])
+def test_a_retention_that_can_not_be_is_named(text: str) -> None:
+    assert parse_retention("0.5") == 0.5
+    with pytest.raises(ArgumentTypeError, match=f'"{text}" is not a number of days above 0'):
+        parse_retention(text)
 
 
 def test_a_corrupt_file_is_named_left_alone_and_done_without(path: str) -> None:

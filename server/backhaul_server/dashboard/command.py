@@ -7,6 +7,7 @@ import sys
 from backhaul_runtime.addresses import Address, parse_address, parse_addresses
 from backhaul_runtime.credentials import one_for_each, read_token
 from backhaul_runtime.errors import AddressError
+from backhaul_server.dashboard.history_options import RETENTION_DAYS, default_path, parse_retention
 
 HELP = "watch workers in a browser"
 
@@ -35,6 +36,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="with the token that the workers want, one for all or one for each in their order",
     )
+    parser.add_argument(
+        "--store",
+        default=default_path(),
+        metavar="FILE",
+        help="SQLite file that keeps runs and their steps; :memory: keeps none over a restart (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--retention",
+        type=parse_retention,
+        default=RETENTION_DAYS,
+        metavar="DAYS",
+        help="forget steps and runs after so long (default: %(default)g)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,13 +65,15 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     try:
         from backhaul_server.dashboard.app import create_app, serve
+        from backhaul_server.dashboard.history import History
     except ImportError as error:
         print(f"backhaul dashboard: {error}; pip install 'backhaul[server]' brings it", file=sys.stderr)
         return 2
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     print(f"backhaul dashboard on http://{shown}:{port}", flush=True)
-    serve(create_app(workers, tokens, token, address.host), listener)
+    app = create_app(workers, tokens, token, address.host, History(arguments.store, arguments.retention))
+    serve(app, listener)
     return 0
 
 

@@ -6,23 +6,20 @@ that is there already is ever renamed or deleted but runs and steps older than t
 """
 
 import asyncio
-import os
 import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import TypeVar
 
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_server.dashboard import schemas
-from backhaul_server.dashboard.history_file import MEMORY, HistoryFile, HistoryRefusedError, Told, told
+from backhaul_server.dashboard.history_file import HistoryFile, HistoryRefusedError, Told, told
 
 T = TypeVar("T")
 
-RETENTION_DAYS = 30.0
 WRITE_S = 1.0
 """Between two transactions, and between two attempts while the file can't be used."""
 FORGET_S = 3600.0
@@ -43,17 +40,6 @@ _CAUSES = {
 }
 _USABLE = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL}
 """After these what is there can still be read."""
-
-
-def default_path(environment: Mapping[str, str] = os.environ) -> str:
-    """Where history is kept unless told otherwise; in memory for a user without a home."""
-    state = Path(environment.get("XDG_STATE_HOME", ""))
-    if not state.is_absolute():  # also where it is not set: the specification ignores relative ones
-        home = environment.get("HOME", "")
-        if not home:
-            return MEMORY
-        state = Path(home) / ".local/state"
-    return str(state / "backhaul/history.sqlite3")
 
 
 class History:

@@ -17,8 +17,8 @@ from statistics import median
 
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_server.dashboard import schemas
+from backhaul_server.dashboard.history_options import MEMORY
 
-MEMORY = ":memory:"
 SCHEMA = 1
 BUSY_S = 0.3
 """How long another process may hold the file: a second's budget for stopping has room for it."""

@@ -1,0 +1,33 @@
+"""Where history is kept and for how long, as options say it. Imports nothing that a command's --help would wait for."""
+
+import os
+from argparse import ArgumentTypeError
+from collections.abc import Mapping
+from pathlib import Path
+
+MEMORY = ":memory:"
+"""The path that keeps nothing over a restart."""
+RETENTION_DAYS = 30.0
+_LONGEST_DAYS = 36_500.0
+
+
+def default_path(environment: Mapping[str, str] = os.environ) -> str:
+    """Where history is kept unless told otherwise; in memory for a user without a home."""
+    state = Path(environment.get("XDG_STATE_HOME", ""))
+    if not state.is_absolute():  # also where it is not set: the specification ignores relative ones
+        home = environment.get("HOME", "")
+        if not home:
+            return MEMORY
+        state = Path(home) / ".local/state"
+    return str(state / "backhaul/history.sqlite3")
+
+
+def parse_retention(text: str) -> float:
+    """Days, more than 0. Raises ArgumentTypeError."""
+    try:
+        days = float(text)
+    except ValueError:
+        days = 0.0
+    if not 0 < days <= _LONGEST_DAYS:
+        raise ArgumentTypeError(f'"{text}" is not a number of days above 0 and up to {_LONGEST_DAYS:g}')
+    return days
