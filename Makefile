@@ -17,15 +17,16 @@ test: $(VENV)/.dev
 
 # Debian's Prometheus reads our files and scrapes a dashboard. Where it is missing its package is unpacked, not installed:
 # that would start a service.
+PROMTOOL := build/prometheus/usr/bin/promtool
 test-monitoring: $(VENV)/.dev
-	@command -v prometheus promtool >/dev/null || test -x build/prometheus/usr/bin/promtool || $(MAKE) --silent build/prometheus
+	@{ command -v prometheus && command -v promtool; } >/dev/null || $(MAKE) --silent $(PROMTOOL)
 	$(BIN)/python -m pytest -m monitoring tests/monitoring
 
-build/prometheus:
+$(PROMTOOL):
 	@command -v apt-get >/dev/null || { echo "no prometheus and promtool here: install Prometheus 2.42 or newer"; exit 1; }
-	@mkdir -p build/packages
 	@if [ "$$(id -u)" = 0 ]; then apt-get update -qq; fi
-	cd build/packages && apt-get download prometheus && dpkg-deb --extract prometheus_*.deb ../prometheus
+	mkdir -p build/packages && cd build/packages && apt-get download -q -o APT::Sandbox::User=root prometheus
+	dpkg-deb --extract build/packages/prometheus_*.deb build/prometheus
 
 soak: $(VENV)/.dev
 	$(BIN)/python -m pytest -m soak
