@@ -14,7 +14,7 @@ NOBODY = "127.0.0.1:1"
 
 
 def dashboard(store: Path | str, worker: str, *options: str) -> Dashboard:
-    return Dashboard(worker, options=("--store", str(store), *options)).ready()
+    return Dashboard(worker, options=options, store=str(store)).ready()
 
 
 def kept(store: Path, training: Training, steps: int) -> None:
@@ -70,8 +70,7 @@ def test_nothing_is_left_where_nothing_was_asked_for(
     store: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    options = ("--store", store) if store else ()
-    with Dashboard(NOBODY, options=options).ready() as shown:
+    with Dashboard(NOBODY, store=store).ready() as shown:
         wait_until(lambda: shown.api("overview")["history"] == "", "it is kept")
     expected = [] if store else [tmp_path / "backhaul/history.sqlite3"]
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == expected

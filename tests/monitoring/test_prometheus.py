@@ -127,7 +127,7 @@ def running(command: list[str]) -> Iterator[None]:
 def scraping(worker: WorkerProcess, folder: Path) -> Iterator[Scraped]:
     """A dashboard and a Prometheus, both with the token."""
     token, address = token_file(folder), f"127.0.0.1:{free_port()}"
-    with Dashboard(worker.address, options=("--token-file", str(token), "--store", ":memory:")) as dashboard:
+    with Dashboard(worker.address, options=("--token-file", str(token))) as dashboard:
         configuration = configured(folder, dashboard.url.removeprefix("http://"), token)
         server = [program("prometheus"), f"--config.file={configuration}", f"--storage.tsdb.path={folder / 'data'}"]
         with running([*server, f"--web.listen-address={address}", "--log.level=warn"]):

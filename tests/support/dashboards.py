@@ -15,14 +15,21 @@ from conftest import wait_until
 class Dashboard:
     """`backhaul dashboard`, which answers when constructed; a context manager.
 
+    Args:
+        workers: What it watches.
+        options: For the command.
+        store: Where it keeps history; where it does by itself if None.
+
     Attributes:
         url: Where it is.
         process: Itself.
     """
 
-    def __init__(self, *workers: str, options: tuple[str, ...] = ()) -> None:
+    def __init__(self, *workers: str, options: tuple[str, ...] = (), store: str | None = ":memory:") -> None:
+        kept = ("--store", store) if store is not None else ()
+        command = [sys.executable, "-m", "backhaul", "dashboard", "--listen", "127.0.0.1:0", *kept, *options]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "backhaul", "dashboard", "--listen", "127.0.0.1:0", *options, "--worker", *workers],
+            [*command, "--worker", *workers],
             stdout=subprocess.PIPE,
             text=True,
         )
