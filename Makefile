@@ -7,7 +7,7 @@ CONSTRAINTS := $(if $(TORCH),build/constraints-torch-$(TORCH).txt,constraints.tx
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) $(PIP_ARGS)
 
-.PHONY: demo test soak bench lint types fmt proto check-proto ops docs picture clean test-monitoring monitoring
+.PHONY: demo test soak bench lint types fmt proto check-proto ops docs picture clean test-monitoring monitoring test-browser screenshots
 
 demo: $(VENV)/.server
 	$(BIN)/backhaul demo --dashboard --json demo.json $(if $(SERVE),--serve)
@@ -27,6 +27,17 @@ $(PROMTOOL):
 	@if [ "$$(id -u)" = 0 ]; then apt-get update -qq; fi
 	mkdir -p build/packages && cd build/packages && apt-get download -q -o APT::Sandbox::User=root prometheus
 	dpkg-deb --extract build/packages/prometheus_*.deb build/prometheus
+
+# Takes the machine's own Chromium, or that in BACKHAUL_CHROMIUM; root gets Debian's where there is none.
+test-browser: $(VENV)/.dev
+	@cd tests && $(abspath $(BIN))/python -m support.chromium --install
+	$(BIN)/python -m pytest -m browser tests/browser
+
+# The page's pictures in docs/images, from a training on this machine.
+screenshots: $(VENV)/.dev
+	$(BIN)/python -m pytest -m browser tests/browser/test_screenshots.py
+	mkdir -p docs/images
+	cp build/screenshots/dashboard-*.png docs/images/
 
 soak: $(VENV)/.dev
 	$(BIN)/python -m pytest -m soak

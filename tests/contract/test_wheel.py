@@ -26,6 +26,10 @@ def test_a_wheel_holds_all_that_runs_and_nothing_else(tmp_path: Path) -> None:
         "backhaul_proto/v1/segment_pb2.pyi",
         "backhaul_runtime/ops.txt",
         "backhaul_server/dashboard/static/index.html",
+        "backhaul_server/dashboard/static/js/page.js",
+        "backhaul_server/dashboard/static/vendor/inter/LICENSE",
+        "backhaul_server/dashboard/static/vendor/uplot/LICENSE",
+        "backhaul_server/dashboard/static/vendor/uplot/uPlot.iife.min.js",
     ):
         assert needed in names
     assert not [name for name in names if "__pycache__" in name or "test" in name]

@@ -1,0 +1,169 @@
+// uPlot as this page uses it: sized by its figure, in the page's colours, with a legend in words and a text alternative.
+
+import { colour, drawInTheme, translucent } from "./colour.js";
+import { element, explain, setText } from "./dom.js";
+import { clock } from "./format.js";
+
+const FONT = '11.5px "Inter", system-ui, sans-serif';
+const BYTE_STEPS = [0, 1, 2, 3, 4, 5].flatMap((power) => [1, 2, 5, 10, 20, 50, 100, 200, 500].map((count) => count * 1024 ** power));
+
+/**
+ * A chart in a figure.
+ *
+ * @param {HTMLElement} figure gets legend and plot
+ * @param {object} options
+ *   `series`: [{label, colour, dash?, kind: "area" | "line" | "bars"}], from the bottom of a stack to its top;
+ *   `stacked`: areas and bars stand on each other, lines do not;
+ *   `format`: of values; `isBytes`: ticks are round numbers of KiB, MiB and so on; `x`: "time", or the name of what is counted;
+ *   `height`; `hasLegend`; `top(max)`: upper end of the scale for the largest value;
+ *   `draw(uplot)`: draws more on top.
+ */
+export class Chart {
+  constructor(figure, options) {
+    this.options = { height: 220, hasLegend: true, ...options };
+    this.figure = figure;
+    this.values = [[]];
+    this.plot = element("div", { class: "plot", role: "img", "aria-label": figure.querySelector("figcaption").textContent });
+    this.note = element("p", { class: "empty", hidden: "" });
+    this.legend = element("ul", { class: "legend" });
+    if (this.options.hasLegend) figure.append(this.legend);
+    this.plot.style.minHeight = `${this.options.height}px`;
+    this.plot.append(this.note);
+    figure.append(this.plot);
+    this.setSeries(options.series ?? []);
+    new ResizeObserver(() => this.#resize()).observe(this.plot);
+    drawInTheme(() => this.#rebuild());
+  }
+
+  /** Other series, for charts whose series are chosen. */
+  setSeries(series) {
+    this.series = series;
+    this.values = [[], ...series.map(() => [])];
+    this.legend.replaceChildren(
+      ...series.map((one) => {
+        const swatch = element("span", { class: `swatch${one.kind === "line" ? " line" : ""}${one.dash?.length ? " dashed" : ""}`, "aria-hidden": "true" });
+        return element("li", {}, swatch, one.label, element("b"));
+      }),
+      ...(this.options.legendExtras?.() ?? []),
+    );
+    this.#rebuild();
+  }
+
+  #colourLegend() {
+    this.series.forEach((one, i) => {
+      const swatch = this.legend.children[i].firstChild;
+      swatch.style.background = one.kind === "line" ? "none" : colour(one.colour);
+      swatch.style.borderColor = colour(one.colour);
+    });
+  }
+
+  /**
+   * Shows x values and one list per series. Where there is nothing to show, `sentence` says why and what to do.
+   * @param {string} description what people hear who do not see the chart
+   */
+  update(values, description, sentence = "") {
+    this.values = values;
+    explain(this.note, sentence);
+    this.plot.toggleAttribute("data-empty", sentence !== "");
+    this.plot.setAttribute("aria-label", sentence || description);
+    this.uplot?.setData(this.#stack());
+    this.#showValues(null);
+  }
+
+  redraw() {
+    this.uplot?.redraw();
+  }
+
+  #isStacked(one) {
+    return this.options.stacked && one.kind !== "line";
+  }
+
+  #stack() {
+    const [x, ...lists] = this.values;
+    const sums = new Array(x.length).fill(0);
+    return [x, ...lists.map((list, s) => (this.#isStacked(this.series[s]) ? list.map((value, i) => (sums[i] += value ?? 0)) : list))];
+  }
+
+  #showValues(index) {
+    if (!this.options.hasLegend) return;
+    const [x, ...lists] = this.values;
+    const at = index ?? x.length - 1;
+    this.series.forEach((_, i) => setText(this.legend.children[i].lastChild, at >= 0 ? this.options.format(lists[i]?.[at] ?? null) : ""));
+  }
+
+  #resize() {
+    const width = this.plot.clientWidth;
+    if (width === 0) return;
+    if (this.uplot === undefined) this.#rebuild();
+    else if (this.uplot.width !== width) this.uplot.setSize({ width, height: this.options.height });
+  }
+
+  #rebuild() {
+    this.uplot?.destroy();
+    this.uplot = undefined;
+    this.#colourLegend();
+    const width = this.plot.clientWidth;
+    if (width === 0) return; // the observer calls again once there is room
+    this.uplot = new uPlot(this.#configuration(width), this.#stack(), this.plot);
+  }
+
+  #configuration(width) {
+    const { options, series } = this;
+    const isTime = options.x === "time";
+    const axis = { stroke: colour("faint"), font: FONT, labelFont: FONT, grid: { stroke: colour("grid"), width: 1 }, ticks: { show: false }, border: { show: false } };
+    // Drawn from the top of the stack down, each band over the lower part of the one before.
+    const bands = series.flatMap((one, i) => (i > 0 && this.#isStacked(one) ? [{ series: [i + 1, i] }] : []));
+    return {
+      width,
+      height: options.height,
+      padding: [10, isTime ? 28 : 14, 0, 0], // half a label of the last tick
+      legend: { show: false },
+      cursor: { y: false, drag: { x: false, y: false }, points: { show: false } },
+      scales: {
+        x: { time: false, range: options.xRange ?? ((_, min, max) => (min === max ? [min - 1, max + 1] : series[0]?.kind === "bars" ? [min - 0.6, max + 0.6] : [min, max])) },
+        y: { range: (_, min, max) => this.#range(min, max) },
+      },
+      axes: [
+        { ...axis, label: isTime ? "time of day" : options.x, labelSize: 18, size: 24, gap: 6, space: isTime ? 84 : 56, incrs: isTime ? [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600] : [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 1e4, 1e5], grid: { show: false }, values: (_, splits) => splits.map((value) => (isTime ? clock(value) : value.toLocaleString("en"))) },
+        { ...axis, gap: 8, space: 34, size: fitted, ...(options.isBytes ? { incrs: BYTE_STEPS } : {}), values: (_, splits) => splits.map((value) => rounded(options.format(value))) },
+      ],
+      bands,
+      series: [{}, ...series.map((one) => this.#seriesOf(one))],
+      hooks: {
+        setCursor: [(u) => this.#showValues(u.cursor.idx ?? null)],
+        draw: options.draw ? [(u) => options.draw(u)] : [],
+      },
+    };
+  }
+
+  #range(min, max) {
+    const top = max === null || max === undefined ? 1 : max;
+    if (this.options.fitsBelow && min !== null && min !== undefined) {
+      const room = Math.max((top - min) * 0.12, Math.abs(top) * 0.02, 1e-6);
+      return [min - room, top + room];
+    }
+    const wanted = this.options.top ? this.options.top(top) : top;
+    return [0, wanted > 0 ? wanted * 1.06 : 1];
+  }
+
+  #seriesOf(one) {
+    const line = { stroke: colour(one.colour), width: 1.75, dash: one.dash, points: { show: false }, spanGaps: true };
+    if (one.kind === "line") return line;
+    if (one.kind === "bars") return { ...line, width: 0, fill: colour(one.colour), paths: uPlot.paths.bars({ size: [0.72, 28], align: 0 }) };
+    return { ...line, width: 1, fill: translucent(one.colour, 0.72) };
+  }
+}
+
+/** Ticks are round numbers: "64.0 MiB" says no more than "64 MiB". */
+function rounded(text) {
+  return text.replace(/\.(\d*?)0+(?=\D|$)/, (_, digits) => (digits ? `.${digits}` : ""));
+}
+
+/** Room for the widest label of an axis, so that none is clipped. */
+function fitted(u, labels, index, cycle) {
+  const axis = u.axes[index];
+  if (cycle > 1) return axis._size; // else the size goes back and forth
+  const widest = (labels ?? []).reduce((longest, label) => (label.length > longest.length ? label : longest), "");
+  u.ctx.font = axis.font[0];
+  return Math.ceil(axis.gap + 4 + u.ctx.measureText(widest).width / devicePixelRatio);
+}

@@ -1,0 +1,78 @@
+// Numbers as people read them, always with their unit.
+
+export const NONE = "–";
+const BYTE_UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+const MINUS = "\u2212";
+
+/** 1536 is "1.50 KiB": three digits say enough. */
+export function bytes(count) {
+  if (count === null || count === undefined) return NONE;
+  let value = Math.abs(count);
+  let unit = 0;
+  while (value >= 1023.5 && unit < BYTE_UNITS.length - 1) {
+    value /= 1024;
+    unit += 1;
+  }
+  return `${count < 0 ? MINUS : ""}${unit === 0 ? Math.round(value) : threeDigits(value)} ${BYTE_UNITS[unit]}`;
+}
+
+/** 0.0421 is "0.042", 4.213 "4.21", 42.13 "42.1", 421.3 "421", 4213 "4,213". */
+export function threeDigits(value) {
+  const size = Math.abs(value);
+  const digits = size >= 99.95 ? 0 : size >= 9.995 ? 1 : size >= 0.1 || size === 0 ? 2 : 3;
+  const text = size.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+  return value < 0 && Number(text) !== 0 ? MINUS + text : text;
+}
+
+/** Below a second in ms, above in s. */
+export function milliseconds(value) {
+  if (value === null || value === undefined) return NONE;
+  return Math.abs(value) < 1000 ? `${threeDigits(value)} ms` : `${threeDigits(value / 1000)} s`;
+}
+
+/** How long something lasts or is ago: "4 s", "12 min", "3.2 h", "5 d". */
+export function duration(seconds) {
+  const value = Math.max(0, seconds);
+  if (value < 99.5) return `${Math.round(value)} s`;
+  if (value < 99.5 * 60) return `${Math.round(value / 60)} min`;
+  if (value < 48 * 3600) return `${(value / 3600).toFixed(1)} h`;
+  return `${Math.round(value / 86400)} d`;
+}
+
+export function count(value) {
+  return value === null || value === undefined ? NONE : value.toLocaleString("en");
+}
+
+/** 0.9983 is "99.8 %"; what is not all is never rounded to all. */
+export function percent(share) {
+  if (share === null || share === undefined) return NONE;
+  const value = share * 100;
+  if (value > 99.9 && value < 100) return "99.9 %";
+  const text = value >= 99.95 || value === 0 ? value.toFixed(0) : value.toFixed(1);
+  return `${text} %`;
+}
+
+export function loss(value) {
+  return value === null || value === undefined ? NONE : value.toFixed(4);
+}
+
+/** Relative differences: 0 is equal bits. */
+export function drift(value) {
+  return value === 0 ? "0" : value.toExponential(1).replace("-", MINUS);
+}
+
+/** Time of day, 24 hours, by the viewer's clock. */
+export function clock(atS) {
+  return new Date(atS * 1000).toLocaleTimeString("en-GB");
+}
+
+export function date(atS) {
+  const at = new Date(atS * 1000);
+  const day = at.toLocaleDateString("en-GB", { day: "numeric", month: "short" });
+  return `${day} ${at.toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" })}`;
+}
+
+/** Runs have random names: their first letters tell them apart. */
+export function runName(run) {
+  return run.slice(0, 8);
+}

@@ -1,0 +1,109 @@
+// The headline: tiles and alerts, from each live event.
+
+import { byId, element, icon, setAttribute, setText } from "./dom.js";
+import { bytes, count, duration, NONE, percent, runName, threeDigits } from "./format.js";
+
+const SHOWN_ALERTS = matchMedia("(max-width: 640px)").matches ? 1 : 3;
+const alerts = new Map();
+let areAllShown = false;
+
+function tile(name, figure, note, level = null) {
+  const found = document.querySelector(`[data-tile="${name}"]`);
+  const [value, unit] = figure;
+  const shown = found.querySelector(".figure");
+  if (shown.dataset.shown !== figure.join()) {
+    shown.replaceChildren(value, ...(unit ? [element("small", {}, ` ${unit}`)] : []));
+    shown.dataset.shown = figure.join();
+  }
+  setText(found.querySelector(".note"), note);
+  setAttribute(found, "data-level", level);
+}
+
+export function showOverview(overview) {
+  const missing = overview.workers - overview.healthy_workers;
+  tile(
+    "workers",
+    [count(overview.healthy_workers), `of ${count(overview.workers)}`],
+    missing > 0 ? `${count(missing)} not healthy` : "all healthy",
+    missing > 0 ? "bad" : null,
+  );
+  tile("sessions", [count(overview.sessions)], overview.sessions === 0 ? "no trainer connected" : "open now");
+  tile("rate", [threeDigits(overview.steps_per_s), "/s"], "all runs, last 30 s");
+  tile("saved", bytes(overview.saved_bytes).split(" "), `peak ${bytes(overview.peak_saved_bytes)}`);
+  const added = overview.added_ms_per_step;
+  const parts = `wait ${threeDigits(overview.wait_ms_per_step)} + own ${threeDigits(overview.overhead_ms_per_step)} − spared ${threeDigits(overview.spared_ms_per_step)} ms`;
+  tile("added", [`${added > 0 ? "+" : ""}${threeDigits(added)}`, "ms"], parts);
+  const isKnown = overview.remote_share !== null;
+  tile("remote", isKnown ? percent(overview.remote_share).split(" ") : [NONE], isKnown ? "last 5 min" : "nothing recomputed yet");
+  tile("fallbacks", [count(overview.fallbacks)], "last 5 min", overview.fallbacks > 0 ? "bad" : null);
+  const dropped = overview.dropped_reports;
+  setText(
+    byId("history"),
+    [
+      overview.history ? `No history: ${overview.history}.` : "Runs are kept in the history.",
+      dropped ? `Trainers left out ${count(dropped)} reports for want of room.` : "",
+    ].join(" "),
+  );
+}
+
+export function showAlerts(list, nowS) {
+  const host = byId("alerts");
+  const ordered = [...list].sort((a, b) => a.severity.localeCompare(b.severity) || a.since_s - b.since_s);
+  const shown = areAllShown ? ordered : ordered.slice(0, SHOWN_ALERTS);
+  const keys = new Set();
+  shown.forEach((alert, i) => {
+    const key = `${alert.name} ${alert.subject} ${alert.severity}`;
+    keys.add(key);
+    if (!alerts.has(key)) alerts.set(key, alertElement(alert));
+    const found = alerts.get(key);
+    setText(found.querySelector(".alert-summary"), alert.summary);
+    setText(found.querySelector("time"), `for ${duration(nowS - alert.since_s)}`);
+    if (host.children[i] !== found) host.insertBefore(found, host.children[i] ?? null);
+  });
+  for (const [key, found] of alerts) {
+    if (keys.has(key)) continue;
+    found.remove();
+    alerts.delete(key);
+  }
+  showRest(host, ordered.length - SHOWN_ALERTS, list, nowS);
+  host.hidden = list.length === 0;
+}
+
+function alertElement(alert) {
+  return element(
+    "div",
+    { class: "alert", "data-severity": alert.severity },
+    icon(alert.severity),
+    element(
+      "p",
+      {},
+      element("span", { class: "hidden" }, `${alert.severity}: `),
+      element("span", { class: "alert-name" }, alert.name),
+      element("span", { class: "alert-subject" }, subjectOf(alert)),
+      element("span", { class: "alert-summary" }),
+    ),
+    element("time"),
+  );
+}
+
+/** What the summary names already is not named twice; of a run's random name the beginning is enough. */
+function subjectOf(alert) {
+  if (alert.summary.includes(alert.subject)) return "";
+  return /^[0-9a-f]{16,}$/.test(alert.subject) ? runName(alert.subject) : alert.subject;
+}
+
+function showRest(host, rest, list, nowS) {
+  let button = host.querySelector(".rest");
+  if (button === null) {
+    button = element("button", { type: "button", class: "rest" });
+    button.addEventListener("click", () => {
+      areAllShown = !areAllShown;
+      showAlerts(button.alerts.list, button.alerts.nowS);
+    });
+  }
+  button.alerts = { list, nowS };
+  button.hidden = rest <= 0;
+  setText(button, areAllShown ? "Show fewer" : `Show ${rest} more`);
+  button.setAttribute("aria-expanded", areAllShown);
+  if (host.lastChild !== button) host.append(button);
+}

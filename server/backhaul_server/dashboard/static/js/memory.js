@@ -1,0 +1,168 @@
+// Memory over time: a worker's tiers or a run's share of workers, and beside it what the trainer itself needed.
+
+import { Chart } from "./chart.js";
+import { colour } from "./colour.js";
+import { byId, element, setOptions, setText } from "./dom.js";
+import { bytes, count, duration, runName } from "./format.js";
+import { ask, Poll } from "./poll.js";
+
+const TIERS = [
+  { label: "segments", field: "segment_bytes", colour: "blue", kind: "area" },
+  { label: "working", field: "working_bytes", colour: "orange", kind: "area" },
+  { label: "results", field: "result_bytes", colour: "green", kind: "area" },
+  { label: "cached", field: "cached_bytes", colour: "sky", kind: "area" },
+];
+const HELD = [{ label: "held for this run", field: "held_bytes", colour: "blue", kind: "area" }];
+const TRAINER = [
+  { label: "trainer’s peak", field: "trainer_peak_bytes", colour: "vermilion", kind: "line" },
+  { label: "saved by workers", field: "saved_bytes", colour: "green", kind: "line", dash: [6, 3] },
+];
+const POINTS = 240;
+const POINTS_OF_MANY = 90; // every worker is answered at once, so of many workers each gets fewer
+const MANY = 8;
+const OFTEN_MS = 1000;
+const SELDOM_MS = 3000;
+const MOST_HEADROOM = 2.5; // a budget further above the data than this would press it flat
+const MARKS = { eviction: ["▼", "purple"], refusal: ["✕", "vermilion"] };
+
+let shown = null; // the history in the left chart
+let view = "";
+let poll = null;
+
+const held = new Chart(byId("memory-held"), {
+  stacked: true,
+  isBytes: true,
+  format: bytes,
+  x: "time",
+  height: 250,
+  top: (max) => (shown && showsBudget(max) ? Math.max(max, shown.budget_bytes) : max),
+  draw: drawBudgetAndMarks,
+  legendExtras: () => [
+    element("li", { id: "memory-budget-key" }),
+    element("li", { id: "memory-evictions" }),
+    element("li", { id: "memory-refusals" }),
+  ],
+});
+const trainer = new Chart(byId("memory-trainer"), { isBytes: true, format: bytes, x: "time", height: 250, series: TRAINER });
+
+/** Whether the scale reaches up to the budget, over data of at most so many bytes. */
+function showsBudget(max) {
+  return byId("memory-budget").checked || shown.budget_bytes < MOST_HEADROOM * max;
+}
+
+/** The dashed line of the budget, and a shape on the upper edge where something was evicted or refused. */
+function drawBudgetAndMarks(u) {
+  if (shown === null) return;
+  const { ctx } = u;
+  const { left, top, width, height } = u.bbox;
+  const ratio = devicePixelRatio;
+  ctx.save();
+  const y = u.valToPos(shown.budget_bytes, "y", true);
+  ctx.strokeStyle = ctx.fillStyle = colour("bad");
+  ctx.lineWidth = 1.5 * ratio;
+  ctx.font = `${11.5 * ratio}px Inter, system-ui, sans-serif`;
+  ctx.textAlign = "right";
+  if (y >= top && shown.budget_bytes > 0) {
+    ctx.setLineDash([6 * ratio, 4 * ratio]);
+    ctx.beginPath();
+    ctx.moveTo(left, y);
+    ctx.lineTo(left + width, y);
+    ctx.stroke();
+  }
+  ctx.font = `${12 * ratio}px system-ui, sans-serif`;
+  ctx.textAlign = "center";
+  ctx.textBaseline = "top";
+  for (const mark of shown.marks ?? []) {
+    const x = u.valToPos(mark.at_s, "x", true);
+    if (x < left || x > left + width) continue;
+    const [shape, name] = MARKS[mark.kind];
+    ctx.fillStyle = colour(name);
+    ctx.fillText(shape, x, top + (mark.kind === "refusal" ? 13 * ratio : 0));
+  }
+  ctx.restore();
+}
+
+function showMarks(history) {
+  const total = (kind) => (history.marks ?? []).filter((mark) => mark.kind === kind).reduce((sum, mark) => sum + mark.count, 0);
+  const fields = (history.marks ? TIERS : HELD).map((tier) => history[tier.field]);
+  const most = Math.max(0, ...history.at_s.map((_, i) => fields.reduce((sum, list) => sum + list[i], 0)));
+  const isOnScale = showsBudget(most) || most >= history.budget_bytes;
+  const line = element("span", { class: "swatch line dashed", "aria-hidden": "true" });
+  line.style.borderColor = colour("bad");
+  byId("memory-budget-key").replaceChildren(line, "budget", element("b", {}, bytes(history.budget_bytes)), isOnScale ? "" : "(above)");
+  for (const [id, kind, name] of [["memory-evictions", "eviction", "evictions"], ["memory-refusals", "refusal", "refusals"]]) {
+    const swatch = element("span", { class: "swatch mark", "aria-hidden": "true" }, MARKS[kind][0]);
+    swatch.style.color = colour(MARKS[kind][1]);
+    byId(id).replaceChildren(swatch, name, element("b", {}, count(total(kind))));
+    byId(id).hidden = history.marks === undefined;
+  }
+}
+
+function options(history) {
+  return [
+    { label: "Worker", options: history.workers.map((worker) => [`worker ${worker.worker}`, worker.worker]) },
+    { label: "Run", options: history.runs.map((run) => [`run ${run.run}`, `${runName(run.run)} (${run.trainer})`]) },
+  ].filter((group) => group.options.length > 0);
+}
+
+function showHeld(history, kind) {
+  const series = kind === "run" ? HELD : TIERS;
+  if (view !== kind) {
+    held.setSeries(series);
+    view = kind;
+  }
+  shown = history;
+  const lists = series.map((tier) => history[tier.field]);
+  const total = lists.reduce((sum, list) => sum + (list.at(-1) ?? 0), 0);
+  const parts = series.map((tier, i) => `${tier.label} ${bytes(lists[i].at(-1) ?? 0)}`).join(", ");
+  const who = kind === "run" ? `Held for run ${runName(history.run)} on all of its workers` : `Held by worker ${history.worker}`;
+  setText(byId("memory-held").querySelector("figcaption"), who);
+  held.update(
+    [history.at_s, ...lists],
+    `${who}, last ${windowText()}: now ${bytes(total)} of ${bytes(history.budget_bytes)}; ${parts}.`,
+    history.at_s.length > 0 ? "" : "Nothing was heard of this worker yet: see its state under Workers.",
+  );
+  showMarks(history);
+}
+
+function showTrainer(run) {
+  const caption = byId("memory-trainer").querySelector("figcaption");
+  setText(caption, run ? `Trainer ${run.trainer}, its own memory` : "Trainer’s own memory");
+  const isEmpty = run === undefined || !run.trainer_peak_bytes.some((value) => value > 0);
+  trainer.update(
+    run ? [run.at_s, run.trainer_peak_bytes.map((value) => value || null), run.saved_bytes] : [[], [], []],
+    run ? `Trainer ${run.trainer}: peak ${bytes(run.trainer_peak_bytes.at(-1))}, saved by workers ${bytes(run.saved_bytes.at(-1))}.` : "",
+    isEmpty ? "No trainer has told of a step in this time. Start one with backhaul.connect(), or look further back." : "",
+  );
+}
+
+function windowText() {
+  return duration(Number(byId("memory-window").value));
+}
+
+async function refresh(signal) {
+  const seconds = byId("memory-window").value;
+  const workers = byId("memory-of").querySelectorAll("optgroup:first-child option").length;
+  poll.intervalMs = workers > MANY ? SELDOM_MS : OFTEN_MS;
+  const history = await ask("/api/v1/memory", { seconds, points: workers > MANY ? POINTS_OF_MANY : POINTS }, signal);
+  const chosen = setOptions(byId("memory-of"), options(history));
+  const name = chosen.slice(chosen.indexOf(" ") + 1);
+  const run = history.runs.find((one) => one.run === name);
+  const worker = history.workers.find((one) => one.worker === name);
+  if (chosen.startsWith("run ") && run) showHeld(run, "run");
+  else if (worker) showHeld(worker, "worker");
+  else {
+    held.setSeries(TIERS);
+    held.update([[], [], [], [], []], "", "No worker is watched. Start the dashboard with --worker ADDRESS.");
+  }
+  showTrainer(run ?? history.runs[0]);
+}
+
+export function startMemory() {
+  poll = new Poll(byId("memory"), OFTEN_MS, refresh);
+  for (const id of ["memory-of", "memory-window"]) byId(id).addEventListener("change", () => poll.now());
+  byId("memory-budget").addEventListener("change", () => {
+    held.uplot?.setData(held.uplot.data);
+    if (shown) showMarks(shown);
+  });
+}

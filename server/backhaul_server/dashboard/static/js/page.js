@@ -1,0 +1,54 @@
+// Starts the page's parts and hands them what is live. Nothing here changes anything but the page.
+
+import { byId, setAttribute, setText } from "./dom.js";
+import { count, duration } from "./format.js";
+import { showFleet, startFleet } from "./fleet.js";
+import { showAlerts, showOverview } from "./headline.js";
+import { offerWorkers, startLatency } from "./latency.js";
+import { follow } from "./live.js";
+import { startMemory } from "./memory.js";
+import { startRuns } from "./runs.js";
+import { offerRuns as offerSegmentRuns, startSegments } from "./segments.js";
+import { offerRuns as offerTimelineRuns, startTimeline } from "./timeline.js";
+
+let hasNumbers = false;
+
+function showLive(live) {
+  hasNumbers = true;
+  showOverview(live.overview);
+  showAlerts(live.alerts, live.overview.at_s);
+  showFleet(live);
+  offerWorkers(live.workers);
+  offerTimelineRuns(live.runs);
+  offerSegmentRuns(live.runs);
+  setText(byId("status").lastElementChild, `live, ${count(live.overview.healthy_workers)} of ${count(live.overview.workers)} workers`);
+}
+
+function showAge(ageS) {
+  setAttribute(byId("status"), "data-state", ageS === null ? "live" : "stale");
+  document.body.classList.toggle("is-stale", ageS !== null);
+  if (ageS === null) return;
+  const age = duration(ageS);
+  setText(byId("status").lastElementChild, hasNumbers ? `no answer, numbers are ${age} old` : `no answer for ${age}`);
+}
+
+/** Marks the section in view in the navigation. */
+function followSections() {
+  const links = [...document.querySelectorAll(".sections a")];
+  const sections = links.map((link) => document.querySelector(link.hash));
+  const mark = () => {
+    const current = scrollY < 8 ? 0 : Math.max(0, sections.findLastIndex((section) => section.getBoundingClientRect().top < innerHeight * 0.35));
+    links.forEach((link, i) => setAttribute(link, "aria-current", i === current ? "true" : null));
+  };
+  addEventListener("scroll", mark, { passive: true });
+  mark();
+}
+
+startMemory();
+startLatency();
+startTimeline();
+startSegments();
+startFleet();
+startRuns();
+followSections();
+follow(showLive, showAge);

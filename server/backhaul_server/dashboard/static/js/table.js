@@ -1,0 +1,173 @@
+// Tables whose rows live on from one answer to the next, so that focus, selection and what is unfolded survive.
+
+import { element, icon, setAttribute, setText } from "./dom.js";
+
+/**
+ * A column: `title` of its head; `cell(item)` gives its text; `isText` aligns it left; `className` of its cells;
+ * `level(item)` marks it; `sort` names the field to sort by; `paint(cell, item)` draws other things than text;
+ * `hint` explains its head.
+ */
+export class Table {
+  /**
+   * @param {HTMLTableElement} table with an empty thead and tbody
+   * @param {object[]} columns see above
+   * @param {(item: object) => string} key names an item
+   * @param {{details?: (item: object) => Node[], level?: (item: object) => string | null, onSort?: Function}} options
+   */
+  constructor(table, columns, key, options = {}) {
+    this.body = table.tBodies[0];
+    this.columns = columns;
+    this.key = key;
+    this.options = options;
+    this.rows = new Map();
+    this.open = new Set();
+    table.tHead.replaceChildren(element("tr", {}, ...columns.map((column) => this.#head(column))));
+    this.heads = [...table.tHead.rows[0].cells];
+    moveWithArrows(this.body);
+  }
+
+  #head(column) {
+    const head = element("th", { scope: "col", title: column.hint });
+    if (column.isText) head.classList.add("text");
+    if (column.sort && this.options.onSort) {
+      const button = element("button", { type: "button" }, column.title);
+      button.addEventListener("click", () => this.options.onSort(column.sort));
+      head.append(button);
+    } else {
+      head.append(column.title);
+    }
+    return head;
+  }
+
+  /** Shows by which field, and in which direction, the rows are sorted. */
+  showSort(field, descending) {
+    this.columns.forEach((column, i) => {
+      setAttribute(this.heads[i], "aria-sort", column.sort === field ? (descending ? "descending" : "ascending") : null);
+    });
+  }
+
+  /** Shows these items, in this order. */
+  update(items) {
+    const seen = new Set();
+    let next = this.body.firstChild;
+    for (const item of items) {
+      const key = this.key(item);
+      seen.add(key);
+      let row = this.rows.get(key);
+      if (row === undefined) {
+        row = this.#row(key);
+        this.rows.set(key, row);
+      }
+      this.#fill(row, item);
+      for (const part of row.more.parentNode || this.open.has(key) ? [row.row, row.more] : [row.row]) {
+        if (part === next) next = next.nextSibling;
+        else this.body.insertBefore(part, next);
+      }
+    }
+    for (const [key, row] of this.rows) {
+      if (seen.has(key)) continue;
+      row.row.remove();
+      row.more.remove();
+      this.rows.delete(key);
+    }
+  }
+
+  #row(key) {
+    const cells = this.columns.map((column) => {
+      const classes = [column.isText ? "text" : "", column.className ?? ""].join(" ").trim();
+      return element("td", classes ? { class: classes } : {});
+    });
+    const made = { row: element("tr", {}, ...cells), more: element("tr", { class: "more" }), cells, item: null };
+    if (this.options.details) {
+      made.more.append(element("td", { colspan: this.columns.length }));
+      const text = element("span");
+      made.expander = element("button", { type: "button", class: "expander", "aria-expanded": "false" }, icon("chevron"), text);
+      made.expander.addEventListener("click", () => this.#toggle(key, made));
+      made.cells[this.options.expands ?? 0].append(made.expander);
+      made.label = text;
+    }
+    return made;
+  }
+
+  #toggle(key, made) {
+    if (this.open.delete(key)) {
+      made.more.remove();
+    } else {
+      this.open.add(key);
+      made.more.firstChild.replaceChildren(...this.options.details(made.item));
+      made.row.after(made.more);
+    }
+    made.expander.setAttribute("aria-expanded", this.open.has(key));
+  }
+
+  #fill(made, item) {
+    made.item = item;
+    this.columns.forEach((column, i) => {
+      const target = made.label && i === (this.options.expands ?? 0) ? made.label : made.cells[i];
+      if (column.paint) column.paint(target, item);
+      else setText(target, column.cell(item));
+      if (column.level) setAttribute(made.cells[i], "data-level", column.level(item));
+    });
+    if (this.options.level) setAttribute(made.row, "data-level", this.options.level(item));
+    const key = this.key(item);
+    if (this.open.has(key)) {
+      const facts = this.options.details(item);
+      const cell = made.more.firstChild;
+      if (facts.map((fact) => fact.textContent).join() !== cell.textContent) cell.replaceChildren(...facts);
+      made.expander.setAttribute("aria-expanded", "true");
+    }
+  }
+}
+
+/** Up and down move the focus between rows, or between the same button or box of neighbouring rows. */
+export function moveWithArrows(body) {
+  body.addEventListener("keydown", (event) => {
+    if (event.key !== "ArrowDown" && event.key !== "ArrowUp") return;
+    const selector = event.target.tagName === "TR" ? "tr[tabindex]" : `td > ${event.target.tagName.toLowerCase()}`;
+    const stops = [...body.querySelectorAll(selector)];
+    const next = stops[stops.indexOf(event.target) + (event.key === "ArrowDown" ? 1 : -1)];
+    if (next === undefined) return;
+    event.preventDefault();
+    next.focus();
+  });
+}
+
+/** Names and values, as a list that wraps. */
+export function facts(entries) {
+  return element(
+    "dl",
+    { class: "facts" },
+    ...Object.entries(entries).map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, String(value)))),
+  );
+}
+
+const STATES = {
+  serving: ["ok", "good"],
+  running: ["ok", "good"],
+  draining: ["warning", "warn"],
+  silent: ["warning", "warn"],
+  unreachable: ["critical", "bad"],
+  ended: ["idle", "idle"],
+};
+
+/** A state by shape, word and colour. */
+export function paintState(cell, state) {
+  const [name, level] = STATES[state];
+  if (cell.firstChild?.dataset?.state === state) return;
+  cell.replaceChildren(element("span", { class: "state", "data-state": state, "data-level": level }, icon(name), state));
+}
+
+/** A share of a budget as a bar and in words. */
+export function paintMeter(cell, share, text) {
+  let meter = cell.firstChild;
+  if (meter === null) {
+    meter = element("span", { class: "meter" });
+    const track = element("span", { class: "meter-track", "aria-hidden": "true" });
+    track.append(element("span", { class: "meter-fill" }));
+    meter.append(track, element("span"));
+    cell.append(meter);
+  }
+  setAttribute(meter, "data-level", share > 0.95 ? "bad" : share > 0.8 ? "warn" : null);
+  meter.querySelector(".meter-fill").style.transform = `scaleX(${Math.min(1, Math.max(0, share)).toFixed(3)})`;
+  setText(meter.lastChild, text);
+}

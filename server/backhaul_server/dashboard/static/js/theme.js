@@ -1,0 +1,47 @@
+// Runs before the page is drawn, so that a remembered theme never flashes the other one.
+"use strict";
+{
+  const KEY = "backhaul-theme";
+  const NEXT = { auto: "light", light: "dark", dark: "auto" };
+  const root = document.documentElement;
+
+  const stored = () => {
+    try {
+      return localStorage.getItem(KEY);
+    } catch {
+      return null; // storage may be forbidden; the theme then lasts as long as the page
+    }
+  };
+
+  let theme = stored() in NEXT ? stored() : "auto";
+  const apply = () => {
+    if (theme === "auto") delete root.dataset.theme;
+    else root.dataset.theme = theme;
+  };
+  apply();
+
+  document.addEventListener("DOMContentLoaded", () => {
+    const button = document.getElementById("theme");
+    if (button === null) return;
+    const label = () => {
+      const text = `Theme: ${theme === "auto" ? "as the system" : theme}`;
+      button.setAttribute("aria-label", text);
+      button.title = text;
+      button.querySelector("use")?.setAttribute("href", `#icon-${theme}`);
+    };
+    const announce = () => document.dispatchEvent(new Event("themechange"));
+    label();
+    button.addEventListener("click", () => {
+      theme = NEXT[theme];
+      try {
+        localStorage.setItem(KEY, theme);
+      } catch {
+        // see above
+      }
+      apply();
+      label();
+      announce();
+    });
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", announce);
+  });
+}

@@ -1,0 +1,221 @@
+// The timeline's controls, its table of steps, and the panel of the segment that was picked.
+
+import { drawInTheme, LANE_COLOURS } from "./colour.js";
+import { byId, element, explain, icon, setIcon, setOptions, setText, speak } from "./dom.js";
+import { bytes, count, drift, milliseconds, percent, runName } from "./format.js";
+import { describe, Lanes } from "./lanes.js";
+import { ask, pathTo, Poll } from "./poll.js";
+import { Table } from "./table.js";
+import { hideTip, showTip } from "./tip.js";
+
+const ZOOM = 1.6;
+const DRAG_PIXELS = 4;
+const OLDEST_MS = 10_000;
+
+const canvas = element("canvas", { tabindex: "0", role: "application", "aria-roledescription": "timeline", "aria-label": "Timeline" });
+const note = element("p", { class: "empty", hidden: "" });
+const keys = element("p", { class: "hint", id: "timeline-workers" });
+const lanes = new Lanes(canvas);
+let poll = null;
+let isPaused = false;
+let steps = null;
+let told = ""; // which step of which run is the last
+let shown = { told: null, atMs: 0 };
+
+function pause(paused) {
+  isPaused = paused;
+  const button = byId("timeline-pause");
+  button.setAttribute("aria-pressed", paused);
+  setIcon(button.firstElementChild, paused ? "play" : "pause");
+  setText(button.lastElementChild, paused ? "Resume" : "Pause");
+  if (!paused) poll.now();
+}
+
+/** Shows the call of a bar in the panel; the timeline stands still meanwhile. */
+function pick(bar) {
+  lanes.picked = bar;
+  lanes.draw();
+  if (bar === null) {
+    byId("call").hidden = true;
+    return;
+  }
+  if (!isPaused) pause(true);
+  const call = lanes.timeline.calls[bar.call];
+  const entries = [
+    ["Step", String(call.step)],
+    ["Worker", call.worker || "none"],
+    ["Recomputed as", call.decision || "not recomputed"],
+    ["Sent", bytes(call.up_bytes)],
+    ["Received", bytes(call.down_bytes)],
+    ["Own overhead", milliseconds(call.overhead_ms)],
+    ["Retries", count(call.retries)],
+    ["Mismatches", count(call.mismatches)],
+    ["Drift", drift(call.drift)],
+  ];
+  for (const lane of Object.keys(LANE_COLOURS)) {
+    const spans = lanes.timeline.spans.filter((span) => span.call === bar.call && span.lane === lane);
+    if (spans.length > 0) entries.push([lane[0].toUpperCase() + lane.slice(1), milliseconds(spans.reduce((sum, span) => sum + span.duration_ms, 0))]);
+  }
+  const list = element("dl", {}, ...entries.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]));
+  if (call.reason) list.append(element("dt", {}, "Why"), element("dd", { class: "long" }, call.reason));
+  const close = element("button", { type: "button", class: "icon-only quiet", "aria-label": "Close" }, icon("close"));
+  close.addEventListener("click", () => {
+    pick(null);
+    canvas.focus();
+  });
+  const title = element("h3", {}, call.segment, call.is_fallback ? element("span", { class: "error" }, " fallback") : "");
+  byId("call").replaceChildren(element("div", { class: "call-head" }, title, close), list);
+  byId("call").hidden = false;
+}
+
+function showSteps(timeline) {
+  steps.update(timeline.steps);
+  const workers = lanes.workers.length > 1 ? lanes.workers.map((worker, i) => `w${i + 1} ${worker}`).join(" · ") : (lanes.workers[0] ?? "");
+  setText(keys, workers + (timeline.left_out ? ` · the ${count(timeline.left_out)} shortest bars are left out: show fewer steps` : ""));
+  const told = timeline.steps.map((step) => `step ${step.number} took ${milliseconds(step.duration_ms)}, overlap ${percent(step.overlap)}, exposed wait ${milliseconds(step.wait_ms)}`);
+  canvas.setAttribute("aria-label", `Timeline. ${told.join("; ")}. Arrow keys go from bar to bar, Enter shows its segment, plus and minus zoom.`);
+}
+
+function show(timeline) {
+  lanes.show(timeline);
+  byId("call").hidden = true;
+  const isEmpty = timeline.steps.length === 0;
+  explain(note, isEmpty ? "No step was told yet. Trainers report each step once their optimizer has stepped: start one with backhaul.connect()." : "");
+  canvas.hidden = isEmpty;
+  byId("steps").hidden = isEmpty;
+  showSteps(timeline);
+  byId("timeline-export").href = pathTo("/api/v1/timeline/trace", { run: timeline.run, steps: byId("timeline-steps").value });
+}
+
+async function refresh(signal) {
+  if (isPaused) return;
+  // Thousands of bars are not fetched again for nothing; calls of a step may be told a little after it.
+  const isKnown = shown.told === told && performance.now() - shown.atMs < OLDEST_MS;
+  if (isKnown) return;
+  const asked = { told, atMs: performance.now() };
+  const timeline = await ask("/api/v1/timeline", { run: byId("timeline-run").value, steps: byId("timeline-steps").value }, signal);
+  if (isPaused || lanes.pointed !== null) return;
+  show(timeline);
+  shown = asked;
+}
+
+/** Runs to choose from; of each live event. */
+export function offerRuns(runs) {
+  told = runs.map((run) => `${run.run} ${run.last_step}`).join();
+  setOptions(byId("timeline-run"), [["", "newest"], ...runs.map((run) => [run.run, `${runName(run.run)} (${run.trainer})`])]);
+}
+
+function zoom(factor, x = null) {
+  if (lanes.timeline === null) return;
+  if (!isPaused) pause(true);
+  lanes.zoom(factor, x);
+}
+
+function onKey(event) {
+  const actions = {
+    "+": () => zoom(ZOOM),
+    "=": () => zoom(ZOOM),
+    "-": () => zoom(1 / ZOOM),
+    0: () => fit(),
+    Escape: () => pick(null),
+    Enter: () => pick(lanes.picked ?? lanes.neighbour("ArrowRight")),
+  };
+  if (event.key.startsWith("Arrow")) {
+    const bar = lanes.neighbour(event.key);
+    if (bar === null) return;
+    event.preventDefault();
+    if (!isPaused) pause(true);
+    lanes.picked = bar;
+    lanes.reveal(bar);
+    lanes.draw();
+    speak(describe(bar));
+    if (!byId("call").hidden) pick(bar);
+  } else if (actions[event.key] && !event.ctrlKey && !event.metaKey) {
+    event.preventDefault();
+    actions[event.key]();
+  }
+}
+
+function fit() {
+  if (lanes.timeline === null) return;
+  lanes.fit();
+  lanes.draw();
+}
+
+/** Hover shows, click picks, dragging moves, the wheel with Ctrl zooms as it does on maps. */
+function listenToPointer() {
+  let from = null;
+  let hasMoved = false;
+  canvas.addEventListener("pointerdown", (event) => {
+    from = event.offsetX;
+    hasMoved = false;
+  });
+  canvas.addEventListener("pointermove", (event) => {
+    if (from !== null && event.buttons === 1) {
+      if (!hasMoved && Math.abs(event.offsetX - from) < DRAG_PIXELS) return;
+      if (!hasMoved) canvas.setPointerCapture(event.pointerId);
+      hasMoved = true;
+      if (!isPaused) pause(true);
+      lanes.pan(from - event.offsetX);
+      from = event.offsetX;
+      return;
+    }
+    const bar = lanes.at(event.offsetX, event.offsetY);
+    if (bar === null) hideTip();
+    else showTip(event, describe(bar));
+    if (bar !== lanes.pointed) {
+      lanes.pointed = bar;
+      lanes.draw();
+    }
+  });
+  canvas.addEventListener("pointerleave", () => {
+    from = null;
+    lanes.pointed = null;
+    hideTip();
+    lanes.draw();
+  });
+  canvas.addEventListener("click", (event) => {
+    from = null;
+    if (!hasMoved) pick(lanes.at(event.offsetX, event.offsetY));
+  });
+  canvas.addEventListener(
+    "wheel",
+    (event) => {
+      if (!event.ctrlKey && !event.metaKey && Math.abs(event.deltaX) <= Math.abs(event.deltaY)) return; // the page scrolls
+      event.preventDefault();
+      if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) lanes.pan(event.deltaX);
+      else zoom(event.deltaY < 0 ? 1.2 : 1 / 1.2, event.offsetX);
+    },
+    { passive: false },
+  );
+}
+
+export function startTimeline() {
+  const plot = element("div", { class: "plot" }, canvas, note);
+  byId("timeline-chart").append(plot, keys);
+  steps = new Table(
+    byId("steps"),
+    [
+      { title: "Step", isText: true, cell: (step) => String(step.number) },
+      { title: "Took", cell: (step) => milliseconds(step.duration_ms) },
+      { title: "Overlap", cell: (step) => percent(step.overlap), hint: "Share of the time with remote work going on in which backward did not stand still for it" },
+      { title: "Exposed wait", cell: (step) => milliseconds(step.wait_ms), hint: "Backward stood still for a worker" },
+    ],
+    (step) => String(step.number),
+  );
+  poll = new Poll(byId("timeline"), 2000, refresh);
+  for (const id of ["timeline-run", "timeline-steps"]) {
+    byId(id).addEventListener("change", () => {
+      shown.told = null;
+      pause(false);
+    });
+  }
+  byId("timeline-pause").addEventListener("click", () => pause(!isPaused));
+  byId("timeline-in").addEventListener("click", () => zoom(ZOOM));
+  byId("timeline-out").addEventListener("click", () => zoom(1 / ZOOM));
+  byId("timeline-fit").addEventListener("click", fit);
+  canvas.addEventListener("keydown", onKey);
+  listenToPointer();
+  new ResizeObserver(() => lanes.draw()).observe(canvas);
+  drawInTheme(() => lanes.draw());
+}

@@ -1,0 +1,117 @@
+"""A browser, a training to look at, and pages that must stay free of errors and of other hosts."""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from urllib.parse import urlsplit
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+
+from conftest import wait_until
+from support import reporting
+from support.chromium import MISSING, chromium
+from support.dashboards import Dashboard
+from support.demos import Demo
+from support.pages import Crowd, Heard, OpenPage, Training
+from support.processes import WorkerProcess
+from support.reporting import FakeWorker
+
+PATIENCE_MS = 10_000
+MANY_WORKERS = 50
+MANY_SEGMENTS = 10_000
+NO_STORE = ("--store", ":memory:")
+
+
+expect.set_options(timeout=PATIENCE_MS)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What must see the demo train comes first, what takes times last, when it has both cores for itself."""
+
+    def turn(item: pytest.Item) -> int:
+        fixtures = getattr(item, "fixturenames", [])
+        return 3 if "crowd" in fixtures else 2 if "trained" in fixtures else 0 if "training" in fixtures else 1
+
+    items.sort(key=turn)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """The machine's own Chromium."""
+    assert chromium(), MISSING
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=chromium())
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[OpenPage]:
+    """Opens a page of a dashboard in a browser that knows nothing yet. No page may complain or ask another host."""
+    contexts: list[BrowserContext] = []
+    pages: list[tuple[str, Heard]] = []
+
+    def open_one(
+        url: str,
+        *,
+        width: int = 1280,
+        height: int = 900,
+        scheme: str = "light",
+        may_be_refused: bool = False,
+        **options: object,
+    ) -> Page:
+        context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme, **options)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(PATIENCE_MS)
+        heard = Heard(may_be_refused)
+        heard.listen(page)
+        pages.append((urlsplit(url).netloc, heard))
+        page.goto(url)
+        return page
+
+    yield open_one
+    for context in contexts:
+        context.close()
+    for host, heard in pages:
+        assert heard.errors == []
+        assert heard.hosts == {host}
+
+
+@pytest.fixture(scope="session")
+def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
+    """A small demo that still trains when the first test gets it."""
+    options = ["--memory", "96MiB"]
+    with WorkerProcess(*options) as first, WorkerProcess(*options) as second:
+        addresses = [first.address, second.address]
+        with (
+            Dashboard(*addresses, options=NO_STORE) as dashboard,
+            Demo(addresses, "--steps", "18", "--layers", "6", "--width", "128", "--context", "128") as demo,
+        ):
+            yield Training([first, second], dashboard, demo)
+
+
+@pytest.fixture
+def trained(training: Training) -> Training:
+    """The same once all steps are trained: numbers stand still, but for those of the last seconds."""
+    training.demo.wait()
+    return training
+
+
+@pytest.fixture(scope="session")
+def crowd() -> Iterator[Crowd]:
+    """Fifty workers and ten thousand segments, all of them known to the dashboard."""
+    with ExitStack() as stack:
+        workers = [stack.enter_context(FakeWorker()) for _ in range(MANY_WORKERS)]
+        addresses = [worker.address for worker in workers]
+        training = reporting.Training(segments=MANY_SEGMENTS, workers=addresses, began_at_s=time.time() - 10)
+        for step in range(4):
+            workers[0].tell(training.report([step]))
+        dashboard = stack.enter_context(Dashboard(*addresses, options=NO_STORE))
+        wait_until(lambda: dashboard.api("segments?limit=1")["total"] == MANY_SEGMENTS, "all segments are known", 60)
+        wait_until(lambda: dashboard.api("overview")["healthy_workers"] == MANY_WORKERS, "all workers are known", 20)
+        for number, worker in enumerate(workers):
+            for method in ("Backward", "PutTensors", "SaveSegment"):
+                worker.served(method, [0.001 * (number + 1)] * 5)
+        yield Crowd(workers, dashboard)

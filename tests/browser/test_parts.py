@@ -1,0 +1,371 @@
+"""Each part of the page shows what the API says."""
+
+import json
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from urllib.parse import urlencode
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from conftest import wait_until
+from support.pages import OpenPage, Training
+from support.shown import MINUS, NONE, in_bytes, in_ms, in_percent, three_digits
+
+pytestmark = pytest.mark.browser
+
+LANES = ["forward", "wait", "upload", "queue", "recompute", "backward", "download"]
+
+
+def squeezed(text: str) -> str:
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def tile(page: Page, name: str) -> str:
+    return squeezed(page.locator(f'[data-tile="{name}"]').inner_text())
+
+
+def cells(page: Page, table: str) -> list[list[str]]:
+    rows = page.evaluate(
+        "selector => [...document.querySelectorAll(`${selector} tbody tr:not(.more)`)]"
+        ".map(row => [...row.cells].map(cell => cell.innerText))",
+        table,
+    )
+    return [[squeezed(cell) for cell in row] for row in rows]
+
+
+def until_equal(shown: Callable[[], object], told: Callable[[], object]) -> None:
+    """Both are asked again until they agree: numbers may change in between."""
+    last: list[object] = []
+
+    def agree() -> bool:
+        last[:] = [shown(), told()]
+        return last[0] == last[1]
+
+    try:
+        wait_until(agree, "page and API agree")
+    except AssertionError:
+        assert last[0] == last[1]
+        raise
+
+
+@pytest.fixture
+def page(trained: Training, open_page: OpenPage) -> Page:
+    return open_page(trained.dashboard.url)
+
+
+def test_live_numbers_move_while_a_demo_trains(training: Training, open_page: OpenPage) -> None:
+    page = open_page(training.dashboard.url)
+    expect(page.locator("#status")).to_have_attribute("data-state", "live")
+    rate = page.locator("[data-tile=rate] .figure")
+    wait_until(lambda: rate.inner_text() > "0.1", "steps are told", 40)
+    recomputed = page.locator("#workers tbody tr:not(.more)").first.locator("td").nth(5)
+    before = int(recomputed.inner_text().replace(",", ""))
+    wait_until(lambda: int(recomputed.inner_text().replace(",", "")) > before, "more is recomputed", 20)
+
+
+def test_the_headline(page: Page, trained: Training) -> None:
+    def told() -> list[str]:
+        found = trained.dashboard.api("overview")
+        added = found["added_ms_per_step"]
+        parts = [found[f"{part}_ms_per_step"] for part in ("wait", "overhead", "spared")]
+        wait, own, spared = map(three_digits, parts)
+        return [
+            f"Workers healthy {found['healthy_workers']} of {found['workers']} all healthy",
+            f"Sessions {found['sessions']} open now",
+            f"Steps per second {three_digits(found['steps_per_s'])} /s all runs, last 30 s",
+            f"Memory saved {in_bytes(found['saved_bytes'])} peak {in_bytes(found['peak_saved_bytes'])}",
+            f"Added per step {'+' if added > 0 else ''}{three_digits(added)} ms "
+            f"wait {wait} + own {own} {MINUS} spared {spared} ms",
+            f"Remote share {in_percent(found['remote_share'])} last 5 min",
+            f"Fallbacks {found['fallbacks']} last 5 min",
+        ]
+
+    names = ["workers", "sessions", "rate", "saved", "added", "remote", "fallbacks"]
+    until_equal(lambda: [tile(page, name) for name in names], told)
+
+
+def test_alerts(page: Page, trained: Training) -> None:
+    def told() -> list[str]:
+        found = sorted(trained.dashboard.api("alerts"), key=lambda alert: (alert["severity"], alert["since_s"]))
+        return [alert["summary"] for alert in found[:3]]
+
+    until_equal(lambda: page.locator(".alert-summary").all_inner_texts(), told)
+
+
+def test_memory(page: Page, trained: Training) -> None:
+    page.locator("#memory").scroll_into_view_if_needed()
+    for number, worker in enumerate(trained.workers):
+        page.locator("#memory-of").select_option(f"worker {worker.address}")
+
+        def told(number: int = number) -> list[str]:
+            found = trained.dashboard.api("memory")["workers"][number]
+            fields = ["segment_bytes", "working_bytes", "result_bytes", "cached_bytes"]
+            marks = {
+                kind: sum(m["count"] for m in found["marks"] if m["kind"] == kind) for kind in ("eviction", "refusal")
+            }
+            return [
+                *[in_bytes(found[field][-1]) for field in fields],
+                in_bytes(found["budget_bytes"]),
+                f"{marks['eviction']:,}",
+                f"{marks['refusal']:,}",
+            ]
+
+        until_equal(lambda: page.locator("#memory-held .legend b").all_inner_texts(), told)
+    label = page.locator("#memory-held .plot").get_attribute("aria-label")
+    assert label.startswith(f"Held by worker {trained.workers[1].address}, last 10 min: now ")
+
+    (run, *_) = trained.dashboard.api("memory")["runs"]
+    page.locator("#memory-of").select_option(f"run {run['run']}")
+    shown = [in_bytes(run["trainer_peak_bytes"][-1]), in_bytes(run["saved_bytes"][-1])]
+    until_equal(lambda: page.locator("#memory-trainer .legend b").all_inner_texts(), lambda: shown)
+    expect(page.locator("#memory-held figcaption")).to_contain_text(run["run"][:8])
+
+
+def test_latency(page: Page, trained: Training) -> None:
+    page.locator("#latency").scroll_into_view_if_needed()
+
+    def told() -> list[list[str]]:
+        rpcs = trained.dashboard.api("latency")["rpcs"]
+        return [
+            [rpc["method"], f"{rpc['calls']:,}", f"{rpc['errors']:,}", *[in_ms(rpc[f"p{p}_ms"]) for p in (50, 90, 99)]]
+            for rpc in rpcs
+            if rpc["method"] in {"Backward", "Recompute", "SaveSegment", "PutTensors"}
+        ]
+
+    def shown() -> list[list[str]]:
+        return [row for row in cells(page, "#rpcs") if row[0] in {"Backward", "Recompute", "SaveSegment", "PutTensors"}]
+
+    until_equal(shown, told)
+
+    page.locator("#rpcs tbody tr", has_text="Backward").click()
+    expect(page.locator("#heat figcaption")).to_have_text("How long calls of Backward took")
+    heat = trained.dashboard.api("latency?method=Backward")["heat"]
+    calls = sum(map(sum, heat["counts"]))
+    expect(page.locator("#heat canvas[role=img]")).to_have_attribute(
+        "aria-label", re.compile(f"^Heat map: {calls:,} calls")
+    )
+
+
+def test_phases_of_steps(page: Page, trained: Training) -> None:
+    page.locator("#phases").scroll_into_view_if_needed()
+    names = ["upload", "queue", "recompute", "backward", "download", "wait"]
+    for phases in trained.dashboard.api("latency")["phases"]:
+        page.locator("#phases-run").select_option(phases["run"])
+        expected = [in_ms(phases[f"{name}_ms"][-1]) for name in names]
+        until_equal(lambda: page.locator("#phases .legend b").all_inner_texts(), lambda expected=expected: expected)
+
+
+def test_timeline(page: Page, trained: Training) -> None:
+    page.locator("#timeline").scroll_into_view_if_needed()
+    found = trained.dashboard.api("timeline")
+    expected = [
+        [str(step["number"]), in_ms(step["duration_ms"]), in_percent(step["overlap"]), in_ms(step["wait_ms"])]
+        for step in found["steps"]
+    ]
+    until_equal(lambda: cells(page, "#steps"), lambda: expected)
+
+    canvas = page.locator("#timeline-chart canvas")
+    first = min((span for span in found["spans"] if span["lane"] == "forward"), key=lambda span: span["start_ms"])
+    canvas.focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#spoken")).to_contain_text(f"{first['segment']} forward")
+    expect(page.locator("#timeline-pause")).to_have_attribute("aria-pressed", "true")
+    page.keyboard.press("Enter")
+    call = found["calls"][first["call"]]
+    panel = page.locator("#call")
+    expect(panel.locator("h3")).to_have_text(call["segment"])
+    facts = dict(zip(panel.locator("dt").all_inner_texts(), panel.locator("dd").all_inner_texts(), strict=True))
+    assert facts["Worker"] == call["worker"]
+    assert facts["Recomputed as"] == call["decision"]
+    assert facts["Why"] == call["reason"]
+    assert facts["Sent"] == in_bytes(call["up_bytes"])
+    for lane in {span["lane"] for span in found["spans"] if span["call"] == first["call"]}:
+        total = sum(s["duration_ms"] for s in found["spans"] if s["call"] == first["call"] and s["lane"] == lane)
+        assert facts[lane.capitalize()] == in_ms(total)
+    page.keyboard.press("Escape")
+    expect(panel).to_be_hidden()
+
+
+def test_a_click_on_a_bar_shows_its_segment(page: Page, trained: Training) -> None:
+    page.locator("#timeline").scroll_into_view_if_needed()
+    page.locator("#timeline-steps").select_option("1")
+    expect(page.locator("#steps tbody tr")).to_have_count(1)
+    canvas = page.locator("#timeline-chart canvas")
+    box = canvas.bounding_box()
+    found = trained.dashboard.api("timeline?steps=1")
+    span = max((s for s in found["spans"] if s["lane"] == "wait"), key=lambda s: s["duration_ms"])
+    middle = (span["start_ms"] + span["duration_ms"] / 2) / found["duration_ms"]
+    place = {"x": 106 + middle * (box["width"] - 116), "y": 22 + 26 + 9}  # the second lane
+    canvas.hover(position=place)
+    expect(page.locator("#tip")).to_contain_text(f"{span['segment']}\nwait: {in_ms(span['duration_ms'])}")
+    canvas.click(position=place)
+    expect(page.locator("#call h3")).to_have_text(span["segment"])
+
+
+def test_an_exported_trace_opens_and_no_bars_of_a_lane_overlap(page: Page) -> None:
+    page.locator("#timeline").scroll_into_view_if_needed()
+    expect(page.locator("#timeline-export")).to_have_attribute("href", re.compile("run="))
+    with page.expect_download() as download:
+        page.locator("#timeline-export").click()
+    with open(download.value.path()) as file:  # noqa: PTH123  a path of Playwright's
+        trace = json.load(file)
+    assert re.fullmatch(r"backhaul-[0-9a-f]+-\d+\.json", download.value.suggested_filename)
+    lanes: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            lanes.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    assert len(lanes) >= len(LANES)
+    for bars in lanes.values():
+        bars.sort()
+        assert all(end <= begin + 1e-3 for (_, end), (begin, _) in pairwise(bars))
+
+
+def test_segments(page: Page, trained: Training) -> None:
+    page.locator("#segments").scroll_into_view_if_needed()
+
+    def told(**query: str) -> list[list[str]]:
+        return [
+            [
+                f"{row['segment']} {row['run'][:8]}",
+                f"{row['calls']:,}",
+                in_bytes(row["up_bytes"]),
+                in_bytes(row["down_bytes"]),
+                in_ms(row["local_ms"]),
+                in_ms(row["remote_ms"]),
+                in_ms(row["wait_ms"]),
+                in_ms(row["overhead_ms"]),
+                row["decision"],
+                row["reason"],
+                row["worker"],
+                *[f"{row[field]:,}" for field in ("fallbacks", "mismatches")],
+                "0",
+                f"{row['retries']:,}",
+            ]
+            for row in trained.dashboard.api(f"segments?{urlencode({'limit': 50, **query})}")["rows"]
+        ]
+
+    assert len(told()) == 12
+    until_equal(lambda: cells(page, "#segments-table"), told)
+    expect(page.locator("#segments-count")).to_have_text(f"1{NONE}12 of 12")
+
+    head = page.locator("#segments-table th", has_text="Received")
+    head.locator("button").click()
+    expect(head).to_have_attribute("aria-sort", "ascending")
+    head.locator("button").click()
+    expect(head).to_have_attribute("aria-sort", "descending")
+    until_equal(lambda: cells(page, "#segments-table"), lambda: told(sort="down_bytes", descending="true"))
+
+    page.locator("#segments-filter").fill("#3")
+    until_equal(lambda: cells(page, "#segments-table"), lambda: told(sort="down_bytes", descending="true", filter="#3"))
+    link = page.locator("#segments-csv").get_attribute("href")
+    lines = trained.dashboard.get(link).text.splitlines()
+    assert [line.split(",")[1] for line in lines[1:]] == ["Block #3"] * 2
+
+    page.locator("#segments-filter").fill("no such")
+    expect(page.locator("#segments > .empty")).to_have_text("No segment matches. Take another word, or another run.")
+
+
+def test_workers_and_sessions(page: Page, trained: Training) -> None:
+    page.locator("#fleet").scroll_into_view_if_needed()
+
+    def told_workers() -> list[list[str]]:
+        return [
+            [
+                worker["address"],
+                worker["state"],
+                f"{in_percent(worker['memory_share'])} of {in_bytes(worker['memory']['budget_bytes'])}",
+                str(worker["sessions"]),
+                f"{worker['recomputed_segments']:,}",
+                in_bytes(worker["received_bytes"]),
+                in_bytes(worker["sent_bytes"]),
+                worker["version"],
+                worker["error"] or worker["last_error"] or NONE,
+            ]
+            for worker in trained.dashboard.api("workers")
+        ]
+
+    def shown_workers() -> list[list[str]]:
+        return [[*row[:2], *row[3:8], row[10], row[11]] for row in cells(page, "#workers")]
+
+    until_equal(shown_workers, told_workers)
+
+    def told_sessions() -> list[list[str]]:
+        return [
+            [
+                session["run"][:8],
+                session["trainer"],
+                session["worker"],
+                f"{in_percent(session['quota_share'])}, {in_bytes(session['held_bytes'])}",
+                str(session["segments"]),
+                session["client_version"],
+                session["last_error"] or NONE,
+            ]
+            for session in trained.dashboard.api("sessions")
+        ]
+
+    until_equal(lambda: [[*row[:3], *row[4:6], *row[7:]] for row in cells(page, "#sessions")], told_sessions)
+
+    page.locator("#workers .expander").first.click()
+    more = page.locator("#workers tr.more").inner_text()
+    (worker, _) = trained.dashboard.api("workers")
+    for name, value in worker["fingerprint"].items():
+        assert f"{name}\n{value}" in more
+    assert worker["epoch"] in more
+
+
+def test_runs(page: Page, trained: Training) -> None:
+    page.locator("#runs").scroll_into_view_if_needed()
+
+    def told() -> list[list[str]]:
+        return [
+            [
+                run["run"][:8],
+                run["state"],
+                run["trainer"],
+                f"{run['steps']:,}",
+                in_ms(run["median_step_ms"]),
+                in_bytes(run["peak_bytes"]),
+                in_bytes(run["up_bytes"]),
+                in_bytes(run["down_bytes"]),
+                f"{run['fallbacks']:,}",
+                f"{run['last_loss']:.4f}",
+            ]
+            for run in trained.dashboard.api("runs")
+        ]
+
+    until_equal(lambda: [[*row[1:4], *row[5:]] for row in cells(page, "#runs-table")], told)
+
+    runs = trained.dashboard.api("runs")
+    shown = [(run["run"], trained.dashboard.api(f"runs/{run['run']}/steps")) for run in runs]
+    for field, text in (("step_ms", in_ms), ("peak_bytes", in_bytes), ("moved_bytes", in_bytes)):
+        last = ", ".join(f"{run[:8]} {text(series[field][-1])}" for run, series in shown)
+        expect(page.locator(f"#compare-{field} .plot")).to_have_attribute("aria-label", re.compile(re.escape(last)))
+    expect(page.locator("#compare-loss .plot")).to_have_attribute("aria-label", re.compile(r"^Loss at the last step: "))
+    differing = page.locator("#differences tbody :is(th, td)").all_inner_texts()
+    assert set(differing) == {"returns", "gradients", "activations"}
+
+    page.locator("#runs-table input").first.uncheck()
+    expect(page.locator("#compare-legend li")).to_have_count(1)
+    expect(page.locator("#runs-hint")).to_have_text("1 of at most 6 picked")
+
+
+def test_the_api_page_tells_every_route(page: Page, trained: Training, open_page: OpenPage) -> None:
+    described = trained.dashboard.get("/api/v1/openapi.json").json()
+    api = open_page(f"{trained.dashboard.url}/api")
+    expect(api.locator("h2").first).to_be_visible()
+    titles = [title.removeprefix("GET ") for title in map(squeezed, api.locator("h2").all_inner_texts())]
+    assert sorted(titles) == sorted(described["paths"])
+    for path, methods in described["paths"].items():
+        card = api.locator("section", has=api.get_by_text(path, exact=True))
+        text = card.inner_text()
+        for parameter in methods["get"].get("parameters", []):
+            assert parameter["name"] in text
+            assert parameter.get("description", "") in text
+    memory = api.locator("section", has=api.get_by_text("/api/v1/memory", exact=True))
+    assert "10 to 3,600" in memory.inner_text()
+    memory.locator("summary", has_text="Fields").click()
+    expect(memory).to_contain_text("TierHistory")
+    memory.locator("summary", has_text="Example").click()
+    assert "segment_bytes" in json.loads(memory.locator("pre").inner_text())["workers"][0]

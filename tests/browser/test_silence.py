@@ -1,0 +1,121 @@
+"""What the page shows of dead workers, a stopped dashboard and an empty one, and what it asks for when nobody looks."""
+
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from conftest import wait_until
+from support.dashboards import Dashboard
+from support.pages import SECTIONS, OpenPage, Training
+from support.processes import WorkerProcess
+from support.reporting import FakeWorker
+
+pytestmark = pytest.mark.browser
+NO_STORE = ("--store", ":memory:")
+
+
+@pytest.fixture
+def dashboard() -> Iterator[Dashboard]:
+    """Over a worker that tells nothing of interest; it may be stopped."""
+    with FakeWorker() as worker, Dashboard(worker.address, options=NO_STORE) as found:
+        yield found
+
+
+@pytest.fixture
+def own_dashboard(own_worker: WorkerProcess) -> Iterator[Dashboard]:
+    """Over a worker that may be killed."""
+    with Dashboard(own_worker.address, options=NO_STORE) as found:
+        yield found
+
+
+def test_a_killed_worker_turns_red_within_three_seconds(
+    own_worker: WorkerProcess, own_dashboard: Dashboard, open_page: OpenPage
+) -> None:
+    page = open_page(own_dashboard.url)
+    row = page.locator("#workers tbody tr", has_text=own_worker.address)
+    expect(row.locator(".state")).to_have_text("serving")
+    assert row.get_attribute("data-level") is None
+    own_worker.process.kill()
+    killed_s = time.monotonic()
+    expect(row).to_have_attribute("data-level", "bad", timeout=3_000)
+    expect(row.locator(".state")).to_have_text("unreachable")
+    expect(page.locator("[data-tile=workers]")).to_have_attribute("data-level", "bad", timeout=3_000)
+    assert time.monotonic() - killed_s < 3
+    red, green, blue = map(int, re.findall(r"\d+", colour_of(page, "#workers .state"))[:3])
+    assert red > 1.5 * max(green, blue)
+
+
+def colour_of(page: Page, selector: str) -> str:
+    return page.locator(selector).first.evaluate("node => getComputedStyle(node).color")
+
+
+def test_what_is_old_looks_old_until_the_dashboard_is_back(dashboard: Dashboard, open_page: OpenPage) -> None:
+    page = open_page(dashboard.url)
+    status = page.locator("#status")
+    expect(status).to_have_attribute("data-state", "live")
+    fresh = page.locator(".tile .figure").first.evaluate("node => getComputedStyle(node).opacity")
+    dashboard.process.send_signal(signal.SIGSTOP)
+    try:
+        expect(status).to_have_attribute("data-state", "stale", timeout=5_000)
+        expect(status).to_have_text(re.compile(r"no answer, numbers are \d+ s old"))
+        stale = page.locator(".tile .figure").first.evaluate("node => getComputedStyle(node).opacity")
+        assert float(stale) < 0.6 < float(fresh)
+    finally:
+        dashboard.process.send_signal(signal.SIGCONT)
+    expect(status).to_have_attribute("data-state", "live", timeout=5_000)
+    expect(page.locator("body")).not_to_have_class("is-stale")
+
+
+def test_a_dashboard_that_is_started_again_is_followed_again(open_page: OpenPage) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        options = (*NO_STORE, "--listen", f"127.0.0.1:{free.getsockname()[1]}")
+    with Dashboard("127.0.0.1:1", options=options) as first:
+        status = open_page(first.url, may_be_refused=True).locator("#status")
+        expect(status).to_have_attribute("data-state", "live")
+    expect(status).to_have_attribute("data-state", "stale", timeout=6_000)
+    with Dashboard("127.0.0.1:1", options=options):
+        expect(status).to_have_attribute("data-state", "live", timeout=6_000)
+
+
+def test_only_what_is_seen_is_asked_for(trained: Training, open_page: OpenPage) -> None:
+    page = open_page(trained.dashboard.url, height=500)
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url.split("/api/v1/")[-1].split("?")[0]))
+    wait_until(lambda: page.evaluate("0") == 0 and asked.count("memory") >= 2, "memory is asked for again")
+    assert {"runs", "segments", "timeline"}.isdisjoint(asked)
+    page.locator("#runs").scroll_into_view_if_needed()
+    wait_until(lambda: page.evaluate("0") == 0 and "runs" in asked, "runs are asked for")
+
+    page.evaluate("Object.defineProperty(document, 'hidden', {get: () => window.away, configurable: true})")
+    page.evaluate("window.away = true; document.dispatchEvent(new Event('visibilitychange'))")
+    page.wait_for_load_state("networkidle")  # nothing for half a second, which the stream and polls never let happen
+    asked.clear()
+    page.evaluate("window.away = false; document.dispatchEvent(new Event('visibilitychange'))")
+    wait_until(lambda: page.evaluate("0") == 0 and "live" in asked and "runs" in asked, "a tab that is back asks again")
+
+
+def test_an_empty_dashboard_says_why_it_is_empty_and_what_to_do(open_page: OpenPage) -> None:
+    with Dashboard("127.0.0.1:1", options=NO_STORE) as dashboard:
+        page = open_page(dashboard.url)
+        expect(page.locator("#workers .state")).to_have_text("unreachable")
+        for section in SECTIONS:
+            page.locator(f"#{section}").scroll_into_view_if_needed()
+        for part in (
+            "#memory-held .empty",
+            "#memory-trainer .empty",
+            "#latency .block .empty",
+            "#heat .empty",
+            "#phases .empty",
+            "#timeline-chart .empty",
+            "#segments > .empty",
+            "#fleet > .empty >> nth=1",
+            "#runs > .empty",
+        ):
+            expect(page.locator(part)).to_be_visible()
+            assert len(page.locator(part).inner_text()) > 40

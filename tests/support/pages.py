@@ -1,0 +1,71 @@
+"""Pages of a dashboard as tests see them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from playwright.sync_api import ConsoleMessage, Page, Request
+
+from support.dashboards import Dashboard
+from support.demos import Demo
+from support.processes import WorkerProcess
+from support.reporting import FakeWorker
+
+OpenPage = Callable[..., Page]
+SECTIONS = ["overview", "memory", "latency", "timeline", "segments", "fleet", "runs"]
+
+
+@dataclass
+class Training:
+    """A demo on two workers, and the dashboard over it.
+
+    Attributes:
+        workers: Both.
+        dashboard: Watches them.
+        demo: Trains, then keeps its sessions.
+    """
+
+    workers: list[WorkerProcess]
+    dashboard: Dashboard
+    demo: Demo
+
+
+@dataclass
+class Crowd:
+    """Many workers, and the dashboard over them.
+
+    Attributes:
+        workers: Of which the first was told of a training with many segments.
+        dashboard: Watches them.
+    """
+
+    workers: list[FakeWorker]
+    dashboard: Dashboard
+
+
+@dataclass
+class Heard:
+    """What a page asked for and complained of.
+
+    Attributes:
+        may_be_refused: Whether the dashboard is stopped meanwhile, of which the browser itself makes notes.
+        errors: Of its console, and exceptions.
+        hosts: That it sent requests to.
+    """
+
+    may_be_refused: bool
+    errors: list[str] = field(default_factory=list)
+    hosts: set[str] = field(default_factory=set)
+
+    def listen(self, page: Page) -> None:
+        """From now on."""
+        page.on("console", self._said)
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("request", self._asked)
+
+    def _said(self, message: ConsoleMessage) -> None:
+        if message.type == "error" and not (self.may_be_refused and "net::ERR_" in message.text):
+            self.errors.append(message.text)
+
+    def _asked(self, request: Request) -> None:
+        self.hosts.add(urlsplit(request.url).netloc)
