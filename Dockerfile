@@ -27,8 +27,7 @@ RUN python -m venv --without-pip /opt/backhaul \
     && python slim.py /opt/backhaul
 
 
-FROM python:3.11-slim AS project
-ARG PIP_ARGS=
+FROM dependencies AS project
 # So that what builds the wheel is pinned too.
 ENV PIP_CONSTRAINT=/src/constraints.txt PIP_BUILD_CONSTRAINT=/src/constraints.txt
 WORKDIR /src
@@ -37,7 +36,9 @@ COPY proto proto
 COPY runtime runtime
 COPY client client
 COPY server server
-RUN pip wheel --no-cache-dir --disable-pip-version-check --no-deps --wheel-dir /wheels ${PIP_ARGS} .
+# Beside the environment, with scripts that start its interpreter.
+RUN pip --python /opt/backhaul/bin/python install --no-cache-dir --disable-pip-version-check --no-deps \
+        --prefix /opt/project ${PIP_ARGS} .
 
 
 FROM python:3.11-slim
@@ -47,9 +48,7 @@ RUN groupadd --gid 10001 backhaul \
     && install -d -o backhaul -g backhaul -m 0700 /var/lib/backhaul /run/backhaul/worker /run/backhaul/dashboard
 # Dependencies and project are layers of their own: an upgrade that changes no dependency pulls the small one only.
 COPY --from=dependencies /opt/backhaul /opt/backhaul
-RUN --mount=type=bind,from=project,source=/wheels,target=/wheels \
-    pip --python /opt/backhaul/bin/python install --no-cache-dir --disable-pip-version-check --no-index --no-deps \
-        /wheels/backhaul-*.whl
+COPY --from=project /opt/project /opt/backhaul
 ENV PATH=/opt/backhaul/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \

@@ -1,6 +1,6 @@
 """Prints what a project and some of its extras depend on, one requirement a line, for `pip install --requirement`.
 
-    python requirements.py pyproject.toml EXTRA,EXTRA
+python requirements.py pyproject.toml EXTRA,EXTRA
 """
 
 import sys

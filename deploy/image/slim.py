@@ -31,9 +31,7 @@ REMOVED = {
         "torch/share",
         "numpy/_core/include",
     ],
-    "tests of other packages": [
-        f"{package}/**/tests" for package in ("mpmath", "networkx", "numpy", "sympy")
-    ],
+    "tests of other packages": [f"{package}/**/tests" for package in ("mpmath", "networkx", "numpy", "sympy")],
 }
 """Patterns below site-packages. torch.testing stays: torch.utils.checkpoint imports it."""
 
@@ -66,8 +64,8 @@ def main(venv: Path) -> None:
 def strip_symbols(library: Path) -> int:
     """Ends a shared library where its last loaded segment ends. Returns the bytes that went.
 
-    Behind that are only sections which no process maps: symbols for debuggers and the table of sections itself. What
-    `strip` of binutils does, without asking for a package of the distribution in the build. Anything but a little-endian
+    Behind that are only sections which no process maps: symbols for debuggers and the table of sections itself. It is
+    what `strip` of binutils does, without a package of the distribution in the build. Anything but a little-endian
     64-bit ELF file stays as it is.
     """
     content = library.read_bytes()
