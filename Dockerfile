@@ -58,7 +58,8 @@ USER 10001:10001
 WORKDIR /var/lib/backhaul
 EXPOSE 50051 8080
 # A worker's. A dashboard is asked by `backhaul health http://127.0.0.1:8080`, as in docker-compose.yml; a trainer is not.
-HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 CMD ["backhaul", "health", "127.0.0.1:50051"]
+HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
+    CMD ["backhaul", "health", "127.0.0.1:50051", "--timeout", "3"]
 ENTRYPOINT ["backhaul"]
 CMD ["--help"]
 ARG VERSION=

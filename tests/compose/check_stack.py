@@ -109,6 +109,13 @@ def test_containers_can_change_nothing(service: str, stack: Stack) -> None:
     assert "Read-only file system" in raised.value.stderr + raised.value.stdout
 
 
+@pytest.mark.parametrize("service", ["worker-1", "worker-2"])
+def test_workers_have_no_way_out(service: str, stack: Stack) -> None:
+    routes = [line.split() for line in stack.execute(service, "cat", "/proc/net/route").splitlines()[1:]]
+    assert routes
+    assert "00000000" not in {destination for _, destination, *_ in routes}
+
+
 def test_each_container_has_the_tokens_it_needs_for_its_own_eyes(stack: Stack) -> None:
     assert stack.execute("worker-1", "stat", "-c", "%a %u", WORKER_TOKEN).split() == ["600", "10001"]
     assert stack.execute("dashboard", "stat", "-c", "%a %u", DASHBOARD_TOKEN).split() == ["600", "10001"]
