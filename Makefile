@@ -109,5 +109,17 @@ picture: $(VENV)/.dev
 		grpcio-tools==1.74.0 mypy-protobuf==5.1.0 setuptools==80.9.0
 	@touch $@
 
+# What docker-compose.yml runs, with labels that say of which commit it is.
+image:
+	docker build --tag backhaul --build-arg PIP_ARGS='$(PIP_ARGS)' --build-arg REVISION=$$(git rev-parse HEAD) \
+		--build-arg VERSION=$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml) .
+
+# Brings docker-compose.yml up, waits for its demo, looks at everything, takes it down. COMPOSE=podman-compose for
+# another engine, COMPOSE_UP=--no-build for an image that is there.
+compose-test: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/compose/check_stack.py
+
+.PHONY: image compose-test
+
 clean:
 	rm -rf .venv .venv-torch-* .venv-proto build .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -10,6 +10,7 @@ from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
 from backhaul_runtime.errors import AddressError, ConnectError, CredentialError, ProtocolVersionError, SettingError
+from backhaul_runtime.processes import usable_cores
 
 if TYPE_CHECKING:
     from backhaul._session import Session
@@ -67,7 +68,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from backhaul.demo.variants import Settings, variants
 
     # Trainer and worker share this machine: half of its cores for each.
-    torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
+    torch.set_num_threads(max(1, usable_cores() // 2))
     settings = Settings(arguments.steps, arguments.layers, arguments.width, arguments.context, arguments.batch)
     print(f"training {settings.layers} blocks of width {settings.width} on the source of Python's standard library")
     corpus = standard_library()

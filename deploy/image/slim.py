@@ -1,0 +1,104 @@
+"""Takes out of a virtual environment what an image that only runs Backhaul never reads, and says what each part was.
+
+    python slim.py VENV
+
+Bytecode stays: a read-only container can't write it, and would compile torch at every start.
+"""
+
+import shutil
+import struct
+import sys
+from pathlib import Path
+
+REMOVED = {
+    "tools that install packages": [
+        "setuptools",
+        "setuptools-*.dist-info",
+        "_distutils_hack",
+        "distutils-precedence.pth",
+        "pkg_resources",
+    ],
+    "torch's own tests": [
+        "torch/test",
+        "torch/bin/*Test",
+        "torch/bin/*_models",
+        "torch/bin/*.ptl",
+        "torch/bin/test_*",
+    ],
+    "what compiles against torch and numpy": [
+        "torch/bin/protoc*",
+        "torch/include",
+        "torch/share",
+        "numpy/_core/include",
+    ],
+    "tests of other packages": [f"{package}/**/tests" for package in ("mpmath", "networkx", "numpy", "sympy")],
+}
+"""Patterns below site-packages. torch.testing stays: torch.utils.checkpoint imports it."""
+
+STRIPPED = ["torch/lib/libtorch_cpu.so", "torch/lib/libtorch_python.so"]
+"""Libraries with a symbol table for debuggers, a fifth of their size. What the loader needs is elsewhere in them."""
+
+# Of a 64-bit ELF header: offset and struct format of what is read or cleared here.
+_MAGIC = b"\x7fELF\x02\x01"
+_PROGRAM_HEADERS = (0x20, "<Q")
+_SECTION_HEADERS = (0x28, "<Q")
+_PROGRAM_HEADER_SIZE_AND_COUNT = (0x36, "<HH")
+_SECTION_COUNT_AND_NAMES = (0x3C, "<HH")
+_OFFSET_IN_FILE = (0x08, "<Q")
+_SIZE_IN_FILE = (0x20, "<Q")
+
+
+def main(venv: Path) -> None:
+    """Slims a virtual environment in place."""
+    (packages,) = venv.glob("lib/python3*/site-packages")
+    before = size_bytes(venv)
+    for what, patterns in REMOVED.items():
+        paths = [path for pattern in patterns for path in packages.glob(pattern)]
+        _say(what, sum(map(size_bytes, paths)))
+        for path in paths:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    _say("symbols for debuggers", sum(strip_symbols(packages / name) for name in STRIPPED))
+    print(f"slim: {before / 1e6:.0f} MB -> {size_bytes(venv) / 1e6:.0f} MB")
+
+
+def strip_symbols(library: Path) -> int:
+    """Ends a shared library where its last loaded segment ends. Returns the bytes that went.
+
+    Behind that are only sections which no process maps: symbols for debuggers and the table of sections itself. It is
+    what `strip` of binutils does, without a package of the distribution in the build. Anything but a little-endian
+    64-bit ELF file stays as it is.
+    """
+    content = library.read_bytes()
+    if not content.startswith(_MAGIC):
+        return 0
+    table, (size, count) = _field(content, _PROGRAM_HEADERS)[0], _field(content, _PROGRAM_HEADER_SIZE_AND_COUNT)
+    end = table + size * count
+    for header in range(table, end, size):
+        (start,), (length,) = (_field(content, field, header) for field in (_OFFSET_IN_FILE, _SIZE_IN_FILE))
+        end = max(end, start + length)
+    with library.open("r+b") as file:
+        file.truncate(end)
+        for offset, form in (_SECTION_HEADERS, _SECTION_COUNT_AND_NAMES):
+            file.seek(offset)
+            file.write(bytes(struct.calcsize(form)))
+    return len(content) - end
+
+
+def size_bytes(path: Path) -> int:
+    """Of a file, or of all files below a directory; links count as nothing."""
+    if path.is_symlink():
+        return 0
+    return sum(map(size_bytes, path.iterdir())) if path.is_dir() else path.stat().st_size
+
+
+def _field(content: bytes, field: tuple[int, str], base: int = 0) -> tuple[int, ...]:
+    offset, form = field
+    return struct.unpack_from(form, content, base + offset)
+
+
+def _say(what: str, gone_bytes: int) -> None:
+    print(f"slim: {what}: {gone_bytes / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
