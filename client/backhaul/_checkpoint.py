@@ -241,7 +241,7 @@ def _keep(
     elif outputs and saves:
         try:
             frame.remote = remote.save(frame, forward_s)
-            frame.log.reason = needs_inside or "nothing of its inside is needed"
+            frame.log.reason = needs_inside or "only its gradients are needed"
         except Refusal as refusal:
             frame.not_taken(refusal)
     if frame.program is None or not grafts:
