@@ -137,6 +137,14 @@ def test_it_survives_a_restart_and_what_stop_finds_is_written(path: str) -> None
         assert [run.state for run in runs(found)] == ["ended"]
 
 
+def test_who_asks_gets_what_was_put_before(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "WRITE_S", 60.0)
+    with kept(path) as found:
+        for number in range(1, 4):
+            found.put(report_of(step_of(number)))
+            assert steps_of(found) == list(range(1, number + 1))
+
+
 def test_only_its_owner_may_read_it(path: str) -> None:
     with kept(path) as found:
         found.put(report_of(step_of(1)))

@@ -75,7 +75,7 @@ class History:
         self._thread.join(STOP_S)
 
     def put(self, report: telemetry_pb2.TrainerReport) -> None:
-        """Takes a report, to be written within about a second. Never waits; where there is no room, it counts."""
+        """Takes a report, written within a second and before the next answer. Never waits: without room it drops."""
         if not report.run.id:
             return
         kept = told(report, time.time())
@@ -133,27 +133,27 @@ class History:
     def _serve(self) -> None:
         file: HistoryFile | None = None
         forget_at_s = write_at_s = time.monotonic()
-        while not self._is_stopping:
-            if time.monotonic() >= write_at_s:
+        is_ending = False
+        while not is_ending:
+            questions, is_ending = self._wait(write_at_s)
+            # Who asks gets what was put before, unless that would only fail again.
+            if is_ending or time.monotonic() >= write_at_s or (questions and not self.error):
                 file = self._write(file)
-                if file is not None and time.monotonic() >= forget_at_s and self._forget(file):
-                    forget_at_s = time.monotonic() + FORGET_S
                 write_at_s = time.monotonic() + WRITE_S
-            self._answer(file, write_at_s)
-        file = self._write(file)
-        self._answer(file, 0.0)
+            for reply in questions:
+                reply(file)
+            if file is not None and time.monotonic() >= forget_at_s and self._forget(file):
+                forget_at_s = time.monotonic() + FORGET_S
         if file is not None:
             file.close()
 
-    def _answer(self, file: HistoryFile | None, until_s: float) -> None:
-        """Answers questions as they come, until a time or `stop`."""
-        while True:
-            with self._wake:
-                self._wake.wait_for(lambda: self._questions or self._is_stopping, max(0.0, until_s - time.monotonic()))
-                if not self._questions:
-                    return
-                reply = self._questions.popleft()
-            reply(file)
+    def _wait(self, until_s: float) -> tuple[list[Callable[[HistoryFile | None], None]], bool]:
+        """Returns with questions, at a time, or when asked to stop, and whether it was: then no question follows."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._questions or self._is_stopping, max(0.0, until_s - time.monotonic()))
+            questions = list(self._questions)
+            self._questions.clear()
+            return questions, self._is_stopping
 
     def _write(self, file: HistoryFile | None) -> HistoryFile | None:
         """Writes what is queued; what can't be written stays queued. Returns the file that can be read from now on."""
