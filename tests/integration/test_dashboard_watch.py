@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -97,9 +98,18 @@ def test_many_reports_come_in_pages(workers: tuple[FakeWorker, FakeWorker]) -> N
         wait_until(lambda: dashboard.api("segments?limit=1")["rows"][0]["calls"] == 20, "all come")
 
 
-def test_a_worker_that_wants_a_token_is_named(workers: tuple[FakeWorker, FakeWorker]) -> None:
-    with FakeWorker(token="s3cret") as closed, Dashboard(closed.address).ready() as dashboard:
-        assert "UNAUTHENTICATED" in dashboard.api("workers")[0]["error"]
+def test_a_worker_that_wants_a_token_gets_its_own(tmp_path: Path) -> None:
+    tokens = ["a" * 32, "b" * 32]
+    files = [tmp_path / name for name in ("one", "other")]
+    for file, token in zip(files, tokens, strict=True):
+        file.write_text(token)
+        file.chmod(0o600)
+    with FakeWorker(tokens[0]) as one, FakeWorker(tokens[1]) as other:
+        with Dashboard(one.address, other.address).ready() as dashboard:
+            assert all("UNAUTHENTICATED" in worker["error"] for worker in dashboard.api("workers"))
+        options = ("--worker-token-file", *map(str, files))
+        with Dashboard(one.address, other.address, options=options).ready() as dashboard:
+            assert [worker["state"] for worker in dashboard.api("workers")] == ["serving", "serving"]
 
 
 def test_nonsense_from_a_trainer_harms_nobody(workers: tuple[FakeWorker, FakeWorker]) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from backhaul_proto.v1.telemetry_pb2 import Lane, SegmentCall, Span
-from backhaul_server.dashboard.runs import TrainerRun
+from backhaul_server.dashboard.runs import Detail, TrainerRun
 from backhaul_server.dashboard.timeline import last_steps
 from backhaul_server.dashboard.trace import base_of, chrome_trace
 from support.reporting import Training
@@ -32,7 +32,8 @@ def test_it_merges_with_a_trace_of_torchs_profiler(tmp_path: Path) -> None:
     report.calls.pop()
     span = Span(lane=Lane.LANE_FORWARD, started_at_s=started_s, duration_s=ended_s - started_s)
     report.calls.append(SegmentCall(name="Block", spans=[span]))
-    _detailed(run, report)
+    run.detail = Detail(run.id, lambda: True)
+    run.take(report, now_s=time.time(), since_s=0.0)
     ours = chrome_trace(last_steps(run, 1))
 
     assert ours["baseTimeNanoseconds"] == theirs["baseTimeNanoseconds"]
@@ -42,13 +43,6 @@ def test_it_merges_with_a_trace_of_torchs_profiler(tmp_path: Path) -> None:
     assert shown["ts"] - 1 <= recorded["ts"] <= recorded["ts"] + recorded["dur"] <= shown["ts"] + shown["dur"] + 1
     assert shown["dur"] - recorded["dur"] < 20_000  # what a context manager takes
     assert {event["pid"] for event in theirs["traceEvents"]}.isdisjoint(e["pid"] for e in ours["traceEvents"])
-
-
-def _detailed(run: TrainerRun, report: object) -> None:
-    from backhaul_server.dashboard.runs import Detail
-
-    run.detail = Detail(run.id, lambda: True)
-    run.take(report, time.time(), 0.0)  # type: ignore[arg-type]
 
 
 def test_the_base_changes_as_the_profilers_does() -> None:
