@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--store",
         default=default_path(),
         metavar="FILE",
-        help="SQLite file that keeps runs and their steps; :memory: keeps none over a restart (default: %(default)s)",
+        help="SQLite file that keeps runs and their steps; :memory: keeps none over a restart (default: "
+        "backhaul/history.sqlite3 in $XDG_STATE_HOME, or in ~/.local/state)",
     )
     parser.add_argument(
         "--retention",
