@@ -61,6 +61,11 @@ class Watch:
         self._tokens = list(tokens) * (len(addresses) if len(tokens) == 1 else 1)
         self._keep = keep
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether every worker was asked once, and answered or didn't."""
+        return all(worker.was_asked for worker in self.workers)
+
     async def run(self) -> None:
         """Asks each worker once a second. One that does not answer delays no other."""
         async with asyncio.TaskGroup() as tasks:
