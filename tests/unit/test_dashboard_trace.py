@@ -2,6 +2,7 @@
 
 import json
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -50,3 +51,13 @@ def test_the_base_changes_as_the_profilers_does() -> None:
     for periods in (0, 1, 223):
         for offset_s in (0.0, 0.5, quarter_s - 1):
             assert base_of(periods * quarter_s + offset_s) == periods * quarter_s * 10**9
+
+
+def test_steps_without_a_break_do_not_overlap() -> None:
+    training = Training(segments=1, began_at_s=1_795_312_145.0012345, step_s=0.4)
+    run = TrainerRun(training.about())
+    run.take(training.report(range(60)), now_s=time.time(), since_s=0.0)
+    events = [event for event in chrome_trace(last_steps(run, 60), base_ns=10**9)["traceEvents"] if event["ph"] == "X"]
+    events.sort(key=lambda event: event["ts"])
+    assert [event["name"] for event in events] == [f"step {number}" for number in range(60)]
+    assert all(before["ts"] + before["dur"] <= after["ts"] for before, after in pairwise(events))

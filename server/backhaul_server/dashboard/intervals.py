@@ -1,6 +1,6 @@
 """Pieces of time, as pairs of begin and end."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
 Interval = tuple[float, float]
@@ -34,7 +34,7 @@ def common(one: list[Interval], other: list[Interval]) -> float:
     return shared
 
 
-def rows_of(intervals: list[Interval]) -> list[int]:
+def rows_of(intervals: Sequence[Interval]) -> list[int]:
     """Rows, as few as do, in which no two overlap; they come in order of their begins."""
     free: list[int] = []
     ends: list[tuple[float, int]] = []

@@ -1,6 +1,7 @@
 """A timeline as Perfetto and chrome://tracing read it, on the clock of torch.profiler's traces."""
 
 import re
+from math import inf
 from typing import Any
 
 from backhaul_server.dashboard.intervals import rows_of
@@ -39,21 +40,26 @@ def chrome_trace(found: Steps, base_ns: int | None = None) -> dict[str, Any]:
     trainer = processes[""]
     if found.steps:
         events.append(_named("thread_name", trainer, _STEPS_THREAD, name="step"))
-    for step in found.steps:
-        start_s, end_s = step.started_at_s, step.started_at_s + step.duration_s
+    next_us: float = inf
+    for step in sorted(found.steps, key=lambda step: step.started_at_s, reverse=True):
+        start_us, end_us = _since(base_ns, step.started_at_s, step.started_at_s + step.duration_s)
         numbers: dict[str, object] = {"step": step.number, "wait_ms": 1e3 * step.wait_s}
         if step.HasField("loss"):
             numbers["loss"] = step.loss
-        events.append(_complete(f"step {step.number}", trainer, _STEPS_THREAD, start_s, end_s, base_ns, numbers))
+        # Of steps without a break rounding lets one end after the next began.
+        interval = start_us, int(max(start_us, min(end_us, next_us)))
+        events.append(_complete(f"step {step.number}", trainer, _STEPS_THREAD, interval, numbers))
+        next_us = start_us
     order = {lane: number for number, lane in LANES.items()}
     for (lane, worker), bars in sorted(by_lane(found.bars).items(), key=lambda item: order[item[0][0]]):
-        rows = rows_of([(bar.start_s, bar.end_s) for bar in bars])
+        intervals = [_since(base_ns, bar.start_s, bar.end_s) for bar in bars]
+        rows = rows_of(intervals)
         for row in range(max(rows) + 1):
             name = lane if row == 0 else f"{lane} {row + 1}"
             thread = order[lane] * _ROWS_OF_A_LANE + row
             events.append(_named("thread_name", processes[worker], thread, name=name))
             events.append(_named("thread_sort_index", processes[worker], thread, sort_index=thread))
-        for bar, row in zip(bars, rows, strict=True):
+        for bar, interval, row in zip(bars, intervals, rows, strict=True):
             call = found.calls[bar.call]
             about_call: dict[str, object] = {
                 "step": call.step,
@@ -64,9 +70,7 @@ def chrome_trace(found: Steps, base_ns: int | None = None) -> dict[str, Any]:
                 "down_bytes": call.down_bytes,
             }
             thread = order[lane] * _ROWS_OF_A_LANE + row
-            events.append(
-                _complete(name_of(call), processes[worker], thread, bar.start_s, bar.end_s, base_ns, about_call)
-            )
+            events.append(_complete(name_of(call), processes[worker], thread, interval, about_call))
     return {"baseTimeNanoseconds": base_ns, "displayTimeUnit": "ms", "traceEvents": events}
 
 
@@ -80,18 +84,21 @@ def _named(kind: str, process: int, thread: int, **arguments: object) -> dict[st
     return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": arguments}
 
 
+def _since(base_ns: int, start_s: float, end_s: float) -> tuple[int, int]:
+    """Whole microseconds: of fractions the sum of begin and duration would not always be the end."""
+    return round((start_s * 1e9 - base_ns) / 1e3), round((end_s * 1e9 - base_ns) / 1e3)
+
+
 def _complete(
-    name: str, process: int, thread: int, start_s: float, end_s: float, base_ns: int, arguments: dict[str, object]
+    name: str, process: int, thread: int, interval_us: tuple[int, int], arguments: dict[str, object]
 ) -> dict[str, object]:
-    # Whole ones: of fractions the sum of begin and duration would not always be the end.
-    start_us, end_us = (round((at_s * 1e9 - base_ns) / 1e3) for at_s in (start_s, end_s))
     return {
         "ph": "X",
         "cat": "backhaul",
         "name": name,
         "pid": process,
         "tid": thread,
-        "ts": start_us,
-        "dur": end_us - start_us,
+        "ts": interval_us[0],
+        "dur": interval_us[1] - interval_us[0],
         "args": arguments,
     }
