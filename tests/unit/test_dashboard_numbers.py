@@ -17,6 +17,7 @@ from backhaul_server.dashboard.overview import overview
 from backhaul_server.dashboard.runs import STEPS
 from backhaul_server.dashboard.segments import SegmentTable, select
 from backhaul_server.dashboard.series import Series
+from backhaul_server.dashboard.timeline import SHOWN_BARS, timeline
 from backhaul_server.dashboard.trainers import DETAILED_RUNS, Trainers
 from backhaul_server.dashboard.watch import Watch
 from support.reporting import Training
@@ -194,3 +195,13 @@ def test_a_row_of_the_table_is_of_its_last_calls() -> None:
     (row,) = select([table], "", "segment", descending=False)
     assert (row.calls, row.retries, row.drift, row.local_ms) == (14, 14, 9.0, 2.0)
     assert select([table], "nothing like it", "segment", descending=False) == []
+
+
+def test_a_timeline_shows_the_longest_bars_and_only_the_calls_they_are_of() -> None:
+    training, trainers = Training(segments=SHOWN_BARS // 4, began_at_s=NOW_S), Trainers()
+    trainers.take(training.report(), NOW_S + 1, 0.0)
+    found = timeline(trainers.find(training.run), 1)
+    assert len(found.spans) == SHOWN_BARS
+    assert found.left_out > 0
+    assert {span.call for span in found.spans} == set(range(len(found.calls)))
+    assert all(span.segment == found.calls[span.call].segment for span in found.spans)

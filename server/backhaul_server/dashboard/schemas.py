@@ -285,7 +285,7 @@ class Timeline(Schema):
     steps: list[TimelineStep]
     spans: list[Span]
     calls: list[Call]
-    left_out: int = Field(description="The shortest spans, where there are more than 20,000", examples=[0])
+    left_out: int = Field(description="The shortest spans, where there are more than 4,000", examples=[0])
 
 
 class Segment(Schema):

@@ -1,7 +1,7 @@
 """The last steps of a run as lanes of bars."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -11,7 +11,9 @@ from backhaul_server.dashboard.intervals import Interval, common, length, rows_o
 from backhaul_server.dashboard.runs import TrainerRun
 
 BARS = 20_000
-"""Of one timeline. The shortest beyond give way."""
+"""Of an export. The shortest beyond give way."""
+SHOWN_BARS = 4_000
+"""Likewise of a timeline on the page, where more are thinner than a pixel and take seconds to send."""
 LANES: dict[int, schemas.Lane] = {
     telemetry_pb2.LANE_FORWARD: "forward",
     telemetry_pb2.LANE_UPLOAD: "upload",
@@ -69,8 +71,8 @@ class Steps:
     end_s: float
 
 
-def last_steps(run: TrainerRun, count: int) -> Steps:
-    """The last so many that are known and ended."""
+def last_steps(run: TrainerRun, count: int, most_bars: int = BARS) -> Steps:
+    """The last so many that are known and ended, with the longest of their bars."""
     steps = run.ended_steps()[-count:]
     begin_s = min((step.started_at_s for step in steps), default=0.0)
     end_s = max((step.started_at_s + step.duration_s for step in steps), default=0.0)
@@ -82,8 +84,8 @@ def last_steps(run: TrainerRun, count: int) -> Steps:
             bars += _bars(call, len(calls), begin_s, end_s)
             calls.append(call)
     bars.sort(key=lambda bar: bar.start_s - bar.end_s)
-    left_out = max(0, len(bars) - BARS)
-    bars = sorted(bars[:BARS], key=lambda bar: bar.start_s)
+    left_out = max(0, len(bars) - most_bars)
+    bars = sorted(bars[:most_bars], key=lambda bar: bar.start_s)
     return Steps(run, steps, calls, bars, left_out, begin_s, end_s)
 
 
@@ -106,17 +108,18 @@ def timeline(run: TrainerRun | None, count: int) -> schemas.Timeline:
     """Of the last steps. Without a run it is empty."""
     if run is None:
         return schemas.Timeline(run="", begins_at_s=0, duration_ms=0, steps=[], spans=[], calls=[], left_out=0)
-    found = last_steps(run, count)
+    found = last_steps(run, count, SHOWN_BARS)
     bars: dict[int, list[Bar]] = defaultdict(list)
     for bar in found.bars:
         bars[found.calls[bar.call].step].append(bar)
+    shown = {call: index for index, call in enumerate(sorted({bar.call for bar in found.bars}))}
     return schemas.Timeline(
         run=run.id,
         begins_at_s=found.begin_s,
         duration_ms=1e3 * (found.end_s - found.begin_s),
         steps=[_step(step, found.begin_s, bars[step.number]) for step in found.steps],
-        spans=_spans(found),
-        calls=[_call(call) for call in found.calls],
+        spans=_spans(found, shown),
+        calls=[_call(found.calls[call]) for call in shown],
         left_out=found.left_out,
     )
 
@@ -129,7 +132,7 @@ def by_lane(bars: Sequence[Bar]) -> dict[tuple[schemas.Lane, str], list[Bar]]:
     return lanes
 
 
-def _spans(found: Steps) -> list[schemas.Span]:
+def _spans(found: Steps, shown: Mapping[int, int]) -> list[schemas.Span]:
     spans, names = [], [name_of(call) for call in found.calls]
     for (lane, worker), bars in by_lane(found.bars).items():
         placed = [(_on_grid(bar.start_s - found.begin_s), _on_grid(bar.end_s - found.begin_s)) for bar in bars]
@@ -142,7 +145,7 @@ def _spans(found: Steps) -> list[schemas.Span]:
                     start_ms=start_ms,
                     duration_ms=end_ms - start_ms,
                     segment=names[bar.call],
-                    call=bar.call,
+                    call=shown[bar.call],
                 )
             )
     return spans
