@@ -67,7 +67,17 @@ def main() -> None:
     parser.add_argument("--ask-every", type=float, default=0.0, help="seconds between a page's questions, 0 for none")
     options = parser.parse_args()
     with Fleet(options.workers, options.segments) as fleet:
-        command = [sys.executable, "-m", "backhaul", "dashboard", "--listen", "127.0.0.1:0", "--worker"]
+        command = [
+            sys.executable,
+            "-m",
+            "backhaul",
+            "dashboard",
+            "--listen",
+            "127.0.0.1:0",
+            "--store",
+            ":memory:",
+            "--worker",
+        ]
         process = subprocess.Popen([*command, *fleet.addresses], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         url = process.stdout.readline().rpartition(" ")[2].strip()
