@@ -111,7 +111,8 @@ def create_app(
 
     @app.get("/metrics", include_in_schema=False)
     async def exposition() -> Response:
-        return Response(metrics.exposition(watch), media_type=CONTENT_TYPE_LATEST)
+        text = await asyncio.to_thread(metrics.exposition, metrics.Collected(watch))
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/healthz", include_in_schema=False)
     async def healthz() -> PlainTextResponse:
