@@ -184,8 +184,9 @@ class _Pack:
         recorder = self.recorder
         assert recorder is not None
         recorder.note_saved(tensor)
-        source = recorder.recording.saved[-1].source
-        if source < 0 or not recorder.recording.sources[source].is_leaf:
+        saved = recorder.recording.saved[-1]
+        is_leaf = saved.source >= 0 and recorder.recording.sources[saved.source].is_leaf
+        if saved.digest and not is_leaf:  # without a digest it is of a kind that has no storage
             self.packed_bytes += self._packed.add(tensor)
         handle = self._frame.handle()
         if self.selection is not None:

@@ -22,7 +22,7 @@ from backhaul_server.dashboard.alerts import Alerts
 from backhaul_server.dashboard.api import Sources, add_routes
 from backhaul_server.dashboard.archive import NoArchive
 from backhaul_server.dashboard.feed import Feed
-from backhaul_server.dashboard.metrics import exposition
+from backhaul_server.dashboard.metrics import Collected, exposition
 from backhaul_server.dashboard.reports import CALLS, clean_report
 from backhaul_server.dashboard.segments import ROWS
 from backhaul_server.dashboard.series import LARGEST
@@ -140,7 +140,7 @@ def check(answers: Answers) -> None:
         spans.sort(key=lambda span: (span["start_ms"], span["duration_ms"]))
         for before, after in pairwise(spans):
             assert before["start_ms"] + before["duration_ms"] <= after["start_ms"]
-    exposition(answers.watch)
+    exposition(Collected(answers.watch))
 
 
 def _check_values(found: Any) -> None:
