@@ -46,7 +46,11 @@ def test_what_is_not_known_is_left_out_and_step_0_is_known(capsys: pytest.Captur
     assert not {"session", "segment", "step", "exception"} & set(second)
 
 
-@pytest.mark.parametrize("message", ["two\nlines", "\x1b[31m", "ü\udcff", '"quoted" \\', "100 %"])
+@pytest.mark.parametrize(
+    "message",
+    ["two\nlines", "\x1b[31m", "ü\udcff", '"quoted" \\', "100 %"],
+    ids=["lines", "escape", "surrogate", "quotes", "percent"],  # which processes of the tests tell each other
+)
 def test_any_message_is_one_line(message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with logs.set_up("worker"):
         logger.warning(message)
