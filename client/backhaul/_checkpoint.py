@@ -186,7 +186,7 @@ class _Pack:
         recorder.note_saved(tensor)
         saved = recorder.recording.saved[-1]
         is_leaf = saved.source >= 0 and recorder.recording.sources[saved.source].is_leaf
-        if saved.digest and not is_leaf:  # without a digest it is of a kind that has no storage
+        if not is_leaf and tensor.layout is torch.strided:
             self.packed_bytes += self._packed.add(tensor)
         handle = self._frame.handle()
         if self.selection is not None:

@@ -44,7 +44,7 @@ def top(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         text=True,
         timeout=60,
         check=False,
-        env={**os.environ, **environment},
+        env={**os.environ, "COLUMNS": "200", **environment},
     )
 
 
