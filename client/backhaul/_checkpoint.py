@@ -221,17 +221,17 @@ def _keep(
     saves = bool(frame.recording.saved)  # else the graph keeps nothing, and there is nothing to recompute
     if options.returns == "activations":
         needs_inside = "activations were asked for"
+    elif not saves or not any(uses) or any(output.grad_fn is None for output in outputs):
+        needs_inside = "no gradient leaves it"
     elif recorder.rewrites_autograd():
         needs_inside = "it changes what tensors from outside depend on"
     elif recorder.shares_storage(outputs, tensors):
         needs_inside = "an output shares memory with an input, a captured tensor or another output"
     elif is_held or recorder.outlived(outputs):
         needs_inside = "a tensor of its inside is held elsewhere"
-    elif any(output.grad_fn is None for output in outputs) or not any(uses):
-        needs_inside = "no gradient leaves it"
     else:
         needs_inside = ""
-    grafts = saves and not needs_inside
+    grafts = not needs_inside
     frame.program = recorder.finish(outputs) if grafts else recorder.finish((), early_stop=options.early_stop)
     frame.use_counts = [len(found) for found in uses]
     if frame.program is None:
