@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from backhaul._arguments import Options
 from backhaul._frame import Frame, Handle, RemoteSegment
-from backhaul._graft import graft
+from backhaul._graft import frame_behind, graft
 from backhaul._held import held_elsewhere
 from backhaul._local import Call, nesting
 from backhaul._report import Journal
@@ -240,11 +240,18 @@ def _keep(
         frame.call = call
         frame.cannot_travel(frame.recording.refusal or "")
     elif outputs and saves:
+        if grafts:
+            frame.links = [
+                (index, before, edge.output_nr)
+                for index, edge in enumerate(recorder.edges())
+                if edge is not None and (before := frame_behind(edge)) is not None
+            ]
         try:
             frame.remote = remote.save(frame, forward_s)
             frame.log.reason = needs_inside or "only its gradients are needed"
         except Refusal as refusal:
             frame.not_taken(refusal)
+        frame.links = []
     if frame.program is None or not grafts:
         return returned[0]
     sources = [recorder.tensors[index] for index, found in enumerate(uses) for _ in found]

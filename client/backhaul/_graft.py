@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from backhaul._frame import Frame
 from backhaul_runtime.errors import DoubleBackwardError
 from backhaul_runtime.layout import with_memory
 
 _PLACEHOLDER = torch.empty(0)
+_NODE = "_GraftBackward"
 
 
 class _Graft(torch.autograd.Function):
@@ -43,6 +45,12 @@ class _Graft(torch.autograd.Function):
             )
         given = {position: with_memory(gradient) for position, gradient in enumerate(gradients) if gradient is not None}
         return None, None, *[contribution.gradient for contribution in frame.gradients(given)]
+
+
+def frame_behind(edge: GradientEdge | None) -> Frame | None:
+    """The frame whose output an edge of the graph leads to, if it is a graft's and still there."""
+    found = getattr(edge.node, "frame", None) if edge is not None and edge.node.name() == _NODE else None
+    return found() if found is not None else None
 
 
 def graft(frame: Frame, outputs: Sequence[Tensor], uses: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from backhaul._calls import Stream, longest_run_s
 from backhaul._link import Generation, Link
+from backhaul._links import Links, Site
 from backhaul._telemetry import CallLog
 from backhaul._upload import Save, Uploader
 from backhaul._value_check import Recomputed
@@ -87,6 +88,10 @@ class SavedSegment:
         log: Told of bytes and times.
         expected_s: What a replay with its backward should take.
         upcoming: Gives the segments that will be asked for after this one.
+        links: Told whether its gradients were those that the worker went on from.
+
+    Attributes:
+        expected: The gradients that the worker went on from, by output, and where that was met.
     """
 
     def __init__(
@@ -97,6 +102,7 @@ class SavedSegment:
         log: CallLog,
         expected_s: float,
         upcoming: Callable[[], list[int]],
+        links: Links,
     ) -> None:
         self._link = link
         self._uploader = uploader
@@ -104,12 +110,19 @@ class SavedSegment:
         self._log = log
         self._expected_s = expected_s
         self._upcoming = upcoming
+        self._links = links
+        self.expected: dict[int, tuple[bytes, Site]] = {}
         self._backwards = itertools.count(1)
 
     @property
     def generation(self) -> Generation:
         """Where it was saved."""
         return self._save.generation
+
+    @property
+    def number(self) -> int:
+        """Of the segment in its session."""
+        return self._save.segment
 
     def __del__(self) -> None:
         self._save.is_released = True
@@ -123,6 +136,7 @@ class SavedSegment:
         for position, gradient in gradients.items():
             layout = layout_of(gradient)
             parcels[position] = Parcel(gradient, layout, tensor_address(layout, content_digest(gradient, layout)))
+        self._links.check(self.expected, {position: parcel.address for position, parcel in parcels.items()})
         request = segment_pb2.BackwardRequest(
             key=self._key(segment_pb2.OPERATION_BACKWARD),
             gradients=[
@@ -158,6 +172,7 @@ class SavedSegment:
         if checks_bytes and list(map(address_of, tensors)) != list(result.tensor_digests):
             raise TransferError("gradients are not those that the worker computed: damaged on the way")
         self._uploader.learn(self.generation, addresses)
+        self._linked(result)
         views = {
             index: decode_view(contribution.view)
             for index, contribution in enumerate(result.contributions)
@@ -169,6 +184,14 @@ class SavedSegment:
             for index, contribution in enumerate(result.contributions)
         ]
         return _recomputed(result), contributions
+
+    def _linked(self, result: segment_pb2.BackwardResult) -> None:
+        found = {gradient.source: gradient.tensor for gradient in result.linked_gradients}
+        self._uploader.learn(self.generation, found.values())
+        for link in self._save.links:
+            before = link.before()
+            if before is not None and link.source in found:
+                before.expected[link.output] = found[link.source], link.site
 
     def drifted(self, drift: float) -> None:
         """See `RemoteSegment`."""

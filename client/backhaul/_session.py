@@ -27,7 +27,9 @@ from backhaul._checkpoint import run_segment
 from backhaul._config import SECRETS, Config
 from backhaul._embedded import EmbeddedWorker
 from backhaul._frame import Frame
-from backhaul._link import Generation, Link, trainer_name
+from backhaul._link import Generation, trainer_name
+from backhaul._link import Link as Connection
+from backhaul._links import Link, Links
 from backhaul._placement import Placement
 from backhaul._remote import SavedSegment
 from backhaul._report import Journal, Report
@@ -54,9 +56,10 @@ _BACKWARD_FACTOR = 3.0  # a recomputed forward and a backward of twice its cost
 class _Side:
     """A worker of the session: its link, what sends to it, and the segments it has."""
 
-    def __init__(self, link: Link, inflight_bytes: int) -> None:
+    def __init__(self, link: Connection, inflight_bytes: int) -> None:
         self.link = link
         self.uploader = Uploader(link, inflight_bytes)
+        self.links = Links()
         self.segments: dict[int, weakref.ref[SavedSegment]] = {}
         self.differences: dict[tuple[int, str], Mapping[str, tuple[str, str]]] = {}  # by generation and kind of device
 
@@ -271,11 +274,12 @@ class Session:
                 "--memory, or make the segment smaller"
             )
         log, program = frame.log, encode_program(frame.program)
+        address = address_of_program(program)
         save = Save(
             generation=generation,
             segment=number,
             program=program,
-            program_address=address_of_program(program),
+            program_address=address,
             sources=[SourceTensor(s.address, s.layout, s.value, _is_transient(s)) for s in sources],
             generator_states=frame.recording.generator_states,
             name=frame.name,
@@ -283,6 +287,13 @@ class Session:
             queued_bytes=sum(source.layout.span_bytes for source in sources if source.is_copy),
             count=lambda size: log.traffic(up_bytes=size),
             sent=log.uploaded,
+            links=[
+                Link((address, source), weakref.ref(before.remote), output)
+                for source, before, output in frame.links
+                if isinstance(before.remote, SavedSegment)
+                and before.remote.generation is generation
+                and side.links.is_worth((address, source))
+            ],
         )
         log.worker = side.link.name
         saved = SavedSegment(
@@ -292,6 +303,7 @@ class Session:
             log,
             _BACKWARD_FACTOR * forward_s,
             lambda: self._backward_reached(side, number),
+            side.links,
         )
         with self._lock:
             side.segments[number] = weakref.ref(saved, lambda _: side.segments.pop(number, None))

@@ -16,7 +16,9 @@ from time import perf_counter
 from torch import Tensor
 
 from backhaul._calls import SLICE_S, Watch, call_unary, watched
-from backhaul._link import Generation, Link
+from backhaul._link import Generation
+from backhaul._link import Link as Connection
+from backhaul._links import Link
 from backhaul_proto.v1 import program_pb2, segment_pb2, tensor_pb2
 from backhaul_runtime.errors import BackhaulError, SegmentUnknownError, WorkerLostError
 from backhaul_runtime.framing import Parcel, batches
@@ -60,6 +62,7 @@ class Save:
         queued_bytes: Copies of arguments it holds until it is sent.
         saved: Done when the worker has it; holds the error where it has not.
         wants_sketches: The worker computes other bits.
+        links: Sources that are outputs of segments saved before.
         count: Told of bytes sent.
         sent: Told what sending took, once it has ended.
     """
@@ -75,6 +78,7 @@ class Save:
     wants_sketches: bool
     count: Callable[[int], None]
     sent: Callable[[float], None]
+    links: Sequence[Link] = ()
     saved: "Future[None]" = field(default_factory=Future)
     is_released: bool = False
 
@@ -96,7 +100,7 @@ class Uploader:
         watch: Sees every message that the worker takes.
     """
 
-    def __init__(self, link: Link, inflight_bytes: int) -> None:
+    def __init__(self, link: Connection, inflight_bytes: int) -> None:
         self._link = link
         self._limit_bytes = inflight_bytes
         self.watch = Watch(link.silence_s)
@@ -214,6 +218,11 @@ class Uploader:
             generator_states=save.generator_states,
             name=save.name,
             wants_sketches=save.wants_sketches,
+            links=[
+                segment_pb2.Link(source=link.source, segment=before.number, output=link.output)
+                for link in save.links
+                if (before := link.before()) is not None
+            ],
         )
         for _ in range(MAX_ATTEMPTS):
             if not self._knows(generation, save.program_address):

@@ -36,7 +36,7 @@ class LoopbackSegment:
         self, gradients: Mapping[int, Tensor], state: ambient.State, *, checks_bytes: bool
     ) -> tuple[Recomputed, list[Contribution]]:
         copies = {output: copy_exact(gradient) for output, gradient in gradients.items()}
-        found = self._run(partial(runs.backward, gradients=copies, state=state))
+        found = self._run(partial(runs.backward, start=runs.Start((), state), gradients=copies))
         tensors = unbundle([copy_exact(parcel.tensor) for parcel in found.bundle.parcels], found.bundle.views)
         saved = Recomputed(found.saved_digests, found.saved_sketches)
         return saved, [Contribution(s, tensors.get(i)) for i, s in enumerate(found.sources)]

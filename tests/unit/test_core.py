@@ -22,6 +22,7 @@ from backhaul_server.worker.segment_machine import Key
 from backhaul_server.worker.segments import ENTRY_BYTES, Segment, Session
 
 FIRST = Key("backward", 1)
+START = runs.Start(((0, address_of(torch.ones(4))),), ambient.capture())
 
 
 def with_worker(
@@ -67,7 +68,7 @@ async def saved(worker: Worker, session: Session, number: int = 1, value: float 
 
 async def backward(worker: Worker, session: Session, segment: Segment, key: Key = FIRST) -> runs.Finished:
     def prepare() -> Any:
-        return partial(runs.backward, gradients={0: torch.ones(4)}, state=ambient.capture())
+        return partial(runs.backward, start=START, gradients={0: torch.ones(4)})
 
     return await worker.segments.request(segment, key, prepare, 0.1).answer
 

@@ -1,7 +1,7 @@
 """What the executor's thread does: replay a segment, run its backward, or take what autograd saved in it."""
 
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from time import time
 
 import torch
@@ -12,7 +12,7 @@ from backhaul_runtime.bundle import Bundle, bundle
 from backhaul_runtime.digest import address_of, content_digest, tensor_address
 from backhaul_runtime.framing import Parcel
 from backhaul_runtime.program import Program
-from backhaul_runtime.replay import Replay
+from backhaul_runtime.replay import Contribution, Replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,21 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
+class Start:
+    """What a backward starts from. Equal ones of a segment give equal results.
+
+    Attributes:
+        addresses: Of the gradients, with their positions in the program's outputs.
+        state: Ambient settings that the trainer's backward runs under.
+        wants_digests: Digest what is returned.
+    """
+
+    addresses: tuple[tuple[int, bytes], ...]
+    state: ambient.State
+    wants_digests: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """What a request is answered with.
 
@@ -74,6 +89,7 @@ class Finished:
         sources: Source of each contribution; empty for a recompute.
         tensor_digests: Of the bundle's parcels, if they were asked for.
         saved_sketches: What the replay saved, if they were asked for.
+        linked: Gradients of linked sources, by source.
         recompute_at_s: When the replay began, in seconds since 1970.
         recompute_s: What it took.
         backward_at_s: When its backward began, in seconds since 1970; 0 for a recompute.
@@ -85,6 +101,7 @@ class Finished:
     sources: tuple[int, ...]
     tensor_digests: tuple[bytes, ...] = ()
     saved_sketches: Sequence[tuple[float, ...]] = ()
+    linked: Mapping[int, Parcel] = field(default_factory=dict)
     recompute_at_s: float = 0.0
     recompute_s: float = 0.0
     backward_at_s: float = 0.0
@@ -94,23 +111,22 @@ class Finished:
 def backward(
     work: Work,
     ready: Ready | None,
+    start: Start,
     gradients: Mapping[int, Tensor],
-    state: ambient.State,
-    *,
-    wants_digests: bool = False,
+    linked: Collection[int] = (),
 ) -> Finished:
     """Runs a segment's backward.
 
     Args:
         work: Of the segment.
         ready: Its replay, if there is one already; used up.
-        gradients: By position in the program's outputs.
-        state: Ambient settings that the trainer's backward runs under.
-        wants_digests: Digest what is returned.
+        start: What it starts from.
+        gradients: The tensors that `start` names, by position in the program's outputs.
+        linked: Sources whose gradients are wanted as sums too.
     """
     ready = ready or work.replay(keep_saved=False)
     began_at_s = time()
-    ambient.apply(state, ambient.capture())
+    ambient.apply(start.state, ambient.capture())
     contributions = ready.replay.backward(gradients)
     sources = work.program.sources
     found = [(i, c.gradient) for i, c in enumerate(contributions) if c.gradient is not None]
@@ -119,13 +135,30 @@ def backward(
         bundle=sent,
         saved_digests=tuple(ready.replay.saved_digests),
         sources=tuple(c.source for c in contributions),
-        tensor_digests=tuple(address_of(parcel.tensor) for parcel in sent.parcels) if wants_digests else (),
+        tensor_digests=tuple(address_of(parcel.tensor) for parcel in sent.parcels) if start.wants_digests else (),
         saved_sketches=ready.replay.saved_sketches,
+        linked=_sums(contributions, linked),
         recompute_at_s=ready.began_at_s,
         recompute_s=ready.took_s,
         backward_at_s=began_at_s,
         backward_s=time() - began_at_s,
     )
+
+
+def _sums(contributions: Sequence[Contribution], linked: Collection[int]) -> dict[int, Parcel]:
+    """Adds a source's contributions in the order in which autograd adds them on the trainer."""
+    found: dict[int, Tensor] = {}
+    for contribution in contributions:
+        source, gradient = contribution.source, contribution.gradient
+        if source in linked and gradient is not None:
+            found[source] = found[source] + gradient if source in found else gradient
+    return {source: _named(Parcel.of(gradient.detach())) for source, gradient in found.items()}
+
+
+def _named(parcel: Parcel) -> Parcel:
+    """The parcel with the address of its contents."""
+    address = tensor_address(parcel.layout, content_digest(parcel.tensor, parcel.layout))
+    return Parcel(parcel.tensor, parcel.layout, address)
 
 
 def recompute(work: Work, ready: Ready | None, positions: Sequence[int]) -> Finished:
@@ -146,8 +179,5 @@ def recompute(work: Work, ready: Ready | None, positions: Sequence[int]) -> Fini
 def _addressed(found: Bundle, positions: Set[int]) -> Bundle:
     """Names gradients of boundaries by their contents, so that the trainer can say "the one you sent"."""
     whole = {view.parcel for view in found.views if view.layout is None and view.position in positions}
-    parcels = [
-        Parcel(p.tensor, p.layout, tensor_address(p.layout, content_digest(p.tensor, p.layout))) if i in whole else p
-        for i, p in enumerate(found.parcels)
-    ]
+    parcels = [_named(parcel) if i in whole else parcel for i, parcel in enumerate(found.parcels)]
     return Bundle(tuple(parcels), found.views)

@@ -3,6 +3,7 @@
     saved ──ahead──> replaying ──done──> ready
       │                  │                 │
       └────request───────┴────request──────┴──> running ──done──> saved, with a result
+    ready ──guess──> replaying: its backward runs, on gradients that the request will probably name
     any of them ──release──> released
 
 Requests are named by operation and backward (their idempotency key). One that is asked for again joins the attempt that
@@ -39,6 +40,11 @@ class Key:
 @dataclass(frozen=True, slots=True)
 class ReplayAhead:
     """Instruction: replay the segment, nobody waits for it yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class GuessAhead:
+    """Instruction: run the backward that will probably be asked for, on the replay that is ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +90,7 @@ class Free:
     """Instruction: free what the segment was saved with. The last one a segment gives."""
 
 
-Instruction = ReplayAhead | Hurry | Run | Answer | AnswerError | DropReplay | ForgetResult | Free
+Instruction = ReplayAhead | GuessAhead | Hurry | Run | Answer | AnswerError | DropReplay | ForgetResult | Free
 
 
 @dataclass(slots=True)
@@ -96,12 +102,24 @@ class SegmentMachine:
     waiting: list[Key] = field(default_factory=list)
     results: set[Key] = field(default_factory=set)
 
+    @property
+    def was_asked(self) -> bool:
+        """Whether a request is being worked on, or has been."""
+        return bool(self.running or self.waiting or self.results)
+
     def ahead(self) -> list[Instruction]:
         """The trainer will ask for this segment soon."""
         if self.phase is not Phase.SAVED:
             return []
         self.phase = Phase.REPLAYING
         return [ReplayAhead()]
+
+    def guess(self) -> list[Instruction]:
+        """It is known what the segment's backward will probably start from."""
+        if self.phase is not Phase.READY:
+            return []
+        self.phase = Phase.REPLAYING
+        return [GuessAhead()]
 
     def requested(self, key: Key) -> list[Instruction]:
         """A request came, for the first time or again."""
@@ -124,7 +142,7 @@ class SegmentMachine:
         return [*forget, *self._run(key)]
 
     def replayed(self, *, succeeded: bool) -> list[Instruction]:
-        """The replay ahead ended. An error of it is not kept: the request that needs it will meet its own."""
+        """The replay ahead, or the guess, ended. An error is not kept: the request that needs it will meet its own."""
         if self.phase is Phase.RELEASED:
             return [DropReplay()] if succeeded else []
         self.phase = Phase.READY if succeeded else Phase.SAVED

@@ -6,25 +6,28 @@ Runs in the event loop's thread, except what the executor is handed (`runs`).
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import time
 from typing import Any
 
 from torch import Tensor
 
 from backhaul_runtime.errors import BackhaulError, BudgetError, SegmentUnknownError, WorkerError
+from backhaul_runtime.framing import Parcel
 from backhaul_runtime.logs import about
+from backhaul_server.worker import runs
 from backhaul_server.worker.executor import Executor
 from backhaul_server.worker.fair_queue import Job
-from backhaul_server.worker.runs import Finished, Ready, Work
+from backhaul_server.worker.runs import Finished, Ready, Start, Work
 from backhaul_server.worker.segment_machine import (
     Answer,
     AnswerError,
     DropReplay,
     ForgetResult,
     Free,
+    GuessAhead,
     Hurry,
     Instruction,
     Key,
@@ -49,15 +52,32 @@ class Request:
 
     Attributes:
         perform: The work; None once it is done, with the tensors it held.
+        start: Of a backward.
         expected_s: What the trainer thinks it takes.
         came_at_s: When it came, in seconds since 1970.
         answer: Done when the work is; holds the result for those who ask again.
     """
 
     perform: Perform | None
+    start: Start | None
     expected_s: float
     came_at_s: float
     answer: "asyncio.Future[Finished]"
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """A backward nobody asked for yet.
+
+    Attributes:
+        start: What it starts from.
+        gradients: The tensors that `start` names.
+        finished: Its result, None until it has run.
+    """
+
+    start: Start
+    gradients: Mapping[int, Tensor]
+    finished: Finished | None = None
 
 
 @dataclass(eq=False)
@@ -69,6 +89,8 @@ class Segment:
         id: The trainer's number for it.
         work: Program and tensors, None once it was released.
         name: For people.
+        links: Where sources come from: source to segment and output.
+        guess: What its backward will probably start from, and its result once that has run.
         queued_at_s: When its replay ahead came to the queue, in seconds since 1970; 0 without one.
     """
 
@@ -76,7 +98,9 @@ class Segment:
     id: int
     work: Work | None
     name: str
+    links: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     machine: SegmentMachine = field(default_factory=SegmentMachine)
+    guess: Guess | None = None
     ready: Ready | None = None
     queued_at_s: float = 0.0
     job: Job | None = None
@@ -146,7 +170,14 @@ class Segments:
         """Frees a segment."""
         self._carry_out(segment, segment.machine.released())
 
-    def request(self, segment: Segment, key: Key, prepare: Callable[[], Perform], expected_s: float) -> Request:
+    def request(
+        self,
+        segment: Segment,
+        key: Key,
+        prepare: Callable[[], Perform],
+        expected_s: float,
+        start: Start | None = None,
+    ) -> Request:
         """Asks for work on a segment. A repeated request joins the first, or finds its answer.
 
         Args:
@@ -154,10 +185,11 @@ class Segments:
             key: Names the request.
             prepare: Gives the work, called only for a request that is new.
             expected_s: What the trainer thinks it takes.
+            start: Of a backward.
         """
         request = segment.requests.get(key)
         if request is None:
-            request = Request(prepare(), expected_s, time(), asyncio.get_running_loop().create_future())
+            request = Request(prepare(), start, expected_s, time(), asyncio.get_running_loop().create_future())
             segment.requests[key] = request
         self._carry_out(segment, segment.machine.requested(key))
         return request
@@ -194,6 +226,8 @@ class Segments:
             match instruction:
                 case ReplayAhead():
                     self._replay_ahead(segment)
+                case GuessAhead():
+                    self._guess_ahead(segment)
                 case Hurry():
                     if segment.job is not None:
                         self.executor.hurry(segment.job)
@@ -204,7 +238,7 @@ class Segments:
                 case AnswerError(key):
                     self._fail(segment, key, SegmentUnknownError(f"segment {segment.id} was released meanwhile"))
                 case DropReplay():
-                    segment.ready = None
+                    segment.ready = segment.guess = None
                     self._store.end_ahead(segment.key)
                 case ForgetResult(key):
                     self._store.forget_result((segment.key, key))
@@ -214,9 +248,52 @@ class Segments:
                     self._store.detach(segment.key)
                     segment.session.segments.pop(segment.id, None)
 
+    def _go_on(self, segment: Segment, found: Finished, start: Start | None) -> None:
+        """Guesses what the segments before will be asked for: the gradients just found, unchanged."""
+        given: dict[int, dict[int, Parcel]] = {}
+        for source, parcel in found.linked.items():
+            number, output = segment.links[source]
+            given.setdefault(number, {})[output] = parcel
+        for number, parcels in given.items():
+            before = segment.session.segments.get(number)
+            if start is None or before is None or before.guess is not None or before.machine.was_asked:
+                continue
+            addresses = tuple(sorted((output, parcel.address) for output, parcel in parcels.items()))
+            before.guess = Guess(
+                Start(addresses, start.state, start.wants_digests),
+                {output: parcel.tensor for output, parcel in parcels.items()},
+            )
+            self._carry_out(before, before.machine.guess() or before.machine.ahead())
+
+    def _guess_ahead(self, segment: Segment) -> None:
+        """Runs a guess on the replay that is ready, in the room of that replay."""
+        made: list[Finished] = []
+
+        def work() -> None:
+            (ready, segment.ready), found, guess = (segment.ready, None), segment.work, segment.guess
+            try:
+                if found is not None and guess is not None and ready is not None:
+                    made.append(runs.backward(found, ready, guess.start, guess.gradients, segment.links))
+            except Exception:  # the request will meet its own
+                logger.debug("a guess for %s failed", segment.name, exc_info=True)
+
+        def end() -> None:
+            guess, segment.guess = segment.guess, None
+            succeeded = bool(made) and guess is not None and self._store.is_ahead(segment.key)
+            segment.job = None  # it leads back to the segment
+            if succeeded and guess is not None:
+                segment.guess = replace(guess, finished=made[0])
+            else:
+                self._store.end_ahead(segment.key)
+            self._carry_out(segment, segment.machine.replayed(succeeded=succeeded))
+            if succeeded and guess is not None:
+                self._go_on(segment, made[0], guess.start)
+
+        self._submit(segment, Job(segment.session.id, lambda: None, work, end, 0.0, is_demanded=False))
+
     def _replay_ahead(self, segment: Segment) -> None:
         def drop() -> None:
-            segment.ready = None
+            segment.ready = segment.guess = None
             segment.machine.dropped()
 
         if not self._store.start_ahead(segment.key, drop):
@@ -239,13 +316,23 @@ class Segments:
                 segment.ready = made.pop()
             else:
                 self._store.end_ahead(segment.key)
+                segment.guess = None
             segment.job = None  # it leads back to the segment
             self._carry_out(segment, segment.machine.replayed(succeeded=succeeded))
+            if segment.guess is not None:
+                self._carry_out(segment, segment.machine.guess())
 
         self._submit(segment, Job(segment.session.id, lambda: None, work, end, 0.0, is_demanded=False))
 
     def _run(self, segment: Segment, key: Key) -> None:
         request = segment.requests[key]
+        guess, segment.guess = segment.guess, None
+        if guess is not None and guess.finished is not None and guess.start == request.start:
+            request.perform = None
+            self._store.end_ahead(segment.key)
+            self._done(segment, key, request, guess.finished)
+            self._carry_out(segment, segment.machine.ran(key, succeeded=True))
+            return
         outcome: list[Finished | BackhaulError] = []
         charged: list[int] = []
 
@@ -267,11 +354,12 @@ class Segments:
             found = outcome.pop()
             succeeded = isinstance(found, Finished)
             if isinstance(found, Finished):
-                self.recomputed += 1
-                self._keep(segment, key, request, found)
+                self._done(segment, key, request, found)
             else:
                 self._fail(segment, key, found)
             self._carry_out(segment, segment.machine.ran(key, succeeded=succeeded))
+            if isinstance(found, Finished):
+                self._go_on(segment, found, request.start)
 
         self._submit(segment, Job(segment.session.id, begin, work, end, request.expected_s, is_demanded=True))
 
@@ -279,13 +367,16 @@ class Segments:
         segment.job = job
         self.executor.submit(job)
 
-    def _keep(self, segment: Segment, key: Key, request: Request, found: Finished) -> None:
+    def _done(self, segment: Segment, key: Key, request: Request, found: Finished) -> None:
+        """Answers a request and keeps the answer for those who ask again."""
+        self.recomputed += 1
+
         def drop() -> None:
             segment.machine.forgot(key)
             segment.requests.pop(key, None)
 
         self._store.keep_result((segment.key, key), found.bundle.size_bytes, drop)
-        addressed = [parcel for parcel in found.bundle.parcels if parcel.address]
+        addressed = [parcel for parcel in (*found.bundle.parcels, *found.linked.values()) if parcel.address]
         for parcel in addressed:
             self._store.cache(parcel.address, parcel.tensor, ENTRY_BYTES + parcel.layout.span_bytes)
         self.remember(segment.session, [parcel.address for parcel in addressed])

@@ -45,7 +45,7 @@ from backhaul_server.worker import runs
 from backhaul_server.worker.core import Worker
 from backhaul_server.worker.meter import Meter
 from backhaul_server.worker.reports import Reports
-from backhaul_server.worker.runs import Finished
+from backhaul_server.worker.runs import Finished, Start
 from backhaul_server.worker.segment_machine import Key
 from backhaul_server.worker.segments import Perform, Request, Segment
 
@@ -255,6 +255,7 @@ class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
             request.generator_states,
             request.name,
             request.wants_sketches,
+            {link.source: (link.segment, link.output) for link in request.links},
         )
         return segment_pb2.SaveSegmentResponse(program_missing=program_missing, missing_tensors=missing)
 
@@ -295,18 +296,15 @@ class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
         if segment.work is None or any(output >= len(segment.work.program.outputs) for output in addresses):
             raise ProgramError(f"gradients are given for outputs {sorted(addresses)} of {segment.name}")
         state = decode_state(request.ambient_state)
+        start = Start(tuple(sorted(addresses.items())), state, request.wants_digests)
 
         def prepare() -> Perform:
-            return partial(
-                runs.backward,
-                gradients=self.worker.gradients(session, addresses),
-                state=state,
-                wants_digests=request.wants_digests,
-            )
+            gradients = self.worker.gradients(session, addresses)
+            return partial(runs.backward, start=start, gradients=gradients, linked=segment.links)
 
         key = Key("backward", request.key.backward)
         with self.worker.segments.answering(segment, key):
-            asked = self.worker.segments.request(segment, key, prepare, request.expected_s)
+            asked = self.worker.segments.request(segment, key, prepare, request.expected_s, start)
             self.worker.replay_ahead(session, request.upcoming_segments)
             async for progress in self._wait(segment, asked.answer):
                 yield segment_pb2.BackwardResponse(progress=progress)
@@ -320,6 +318,10 @@ class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
                 tensor_digests=found.tensor_digests,
                 saved_sketches=_sketches(found),
                 timing=_timing(segment, asked, found),
+                linked_gradients=[
+                    segment_pb2.SourceGradient(source=source, tensor=parcel.address)
+                    for source, parcel in found.linked.items()
+                ],
             )
             yield segment_pb2.BackwardResponse(result=result)
             for batch in batches(found.bundle.parcels):
