@@ -155,11 +155,15 @@ class Segments:
     Attributes:
         executor: Of the device.
         recomputed: How many requests were done.
+        guessed: How many of them found a guess that was right.
+        wasted: How many guesses ran and were not.
     """
 
     def __init__(self, store: Store[Tensor]) -> None:
         self.executor = Executor()
         self.recomputed = 0
+        self.guessed = 0
+        self.wasted = 0
         self._store = store
 
     def ahead(self, segment: Segment) -> None:
@@ -328,11 +332,13 @@ class Segments:
         request = segment.requests[key]
         guess, segment.guess = segment.guess, None
         if guess is not None and guess.finished is not None and guess.start == request.start:
+            self.guessed += 1
             request.perform = None
             self._store.end_ahead(segment.key)
             self._done(segment, key, request, guess.finished)
             self._carry_out(segment, segment.machine.ran(key, succeeded=True))
             return
+        self.wasted += guess is not None and guess.finished is not None
         outcome: list[Finished | BackhaulError] = []
         charged: list[int] = []
 

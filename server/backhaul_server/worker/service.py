@@ -430,6 +430,8 @@ class Telemetry(_Servicer, telemetry_pb2_grpc.TelemetryServiceServicer):
             last_error_at_s=last_error_at_s,
             reports=reports,
             has_more_reports=has_more,
+            guessed_segments=worker.segments.guessed,
+            wasted_guesses=worker.segments.wasted,
         )
 
 

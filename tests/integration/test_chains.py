@@ -1,0 +1,107 @@
+"""Chains of segments whose backward a worker goes through ahead of the trainer: what comes is what would have come."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backhaul import Session
+from conftest import settle
+from support.bits import Checkpoint, differing, plainly, train
+from support.processes import WorkerProcess
+
+BLOCKS = 4
+
+
+def build() -> nn.ModuleList:
+    return nn.ModuleList(
+        nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16))
+        for _ in range(BLOCKS)
+    )
+
+
+def inputs() -> Tensor:
+    return torch.randn(8, 16, requires_grad=True)
+
+
+def straight(checkpoint: Checkpoint, model: nn.Module) -> tuple[Tensor, list[Tensor]]:
+    x = found = inputs()
+    for block in model:  # type: ignore[attr-defined]
+        found = checkpoint(block, found)
+    return found.square().mean(), [x]
+
+
+def residual(checkpoint: Checkpoint, model: nn.Module) -> tuple[Tensor, list[Tensor]]:
+    x = found = inputs()
+    for block in model:  # type: ignore[attr-defined]
+        found = found + checkpoint(block, found)
+    return found.square().mean(), [x]
+
+
+def with_losses(checkpoint: Checkpoint, model: nn.Module) -> tuple[Tensor, list[Tensor]]:
+    x = found = inputs()
+    loss = torch.zeros(())
+    for block in model:  # type: ignore[attr-defined]
+        found = checkpoint(block, found)
+        loss = loss + found.square().mean()
+    return loss, [x]
+
+
+def with_hooks(checkpoint: Checkpoint, model: nn.Module) -> tuple[Tensor, list[Tensor]]:
+    x = found = inputs()
+    for block in model:  # type: ignore[attr-defined]
+        found = checkpoint(block, found)
+        found.register_hook(lambda gradient: gradient * 0.5)
+    return found.square().mean(), [x]
+
+
+def used_twice(checkpoint: Checkpoint, model: nn.Module) -> tuple[Tensor, list[Tensor]]:
+    """Each output is used by the next block three times."""
+    x = found = inputs()
+    for block in model:  # type: ignore[attr-defined]
+        found = checkpoint(lambda x, block=block: x * 0.5 + block(x) * x.sigmoid(), found)
+    return found.square().mean(), [x]
+
+
+@pytest.mark.parametrize(
+    ("run", "guessed_each_step"),
+    [(straight, BLOCKS - 1), (used_twice, BLOCKS - 1), (residual, 0), (with_losses, 0), (with_hooks, 0)],
+)
+def test_gradients_are_those_of_training_without_it(
+    session: Session, worker: WorkerProcess, run: Callable[..., tuple[Tensor, list[Tensor]]], guessed_each_step: int
+) -> None:
+    def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    before = worker.telemetry()
+    ours = train(lambda f, *a: session.checkpoint(f, *a, returns="gradients"), build, run, steps=4, optimizer=optimizer)
+    assert differing(ours, train(plainly, build, run, steps=4, optimizer=optimizer)) == []
+    settle(session)
+    after = worker.telemetry()
+    assert session.report().fallbacks == 0
+    assert after.guessed_segments - before.guessed_segments == 4 * guessed_each_step
+    # What never arrives unchanged is tried twice and then left.
+    most = 0 if guessed_each_step else 2 * BLOCKS
+    assert after.wasted_guesses - before.wasted_guesses <= most
+
+
+def test_a_second_backward_through_a_chain(session: Session) -> None:
+    x = inputs()
+    blocks = build()
+
+    def gradients(checkpoint: Checkpoint) -> list[Tensor]:
+        torch.manual_seed(3)
+        found = x
+        for block in blocks:
+            found = checkpoint(block, found)
+        loss = found.square().mean()
+        wanted = [x, *blocks.parameters()]
+        return [
+            *torch.autograd.grad(loss, wanted, retain_graph=True),
+            *torch.autograd.grad(2 * loss, wanted),
+        ]
+
+    ours = gradients(lambda f, *a: session.checkpoint(f, *a, returns="gradients"))
+    assert differing(ours, gradients(plainly)) == []
+    assert session.report().fallbacks == 0

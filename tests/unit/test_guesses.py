@@ -1,0 +1,155 @@
+"""A worker that goes on by itself from one segment's backward into that of the segment before."""
+
+import asyncio
+from functools import partial
+
+import torch
+
+from backhaul_runtime import ambient
+from backhaul_runtime.digest import address_of
+from backhaul_server.worker import runs
+from backhaul_server.worker.core import Worker
+from backhaul_server.worker.segment_machine import GuessAhead, Hurry, Key, Phase, ReplayAhead, Run, SegmentMachine
+from backhaul_server.worker.segments import Segment, Session
+from unit.test_core import put, squaring, with_worker
+
+FIRST = Key("backward", 1)
+STATE = ambient.capture()
+
+
+async def chain(worker: Worker, values: list[float]) -> list[Segment]:
+    """Segments that square, each linked to the one before. The second value is what the first squared, and so on."""
+    session = worker.open_session("trainer")
+    program = await worker.put_program(squaring())
+    for number, value in enumerate(values, start=1):
+        address = put(worker, torch.full((4,), value))
+        links = {0: (number - 1, 0)} if number > 1 else {}
+        assert worker.save(session, number, program, [address], [0], [], "square", False, links) == (False, [])
+    return [worker.segment(session, number) for number in range(1, len(values) + 1)]
+
+
+async def backward(worker: Worker, segment: Segment, gradient: torch.Tensor, *, runs_anew: bool) -> torch.Tensor:
+    """The gradient that comes back. Fails if it was computed for this request and should not, or the other way."""
+    start = runs.Start(((0, address_of(gradient)),), STATE)
+    ran = []
+
+    def perform(work: runs.Work, ready: runs.Ready | None) -> runs.Finished:
+        ran.append(True)
+        return runs.backward(work, ready, start, {0: gradient}, segment.links)
+
+    found = await worker.segments.request(segment, FIRST, lambda: perform, 0.1, start).answer
+    assert bool(ran) is runs_anew
+    bundle = found.bundle
+    return sum(bundle.parcels[view.parcel].tensor for view in bundle.views)  # type: ignore[return-value]
+
+
+async def idle(worker: Worker) -> None:
+    while len(worker.segments.executor):
+        await asyncio.sleep(0)
+
+
+def test_a_guess_that_is_right_is_the_answer() -> None:
+    async def test(worker: Worker) -> None:
+        segments = await chain(worker, [2.0, 4.0, 16.0])
+        gradient = await backward(worker, segments[2], torch.ones(4), runs_anew=True)
+        await idle(worker)
+        for segment, value in ((segments[1], 4.0), (segments[0], 2.0)):
+            expected = gradient * 2 * value
+            gradient = await backward(worker, segment, gradient, runs_anew=False)
+            assert torch.equal(gradient, expected)
+        assert (worker.segments.guessed, worker.segments.wasted, worker.segments.recomputed) == (2, 0, 3)
+        assert worker.store.usage().working == 0
+
+    with_worker(test)
+
+
+def test_a_guess_that_is_wrong_is_thrown_away() -> None:
+    async def test(worker: Worker) -> None:
+        segments = await chain(worker, [2.0, 4.0])
+        await backward(worker, segments[1], torch.ones(4), runs_anew=True)
+        await idle(worker)
+        gradient = await backward(worker, segments[0], torch.full((4,), 0.5), runs_anew=True)
+        assert torch.equal(gradient, torch.full((4,), 2.0))
+        assert (worker.segments.guessed, worker.segments.wasted) == (0, 1)
+        assert worker.store.usage().working == 0
+
+    with_worker(test)
+
+
+def test_a_request_that_comes_while_its_guess_runs_waits_for_it() -> None:
+    async def test(worker: Worker) -> None:
+        segments = await chain(worker, [2.0, 4.0])
+        await idle(worker)  # both replays are there
+        gradient = await backward(worker, segments[1], torch.ones(4), runs_anew=True)
+        assert segments[0].guess is not None
+        assert segments[0].guess.finished is None
+        await backward(worker, segments[0], gradient, runs_anew=False)
+
+    with_worker(test)
+
+
+def test_other_ambient_settings_are_another_request() -> None:
+    async def test(worker: Worker) -> None:
+        segments = await chain(worker, [2.0, 4.0])
+        gradient = await backward(worker, segments[1], torch.ones(4), runs_anew=True)
+        await idle(worker)
+        with torch.autocast("cpu", torch.bfloat16):
+            start = runs.Start(((0, address_of(gradient)),), ambient.capture())
+        perform = partial(runs.backward, start=start, gradients={0: gradient})
+        await worker.segments.request(segments[0], FIRST, lambda: perform, 0.1, start).answer
+        assert (worker.segments.guessed, worker.segments.wasted) == (0, 1)
+
+    with_worker(test)
+
+
+def test_room_that_is_needed_is_taken_from_guesses() -> None:
+    async def test(worker: Worker) -> None:
+        segments = await chain(worker, [2.0, 4.0])
+        gradient = await backward(worker, segments[1], torch.ones(4), runs_anew=True)
+        await idle(worker)
+        usage = worker.store.usage()  # whose work is the guess
+        worker.store.expect(usage.budget - usage.segments - usage.working)
+        assert segments[0].guess is None
+        assert segments[0].machine.phase is Phase.SAVED
+        assert torch.equal(await backward(worker, segments[0], gradient, runs_anew=True), gradient * 4)
+
+    with_worker(test)
+
+
+def test_a_segment_released_while_its_guess_runs_leaves_nothing() -> None:
+    async def test(worker: Worker) -> None:
+        segments = await chain(worker, [2.0, 4.0])
+        await backward(worker, segments[1], torch.ones(4), runs_anew=True)
+        session: Session = segments[0].session
+        worker.release(session, [1, 2])
+        await idle(worker)
+        usage = worker.store.usage()
+        assert (usage.segments, usage.working, usage.results) == (0, 0, 0)
+        assert segments[0].guess is None
+        assert session.segments == {}
+
+    with_worker(test)
+
+
+def test_a_link_to_a_segment_that_is_gone_is_passed_over() -> None:
+    async def test(worker: Worker) -> None:
+        segments = await chain(worker, [2.0, 4.0])
+        worker.release(segments[0].session, [1])
+        await backward(worker, segments[1], torch.ones(4), runs_anew=True)
+        await idle(worker)
+        assert worker.segments.recomputed == 1
+
+    with_worker(test)
+
+
+def test_only_a_replay_that_is_ready_is_gone_on_from() -> None:
+    machine = SegmentMachine()
+    assert machine.guess() == []
+    assert machine.ahead() == [ReplayAhead()]
+    assert machine.guess() == []
+    machine.replayed(succeeded=True)
+    assert machine.guess() == [GuessAhead()]
+    assert machine.guess() == []
+    assert machine.requested(FIRST) == [Hurry()]
+    assert machine.replayed(succeeded=True) == [Run(FIRST)]
+    assert machine.was_asked
