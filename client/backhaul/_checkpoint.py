@@ -241,7 +241,7 @@ def _keep(
         frame.cannot_travel(frame.recording.refusal or "")
     elif outputs and saves:
         if grafts:
-            frame.links = [
+            frame.predecessors = [
                 (index, before, edge.output_nr)
                 for index, edge in enumerate(recorder.edges())
                 if edge is not None and (before := frame_behind(edge)) is not None
@@ -251,7 +251,7 @@ def _keep(
             frame.log.reason = needs_inside or "only its gradients are needed"
         except Refusal as refusal:
             frame.not_taken(refusal)
-        frame.links = []
+        frame.predecessors = []
     if frame.program is None or not grafts:
         return returned[0]
     sources = [recorder.tensors[index] for index, found in enumerate(uses) for _ in found]

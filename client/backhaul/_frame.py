@@ -111,7 +111,7 @@ class Frame:
         call: The call itself, only where there is no program.
         remote: The worker's side, None where no worker has it.
         local_reason: Why the trainer recomputes it, where that is settled.
-        links: Sources that are outputs of other segments, while it is saved.
+        predecessors: Other segments whose outputs are sources of this, while it is saved: source, frame, output.
         so_far: Gives the program recorded so far, while the call runs.
         saved_early: What autograd saved in a call that is no program any more, while it runs.
         is_mutated: The call wrote to what a policy of its own keeps.
@@ -126,7 +126,7 @@ class Frame:
     call: "Call | None" = None
     remote: RemoteSegment | None = None
     local_reason: str = ""
-    links: "list[tuple[int, Frame, int]]" = field(default_factory=list)
+    predecessors: "list[tuple[int, Frame, int]]" = field(default_factory=list)
     so_far: Callable[[], Program] | None = None
     saved_early: dict[int, Saved] = field(default_factory=dict)
     is_mutated: bool = False

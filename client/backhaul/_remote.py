@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from backhaul._calls import Stream, longest_run_s
+from backhaul._chains import Chains, Site
 from backhaul._link import Generation, Link
-from backhaul._links import Links, Site
 from backhaul._telemetry import CallLog
 from backhaul._upload import Save, Uploader
 from backhaul._value_check import Recomputed
@@ -88,7 +88,7 @@ class SavedSegment:
         log: Told of bytes and times.
         expected_s: What a replay with its backward should take.
         upcoming: Gives the segments that will be asked for after this one.
-        links: Told whether its gradients were those that the worker went on from.
+        chains: Told whether its gradients were those that the worker went on from.
 
     Attributes:
         expected: The gradients that the worker went on from, by output, and where that was met.
@@ -102,7 +102,7 @@ class SavedSegment:
         log: CallLog,
         expected_s: float,
         upcoming: Callable[[], list[int]],
-        links: Links,
+        chains: Chains,
     ) -> None:
         self._link = link
         self._uploader = uploader
@@ -110,7 +110,7 @@ class SavedSegment:
         self._log = log
         self._expected_s = expected_s
         self._upcoming = upcoming
-        self._links = links
+        self._chains = chains
         self.expected: dict[int, tuple[bytes, Site]] = {}
         self._backwards = itertools.count(1)
 
@@ -136,7 +136,7 @@ class SavedSegment:
         for position, gradient in gradients.items():
             layout = layout_of(gradient)
             parcels[position] = Parcel(gradient, layout, tensor_address(layout, content_digest(gradient, layout)))
-        self._links.check(self.expected, {position: parcel.address for position, parcel in parcels.items()})
+        self._chains.check(self.expected, {position: parcel.address for position, parcel in parcels.items()})
         request = segment_pb2.BackwardRequest(
             key=self._key(segment_pb2.OPERATION_BACKWARD),
             gradients=[
@@ -172,7 +172,7 @@ class SavedSegment:
         if checks_bytes and list(map(address_of, tensors)) != list(result.tensor_digests):
             raise TransferError("gradients are not those that the worker computed: damaged on the way")
         self._uploader.learn(self.generation, addresses)
-        self._linked(result)
+        self._chained(result)
         views = {
             index: decode_view(contribution.view)
             for index, contribution in enumerate(result.contributions)
@@ -185,13 +185,13 @@ class SavedSegment:
         ]
         return _recomputed(result), contributions
 
-    def _linked(self, result: segment_pb2.BackwardResult) -> None:
-        found = {gradient.source: gradient.tensor for gradient in result.linked_gradients}
+    def _chained(self, result: segment_pb2.BackwardResult) -> None:
+        found = {gradient.source: gradient.tensor for gradient in result.chained_gradients}
         self._uploader.learn(self.generation, found.values())
-        for link in self._save.links:
-            before = link.before()
-            if before is not None and link.source in found:
-                before.expected[link.output] = found[link.source], link.site
+        for predecessor in self._save.predecessors:
+            segment = predecessor.segment()
+            if segment is not None and predecessor.source in found:
+                segment.expected[predecessor.output] = found[predecessor.source], predecessor.site
 
     def drifted(self, drift: float) -> None:
         """See `RemoteSegment`."""

@@ -23,13 +23,12 @@ from torch.utils.hooks import RemovableHandle
 from backhaul import _patched, _sequential, _wrap
 from backhaul._arguments import decorator, options_of
 from backhaul._calls import call_unary
+from backhaul._chains import Chains, Predecessor
 from backhaul._checkpoint import run_segment
 from backhaul._config import SECRETS, Config
 from backhaul._embedded import EmbeddedWorker
 from backhaul._frame import Frame
-from backhaul._link import Generation, trainer_name
-from backhaul._link import Link as Connection
-from backhaul._links import Link, Links
+from backhaul._link import Generation, Link, trainer_name
 from backhaul._placement import Placement
 from backhaul._remote import SavedSegment
 from backhaul._report import Journal, Report
@@ -56,10 +55,10 @@ _BACKWARD_FACTOR = 3.0  # a recomputed forward and a backward of twice its cost
 class _Side:
     """A worker of the session: its link, what sends to it, and the segments it has."""
 
-    def __init__(self, link: Connection, inflight_bytes: int) -> None:
+    def __init__(self, link: Link, inflight_bytes: int) -> None:
         self.link = link
         self.uploader = Uploader(link, inflight_bytes)
-        self.links = Links()
+        self.chains = Chains()
         self.segments: dict[int, weakref.ref[SavedSegment]] = {}
         self.differences: dict[tuple[int, str], Mapping[str, tuple[str, str]]] = {}  # by generation and kind of device
 
@@ -287,12 +286,12 @@ class Session:
             queued_bytes=sum(source.layout.span_bytes for source in sources if source.is_copy),
             count=lambda size: log.traffic(up_bytes=size),
             sent=log.uploaded,
-            links=[
-                Link((address, source), weakref.ref(before.remote), output)
-                for source, before, output in frame.links
+            predecessors=[
+                Predecessor((address, source), weakref.ref(before.remote), output)
+                for source, before, output in frame.predecessors
                 if isinstance(before.remote, SavedSegment)
                 and before.remote.generation is generation
-                and side.links.is_worth((address, source))
+                and side.chains.is_worth((address, source))
             ],
         )
         log.worker = side.link.name
@@ -303,7 +302,7 @@ class Session:
             log,
             _BACKWARD_FACTOR * forward_s,
             lambda: self._backward_reached(side, number),
-            side.links,
+            side.chains,
         )
         with self._lock:
             side.segments[number] = weakref.ref(saved, lambda _: side.segments.pop(number, None))

@@ -16,9 +16,8 @@ from time import perf_counter
 from torch import Tensor
 
 from backhaul._calls import SLICE_S, Watch, call_unary, watched
-from backhaul._link import Generation
-from backhaul._link import Link as Connection
-from backhaul._links import Link
+from backhaul._chains import Predecessor
+from backhaul._link import Generation, Link
 from backhaul_proto.v1 import program_pb2, segment_pb2, tensor_pb2
 from backhaul_runtime.errors import BackhaulError, SegmentUnknownError, WorkerLostError
 from backhaul_runtime.framing import Parcel, batches
@@ -62,7 +61,7 @@ class Save:
         queued_bytes: Copies of arguments it holds until it is sent.
         saved: Done when the worker has it; holds the error where it has not.
         wants_sketches: The worker computes other bits.
-        links: Sources that are outputs of segments saved before.
+        predecessors: Segments saved before whose outputs are sources of this one.
         count: Told of bytes sent.
         sent: Told what sending took, once it has ended.
     """
@@ -78,7 +77,7 @@ class Save:
     wants_sketches: bool
     count: Callable[[int], None]
     sent: Callable[[float], None]
-    links: Sequence[Link] = ()
+    predecessors: Sequence[Predecessor] = ()
     saved: "Future[None]" = field(default_factory=Future)
     is_released: bool = False
 
@@ -100,7 +99,7 @@ class Uploader:
         watch: Sees every message that the worker takes.
     """
 
-    def __init__(self, link: Connection, inflight_bytes: int) -> None:
+    def __init__(self, link: Link, inflight_bytes: int) -> None:
         self._link = link
         self._limit_bytes = inflight_bytes
         self.watch = Watch(link.silence_s)
@@ -218,10 +217,10 @@ class Uploader:
             generator_states=save.generator_states,
             name=save.name,
             wants_sketches=save.wants_sketches,
-            links=[
-                segment_pb2.Link(source=link.source, segment=before.number, output=link.output)
-                for link in save.links
-                if (before := link.before()) is not None
+            predecessors=[
+                segment_pb2.Predecessor(source=each.source, segment=segment.number, output=each.output)
+                for each in save.predecessors
+                if (segment := each.segment()) is not None
             ],
         )
         for _ in range(MAX_ATTEMPTS):

@@ -18,13 +18,13 @@ STATE = ambient.capture()
 
 
 async def chain(worker: Worker, values: list[float]) -> list[Segment]:
-    """Segments that square, each linked to the one before. The second value is what the first squared, and so on."""
+    """Segments that square, each fed by the one before. The second value is what the first squared, and so on."""
     session = worker.open_session("trainer")
     program = await worker.put_program(squaring())
     for number, value in enumerate(values, start=1):
         address = put(worker, torch.full((4,), value))
-        links = {0: (number - 1, 0)} if number > 1 else {}
-        assert worker.save(session, number, program, [address], [0], [], "square", False, links) == (False, [])
+        predecessors = {0: (number - 1, 0)} if number > 1 else {}
+        assert worker.save(session, number, program, [address], [0], [], "square", False, predecessors) == (False, [])
     return [worker.segment(session, number) for number in range(1, len(values) + 1)]
 
 
@@ -35,7 +35,7 @@ async def backward(worker: Worker, segment: Segment, gradient: torch.Tensor, *, 
 
     def perform(work: runs.Work, ready: runs.Ready | None) -> runs.Finished:
         ran.append(True)
-        return runs.backward(work, ready, start, {0: gradient}, segment.links)
+        return runs.backward(work, ready, start, {0: gradient}, segment.predecessors)
 
     found = await worker.segments.request(segment, FIRST, lambda: perform, 0.1, start).answer
     assert bool(ran) is runs_anew
@@ -131,7 +131,7 @@ def test_a_segment_released_while_its_guess_runs_leaves_nothing() -> None:
     with_worker(test)
 
 
-def test_a_link_to_a_segment_that_is_gone_is_passed_over() -> None:
+def test_a_predecessor_that_is_gone_is_passed_over() -> None:
     async def test(worker: Worker) -> None:
         segments = await chain(worker, [2.0, 4.0])
         worker.release(segments[0].session, [1])

@@ -123,7 +123,7 @@ class SaveSegmentRequest(_message.Message):
     GENERATOR_STATES_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     WANTS_SKETCHES_FIELD_NUMBER: _builtins.int
-    LINKS_FIELD_NUMBER: _builtins.int
+    PREDECESSORS_FIELD_NUMBER: _builtins.int
     program: _builtins.bytes
     name: _builtins.str
     """For people: what was called."""
@@ -144,8 +144,8 @@ class SaveSegmentRequest(_message.Message):
         """Generator states, one per node that draws, in order."""
 
     @_builtins.property
-    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___Link]:
-        """Sources that are outputs of segments saved before, whose backward is therefore likely to be asked for next."""
+    def predecessors(self) -> _containers.RepeatedCompositeFieldContainer[Global___Predecessor]:
+        """Segments saved before whose outputs are sources of this: their backward is likely to be asked for next."""
 
     def __init__(
         self,
@@ -157,26 +157,25 @@ class SaveSegmentRequest(_message.Message):
         generator_states: _abc.Iterable[_builtins.bytes] | None = ...,
         name: _builtins.str = ...,
         wants_sketches: _builtins.bool = ...,
-        links: _abc.Iterable[Global___Link] | None = ...,
+        predecessors: _abc.Iterable[Global___Predecessor] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generator_states", b"generator_states", "key", b"key", "links", b"links", "name", b"name", "program", b"program", "sources", b"sources", "transient_sources", b"transient_sources", "wants_sketches", b"wants_sketches"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generator_states", b"generator_states", "key", b"key", "name", b"name", "predecessors", b"predecessors", "program", b"program", "sources", b"sources", "transient_sources", b"transient_sources", "wants_sketches", b"wants_sketches"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SaveSegmentRequest: _TypeAlias = SaveSegmentRequest  # noqa: Y015
 
 @_typing.final
-class Link(_message.Message):
-    """A source that is another segment's output."""
-
+class Predecessor(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SOURCE_FIELD_NUMBER: _builtins.int
     SEGMENT_FIELD_NUMBER: _builtins.int
     OUTPUT_FIELD_NUMBER: _builtins.int
     source: _builtins.int
+    """Position in sources."""
     segment: _builtins.int
     output: _builtins.int
     def __init__(
@@ -192,7 +191,7 @@ class Link(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Link: _TypeAlias = Link  # noqa: Y015
+Global___Predecessor: _TypeAlias = Predecessor  # noqa: Y015
 
 @_typing.final
 class SaveSegmentResponse(_message.Message):
@@ -530,7 +529,7 @@ class BackwardResult(_message.Message):
     TENSOR_DIGESTS_FIELD_NUMBER: _builtins.int
     SAVED_SKETCHES_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
-    LINKED_GRADIENTS_FIELD_NUMBER: _builtins.int
+    CHAINED_GRADIENTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def saved_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """16 bytes each, in the order autograd saved: what the replay computed."""
@@ -550,8 +549,8 @@ class BackwardResult(_message.Message):
     @_builtins.property
     def timing(self) -> Global___Timing: ...
     @_builtins.property
-    def linked_gradients(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceGradient]:
-        """Gradients of linked sources, which the worker keeps: it goes on from them into the segments before."""
+    def chained_gradients(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceGradient]:
+        """Of the sources that are outputs of predecessors. The worker keeps them, and goes on from them into those segments."""
 
     def __init__(
         self,
@@ -561,11 +560,11 @@ class BackwardResult(_message.Message):
         tensor_digests: _abc.Iterable[_builtins.bytes] | None = ...,
         saved_sketches: _abc.Iterable[Global___Sketch] | None = ...,
         timing: Global___Timing | None = ...,
-        linked_gradients: _abc.Iterable[Global___SourceGradient] | None = ...,
+        chained_gradients: _abc.Iterable[Global___SourceGradient] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contributions", b"contributions", "linked_gradients", b"linked_gradients", "saved_digests", b"saved_digests", "saved_sketches", b"saved_sketches", "tensor_digests", b"tensor_digests", "timing", b"timing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chained_gradients", b"chained_gradients", "contributions", b"contributions", "saved_digests", b"saved_digests", "saved_sketches", b"saved_sketches", "tensor_digests", b"tensor_digests", "timing", b"timing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -143,7 +143,7 @@ class Worker:
         generator_states: Sequence[bytes],
         name: str,
         wants_sketches: bool,
-        links: Mapping[int, tuple[int, int]] = {},
+        predecessors: Mapping[int, tuple[int, int]] = {},
     ) -> tuple[bool, list[bytes]]:
         """Saves a segment and starts to replay it, as far as room allows. A repeated save changes nothing.
 
@@ -172,10 +172,10 @@ class Worker:
             map(len, generator_states)
         )
         self.store.attach((session.id, segment_id), addresses, [addresses[position] for position in transient], need)
-        if max(links, default=0) >= max(1, len(addresses)):
-            raise ProgramError(f"links are given for sources {sorted(links)} of {len(addresses)}")
+        if max(predecessors, default=0) >= max(1, len(addresses)):
+            raise ProgramError(f"predecessors are named for sources {sorted(predecessors)} of {len(addresses)}")
         work = Work(program, sources, generator_states, wants_sketches)
-        segment = session.segments[segment_id] = Segment(session, segment_id, work, name, links)
+        segment = session.segments[segment_id] = Segment(session, segment_id, work, name, predecessors)
         self.segments.ahead(segment)
         return False, []
 

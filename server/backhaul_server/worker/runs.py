@@ -89,7 +89,7 @@ class Finished:
         sources: Source of each contribution; empty for a recompute.
         tensor_digests: Of the bundle's parcels, if they were asked for.
         saved_sketches: What the replay saved, if they were asked for.
-        linked: Gradients of linked sources, by source.
+        chained: Gradients of sources that are outputs of predecessors, by source.
         recompute_at_s: When the replay began, in seconds since 1970.
         recompute_s: What it took.
         backward_at_s: When its backward began, in seconds since 1970; 0 for a recompute.
@@ -101,7 +101,7 @@ class Finished:
     sources: tuple[int, ...]
     tensor_digests: tuple[bytes, ...] = ()
     saved_sketches: Sequence[tuple[float, ...]] = ()
-    linked: Mapping[int, Parcel] = field(default_factory=dict)
+    chained: Mapping[int, Parcel] = field(default_factory=dict)
     recompute_at_s: float = 0.0
     recompute_s: float = 0.0
     backward_at_s: float = 0.0
@@ -113,7 +113,7 @@ def backward(
     ready: Ready | None,
     start: Start,
     gradients: Mapping[int, Tensor],
-    linked: Collection[int] = (),
+    chained: Collection[int] = (),
 ) -> Finished:
     """Runs a segment's backward.
 
@@ -122,7 +122,7 @@ def backward(
         ready: Its replay, if there is one already; used up.
         start: What it starts from.
         gradients: The tensors that `start` names, by position in the program's outputs.
-        linked: Sources whose gradients are wanted as sums too.
+        chained: Sources whose gradients are wanted as sums too.
     """
     ready = ready or work.replay(keep_saved=False)
     began_at_s = time()
@@ -137,7 +137,7 @@ def backward(
         sources=tuple(c.source for c in contributions),
         tensor_digests=tuple(address_of(parcel.tensor) for parcel in sent.parcels) if start.wants_digests else (),
         saved_sketches=ready.replay.saved_sketches,
-        linked=_sums(contributions, linked),
+        chained=_sums(contributions, chained),
         recompute_at_s=ready.began_at_s,
         recompute_s=ready.took_s,
         backward_at_s=began_at_s,
@@ -145,12 +145,12 @@ def backward(
     )
 
 
-def _sums(contributions: Sequence[Contribution], linked: Collection[int]) -> dict[int, Parcel]:
+def _sums(contributions: Sequence[Contribution], chained: Collection[int]) -> dict[int, Parcel]:
     """Adds a source's contributions in the order in which autograd adds them on the trainer."""
     found: dict[int, Tensor] = {}
     for contribution in contributions:
         source, gradient = contribution.source, contribution.gradient
-        if source in linked and gradient is not None:
+        if source in chained and gradient is not None:
             found[source] = found[source] + gradient if source in found else gradient
     return {source: _named(Parcel.of(gradient.detach())) for source, gradient in found.items()}
 

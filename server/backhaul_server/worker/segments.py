@@ -89,7 +89,7 @@ class Segment:
         id: The trainer's number for it.
         work: Program and tensors, None once it was released.
         name: For people.
-        links: Where sources come from: source to segment and output.
+        predecessors: By source, the segment and output it is.
         guess: What its backward will probably start from, and its result once that has run.
         queued_at_s: When its replay ahead came to the queue, in seconds since 1970; 0 without one.
     """
@@ -98,7 +98,7 @@ class Segment:
     id: int
     work: Work | None
     name: str
-    links: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    predecessors: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     machine: SegmentMachine = field(default_factory=SegmentMachine)
     guess: Guess | None = None
     ready: Ready | None = None
@@ -255,8 +255,8 @@ class Segments:
     def _go_on(self, segment: Segment, found: Finished, start: Start | None) -> None:
         """Guesses what the segments before will be asked for: the gradients just found, unchanged."""
         given: dict[int, dict[int, Parcel]] = {}
-        for source, parcel in found.linked.items():
-            number, output = segment.links[source]
+        for source, parcel in found.chained.items():
+            number, output = segment.predecessors[source]
             given.setdefault(number, {})[output] = parcel
         for number, parcels in given.items():
             before = segment.session.segments.get(number)
@@ -277,7 +277,7 @@ class Segments:
             (ready, segment.ready), found, guess = (segment.ready, None), segment.work, segment.guess
             try:
                 if found is not None and guess is not None and ready is not None:
-                    made.append(runs.backward(found, ready, guess.start, guess.gradients, segment.links))
+                    made.append(runs.backward(found, ready, guess.start, guess.gradients, segment.predecessors))
             except Exception:  # the request will meet its own
                 logger.debug("a guess for %s failed", segment.name, exc_info=True)
 
@@ -382,7 +382,7 @@ class Segments:
             segment.requests.pop(key, None)
 
         self._store.keep_result((segment.key, key), found.bundle.size_bytes, drop)
-        addressed = [parcel for parcel in (*found.bundle.parcels, *found.linked.values()) if parcel.address]
+        addressed = [parcel for parcel in (*found.bundle.parcels, *found.chained.values()) if parcel.address]
         for parcel in addressed:
             self._store.cache(parcel.address, parcel.tensor, ENTRY_BYTES + parcel.layout.span_bytes)
         self.remember(segment.session, [parcel.address for parcel in addressed])

@@ -255,7 +255,7 @@ class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
             request.generator_states,
             request.name,
             request.wants_sketches,
-            {link.source: (link.segment, link.output) for link in request.links},
+            {each.source: (each.segment, each.output) for each in request.predecessors},
         )
         return segment_pb2.SaveSegmentResponse(program_missing=program_missing, missing_tensors=missing)
 
@@ -300,7 +300,7 @@ class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
 
         def prepare() -> Perform:
             gradients = self.worker.gradients(session, addresses)
-            return partial(runs.backward, start=start, gradients=gradients, linked=segment.links)
+            return partial(runs.backward, start=start, gradients=gradients, chained=segment.predecessors)
 
         key = Key("backward", request.key.backward)
         with self.worker.segments.answering(segment, key):
@@ -318,9 +318,9 @@ class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
                 tensor_digests=found.tensor_digests,
                 saved_sketches=_sketches(found),
                 timing=_timing(segment, asked, found),
-                linked_gradients=[
+                chained_gradients=[
                     segment_pb2.SourceGradient(source=source, tensor=parcel.address)
-                    for source, parcel in found.linked.items()
+                    for source, parcel in found.chained.items()
                 ],
             )
             yield segment_pb2.BackwardResponse(result=result)

@@ -2,7 +2,7 @@
 
 It assumes that the gradient it found arrives there unchanged. The trainer always asks with the real one, by its
 contents; where that is another (a skip connection, an auxiliary loss, a hook) the worker's guess was work for nothing.
-So a link whose gradient was another twice in a row is not named again.
+So one whose gradient was another twice in a row is not named again.
 """
 
 import threading
@@ -21,26 +21,26 @@ Site = tuple[bytes, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """A source of a segment that is an output of one before.
+class Predecessor:
+    """A segment whose output is a source of another.
 
     Attributes:
         site: Where it is met step after step.
-        before: That segment.
+        segment: It.
         output: Position among its outputs.
     """
 
     site: Site
-    before: "weakref.ref[SavedSegment]"
+    segment: "weakref.ref[SavedSegment]"
     output: int
 
     @property
     def source(self) -> int:
-        """Index among the sources."""
+        """Index among the other's sources."""
         return self.site[1]
 
 
-class Links:
+class Chains:
     """Those of the segments on one worker, by what became of earlier ones. Used by several threads."""
 
     def __init__(self) -> None:
