@@ -25,9 +25,9 @@ class BareGrpc:
 
     def __init__(self, port: int) -> None:
         self._channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=OPTIONS)
-        self._put = self._channel.stream_unary(f"/{SERVICE}/Put")
-        self._get = self._channel.unary_stream(f"/{SERVICE}/Get")
-        self._echo = self._channel.stream_stream(f"/{SERVICE}/Echo")
+        self._put: Any = self._channel.stream_unary(f"/{SERVICE}/Put")
+        self._get: Any = self._channel.unary_stream(f"/{SERVICE}/Get")
+        self._echo: Any = self._channel.stream_stream(f"/{SERVICE}/Echo")
         self._chunks = [bytes(CHUNK_BYTES)] * (TENSOR_BYTES // CHUNK_BYTES)
 
     def put(self) -> float:
@@ -142,7 +142,7 @@ def _serve_tcp(listener: socket.socket) -> None:
 
 async def _serve() -> None:
     server = grpc.aio.server(options=OPTIONS)
-    handlers = {
+    handlers: dict[str, Any] = {
         "Put": grpc.stream_unary_rpc_method_handler(_put),
         "Get": grpc.unary_stream_rpc_method_handler(_get),
         "Echo": grpc.stream_stream_rpc_method_handler(_echo),

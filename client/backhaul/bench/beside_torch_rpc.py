@@ -14,7 +14,7 @@ from backhaul.bench.stage import Stage
 from backhaul.bench.steps import on_trainer
 from backhaul.bench.training import SMALL, WIDTH, checkpoint_of_torch, compare_gradients
 
-CALLS = 32
+CALLS = 12
 """Timed together: one alone is too short to tell whether it was disturbed."""
 PLAN = Plan(most=20, warm=2, limit_s=45.0)
 

@@ -123,7 +123,7 @@ def _recorded(block: Block, x: Tensor, kept: list[object], unpack: Callable[[Ten
 def _bytes_of_gradients(block: Block, x: Tensor, kept: list[object]) -> Tensor:
     """Recorded, and each gradient digested in backward, as determinism_check="bytes" does on arrival."""
     y = _recorded(block, x, kept)
-    kept += [tensor.register_hook(_digest_too) for tensor in (x, *block.parameters())]
+    kept += [tensor.register_hook(_digest_too) for tensor in (x, *block.parameters())]  # type: ignore[no-untyped-call]
     return y
 
 

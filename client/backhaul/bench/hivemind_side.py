@@ -48,7 +48,7 @@ def serve(model_file: str) -> None:
     """Hosts the block until it is ended."""
     from hivemind import DHT
     from hivemind.moe.server import ModuleBackend, Server
-    from hivemind.utils import BatchTensorDescriptor
+    from hivemind.utils.tensor_descr import BatchTensorDescriptor
 
     dht = DHT(host_maddrs=["/ip4/127.0.0.1/tcp/0"], start=True)
     shape = BatchTensorDescriptor(*TOKENS[1:], WIDTH)

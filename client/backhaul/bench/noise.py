@@ -3,10 +3,10 @@
 NOTE [Noise]
 A trainer that waits for its worker uses no CPU, so wall time over CPU time says nothing of neighbours. Two other
 accounts do, and a core is noisy if either finds more than NOISY of the time:
-1. What the computing thread stood runnable without running (`schedstat`, to the nanosecond), less what other threads of
-   the same process ran meanwhile: those are ours.
-2. What the core was busy, or stolen by the hypervisor, less what our processes ran (`/proc/stat`). Not fooled by threads
-   of ours, but sampled at clock ticks: hence the allowance.
+1. What the computing thread stood runnable without running (`schedstat`, to the nanosecond), less what other threads
+   of the same process ran meanwhile: those are ours.
+2. What the core was busy, or stolen by the hypervisor, less what our processes ran (`/proc/stat`). Not fooled by
+   threads of ours, but sampled at clock ticks: hence the allowance.
 """
 
 import os
@@ -78,15 +78,16 @@ def foreign_share(before: CoreTimes, after: CoreTimes) -> float:
 
 
 def _delayed_by_others_s(before: CoreTimes, after: CoreTimes, pid: int) -> float:
-    """Of the thread that ran most."""
+    """Of the thread that ran most. What threads that have ended meanwhile ran is in the process' time only."""
     earlier = before.threads.get(pid, {})
     none = ThreadTimes(0.0, 0.0)
     ran = {thread: times.ran_s - earlier.get(thread, none).ran_s for thread, times in after.threads[pid].items()}
-    if not ran:
+    if not ran or pid not in after.processes_ran_s:
         return 0.0
     lead = max(ran, key=lambda thread: ran[thread])
     delayed_s = after.threads[pid][lead].delayed_s - earlier.get(lead, none).delayed_s
-    return delayed_s - (sum(ran.values()) - ran[lead])
+    all_s = after.processes_ran_s[pid] - before.processes_ran_s.get(pid, 0.0)
+    return delayed_s - (all_s - ran[lead])
 
 
 def pin(core: int, pid: int = 0) -> None:

@@ -53,7 +53,9 @@ def of_rounds(name: str, rounds: Rounds, figure: Callable[[Round], float], note:
     )
 
 
-def of_counts(name: str, values: Sequence[float], note: str = "", **details: float) -> Outcome:
+def of_counts(
+    name: str, values: Sequence[float], note: str = "", details: Mapping[str, float] | None = None
+) -> Outcome:
     """A figure that neighbours can't disturb: bytes."""
     spread = Spread.of(values)
     verdict = by_name(name).judge(spread.value)

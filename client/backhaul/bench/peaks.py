@@ -21,7 +21,7 @@ def measure_flat(stage: Stage) -> list[Outcome]:
     many, many_resident = _of_depth(stage, MANY)
     resident = many_resident / few_resident
     note = f"resident memory grew {resident:.2f} times, limit {RESIDENT_LIMIT}" if resident > RESIDENT_LIMIT else ""
-    return [of_counts("peak_flat", [many / few], note, few_bytes=few, many_bytes=many, resident=resident)]
+    return [of_counts("peak_flat", [many / few], note, {"few_bytes": few, "many_bytes": many, "resident": resident})]
 
 
 def _of_depth(stage: Stage, blocks: int) -> tuple[int, int]:
@@ -48,10 +48,10 @@ def measure_beside_others(stage: Stage) -> list[Outcome]:
     compare([ours, theirs])
     # Inputs that lie elsewhere cost nothing; what is left is one segment as it is recomputed and runs backward.
     _, set_bytes = _measured(stage, PER_SEGMENT, None)
-    found = {"backhaul_bytes": our_bytes, "torch_bytes": their_bytes, "working_set_bytes": set_bytes}
+    details = {"backhaul_bytes": our_bytes, "torch_bytes": their_bytes, "working_set_bytes": set_bytes}
     return [
-        of_counts("peak_vs_torch", [our_bytes / their_bytes], **found),
-        of_counts("peak_vs_offload", [our_bytes / set_bytes], **found),
+        of_counts("peak_vs_torch", [our_bytes / their_bytes], details=details),
+        of_counts("peak_vs_offload", [our_bytes / set_bytes], details=details),
     ]
 
 

@@ -24,7 +24,7 @@ PLAN = Plan(most=25, warm=2, limit_s=45.0)
 def measure(stage: Stage) -> list[Outcome]:
     """small_roundtrip."""
     session = stage.session(returns="gradients")
-    _, ports = stage.start([sys.executable, "-P", "-m", "backhaul.bench.bare"], **KEEPS_FREED_MEMORY)
+    _, ports = stage.start([sys.executable, "-P", "-m", "backhaul.bench.bare"], environment=KEEPS_FREED_MEMORY)
     bare = BareGrpc(int(ports.split()[0]))
 
     def waited() -> float:

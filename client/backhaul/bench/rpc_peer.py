@@ -1,6 +1,7 @@
-"""Remote recomputation in the fewest lines of torch.distributed.rpc. `python -m backhaul.bench.rpc_peer PORT` is the peer.
+"""Remote recomputation in the fewest lines of torch.distributed.rpc.
 
-It has the block's weights already, checks nothing, and survives nothing; its block is frozen and without dropout.
+`python -m backhaul.bench.rpc_peer PORT` is the peer. It has the block's weights already, checks nothing, and survives
+nothing; its block is frozen and without dropout.
 """
 
 import os
@@ -57,7 +58,7 @@ def checkpoint(block: nn.Module, x: Tensor) -> Tensor:
 def join(port: int, rank: int) -> None:
     """Connects both; returns when both are there."""
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", num_worker_threads=2)
-    rpc.init_rpc(_names[rank], rank=rank, world_size=2, rpc_backend_options=options)
+    rpc.init_rpc(_names[rank], rank=rank, world_size=2, rpc_backend_options=options)  # type: ignore[no-untyped-call]
 
 
 def leave() -> None:

@@ -4,7 +4,7 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,7 +61,7 @@ class Stage:
         return line.rpartition(" ")[2]
 
     def start(
-        self, command: Sequence[str], core: Core | None = None, **environment: str
+        self, command: Sequence[str], core: Core | None = None, environment: Mapping[str, str] | None = None
     ) -> tuple["subprocess.Popen[str]", str]:
         """Starts a process on a core, the worker's by default. Returns it and its first line on stdout.
 
@@ -74,9 +74,8 @@ class Stage:
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
                 text=True,
-                env={**os.environ, **environment},
+                env={**os.environ, **(environment or {})},
             )
         self._started.callback(_end, process)
         line = read_line(process.stdout, _START_S, command)

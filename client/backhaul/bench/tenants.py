@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Sequence
+from functools import reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from backhaul.bench.outcomes import Outcome, of_rounds
-from backhaul.bench.rounds import Plan, Variant, interleave, ratio_of
+from backhaul.bench.rounds import Plan, Rounds, Variant, interleave, ratio_of
 from backhaul.bench.stage import Stage, read_line
 from backhaul.bench.tenant_client import CLIENT_S
 from backhaul.bench.training import SMALL, WIDTH, compare_gradients
@@ -39,7 +40,7 @@ def measure(stage: Stage) -> list[Outcome]:
         gradient = prepare(Path(directory))
         command = [sys.executable, "-P", "-m", "backhaul.bench.tenant_client", address, directory]
         clients = [stage.start(command, stage.trainer)[0] for _ in range(CLIENTS)]
-        received = _gradient(Path(directory))
+        received = answer(Path(directory))
         compare_gradients("a client and the trainer", [received], [gradient])
     pipes = [(client.stdin, client.stdout) for client in clients]
     fairness: list[float] = []
@@ -56,11 +57,12 @@ def measure(stage: Stage) -> list[Outcome]:
     work_s = 1 / rounds.spread(lambda taken: taken["alone"]).value
     if work_s < LEAST_WORK_S:
         raise RuntimeError(f"a request takes {work_s * 1e3:.1f} ms: too little work to tell of a worker under load")
-    for (taken, _), fair in zip(rounds.found, fairness[PLAN.warm :], strict=True):
-        taken["fair"] = fair  # type: ignore[index]
+    shares = Rounds()
+    for (_, is_quiet), fair in zip(rounds.found, fairness[PLAN.warm :], strict=True):
+        shares.add({"fair": fair}, is_quiet=is_quiet)
     return [
         of_rounds("tenants", rounds, ratio_of("together", "alone")),
-        of_rounds("tenants_fair", rounds, lambda taken: taken["fair"]),
+        of_rounds("tenants_fair", shares, lambda taken: taken["fair"]),
     ]
 
 
@@ -88,7 +90,9 @@ def prepare(directory: Path) -> Tensor:
     recorder = Recorder([x], allowed_ops(), lambda tensor, layout, _: copy_exact(tensor, layout), pack)
     with saved_tensors_hooks(pack, lambda tensor: tensor), recorder:
         y = block(x)
-    program = encode_program(recorder.finish([y]))
+    recorded = recorder.finish([y])
+    assert recorded is not None, recorder.recording.refusal
+    program = encode_program(recorded)
     sources = recorder.recording.sources
     layout = layout_of(gradient)
     address = tensor_address(layout, content_digest(gradient, layout))
@@ -97,7 +101,10 @@ def prepare(directory: Path) -> Tensor:
     messages = {
         "program": program_pb2.PutProgramRequest(program=program),
         "segment": segment_pb2.SaveSegmentRequest(
-            program=address_of_program(program), sources=[source.address for source in sources], name="block"
+            program=address_of_program(program),
+            sources=[source.address for source in sources],
+            generator_states=recorder.recording.generator_states,
+            name="block",
         ),
         "backward": segment_pb2.BackwardRequest(
             gradients=[segment_pb2.OutputGradient(output=0, tensor=address)],
@@ -114,10 +121,9 @@ def prepare(directory: Path) -> Tensor:
     return found
 
 
-def _gradient(directory: Path) -> Tensor:
+def answer(directory: Path) -> Tensor:
     """What a client was answered."""
     receiver = Receiver()
     for path in sorted(directory.glob("answer-*")):
         receiver.add(segment_pb2.BackwardResponse.FromString(path.read_bytes()).tensors)
-    (gradient,) = receiver.tensors()
-    return gradient
+    return reduce(torch.add, receiver.tensors())  # one for each of the input's two uses

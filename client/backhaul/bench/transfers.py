@@ -24,7 +24,7 @@ KEEPS_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "268435456", "MALLOC_TRIM_THRESH
 def measure(stage: Stage) -> list[Outcome]:
     """The save_ and fetch_ figures: time of a tensor there over time here, which is bandwidth over bandwidth."""
     session = stage.session(stage.tcp_worker(), returns="gradients")
-    _, ports = stage.start([sys.executable, "-P", "-m", "backhaul.bench.bare"], **KEEPS_FREED_MEMORY)
+    _, ports = stage.start([sys.executable, "-P", "-m", "backhaul.bench.bare"], environment=KEEPS_FREED_MEMORY)
     grpc_port, tcp_port = map(int, ports.split())
     bare, tcp = BareGrpc(grpc_port), BareTcp(tcp_port)
     x = torch.randn(TENSOR_BYTES // 4, requires_grad=True)

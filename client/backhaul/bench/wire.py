@@ -29,7 +29,7 @@ def measure(stage: Stage) -> list[Outcome]:
     note = on_trainer(session.report().fallbacks)
     # The first step also carries programs, and no optimizer had changed its weights.
     ratios = [passed / bound for passed in found[1:]]
-    return [of_counts("wire_over_bound", ratios, note, bound_bytes=bound, step_bytes=found[-1])]
+    return [of_counts("wire_over_bound", ratios, note, {"bound_bytes": bound, "step_bytes": found[-1]})]
 
 
 def _bound_bytes(training: Training) -> int:
