@@ -12,7 +12,7 @@ from pathlib import Path
 
 from backhaul.bench.figures import FIGURES, Figure, Verdict, chosen
 from backhaul.bench.machine import HIVEMIND, describe
-from backhaul.bench.outcomes import Outcome, as_json, as_table, is_failed, without_value
+from backhaul.bench.outcomes import Outcome, as_json, as_line, as_table, is_failed, without_value
 
 HELP = "measure what Backhaul costs and spares, each figure beside its limit"
 GROUP_LIMIT_S = 600.0
@@ -85,6 +85,7 @@ def measure(figures: Sequence[Figure], cores: Sequence[int], run_group: RunGroup
         for name in names:
             missing = without_value(name, Verdict.FAILED, "the measurement did not give it")
             found[name] = outcomes.get(name, missing)
+            print("  " + as_line(found[name]), file=sys.stderr, flush=True)  # in case what follows is interrupted
     return [found[figure.name] for figure in figures]
 
 

@@ -82,16 +82,21 @@ def as_table(outcomes: Sequence[Outcome]) -> str:
     head = f"{'figure':<27}{'value':>10}  {'limit':<9}{'verdict':<14}{'middle half':<19}{'kept':>5}{'dropped':>9}"
     lines = [head, "-" * len(head)]
     for outcome in outcomes:
-        value = "-" if outcome.value is None else f"{outcome.value:.3f}"
-        if outcome.verdict == Verdict.INCONCLUSIVE.value:
-            value = f"({value})"
-        spread = "" if outcome.low is None else f"{outcome.low:.3f} to {outcome.high:.3f}"
-        rounds = f"{outcome.kept:>5}{outcome.dropped:>9}" if outcome.value is not None else ""
-        limit = by_name(outcome.name).limit_text
-        lines.append(f"{outcome.name:<27}{value:>10}  {limit:<9}{outcome.verdict:<14}{spread:<19}{rounds}".rstrip())
+        lines.append(as_line(outcome))
         if outcome.note:
             lines.append(f"    {outcome.note}")
     return "\n".join(lines)
+
+
+def as_line(outcome: Outcome) -> str:
+    """Its row of the table."""
+    value = "-" if outcome.value is None else f"{outcome.value:.3f}"
+    if outcome.verdict == Verdict.INCONCLUSIVE.value:
+        value = f"({value})"
+    spread = "" if outcome.low is None else f"{outcome.low:.3f} to {outcome.high:.3f}"
+    rounds = f"{outcome.kept:>5}{outcome.dropped:>9}" if outcome.value is not None else ""
+    limit = by_name(outcome.name).limit_text
+    return f"{outcome.name:<27}{value:>10}  {limit:<9}{outcome.verdict:<14}{spread:<19}{rounds}".rstrip()
 
 
 def is_failed(outcomes: Sequence[Outcome]) -> bool:
