@@ -190,6 +190,12 @@ def test_a_thread_of_ours_that_has_ended_is_no_noise_either() -> None:
     assert foreign_share(before, after) == 0.0
 
 
+def test_a_process_of_ours_on_the_same_core_is_no_noise() -> None:
+    before = CoreTimes(0.0, 0.0, {1: 0.0, 2: 0.0}, {1: {1: ThreadTimes(0.0, 0.0)}, 2: {2: ThreadTimes(0.0, 0.0)}})
+    after = CoreTimes(1.0, 1.0, {1: 0.5, 2: 0.5}, {1: {1: ThreadTimes(0.5, 0.5)}, 2: {2: ThreadTimes(0.5, 0.5)}})
+    assert foreign_share(before, after) == 0.0
+
+
 def test_a_busy_core_is_noise_even_where_no_thread_of_ours_was_delayed() -> None:
     before = times(0.0, 10.0, 0.0, {1: ThreadTimes(0.0, 0.0)})
     after = times(1.0, 10.6, 0.3, {1: ThreadTimes(0.3, 0.0)})

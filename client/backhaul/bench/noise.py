@@ -3,8 +3,8 @@
 NOTE [Noise]
 A trainer that waits for its worker uses no CPU, so wall time over CPU time says nothing of neighbours. Two other
 accounts do, and a core is noisy if either finds more than NOISY of the time:
-1. What the computing thread stood runnable without running (`schedstat`, to the nanosecond), less what other threads
-   of the same process ran meanwhile: those are ours.
+1. What the computing thread of each process stood runnable without running (`schedstat`, to the nanosecond), less what
+   our other threads and processes on its core ran meanwhile, also those that have ended: they are ours.
 2. What the core was busy, or stolen by the hypervisor, less what our processes ran (`/proc/stat`). Not fooled by
    threads of ours, but sampled at clock ticks: hence the allowance.
 """
@@ -73,21 +73,20 @@ def foreign_share(before: CoreTimes, after: CoreTimes) -> float:
     wall_s = after.at_s - before.at_s
     ran_s = sum(ran - before.processes_ran_s.get(pid, 0.0) for pid, ran in after.processes_ran_s.items())
     by_core_s = after.busy_s - before.busy_s - ran_s - TICK_ALLOWANCE_S
-    by_delay_s = max((_delayed_by_others_s(before, after, pid) for pid in after.threads), default=0.0)
+    by_delay_s = max((_delayed_by_others_s(before, after, pid, ran_s) for pid in after.threads), default=0.0)
     return max(0.0, by_core_s, by_delay_s) / wall_s
 
 
-def _delayed_by_others_s(before: CoreTimes, after: CoreTimes, pid: int) -> float:
-    """Of the thread that ran most. What threads that have ended meanwhile ran is in the process' time only."""
+def _delayed_by_others_s(before: CoreTimes, after: CoreTimes, pid: int, ours_s: float) -> float:
+    """Of the thread that ran most, by what is not among the time that all of ours ran on its core."""
     earlier = before.threads.get(pid, {})
     none = ThreadTimes(0.0, 0.0)
     ran = {thread: times.ran_s - earlier.get(thread, none).ran_s for thread, times in after.threads[pid].items()}
-    if not ran or pid not in after.processes_ran_s:
+    if not ran:
         return 0.0
     lead = max(ran, key=lambda thread: ran[thread])
     delayed_s = after.threads[pid][lead].delayed_s - earlier.get(lead, none).delayed_s
-    all_s = after.processes_ran_s[pid] - before.processes_ran_s.get(pid, 0.0)
-    return delayed_s - (all_s - ran[lead])
+    return delayed_s - (ours_s - ran[lead])
 
 
 def pin(core: int, pid: int = 0) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,6 +77,7 @@ class Stage:
                 stdout=subprocess.PIPE,
                 text=True,
                 env={**os.environ, **(environment or {})},
+                start_new_session=True,  # a group of its own: what it leaves behind ends with it
             )
         self._started.callback(_end, process)
         line = read_line(process.stdout, _START_S, command)
@@ -129,6 +131,8 @@ def _end(process: "subprocess.Popen[str]") -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             with suppress(BrokenPipeError):
