@@ -18,7 +18,7 @@ test: $(VENV)/.dev
 soak: $(VENV)/.dev
 	$(BIN)/python -m pytest -m soak
 
-# Every figure beside its limit, on two cores (about 12 minutes). Let the machine do nothing else.
+# Every figure beside its limit, on two cores (under 15 minutes). Let the machine do nothing else.
 bench: $(VENV)/.dev .venv-hivemind/.done
 	$(BIN)/backhaul bench --hivemind .venv-hivemind/bin/python --json bench.json $(if $(ONLY),--only $(ONLY))
 

@@ -24,7 +24,7 @@ from backhaul_runtime.op_list import allowed_ops
 from backhaul_runtime.recorder import Recorder
 from backhaul_runtime.recording import Recording
 
-BLOCKS = 8
+BLOCKS = 4
 PLAN = Plan(most=15, warm=1, limit_s=75.0)
 
 Run = Callable[[Block, Tensor, list[object]], Tensor]
@@ -38,7 +38,7 @@ def measure_large(stage: Stage) -> list[Outcome]:
 
 def measure_small(stage: Stage) -> list[Outcome]:
     """checks_small."""
-    return [_measure("checks_small", stage, SMALL, steps=4)]
+    return [_measure("checks_small", stage, SMALL, steps=8)]
 
 
 def _measure(name: str, stage: Stage, tokens: tuple[int, int], steps: int) -> Outcome:

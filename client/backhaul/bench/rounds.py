@@ -108,12 +108,14 @@ class Plan:
         most: Rounds that end it anyhow.
         warm: Rounds before, which don't count: connections, programs and weights travel.
         limit_s: No round begins after so many seconds.
+        settle_s: How long a variant waits at most for what runs beside it to come to rest.
     """
 
     enough: int = ENOUGH
     most: int = 20
     warm: int = 1
     limit_s: float = 120.0
+    settle_s: float = 5.0
 
 
 def interleave(
@@ -134,7 +136,7 @@ def interleave(
         compare: Called after each round, also the warm ones; raises UnequalGradientsError.
         measured: Runs a variant and says what it took and whether undisturbed; `timed` unless given.
     """
-    measured = measured or timed
+    measured = measured or partial(timed, settle_s=plan.settle_s)
     rounds, began_s = Rounds(), time.monotonic()
     for number in range(plan.warm + plan.most):
         turn = number % len(variants)
@@ -147,9 +149,9 @@ def interleave(
     return rounds
 
 
-def timed(variant: Variant, cores: Sequence[Core]) -> tuple[float, bool]:
+def timed(variant: Variant, cores: Sequence[Core], settle_s: float = 5.0) -> tuple[float, bool]:
     """Runs a variant once on cores that have come to rest. Returns seconds, or what it returns, and whether quiet."""
-    settle(cores)
+    settle(cores, timeout_s=settle_s)
     variant.lead_in()
     before = [core.times() for core in cores]
     began_s = time.perf_counter()
