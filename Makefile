@@ -43,10 +43,15 @@ screenshots: $(VENV)/.dev
 soak: $(VENV)/.dev
 	$(BIN)/python -m pytest -m soak
 
-# What the checks add to a step on this machine (about 4 minutes). The allocator keeps what it has: page faults, which
-# change with every small allocation, would be counted as the checks'.
-bench: $(VENV)/.dev
-	MALLOC_TRIM_THRESHOLD_=8589934592 MALLOC_MMAP_THRESHOLD_=8589934592 $(BIN)/python benchmarks/measure_checks.py
+# Every figure beside its limit, on two cores (under 15 minutes). Let the machine do nothing else.
+bench: $(VENV)/.dev .venv-hivemind/.done
+	$(BIN)/backhaul bench --hivemind .venv-hivemind/bin/python --json bench.json $(if $(ONLY),--only $(ONLY))
+
+# One figure is beside hivemind. Where it can't be installed the bench says so.
+.venv-hivemind/.done:
+	$(PYTHON) -m venv .venv-hivemind
+	.venv-hivemind/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		$$(grep ^torch== constraints.txt) hivemind==1.1.12 && touch $@ || true
 
 lint: $(VENV)/.dev check-proto
 	$(BIN)/ruff format --check .
@@ -123,4 +128,4 @@ compose-test: $(VENV)/.dev
 .PHONY: image compose-test
 
 clean:
-	rm -rf .venv .venv-torch-* .venv-proto build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* .venv-proto .venv-hivemind build .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""`backhaul bench`: what Backhaul costs and spares, each figure beside its limit."""

@@ -1,0 +1,74 @@
+"""One block's backward by Backhaul's worker and by hivemind's RemoteExpert."""
+
+import os
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+from time import perf_counter
+
+from torch import Tensor
+
+from backhaul.bench import hivemind_side
+from backhaul.bench.figures import Verdict
+from backhaul.bench.machine import HIVEMIND
+from backhaul.bench.noise import settle
+from backhaul.bench.outcomes import Outcome, of_rounds, without_value
+from backhaul.bench.rounds import Plan, UnequalGradientsError, Variant, interleave, ratio_of
+from backhaul.bench.stage import Stage, read_line
+from backhaul.bench.steps import on_trainer
+
+CALLS = 4
+"""Timed together: one alone is too short to tell whether it was disturbed."""
+PLAN = Plan(most=15, warm=1, limit_s=60.0)
+_ANSWER_S = 30.0
+
+
+def measure(stage: Stage) -> list[Outcome]:
+    """vs_hivemind."""
+    python = os.environ.get(HIVEMIND, "")
+    if not python or subprocess.run([python, "-c", "import hivemind"], capture_output=True, check=False).returncode:
+        said = f'"{python}" does not have hivemind' if python else "no --hivemind PYTHON is given"
+        return [without_value("vs_hivemind", Verdict.UNAVAILABLE, said)]
+    model = find_spec("backhaul.demo.model")
+    assert model is not None
+    assert model.origin is not None
+    script = [python, "-P", str(Path(hivemind_side.__file__)), "server", model.origin]
+    address = stage.start(script)[1]
+    client, _ = stage.start([*script[:-2], "client", model.origin, address], stage.trainer)
+    session = stage.session(returns="gradients")
+    block = hivemind_side.block_of(model.origin)
+    x, gradient = hivemind_side.tensors()
+    digests: dict[str, str] = {}
+
+    def ours() -> float:
+        taken_s = 0.0
+        for _ in range(CALLS):
+            taken_s += _backward(session.checkpoint(block, x), x, gradient, stage)
+        assert x.grad is not None
+        digests["backhaul"] = hivemind_side.digest(x.grad)
+        return taken_s
+
+    def theirs() -> float:
+        assert client.stdin is not None
+        taken_s = 0.0
+        for _ in range(CALLS):
+            client.stdin.write("backward\n")
+            client.stdin.flush()
+            taken, digests["hivemind"] = read_line(client.stdout, _ANSWER_S, "hivemind's client").split()
+            taken_s += float(taken)
+        return taken_s
+
+    def compare() -> None:
+        if digests["backhaul"] != digests["hivemind"]:
+            raise UnequalGradientsError("the gradients of the input from hivemind and from backhaul are not equal")
+
+    rounds = interleave([Variant("backhaul", ours), Variant("hivemind", theirs)], stage.cores, PLAN, compare)
+    return [of_rounds("vs_hivemind", rounds, ratio_of("backhaul", "hivemind"), on_trainer(session.report().fallbacks))]
+
+
+def _backward(y: Tensor, x: Tensor, gradient: Tensor, stage: Stage) -> float:
+    settle(stage.cores)  # the input is there, and what can be done ahead is done
+    x.grad = None
+    began_s = perf_counter()
+    y.backward(gradient)  # type: ignore[no-untyped-call]
+    return perf_counter() - began_s

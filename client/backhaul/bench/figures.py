@@ -1,0 +1,117 @@
+"""Every figure `backhaul bench` knows: its name, what it says, and the limit it must keep. Free of torch."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """On which side of its limit a figure must lie."""
+
+    AT_MOST = "<="
+    AT_LEAST = ">="
+    REPORTED = ""
+
+
+class Verdict(Enum):
+    """What a measurement says of a figure."""
+
+    REACHED = "reached"
+    MISSED = "missed"
+    INCONCLUSIVE = "inconclusive"
+    """Too few rounds without a noisy neighbour."""
+    REPORTED = "reported"
+    """Measured; the figure has no limit."""
+    NOT_BUILT = "not built"
+    """Backhaul can't do yet what would be measured."""
+    UNAVAILABLE = "unavailable"
+    """What it is compared with is not there."""
+    FAILED = "failed"
+    """Gradients were not bitwise equal, or the measurement broke. There is no number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A ratio or a count.
+
+    Attributes:
+        name: Stable: results are compared by it.
+        what: For people, what is divided by what.
+        group: The measurement it comes from; the figures of a group share its rounds.
+        kind: Which side of the limit is good.
+        limit: None where the figure is only reported.
+    """
+
+    name: str
+    what: str
+    group: str
+    kind: Kind = Kind.REPORTED
+    limit: float | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.limit is None) == (self.kind is Kind.REPORTED), self.name
+
+    def judge(self, value: float) -> Verdict:
+        """What a conclusive value means."""
+        if self.limit is None:
+            return Verdict.REPORTED
+        good = value <= self.limit if self.kind is Kind.AT_MOST else value >= self.limit
+        return Verdict.REACHED if good else Verdict.MISSED
+
+    @property
+    def limit_text(self) -> str:
+        """As "<= 0.80", empty without a limit."""
+        return "" if self.limit is None else f"{self.kind.value} {self.limit:.2f}"
+
+
+def _at_most(group: str, name: str, limit: float, what: str) -> Figure:
+    return Figure(name, what, group, Kind.AT_MOST, limit)
+
+
+def _at_least(group: str, name: str, limit: float, what: str) -> Figure:
+    return Figure(name, what, group, Kind.AT_LEAST, limit)
+
+
+FIGURES = (
+    _at_most("steps", "step_vs_torch_gradients", 0.80, "step with gradients / with torch's checkpoint, 8 blocks"),
+    _at_most("steps", "step_vs_torch_activations", 0.83, "step with activations / with torch's checkpoint, 8 blocks"),
+    _at_most("steps", "step_vs_none_gradients", 1.05, "step with gradients / without checkpointing, 8 blocks"),
+    _at_most("steps", "step_half_budget", 1.22, "step, a worker with room for 4 of 8 segments / without checkpointing"),
+    _at_most("steps", "exposed_recompute", 0.10, "recomputation that ran after its grad_output was there / all of it"),
+    _at_most("small_frozen", "small_frozen_vs_torch", 1.0, "step of 64 tokens, LoRA, over TCP / torch's checkpoint"),
+    _at_most(
+        "small", "small_trainable_vs_torch", 1.0, "step of 64 tokens, all trainable, same host / torch's checkpoint"
+    ),
+    _at_most("peak_flat", "peak_flat", 1.05, "trainer's peak activation bytes, 64 segments / 8"),
+    _at_most("peaks", "peak_vs_torch", 0.40, "trainer's peak activation bytes / torch's checkpoint, 16 blocks by 2"),
+    _at_most("peaks", "peak_vs_offload", 0.45, "trainer's peak activation bytes / one segment's working set"),
+    _at_most("wire", "wire_over_bound", 1.02, "bytes that travelled / the least that must"),
+    _at_least("transfers", "save_vs_grpc", 0.8, "bytes/s of 64 MiB tensors up / bare gRPC stream"),
+    _at_least("transfers", "fetch_vs_grpc", 0.8, "bytes/s of 64 MiB tensors down / bare gRPC stream"),
+    Figure("save_vs_tcp", "bytes/s of 64 MiB tensors up / TCP socket into a pooled buffer", "transfers"),
+    Figure("fetch_vs_tcp", "bytes/s of 64 MiB tensors down / TCP socket into a pooled buffer", "transfers"),
+    _at_least("shared_memory", "shm_vs_memcpy", 0.7, "bytes/s on one host, 16 MiB and more, used in place / memcpy"),
+    _at_most("roundtrip", "small_roundtrip", 2.0, "backward's wait per segment of 1 KiB / bare gRPC stream round trip"),
+    _at_most("growth", "growth", 1.1, "time of each segment from the 9th to the 64th / of the first 8"),
+    _at_least("tenants", "tenants", 0.9, "requests/s of a worker with 8 clients / with 1"),
+    _at_least("tenants", "tenants_fair", 0.8, "requests/s of the slowest of 8 clients / of the fastest"),
+    _at_most(
+        "hivemind", "vs_hivemind", 0.70, "from grad_output to input gradient / hivemind's RemoteExpert, one block"
+    ),
+    _at_most("torch_rpc", "vs_torch_rpc", 0.5, "time added over local compute / added by torch.distributed.rpc"),
+    Figure("checks_large", "recording and digests, added to a step of 1024 tokens / the step", "checks_large"),
+    Figure("checks_small", "recording and digests, added to a step of 64 tokens / the step", "checks_small"),
+    Figure("telemetry_added", "telemetry and a watching dashboard, added to a step / the step", "telemetry"),
+)
+
+
+def chosen(names: list[str]) -> list[Figure]:
+    """The figures of these names in the registry's order, all without any.
+
+    Raises:
+        ValueError: A name is of no figure.
+    """
+    unknown = sorted(set(names) - {figure.name for figure in FIGURES})
+    if unknown:
+        known = ", ".join(figure.name for figure in FIGURES)
+        raise ValueError(f"there is no figure {', '.join(unknown)}; there are {known}")
+    return [figure for figure in FIGURES if not names or figure.name in names]

@@ -1,0 +1,55 @@
+"""What results were measured on. Free of torch."""
+
+import os
+import platform
+from contextlib import suppress
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("backhaul", "torch", "grpcio", "protobuf", "numpy", "xxhash")
+HIVEMIND = "BACKHAUL_BENCH_HIVEMIND"
+"""Environment variable: the Python of an environment with hivemind."""
+
+
+def describe(trainer_core: int, worker_core: int) -> dict[str, Any]:
+    """Hardware, versions and date, for the head of the JSON."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": {
+            "cpu": _field("/proc/cpuinfo", "model name") or platform.machine(),
+            "cores": os.cpu_count() or 0,
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "trainer_core": trainer_core,
+            "worker_core": worker_core,
+            "tcp_congestion_control": _read("/proc/sys/net/ipv4/tcp_congestion_control"),
+            "load_average": os.getloadavg()[0],
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "kernel": platform.release(),
+            **{name: found for name in PACKAGES if (found := _version(name))},
+        },
+    }
+
+
+def _read(path: str) -> str:
+    with suppress(OSError):
+        return Path(path).read_text().strip()
+    return ""
+
+
+def _field(path: str, key: str) -> str:
+    for line in _read(path).splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == key:
+            return value.strip()
+    return ""
+
+
+def _version(name: str) -> str:
+    with suppress(PackageNotFoundError):
+        return version_of(name)
+    return ""

@@ -1,0 +1,58 @@
+"""What backward waits for a segment that has nothing to compute, beside a bare round trip on a gRPC stream."""
+
+import sys
+
+import torch
+
+from backhaul.bench.bare import BareGrpc
+from backhaul.bench.noise import settle
+from backhaul.bench.outcomes import Outcome, of_rounds
+from backhaul.bench.rounds import Plan, Variant, interleave, ratio_of
+from backhaul.bench.stage import Stage
+from backhaul.bench.steps import on_trainer
+from backhaul.bench.training import compare_gradients
+from backhaul.bench.transfers import KEEPS_FREED_MEMORY
+
+SEGMENTS = 16
+BACKWARDS = 8
+ELEMENTS = 256
+"""Of 4 bytes: 1 KiB."""
+TRIPS = 400
+PLAN = Plan(most=25, warm=2, limit_s=45.0)
+
+
+def measure(stage: Stage) -> list[Outcome]:
+    """small_roundtrip."""
+    session = stage.session(returns="gradients")
+    _, ports = stage.start([sys.executable, "-P", "-m", "backhaul.bench.bare"], environment=KEEPS_FREED_MEMORY)
+    bare = BareGrpc(int(ports.split()[0]))
+
+    def waited() -> float:
+        before = sum(segment.wait_s for segment in session.report().segments)
+        for number in range(BACKWARDS):
+            x = torch.full((ELEMENTS,), float(number), requires_grad=True)
+            y = x
+            for _ in range(SEGMENTS):
+                y = session.checkpoint(torch.sin, y)
+            settle(stage.cores)  # all is saved: only the way there and back is left
+            y.sum().backward()  # type: ignore[no-untyped-call]
+            assert x.grad is not None
+            compare_gradients("the round trip", [x.grad], [_plain_gradient(x)])
+        now = sum(segment.wait_s for segment in session.report().segments)
+        return (now - before) / (BACKWARDS * SEGMENTS)
+
+    variants = [Variant("backhaul", waited), Variant("grpc", lambda: bare.round_trips(TRIPS, 4 * ELEMENTS))]
+    rounds = interleave(variants, stage.cores, PLAN)
+    bare.close()
+    if not session.report().remote:
+        raise RuntimeError("no segment was recomputed by the worker")
+    return [of_rounds("small_roundtrip", rounds, ratio_of("backhaul", "grpc"), on_trainer(session.report().fallbacks))]
+
+
+def _plain_gradient(x: torch.Tensor) -> torch.Tensor:
+    x = x.detach().requires_grad_()
+    y = x
+    for _ in range(SEGMENTS):
+        y = torch.sin(y)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    return gradient

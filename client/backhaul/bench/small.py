@@ -1,0 +1,34 @@
+"""Steps of 8 blocks at 64 tokens, where what Backhaul adds to a segment is a large part of it."""
+
+from functools import partial
+
+from backhaul.bench.outcomes import Outcome, of_rounds
+from backhaul.bench.rounds import Plan, Variant, interleave, ratio_of
+from backhaul.bench.stage import Stage
+from backhaul.bench.steps import BLOCKS, on_trainer
+from backhaul.bench.training import SMALL, Training, checkpoint_of_torch, compare
+
+STEPS = 4
+"""Timed together: one alone is too short to tell whether it was disturbed."""
+PLAN = Plan(most=20, warm=2, limit_s=45.0)
+
+
+def measure_frozen(stage: Stage) -> list[Outcome]:
+    """small_frozen_vs_torch."""
+    return [_measure("small_frozen_vs_torch", stage, stage.tcp_worker(), is_adapted=True)]
+
+
+def measure_trainable(stage: Stage) -> list[Outcome]:
+    """small_trainable_vs_torch."""
+    return [_measure("small_trainable_vs_torch", stage, None, is_adapted=False)]
+
+
+def _measure(name: str, stage: Stage, worker: str | None, *, is_adapted: bool) -> Outcome:
+    session = stage.session(worker, returns="gradients")
+    trainings = [
+        Training("torch", BLOCKS, SMALL, checkpoint_of_torch, is_adapted=is_adapted),
+        Training("gradients", BLOCKS, SMALL, session.checkpoint, is_adapted=is_adapted),
+    ]
+    variants = [Variant(training.name, partial(training.steps, STEPS), training.step) for training in trainings]
+    rounds = interleave(variants, stage.cores, PLAN, lambda: compare(trainings))
+    return of_rounds(name, rounds, ratio_of("gradients", "torch"), on_trainer(session.report().fallbacks))

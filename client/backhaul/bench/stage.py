@@ -1,0 +1,139 @@
+"""Where a measurement takes place: two cores, and the processes it starts on them."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any, Self
+
+from backhaul.bench.noise import Core, pin
+
+if TYPE_CHECKING:
+    from backhaul._session import Session
+
+_START_S = 60.0
+_END_S = 5.0
+
+
+@dataclass
+class Stage:
+    """Two cores. A context manager; its end ends what was started, in the opposite order.
+
+    Attributes:
+        trainer: This process' core.
+        worker: The other.
+    """
+
+    trainer: Core
+    worker: Core
+    _started: ExitStack = field(default_factory=ExitStack)
+
+    @classmethod
+    def of(cls, trainer_core: int, worker_core: int, pid: int) -> "Stage":
+        """A stage on which a process is the trainer."""
+        return cls(Core(trainer_core, [pid]), Core(worker_core))
+
+    @property
+    def cores(self) -> list[Core]:
+        """Both."""
+        return [self.trainer, self.worker]
+
+    def session(self, worker: str | None = None, **options: Any) -> "Session":
+        """Opens a session with `backhaul.connect`; a worker that it starts runs on the worker's core."""
+        import backhaul
+
+        before = set(_descendants(os.getpid()))
+        session = backhaul.connect(worker, **options)
+        self._started.callback(session.close)
+        for pid in set(_descendants(os.getpid())) - before:
+            pin(self.worker.number, pid)
+            self.worker.pids.append(pid)
+        return session
+
+    def tcp_worker(self, *options: str) -> str:
+        """Starts a worker that listens on TCP. Returns its address."""
+        line = self.start([sys.executable, "-P", "-m", "backhaul", "worker", "--listen", "127.0.0.1:0", *options])[1]
+        return line.rpartition(" ")[2]
+
+    def start(
+        self, command: Sequence[str], core: Core | None = None, environment: Mapping[str, str] | None = None
+    ) -> tuple["subprocess.Popen[str]", str]:
+        """Starts a process on a core, the worker's by default. Returns it and its first line on stdout.
+
+        Raises:
+            RuntimeError: It says nothing in time.
+        """
+        core = core or self.worker
+        with _inherited(core.number):
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, **(environment or {})},
+                start_new_session=True,  # a group of its own: what it leaves behind ends with it
+            )
+        self._started.callback(_end, process)
+        line = read_line(process.stdout, _START_S, command)
+        core.pids += [process.pid, *_descendants(process.pid)]
+        return process, line
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._started.close()
+
+
+def read_line(pipe: IO[str] | None, timeout_s: float, what: object = "a process") -> str:
+    """The next line of a process that was told to say one. Raises RuntimeError where none comes."""
+    assert pipe is not None
+    ready, _, _ = select.select([pipe], [], [], timeout_s)
+    line = pipe.readline().strip() if ready else ""
+    if not line:
+        raise RuntimeError(f"{what} said nothing in {timeout_s:g} s, or has ended")
+    return line
+
+
+@contextmanager
+def _inherited(core: int) -> Iterator[None]:
+    """Lets what this thread starts run on another core."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _descendants(pid: int) -> list[int]:
+    found: list[int] = []
+    with suppress(OSError):  # it ends just now
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            for child in map(int, (thread / "children").read_text().split()):
+                found += [child, *_descendants(child)]
+    return found
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    with suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with suppress(BrokenPipeError):
+                pipe.close()

@@ -1,0 +1,86 @@
+"""A client without torch: sends prepared requests as fast as one trainer can, one after the other.
+
+`python -m backhaul.bench.tenant_client ADDRESS DIRECTORY` saves a segment of its own, asks for its backward once,
+leaves the answer in the directory, and prints a line. Then for each moment on stdin it prints how many were answered in
+the CLIENT_S after it.
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+
+from backhaul_proto.v1 import (
+    program_pb2,
+    program_pb2_grpc,
+    segment_pb2,
+    segment_pb2_grpc,
+    session_pb2,
+    session_pb2_grpc,
+    tensor_pb2,
+    tensor_pb2_grpc,
+)
+from backhaul_runtime.protocol import CHANNEL_OPTIONS, PROTOCOL_VERSION
+from backhaul_runtime.version import version
+
+CLIENT_S = 1.5
+
+
+class Client:
+    """One session with one segment."""
+
+    def __init__(self, channel: grpc.Channel, prepared: Path) -> None:
+        self._segments = segment_pb2_grpc.SegmentServiceStub(channel)
+        request = session_pb2.OpenSessionRequest(protocol_version=PROTOCOL_VERSION, client_version=version())
+        self._session = session_pb2_grpc.SessionServiceStub(channel).OpenSession(request).session
+        program = program_pb2.PutProgramRequest.FromString((prepared / "program").read_bytes())
+        program.session = self._session
+        program_pb2_grpc.ProgramServiceStub(channel).PutProgram(program)
+        tensor_pb2_grpc.TensorServiceStub(channel).PutTensors(self._tensors(prepared))
+        segment = segment_pb2.SaveSegmentRequest.FromString((prepared / "segment").read_bytes())
+        segment.key.CopyFrom(self._key(segment_pb2.OPERATION_SAVE, 0))
+        missing = self._segments.SaveSegment(segment)
+        assert not missing.program_missing
+        assert not missing.missing_tensors
+        self._request = segment_pb2.BackwardRequest.FromString((prepared / "backward").read_bytes())
+        self._backwards = 0
+
+    def backward(self) -> list[segment_pb2.BackwardResponse]:
+        """Asks for a backward, each time another, so that it is computed."""
+        self._backwards += 1
+        self._request.key.CopyFrom(self._key(segment_pb2.OPERATION_BACKWARD, self._backwards))
+        return list(self._segments.Backward(self._request))
+
+    def _key(self, operation: "segment_pb2.Operation.ValueType", backward: int) -> segment_pb2.OperationKey:
+        return segment_pb2.OperationKey(session=self._session, segment=1, backward=backward, operation=operation)
+
+    def _tensors(self, prepared: Path) -> Iterator[tensor_pb2.PutTensorsRequest]:
+        for path in sorted(prepared.glob("tensors-*")):
+            message = tensor_pb2.PutTensorsRequest.FromString(path.read_bytes())
+            message.session = self._session
+            yield message
+
+
+def main(address: str, directory: str) -> None:
+    """See above."""
+    with grpc.insecure_channel(address, options=list(CHANNEL_OPTIONS)) as channel:
+        client = Client(channel, Path(directory))
+        for number, answer in enumerate(client.backward()):
+            (Path(directory) / f"answer-{number:04}").write_bytes(answer.SerializeToString())
+        print("ready", flush=True)
+        for line in sys.stdin:
+            begin = float(line)
+            time.sleep(max(0.0, begin - time.time()))
+            answered = 0
+            while True:
+                client.backward()
+                if time.time() > begin + CLIENT_S:
+                    break
+                answered += 1
+            print(answered, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,129 @@
+"""One worker with 8 clients, beside the same worker with one."""
+
+import sys
+import time
+from collections.abc import Sequence
+from functools import reduce
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import IO
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from backhaul.bench.outcomes import Outcome, of_rounds
+from backhaul.bench.rounds import Plan, Rounds, Variant, interleave, ratio_of
+from backhaul.bench.stage import Stage, read_line
+from backhaul.bench.tenant_client import CLIENT_S
+from backhaul.bench.training import SMALL, WIDTH, compare_gradients
+from backhaul.demo.model import Block
+from backhaul_proto.v1 import program_pb2, segment_pb2, tensor_pb2
+from backhaul_runtime import ambient
+from backhaul_runtime.digest import content_digest, tensor_address
+from backhaul_runtime.framing import Parcel, Receiver, batches
+from backhaul_runtime.layout import copy_exact, layout_of
+from backhaul_runtime.op_list import allowed_ops
+from backhaul_runtime.program_codec import address_of_program, encode_program, encode_state
+from backhaul_runtime.recorder import Recorder
+
+CLIENTS = 8
+LEAST_WORK_S = 0.010
+PLAN = Plan(most=20, warm=1, limit_s=90.0)
+_ANSWER_S = 60.0
+
+
+def measure(stage: Stage) -> list[Outcome]:
+    """The figures tenants and tenants_fair."""
+    address = stage.tcp_worker()
+    with TemporaryDirectory(prefix="backhaul-bench-") as directory:
+        gradient = prepare(Path(directory))
+        command = [sys.executable, "-P", "-m", "backhaul.bench.tenant_client", address, directory]
+        clients = [stage.start(command, stage.trainer)[0] for _ in range(CLIENTS)]
+        received = answer(Path(directory))
+        compare_gradients("a client and the trainer", [received], [gradient])
+    pipes = [(client.stdin, client.stdout) for client in clients]
+    fairness: list[float] = []
+
+    def alone() -> float:
+        return sum(_requests(pipes[:1])) / CLIENT_S
+
+    def together() -> float:
+        found = _requests(pipes)
+        fairness.append(min(found) / max(found))
+        return sum(found) / CLIENT_S
+
+    rounds = interleave([Variant("alone", alone), Variant("together", together)], stage.cores, PLAN)
+    work_s = 1 / rounds.spread(lambda taken: taken["alone"]).value
+    if work_s < LEAST_WORK_S:
+        raise RuntimeError(f"a request takes {work_s * 1e3:.1f} ms: too little work to tell of a worker under load")
+    shares = Rounds()
+    for (_, is_quiet), fair in zip(rounds.found, fairness[PLAN.warm :], strict=True):
+        shares.add({"fair": fair}, is_quiet=is_quiet)
+    return [
+        of_rounds("tenants", rounds, ratio_of("together", "alone")),
+        of_rounds("tenants_fair", shares, lambda taken: taken["fair"]),
+    ]
+
+
+def _requests(pipes: Sequence[tuple[IO[str] | None, IO[str] | None]]) -> list[int]:
+    """Requests that each client had answered in CLIENT_S, all begun at one moment."""
+    begin = time.time() + 0.05
+    for said, _ in pipes:
+        assert said is not None
+        said.write(f"{begin}\n")
+        said.flush()
+    return [int(read_line(heard, _ANSWER_S, "a client")) for _, heard in pipes]
+
+
+def prepare(directory: Path) -> Tensor:
+    """Writes what a client without torch needs to ask for a block's backward. Returns the right gradient."""
+    torch.manual_seed(0)
+    block = Block(WIDTH, dropout=0.0).requires_grad_(False)
+    x = torch.randn(*SMALL, WIDTH, requires_grad=True)
+    gradient = torch.randn(*SMALL, WIDTH)
+
+    def pack(tensor: Tensor) -> Tensor:
+        recorder.note_saved(tensor)
+        return tensor
+
+    recorder = Recorder([x], allowed_ops(), lambda tensor, layout, _: copy_exact(tensor, layout), pack)
+    with saved_tensors_hooks(pack, lambda tensor: tensor), recorder:
+        y = block(x)
+    recorded = recorder.finish([y])
+    assert recorded is not None, recorder.recording.refusal
+    program = encode_program(recorded)
+    sources = recorder.recording.sources
+    layout = layout_of(gradient)
+    address = tensor_address(layout, content_digest(gradient, layout))
+    parcels = {source.address: Parcel(source.value, source.layout, source.address) for source in sources}
+    parcels[address] = Parcel(gradient, layout, address)
+    messages = {
+        "program": program_pb2.PutProgramRequest(program=program),
+        "segment": segment_pb2.SaveSegmentRequest(
+            program=address_of_program(program),
+            sources=[source.address for source in sources],
+            generator_states=recorder.recording.generator_states,
+            name="block",
+        ),
+        "backward": segment_pb2.BackwardRequest(
+            gradients=[segment_pb2.OutputGradient(output=0, tensor=address)],
+            expected_s=0.05,
+            ambient_state=encode_state(ambient.capture()),
+        ),
+    }
+    for name, message in messages.items():
+        (directory / name).write_bytes(message.SerializeToString())
+    for number, batch in enumerate(batches(parcels.values())):
+        message = tensor_pb2.PutTensorsRequest(tensors=batch)
+        (directory / f"tensors-{number:04}").write_bytes(message.SerializeToString())
+    (found,) = torch.autograd.grad(y, x, gradient)
+    return found
+
+
+def answer(directory: Path) -> Tensor:
+    """What a client was answered."""
+    receiver = Receiver()
+    for path in sorted(directory.glob("answer-*")):
+        receiver.add(segment_pb2.BackwardResponse.FromString(path.read_bytes()).tensors)
+    return reduce(torch.add, receiver.tensors())  # one for each of the input's two uses

@@ -1,0 +1,79 @@
+"""Tensors of 64 MiB to a worker and back over TCP, beside bare gRPC streams and a bare socket."""
+
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from backhaul.bench.bare import TENSOR_BYTES, BareGrpc, BareTcp
+from backhaul.bench.noise import settle
+from backhaul.bench.outcomes import Outcome, of_rounds
+from backhaul.bench.overlap import Lane, spans, told_calls
+from backhaul.bench.rounds import Plan, Rounds, Variant, interleave, ratio_of
+from backhaul.bench.stage import Stage
+from backhaul.bench.training import compare_gradients
+
+REPEATS = 8
+"""Transfers timed together: one alone is too short to tell whether it was disturbed."""
+PLAN = Plan(most=20, warm=2, limit_s=90.0)
+# The worker tunes its allocator by itself; the yardstick is to have no worse a one.
+KEEPS_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "268435456", "MALLOC_TRIM_THRESHOLD_": "268435456"}
+
+
+def measure(stage: Stage) -> list[Outcome]:
+    """The save_ and fetch_ figures: time of a tensor there over time here, which is bandwidth over bandwidth."""
+    session = stage.session(stage.tcp_worker(), returns="gradients")
+    _, ports = stage.start([sys.executable, "-P", "-m", "backhaul.bench.bare"], environment=KEEPS_FREED_MEMORY)
+    grpc_port, tcp_port = map(int, ports.split())
+    bare, tcp = BareGrpc(grpc_port), BareTcp(tcp_port)
+    x = torch.randn(TENSOR_BYTES // 4, requires_grad=True)
+    # It is needed and not trained, so that nothing but the input has a gradient: autograd saves one number.
+    scale = torch.tensor(2.0)
+
+    def there_and_back() -> None:
+        for _ in range(REPEATS):
+            with torch.no_grad():
+                x.add_(1.0)  # other contents, or they need not travel
+            y: Tensor = session.checkpoint(lambda t: (t * scale).sum(), x)
+            settle(stage.cores)
+            x.grad = None
+            y.backward()  # type: ignore[no-untyped-call]
+            assert x.grad is not None
+            compare_gradients("the transfer", [x.grad], [torch.full_like(x, 2.0)])
+
+    variants = [
+        Variant("backhaul", there_and_back),
+        *(Variant(name, _repeated(run)) for name, run in _bare_runs(bare, tcp).items()),
+    ]
+    rounds = interleave(variants, stage.cores, PLAN)
+    bare.close()
+    tcp.close()
+    rounds = _with_spans(rounds, session.workers)
+    note = f"TCP's congestion control is {tcp.congestion_control}"
+    return [
+        of_rounds("save_vs_grpc", rounds, ratio_of("grpc_put", "save")),
+        of_rounds("fetch_vs_grpc", rounds, ratio_of("grpc_get", "fetch")),
+        of_rounds("save_vs_tcp", rounds, ratio_of("tcp_put", "save"), note),
+        of_rounds("fetch_vs_tcp", rounds, ratio_of("tcp_get", "fetch"), note),
+    ]
+
+
+def _bare_runs(bare: BareGrpc, tcp: BareTcp) -> dict[str, Callable[[], float]]:
+    return {"grpc_put": bare.put, "grpc_get": bare.get, "tcp_put": tcp.put, "tcp_get": tcp.get}
+
+
+def _repeated(run: Callable[[], float]) -> Callable[[], float]:
+    return lambda: sum(run() for _ in range(REPEATS))
+
+
+def _with_spans(rounds: Rounds, worker: str) -> Rounds:
+    """The rounds with what the session told of its transfers instead of what all of the calls took."""
+    calls = told_calls(worker)[PLAN.warm * REPEATS :]
+    found = Rounds()
+    for number, (taken, is_quiet) in enumerate(rounds.found):
+        these = calls[number * REPEATS : (number + 1) * REPEATS]
+        saved_s = sum(end - begin for call in these for begin, end in spans(call, Lane.LANE_UPLOAD))
+        fetched_s = sum(end - begin for call in these for begin, end in spans(call, Lane.LANE_DOWNLOAD))
+        found.add({**taken, "save": saved_s, "fetch": fetched_s}, is_quiet=is_quiet)
+    return found

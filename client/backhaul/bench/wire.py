@@ -1,0 +1,38 @@
+"""Bytes that travel for a step, over the least that must."""
+
+from backhaul.bench.counting_proxy import CountingProxy
+from backhaul.bench.noise import settle
+from backhaul.bench.outcomes import Outcome, of_counts
+from backhaul.bench.stage import Stage
+from backhaul.bench.steps import BLOCKS, on_trainer
+from backhaul.bench.training import LARGE, Training, checkpoint_of_torch, compare
+
+STEPS = 3
+
+
+def measure(stage: Stage) -> list[Outcome]:
+    """wire_over_bound."""
+    with CountingProxy(stage.tcp_worker()) as proxy:
+        session = stage.session(proxy.address, returns="gradients")
+        training = Training("backhaul", BLOCKS, LARGE, session.checkpoint)
+        reference = Training("torch", BLOCKS, LARGE, checkpoint_of_torch)
+        found = []
+        for _ in range(1 + STEPS):
+            before = proxy.passed_bytes
+            training.step()
+            settle(stage.cores, quiet_s=0.1)  # what is sent after a step is the step's
+            found.append(proxy.passed_bytes - before)
+            reference.step()
+            compare([training, reference])
+        session.close()
+    bound = _bound_bytes(training)
+    note = on_trainer(session.report().fallbacks)
+    # The first step also carries programs, and no optimizer had changed its weights.
+    ratios = [passed / bound for passed in found[1:]]
+    return [of_counts("wire_over_bound", ratios, note, {"bound_bytes": bound, "step_bytes": found[-1]})]
+
+
+def _bound_bytes(training: Training) -> int:
+    """Each distinct input, one gradient up, a gradient down per segment, each parameter and its gradient, once."""
+    boundary = training.x.nbytes
+    return BLOCKS * boundary + boundary + BLOCKS * boundary + 2 * training.parameter_bytes

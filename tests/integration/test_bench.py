@@ -1,0 +1,74 @@
+"""`backhaul bench`, one small figure from the command to the file."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+
+from backhaul.bench import roundtrip, tenants
+from backhaul.bench.rounds import Plan
+from backhaul.bench.stage import Stage
+
+T = TypeVar("T")
+
+
+def test_a_figure_that_is_not_built_is_said_by_the_whole_command(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "backhaul", "bench", "--only", "shm_vs_memcpy", "--json", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "not built" in done.stdout
+    found = json.loads(file.read_text())["figures"]
+    assert found["shm_vs_memcpy"]["verdict"] == "not built"
+
+
+def test_a_figure_is_measured_with_a_worker_and_a_yardstick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roundtrip, "PLAN", Plan(enough=1, most=1, warm=0))
+    monkeypatch.setattr(roundtrip, "BACKWARDS", 1)
+    monkeypatch.setattr(roundtrip, "TRIPS", 5)
+    (found,) = on_stage(roundtrip.measure)
+    assert found.name == "small_roundtrip"
+    assert found.verdict == "inconclusive"  # one round says nothing
+    assert found.kept + found.dropped == 1
+    assert found.details is not None
+    assert all(value > 0 for value in found.details.values())
+
+
+def test_clients_without_torch_are_answered_with_the_right_gradient(tmp_path: Path) -> None:
+    def answered(stage: Stage) -> bool:
+        right = tenants.prepare(tmp_path)
+        command = [sys.executable, "-P", "-m", "backhaul.bench.tenant_client", stage.tcp_worker(), str(tmp_path)]
+        stage.start(command, stage.trainer)
+        return torch.equal(tenants.answer(tmp_path), right)
+
+    assert on_stage(answered)
+
+
+def test_what_is_started_is_ended_and_was_pinned() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    with Stage.of(cores[0], cores[-1], os.getpid()) as stage:
+        session = stage.session()
+        stage.tcp_worker()
+        pids = list(stage.worker.pids)
+        assert len(pids) == 2
+        assert all(os.sched_getaffinity(pid) == {cores[-1]} for pid in pids)
+    assert session.closed
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert os.sched_getaffinity(0) == set(cores)
+
+
+def on_stage(measure: Callable[[Stage], T]) -> T:
+    cores = sorted(os.sched_getaffinity(0))
+    with Stage.of(cores[0], cores[-1], os.getpid()) as stage:
+        return measure(stage)

@@ -1,0 +1,370 @@
+"""The harness of `backhaul bench`: rounds, noise, verdicts and results, without measuring anything."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from backhaul.bench import child, command, rounds
+from backhaul.bench.figures import FIGURES, Figure, Kind, Verdict, chosen
+from backhaul.bench.noise import NOISY, Core, CoreTimes, ThreadTimes, foreign_share
+from backhaul.bench.outcomes import as_table, is_failed, of_counts, of_rounds, without_value
+from backhaul.bench.overlap import Lane, exposed
+from backhaul.bench.rounds import Plan, Rounds, Spread, UnequalGradientsError, Variant, interleave, ratio_of
+from backhaul.bench.stage import Stage
+from backhaul.bench.training import Training, adapt, checkpoint_of_torch, compare, compare_gradients
+from backhaul.demo.model import Block
+from backhaul_proto.v1 import telemetry_pb2
+
+ISSUED = {
+    "step_vs_torch_gradients": 0.80,
+    "step_vs_torch_activations": 0.83,
+    "step_vs_none_gradients": 1.05,
+    "step_half_budget": 1.22,
+    "small_frozen_vs_torch": 1.0,
+    "small_trainable_vs_torch": 1.0,
+    "peak_flat": 1.05,
+    "peak_vs_torch": 0.40,
+    "peak_vs_offload": 0.45,
+    "exposed_recompute": 0.10,
+    "wire_over_bound": 1.02,
+    "save_vs_grpc": 0.8,
+    "fetch_vs_grpc": 0.8,
+    "save_vs_tcp": None,
+    "fetch_vs_tcp": None,
+    "shm_vs_memcpy": 0.7,
+    "small_roundtrip": 2.0,
+    "growth": 1.1,
+    "tenants": 0.9,
+    "tenants_fair": 0.8,
+    "vs_hivemind": 0.70,
+    "vs_torch_rpc": 0.5,
+}
+BIGGER_IS_BETTER = {"save_vs_grpc", "fetch_vs_grpc", "shm_vs_memcpy", "tenants", "tenants_fair"}
+
+
+def rounds_of(values: Sequence[tuple[float, bool]]) -> Rounds:
+    found = Rounds()
+    for value, is_quiet in values:
+        found.add({"ours": value, "theirs": 2.0}, is_quiet=is_quiet)
+    return found
+
+
+def test_figures_have_the_names_and_limits_that_were_promised() -> None:
+    limits = {figure.name: figure.limit for figure in FIGURES}
+    assert {name: limits[name] for name in ISSUED} == ISSUED
+    assert {figure.name for figure in FIGURES if figure.kind is Kind.AT_LEAST} == BIGGER_IS_BETTER
+    assert len(limits) == len(FIGURES)
+
+
+def test_each_group_has_a_measurement_and_each_measurement_figures() -> None:
+    assert {figure.group for figure in FIGURES} == set(child.MEASURES)
+    assert set(command.ENVIRONMENTS) <= set(child.MEASURES)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "verdict"),
+    [
+        (Kind.AT_MOST, 0.8, Verdict.REACHED),
+        (Kind.AT_MOST, 0.81, Verdict.MISSED),
+        (Kind.AT_LEAST, 0.8, Verdict.REACHED),
+        (Kind.AT_LEAST, 0.79, Verdict.MISSED),
+    ],
+)
+def test_a_value_is_judged_by_its_limit(kind: Kind, value: float, verdict: Verdict) -> None:
+    assert Figure("f", "what", "group", kind, 0.8).judge(value) is verdict
+
+
+def test_a_figure_without_a_limit_is_only_reported() -> None:
+    assert Figure("f", "what", "group").judge(100.0) is Verdict.REPORTED
+
+
+def test_only_names_figures_in_the_order_of_the_registry() -> None:
+    assert [figure.name for figure in chosen(["growth", "peak_flat"])] == ["peak_flat", "growth"]
+    assert chosen([]) == list(FIGURES)
+    with pytest.raises(ValueError, match=r"no figure growht; there are step_vs_torch_gradients,"):
+        chosen(["growht"])
+
+
+def test_variants_take_turns_and_each_round_begins_with_another() -> None:
+    ran: list[str] = []
+
+    def measured(variant: Variant, cores: Sequence[Core]) -> tuple[float, bool]:
+        ran.append(variant.name)
+        return 1.0, True
+
+    interleave([Variant(name, lambda: None) for name in "abc"], [], Plan(enough=3, warm=1), measured=measured)
+    assert "".join(ran) == "abcbcacababc"
+
+
+def test_rounds_with_a_disturbed_variant_are_dropped_whole_and_warm_ones_do_not_count() -> None:
+    disturbed = iter([False, False, True, False, False, False])  # two variants in three rounds, the first of them warm
+
+    def measured(variant: Variant, cores: Sequence[Core]) -> tuple[float, bool]:
+        return 1.0, not next(disturbed)
+
+    variants = [Variant("a", lambda: None), Variant("b", lambda: None)]
+    found = interleave(variants, [], Plan(enough=7, most=2, warm=1), measured=measured)
+    assert (found.kept, found.dropped) == (1, 1)
+
+
+def test_it_ends_with_enough_kept_rounds() -> None:
+    found = interleave([Variant("a", lambda: None)], [], Plan(enough=7, most=50), measured=lambda *_: (1.0, True))
+    assert (found.kept, found.dropped) == (7, 0)
+
+
+def test_it_ends_when_its_time_is_up_but_has_a_round() -> None:
+    found = interleave([Variant("a", lambda: None)], [], Plan(warm=2, limit_s=0.0), measured=lambda *_: (1.0, False))
+    assert len(found.found) == 1
+
+
+def test_unequal_gradients_end_the_measurement_even_in_a_warm_round() -> None:
+    def unequal() -> None:
+        raise UnequalGradientsError("2 of 3 gradients")
+
+    with pytest.raises(UnequalGradientsError):
+        interleave([Variant("a", lambda: None)], [], Plan(warm=1), unequal, lambda *_: (1.0, True))
+
+
+def test_what_a_variant_counts_replaces_its_time_and_its_lead_in_comes_first() -> None:
+    ran: list[str] = []
+
+    def run() -> float:
+        ran.append("run")
+        return 42.0
+
+    taken, _ = rounds.timed(Variant("a", run, lambda: ran.append("lead in")), [])
+    assert (taken, ran) == (42.0, ["lead in", "run"])
+
+
+def test_the_value_is_the_median_of_kept_rounds_with_their_middle_half() -> None:
+    quiet = [(value, True) for value in (1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 9.0)]
+    found = of_rounds("growth", rounds_of([*quiet, (100.0, False)]), ratio_of("ours", "theirs"))
+    assert (found.value, found.low, found.high) == (0.8, 0.6, 1.0)
+    assert (found.kept, found.dropped, found.verdict) == (7, 1, "reached")
+    assert found.details == {"ours": 1.6, "theirs": 2.0}
+
+
+def test_too_few_kept_rounds_are_inconclusive_whatever_they_say() -> None:
+    found = of_rounds("growth", rounds_of([(0.2, True)] * 6 + [(9.0, False)] * 8), ratio_of("ours", "theirs"))
+    assert found.verdict == "inconclusive"
+    assert (found.kept, found.dropped, found.value) == (6, 8, 4.5)
+    assert "(4.500)" in as_table([found])
+
+
+def test_a_spread_of_one_value_is_that_value() -> None:
+    assert Spread.of([3.0]) == Spread(3.0, 3.0, 3.0)
+
+
+def times(at_s: float, busy_s: float, ran_s: float, threads: dict[int, ThreadTimes]) -> CoreTimes:
+    return CoreTimes(at_s, busy_s, {1: ran_s}, {1: threads})
+
+
+def test_waiting_for_a_worker_is_no_noise() -> None:
+    before = times(0.0, 0.0, 0.0, {1: ThreadTimes(0.0, 0.0)})
+    after = times(1.0, 0.3, 0.3, {1: ThreadTimes(0.3, 0.0)})  # idle for most of the time
+    assert foreign_share(before, after) == 0.0
+
+
+def test_a_neighbour_that_delays_the_computing_thread_is_noise() -> None:
+    before = times(0.0, 0.0, 0.0, {1: ThreadTimes(0.0, 5.0)})
+    after = times(1.0, 0.9, 0.9, {1: ThreadTimes(0.9, 5.1)})
+    assert foreign_share(before, after) == pytest.approx(0.1)
+
+
+def test_a_thread_of_ours_that_delays_the_computing_one_is_no_noise() -> None:
+    before = times(0.0, 0.0, 0.0, {1: ThreadTimes(0.0, 0.0), 2: ThreadTimes(0.0, 0.0)})
+    after = times(1.0, 1.0, 1.0, {1: ThreadTimes(0.75, 0.25), 2: ThreadTimes(0.25, 0.75)})
+    assert foreign_share(before, after) == 0.0
+
+
+def test_a_thread_of_ours_that_has_ended_is_no_noise_either() -> None:
+    before = times(0.0, 0.0, 0.0, {1: ThreadTimes(0.0, 0.0)})
+    after = times(1.0, 1.0, 1.0, {1: ThreadTimes(0.75, 0.25)})
+    assert foreign_share(before, after) == 0.0
+
+
+def test_a_process_of_ours_on_the_same_core_is_no_noise() -> None:
+    before = CoreTimes(0.0, 0.0, {1: 0.0, 2: 0.0}, {1: {1: ThreadTimes(0.0, 0.0)}, 2: {2: ThreadTimes(0.0, 0.0)}})
+    after = CoreTimes(1.0, 1.0, {1: 0.5, 2: 0.5}, {1: {1: ThreadTimes(0.5, 0.5)}, 2: {2: ThreadTimes(0.5, 0.5)}})
+    assert foreign_share(before, after) == 0.0
+
+
+def test_a_busy_core_is_noise_even_where_no_thread_of_ours_was_delayed() -> None:
+    before = times(0.0, 10.0, 0.0, {1: ThreadTimes(0.0, 0.0)})
+    after = times(1.0, 10.6, 0.3, {1: ThreadTimes(0.3, 0.0)})
+    assert foreign_share(before, after) == pytest.approx(0.27)  # less the allowance for ticks
+    assert foreign_share(before, after) > NOISY
+
+
+def test_accounts_are_read_of_this_process_on_its_core() -> None:
+    core = Core(min(os.sched_getaffinity(0)), [os.getpid(), 2**22 + 1])  # the other process has ended
+    before = core.times()
+    while core.times().processes_ran_s[os.getpid()] < before.processes_ran_s[os.getpid()] + 0.02:
+        sum(range(1000))
+    after = core.times()
+    assert after.at_s > before.at_s
+    assert after.busy_s >= before.busy_s
+    assert sum(thread.ran_s for thread in after.threads[os.getpid()].values()) > 0
+    assert after.threads[2**22 + 1] == {}
+
+
+def call(number: int, *spans: tuple["Lane.ValueType", float, float]) -> telemetry_pb2.SegmentCall:
+    return telemetry_pb2.SegmentCall(
+        number=number,
+        spans=[telemetry_pb2.Span(lane=lane, started_at_s=begin, duration_s=end - begin) for lane, begin, end in spans],
+    )
+
+
+def test_recomputation_after_backward_asked_for_it_is_exposed() -> None:
+    ahead = call(1, (Lane.LANE_RECOMPUTE, 1, 2), (Lane.LANE_WAIT, 3, 5), (Lane.LANE_BACKWARD, 3, 5))
+    late = call(0, (Lane.LANE_WAIT, 6, 9), (Lane.LANE_RECOMPUTE, 5.5, 7), (Lane.LANE_BACKWARD, 7, 9))
+    assert exposed([ahead, late]) == pytest.approx(1.0 / 2.5)
+
+
+def test_a_worker_that_goes_on_by_itself_needs_a_segment_when_it_has_the_gradient_after_it() -> None:
+    first = call(1, (Lane.LANE_RECOMPUTE, 1, 2), (Lane.LANE_WAIT, 3, 5), (Lane.LANE_BACKWARD, 3, 5))
+    speculated = call(0, (Lane.LANE_RECOMPUTE, 4, 6), (Lane.LANE_BACKWARD, 6, 8), (Lane.LANE_WAIT, 7, 8))
+    assert exposed([first, speculated]) == pytest.approx(1.0 / 3.0)
+
+
+def test_what_the_trainer_recomputed_was_all_waited_for() -> None:
+    assert exposed([call(0, (Lane.LANE_TRAINER, 1, 3))]) == 1.0
+    with pytest.raises(RuntimeError, match="no recomputation"):
+        exposed([call(0)])
+
+
+def test_equal_trainings_are_equal_and_others_are_named() -> None:
+    trainings = [
+        Training("none", 2, (1, 8), None, width=32),
+        Training("torch", 2, (1, 8), checkpoint_of_torch, per_segment=2, width=32),
+    ]
+    for training in trainings:
+        training.steps(2)
+    compare(trainings)
+    trainings[1].parameters[0].grad[0] += 1e-6  # type: ignore[index]
+    with pytest.raises(UnequalGradientsError, match="1 of 25 gradients of torch and none are not equal"):
+        compare(trainings)
+    with pytest.raises(UnequalGradientsError):
+        compare_gradients("nan", [torch.tensor([float("nan")])], [torch.tensor([0.0])])
+
+
+def test_an_adapted_block_trains_only_what_was_added() -> None:
+    block = adapt(Block(32, 0.0))
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name, p in block.named_parameters() if p.requires_grad} == {
+        "down",
+        "up",
+    }
+
+
+def test_unequal_gradients_leave_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(stage: Stage) -> None:
+        raise UnequalGradientsError("1 of 2 gradients of ours and theirs are not equal")
+
+    monkeypatch.setattr("backhaul.bench.tenants.measure", measure)
+    found = child.measure("tenants", Stage.of(0, 1, os.getpid()))
+    assert [outcome.name for outcome in found] == ["tenants", "tenants_fair"]
+    assert all(outcome.verdict == "failed" and outcome.value is None for outcome in found)
+    assert is_failed(found)
+
+
+def test_a_group_that_breaks_fails_its_own_figures_only() -> None:
+    def run_group(group: str, cores: Sequence[int]) -> list[object]:
+        if group == "growth":
+            raise RuntimeError("the worker is gone")
+        return [of_counts("peak_flat", [1.01])] if group == "peak_flat" else []
+
+    found = command.measure(chosen(["growth", "peak_flat", "wire_over_bound"]), [0, 1], run_group)  # type: ignore[arg-type]
+    assert {outcome.name: outcome.verdict for outcome in found} == {
+        "peak_flat": "reached",
+        "growth": "failed",
+        "wire_over_bound": "failed",
+    }
+
+
+def arguments(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def test_the_json_has_each_figure_under_its_name_with_its_limit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {
+        "wire": [of_counts("wire_over_bound", [1.5, 1.4, 1.6], "a note", {"bound_bytes": 10.0})],
+        "shared_memory": [without_value("shm_vs_memcpy", Verdict.NOT_BUILT, "not yet")],
+    }
+    monkeypatch.setattr(command, "run_group", lambda group, cores: found[group])
+    monkeypatch.setattr(command, "_cores", lambda: [0, 1])
+    file = tmp_path / "found.json"
+    assert command.run(arguments("--only", "wire_over_bound", "shm_vs_memcpy", "--json", str(file))) == 0
+
+    results = json.loads(file.read_text())
+    assert list(results["figures"]) == ["wire_over_bound", "shm_vs_memcpy"]
+    assert results["figures"]["wire_over_bound"] == {
+        "what": "bytes that travelled / the least that must",
+        "kind": "at_most",
+        "limit": 1.02,
+        "verdict": "missed",
+        "value": 1.5,
+        "low": 1.4,
+        "high": 1.6,
+        "kept": 3,
+        "dropped": 0,
+        "note": "a note",
+        "details": {"bound_bytes": 10.0},
+    }
+    assert results["figures"]["shm_vs_memcpy"]["value"] is None
+    assert {"cpu", "cores", "memory_bytes", "trainer_core", "worker_core"} <= set(results["hardware"])
+    assert {"python", "kernel", "torch", "grpcio", "backhaul"} <= set(results["versions"])
+    assert results["format"] == 1
+    assert "T" in results["date"]
+    shown = capsys.readouterr().out
+    assert "wire_over_bound" in shown
+    assert "<= 1.02" in shown
+    assert "not built" in shown
+
+
+def test_a_failed_figure_is_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = [without_value("growth", Verdict.FAILED, "1 of 2 gradients are not equal")]
+    monkeypatch.setattr(command, "run_group", lambda group, cores: failed)
+    monkeypatch.setattr(command, "_cores", lambda: [0, 1])
+    assert command.run(arguments("--only", "growth")) == 1
+
+
+@pytest.mark.parametrize("argv", [["--only", "nothing"], ["--json", "/no/such/folder/found.json"]])
+def test_what_can_not_be_done_is_said_before_anything_is_measured(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "_cores", lambda: [0, 1])
+    assert command.run(arguments(*argv)) == 2
+    assert "backhaul bench:" in capsys.readouterr().err
+
+
+def test_the_results_that_are_committed_can_be_read() -> None:
+    folder = Path(__file__).parents[2] / "benchmarks" / "results"
+    files = sorted(folder.glob("*.json"))
+    assert files
+    for file in files:
+        results = json.loads(file.read_text())
+        assert results["figures"].keys() <= {figure.name for figure in FIGURES}
+        verdicts = {verdict.value for verdict in Verdict}
+        assert all(figure["verdict"] in verdicts for figure in results["figures"].values())
+
+
+def test_the_command_and_the_clients_without_torch_do_not_import_it() -> None:
+    modules = "backhaul.bench.command, backhaul.bench.bare, backhaul.bench.tenant_client"
+    said = subprocess.run(
+        [sys.executable, "-c", f"import sys, {modules}; print('torch' in sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert said.stdout.strip() == "False"
