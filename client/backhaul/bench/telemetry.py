@@ -22,7 +22,7 @@ def measure(stage: Stage) -> list[Outcome]:
         "off": stage.session(returns="gradients", telemetry=False),
         "on": stage.session(returns="gradients"),
     }
-    dashboard = DashboardProcess(sessions["on"].workers)  # in use it has a machine of its own, here it has our core
+    dashboard = DashboardProcess(sessions["on"].workers, "")  # in use it has a machine of its own, here it has our core
     try:
         if not dashboard.url:
             return [without_value("telemetry_added", Verdict.UNAVAILABLE, "no dashboard comes up")]
