@@ -3,7 +3,7 @@
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from time import perf_counter
@@ -20,6 +20,7 @@ from backhaul._frame import Frame, Handle, RemoteSegment
 from backhaul._graft import frame_behind, graft
 from backhaul._held import held_elsewhere
 from backhaul._local import Call, nesting
+from backhaul._prediction import Beginning
 from backhaul._report import Journal
 from backhaul._selection import Selection
 from backhaul._telemetry import CallLog, Telemetry
@@ -45,11 +46,22 @@ class Remote(Protocol):
     def hold(self, tensor: Tensor, layout: Layout, address: bytes) -> Tensor:
         """A copy of the tensor, shared with other segments that need the same contents."""
 
-    def save(self, frame: Frame, forward_s: float) -> RemoteSegment:
+    def begin(self, frame: Frame, fn: Callable[..., Any], arguments: list[Tensor]) -> Beginning:
+        """Sends what a call that begins now will probably be, if that is known.
+
+        Args:
+            frame: With a recording, still empty.
+            fn: Will be called.
+            arguments: Tensors among its arguments.
+        """
+
+    def save(self, frame: Frame, beginning: Beginning, tensors: Sequence[Tensor], forward_s: float) -> RemoteSegment:
         """Starts sending a frame's segment. Raises Refusal where no worker takes it.
 
         Args:
             frame: With its program and recording.
+            beginning: Of the call.
+            tensors: The caller's object behind each source.
             forward_s: What forward took, the measure for what recomputation may take.
         """
 
@@ -103,22 +115,23 @@ def _run_segment(
     if frame.local_reason:
         recorder.refuse(frame.local_reason)
     frame.recording, frame.so_far = recorder.recording, recorder.so_far
-    nesting.active = True
     had_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     returned: list[Any] = []  # a list, so that no name holds what it returns: see `held_elsewhere`
-    started = perf_counter()
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack), recorder, context:
-            returned.append(fn(*args, **kwargs))
-    finally:
-        nesting.active = False
-        pack.recorder = pack.selection = frame.so_far = None
-        frame.saved_early.clear()
-    _check_ended(returned, options, had_cuda)
-    frame.watch(arguments)
-    frame.is_mutated = selection is not None and selection.is_mutated
-    ended = perf_counter()
-    kept = _keep(remote, frame, recorder, call, returned, options, ended - started)
+    with remote.begin(frame, fn, arguments) as beginning:
+        started = perf_counter()
+        nesting.active = True
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, _unpack), recorder, context:
+                returned.append(fn(*args, **kwargs))
+        finally:
+            nesting.active = False
+            pack.recorder = pack.selection = frame.so_far = None
+            frame.saved_early.clear()
+        _check_ended(returned, options, had_cuda)
+        frame.watch(arguments)
+        frame.is_mutated = selection is not None and selection.is_mutated
+        ended = perf_counter()
+        kept = _keep(remote, frame, recorder, call, beginning, returned, options, ended - started)
     function_s = ended - started - recorder.own_s
     log.forward(frame, function_s, perf_counter() - began - function_s, pack.packed_bytes - _kept_bytes(frame))
     return kept
@@ -205,6 +218,7 @@ def _keep(
     frame: Frame,
     recorder: Recorder,
     call: Call,
+    beginning: Beginning,
     returned: list[Any],
     options: Options,
     forward_s: float,
@@ -247,7 +261,7 @@ def _keep(
                 if edge is not None and (before := frame_behind(edge)) is not None
             ]
         try:
-            frame.remote = remote.save(frame, forward_s)
+            frame.remote = remote.save(frame, beginning, recorder.tensors, forward_s)
             frame.log.reason = needs_inside or "only its gradients are needed"
         except Refusal as refusal:
             frame.not_taken(refusal)

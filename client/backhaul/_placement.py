@@ -12,6 +12,11 @@ class Placement:
         self._count = 0
         self._in_backward = False
 
+    @property
+    def position(self) -> int:
+        """Of the next segment in its pass, from 0."""
+        return 0 if self._in_backward else self._index
+
     def place(self, workers: int) -> int:
         """The worker of the next segment, from 0.
 

@@ -8,7 +8,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import partial
 from time import time
@@ -17,23 +17,26 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch._C import _DisableTorchDispatch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from backhaul import _patched, _sequential, _wrap
 from backhaul._arguments import decorator, options_of
 from backhaul._calls import call_unary
-from backhaul._chains import Chains, Predecessor
+from backhaul._chains import Predecessor
 from backhaul._checkpoint import run_segment
 from backhaul._config import SECRETS, Config
 from backhaul._embedded import EmbeddedWorker
 from backhaul._frame import Frame
 from backhaul._link import Generation, Link, trainer_name
 from backhaul._placement import Placement
+from backhaul._prediction import Beginning, Encoded, Sites
 from backhaul._remote import SavedSegment
 from backhaul._report import Journal, Report
+from backhaul._side import Side
 from backhaul._telemetry import Telemetry
-from backhaul._upload import Save, SourceTensor, Uploader
+from backhaul._upload import Save, SourceTensor
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.addresses import Address, parse_addresses
 from backhaul_runtime.credentials import one_for_each
@@ -41,8 +44,6 @@ from backhaul_runtime.errors import BackhaulError, Refusal
 from backhaul_runtime.fingerprint import DECISIVE, differences, fingerprint
 from backhaul_runtime.layout import Layout, copy_exact
 from backhaul_runtime.logs import about
-from backhaul_runtime.program_codec import address_of_program, encode_program
-from backhaul_runtime.recording import RecordedSource
 from backhaul_runtime.version import version
 
 if TYPE_CHECKING:
@@ -50,22 +51,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("backhaul")
 _BACKWARD_FACTOR = 3.0  # a recomputed forward and a backward of twice its cost
-
-
-class _Side:
-    """A worker of the session: its link, what sends to it, and the segments it has."""
-
-    def __init__(self, link: Link, inflight_bytes: int) -> None:
-        self.link = link
-        self.uploader = Uploader(link, inflight_bytes)
-        self.chains = Chains()
-        self.segments: dict[int, weakref.ref[SavedSegment]] = {}
-        self.differences: dict[tuple[int, str], Mapping[str, tuple[str, str]]] = {}  # by generation and kind of device
-
-    def upcoming(self, segment: int) -> list[int]:
-        """The segment that backward reaches after this one: the last saved before it that is still there."""
-        earlier = [number for number in list(self.segments) if number < segment]
-        return [max(earlier)] if earlier else []
 
 
 class Session:
@@ -99,10 +84,11 @@ class Session:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._placement = Placement()
+        self._sites = Sites()
         self._copies: weakref.WeakValueDictionary[bytes, Tensor] = weakref.WeakValueDictionary()
         self._closed = False
         self._embedded: EmbeddedWorker | None = None
-        self._sides: list[_Side] = []
+        self._sides: list[Side] = []
         if config.worker:
             addresses = parse_addresses(config.worker)
             token_files = one_for_each([file.strip() for file in config.token_file.split(",") if file], len(addresses))
@@ -116,7 +102,7 @@ class Session:
         try:
             for link in links:
                 link.open(config.connect_timeout_s)
-                self._sides.append(_Side(link, config.inflight_bytes))
+                self._sides.append(Side(link, config.inflight_bytes))
         except BaseException:
             self.close()
             raise
@@ -253,61 +239,93 @@ class Session:
         found = [self._differences(side, generation, device.type) for side, generation in up]
         return any(different and not different.keys() & DECISIVE for different in found)
 
-    def save(self, frame: Frame, forward_s: float) -> SavedSegment:
+    def begin(self, frame: Frame, fn: Callable[..., Any], arguments: list[Tensor]) -> Beginning:
+        """Sends what a call that begins now will probably be, if that is known."""
+        beginning = Beginning(self._sites.of(fn, self._placement.position), arguments)
+        if self._closed or frame.local_reason or frame.recording.is_pinned:
+            return beginning
+        with _DisableTorchDispatch():  # what we ask of tensors is not the business of modes around us
+            predicted = beginning.site.predict(arguments, self.hold)
+        if predicted is not None:
+            with suppress(Refusal):
+                beginning.place = side, generation, number = self._next_place()
+                side.uploader.save(self._save_of(frame, generation, number, *predicted, is_predicted=True))
+        return beginning
+
+    def save(self, frame: Frame, beginning: Beginning, tensors: Sequence[Tensor], forward_s: float) -> SavedSegment:
         """Queues a segment for a worker. Raises Refusal where none takes it."""
         assert frame.program is not None
+        recording = frame.recording
+        known = beginning.site.learn(frame.program, recording, tensors, beginning.arguments)
+        frame.program = known.program
         if self._closed:  # first: in the child of a fork the lock may be held for ever
             raise Refusal("the session is closed")
-        with self._lock:
-            side, generation = self._place()
-            number = next(self._numbers)
-        sources = frame.recording.sources
-        found = self._differences(side, generation, sources[0].layout.device if sources else "cpu")
-        if found and (not frame.recording.is_pinned or found.keys() & DECISIVE):
+        place = beginning.place
+        was_sent = place is not None and place[0].link.up is place[1]
+        side, generation, number = place if place is not None and was_sent else self._next_place()
+        found = self._differences(side, generation, recording.sources[0].layout.device if recording.sources else "cpu")
+        if found and (not recording.is_pinned or found.keys() & DECISIVE):
             raise Refusal(f"the worker {side.link.name} computes other bits than this trainer: {_in_words(found)}")
-        need = frame.program.run_bytes([source.layout.gradient_bytes for source in sources])
-        total = need + sum(source.layout.span_bytes for source in sources)
+        need = frame.program.run_bytes([source.layout.gradient_bytes for source in recording.sources])
+        total = need + sum(source.layout.span_bytes for source in recording.sources)
         if total > generation.budget_bytes:
             raise Refusal(
                 f"it needs {total} bytes on the worker, whose budget is {generation.budget_bytes}: give it more "
                 "--memory, or make the segment smaller"
             )
-        log, program = frame.log, encode_program(frame.program)
-        address = address_of_program(program)
-        save = Save(
-            generation=generation,
-            segment=number,
-            program=program,
-            program_address=address,
-            sources=[SourceTensor(s.address, s.layout, s.value, _is_transient(s)) for s in sources],
-            generator_states=frame.recording.generator_states,
-            name=frame.name,
-            wants_sketches=bool(found),
-            queued_bytes=sum(source.layout.span_bytes for source in sources if source.is_copy),
-            count=lambda size: log.traffic(up_bytes=size),
-            sent=log.uploaded,
-            predecessors=[
-                Predecessor((address, source), weakref.ref(before.remote), output)
-                for source, before, output in frame.predecessors
-                if isinstance(before.remote, SavedSegment)
-                and before.remote.generation is generation
-                and side.chains.is_worth((address, source))
-            ],
-        )
-        log.worker = side.link.name
+        sources = [SourceTensor(s.address, s.layout, s.value, s.is_copy, s.is_transient) for s in recording.sources]
+        save = self._save_of(frame, generation, number, known, sources, recording.generator_states)
+        save.wants_sketches = bool(found)
+        save.predecessors = [
+            Predecessor((known.address, source), weakref.ref(before.remote), output)
+            for source, before, output in frame.predecessors
+            if isinstance(before.remote, SavedSegment)
+            and before.remote.generation is generation
+            and side.chains.is_worth((known.address, source))
+        ]
+        if was_sent:  # with the same copies
+            save.queued_bytes = 0
+        frame.log.worker = side.link.name
         saved = SavedSegment(
             side.link,
             side.uploader,
             save,
-            log,
+            frame.log,
             _BACKWARD_FACTOR * forward_s,
             lambda: self._backward_reached(side, number),
             side.chains,
         )
+        beginning.is_saved = was_sent
         with self._lock:
             side.segments[number] = weakref.ref(saved, lambda _: side.segments.pop(number, None))
         side.uploader.save(save)
         return saved
+
+    def _save_of(
+        self,
+        frame: Frame,
+        generation: Generation,
+        number: int,
+        program: Encoded,
+        sources: Sequence[SourceTensor],
+        generator_states: Sequence[bytes],
+        *,
+        is_predicted: bool = False,
+    ) -> Save:
+        log = frame.log
+        return Save(
+            generation=generation,
+            segment=number,
+            program=program.encoded,
+            program_address=program.address,
+            sources=sources,
+            generator_states=generator_states,
+            name=frame.name,
+            queued_bytes=sum(source.layout.span_bytes for source in sources if source.is_copy),
+            count=lambda size: log.traffic(up_bytes=size),
+            sent=log.uploaded,
+            is_predicted=is_predicted,
+        )
 
     def _optimizer_stepped(self, *_: Any) -> None:
         if self.telemetry is not None and not self._closed:
@@ -340,13 +358,15 @@ class Session:
                     return True
         return False
 
-    def _place(self) -> tuple[_Side, Generation]:
-        up = [(side, generation) for side in self._sides if (generation := side.link.up) is not None]
-        if not up:
-            raise Refusal(f"no worker can be reached: {self._sides[0].link.why_down}", is_said=True)
-        return up[self._placement.place(len(up))]
+    def _next_place(self) -> tuple[Side, Generation, int]:
+        """Where the next segment goes, and its number. Raises Refusal where no worker can be reached."""
+        with self._lock:
+            up = [(side, generation) for side in self._sides if (generation := side.link.up) is not None]
+            if not up:
+                raise Refusal(f"no worker can be reached: {self._sides[0].link.why_down}", is_said=True)
+            return *up[self._placement.place(len(up))], next(self._numbers)
 
-    def _differences(self, side: _Side, generation: Generation, device: str) -> Mapping[str, tuple[str, str]]:
+    def _differences(self, side: Side, generation: Generation, device: str) -> Mapping[str, tuple[str, str]]:
         """What makes a worker compute other bits than a device here, said once in the log; empty if nothing does."""
         key = generation.number, device
         found = side.differences.get(key)
@@ -362,7 +382,7 @@ class Session:
                 )
         return found
 
-    def _backward_reached(self, side: _Side, number: int) -> list[int]:
+    def _backward_reached(self, side: Side, number: int) -> list[int]:
         with self._lock:
             self._placement.backward()
             return side.upcoming(number)
@@ -380,11 +400,6 @@ def _traces() -> "Traces":
     from backhaul._otel import Traces  # whose package is an extra
 
     return Traces()
-
-
-def _is_transient(source: RecordedSource) -> bool:
-    """Whether no later segment will name it: activations are made anew each step, weights and masks may be the same."""
-    return source.is_given or (source.requires_grad and not source.is_leaf)
 
 
 def _in_words(different: Mapping[str, tuple[str, str]]) -> str:

@@ -37,12 +37,14 @@ class SourceTensor:
         address: Of its contents at forward.
         layout: Likewise.
         value: Read when it is sent; if it has changed by then the worker refuses it.
+        is_copy: Whether `value` is a copy that waits to be sent.
         is_transient: No later segment will name it.
     """
 
     address: bytes
     layout: Layout
     value: Tensor
+    is_copy: bool
     is_transient: bool
 
 
@@ -60,10 +62,11 @@ class Save:
         name: For people.
         queued_bytes: Copies of arguments it holds until it is sent.
         saved: Done when the worker has it; holds the error where it has not.
-        wants_sketches: The worker computes other bits.
-        predecessors: Segments saved before whose outputs are sources of this one.
         count: Told of bytes sent.
         sent: Told what sending took, once it has ended.
+        wants_sketches: The worker computes other bits.
+        predecessors: Segments saved before whose outputs are sources of this one.
+        is_predicted: Its call has not run yet.
     """
 
     generation: Generation
@@ -74,10 +77,11 @@ class Save:
     generator_states: Sequence[bytes]
     name: str
     queued_bytes: int
-    wants_sketches: bool
     count: Callable[[int], None]
     sent: Callable[[float], None]
+    wants_sketches: bool = False
     predecessors: Sequence[Predecessor] = ()
+    is_predicted: bool = False
     saved: "Future[None]" = field(default_factory=Future)
     is_released: bool = False
 
@@ -222,6 +226,7 @@ class Uploader:
                 for each in save.predecessors
                 if (segment := each.segment()) is not None
             ],
+            predicted=save.is_predicted,
         )
         for _ in range(MAX_ATTEMPTS):
             if not self._knows(generation, save.program_address):

@@ -38,6 +38,11 @@ class RecordedSource:
     written: Tensor | None = None
     is_given: bool = False
 
+    @property
+    def is_transient(self) -> bool:
+        """Whether no later segment will name it: activations are made anew each step, weights and masks may stay."""
+        return self.is_given or (self.requires_grad and not self.is_leaf)
+
 
 @dataclass(slots=True)
 class SavedTensor:

@@ -123,10 +123,13 @@ class Replay:
     Args:
         program: Recorded; each op must be on the list.
         sources: One per program source, on the device to run on, of the recorded layout. Not written to.
-        generator_states: One per node that draws.
+        generator_states: One per node that draws; empty for one that goes on from where the draw before it ended.
         keep_saved: Hold every saved tensor, for `saved`; else only autograd holds them, and frees them in `backward`.
         is_own: This process recorded the program, so its values did no harm then, and `hostile` need not look at them.
         wants_sketches: Take sketches of what autograd saves.
+
+    Attributes:
+        drawn_from: The generator states, all of them.
 
     Raises:
         ProgramError: An op is not allowed, or the lists do not fit the program.
@@ -151,6 +154,7 @@ class Replay:
         self._program = program
         self._is_own = is_own
         self._states = iter(generator_states)
+        self.drawn_from: list[bytes] = []
         versions = [tensor._version for tensor in sources]
         self._sources = [
             copy_exact(tensor) if source.is_written else tensor.detach()
@@ -246,14 +250,18 @@ class Replay:
 
     def _generator(self, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator:
         """The generator a node draws from, in the state it was recorded with."""
-        state = torch.frombuffer(bytearray(next(self._states)), dtype=torch.uint8)
+        given = next(self._states)
         device = drawing_device(args, kwargs)
         is_own = any(isinstance(value, GeneratorRef) for value in (*args, *kwargs.values()))
         generator = torch.Generator(device) if is_own else default_generator(device)
-        try:
-            generator.set_state(state)
-        except (RuntimeError, TypeError) as error:
-            raise ProgramError(f"a generator state of {state.numel()} bytes is not one of {device}: {error}") from error
+        if given:
+            try:
+                generator.set_state(torch.frombuffer(bytearray(given), dtype=torch.uint8))
+            except (RuntimeError, TypeError) as error:
+                raise ProgramError(
+                    f"a generator state of {len(given)} bytes is not one of {device}: {error}"
+                ) from error
+        self.drawn_from.append(given or generator.get_state().numpy().tobytes())
         return generator
 
     def _value(self, value: Any, results: list[list[Tensor] | None]) -> Any:

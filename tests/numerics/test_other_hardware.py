@@ -292,8 +292,8 @@ def test_more_than_rounding_is_refused() -> None:
     """A worker that is far off is not believed, and its trainer has the right gradient all the same."""
 
     class Off(Loopback):
-        def save(self, frame: Frame, forward_s: float) -> Any:
-            segment = super().save(frame, forward_s)
+        def save(self, *args: Any) -> Any:
+            segment = super().save(*args)
             segment.work.sources[0].mul_(1.01)
             return segment
 

@@ -11,6 +11,7 @@ from backhaul._arguments import options_of
 from backhaul._checkpoint import run_segment
 from backhaul._config import Config
 from backhaul._frame import Frame
+from backhaul._prediction import Beginning, Site
 from backhaul._report import Journal, Report
 from backhaul._value_check import Recomputed
 from backhaul_runtime import ambient
@@ -83,7 +84,10 @@ class Loopback:
     def hold(self, tensor: Tensor, layout: Layout, address: bytes) -> Tensor:
         return copy_exact(tensor, layout)
 
-    def save(self, frame: Frame, forward_s: float) -> LoopbackSegment:
+    def begin(self, frame: Frame, fn: Any, arguments: list[Tensor]) -> Beginning:
+        return Beginning(Site(), arguments)
+
+    def save(self, frame: Frame, beginning: Beginning, tensors: Sequence[Tensor], forward_s: float) -> LoopbackSegment:
         assert frame.program is not None
         program = decode_program(encode_program(frame.program), torch.device("cpu"))
         values = [copy_exact(source.value, source.layout) for source in frame.recording.sources]

@@ -3,10 +3,14 @@
 import asyncio
 from functools import partial
 
+import pytest
 import torch
 
+from backhaul import SegmentUnknownError
 from backhaul_runtime import ambient
 from backhaul_runtime.digest import address_of
+from backhaul_runtime.program import Node, Program, ResultRef, Source, SourceRef
+from backhaul_runtime.program_codec import encode_program
 from backhaul_server.worker import runs
 from backhaul_server.worker.core import Worker
 from backhaul_server.worker.segment_machine import GuessAhead, Hurry, Key, Phase, ReplayAhead, Run, SegmentMachine
@@ -138,6 +142,86 @@ def test_a_predecessor_that_is_gone_is_passed_over() -> None:
         await backward(worker, segments[1], torch.ones(4), runs_anew=True)
         await idle(worker)
         assert worker.segments.recomputed == 1
+
+    with_worker(test)
+
+
+def drawing() -> bytes:
+    """Two draws of four numbers each, with x."""
+    x = SourceRef(0)
+    draw = Node("aten.rand_like.default", (x,), (), 0, (16,), draws=True)
+    product = Node("aten.mul.Tensor", (x, ResultRef(1, 0)), (), 0, (16,), draws=False)
+    return encode_program(
+        Program(
+            sources=(Source(requires_grad=True, is_leaf=False, is_written=False),),
+            nodes=(draw, draw, product),
+            ambient_states=(ambient.capture(),),
+            outputs=(ResultRef(2, 0),),
+            saved_count=1,
+            saved_bytes=0,
+        )
+    )
+
+
+def states() -> list[bytes]:
+    """Of two draws of four numbers in a row."""
+    found = []
+    for _ in range(2):
+        found.append(torch.get_rng_state().numpy().tobytes())
+        torch.rand(4)
+    return found
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_replay_that_began_before_its_call_had_ended(*, is_right: bool, is_early: bool) -> None:
+    async def test(worker: Worker) -> None:
+        session = worker.open_session("trainer")
+        program = await worker.put_program(drawing())
+        address = put(worker, torch.ones(4))
+        first, second = states()
+        more = () if is_right else states()
+
+        def save(given: list[bytes], *, is_predicted: bool) -> None:
+            found = worker.save(session, 1, program, [address], [0], given, "", False, is_predicted=is_predicted)
+            assert found == (False, [])
+
+        save([first, b""], is_predicted=True)
+        with pytest.raises(SegmentUnknownError):
+            worker.segment(session, 1)
+        if not is_early:
+            await idle(worker)
+        replayed = session.segments[1].ready
+        save([first, *(more[:1] or [second])], is_predicted=False)
+        segment = worker.segment(session, 1)
+        await idle(worker)
+        assert segment.ready is not None
+        assert (segment.ready is replayed) is (is_right and not is_early)
+        assert segment.ready.replay.drawn_from == list(segment.work.generator_states)
+        assert worker.segments.wasted == (not is_right and not is_early)
+        worker.release(session, [1])
+        usage = worker.store.usage()
+        assert (usage.segments, usage.working, usage.cached) == (0, 0, 0)
+
+    with_worker(test)
+
+
+def test_a_call_that_was_another_takes_the_place_of_what_was_predicted() -> None:
+    async def test(worker: Worker) -> None:
+        session = worker.open_session("trainer")
+        program = await worker.put_program(squaring())
+        two, three = put(worker, torch.full((4,), 2.0)), put(worker, torch.full((4,), 3.0))
+        worker.save(session, 1, program, [two], [0], [], "", False, is_predicted=True)
+        await asyncio.sleep(0)  # its replay may run now
+        assert worker.save(session, 1, program, [three], [0], [], "", False) == (False, [])
+        segment = worker.segment(session, 1)
+        gradient = await backward(worker, segment, torch.ones(4), runs_anew=True)
+        assert torch.equal(gradient, torch.full((4,), 6.0))
+        assert worker.segments.wasted == 1
+        await idle(worker)
+        worker.release(session, [1])
+        usage = worker.store.usage()
+        assert (usage.segments, usage.working, usage.results, usage.cached) == (0, 0, 0, 0)
 
     with_worker(test)
 

@@ -69,11 +69,9 @@ class FakeLink:
 
 def save_of(tensor: torch.Tensor, number: int = 1) -> Save:
     layout = layout_of(tensor)
-    source = SourceTensor(address_of(tensor), layout, tensor, is_transient=True)
+    source = SourceTensor(address_of(tensor), layout, tensor, is_copy=True, is_transient=True)
     nobody = lambda _: None  # noqa: E731
-    return Save(
-        GENERATION, number, b"program", b"address", [source], [], "block", layout.span_bytes, False, nobody, nobody
-    )
+    return Save(GENERATION, number, b"program", b"address", [source], [], "block", layout.span_bytes, nobody, nobody)
 
 
 def test_forward_waits_while_too_much_is_on_its_way() -> None:

@@ -124,11 +124,16 @@ class SaveSegmentRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     WANTS_SKETCHES_FIELD_NUMBER: _builtins.int
     PREDECESSORS_FIELD_NUMBER: _builtins.int
+    PREDICTED_FIELD_NUMBER: _builtins.int
     program: _builtins.bytes
     name: _builtins.str
     """For people: what was called."""
     wants_sketches: _builtins.bool
     """Sketch what autograd saves, for a trainer whose arithmetic is another."""
+    predicted: _builtins.bool
+    """Sent before the call runs, as the last one from there was. The next save of this segment confirms it or replaces it.
+    Only the first of the generator states is known then; those that follow are empty.
+    """
     @_builtins.property
     def key(self) -> Global___OperationKey: ...
     @_builtins.property
@@ -158,10 +163,11 @@ class SaveSegmentRequest(_message.Message):
         name: _builtins.str = ...,
         wants_sketches: _builtins.bool = ...,
         predecessors: _abc.Iterable[Global___Predecessor] | None = ...,
+        predicted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generator_states", b"generator_states", "key", b"key", "name", b"name", "predecessors", b"predecessors", "program", b"program", "sources", b"sources", "transient_sources", b"transient_sources", "wants_sketches", b"wants_sketches"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generator_states", b"generator_states", "key", b"key", "name", b"name", "predecessors", b"predecessors", "predicted", b"predicted", "program", b"program", "sources", b"sources", "transient_sources", b"transient_sources", "wants_sketches", b"wants_sketches"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

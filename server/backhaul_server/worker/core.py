@@ -144,8 +144,12 @@ class Worker:
         name: str,
         wants_sketches: bool,
         predecessors: Mapping[int, tuple[int, int]] = {},
+        *,
+        is_predicted: bool = False,
     ) -> tuple[bool, list[bytes]]:
         """Saves a segment and starts to replay it, as far as room allows. A repeated save changes nothing.
+
+        One that is predicted can't be asked for before another save has confirmed it, or replaced it.
 
         Returns:
             Whether the program is missing, and which tensors are; saved only if neither.
@@ -155,8 +159,14 @@ class Worker:
             ProgramError: The lists do not fit the program.
         """
         self._check_draining()
-        if segment_id in session.segments:
+        present = session.segments.get(segment_id)
+        if present is not None and (is_predicted or present.is_confirmed):
             return False, []
+        made_of = (program_address, *addresses)
+        if present is not None and (present.made_of != made_of or wants_sketches):
+            self.segments.wasted += 1
+            self.segments.release(present)
+            present = None
         missing = self.store.missing(addresses)
         if program_address not in self._programs or missing:
             return program_address not in self._programs, missing
@@ -167,22 +177,29 @@ class Worker:
         drawn = sum(node.draws for node in program.nodes)
         if len(generator_states) != drawn or max(map(len, generator_states), default=0) > MAX_GENERATOR_BYTES:
             raise ProgramError(f"{len(generator_states)} generator states came for {drawn} draws, or too large")
+        if not is_predicted and b"" in generator_states:
+            raise ProgramError("a generator state is empty")
+        if max(predecessors, default=0) >= max(1, len(addresses)):
+            raise ProgramError(f"predecessors are named for sources {sorted(predecessors)} of {len(addresses)}")
+        if present is not None:
+            self.segments.confirm(present, generator_states, predecessors)
+            return False, []
         sources = [self.store.tensor(address) for address in addresses]
         need = program.run_bytes([layout_of(tensor).gradient_bytes for tensor in sources]) + sum(
             map(len, generator_states)
         )
-        self.store.attach((session.id, segment_id), addresses, [addresses[position] for position in transient], need)
-        if max(predecessors, default=0) >= max(1, len(addresses)):
-            raise ProgramError(f"predecessors are named for sources {sorted(predecessors)} of {len(addresses)}")
         work = Work(program, sources, generator_states, wants_sketches)
-        segment = session.segments[segment_id] = Segment(session, segment_id, work, name, predecessors)
-        self.segments.ahead(segment)
+        segment = Segment(session, segment_id, work, name, predecessors, made_of, not is_predicted)
+        self.store.attach(segment.key, addresses, [addresses[position] for position in transient], need)
+        session.segments[segment_id] = segment
+        if not is_predicted or program_address not in session.unpredictable:
+            self.segments.ahead(segment)
         return False, []
 
     def segment(self, session: Session, segment_id: int) -> Segment:
         """A saved segment. Raises SegmentUnknownError."""
         segment = session.segments.get(segment_id)
-        if segment is None:
+        if segment is None or not segment.is_confirmed:
             raise SegmentUnknownError(f"this worker has no segment {segment_id} of this session")
         return segment
 

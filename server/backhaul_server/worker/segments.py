@@ -6,7 +6,7 @@ Runs in the event loop's thread, except what the executor is handed (`runs`).
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import time
@@ -90,6 +90,8 @@ class Segment:
         work: Program and tensors, None once it was released.
         name: For people.
         predecessors: By source, the segment and output it is.
+        made_of: Addresses of its program and of its sources.
+        is_confirmed: Its call has ended, and was what `work` says.
         guess: What its backward will probably start from, and its result once that has run.
         queued_at_s: When its replay ahead came to the queue, in seconds since 1970; 0 without one.
     """
@@ -99,6 +101,8 @@ class Segment:
     work: Work | None
     name: str
     predecessors: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    made_of: tuple[bytes, ...] = ()
+    is_confirmed: bool = True
     machine: SegmentMachine = field(default_factory=SegmentMachine)
     guess: Guess | None = None
     ready: Ready | None = None
@@ -107,9 +111,13 @@ class Segment:
     requests: dict[Key, Request] = field(default_factory=dict)
 
     @property
-    def key(self) -> tuple[str, int]:
-        """Names it among all segments of the worker."""
-        return self.session.id, self.id
+    def key(self) -> Hashable:
+        """Names it among all segments of the worker, also beside one that it replaces."""
+        return id(self)
+
+    def fits(self, ready: Ready) -> bool:
+        """Whether a replay is that of the call, as far as the call has ended."""
+        return not self.is_confirmed or self.work is None or ready.replay.drawn_from == list(self.work.generator_states)
 
     @property
     def about(self) -> dict[str, Any]:
@@ -132,6 +140,7 @@ class Session:
         run: The trainer's session, which may have others on other workers.
         client_version: Of the trainer.
         last_error: Of the last request that was refused or failed.
+        unpredictable: Programs that draw from other generator states than the replay of a prediction does.
     """
 
     id: str
@@ -144,6 +153,7 @@ class Session:
     run: str = ""
     client_version: str = ""
     last_error: str = ""
+    unpredictable: set[bytes] = field(default_factory=set)
 
 
 class Segments:
@@ -169,6 +179,23 @@ class Segments:
     def ahead(self, segment: Segment) -> None:
         """Starts on a segment that will be asked for, as far as room allows."""
         self._carry_out(segment, segment.machine.ahead())
+
+    def confirm(
+        self, segment: Segment, generator_states: Sequence[bytes], predecessors: Mapping[int, tuple[int, int]]
+    ) -> None:
+        """The call of a segment that was predicted has ended, and was that but for the generator states, perhaps."""
+        assert segment.work is not None
+        segment.work = replace(segment.work, generator_states=generator_states)
+        segment.predecessors, segment.is_confirmed = predecessors, True
+        if segment.ready is not None and not segment.fits(segment.ready):
+            self._mispredicted(segment)
+            self._carry_out(segment, [DropReplay()])
+            segment.machine.dropped()
+        self.ahead(segment)
+
+    def _mispredicted(self, segment: Segment) -> None:
+        self.wasted += 1
+        segment.session.unpredictable.add(segment.made_of[0])
 
     def release(self, segment: Segment) -> None:
         """Frees a segment."""
@@ -260,7 +287,9 @@ class Segments:
             given.setdefault(number, {})[output] = parcel
         for number, parcels in given.items():
             before = segment.session.segments.get(number)
-            if start is None or before is None or before.guess is not None or before.machine.was_asked:
+            if start is None or before is None or not before.is_confirmed:
+                continue
+            if before.guess is not None or before.machine.was_asked:
                 continue
             addresses = tuple(sorted((output, parcel.address) for output, parcel in parcels.items()))
             before.guess = Guess(
@@ -315,7 +344,8 @@ class Segments:
                 logger.debug("a replay ahead failed", exc_info=True, extra=segment.about)
 
         def end() -> None:
-            succeeded = bool(made) and self._store.is_ahead(segment.key)
+            is_other = bool(made) and not segment.fits(made[0])
+            succeeded = bool(made) and not is_other and self._store.is_ahead(segment.key)
             if succeeded:
                 segment.ready = made.pop()
             else:
@@ -323,6 +353,9 @@ class Segments:
                 segment.guess = None
             segment.job = None  # it leads back to the segment
             self._carry_out(segment, segment.machine.replayed(succeeded=succeeded))
+            if is_other:
+                self._mispredicted(segment)
+                self.ahead(segment)
             if segment.guess is not None:
                 self._carry_out(segment, segment.machine.guess())
 

@@ -256,6 +256,7 @@ class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
             request.name,
             request.wants_sketches,
             {each.source: (each.segment, each.output) for each in request.predecessors},
+            is_predicted=request.predicted,
         )
         return segment_pb2.SaveSegmentResponse(program_missing=program_missing, missing_tensors=missing)
 

@@ -1,0 +1,185 @@
+"""What a call will probably be: what the last one from the same place was.
+
+A program is known for certain only once its call has ended, and then the worker is a segment behind. So a call's inputs
+leave before it runs, with the program and the captured tensors that it had last time. What is recorded then confirms
+that or not; a wrong prediction costs work on the worker, nothing else.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from backhaul._link import Generation
+from backhaul._side import Side
+from backhaul._upload import SourceTensor
+from backhaul_runtime.digest import content_digest, tensor_address
+from backhaul_runtime.generators import default_generator
+from backhaul_runtime.layout import Layout, layout_of, unsupported_reason
+from backhaul_runtime.program import Program
+from backhaul_runtime.program_codec import address_of_program, encode_program
+from backhaul_runtime.recording import Recording
+
+Hold = Callable[[Tensor, Layout, bytes], Tensor]
+"""Given a tensor, its layout and its address, returns a copy to keep."""
+MAX_SITES = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A program as it travels."""
+
+    program: Program
+    encoded: bytes
+    address: bytes
+
+
+Predicted = tuple[Encoded, list[SourceTensor], list[bytes]]
+"""A program, its sources and generator states."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where a source came from.
+
+    Attributes:
+        argument: Which tensor among the call's arguments, -1 for a captured one.
+        captured: That, as long as it is there.
+        is_copy: Others may write to it while it is sent.
+        is_transient: No later segment will name it.
+    """
+
+    argument: int
+    captured: weakref.ref[Tensor] | None
+    is_copy: bool
+    is_transient: bool
+
+
+@dataclass(slots=True)
+class Site:
+    """A place that calls come from.
+
+    Attributes:
+        last: The program that the last call from there was.
+    """
+
+    last: Encoded | None = None
+    _sources: list[_Source] = field(default_factory=list)
+    _layouts: list[bytes] = field(default_factory=list)
+    _is_steady: bool = False
+
+    def learn(
+        self, program: Program, recording: Recording, tensors: Sequence[Tensor], arguments: Sequence[Tensor]
+    ) -> Encoded:
+        """Takes in what a call turned out to be, and returns its program as it travels.
+
+        Args:
+            program: Of the call.
+            recording: Likewise.
+            tensors: The caller's object behind each source.
+            arguments: Tensors among the arguments.
+        """
+        positions = {id(tensor): index for index, tensor in enumerate(arguments)}
+        before = self.last
+        if before is None or before.program != program:
+            encoded = encode_program(program)
+            self.last = Encoded(program, encoded, address_of_program(encoded))
+        sources = [
+            _Source(
+                argument := positions.get(id(tensor), -1),
+                weakref.ref(tensor) if argument < 0 else None,
+                source.is_copy,
+                source.is_transient,
+            )
+            for tensor, source in zip(tensors, recording.sources, strict=True)
+        ]
+        # A place where each call is another is not worth the work.
+        self._is_steady = before is None or (before is self.last and sources == self._sources)
+        self._sources = sources
+        self._layouts = [source.layout.header for source in recording.sources]
+        assert self.last is not None
+        return self.last
+
+    def predict(self, arguments: Sequence[Tensor], hold: Hold) -> "Predicted | None":
+        """What the call that begins now will probably be; None where nobody knows.
+
+        Args:
+            arguments: Tensors among its arguments.
+            hold: Makes copies of what others may write to.
+        """
+        if self.last is None or not self._is_steady:
+            return None
+        program, found = self.last.program, []
+        for source, wanted, layout in zip(self._sources, program.sources, self._layouts, strict=True):
+            tensor = arguments[source.argument] if 0 <= source.argument < len(arguments) else None
+            if source.captured is not None:
+                tensor = source.captured()
+            if tensor is None or unsupported_reason(tensor) is not None:
+                return None
+            now = layout_of(tensor)
+            if now.header != layout or (tensor.requires_grad, tensor.is_leaf) != (wanted.requires_grad, wanted.is_leaf):
+                return None
+            address = tensor_address(now, content_digest(tensor, now))
+            value = hold(tensor, now, address) if source.is_copy else tensor.detach()
+            found.append(SourceTensor(address, now, value, source.is_copy, source.is_transient))
+        draws = sum(node.draws for node in program.nodes)
+        device = torch.device(found[0].layout.device if found else "cpu")
+        # Only the first state is known; from there a generator goes on by itself.
+        states = [default_generator(device).get_state().numpy().tobytes(), *[b""] * (draws - 1)] if draws else []
+        return self.last, found, states
+
+
+@dataclass
+class Beginning:
+    """A call that runs. Leave it once the call has ended: what no segment came of is freed.
+
+    Attributes:
+        site: Where it comes from.
+        arguments: Tensors among its arguments.
+        place: Worker, generation and number of what was sent before it runs; None where nothing was.
+        is_saved: A segment came of that.
+    """
+
+    site: Site
+    arguments: list[Tensor]
+    place: tuple[Side, Generation, int] | None = None
+    is_saved: bool = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.place is not None and not self.is_saved:
+            side, generation, number = self.place
+            side.uploader.release(generation, number)
+
+
+@dataclass
+class Sites:
+    """All places of a session."""
+
+    _by_module: "weakref.WeakKeyDictionary[nn.Module, Site]" = field(default_factory=weakref.WeakKeyDictionary)
+    _others: dict[Hashable, Site] = field(default_factory=dict)
+
+    def of(self, fn: Callable[..., Any], position: int) -> Site:
+        """The place of a call.
+
+        Args:
+            fn: What is called. A module is a place of its own; functions are made anew for each call.
+            position: Among the segments of its pass, which tells calls of such functions apart.
+        """
+        while isinstance(fn, functools.partial):
+            fn = fn.func
+        owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
+        if isinstance(owner, nn.Module):
+            site = self._by_module.get(owner)
+            if site is None:
+                site = self._by_module[owner] = Site()
+            return site
+        if len(self._others) >= MAX_SITES:
+            self._others.clear()
+        return self._others.setdefault((getattr(fn, "__code__", type(fn)), position), Site())

@@ -1,0 +1,148 @@
+"""Calls whose inputs are at the worker before they run: gradients are those of training without that."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backhaul import Session
+from backhaul._upload import Save, Uploader
+from conftest import settle
+from support.bits import Checkpoint, differing, plainly, train
+from support.processes import WorkerProcess
+
+BLOCKS, STEPS = 3, 4
+Run = Callable[[Checkpoint, nn.Module], tuple[Tensor, list[Tensor]]]
+
+
+@pytest.fixture
+def saved(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each save, whether it was sent before its call ran."""
+    found: list[bool] = []
+    save = Uploader.save
+
+    def noting(self: Uploader, item: Save) -> None:
+        found.append(item.is_predicted)
+        save(self, item)
+
+    monkeypatch.setattr(Uploader, "save", noting)
+    return found
+
+
+def build() -> nn.ModuleList:
+    return nn.ModuleList(
+        nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.GELU(), nn.Dropout(0.5)) for _ in range(BLOCKS)
+    )
+
+
+def through(call: Callable[[nn.Module, int], Callable[..., Any]]) -> Run:
+    def run(checkpoint: Checkpoint, model: nn.Module) -> tuple[Tensor, list[Tensor]]:
+        x = found = torch.randn(8, 16, requires_grad=True)
+        for number, block in enumerate(model):  # type: ignore[arg-type]
+            found = checkpoint(call(block, number), found)
+        return found.square().mean(), [x]
+
+    return run
+
+
+def reseeding(block: nn.Module, _: int) -> Callable[..., Any]:
+    def fn(x: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            x = nn.functional.dropout(x)
+        return block(x)  # type: ignore[no-any-return]
+
+    return fn
+
+
+def changing() -> Callable[[nn.Module, int], Callable[..., Any]]:
+    calls = iter(range(1000))
+
+    def call(block: nn.Module, _: int) -> Callable[..., Any]:
+        scale = float(next(calls))
+        return lambda x: block(x) * scale
+
+    return call
+
+
+def replacing(block: nn.Module, _: int) -> Callable[..., Any]:
+    """A weight that the call itself changes before it uses it."""
+
+    def fn(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            block[0].bias.mul_(0.5)  # type: ignore[index]
+        return block(x)  # type: ignore[no-any-return]
+
+    return fn
+
+
+@pytest.mark.parametrize(
+    ("make", "predicted", "wasted"),
+    [
+        (lambda: lambda block, _: block, BLOCKS * (STEPS - 1), {0}),
+        (lambda: lambda block, _: lambda x: block(x) * 2, BLOCKS * (STEPS - 1), {0}),
+        # Its draws are not those that follow each other. The worker remembers the program once it has met it.
+        (lambda: reseeding, BLOCKS * (STEPS - 1), set(range(BLOCKS + 1))),
+        (changing, BLOCKS, {BLOCKS}),  # each place is tried once
+        (lambda: replacing, BLOCKS * (STEPS - 1), {0}),  # a replay too starts from the weight as it was before the call
+    ],
+    ids=["modules", "functions", "reseeding", "changing", "replacing"],
+)
+def test_gradients_are_those_of_training_without_it(
+    session: Session,
+    worker: WorkerProcess,
+    saved: list[bool],
+    make: Callable[[], Callable[..., Any]],
+    predicted: int,
+    wasted: set[int],
+) -> None:
+    def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    before = worker.telemetry()
+    ours = train(session.checkpoint, build, through(make()), steps=STEPS, optimizer=optimizer)
+    assert differing(ours, train(plainly, build, through(make()), steps=STEPS, optimizer=optimizer)) == []
+    assert saved.count(True) == predicted
+    assert saved.count(False) == BLOCKS * STEPS
+    assert session.report().fallbacks == 0
+    settle(session)
+    after = worker.telemetry()
+    assert after.wasted_guesses - before.wasted_guesses in wasted
+
+
+def test_a_call_that_fails_leaves_nothing_behind(session: Session, worker: WorkerProcess) -> None:
+    linear = nn.Linear(4, 4)
+    fails = False
+
+    class Failing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if fails:
+                raise KeyError("no")
+            return linear(x).relu()  # type: ignore[no-any-return]
+
+    module = Failing()
+    for fails in (False, True, False):
+        x = torch.randn(2, 4, requires_grad=True)
+        if fails:
+            with pytest.raises(KeyError):
+                session.checkpoint(module, x)
+        else:
+            session.checkpoint(module, x).sum().backward()
+    settle(session)
+    assert [found.segments for found in worker.telemetry().sessions] == [0]
+
+
+def test_what_is_no_longer_the_same_is_not_sent_before(session: Session, saved: list[bool]) -> None:
+    """Another shape, another dtype, a weight that is gone."""
+    modules = [nn.Linear(4, 4), nn.Linear(4, 4).double()]
+
+    def step(x: Tensor, module: nn.Module) -> None:
+        session.checkpoint(lambda x: module(x).tanh(), x).sum().backward()
+
+    step(torch.randn(2, 4), modules[0])
+    step(torch.randn(3, 4), modules[0])
+    step(torch.randn(3, 4).double(), modules[1])
+    assert saved == [False] * 3
+    assert session.report().fallbacks == 0
