@@ -345,6 +345,7 @@ class Frame:
         return (is_replayed and is_private) or _holds(saved, tensor)
 
     def _lost(self, error: BackhaulError) -> None:
+        error.__traceback__ = None  # leads to the segment, and the future that the segment waited for keeps the error
         self._stop_incoming()
         self.remote = None
         self.local_reason = error.message.splitlines()[0]

@@ -42,7 +42,7 @@ Predicted = tuple[Encoded, list[SourceTensor], list[bytes]]
 """A program, its sources and generator states."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Source:
     """Where a source came from.
 
@@ -57,6 +57,10 @@ class _Source:
     captured: weakref.ref[Tensor] | None
     is_copy: bool
     is_transient: bool
+
+    def is_same(self, other: "_Source") -> bool:
+        """Whether both are the same argument or the same tensor, as long as that lives."""
+        return self.argument == other.argument and self.captured is other.captured
 
 
 @dataclass(slots=True)
@@ -98,7 +102,7 @@ class Site:
             for tensor, source in zip(tensors, recording.sources, strict=True)
         ]
         # A place where each call is another is not worth the work.
-        self._is_steady = before is None or (before is self.last and sources == self._sources)
+        self._is_steady = before is None or (before is self.last and all(map(_Source.is_same, sources, self._sources)))
         self._sources = sources
         self._layouts = [source.layout.header for source in recording.sources]
         assert self.last is not None

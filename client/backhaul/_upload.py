@@ -187,6 +187,7 @@ class Uploader:
                 self._save(item)
             else:
                 self._release(item)
+            del item  # nothing of it stays until the next comes
 
     def _save(self, save: Save) -> None:
         try:

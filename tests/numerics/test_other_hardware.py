@@ -232,9 +232,9 @@ def test_without_pins_they_would_turn(choose: Any, perturbed: WorkerProcess, mon
         side = session._sides[0]
         save = session.save
 
-        def unpinned(frame: Frame, forward_s: float) -> Any:
+        def unpinned(frame: Frame, *given: Any) -> Any:
             frame.recording.is_pinned = True  # a lie
-            return save(frame, forward_s)
+            return save(frame, *given)
 
         monkeypatch.setattr(session, "needs_pins", lambda device: False)
         monkeypatch.setattr(session, "save", unpinned)

@@ -83,9 +83,9 @@ def recorded_ops(session: Session, patch: pytest.MonkeyPatch) -> list[list[str]]
     programs: list[list[str]] = []
     save = session.save
 
-    def note(frame: Any, forward_s: float) -> Any:
+    def note(frame: Any, *given: Any) -> Any:
         programs.append([node.op for node in frame.program.nodes])
-        return save(frame, forward_s)
+        return save(frame, *given)
 
     patch.setattr(session, "save", note)
     return programs
