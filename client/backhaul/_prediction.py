@@ -22,7 +22,7 @@ from backhaul_runtime.generators import default_generator
 from backhaul_runtime.layout import Layout, layout_of, unsupported_reason
 from backhaul_runtime.program import Program
 from backhaul_runtime.program_codec import address_of_program, encode_program
-from backhaul_runtime.recording import Recording
+from backhaul_runtime.recording import Recording, version_of
 
 Hold = Callable[[Tensor, Layout, bytes], Tensor]
 """Given a tensor, its layout and its address, returns a copy to keep."""
@@ -49,18 +49,29 @@ class _Source:
     Attributes:
         argument: Which tensor among the call's arguments, -1 for a captured one.
         captured: That, as long as it is there.
+        version: Of the captured one, when the call had ended.
+        layout: When the call met it.
+        address: Of what it held then.
         is_copy: Others may write to it while it is sent.
         is_transient: No later segment will name it.
     """
 
     argument: int
     captured: weakref.ref[Tensor] | None
+    version: int
+    layout: Layout
+    address: bytes
     is_copy: bool
     is_transient: bool
 
     def is_same(self, other: "_Source") -> bool:
         """Whether both are the same argument or the same tensor, as long as that lives."""
         return self.argument == other.argument and self.captured is other.captured
+
+    def has_unseen_write(self, other: "_Source") -> bool:
+        """Whether the same tensor holds something else, and its version counter does not tell."""
+        is_seen = self.version != other.version or self.address == other.address
+        return self.captured is other.captured is not None and not is_seen
 
 
 @dataclass(slots=True)
@@ -73,8 +84,8 @@ class Site:
 
     last: Encoded | None = None
     _sources: list[_Source] = field(default_factory=list)
-    _layouts: list[bytes] = field(default_factory=list)
     _is_steady: bool = False
+    _trusts_versions: bool = True
 
     def learn(
         self, program: Program, recording: Recording, tensors: Sequence[Tensor], arguments: Sequence[Tensor]
@@ -96,15 +107,20 @@ class Site:
             _Source(
                 argument := positions.get(id(tensor), -1),
                 weakref.ref(tensor) if argument < 0 else None,
+                version_of(tensor),
+                source.layout,
+                source.address,
                 source.is_copy,
                 source.is_transient,
             )
             for tensor, source in zip(tensors, recording.sources, strict=True)
         ]
         # A place where each call is another is not worth the work.
-        self._is_steady = before is None or (before is self.last and all(map(_Source.is_same, sources, self._sources)))
+        is_same = before is self.last and all(map(_Source.is_same, sources, self._sources))
+        self._is_steady = before is None or is_same
+        if is_same and any(map(_Source.has_unseen_write, sources, self._sources)):
+            self._trusts_versions = False  # fused optimizers write so
         self._sources = sources
-        self._layouts = [source.layout.header for source in recording.sources]
         assert self.last is not None
         return self.last
 
@@ -118,17 +134,23 @@ class Site:
         if self.last is None or not self._is_steady:
             return None
         program, found = self.last.program, []
-        for source, wanted, layout in zip(self._sources, program.sources, self._layouts, strict=True):
+        for source, wanted in zip(self._sources, program.sources, strict=True):
             tensor = arguments[source.argument] if 0 <= source.argument < len(arguments) else None
             if source.captured is not None:
                 tensor = source.captured()
             if tensor is None or unsupported_reason(tensor) is not None:
                 return None
             now = layout_of(tensor)
-            if now.header != layout or (tensor.requires_grad, tensor.is_leaf) != (wanted.requires_grad, wanted.is_leaf):
+            if now.header != source.layout.header or tensor.requires_grad != wanted.requires_grad:
                 return None
-            address = tensor_address(now, content_digest(tensor, now))
-            value = hold(tensor, now, address) if source.is_copy else tensor.detach()
+            if tensor.is_leaf != wanted.is_leaf:
+                return None
+            value, address = tensor, b""
+            if source.is_copy:
+                address = tensor_address(now, content_digest(tensor, now))
+                value = hold(tensor, now, address)
+            elif self._trusts_versions and source.version == version_of(tensor) and now == source.layout:
+                address = source.address
             found.append(SourceTensor(address, now, value, source.is_copy, source.is_transient))
         draws = sum(node.draws for node in program.nodes)
         device = torch.device(found[0].layout.device if found else "cpu")

@@ -19,6 +19,7 @@ from backhaul._calls import SLICE_S, Watch, call_unary, watched
 from backhaul._chains import Predecessor
 from backhaul._link import Generation, Link
 from backhaul_proto.v1 import program_pb2, segment_pb2, tensor_pb2
+from backhaul_runtime.digest import address_of
 from backhaul_runtime.errors import BackhaulError, SegmentUnknownError, WorkerLostError
 from backhaul_runtime.framing import Parcel, batches
 from backhaul_runtime.layout import Layout
@@ -34,7 +35,7 @@ class SourceTensor:
     """A tensor a segment names.
 
     Attributes:
-        address: Of its contents at forward.
+        address: Of its contents at forward; empty: of those it has when it is sent.
         layout: Likewise.
         value: Read when it is sent; if it has changed by then the worker refuses it.
         is_copy: Whether `value` is a copy that waits to be sent.
@@ -211,13 +212,17 @@ class Uploader:
 
     def _send(self, save: Save) -> None:
         generation = save.generation
-        parcels = {s.address: Parcel(s.value, s.layout, s.address) for s in save.sources}
+        addresses = [source.address or address_of(source.value) for source in save.sources]
+        parcels = {
+            address: Parcel(source.value, source.layout, address)
+            for address, source in zip(addresses, save.sources, strict=True)
+        }
         request = segment_pb2.SaveSegmentRequest(
             key=segment_pb2.OperationKey(
                 session=generation.session, segment=save.segment, operation=segment_pb2.OPERATION_SAVE
             ),
             program=save.program_address,
-            sources=[source.address for source in save.sources],
+            sources=addresses,
             transient_sources=[i for i, source in enumerate(save.sources) if source.is_transient],
             generator_states=save.generator_states,
             name=save.name,
