@@ -265,11 +265,12 @@ def _keep(
             frame.log.reason = needs_inside or "only its gradients are needed"
         except Refusal as refusal:
             frame.not_taken(refusal)
-        frame.predecessors = []
+    chained, frame.predecessors = [source for source, *_ in frame.predecessors], []
     if frame.program is None or not grafts:
         return returned[0]
     sources = [recorder.tensors[index] for index, found in enumerate(uses) for _ in found]
     grafted = dict(zip(map(id, outputs), graft(frame, outputs, sources), strict=True))
+    frame.unshared.watch((source, recorder.tensors[source]) for source in chained)
     return _replaced(returned[0], grafted)
 
 

@@ -6,7 +6,7 @@ So a frame lives as long as somebody could need its segment, and its end release
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -20,6 +20,7 @@ from backhaul._arguments import Options
 from backhaul._report import Decision
 from backhaul._selection import MUTATED, Kept
 from backhaul._telemetry import CallLog
+from backhaul._unshared import Unshared
 from backhaul._value_check import CheckpointError, Recomputed, check_recomputed, check_uses
 from backhaul_runtime import ambient
 from backhaul_runtime.digest import content_digest, saved_digest
@@ -51,13 +52,14 @@ class RemoteSegment(Protocol):
     """A segment that a worker holds. Each call waits, within bounds, and raises WorkerLostError or WorkerError."""
 
     def backward(
-        self, gradients: Mapping[int, Tensor], state: ambient.State, *, checks_bytes: bool
+        self, gradients: Mapping[int, Tensor], state: ambient.State, summed: Collection[int], *, checks_bytes: bool
     ) -> tuple[Recomputed, list[Contribution]]:
         """What the replay saved, and the contributions.
 
         Args:
             gradients: Of the program's outputs, by position.
             state: Ambient settings that backward runs under.
+            summed: Sources whose contributions are wanted as one, their sum in order; the others are None.
             checks_bytes: Digest what comes back on both sides.
         """
 
@@ -112,6 +114,7 @@ class Frame:
         remote: The worker's side, None where no worker has it.
         local_reason: Why the trainer recomputes it, where that is settled.
         predecessors: Other segments whose outputs are sources of this, while it is saved: source, frame, output.
+        unshared: Which of these outputs nobody else can have used after this.
         so_far: Gives the program recorded so far, while the call runs.
         saved_early: What autograd saved in a call that is no program any more, while it runs.
         is_mutated: The call wrote to what a policy of its own keeps.
@@ -127,6 +130,7 @@ class Frame:
     remote: RemoteSegment | None = None
     local_reason: str = ""
     predecessors: "list[tuple[int, Frame, int]]" = field(default_factory=list)
+    unshared: Unshared = field(default_factory=Unshared)
     so_far: Callable[[], Program] | None = None
     saved_early: dict[int, Saved] = field(default_factory=dict)
     is_mutated: bool = False
@@ -157,7 +161,9 @@ class Frame:
             state = ambient.capture()
             started = perf_counter()
             try:
-                saved, contributions = remote.backward(gradients, state, checks_bytes=self.options.checks_bytes)
+                saved, contributions = remote.backward(
+                    gradients, state, self.unshared.sources, checks_bytes=self.options.checks_bytes
+                )
                 self._check(remote, saved)
                 check_uses(self.name, "on the worker", self.use_counts, contributions)
             except _RECOVERABLE as error:

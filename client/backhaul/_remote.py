@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -129,7 +129,7 @@ class SavedSegment:
         self._uploader.release(self._save.generation, self._save.segment)
 
     def backward(
-        self, gradients: Mapping[int, Tensor], state: ambient.State, *, checks_bytes: bool
+        self, gradients: Mapping[int, Tensor], state: ambient.State, summed: Collection[int], *, checks_bytes: bool
     ) -> tuple[Recomputed, list[Contribution]]:
         """See `RemoteSegment`."""
         parcels = {}
@@ -147,6 +147,7 @@ class SavedSegment:
             expected_s=self._expected_s,
             ambient_state=encode_state(state),
             wants_digests=checks_bytes,
+            summed_sources=sorted(summed),
         )
 
         def attempt() -> Answer:

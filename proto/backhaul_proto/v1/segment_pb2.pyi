@@ -269,6 +269,7 @@ class BackwardRequest(_message.Message):
     EXPECTED_S_FIELD_NUMBER: _builtins.int
     AMBIENT_STATE_FIELD_NUMBER: _builtins.int
     WANTS_DIGESTS_FIELD_NUMBER: _builtins.int
+    SUMMED_SOURCES_FIELD_NUMBER: _builtins.int
     expected_s: _builtins.float
     wants_digests: _builtins.bool
     """Digest what is returned, for a trainer that does so too."""
@@ -282,6 +283,10 @@ class BackwardRequest(_message.Message):
     def ambient_state(self) -> _program_pb2.AmbientState:
         """Settings that the trainer's backward runs under."""
 
+    @_builtins.property
+    def summed_sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Sources whose contributions are wanted as one: their sum in order is the first, the others are unset."""
+
     def __init__(
         self,
         *,
@@ -291,10 +296,11 @@ class BackwardRequest(_message.Message):
         expected_s: _builtins.float = ...,
         ambient_state: _program_pb2.AmbientState | None = ...,
         wants_digests: _builtins.bool = ...,
+        summed_sources: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state", "key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state", "expected_s", b"expected_s", "gradients", b"gradients", "key", b"key", "upcoming_segments", b"upcoming_segments", "wants_digests", b"wants_digests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state", "expected_s", b"expected_s", "gradients", b"gradients", "key", b"key", "summed_sources", b"summed_sources", "upcoming_segments", b"upcoming_segments", "wants_digests", b"wants_digests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

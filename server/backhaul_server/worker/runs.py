@@ -72,11 +72,13 @@ class Start:
         addresses: Of the gradients, with their positions in the program's outputs.
         state: Ambient settings that the trainer's backward runs under.
         wants_digests: Digest what is returned.
+        summed: Sources whose contributions are wanted as their sum.
     """
 
     addresses: tuple[tuple[int, bytes], ...]
     state: ambient.State
     wants_digests: bool = False
+    summed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,8 @@ def backward(
     began_at_s = time()
     ambient.apply(start.state, ambient.capture())
     contributions = ready.replay.backward(gradients)
+    sums = _sums(contributions, {*start.summed, *chained})
+    contributions = _summed(contributions, {source: sums[source] for source in start.summed if source in sums})
     sources = work.program.sources
     found = [(i, c.gradient) for i, c in enumerate(contributions) if c.gradient is not None]
     sent = _addressed(bundle(found), {i for i, c in enumerate(contributions) if not sources[c.source].is_leaf})
@@ -137,7 +141,7 @@ def backward(
         sources=tuple(c.source for c in contributions),
         tensor_digests=tuple(address_of(parcel.tensor) for parcel in sent.parcels) if start.wants_digests else (),
         saved_sketches=ready.replay.saved_sketches,
-        chained=_sums(contributions, chained),
+        chained={source: _named(Parcel.of(sums[source])) for source in chained if source in sums},
         recompute_at_s=ready.began_at_s,
         recompute_s=ready.took_s,
         backward_at_s=began_at_s,
@@ -145,14 +149,21 @@ def backward(
     )
 
 
-def _sums(contributions: Sequence[Contribution], chained: Collection[int]) -> dict[int, Parcel]:
+def _sums(contributions: Sequence[Contribution], wanted: Collection[int]) -> dict[int, Tensor]:
     """Adds a source's contributions in the order in which autograd adds them on the trainer."""
     found: dict[int, Tensor] = {}
     for contribution in contributions:
         source, gradient = contribution.source, contribution.gradient
-        if source in chained and gradient is not None:
+        if source in wanted and gradient is not None:
+            gradient = gradient.detach()
             found[source] = found[source] + gradient if source in found else gradient
-    return {source: _named(Parcel.of(gradient.detach())) for source, gradient in found.items()}
+    return found
+
+
+def _summed(contributions: Sequence[Contribution], sums: Mapping[int, Tensor]) -> list[Contribution]:
+    """The contributions, the first of a source replaced by its sum and the others taken out."""
+    left = dict(sums)
+    return [Contribution(c.source, left.pop(c.source, None)) if c.source in sums else c for c in contributions]
 
 
 def _named(parcel: Parcel) -> Parcel:

@@ -292,8 +292,9 @@ class Segments:
             if before.guess is not None or before.machine.was_asked:
                 continue
             addresses = tuple(sorted((output, parcel.address) for output, parcel in parcels.items()))
+            summed = tuple(sorted(before.predecessors)) if start.summed else ()  # likely as it was just now
             before.guess = Guess(
-                Start(addresses, start.state, start.wants_digests),
+                Start(addresses, start.state, start.wants_digests, summed),
                 {output: parcel.tensor for output, parcel in parcels.items()},
             )
             self._carry_out(before, before.machine.guess() or before.machine.ahead())

@@ -297,7 +297,8 @@ class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
         if segment.work is None or any(output >= len(segment.work.program.outputs) for output in addresses):
             raise ProgramError(f"gradients are given for outputs {sorted(addresses)} of {segment.name}")
         state = decode_state(request.ambient_state)
-        start = Start(tuple(sorted(addresses.items())), state, request.wants_digests)
+        summed = tuple(request.summed_sources)
+        start = Start(tuple(sorted(addresses.items())), state, request.wants_digests, summed)
 
         def prepare() -> Perform:
             gradients = self.worker.gradients(session, addresses)
