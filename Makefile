@@ -7,7 +7,7 @@ CONSTRAINTS := $(if $(TORCH),build/constraints-torch-$(TORCH).txt,constraints.tx
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) $(PIP_ARGS)
 
-.PHONY: demo test soak bench lint types fmt proto check-proto ops docs picture clean test-monitoring monitoring test-browser screenshots
+.PHONY: demo test soak bench bench-gpu lint types fmt proto check-proto ops docs picture clean test-monitoring monitoring test-browser screenshots
 
 demo: $(VENV)/.server
 	$(BIN)/backhaul demo --dashboard --json demo.json $(if $(SERVE),--serve)
@@ -46,6 +46,10 @@ soak: $(VENV)/.dev
 # Every figure beside its limit, on two cores (under 15 minutes). Let the machine do nothing else.
 bench: $(VENV)/.dev .venv-hivemind/.done
 	$(BIN)/backhaul bench --hivemind .venv-hivemind/bin/python --json bench.json $(if $(ONLY),--only $(ONLY))
+
+# The figures of training on a CUDA device, trainer and worker sharing it (under 8 minutes). Without one it says so.
+bench-gpu: $(VENV)/.dev
+	$(BIN)/backhaul bench --device cuda --json bench-gpu.json $(if $(ONLY),--only $(ONLY))
 
 # One figure is beside hivemind. Where it can't be installed the bench says so.
 .venv-hivemind/.done:

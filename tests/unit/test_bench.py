@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from backhaul.bench import child, command, rounds
+from backhaul.bench.device import GROUPS
 from backhaul.bench.figures import FIGURES, Figure, Kind, Verdict, chosen
 from backhaul.bench.noise import NOISY, Core, CoreTimes, ThreadTimes, foreign_share
 from backhaul.bench.outcomes import as_table, is_failed, of_counts, of_rounds, without_value
@@ -368,3 +369,20 @@ def test_the_command_and_the_clients_without_torch_do_not_import_it() -> None:
         check=True,
     )
     assert said.stdout.strip() == "False"
+
+
+def test_without_an_accelerator_its_figures_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without CUDA")
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    assert command.run(parser.parse_args(["--device", "cuda"])) == 2
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_an_accelerator_has_the_figures_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = command._on_device(chosen([]), "cuda")
+    assert {figure.group for figure in found} == GROUPS
+    with pytest.raises(ValueError, match="has work for it"):
+        command._on_device(chosen(["tenants"]), "cuda")

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from backhaul.bench.device import GROUPS, VARIABLE
 from backhaul.bench.figures import FIGURES, Figure, Verdict, chosen
 from backhaul.bench.machine import HIVEMIND, describe
 from backhaul.bench.outcomes import Outcome, as_json, as_line, as_table, is_failed, without_value
@@ -39,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hivemind", metavar="PYTHON", default="", help="of an environment with hivemind, which one figure is beside"
     )
     names = ", ".join(figure.name for figure in FIGURES)
+    parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="where trainer and worker compute; on cuda only figures of training are measured (default: %(default)s)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
     parser.add_argument(
         "--only",
@@ -52,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints, writes. Returns 1 if a figure failed, 0 also where limits are missed."""
     try:
-        figures = chosen(arguments.only)
+        figures = _on_device(chosen(arguments.only), arguments.device)
         cores = _cores()
     except ValueError as error:
         print(f"backhaul bench: {error}", file=sys.stderr)
@@ -61,9 +68,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"backhaul bench: --json {arguments.json} can't be written there", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, _interrupt)  # so that nothing is left behind then either
+    os.environ[VARIABLE] = arguments.device
     if arguments.hivemind:
         os.environ[HIVEMIND] = arguments.hivemind
-    machine = describe(*cores)
+    machine = describe(cores[0], cores[1], arguments.device)
     outcomes = measure(figures, cores, run_group)
     print("\n" + as_table(outcomes))
     if arguments.json is not None:
@@ -135,6 +143,20 @@ def _cores() -> list[int]:
     if len(usable) < _CORES:
         raise ValueError(f"it needs Linux and {_CORES} cores, one for the trainer and one for the worker")
     return usable[:_CORES]
+
+
+def _on_device(figures: list[Figure], device: str) -> list[Figure]:
+    """Those that a device has. Raises ValueError where it isn't there, or has none of them."""
+    if device == "cpu":
+        return figures
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError("--device cuda: this machine has no CUDA device that torch can use")
+    found = [figure for figure in figures if figure.group in GROUPS]
+    if not found:
+        raise ValueError("--device cuda: none of these figures has work for it")
+    return found
 
 
 def _interrupt(number: int, frame: object) -> None:

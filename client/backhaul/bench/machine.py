@@ -14,7 +14,7 @@ HIVEMIND = "BACKHAUL_BENCH_HIVEMIND"
 """Environment variable: the Python of an environment with hivemind."""
 
 
-def describe(trainer_core: int, worker_core: int) -> dict[str, Any]:
+def describe(trainer_core: int, worker_core: int, device: str) -> dict[str, Any]:
     """Hardware, versions and date, for the head of the JSON."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -26,6 +26,7 @@ def describe(trainer_core: int, worker_core: int) -> dict[str, Any]:
             "worker_core": worker_core,
             "tcp_congestion_control": _read("/proc/sys/net/ipv4/tcp_congestion_control"),
             "load_average": os.getloadavg()[0],
+            "device": _device_name(device),
         },
         "versions": {
             "python": platform.python_version(),
@@ -33,6 +34,14 @@ def describe(trainer_core: int, worker_core: int) -> dict[str, Any]:
             **{name: found for name in PACKAGES if (found := _version(name))},
         },
     }
+
+
+def _device_name(device: str) -> str:
+    if device == "cpu":
+        return device
+    import torch
+
+    return f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
 
 
 def _read(path: str) -> str:

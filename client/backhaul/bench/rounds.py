@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from backhaul.bench.device import synchronize
 from backhaul.bench.noise import NOISY, Core, foreign_share, settle
 
 ENOUGH = 7
@@ -153,9 +154,11 @@ def timed(variant: Variant, cores: Sequence[Core], settle_s: float = 5.0) -> tup
     """Runs a variant once on cores that have come to rest. Returns seconds, or what it returns, and whether quiet."""
     settle(cores, timeout_s=settle_s)
     variant.lead_in()
+    synchronize()
     before = [core.times() for core in cores]
     began_s = time.perf_counter()
     counted = variant.run()
+    synchronize()
     taken_s = time.perf_counter() - began_s
     after = [core.times() for core in cores]
     is_quiet = all(foreign_share(*pair) <= NOISY for pair in zip(before, after, strict=True))

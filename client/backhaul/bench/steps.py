@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from backhaul.bench.device import measured
 from backhaul.bench.outcomes import Outcome, of_rounds
 from backhaul.bench.overlap import exposed_by_step
 from backhaul.bench.rounds import Plan, Rounds, Variant, interleave, ratio_of
@@ -51,8 +52,8 @@ def on_trainer(fallbacks: int) -> str:
 
 def half_budget_bytes() -> int:
     """What a worker needs for the weights, the boundaries, ROOM recomputed segments and one segment's gradients."""
-    block = Block(WIDTH, DROPOUT)
-    x = torch.randn(*LARGE, WIDTH, requires_grad=True)
+    block = Block(WIDTH, DROPOUT).to(measured())
+    x = torch.randn(*LARGE, WIDTH, device=measured(), requires_grad=True)
     kept: list[Tensor] = []
     saved = live_bytes(lambda: kept.append(block(x)))[-1][1]  # while its output lives, so does what autograd saved
     weights = sum(parameter.nbytes for parameter in block.parameters())

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from backhaul.bench.device import measured
 from backhaul.bench.rounds import UnequalGradientsError
 from backhaul.demo.model import Block
 
@@ -83,12 +84,13 @@ class Training:
         made: list[nn.Module] = [Block(width, DROPOUT) for _ in range(blocks)]
         if is_adapted:
             made = [adapt(block) for block in made]
+        made = [block.to(measured()) for block in made]
         self._segments = [
             made[i] if per_segment == 1 else nn.Sequential(*made[i : i + per_segment])
             for i in range(0, blocks, per_segment)
         ]
         self.parameters = [p for segment in self._segments for p in segment.parameters() if p.requires_grad]
-        self.x = torch.randn(*tokens, width, requires_grad=True)
+        self.x = torch.randn(*tokens, width).to(measured()).requires_grad_()
         self._optimizer = torch.optim.AdamW(self.parameters, lr=1e-4)
         self._steps = 0
 
