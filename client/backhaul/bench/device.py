@@ -3,13 +3,13 @@
 import os
 
 VARIABLE = "BACKHAUL_BENCH_DEVICE"
-""""cpu" or "cuda"; set for the process of each group."""
+"""Set for the process of each group, to "cpu" or "cuda"."""
 GROUPS = frozenset({"steps", "small_frozen", "small", "peak_flat", "peaks", "wire", "growth", "telemetry"})
 """What is measured on an accelerator too: the others have no work for one."""
 
 
 def measured() -> str:
-    """ "cpu" or "cuda"."""
+    """The device's kind, "cpu" or "cuda"."""
     return os.environ.get(VARIABLE, "cpu")
 
 
