@@ -263,6 +263,7 @@ class BackwardRequest(_message.Message):
     EXPECTED_S_FIELD_NUMBER: _builtins.int
     AMBIENT_STATE_FIELD_NUMBER: _builtins.int
     WANTS_DIGESTS_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
     expected_s: _builtins.float
     wants_digests: _builtins.bool
     """Digest what is returned, for a trainer that does so too."""
@@ -276,6 +277,10 @@ class BackwardRequest(_message.Message):
     def ambient_state(self) -> _program_pb2.AmbientState:
         """Settings that the trainer's backward runs under."""
 
+    @_builtins.property
+    def tensors(self) -> _tensor_pb2.TensorBatch:
+        """Gradients that the worker may not hold, where they fit here: stored as by PutTensors."""
+
     def __init__(
         self,
         *,
@@ -285,10 +290,11 @@ class BackwardRequest(_message.Message):
         expected_s: _builtins.float = ...,
         ambient_state: _program_pb2.AmbientState | None = ...,
         wants_digests: _builtins.bool = ...,
+        tensors: _tensor_pb2.TensorBatch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state", "key", b"key"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state", "key", b"key", "tensors", b"tensors"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state", "expected_s", b"expected_s", "gradients", b"gradients", "key", b"key", "upcoming_segments", b"upcoming_segments", "wants_digests", b"wants_digests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state", "expected_s", b"expected_s", "gradients", b"gradients", "key", b"key", "tensors", b"tensors", "upcoming_segments", b"upcoming_segments", "wants_digests", b"wants_digests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -303,7 +309,7 @@ class OutputGradient(_message.Message):
     output: _builtins.int
     """Position in Program.outputs."""
     tensor: _builtins.bytes
-    """Address of a tensor put before, or of a gradient this worker returned."""
+    """Address of a tensor put before or with this, or of a gradient this worker returned."""
     def __init__(
         self,
         *,
@@ -402,6 +408,8 @@ Global___ViewSpec: _TypeAlias = ViewSpec  # noqa: Y015
 
 @_typing.final
 class RecomputeResponse(_message.Message):
+    """Any number with progress, one with the result, and tensors from there on."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PROGRESS_FIELD_NUMBER: _builtins.int
@@ -420,13 +428,11 @@ class RecomputeResponse(_message.Message):
         result: Global___RecomputeResult | None = ...,
         tensors: _tensor_pb2.TensorBatch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["part", b"part", "progress", b"progress", "result", b"result", "tensors", b"tensors"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "result", b"result", "tensors", b"tensors"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["part", b"part", "progress", b"progress", "result", b"result", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "result", b"result", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["progress", "result", "tensors"]  # noqa: Y015
-    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RecomputeResponse: _TypeAlias = RecomputeResponse  # noqa: Y015
 
@@ -492,6 +498,8 @@ Global___Sketch: _TypeAlias = Sketch  # noqa: Y015
 
 @_typing.final
 class BackwardResponse(_message.Message):
+    """As of a recompute."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PROGRESS_FIELD_NUMBER: _builtins.int
@@ -510,13 +518,11 @@ class BackwardResponse(_message.Message):
         result: Global___BackwardResult | None = ...,
         tensors: _tensor_pb2.TensorBatch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["part", b"part", "progress", b"progress", "result", b"result", "tensors", b"tensors"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "result", b"result", "tensors", b"tensors"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["part", b"part", "progress", b"progress", "result", b"result", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "result", b"result", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["progress", "result", "tensors"]  # noqa: Y015
-    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BackwardResponse: _TypeAlias = BackwardResponse  # noqa: Y015
 
