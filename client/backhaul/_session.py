@@ -303,6 +303,7 @@ class Session:
             _BACKWARD_FACTOR * forward_s,
             lambda: self._backward_reached(side, number),
             side.chains,
+            sum(n * s.layout.gradient_bytes for n, s in zip(frame.use_counts, sources, strict=True)),
         )
         with self._lock:
             side.segments[number] = weakref.ref(saved, lambda _: side.segments.pop(number, None))
