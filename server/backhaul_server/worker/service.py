@@ -2,25 +2,23 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial, wraps
 from time import monotonic, perf_counter, time
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import grpc
+from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 from backhaul_proto.v1 import (
     program_pb2,
-    program_pb2_grpc,
     segment_pb2,
-    segment_pb2_grpc,
     session_pb2,
-    session_pb2_grpc,
     telemetry_pb2,
-    telemetry_pb2_grpc,
     tensor_pb2,
-    tensor_pb2_grpc,
 )
 from backhaul_runtime.bundle import encode_view
 from backhaul_runtime.errors import (
@@ -39,7 +37,8 @@ from backhaul_runtime.layout import Layout
 from backhaul_runtime.logs import about
 from backhaul_runtime.processes import resident_bytes
 from backhaul_runtime.program_codec import decode_state
-from backhaul_runtime.protocol import PROGRESS_INTERVAL_S, PROTOCOL_VERSION
+from backhaul_runtime.protocol import CHUNK_BYTES, PROGRESS_INTERVAL_S, PROTOCOL_VERSION
+from backhaul_runtime.splicing import Carried, deserializer, encode_all, serialize
 from backhaul_runtime.version import version
 from backhaul_server.worker import runs
 from backhaul_server.worker.core import Worker
@@ -54,7 +53,7 @@ logger = logging.getLogger("backhaul.worker")
 Context = grpc.aio.ServicerContext[Any, Any]
 M = TypeVar("M", bound=Message)
 Unary = Callable[[Any, Any, Context], Awaitable[M]]
-Stream = Callable[[Any, Any, Context], AsyncIterator[M]]
+Stream = Callable[[Any, Any, Context], AsyncIterator[M | bytes]]
 
 
 async def _abort(context: Context, error: Exception) -> None:
@@ -73,11 +72,7 @@ def unary(method: Unary[M]) -> Unary[M]:
     async def call(self: "_Servicer", request: Any, context: Context) -> M:
         started, failed = perf_counter(), False
         try:
-            if isinstance(request, Message):
-                self.meter.received(request.ByteSize())
-            answer = await method(self, request, context)
-            self.meter.sent(answer.ByteSize())
-            return answer
+            return await method(self, request, context)
         except Exception as error:  # every error of ours has a status
             failed = True
             self.failed(request, error)
@@ -93,12 +88,10 @@ def stream(method: Stream[M]) -> Stream[M]:
     """Measures a method that answers many times, and maps its errors."""
 
     @wraps(method)
-    async def call(self: "_Servicer", request: Any, context: Context) -> AsyncIterator[M]:
+    async def call(self: "_Servicer", request: Any, context: Context) -> AsyncIterator[M | bytes]:
         started, failed = perf_counter(), False  # a client that has enough and leaves is no failure
         try:
-            self.meter.received(request.ByteSize())
             async for answer in method(self, request, context):
-                self.meter.sent(answer.ByteSize())
                 yield answer
         except Exception as error:  # every error of ours has a status
             failed = True
@@ -121,6 +114,7 @@ class _Servicer:
         is_cut_off = isinstance(error, grpc.aio.BaseError)  # by the wire, or as the server ends
         if (not isinstance(error, BackhaulError) and not is_cut_off) or type(error) is WorkerError:
             self.worker.last_error = said, time()
+        request = getattr(request, "message", request)
         key = getattr(request, "key", request)
         session = self.worker.sessions.get(getattr(key, "session", ""))
         extra = {}
@@ -136,7 +130,7 @@ class _Servicer:
             logger.error("a request failed", exc_info=error, extra=extra)
 
 
-class Sessions(_Servicer, session_pb2_grpc.SessionServiceServicer):
+class Sessions(_Servicer):
     """Opens, keeps and closes sessions."""
 
     @unary
@@ -180,7 +174,7 @@ class Sessions(_Servicer, session_pb2_grpc.SessionServiceServicer):
         return session_pb2.CloseSessionResponse()
 
 
-class Programs(_Servicer, program_pb2_grpc.ProgramServiceServicer):
+class Programs(_Servicer):
     """Takes programs."""
 
     @unary
@@ -192,52 +186,59 @@ class Programs(_Servicer, program_pb2_grpc.ProgramServiceServicer):
         return program_pb2.PutProgramResponse(address=await self.worker.put_program(request.program))
 
 
-async def _until_silent(messages: AsyncIterator[M], silence_s: float) -> AsyncIterator[M]:
-    """Passes messages on. Raises TransferError where none comes for so long: what they declared is held for them."""
-    iterator = aiter(messages)
-    while True:
-        try:
-            message = await asyncio.wait_for(anext(iterator), silence_s)
-        except StopAsyncIteration:
-            return
-        except TimeoutError:
-            raise TransferError(f"nothing came for {silence_s:g} s in the middle of an upload") from None
-        yield message
+class Arriving:
+    """Tensors on their way into the store. A context manager: what has not been stored at its end is given up."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._charged: list[int] = []
+        self._receiver = Receiver(self._admit, worker.device)
+
+    def _admit(self, layout: Layout) -> None:
+        self._charged.append(self._worker.expect_tensor(layout))
+
+    def add(self, carried: Carried[Any]) -> None:
+        """Takes in what a message carries. Raises BudgetError, TransferError."""
+        self._receiver.add_carried(carried)
+
+    def stored(self) -> int:
+        """Stores all that came. Returns how many they are. Raises TransferError."""
+        arrived = self._receiver.stored()
+        for address, tensor in arrived:
+            self._worker.store.arrived(address, tensor, self._charged.pop(0))
+        return len(arrived)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for size in self._charged:
+            self._worker.store.abandon(size)
 
 
-class Tensors(_Servicer, tensor_pb2_grpc.TensorServiceServicer):
+class Tensors(_Servicer):
     """Takes tensors."""
 
     @unary
     async def PutTensors(  # noqa: N802  gRPC's name
-        self, request: AsyncIterator[tensor_pb2.PutTensorsRequest], context: Context
+        self, request: AsyncIterator[Carried[tensor_pb2.PutTensorsRequest]], context: Context
     ) -> tensor_pb2.PutTensorsResponse:
         """Charges each at its declaration, stores all once the stream has ended well, none otherwise."""
-        charged: list[int] = []
-        session = ""
-
-        def admit(layout: Layout) -> None:
-            charged.append(self.worker.expect_tensor(layout))
-
-        receiver = Receiver(admit, self.worker.device)
-        try:
-            async for message in _until_silent(request, self.worker.lease_s):
-                self.meter.received(message.ByteSize())
-                session = session or message.session
-                self.worker.session(session)
-                receiver.add(message.tensors)
-            # Hashing a large tensor takes a while and lets the GIL go.
-            arrived = await asyncio.to_thread(receiver.stored)
-        except BaseException:
-            for size in charged:
-                self.worker.store.abandon(size)
-            raise
-        for (address, tensor), size in zip(arrived, charged, strict=True):
-            self.worker.store.arrived(address, tensor, size)
-        return tensor_pb2.PutTensorsResponse(stored=len(arrived))
+        session, silence_s, now = "", self.worker.lease_s, asyncio.get_running_loop().time
+        with Arriving(self.worker) as arriving:
+            try:
+                async with asyncio.timeout(silence_s) as patience:  # what is declared is held for what is to come
+                    async for carried in request:
+                        patience.reschedule(now() + silence_s)
+                        session = session or carried.message.session
+                        self.worker.session(session)
+                        arriving.add(carried)
+            except TimeoutError:
+                raise TransferError(f"nothing came for {silence_s:g} s in the middle of an upload") from None
+            return tensor_pb2.PutTensorsResponse(stored=arriving.stored())
 
 
-class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
+class Segments(_Servicer):
     """Saves, recomputes, runs backward, releases."""
 
     @unary
@@ -263,7 +264,7 @@ class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
     @stream
     async def Recompute(  # noqa: N802  gRPC's name
         self, request: segment_pb2.RecomputeRequest, context: Context
-    ) -> AsyncIterator[segment_pb2.RecomputeResponse]:
+    ) -> AsyncIterator[segment_pb2.RecomputeResponse | bytes]:
         """Streams progress, then what was saved, in the order asked for."""
         session = self.worker.session(request.key.session)
         segment = self.worker.segment(session, request.key.segment)
@@ -282,20 +283,54 @@ class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
                 saved_sketches=_sketches(found),
                 timing=_timing(segment, asked, found),
             )
-            yield segment_pb2.RecomputeResponse(result=result)
-            for batch in batches(found.bundle.parcels):
-                yield segment_pb2.RecomputeResponse(tensors=batch)
+            response = segment_pb2.RecomputeResponse(result=result)
+            for message in encode_all(batches(found.bundle.parcels), response.TENSORS_FIELD_NUMBER, response):
+                yield message
 
     @stream
     async def Backward(  # noqa: N802  gRPC's name
-        self, request: segment_pb2.BackwardRequest, context: Context
-    ) -> AsyncIterator[segment_pb2.BackwardResponse]:
+        self, carried: Carried[segment_pb2.BackwardRequest], context: Context
+    ) -> AsyncIterator[segment_pb2.BackwardResponse | bytes]:
         """Streams progress, then digests and contributions."""
+        with self._backward(carried) as (segment, asked):
+            async for progress in self._wait(segment, asked.answer):
+                yield segment_pb2.BackwardResponse(progress=progress)
+            for message in _backward_answer(segment, asked):
+                yield message
+
+    async def ShortBackwards(  # noqa: N802  gRPC's name
+        self, requests: AsyncIterator[Carried[segment_pb2.BackwardRequest]], context: Context
+    ) -> AsyncIterator[segment_pb2.BackwardResponse | bytes]:
+        """Answers what it can with one message, soon. All else, errors too, is left to `Backward`."""
+        async for carried in requests:
+            started = perf_counter()
+            try:
+                answer = await self._short_answer(carried)
+            except BackhaulError:
+                answer = None
+            yield segment_pb2.BackwardResponse() if answer is None else answer
+            if answer is not None:
+                self.meter.call("Backward", perf_counter() - started, failed=False)
+
+    async def _short_answer(self, carried: Carried[segment_pb2.BackwardRequest]) -> bytes | None:
+        with self._backward(carried) as (segment, asked):
+            await asyncio.wait([asked.answer], timeout=PROGRESS_INTERVAL_S)
+            if not asked.answer.done() or asked.answer.result().bundle.size_bytes > CHUNK_BYTES:
+                return None
+            return next(_backward_answer(segment, asked))
+
+    @contextmanager
+    def _backward(self, carried: Carried[segment_pb2.BackwardRequest]) -> Iterator[tuple[Segment, Request]]:
+        """Around a backward that was asked for, and its answer."""
+        request = carried.message
         session = self.worker.session(request.key.session)
         segment = self.worker.segment(session, request.key.segment)
         addresses = {gradient.output: gradient.tensor for gradient in request.gradients}
         if segment.work is None or any(output >= len(segment.work.program.outputs) for output in addresses):
             raise ProgramError(f"gradients are given for outputs {sorted(addresses)} of {segment.name}")
+        with Arriving(self.worker) as arriving:
+            arriving.add(carried)
+            arriving.stored()
         state = decode_state(request.ambient_state)
         summed = tuple(request.summed_sources)
         start = Start(tuple(sorted(addresses.items())), state, request.wants_digests, summed)
@@ -308,26 +343,7 @@ class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
         with self.worker.segments.answering(segment, key):
             asked = self.worker.segments.request(segment, key, prepare, request.expected_s, start)
             self.worker.replay_ahead(session, request.upcoming_segments)
-            async for progress in self._wait(segment, asked.answer):
-                yield segment_pb2.BackwardResponse(progress=progress)
-            found = asked.answer.result()
-            contributions = [segment_pb2.Contribution(source=source) for source in found.sources]
-            for view in found.bundle.views:
-                contributions[view.position].view.CopyFrom(encode_view(view))
-            result = segment_pb2.BackwardResult(
-                saved_digests=found.saved_digests,
-                contributions=contributions,
-                tensor_digests=found.tensor_digests,
-                saved_sketches=_sketches(found),
-                timing=_timing(segment, asked, found),
-                chained_gradients=[
-                    segment_pb2.SourceGradient(source=source, tensor=parcel.address)
-                    for source, parcel in found.chained.items()
-                ],
-            )
-            yield segment_pb2.BackwardResponse(result=result)
-            for batch in batches(found.bundle.parcels):
-                yield segment_pb2.BackwardResponse(tensors=batch)
+            yield segment, asked
 
     @unary
     async def ReleaseSegments(  # noqa: N802  gRPC's name
@@ -347,6 +363,25 @@ class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
             await asyncio.wait([answer], timeout=PROGRESS_INTERVAL_S)
 
 
+def _backward_answer(segment: Segment, asked: Request) -> Iterator[bytes]:
+    found = asked.answer.result()
+    contributions = [segment_pb2.Contribution(source=source) for source in found.sources]
+    for view in found.bundle.views:
+        contributions[view.position].view.CopyFrom(encode_view(view))
+    result = segment_pb2.BackwardResult(
+        saved_digests=found.saved_digests,
+        contributions=contributions,
+        tensor_digests=found.tensor_digests,
+        saved_sketches=_sketches(found),
+        timing=_timing(segment, asked, found),
+        chained_gradients=[
+            segment_pb2.SourceGradient(source=source, tensor=parcel.address) for source, parcel in found.chained.items()
+        ],
+    )
+    response = segment_pb2.BackwardResponse(result=result)
+    return encode_all(batches(found.bundle.parcels), response.TENSORS_FIELD_NUMBER, response)
+
+
 def _sketches(found: Finished) -> list[segment_pb2.Sketch]:
     return [segment_pb2.Sketch(numbers=numbers) for numbers in found.saved_sketches]
 
@@ -363,7 +398,7 @@ def _timing(segment: Segment, asked: Request, found: Finished) -> segment_pb2.Ti
     )
 
 
-class Telemetry(_Servicer, telemetry_pb2_grpc.TelemetryServiceServicer):
+class Telemetry(_Servicer):
     """Tells how the worker is, and what trainers told it."""
 
     def __init__(self, worker: Worker, meter: Meter) -> None:
@@ -440,8 +475,39 @@ class Telemetry(_Servicer, telemetry_pb2_grpc.TelemetryServiceServicer):
 def add_services(server: grpc.aio.Server, worker: Worker) -> None:
     """Adds all of the worker's services to a server that has not started."""
     meter = Meter()
-    session_pb2_grpc.add_SessionServiceServicer_to_server(Sessions(worker, meter), server)
-    program_pb2_grpc.add_ProgramServiceServicer_to_server(Programs(worker, meter), server)
-    tensor_pb2_grpc.add_TensorServiceServicer_to_server(Tensors(worker, meter), server)
-    segment_pb2_grpc.add_SegmentServiceServicer_to_server(Segments(worker, meter), server)
-    telemetry_pb2_grpc.add_TelemetryServiceServicer_to_server(Telemetry(worker, meter), server)
+    for file, servicer in (
+        (session_pb2, Sessions(worker, meter)),
+        (program_pb2, Programs(worker, meter)),
+        (tensor_pb2, Tensors(worker, meter)),
+        (segment_pb2, Segments(worker, meter)),
+        (telemetry_pb2, Telemetry(worker, meter)),
+    ):
+        for service in file.DESCRIPTOR.services_by_name.values():
+            handlers = {method.name: _handler(method, servicer, meter) for method in service.methods}
+            server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service.full_name, handlers)])
+
+
+_MAKERS: Mapping[tuple[bool, bool], Any] = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+"""By whether requests and answers are streams."""
+
+
+def _handler(method: MethodDescriptor, servicer: _Servicer, meter: Meter) -> Any:
+    """As the generated stubs make them, but with tensors read and written by `splicing`, and bytes counted."""
+    read = deserializer(GetMessageClass(method.input_type))
+
+    def received(data: bytes) -> Any:
+        meter.received(len(data))
+        return read(data)
+
+    def sent(message: Message | bytes) -> bytes:
+        data = serialize(message)
+        meter.sent(len(data))
+        return data
+
+    make = _MAKERS[method.client_streaming, method.server_streaming]
+    return make(getattr(servicer, method.name), request_deserializer=received, response_serializer=sent)
