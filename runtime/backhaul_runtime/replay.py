@@ -17,6 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from backhaul_runtime import ambient, hostile
 from backhaul_runtime.digest import content_digest, read_digest, saved_digest
 from backhaul_runtime.errors import ProgramError, Refusal, ReplayError, SavedTensorModifiedError
+from backhaul_runtime.footprint import Meter
 from backhaul_runtime.generators import default_generator, drawing_device
 from backhaul_runtime.layout import copy_exact, layout_of, with_memory
 from backhaul_runtime.op_list import resolve
@@ -29,6 +30,7 @@ from backhaul_runtime.op_rules import (
 )
 from backhaul_runtime.pinned import GivenValues
 from backhaul_runtime.program import GeneratorRef, Node, Program, ResultRef, SourceRef
+from backhaul_runtime.schedule import Footprint
 from backhaul_runtime.sketch import sketches
 from backhaul_runtime.storages import StorageLedger, storage_key
 from backhaul_runtime.uses import Use, find_uses
@@ -89,8 +91,9 @@ class _Packing:
         sketches: Of each tensor saved so far; empty for parts of sources that nobody writes to.
     """
 
-    def __init__(self, keep_saved: bool, fixed: Collection[int] | None) -> None:
+    def __init__(self, keep_saved: bool, fixed: Collection[int] | None, meter: Meter | None) -> None:
         self._keep_saved = keep_saved
+        self._meter = meter
         self._fixed = fixed or ()
         self.wants_sketches = fixed is not None
         self.reads_sketch: tuple[float, ...] = ()
@@ -109,6 +112,8 @@ class _Packing:
             self.sketches.append(own if self.reads is None else self.reads_sketch)
         if hides_write(self.op, tensor):
             tensor = copy_exact(tensor, layout)
+        if self._meter is not None:
+            self._meter.saved(tensor)
         saved = Saved(len(self.digests) - 1, tensor)
         if self._keep_saved:
             self.kept.append(saved)
@@ -127,6 +132,10 @@ class Replay:
         keep_saved: Hold every saved tensor, for `saved`; else only autograd holds them, and frees them in `backward`.
         is_own: This process recorded the program, so its values did no harm then, and `hostile` need not look at them.
         wants_sketches: Take sketches of what autograd saves.
+        is_measured: Find its `footprint`.
+
+    Attributes:
+        footprint: What it takes, if it was measured; copies of sources that are written included.
 
     Attributes:
         drawn_from: The generator states, all of them.
@@ -145,6 +154,7 @@ class Replay:
         keep_saved: bool = False,
         is_own: bool = False,
         wants_sketches: bool = False,
+        is_measured: bool = False,
     ) -> None:
         if len(sources) != len(program.sources) or len(generator_states) != sum(n.draws for n in program.nodes):
             raise ProgramError(
@@ -165,7 +175,8 @@ class Replay:
             entry(tensor, source.is_leaf) if source.requires_grad else tensor
             for source, tensor in zip(program.sources, self._sources, strict=True)
         ]
-        self._packing = _Packing(keep_saved, self._unwritten() if wants_sketches else None)
+        meter = Meter(self._sources) if is_measured else None
+        self._packing = _Packing(keep_saved, self._unwritten() if wants_sketches else None, meter)
         # Taken before the run: where the program writes into a source, its history leads elsewhere afterwards.
         self._edges = {
             index: get_gradient_edge(tensor)
@@ -173,10 +184,11 @@ class Replay:
             if source.requires_grad
         }
         with torch.autograd.graph.saved_tensors_hooks(self._packing, Saved.unpack):
-            results = self._run()
+            results = self._run(meter)
         self._outputs = [self._value(ref, results) for ref in program.outputs]
         if [tensor._version for tensor in sources] != versions:
             raise ProgramError("a program wrote into a source that it does not declare as written")
+        self.footprint: Footprint | None = meter.footprint(self._outputs) if meter is not None else None
 
     def _unwritten(self) -> set[int]:
         pairs = zip(self._program.sources, self._sources, strict=True)
@@ -192,7 +204,7 @@ class Replay:
         """Of every tensor that autograd saved, in order, empty for parts of sources; see `sketch.sketches`."""
         return self._packing.sketches
 
-    def _run(self) -> list[list[Tensor] | None]:
+    def _run(self, meter: Meter | None) -> list[list[Tensor] | None]:
         program = self._program
         last_use = _last_uses(program)
         ledger = StorageLedger()
@@ -207,12 +219,14 @@ class Replay:
                 present = state
             if node.fresh_casts:
                 torch.clear_autocast_cache()
-            results.append(self._call(node, results, ledger))
+            results.append(self._call(node, results, ledger, meter))
             for freed in last_use.get(index, ()):
                 results[freed] = None
         return results
 
-    def _call(self, node: Node, results: list[list[Tensor] | None], ledger: StorageLedger) -> list[Tensor]:
+    def _call(
+        self, node: Node, results: list[list[Tensor] | None], ledger: StorageLedger, meter: Meter | None
+    ) -> list[Tensor]:
         args = [self._value(value, results) for value in node.args]
         kwargs = {name: self._value(value, results) for name, value in node.kwargs}
         if node.draws:
@@ -235,6 +249,8 @@ class Replay:
         sizes = tuple([ledger.add(tensor) for tensor in found])
         if sizes != node.result_bytes:
             raise ReplayError(f"{node.op} took {sizes} bytes on replay, {node.result_bytes} when recorded", op=node.op)
+        if meter is not None:
+            meter.ran(tensors_in((args, list(kwargs.values()))), found)
         if node.op in UNWRITTEN_RESULTS:
             for tensor in found:
                 tensor.detach().zero_()

@@ -98,6 +98,8 @@ HELP = "from contextlib import suppress\nfrom backhaul._cli import main\nwith su
         HELP.format(["health", "127.0.0.1:1"]),
         HELP.format(["health", "http://127.0.0.1:1"]),
         HELP.format(["top", "--help"]),
+        HELP.format(["simulate", "--help"]),
+        "import backhaul.simulate.predictions",
         HELP.format(["--version"]),
         "import backhaul_server.dashboard.app",
         "import backhaul_server.dashboard.command",

@@ -212,6 +212,29 @@ def test_more_segments_than_fit_are_refused_and_the_others_live() -> None:
     with_worker(test, budget_bytes=30_000)
 
 
+def test_a_small_budget_keeps_ready_what_backward_needs_first() -> None:
+    async def test(worker: Worker) -> None:
+        session = worker.open_session("trainer")
+        for turn in (0, 4):
+            were_ready: set[int] = set()
+            for number in range(turn, turn + 4):
+                await saved(worker, session, number, float(number))
+                while not worker.segments.executor.is_idle:
+                    await asyncio.sleep(0)
+                are_ready = {n for n, segment in session.segments.items() if segment.ready is not None}
+                were_ready |= are_ready
+                usage = worker.store.usage()
+                assert usage.segments + usage.cached + usage.working + usage.results <= usage.budget
+            assert are_ready >= {turn + 2, turn + 3}
+            for number in reversed(range(turn, turn + 4)):
+                await backward(worker, session, worker.segment(session, number))
+                worker.release(session, [number])
+        assert were_ready == {6, 7}  # by then it is known how many come
+
+    # What it was saved with, two results of 16 bytes, and two gradients while one of them runs.
+    with_worker(test, budget_bytes=4 * (16 + ENTRY_BYTES) + 2 * 16 + 2 * 16)
+
+
 @pytest.mark.parametrize("states", [[b"state"], [bytes(1 << 20)]])
 def test_generator_states_nobody_draws_with_are_refused(states: list[bytes]) -> None:
     async def test(worker: Worker) -> None:

@@ -1,8 +1,10 @@
+from collections.abc import Callable
+
 from backhaul_server.worker.fair_queue import FairQueue, Job
 
 
-def job(session: str, expected_s: float = 1.0, *, is_demanded: bool = True) -> Job:
-    return Job(session, lambda: None, lambda: None, lambda: None, expected_s, is_demanded)
+def job(session: str, expected_s: float = 1.0, begin: Callable[[], bool] = lambda: True) -> Job:
+    return Job(session, begin, lambda: None, lambda: None, expected_s)
 
 
 def drain(queue: FairQueue) -> list[Job]:
@@ -22,22 +24,16 @@ def test_sessions_take_turns_each_in_its_own_order() -> None:
     assert len(queue) == 0
 
 
-def test_work_ahead_waits_for_all_that_is_demanded_and_can_be_hurried() -> None:
+def test_a_job_that_can_not_begin_is_passed_over_and_keeps_its_place() -> None:
     queue = FairQueue()
-    early, late, demanded = job("a", is_demanded=False), job("a", is_demanded=False), job("b")
-    for item in (early, late, demanded):
+    has_room = False
+    large, behind, other = job("a", begin=lambda: has_room), job("a"), job("b")
+    for item in (large, behind, other):
         queue.push(item)
-    queue.hurry(late)
-    assert drain(queue) == [demanded, late, early]
-
-
-def test_hurrying_what_runs_already_changes_nothing() -> None:
-    queue = FairQueue()
-    running = job("a", is_demanded=False)
-    queue.push(running)
-    queue.pop()
-    queue.hurry(running)
-    assert queue.pop() is None
+    assert queue.pop() is other
+    queue.push(last := job("b"))
+    has_room = True
+    assert drain(queue) == [large, last, behind]
 
 
 def test_tells_how_much_work_comes_before() -> None:

@@ -13,7 +13,7 @@ from backhaul_runtime.program import Node, Program, ResultRef, Source, SourceRef
 from backhaul_runtime.program_codec import encode_program
 from backhaul_server.worker import runs
 from backhaul_server.worker.core import Worker
-from backhaul_server.worker.segment_machine import GuessAhead, Hurry, Key, Phase, ReplayAhead, Run, SegmentMachine
+from backhaul_server.worker.segment_machine import GuessAhead, Key, Phase, ReplayAhead, Run, SegmentMachine
 from backhaul_server.worker.segments import Segment, Session
 from unit.test_core import put, squaring, with_worker
 
@@ -48,7 +48,7 @@ async def backward(worker: Worker, segment: Segment, gradient: torch.Tensor, *, 
 
 
 async def idle(worker: Worker) -> None:
-    while len(worker.segments.executor):
+    while not worker.segments.executor.is_idle:
         await asyncio.sleep(0)
 
 
@@ -111,8 +111,8 @@ def test_room_that_is_needed_is_taken_from_guesses() -> None:
         segments = await chain(worker, [2.0, 4.0])
         gradient = await backward(worker, segments[1], torch.ones(4), runs_anew=True)
         await idle(worker)
-        usage = worker.store.usage()  # whose work is the guess
-        worker.store.expect(usage.budget - usage.segments - usage.working)
+        usage = worker.store.usage()
+        worker.store.expect(usage.budget - usage.segments - segments[0].footprint.run_bytes)
         assert segments[0].guess is None
         assert segments[0].machine.phase is Phase.SAVED
         assert torch.equal(await backward(worker, segments[0], gradient, runs_anew=True), gradient * 4)
@@ -234,6 +234,6 @@ def test_only_a_replay_that_is_ready_is_gone_on_from() -> None:
     machine.replayed(succeeded=True)
     assert machine.guess() == [GuessAhead()]
     assert machine.guess() == []
-    assert machine.requested(FIRST) == [Hurry()]
+    assert machine.requested(FIRST) == []
     assert machine.replayed(succeeded=True) == [Run(FIRST)]
     assert machine.was_asked

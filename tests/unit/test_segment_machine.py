@@ -8,7 +8,6 @@ from backhaul_server.worker.segment_machine import (
     DropReplay,
     ForgetResult,
     Free,
-    Hurry,
     Key,
     Phase,
     ReplayAhead,
@@ -66,7 +65,7 @@ def test_a_replay_ahead_is_used_by_the_request() -> None:
 def test_a_request_hurries_the_replay_ahead_and_waits_for_it() -> None:
     machine = SegmentMachine()
     machine.ahead()
-    assert machine.requested(FIRST) == [Hurry()]
+    assert machine.requested(FIRST) == []
     assert machine.replayed(succeeded=True) == [Run(FIRST)]
 
 

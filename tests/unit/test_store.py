@@ -74,12 +74,12 @@ def test_a_segment_that_does_not_fit_alone_is_told_so() -> None:
     assert store.usage().refusals == 1
 
 
-def test_a_run_makes_room_among_replays_ahead_and_results() -> None:
+def test_a_run_makes_room_among_replays_and_results() -> None:
     store = filled(100, a=10, b=10)
     dropped: list[str] = []
     store.attach("s", [b"a"], [], 40)
     store.attach("t", [b"b"], [], 40)
-    assert store.start_ahead("s", lambda: dropped.append("s"))
+    store.keep_ready("s", 30, lambda: dropped.append("s"))
     store.keep_result("r", 30, lambda: dropped.append("r"))
     assert store.start_run("t") == 40
     assert dropped == ["s"]
@@ -90,21 +90,54 @@ def test_a_run_makes_room_among_replays_ahead_and_results() -> None:
     assert store.usage().working == 0
 
 
-def test_a_replay_ahead_leaves_room_for_a_demanded_run() -> None:
+def test_a_run_takes_over_what_is_ready_for_it() -> None:
+    store = filled(100, a=10)
+    store.attach("s", [b"a"], [], 80)
+    store.keep_ready("s", 60, pytest.fail)
+    assert store.start_run("s", 70) == 70
+    assert store.usage().working == 70
+
+
+def test_the_schedule_says_which_replay_gives_way() -> None:
+    dropped: list[str] = []
+    store: Store[str] = Store(100, lambda: next(name for name in "bac" if name not in dropped))
+    for name in "abc":
+        store.keep_ready(name, 30, lambda name=name: dropped.append(name))  # type: ignore[misc]
+    store.expect(50)
+    assert dropped == ["b", "a"]
+    assert store.usage().working == 30
+
+
+def test_tensors_are_let_in_beside_replays_but_not_beside_what_runs() -> None:
     store = filled(100, a=10)
     store.attach("s", [b"a"], [], 50)
-    assert not store.start_ahead("s", lambda: None)
+    store.keep_ready("s", 50, pytest.fail)
+    store.expect(40)
+    with pytest.raises(BudgetError):
+        store.expect(1)
 
 
-def test_replays_of_segments_saved_earlier_give_way() -> None:
-    store = filled(100, a=1, b=1, c=1)
+def test_what_came_for_a_segment_stays_longer_than_replays() -> None:
+    store = filled(100, a=10, b=10)
+    store.attach("s", [b"a"], [], 20)
+    store.detach("s")
     dropped: list[str] = []
-    for name in "abc":
-        store.attach(name, [name.encode()], [], 30)
-    for name in "abc":
-        assert store.start_ahead(name, lambda name=name: dropped.append(name))
-    assert dropped == ["a"]
-    assert [store.is_ahead(name) for name in "abc"] == [False, True, True]
+    store.keep_ready("s", 60, lambda: dropped.append("s"))
+    store.expect(30)
+    assert (store.missing([b"a", b"b"]), dropped) == ([b"a"], [])
+    store.expect(30)
+    assert (store.missing([b"a", b"b"]), dropped) == ([b"a"], ["s"])
+
+
+def test_a_run_waits_for_an_answer_that_is_being_sent() -> None:
+    store = filled(100, a=10)
+    store.attach("s", [b"a"], [], 50)
+    store.keep_result("r", 60, lambda: None)
+    store.pin_result("r")
+    assert store.start_run("s") is None
+    store.unpin_result("r")
+    assert store.start_run("s") == 50
+    assert store.usage().results == 0
 
 
 def test_a_run_of_a_released_segment_charges_nothing() -> None:
@@ -114,10 +147,11 @@ def test_a_run_of_a_released_segment_charges_nothing() -> None:
     assert store.start_run("s") == 0
 
 
-@given(st.lists(st.tuples(st.sampled_from("pasdrfe"), st.integers(0, 5), st.integers(0, 60)), max_size=40))
+@given(st.lists(st.tuples(st.sampled_from("pasdrefux"), st.integers(0, 5), st.integers(0, 60)), max_size=60))
 def test_nothing_ever_exceeds_the_budget(steps: list[tuple[str, int, int]]) -> None:
     store: Store[int] = Store(100)
-    running: list[int] = []
+    running: list[tuple[int, int]] = []
+    pinned: list[int] = []
     for kind, number, size in steps:
         name = bytes([number])
         try:
@@ -126,23 +160,34 @@ def test_nothing_ever_exceeds_the_budget(steps: list[tuple[str, int, int]]) -> N
                 store.arrived(name, number, size)
             elif kind == "a" and not store.missing([name]) and number not in store._segments:
                 store.attach(number, [name], [name] if size % 2 else [], size)
-            elif kind == "s" and number in store._segments and not store.is_ahead(number):
-                store.start_ahead(number, lambda: None)
             elif kind == "d" and number in store._segments:
-                store.end_ahead(number)
+                store.let_go(number)
                 store.detach(number)
-            elif kind == "r" and number in store._segments and not running:
-                running.append(store.start_run(number))
+            elif kind in "rs" and number in store._segments and not running:
+                taken = store.start_run(number, size)
+                assert taken is not None or pinned, "only an answer that is being sent is waited for"
+                if taken is not None:
+                    running.append((number, taken))
             elif kind == "e" and running:
-                store.end_run(running.pop())
+                segment, taken = running.pop()
+                store.end_run(taken)
+                if segment in store._segments:
+                    store.keep_ready(segment, min(size, taken), lambda: None)
             elif kind == "f" and running:
+                _, taken = running.pop()
+                store.end_run(taken)
                 store.forget_result(number)
-                store.keep_result(number, min(size, running[0]), lambda: None)
+                if number not in pinned:
+                    store.keep_result(number, min(size, taken), lambda: None)
+                    store.pin_result(number)
+                    pinned.append(number)
+            elif kind == "u" and pinned:
+                store.unpin_result(pinned.pop())
         except BudgetError:
             pass
         usage = store.usage()
-        held = (usage.segments, usage.cached, usage.working)
-        assert min(*held, usage.results) >= 0
+        held = (usage.segments, usage.cached, usage.working, usage.results)
+        assert min(held) >= 0
         assert sum(held) <= 100
 
 

@@ -96,19 +96,31 @@ class Training:
 
     def step(self) -> None:
         """One step of training. The gradients stay until the next."""
+        self.clear_gradients()
+        self.forward_backward()
+        self.optimize()
+
+    def clear_gradients(self) -> None:
+        """A step begins with this."""
         self._optimizer.zero_grad()
         self.x.grad = None
-        self.forward_backward()
-        self._optimizer.step()
 
     def forward_backward(self) -> None:
         """A step without the optimizer: gradients add to those that are there."""
+        self.forward().backward()  # type: ignore[no-untyped-call]
+
+    def optimize(self) -> None:
+        """A step ends with this."""
+        self._optimizer.step()
+
+    def forward(self) -> Tensor:
+        """The loss."""
         self._steps += 1
         torch.manual_seed(self._steps)  # the same dropout in every training
         y = self.x
         for segment in self._segments:
             y = segment(y) if self._checkpoint is None else self._checkpoint(segment, y)
-        y.square().mean().backward()  # type: ignore[no-untyped-call]
+        return y.square().mean()
 
     def steps(self, count: int) -> None:
         """So many steps."""

@@ -21,6 +21,7 @@ from backhaul_runtime.layout import Layout, layout_of
 from backhaul_runtime.logs import about
 from backhaul_runtime.program import Program
 from backhaul_runtime.program_codec import address_of_program, decode_program
+from backhaul_runtime.schedule import Schedule
 from backhaul_server.worker.runs import Work
 from backhaul_server.worker.segments import ENTRY_BYTES, Segment, Segments, Session
 from backhaul_server.worker.store import Store
@@ -46,8 +47,9 @@ class Worker:
         self.device = device
         self.lease_s = lease_s
         self.epoch = secrets.token_hex(8)
-        self.store: Store[Tensor] = Store(budget_bytes)
-        self.segments = Segments(self.store)
+        schedule = Schedule()
+        self.store: Store[Tensor] = Store(budget_bytes, schedule.last_needed)
+        self.segments = Segments(self.store, schedule)
         self.sessions: dict[str, Session] = {}
         self.draining = False
         self.last_error = ("", 0.0)
@@ -92,6 +94,7 @@ class Worker:
             logger.info("the session of %s is closed", session.trainer, extra=about(session.run))
             for segment in list(session.segments.values()):
                 self.segments.release(segment)
+            self.segments.closed(session)
             self.store.uncache(session.gradients)
         if not self.sessions:
             self.store.clear_cache()
@@ -185,13 +188,13 @@ class Worker:
             self.segments.confirm(present, generator_states, predecessors)
             return False, []
         sources = [self.store.tensor(address) for address in addresses]
-        need = program.run_bytes([layout_of(tensor).gradient_bytes for tensor in sources]) + sum(
-            map(len, generator_states)
-        )
-        work = Work(program, sources, generator_states, wants_sketches)
+        source_bytes = tuple([layout_of(tensor).gradient_bytes for tensor in sources])
+        need = program.run_bytes(source_bytes) + sum(map(len, generator_states))
+        work = Work(program, sources, generator_states, wants_sketches, (program_address, source_bytes))
         segment = Segment(session, segment_id, work, name, predecessors, made_of, not is_predicted)
-        self.store.attach(segment.key, addresses, [addresses[position] for position in transient], need)
+        added = self.store.attach(segment.key, addresses, [addresses[position] for position in transient], need)
         session.segments[segment_id] = segment
+        self.segments.add(segment, need, added)
         if not is_predicted or program_address not in session.unpredictable:
             self.segments.ahead(segment)
         return False, []

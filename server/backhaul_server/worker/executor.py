@@ -1,6 +1,7 @@
 """One thread that owns the device, and the order in which it works."""
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 
@@ -8,9 +9,14 @@ from backhaul_server.worker.fair_queue import FairQueue, Job
 
 
 class Executor:
-    """Runs jobs one by one. Construct and use it in a running event loop's thread; `close` ends it."""
+    """Runs jobs one by one. Construct and use it in a running event loop's thread; `close` ends it.
 
-    def __init__(self) -> None:
+    Args:
+        ahead: Gives a job that has begun, for when none waits that can begin.
+    """
+
+    def __init__(self, ahead: Callable[[], Job | None]) -> None:
+        self._ahead = ahead
         self._queue = FairQueue()
         self._running: Job | None = None
         self._running_since = 0.0
@@ -27,9 +33,14 @@ class Executor:
         self._queue.push(job)
         self._came.set()
 
-    def hurry(self, job: Job) -> None:
-        """Somebody waits for a job that was to be done ahead."""
-        self._queue.hurry(job)
+    def wake(self) -> None:
+        """There may be something to do ahead, or room for a job that waits."""
+        self._came.set()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing runs and nothing was found to do."""
+        return self._running is None and not self._came.is_set()
 
     def place(self, job: Job | None) -> tuple[bool, float]:
         """Whether a job runs, and else the expected seconds of work before it."""
@@ -50,13 +61,12 @@ class Executor:
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            self._running = self._queue.pop()
+            self._running = self._queue.pop() or self._ahead()
             if self._running is None:
                 self._came.clear()
                 await self._came.wait()
                 continue
             self._running_since = monotonic()
-            self._running.begin()
             await loop.run_in_executor(self._pool, self._running.work)
             self._end()
 

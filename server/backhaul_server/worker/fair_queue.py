@@ -11,67 +11,53 @@ class Job:
 
     Attributes:
         session: Whose work it is.
-        begin: Called in the event loop just before it runs.
+        begin: Called in the event loop just before it runs. Returns whether it can; else it waits, while others run.
         work: Called in the executor's thread. Must not raise.
         end: Called in the event loop when it has run.
         expected_s: What its trainer thinks it takes.
-        is_demanded: Somebody waits for it; else it is done ahead.
     """
 
     session: str
-    begin: Callable[[], None]
+    begin: Callable[[], bool]
     work: Callable[[], None]
     end: Callable[[], None]
     expected_s: float
-    is_demanded: bool
 
 
 class FairQueue:
-    """Sessions take turns, each in its own order. Work that nobody waits for yet comes after all that is demanded."""
+    """Sessions take turns, each in its own order."""
 
     def __init__(self) -> None:
-        self._demanded: OrderedDict[str, deque[Job]] = OrderedDict()
-        self._ahead: OrderedDict[str, deque[Job]] = OrderedDict()
+        self._lines: OrderedDict[str, deque[Job]] = OrderedDict()
 
     def __len__(self) -> int:
-        return sum(len(jobs) for queue in (self._demanded, self._ahead) for jobs in queue.values())
+        return sum(map(len, self._lines.values()))
 
     def push(self, job: Job) -> None:
         """Adds a job at the end of its session's line."""
-        queue = self._demanded if job.is_demanded else self._ahead
-        queue.setdefault(job.session, deque()).append(job)
-
-    def hurry(self, job: Job) -> None:
-        """Moves a job that was to be done ahead to the end of its session's demanded ones, if it still waits."""
-        jobs = self._ahead.get(job.session, deque())
-        if job in jobs:
-            jobs.remove(job)
-            if not jobs:
-                del self._ahead[job.session]
-            job.is_demanded = True
-            self.push(job)
+        self._lines.setdefault(job.session, deque()).append(job)
 
     def pop(self) -> Job | None:
-        """The next job, or None. Its session goes to the end of the round."""
-        for queue in (self._demanded, self._ahead):
-            if queue:
-                session, jobs = queue.popitem(last=False)
+        """The next job that can begin, or None. Its session goes to the end of the round, those passed over do not."""
+        for session, jobs in self._lines.items():
+            if jobs[0].begin():
                 job = jobs.popleft()
-                if jobs:
-                    queue[session] = jobs
+                self._lines.move_to_end(session)
+                if not jobs:
+                    del self._lines[session]
                 return job
         return None
 
     def ahead_of(self, job: Job) -> float:
         """Expected seconds of the work that will run before this job, were nothing added. 0 for one not queued."""
-        rounds = self._demanded.get(job.session, deque())
+        rounds = self._lines.get(job.session, deque())
         if job not in rounds:
             return 0.0
         place = rounds.index(job)
         own = sum(other.expected_s for other in list(rounds)[:place])
         others = sum(
             other.expected_s
-            for session, jobs in self._demanded.items()
+            for session, jobs in self._lines.items()
             if session != job.session
             for other in list(jobs)[: place + 1]
         )

@@ -1,6 +1,6 @@
 """What the executor's thread does: replay a segment, run its backward, or take what autograd saved in it."""
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from time import time
 
@@ -41,15 +41,17 @@ class Work:
         sources: On the device, not written to.
         generator_states: One per node that draws.
         wants_sketches: Sketch what autograd saves.
+        kind: Equal for those whose replays take the same memory.
     """
 
     program: Program
     sources: Sequence[Tensor]
     generator_states: Sequence[bytes]
     wants_sketches: bool = False
+    kind: Hashable = None
 
-    def replay(self, *, keep_saved: bool) -> Ready:
-        """Runs the program forward."""
+    def replay(self, *, keep_saved: bool, is_measured: bool = False) -> Ready:
+        """Runs the program forward. Measured, its `Replay.footprint` is found."""
         began_at_s = time()
         try:
             replay = Replay(
@@ -58,6 +60,7 @@ class Work:
                 self.generator_states,
                 keep_saved=keep_saved,
                 wants_sketches=self.wants_sketches,
+                is_measured=is_measured,
             )
             return Ready(replay, keep_saved, began_at_s, time() - began_at_s)
         finally:
@@ -108,6 +111,11 @@ class Finished:
     recompute_s: float = 0.0
     backward_at_s: float = 0.0
     backward_s: float = 0.0
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the tensors that it holds."""
+        return self.bundle.size_bytes + sum(parcel.layout.span_bytes for parcel in self.chained.values())
 
 
 def backward(

@@ -48,11 +48,6 @@ class GuessAhead:
 
 
 @dataclass(frozen=True, slots=True)
-class Hurry:
-    """Instruction: somebody waits for the replay ahead now."""
-
-
-@dataclass(frozen=True, slots=True)
 class Run:
     """Instruction: do what the request asks, on the replay that is ready if there is one."""
 
@@ -90,7 +85,7 @@ class Free:
     """Instruction: free what the segment was saved with. The last one a segment gives."""
 
 
-Instruction = ReplayAhead | GuessAhead | Hurry | Run | Answer | AnswerError | DropReplay | ForgetResult | Free
+Instruction = ReplayAhead | GuessAhead | Run | Answer | AnswerError | DropReplay | ForgetResult | Free
 
 
 @dataclass(slots=True)
@@ -108,14 +103,14 @@ class SegmentMachine:
         return bool(self.running or self.waiting or self.results)
 
     def ahead(self) -> list[Instruction]:
-        """The trainer will ask for this segment soon."""
+        """The executor is free to replay it, and the trainer will ask for it."""
         if self.phase is not Phase.SAVED:
             return []
         self.phase = Phase.REPLAYING
         return [ReplayAhead()]
 
     def guess(self) -> list[Instruction]:
-        """It is known what the segment's backward will probably start from."""
+        """The executor is free, and it is known what the segment's backward will probably start from."""
         if self.phase is not Phase.READY:
             return []
         self.phase = Phase.REPLAYING
@@ -133,10 +128,7 @@ class SegmentMachine:
         stale = [old for old in self.results if old.backward < key.backward]
         self.results.difference_update(stale)
         forget: list[Instruction] = [ForgetResult(old) for old in stale]
-        if self.phase is Phase.REPLAYING:
-            self.waiting.append(key)
-            return [*forget, Hurry()]
-        if self.phase is Phase.RUNNING:
+        if self.phase in {Phase.REPLAYING, Phase.RUNNING}:
             self.waiting.append(key)
             return forget
         return [*forget, *self._run(key)]

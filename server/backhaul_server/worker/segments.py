@@ -5,7 +5,7 @@ Runs in the event loop's thread, except what the executor is handed (`runs`).
 
 import asyncio
 import logging
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,6 +17,8 @@ from torch import Tensor
 from backhaul_runtime.errors import BackhaulError, BudgetError, SegmentUnknownError, WorkerError
 from backhaul_runtime.framing import Parcel
 from backhaul_runtime.logs import about
+from backhaul_runtime.schedule import Footprint, Schedule
+from backhaul_runtime.schedule import Key as ScheduleKey
 from backhaul_server.worker import runs
 from backhaul_server.worker.executor import Executor
 from backhaul_server.worker.fair_queue import Job
@@ -28,9 +30,9 @@ from backhaul_server.worker.segment_machine import (
     ForgetResult,
     Free,
     GuessAhead,
-    Hurry,
     Instruction,
     Key,
+    Phase,
     ReplayAhead,
     Run,
     SegmentMachine,
@@ -41,6 +43,8 @@ logger = logging.getLogger("backhaul.worker")
 KEPT_GRADIENTS = 8
 MAX_ANSWERS = 16  # of one session, read at the same time
 ENTRY_BYTES = 2 << 10  # what a tensor takes beside its elements
+MOST_FOOTPRINTS = 4096
+_NOTHING = Footprint(0, 0, 0)
 
 Perform = Callable[[Work, Ready | None], Finished]
 """What a request wants done with a segment. Called in the executor's thread."""
@@ -93,7 +97,8 @@ class Segment:
         made_of: Addresses of its program and of its sources.
         is_confirmed: Its call has ended, and was what `work` says.
         guess: What its backward will probably start from, and its result once that has run.
-        queued_at_s: When its replay ahead came to the queue, in seconds since 1970; 0 without one.
+        footprint: What its run takes; once one of its kind was replayed, by measurement.
+        queued_at_s: When it could be replayed ahead, in seconds since 1970.
     """
 
     session: "Session"
@@ -106,14 +111,15 @@ class Segment:
     machine: SegmentMachine = field(default_factory=SegmentMachine)
     guess: Guess | None = None
     ready: Ready | None = None
+    footprint: Footprint = _NOTHING
     queued_at_s: float = 0.0
     job: Job | None = None
     requests: dict[Key, Request] = field(default_factory=dict)
 
     @property
-    def key(self) -> Hashable:
+    def key(self) -> ScheduleKey:
         """Names it among all segments of the worker, also beside one that it replaces."""
-        return id(self)
+        return self.session.id, id(self)
 
     def fits(self, ready: Ready) -> bool:
         """Whether a replay is that of the call, as far as the call has ended."""
@@ -161,6 +167,7 @@ class Segments:
 
     Args:
         store: Of what they are made of.
+        schedule: Decides what is done ahead.
 
     Attributes:
         executor: Of the device.
@@ -169,16 +176,36 @@ class Segments:
         wasted: How many guesses ran and were not.
     """
 
-    def __init__(self, store: Store[Tensor]) -> None:
-        self.executor = Executor()
+    def __init__(self, store: Store[Tensor], schedule: Schedule) -> None:
+        self.executor = Executor(self._next_ahead)
         self.recomputed = 0
         self.guessed = 0
         self.wasted = 0
         self._store = store
+        self._schedule = schedule
+        self._by_key: dict[ScheduleKey, Segment] = {}
+        self._footprints: OrderedDict[Hashable, Footprint] = OrderedDict()
+
+    def add(self, segment: Segment, need_bytes: int, source_bytes: int) -> None:
+        """Takes a saved segment in; `ahead` follows if it will be asked for.
+
+        Args:
+            segment: Attached to the store.
+            need_bytes: What its run takes at most, by its program.
+            source_bytes: Of what only it names.
+        """
+        assert segment.work is not None
+        unknown = Footprint(need_bytes, need_bytes, need_bytes)
+        segment.footprint = self._footprints.get(segment.work.kind, unknown)
+        self._by_key[segment.key] = segment
+        self._schedule.saved(segment.key, segment.footprint, source_bytes)
 
     def ahead(self, segment: Segment) -> None:
-        """Starts on a segment that will be asked for, as far as room allows."""
-        self._carry_out(segment, segment.machine.ahead())
+        """Notes that a segment will be asked for, perhaps once more. It is replayed as far as room allows."""
+        if segment.machine.phase is Phase.SAVED:
+            segment.queued_at_s = time()
+            self._schedule.wanted(segment.key)
+            self.executor.wake()
 
     def confirm(
         self, segment: Segment, generator_states: Sequence[bytes], predecessors: Mapping[int, tuple[int, int]]
@@ -200,6 +227,11 @@ class Segments:
     def release(self, segment: Segment) -> None:
         """Frees a segment."""
         self._carry_out(segment, segment.machine.released())
+        self.executor.wake()
+
+    def closed(self, session: Session) -> None:
+        """Forgets a session whose segments were released."""
+        self._schedule.closed(session.id)
 
     def request(
         self,
@@ -222,6 +254,8 @@ class Segments:
         if request is None:
             request = Request(prepare(), start, expected_s, time(), asyncio.get_running_loop().create_future())
             segment.requests[key] = request
+            if segment.work is not None:
+                self._schedule.demanded(segment.key)
         self._carry_out(segment, segment.machine.requested(key))
         return request
 
@@ -243,6 +277,7 @@ class Segments:
         finally:
             session.answers -= 1
             self._store.unpin_result(result)
+            self.executor.wake()
 
     def remember(self, session: Session, addresses: Iterable[bytes]) -> None:
         """Keeps gradients for the next segment of the chain, and lets go of those before them."""
@@ -256,12 +291,9 @@ class Segments:
         for instruction in instructions:
             match instruction:
                 case ReplayAhead():
-                    self._replay_ahead(segment)
+                    segment.job = self._replay_ahead(segment)
                 case GuessAhead():
-                    self._guess_ahead(segment)
-                case Hurry():
-                    if segment.job is not None:
-                        self.executor.hurry(segment.job)
+                    segment.job = self._guess_ahead(segment)
                 case Run(key):
                     self._run(segment, key)
                 case Answer():
@@ -270,13 +302,17 @@ class Segments:
                     self._fail(segment, key, SegmentUnknownError(f"segment {segment.id} was released meanwhile"))
                 case DropReplay():
                     segment.ready = segment.guess = None
-                    self._store.end_ahead(segment.key)
+                    self._store.let_go(segment.key)
+                    self._schedule.dropped(segment.key)
                 case ForgetResult(key):
                     self._store.forget_result((segment.key, key))
                     segment.requests.pop(key, None)
                 case Free():
-                    segment.work = None  # a job of it may still wait its turn
+                    segment.work = segment.guess = None  # a job of it may still wait its turn
+                    self._store.let_go(segment.key)
                     self._store.detach(segment.key)
+                    self._schedule.released(segment.key)
+                    del self._by_key[segment.key]
                     segment.session.segments.pop(segment.id, None)
 
     def _go_on(self, segment: Segment, found: Finished, start: Start | None) -> None:
@@ -297,10 +333,22 @@ class Segments:
                 Start(addresses, start.state, start.wants_digests, summed),
                 {output: parcel.tensor for output, parcel in parcels.items()},
             )
-            self._carry_out(before, before.machine.guess() or before.machine.ahead())
+            self._schedule.guessed(before.key)
 
-    def _guess_ahead(self, segment: Segment) -> None:
-        """Runs a guess on the replay that is ready, in the room of that replay."""
+    def _next_ahead(self) -> Job | None:
+        """What to do ahead now, begun already."""
+        step = self._schedule.next(self._store.room_for_replays())
+        if step is None:
+            return None
+        for key in step.gives_way:
+            self._store.give_up(key)
+        segment = self._by_key[step.key]
+        self._carry_out(segment, segment.machine.guess() or segment.machine.ahead())
+        return segment.job
+
+    def _guess_ahead(self, segment: Segment) -> Job:
+        """Runs a guess on the replay that is ready."""
+        charged = self._start_run(segment, segment.footprint.run_bytes) or 0
         made: list[Finished] = []
 
         def work() -> None:
@@ -313,54 +361,78 @@ class Segments:
 
         def end() -> None:
             guess, segment.guess = segment.guess, None
-            succeeded = bool(made) and guess is not None and self._store.is_ahead(segment.key)
             segment.job = None  # it leads back to the segment
-            if succeeded and guess is not None:
-                segment.guess = replace(guess, finished=made[0])
-            else:
-                self._store.end_ahead(segment.key)
-            self._carry_out(segment, segment.machine.replayed(succeeded=succeeded))
-            if succeeded and guess is not None:
-                self._go_on(segment, made[0], guess.start)
+            self._store.end_run(charged)
+            found = made[0] if made and segment.work is not None and guess is not None else None
+            if found is not None and guess is not None:
+                segment.guess = replace(guess, finished=found)
+            self._ended_ahead(segment, found.size_bytes if found is not None else None, is_done=True)
+            if found is not None and guess is not None:
+                self._go_on(segment, found, guess.start)
 
-        self._submit(segment, Job(segment.session.id, lambda: None, work, end, 0.0, is_demanded=False))
+        return Job(segment.session.id, lambda: True, work, end, 0.0)
 
-    def _replay_ahead(self, segment: Segment) -> None:
-        def drop() -> None:
-            segment.ready = segment.guess = None
-            segment.machine.dropped()
-
-        if not self._store.start_ahead(segment.key, drop):
-            self._carry_out(segment, segment.machine.replayed(succeeded=False))
-            return
-        segment.queued_at_s = time()
+    def _replay_ahead(self, segment: Segment) -> Job:
+        charged = self._start_run(segment, segment.footprint.replay_bytes) or 0
         made: list[Ready] = []
+        is_measured = segment.work is not None and segment.work.kind not in self._footprints
 
         def work() -> None:
             found = segment.work
             try:
                 if found is not None:
-                    made.append(found.replay(keep_saved=not found.program.outputs))
+                    made.append(found.replay(keep_saved=not found.program.outputs, is_measured=is_measured))
             except Exception:  # the request that needs it will meet its own
                 logger.debug("a replay ahead failed", exc_info=True, extra=segment.about)
 
         def end() -> None:
-            is_other = bool(made) and not segment.fits(made[0])
-            succeeded = bool(made) and not is_other and self._store.is_ahead(segment.key)
-            if succeeded:
-                segment.ready = made.pop()
-            else:
-                self._store.end_ahead(segment.key)
-                segment.guess = None
             segment.job = None  # it leads back to the segment
-            self._carry_out(segment, segment.machine.replayed(succeeded=succeeded))
+            self._store.end_run(charged)
+            is_other = bool(made) and not segment.fits(made[0])
+            if made and not is_other and segment.work is not None:
+                segment.ready = made.pop()
+                if segment.ready.replay.footprint is not None:
+                    self._measured(segment.work.kind, segment.ready.replay.footprint)
+            else:
+                segment.guess = None
+            self._ended_ahead(segment, segment.footprint.ready_bytes if segment.ready is not None else None)
             if is_other:
                 self._mispredicted(segment)
                 self.ahead(segment)
-            if segment.guess is not None:
-                self._carry_out(segment, segment.machine.guess())
 
-        self._submit(segment, Job(segment.session.id, lambda: None, work, end, 0.0, is_demanded=False))
+        return Job(segment.session.id, lambda: True, work, end, 0.0)
+
+    def _start_run(self, segment: Segment, most_bytes: int) -> int | None:
+        """Charges what runs next. None where there is no room until an answer has been sent."""
+        charged = self._store.start_run(segment.key, most_bytes)
+        if charged is not None and segment.work is not None:
+            self._schedule.started(segment.key)
+        return charged
+
+    def _ended_ahead(self, segment: Segment, held_bytes: int | None, *, is_done: bool = False) -> None:
+        """Charges what work ahead left ready; None: it left nothing."""
+
+        def drop() -> None:
+            segment.ready = segment.guess = None
+            segment.machine.dropped()
+            self._schedule.dropped(segment.key)
+
+        if held_bytes is not None:
+            self._store.keep_ready(segment.key, held_bytes, drop)
+            self._schedule.ready(segment.key, held_bytes, is_done=is_done)
+        elif segment.work is not None:
+            self._schedule.given_up(segment.key)
+        self._carry_out(segment, segment.machine.replayed(succeeded=held_bytes is not None))
+
+    def _measured(self, kind: Hashable, found: Footprint) -> None:
+        """Notes what segments of a kind take."""
+        self._footprints[kind] = found
+        while len(self._footprints) > MOST_FOOTPRINTS:
+            self._footprints.popitem(last=False)
+        for segment in self._by_key.values():
+            if segment.work is not None and segment.work.kind == kind:
+                segment.footprint = found
+                self._schedule.measured(segment.key, found)
 
     def _run(self, segment: Segment, key: Key) -> None:
         request = segment.requests[key]
@@ -368,7 +440,8 @@ class Segments:
         if guess is not None and guess.finished is not None and guess.start == request.start:
             self.guessed += 1
             request.perform = None
-            self._store.end_ahead(segment.key)
+            self._store.let_go(segment.key)
+            self._schedule.started(segment.key)
             self._done(segment, key, request, guess.finished)
             self._carry_out(segment, segment.machine.ran(key, succeeded=True))
             return
@@ -376,8 +449,11 @@ class Segments:
         outcome: list[Finished | BackhaulError] = []
         charged: list[int] = []
 
-        def begin() -> None:
-            charged.append(self._store.start_run(segment.key))
+        def begin() -> bool:
+            taken = self._start_run(segment, segment.footprint.run_bytes)
+            if taken is not None:
+                charged.append(taken)
+            return taken is not None
 
         def work() -> None:
             ready, segment.ready = segment.ready, None
@@ -401,11 +477,8 @@ class Segments:
             if isinstance(found, Finished):
                 self._go_on(segment, found, request.start)
 
-        self._submit(segment, Job(segment.session.id, begin, work, end, request.expected_s, is_demanded=True))
-
-    def _submit(self, segment: Segment, job: Job) -> None:
-        segment.job = job
-        self.executor.submit(job)
+        segment.job = Job(segment.session.id, begin, work, end, request.expected_s)
+        self.executor.submit(segment.job)
 
     def _done(self, segment: Segment, key: Key, request: Request, found: Finished) -> None:
         """Answers a request and keeps the answer for those who ask again."""

@@ -1,12 +1,15 @@
 """What a worker holds, within a hard byte budget. Knows bytes and addresses, not tensors: they are opaque here.
 
 NOTE [Room]
-1. Four tiers share the budget: tensors that live segments name, tensors cached for later, work (a replay ahead of or
-   under a request), and finished results.
-2. A segment is only accepted if its tensors fit beside those of the others with room left for the largest run among
-   them. So a request for an accepted segment never fails for want of room.
-3. Room is made by giving up, in this order: cached tensors (oldest first), replays made ahead, results nobody reads.
-   Tensors of live segments are never given up.
+1. Four tiers share the budget: tensors that live segments name, tensors cached for later, work (what runs, and replays
+   that are ready), and finished results. What runs is charged with the most it takes, a replay that is ready with what
+   it holds.
+2. A segment is only accepted, and a tensor only let in, if beside all that can't be given up there is room for the
+   largest run among the segments. One thing runs at a time; so a request for an accepted segment has room, if need be
+   once an answer that is just being sent has gone.
+3. Room is made by giving up, in this order: cached tensors (oldest first), replays that are ready (in the order that
+   `Schedule` says), tensors that came for a segment to be saved, results nobody reads. Tensors of live segments are
+   never given up, nor is what runs.
 4. Incoming tensors are charged when they are declared, before memory is taken.
 """
 
@@ -28,7 +31,7 @@ class Usage:
     Attributes:
         segments: Tensors that live segments name.
         cached: Tensors kept for later, arriving ones included.
-        working: Replays ahead of or under a request.
+        working: What runs, and replays that are ready.
         results: Finished results.
         budget: All of them together never exceed it.
         refusals: Requests turned away for want of room.
@@ -50,6 +53,7 @@ class _Entry(Generic[T]):
     size_bytes: int
     references: int = 0
     transient: bool = True
+    is_awaited: bool = False  # it came for a segment that is not saved yet
 
 
 @dataclass(slots=True)
@@ -64,13 +68,15 @@ class Store(Generic[T]):
 
     Attributes:
         budget_bytes: Limit of all tiers together.
+        last_needed: Says which of the replays that are ready gives way (Rule 3). The oldest unless given.
     """
 
     budget_bytes: int
+    last_needed: Callable[[], Hashable] | None = None
     _entries: dict[bytes, _Entry[T]] = field(default_factory=dict)
     _cache: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     _segments: dict[Hashable, _Segment] = field(default_factory=dict)
-    _ahead: OrderedDict[Hashable, tuple[int, Callable[[], None]]] = field(default_factory=OrderedDict)
+    _ready: OrderedDict[Hashable, tuple[int, Callable[[], None]]] = field(default_factory=OrderedDict)
     _results: OrderedDict[Hashable, tuple[int, Callable[[], None] | None]] = field(default_factory=OrderedDict)
     _pinned: Counter[Hashable] = field(default_factory=Counter)
     _bytes: Counter[str] = field(default_factory=Counter)
@@ -83,7 +89,7 @@ class Store(Generic[T]):
         return Usage(
             segments=count["segments"],
             cached=count["cached"] + count["arriving"],
-            working=count["running"] + count["ahead"],
+            working=count["running"] + count["ready"],
             results=count["results"],
             budget=self.budget_bytes,
             refusals=self._refusals,
@@ -107,7 +113,9 @@ class Store(Generic[T]):
 
     def expect(self, size_bytes: int) -> None:
         """Charges a declared tensor (Rule 4); `arrived` or `abandon` follows. Raises BudgetError."""
-        self._require(size_bytes + self._reserve(), f"a tensor of {size_bytes} bytes")
+        if not self._is_possible(size_bytes) or not self._fits(size_bytes):
+            retry_after_s = RETRY_AFTER_S if size_bytes <= self.budget_bytes else 0.0
+            self._refuse(f"a tensor of {size_bytes} bytes", size_bytes, retry_after_s)
         self._bytes["arriving"] += size_bytes
 
     def abandon(self, size_bytes: int) -> None:
@@ -118,10 +126,12 @@ class Store(Generic[T]):
         """Stores a tensor that `expect` charged. Unnamed by any segment it is cached."""
         self.abandon(size_bytes)
         self.cache(address, tensor, size_bytes)
+        if address in self._cache:
+            self._entries[address].is_awaited = True
 
     def cache(self, address: bytes, tensor: T, size_bytes: int) -> None:
         """Stores a tensor that is here already as part of something else, if there is room; else forgets it."""
-        if address in self._entries or not self._fits(size_bytes + self._reserve()):
+        if address in self._entries or not self._fits(size_bytes, only_cached=True):
             return
         self._entries[address] = _Entry(tensor, size_bytes)
         self._cache[address] = None
@@ -134,9 +144,7 @@ class Store(Generic[T]):
                 del self._cache[address]
                 self._bytes["cached"] -= self._entries.pop(address).size_bytes
 
-    def attach(
-        self, segment: Hashable, addresses: Sequence[bytes], transient: Iterable[bytes], need_bytes: int
-    ) -> None:
+    def attach(self, segment: Hashable, addresses: Sequence[bytes], transient: Iterable[bytes], need_bytes: int) -> int:
         """Lets a segment name tensors, all of which are here, and reserves room for its run (Rule 2).
 
         Args:
@@ -144,6 +152,9 @@ class Store(Generic[T]):
             addresses: What it names.
             transient: Those that go with their last segment instead of being cached.
             need_bytes: What a run of it takes at most.
+
+        Returns:
+            Bytes of what no other segment names.
 
         Raises:
             BudgetError: With `retry_after_s` 0 where the segment would not fit alone.
@@ -154,10 +165,8 @@ class Store(Generic[T]):
             self._refuse(f"a segment of {own} bytes with a run of {need_bytes} more", own + need_bytes, 0.0)
         fresh = [address for address in names if self._entries[address].references == 0]
         added = sum(self._entries[address].size_bytes for address in fresh)
-        runs = max(need_bytes, self._bytes["running"] + self._reserve())
-        total = self._bytes["segments"] + added + runs + self._bytes["arriving"] + self._pinned_bytes()
-        if total > self.budget_bytes:
-            self._refuse(f"a segment that takes the total to {total} bytes", own + need_bytes, RETRY_AFTER_S)
+        if not self._is_possible(added, need_bytes):
+            self._refuse(f"a segment of {added} bytes more", own + need_bytes, RETRY_AFTER_S)
         for address in fresh:
             del self._cache[address]
         self._bytes["cached"] -= added
@@ -165,9 +174,11 @@ class Store(Generic[T]):
         kept = set(names) - set(transient)
         for address in names:
             self._entries[address].references += 1
+            self._entries[address].is_awaited = False
             if address in kept:
                 self._entries[address].transient = False
         self._segments[segment] = _Segment(names, need_bytes)
+        return added
 
     def detach(self, segment: Hashable) -> None:
         """Lets a segment's tensors go; what other segments may want again is cached."""
@@ -183,39 +194,23 @@ class Store(Generic[T]):
                 self._cache[address] = None
                 self._bytes["cached"] += entry.size_bytes
 
-    def start_ahead(self, segment: Hashable, drop: Callable[[], None]) -> bool:
-        """Charges a replay ahead of its request, if there is room beside what a demanded run may need (Rule 2).
-
-        Replays of segments saved earlier give way: backward needs what was saved last first.
+    def start_run(self, segment: Hashable, most_bytes: int | None = None) -> int | None:
+        """Charges a run of a segment, making room (Rule 3). A replay of it that is ready is in use from now on.
 
         Args:
-            segment: Attached.
-            drop: Called when its room is needed.
+            segment: Nothing is charged for one that was detached while its run waited.
+            most_bytes: What it takes at most, with a replay that it uses; what it was attached with unless given.
+
+        Returns:
+            What `end_run` takes back; None where it has to wait for an answer that is being sent (Rule 2).
         """
-        need = self._segments[segment].need_bytes
-        if not self._fits(need + self._reserve(), results=False):
-            return False
-        self._ahead[segment] = need, drop
-        self._bytes["ahead"] += need
-        return True
-
-    def is_ahead(self, segment: Hashable) -> bool:
-        """Whether a replay ahead is still charged."""
-        return segment in self._ahead
-
-    def end_ahead(self, segment: Hashable) -> None:
-        """Takes the charge of a replay ahead back, if it is still there."""
-        need, _ = self._ahead.pop(segment, (0, None))
-        self._bytes["ahead"] -= need
-
-    def start_run(self, segment: Hashable) -> int:
-        """Charges a run of a segment, making room (Rules 2 and 3). Returns what `end_run` takes back.
-
-        Nothing is charged for a segment that was detached while its run waited.
-        """
-        self.end_ahead(segment)
         attached = self._segments.get(segment)
-        need = attached.need_bytes if attached is not None else 0
+        if attached is None:
+            return 0
+        need = attached.need_bytes if most_bytes is None else min(most_bytes, attached.need_bytes)
+        if need > self.budget_bytes - self._fixed_bytes() - self._bytes["running"]:
+            return None
+        self.let_go(segment)
         self._fits(need)
         self._bytes["running"] += need
         return need
@@ -223,6 +218,34 @@ class Store(Generic[T]):
     def end_run(self, need_bytes: int) -> None:
         """Takes the charge of a run back."""
         self._bytes["running"] -= need_bytes
+
+    def keep_ready(self, segment: Hashable, size_bytes: int, drop: Callable[[], None]) -> None:
+        """Charges what a replay ahead holds, or the backward that followed it, from when it ended.
+
+        Args:
+            segment: Its key.
+            size_bytes: No more than its run was charged.
+            drop: Called when its room is needed.
+        """
+        self._fits(size_bytes)
+        self._ready[segment] = size_bytes, drop
+        self._bytes["ready"] += size_bytes
+
+    def let_go(self, segment: Hashable) -> None:
+        """Takes the charge of what is ready back, if it is still there."""
+        size, _ = self._ready.pop(segment, (0, None))
+        self._bytes["ready"] -= size
+
+    def give_up(self, segment: Hashable) -> None:
+        """Drops what is ready."""
+        _, drop = self._ready[segment]
+        self.let_go(segment)
+        self._evictions += 1
+        drop()
+
+    def room_for_replays(self) -> int:
+        """Bytes for all replays ahead together: what is left beside tensors, results and what runs."""
+        return self.budget_bytes - sum(self._bytes[tier] for tier in ("segments", "arriving", "running", "results"))
 
     def keep_result(self, key: Hashable, size_bytes: int, drop: Callable[[], None]) -> None:
         """Charges a finished result until `forget_result`, or until its room is needed and `drop` is called."""
@@ -254,26 +277,37 @@ class Store(Generic[T]):
         """Gives up all that no segment names."""
         self.uncache(list(self._cache))
 
-    def _reserve(self) -> int:
-        """Room the largest run among the live segments needs, as far as none is running (Rule 2)."""
+    def _is_possible(self, added_bytes: int, need_bytes: int = 0) -> bool:
+        """Whether Rule 2 holds with so many bytes more, and a run that needs so many."""
         largest = max((segment.need_bytes for segment in self._segments.values()), default=0)
-        return max(0, largest - self._bytes["running"])
+        run = max(largest, need_bytes, self._bytes["running"])
+        return self._fixed_bytes() + added_bytes + run <= self.budget_bytes
 
-    def _fits(self, size_bytes: int, *, results: bool = True) -> bool:
-        """Whether so many bytes are free, after giving up what Rule 3 lets go."""
+    def _fixed_bytes(self) -> int:
+        """What can't be given up, but for what runs."""
+        pinned = sum(self._results[key][0] for key in self._pinned if key in self._results)
+        return self._bytes["segments"] + self._bytes["arriving"] + pinned
+
+    def _fits(self, size_bytes: int, *, only_cached: bool = False) -> bool:
+        """Whether so many bytes are free, after giving up what Rule 3 lets go, or only cached tensors."""
 
         def free() -> int:
             return self.budget_bytes - sum(self._bytes.values())
 
-        while free() < size_bytes and self._cache:
-            self.uncache([next(iter(self._cache))])
-            self._evictions += 1
-        while free() < size_bytes and self._ahead:
-            segment, (_, drop) = next(iter(self._ahead.items()))
-            self.end_ahead(segment)
-            self._evictions += 1
-            drop()
-        for key in [key for key in self._results if not self._pinned[key]] if results else ():
+        def uncache(addresses: Iterable[bytes]) -> None:
+            for address in addresses:
+                if free() >= size_bytes:
+                    break
+                self.uncache([address])
+                self._evictions += 1
+
+        if free() < size_bytes:
+            uncache([address for address in self._cache if not self._entries[address].is_awaited])
+        while free() < size_bytes and self._ready and not only_cached:
+            self.give_up(self.last_needed() if self.last_needed is not None else next(iter(self._ready)))
+        if free() < size_bytes:
+            uncache(list(self._cache))
+        for key in [] if only_cached else [key for key in self._results if not self._pinned[key]]:
             if free() >= size_bytes:
                 break
             _, forgotten = self._results[key]
@@ -282,13 +316,6 @@ class Store(Generic[T]):
             if forgotten is not None:
                 forgotten()
         return free() >= size_bytes
-
-    def _pinned_bytes(self) -> int:
-        return sum(self._results[key][0] for key in self._pinned if key in self._results)
-
-    def _require(self, size_bytes: int, what: str) -> None:
-        if not self._fits(size_bytes):
-            self._refuse(what, size_bytes, RETRY_AFTER_S if size_bytes <= self.budget_bytes else 0.0)
 
     def _refuse(self, what: str, needed_bytes: int, retry_after_s: float) -> None:
         self._refusals += 1

@@ -1,0 +1,155 @@
+"""Discrete events: threads that share cores, and links that carry bytes. Free of torch.
+
+A thread is a generator. What it yields it waits for: `Work` on a core, of which all threads there have an equal share;
+`Carry` over a link, one after the other; an `Event`; or another thread's generator, run beside it.
+"""
+
+from collections import deque
+from collections.abc import Generator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any
+
+_EPSILON_S = 1e-12
+
+
+@dataclass(eq=False)
+class Core:
+    """Runs the threads that work on it at once.
+
+    Attributes:
+        speed: Seconds of CPU time that it does in one, of the core that costs were measured on.
+        spans: What it did, by thread: label, begin, end.
+    """
+
+    speed: float = 1.0
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Link:
+    """One direction of a connection.
+
+    Attributes:
+        bytes_per_s: What it carries.
+        latency_s: Until the last byte is there.
+    """
+
+    bytes_per_s: float = float("inf")
+    latency_s: float = 0.0
+    free_at_s: float = 0.0
+
+
+@dataclass(eq=False)
+class Event:
+    """Happens once. Those who wait go on, those who come later need not wait."""
+
+    has_happened: bool = False
+    waiting: "list[Thread]" = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """CPU time on a core, at speed 1."""
+
+    core: Core
+    cpu_s: float
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Carry:
+    """Bytes over a link."""
+
+    link: Link
+    size_bytes: float
+
+
+Thread = Generator[Any, None, None]
+
+
+@dataclass(slots=True)
+class _Task:
+    thread: Thread
+    left_s: float
+    label: str
+    began_s: float
+
+
+class Simulation:
+    """Runs threads until none has anything left to do.
+
+    Attributes:
+        now_s: The time.
+    """
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._ready: deque[Thread] = deque()
+        self._tasks: dict[Core, list[_Task]] = {}
+        self._timers: list[tuple[float, int, Thread]] = []
+        self._numbers = count()
+
+    def start(self, thread: Thread) -> Event:
+        """Starts a thread. Returns what happens when it ends."""
+        ended = Event()
+
+        def whole() -> Thread:
+            yield from thread
+            self.happens(ended)
+
+        self._ready.append(whole())
+        return ended
+
+    def happens(self, event: Event) -> None:
+        """Lets those go on who wait for an event."""
+        event.has_happened = True
+        self._ready.extend(event.waiting)
+        event.waiting.clear()
+
+    def run(self) -> None:
+        """Until all threads have ended, or wait for what never happens."""
+        while self._ready or self._timers or any(self._tasks.values()):
+            while self._ready:
+                thread = self._ready.popleft()
+                with suppress(StopIteration):
+                    self._wait(thread, next(thread))
+            self._advance()
+
+    def _wait(self, thread: Thread, wanted: Any) -> None:
+        if isinstance(wanted, Work):
+            task = _Task(thread, wanted.cpu_s, wanted.label, self.now_s)
+            self._tasks.setdefault(wanted.core, []).append(task)
+        elif isinstance(wanted, Carry):
+            link = wanted.link
+            link.free_at_s = max(link.free_at_s, self.now_s) + wanted.size_bytes / link.bytes_per_s
+            heappush(self._timers, (link.free_at_s + link.latency_s, next(self._numbers), thread))
+        else:
+            event = wanted if isinstance(wanted, Event) else self.start(wanted)
+            if event.has_happened:
+                self._ready.append(thread)
+            else:
+                event.waiting.append(thread)
+
+    def _advance(self) -> None:
+        """To the next moment at which a task or a transfer ends."""
+        ends = [
+            min(task.left_s for task in tasks) * len(tasks) / core.speed for core, tasks in self._tasks.items() if tasks
+        ]
+        if self._timers:
+            ends.append(self._timers[0][0] - self.now_s)
+        if not ends:
+            return
+        passed_s = max(0.0, min(ends))
+        self.now_s += passed_s
+        for core, tasks in self._tasks.items():
+            for task in tasks:
+                task.left_s -= passed_s * core.speed / len(tasks)
+            for task in [task for task in tasks if task.left_s <= _EPSILON_S]:
+                tasks.remove(task)
+                core.spans.append((task.label, task.began_s, self.now_s))
+                self._ready.append(task.thread)
+        while self._timers and self._timers[0][0] <= self.now_s + _EPSILON_S:
+            self._ready.append(heappop(self._timers)[2])

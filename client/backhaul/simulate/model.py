@@ -1,0 +1,258 @@
+"""A step of training with workers as discrete events. Their order of work is that of a worker: `Schedule`.
+
+Modelled: the trainer's core, which computes and sends; each worker's core, which takes in, computes and answers; a link
+each way; room in bytes. Not modelled: silence, deadlines and what falls back to the trainer; memory bandwidth and
+caches that cores share.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from backhaul._placement import Placement
+from backhaul.simulate.costs import Costs, Setup
+from backhaul.simulate.engine import Carry, Core, Event, Link, Simulation, Thread, Work
+from backhaul_runtime.schedule import Key, Schedule
+
+STEPS = 3
+"""The first does not know how many segments there are, the last is told of."""
+INFLIGHT_BYTES = 64 << 20
+"""Forward waits while more than this waits to be sent, as `inflight_bytes` has it."""
+_ENOUGH_BYTES = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """A step.
+
+    Attributes:
+        step_s: How long it takes.
+        replays: How many segments were replayed; more than there are means work for nothing.
+        spans: Core, label, begin and end of all that was computed.
+    """
+
+    step_s: float
+    replays: int
+    spans: tuple[tuple[str, str, float, float], ...]
+
+
+@dataclass(eq=False)
+class _Segment:
+    saved: Event = field(default_factory=Event)
+    answered: Event = field(default_factory=Event)
+    was_asked: bool = False
+    is_ready: bool = False
+    is_done: bool = False
+
+
+class _Worker:
+    """Executes segments one at a time, as `backhaul_server.worker.segments` does."""
+
+    def __init__(self, simulation: Simulation, costs: Costs, setup: Setup, core: Core) -> None:
+        self.core = core
+        self.up = Link(setup.bytes_per_s or float("inf"), setup.latency_s)
+        self.down = Link(setup.bytes_per_s or float("inf"), setup.latency_s)
+        self.segments: dict[int, _Segment] = {}
+        self.replays = 0
+        self._simulation = simulation
+        self._costs = costs
+        self._memory_bytes = setup.memory_bytes or _ENOUGH_BYTES
+        self._schedule = Schedule()
+        self._demanded: deque[int] = deque()
+        self._results_bytes = 0
+        self._wakes = Event()
+        simulation.start(self._execute())
+
+    def save(self, number: int) -> None:
+        """A segment is here."""
+        self._schedule.saved(("trainer", number), self._costs.footprint, self._costs.result_bytes)
+        self._schedule.wanted(("trainer", number))
+        self._simulation.happens(self.segments[number].saved)
+        self._wake()
+
+    def ask(self, number: int) -> None:
+        """Its gradients are asked for."""
+        segment = self.segments[number]
+        segment.was_asked = True
+        self._schedule.demanded(("trainer", number))
+        if segment.is_done:
+            self._done(number)
+        else:
+            self._demanded.append(number)
+        self._wake()
+
+    def release(self, number: int) -> None:
+        """The trainer has them."""
+        del self.segments[number]
+        self._schedule.released(("trainer", number))
+        self._results_bytes -= self._costs.result_bytes
+        self._wake()
+
+    def _wake(self) -> None:
+        self._simulation.happens(self._wakes)
+
+    def _execute(self) -> Thread:
+        while True:
+            if self._demanded:
+                number = self._demanded.popleft()
+                if not self.segments[number].answered.has_happened:
+                    yield from self._backward(number)
+                    self._done(number)
+            elif (step := self._schedule.next(self._room_bytes())) is not None:
+                for key in step.gives_way:
+                    self._give_up(key)
+                number = step.key[1]
+                if self.segments[number].is_ready:
+                    yield from self._backward(number)
+                    if self.segments[number].was_asked:
+                        self._demanded.remove(number)
+                        self._done(number)
+                    else:
+                        self.segments[number].is_done = True
+                        self._schedule.ready(step.key, self._costs.result_bytes, is_done=True)
+                else:
+                    yield from self._replay(number)
+                    self.segments[number].is_ready = True
+                    self._schedule.ready(step.key, self._costs.footprint.ready_bytes)
+            else:
+                self._wakes = Event()
+                yield self._wakes
+
+    def _replay(self, number: int) -> Thread:
+        self.replays += 1
+        yield Work(self.core, self._costs.replay_s, f"replay {number}")
+
+    def _backward(self, number: int) -> Thread:
+        """Runs it, on the replay that is ready if there is one, and goes on into the segment before."""
+        segment = self.segments[number]
+        self._schedule.started(("trainer", number))
+        while self._schedule.held_bytes + self._costs.footprint.run_bytes > self._room_bytes():
+            if not self._schedule.held_bytes:
+                break
+            self._give_up(self._schedule.last_needed())
+        if not segment.is_ready:
+            yield from self._replay(number)
+        segment.is_ready = False
+        yield Work(self.core, self._costs.replay_backward_s, f"backward {number}")
+        before = self.segments.get(number - 1)
+        if before is not None and not before.was_asked and before.saved.has_happened:
+            self._schedule.guessed(("trainer", number - 1))
+
+    def _done(self, number: int) -> None:
+        self._schedule.started(("trainer", number))
+        self._results_bytes += self._costs.result_bytes
+        self._simulation.happens(self.segments[number].answered)
+
+    def _give_up(self, key: Key) -> None:
+        self.segments[key[1]].is_ready = self.segments[key[1]].is_done = False
+        self._schedule.dropped(key)
+
+    def _room_bytes(self) -> int:
+        saved = sum(segment.saved.has_happened for segment in self.segments.values())
+        return self._memory_bytes - saved * self._costs.result_bytes - self._results_bytes
+
+
+class _Trainer:
+    def __init__(self, simulation: Simulation, costs: Costs, setup: Setup, workers: list[_Worker]) -> None:
+        self.core = Core()
+        self.times_s: list[float] = []
+        self.replays: list[int] = []
+        self._simulation = simulation
+        self._costs = costs
+        self._setup = setup
+        self._workers = workers
+        self._placement = Placement()
+        self._queues: dict[_Worker, deque[int]] = {worker: deque() for worker in workers}
+        self._came = {worker: Event() for worker in workers}
+        self._waiting_bytes = 0
+        self._sent = Event()
+        for worker in workers:
+            simulation.start(self._upload(worker))
+        simulation.start(self._train())
+
+    def _train(self) -> Thread:
+        costs, numbers = self._costs, iter(range(10**9))
+        for _ in range(STEPS):
+            began_s = self._simulation.now_s
+            replays = sum(worker.replays for worker in self._workers)
+            places: list[tuple[int, _Worker]] = []
+            for _ in range(self._setup.segments):
+                worker = self._workers[self._placement.place(len(self._workers))]
+                number = next(numbers)
+                places.append((number, worker))
+                worker.segments[number] = _Segment()
+                if self._setup.is_predicted:
+                    yield from self._queue(number, worker)
+                yield Work(self.core, costs.forward_s + costs.record_s, f"forward {number}")
+                if not self._setup.is_predicted:
+                    yield from self._queue(number, worker)
+            after: _Worker | None = None
+            for number, worker in reversed(places):
+                self._placement.backward()
+                yield worker.segments[number].saved
+                yield Carry(worker.up, 0 if worker is after else costs.boundary_bytes)
+                segment = worker.segments[number]
+                worker.ask(number)
+                yield segment.answered
+                yield from self._receive(worker)
+                worker.release(number)
+                after = worker
+            yield Work(self.core, self._setup.segments * costs.optimizer_s, "optimizer")
+            self.times_s.append(self._simulation.now_s - began_s)
+            self.replays.append(sum(worker.replays for worker in self._workers) - replays)
+
+    def _queue(self, number: int, worker: _Worker) -> Thread:
+        while self._waiting_bytes and self._waiting_bytes + self._costs.boundary_bytes > INFLIGHT_BYTES:
+            self._sent = Event()
+            yield self._sent
+        self._waiting_bytes += self._costs.boundary_bytes
+        self._queues[worker].append(number)
+        self._simulation.happens(self._came[worker])
+
+    def _upload(self, worker: _Worker) -> Thread:
+        queue = self._queues[worker]
+        while True:
+            if not queue:
+                self._came[worker] = Event()
+                yield self._came[worker]
+            number = queue.popleft()
+            # Chunks are sent, carried and taken in at the same time.
+            at_once = [
+                self._simulation.start(_one(Work(self.core, self._costs.upload_s, f"upload {number}"))),
+                self._simulation.start(_one(Carry(worker.up, self._costs.result_bytes))),
+                self._simulation.start(_one(Work(worker.core, self._costs.ingest_s, f"ingest {number}"))),
+            ]
+            yield from at_once
+            self._waiting_bytes -= self._costs.boundary_bytes
+            self._simulation.happens(self._sent)
+            worker.save(number)
+
+    def _receive(self, worker: _Worker) -> Thread:
+        at_once = [
+            self._simulation.start(_one(Work(worker.core, self._costs.answer_s, "answer"))),
+            self._simulation.start(_one(Carry(worker.down, self._costs.result_bytes))),
+            self._simulation.start(_one(Work(self.core, self._costs.finish_s, "receive"))),
+        ]
+        yield from at_once
+
+
+def _one(wanted: Work | Carry) -> Thread:
+    yield wanted
+
+
+def predict(costs: Costs, setup: Setup) -> Predicted:
+    """A step like the many before it."""
+    simulation = Simulation()
+    core = Core(setup.worker_speed)
+    cores = [core if setup.shares_core else Core(setup.worker_speed) for _ in range(setup.workers)]
+    workers = [_Worker(simulation, costs, setup, core) for core in cores]
+    trainer = _Trainer(simulation, costs, setup, workers)
+    simulation.run()
+    began_s = sum(trainer.times_s[:-1])
+    named = {"trainer": trainer.core} | {f"worker {i}": core for i, core in enumerate(dict.fromkeys(cores), start=1)}
+    spans = tuple(
+        (name, label, begin - began_s, end - began_s)
+        for name, core in named.items()
+        for label, begin, end in core.spans
+        if begin >= began_s
+    )
+    return Predicted(trainer.times_s[-1], trainer.replays[-1], spans)

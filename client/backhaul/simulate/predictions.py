@@ -1,0 +1,108 @@
+"""What is predicted: a table, what a measurement is to show, and charts. Free of torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from backhaul.simulate.chart import Panel, draw
+from backhaul.simulate.costs import Costs, Setup, step_of_torch_s, step_without_checkpointing_s
+from backhaul.simulate.model import predict
+
+if TYPE_CHECKING:
+    from backhaul.simulate.measure import Measured
+
+SEGMENTS = 8
+_MEGABYTES = 1e6
+
+
+def measurable(costs: Costs) -> dict[str, Setup]:
+    """Setups that two cores can measure. Costs were measured on another depth than any of them."""
+    usual = Setup(SEGMENTS)
+    return {
+        f"{SEGMENTS} blocks": usual,
+        "12 blocks": Setup(12),
+        "room for 4 of 8": replace(usual, memory_bytes=costs.budget_bytes(SEGMENTS, 4)),
+        "two workers on one core": replace(usual, workers=2, shares_core=True),
+        "100 MB/s": replace(usual, bytes_per_s=100e6),
+    }
+
+
+def others(costs: Costs) -> dict[str, Setup]:
+    """Setups for which other machines are needed, or programs that change with each call."""
+    usual = Setup(SEGMENTS)
+    return {
+        "32 blocks": Setup(32),
+        "room for 2 of 8": replace(usual, memory_bytes=costs.budget_bytes(SEGMENTS, 2)),
+        "two workers": replace(usual, workers=2),
+        "1 GB/s, 0.5 ms": replace(usual, bytes_per_s=1e9, latency_s=0.5e-3),
+        "worker twice as fast": replace(usual, worker_speed=2.0),
+        "worker half as fast": replace(usual, worker_speed=0.5),
+        "known after forward": replace(usual, is_predicted=False),
+    }
+
+
+def rows(costs: Costs, setups: Mapping[str, Setup], measured: "Mapping[str, Measured]") -> list[dict[str, Any]]:
+    """Each setup with what is predicted of it, and what was measured."""
+    found = []
+    for name, setup in setups.items():
+        predicted = predict(costs, setup)
+        row: dict[str, Any] = {
+            "name": name,
+            "setup": asdict(setup),
+            "predicted_s": predicted.step_s,
+            "over_none": predicted.step_s / step_without_checkpointing_s(costs, setup.segments),
+            "over_torch": predicted.step_s / step_of_torch_s(costs, setup.segments),
+            "replays": predicted.replays,
+        }
+        if name in measured:
+            row["measured"] = asdict(measured[name])
+            row["error"] = predicted.step_s / measured[name].step_s - 1
+        found.append(row)
+    return found
+
+
+def as_table(found: Sequence[Mapping[str, Any]]) -> str:
+    """The rows as people read them."""
+    head = f"{'':<28}{'predicted':>11}{'x none':>8}{'x torch':>9}{'replays':>9}{'measured':>12}{'error':>8}"
+    lines = [head, "-" * len(head)]
+    for row in found:
+        line = (
+            f"{row['name']:<28}{row['predicted_s'] * 1e3:>8.0f} ms{row['over_none']:>8.2f}{row['over_torch']:>9.2f}"
+            f"{row['replays']:>9}"
+        )
+        if "measured" in row:
+            said = f"{row['measured']['step_s'] * 1e3:.0f} ms"
+            line += f"{said if row['measured']['is_conclusive'] else f'({said})':>12}{row['error']:>+8.1%}"
+        lines.append(line)
+    if any("measured" in row and not row["measured"]["is_conclusive"] for row in found):
+        lines.append("(in brackets: inconclusive, others disturbed too many steps)")
+    return "\n".join(lines)
+
+
+def as_svg(costs: Costs) -> str:
+    """Steps over those without checkpointing, by room, network and worker."""
+    usual = Setup(SEGMENTS)
+
+    def line(setups: Sequence[tuple[float, Setup]]) -> list[tuple[float, float]]:
+        none_s = step_without_checkpointing_s(costs, SEGMENTS)
+        return [(x, predict(costs, setup).step_s / none_s) for x, setup in setups]
+
+    room = [(float(q), replace(usual, memory_bytes=costs.budget_bytes(SEGMENTS, q))) for q in range(1, SEGMENTS + 1)]
+    network = [(float(m), replace(usual, bytes_per_s=m * _MEGABYTES)) for m in (30, 50, 100, 200, 300, 500, 1000, 3000)]
+    speed = [(s / 4, replace(usual, worker_speed=s / 4)) for s in range(2, 17)]
+    torch = step_of_torch_s(costs, SEGMENTS) / step_without_checkpointing_s(costs, SEGMENTS)
+
+    def panel(title: str, found: Sequence[tuple[float, Setup]], ticks: Sequence[float], *, is_log: bool) -> Panel:
+        lines = {
+            "predicted programs": line(found),
+            "known after forward": line([(x, replace(setup, is_predicted=False)) for x, setup in found]),
+            "torch's checkpoint": [(x, torch) for x, _ in found],
+        }
+        return Panel(title, lines, [(tick, f"{tick:g}") for tick in ticks], is_log)
+
+    panels = [
+        panel(f"room for recomputed segments, of {SEGMENTS}", room, [1, 2, 4, 6, 8], is_log=False),
+        panel("network, MB/s each way", network, [30, 100, 300, 1000, 3000], is_log=True),
+        panel("speed of the worker", speed, [0.5, 1, 2, 4], is_log=True),
+    ]
+    return draw(panels, 0.5, 2.5, [0.5, 1, 1.5, 2, 2.5])

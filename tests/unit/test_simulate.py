@@ -1,0 +1,130 @@
+"""Predictions, by costs that are known."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from backhaul._cli import main
+from backhaul.simulate.costs import Costs, Setup, step_of_torch_s, step_without_checkpointing_s
+from backhaul.simulate.engine import Carry, Core, Event, Link, Simulation, Thread, Work
+from backhaul.simulate.model import predict
+from backhaul_runtime.schedule import Footprint
+
+FREE = Costs(
+    forward_s=1.0,
+    backward_s=2.0,
+    optimizer_s=0.0,
+    record_s=0.0,
+    upload_s=0.0,
+    ingest_s=0.0,
+    replay_s=1.0,
+    replay_backward_s=2.0,
+    answer_s=0.0,
+    finish_s=0.0,
+    weight_bytes=12,
+    boundary_bytes=2,
+    footprint=Footprint(90, 88, 100),
+)
+"""Backward takes twice a forward, all else nothing: the units of the design's arithmetic."""
+
+
+def over_none(setup: Setup, costs: Costs = FREE) -> float:
+    return predict(costs, setup).step_s / step_without_checkpointing_s(costs, setup.segments)
+
+
+def test_a_core_is_shared_by_those_who_work_on_it() -> None:
+    simulation, core, ends = Simulation(), Core(speed=2.0), []
+
+    def work(seconds: float) -> Thread:
+        yield Work(core, seconds)
+        ends.append(simulation.now_s)
+
+    simulation.start(work(2.0))
+    simulation.start(work(6.0))
+    simulation.run()
+    assert ends == [2.0, 4.0]
+
+
+def test_a_link_carries_one_after_the_other() -> None:
+    simulation, link, ends = Simulation(), Link(bytes_per_s=10.0, latency_s=1.0), []
+
+    def carry() -> Thread:
+        yield Carry(link, 20)
+        ends.append(simulation.now_s)
+
+    simulation.start(carry())
+    simulation.start(carry())
+    simulation.run()
+    assert ends == [3.0, 5.0]
+
+
+def test_an_event_lets_go_on_who_waits_and_who_comes_later() -> None:
+    simulation, event, told = Simulation(), Event(), []
+
+    def wait(name: str) -> Thread:
+        yield event
+        told.append(name)
+
+    def happen() -> Thread:
+        yield from ()
+        simulation.happens(event)
+        yield wait("later")
+        told.append("last")
+
+    simulation.start(wait("first"))
+    simulation.start(happen())
+    simulation.run()
+    assert told == ["first", "later", "last"]
+
+
+@pytest.mark.parametrize("segments", [4, 8, 16])
+def test_the_limits_of_a_step(segments: int) -> None:
+    usual = Setup(segments)
+    assert over_none(usual) == pytest.approx(1.0)
+    assert over_none(replace(usual, is_predicted=False)) == pytest.approx(1 + 1 / (3 * segments))
+    assert step_of_torch_s(FREE, segments) == pytest.approx(4 * segments)
+
+
+@pytest.mark.parametrize("ready", [1, 2, 4, 6, 8])
+def test_room_for_some_of_the_segments(ready: int) -> None:
+    memory = FREE.budget_bytes(8, ready)
+    setup = Setup(8, memory_bytes=memory)
+    predicted = predict(FREE, setup)
+    assert over_none(setup) == pytest.approx(1 + (1 - ready / 8) / 3)
+    assert predicted.replays == 8  # nothing was made and given up
+
+
+def test_no_number_of_workers_makes_one_batch_faster() -> None:
+    assert over_none(Setup(8, workers=2)) == pytest.approx(1.0)
+
+
+def test_a_narrow_network_bounds_a_step() -> None:
+    narrow = Setup(8, bytes_per_s=1.0)
+    assert predict(FREE, narrow).step_s > 8 * FREE.result_bytes / 1.0
+    assert over_none(replace(narrow, bytes_per_s=1e9)) == pytest.approx(over_none(Setup(8)), rel=1e-3)
+
+
+def test_a_faster_worker_helps_and_a_slower_one_hurts() -> None:
+    fast, usual, slow = (over_none(Setup(8, worker_speed=speed)) for speed in (2.0, 1.0, 0.5))
+    assert fast < usual < slow
+
+
+def test_predictions_are_printed_written_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    costs, written, drawn = (tmp_path / name for name in ("costs.json", "found.json", "found.svg"))
+    costs.write_text(json.dumps({"costs": asdict(FREE)}))
+    assert main(["simulate", "--costs", str(costs), "--json", str(written), "--svg", str(drawn)]) == 0
+    assert "room for 4 of 8" in capsys.readouterr().out
+    found = json.loads(written.read_text())
+    assert found["costs"] == asdict(FREE)
+    assert {step["name"]: step["replays"] for step in found["steps"]}["12 blocks"] == 12
+    assert len(ElementTree.parse(drawn).findall(".//{*}polyline")) == 9
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"costs": {"forward_s": 1}}'])
+def test_costs_that_can_not_be_read(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "costs.json").write_text(text)
+    assert main(["simulate", "--costs", str(tmp_path / "costs.json")]) == 2
+    assert "--costs" in capsys.readouterr().err
