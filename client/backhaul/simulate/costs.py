@@ -61,7 +61,7 @@ class Setup:
         bytes_per_s: Of the network, each way; 0: it is no limit.
         latency_s: One way.
         worker_speed: Of a worker's core, over the trainer's.
-        is_predicted: A segment leaves before its forward, by its last program; else once its program is known, after it.
+        is_predicted: A segment leaves before its forward, by the program it had last; else after it.
         shares_core: All workers are on one core.
     """
 
