@@ -26,6 +26,7 @@ from backhaul_runtime.errors import (
     from_bytes,
 )
 from backhaul_runtime.framing import Receiver
+from backhaul_runtime.splicing import Carried
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -167,7 +168,7 @@ class Stream(Generic[R]):
         self._longest_run_s = longest_run_s(expected_s)
         self._longest_queue_s = max(1.0, 2 * expected_s)
         self._running_since: float | None = None
-        self._messages: queue.Queue[Any] = queue.Queue(MAX_WAITING_MESSAGES)
+        self._messages: queue.Queue[Carried[Any] | grpc.RpcError | None] = queue.Queue(MAX_WAITING_MESSAGES)
         self._closed = threading.Event()
         self._receiver = Receiver()
         self.received_bytes = 0
@@ -180,10 +181,11 @@ class Stream(Generic[R]):
     def result(self) -> R:
         """The result. Raises WorkerError, or WorkerLostError where a bound was met (Rule 1)."""
         asked = monotonic()
-        while (message := self._next()) is not None:
-            kind = message.WhichOneof("part")
-            if kind == "result":
+        while (carried := self._next()) is not None:
+            message = carried.message
+            if message.HasField("result"):
                 self._running_since = None
+                self._add(carried)
                 found: R = message.result
                 return found
             self._check_queue(message.progress.ahead_s)
@@ -221,25 +223,29 @@ class Stream(Generic[R]):
         self._call.cancel()  # of a call that has ended this does nothing
 
     def _receive(self) -> bool:
-        message = self._next()
-        if message is not None:
-            self._receiver.add(message.tensors)
-        return message is not None
+        carried = self._next()
+        if carried is not None:
+            self._add(carried)
+        return carried is not None
 
-    def _next(self) -> Any:
+    def _add(self, carried: Carried[Any]) -> None:
+        if carried.tensors is not None:
+            self._receiver.add(carried.tensors)
+
+    def _next(self) -> Carried[Any] | None:
         """The next message, None at the end."""
         silent = 0.0
         while True:
             before = monotonic()
             try:
-                message = self._messages.get(timeout=SLICE_S)
+                found = self._messages.get(timeout=SLICE_S)
             except queue.Empty:
                 silent += min(SLICE_S, monotonic() - before)  # Rule 2
             else:
-                if isinstance(message, grpc.RpcError):
-                    raise error_of(message) from None
-                self.received_bytes += message.ByteSize() if message is not None else 0
-                return message
+                if isinstance(found, grpc.RpcError):
+                    raise error_of(found) from None
+                self.received_bytes += found.size_bytes if found is not None else 0
+                return found
             if silent >= self._silence_s:
                 raise WorkerLostError(f"the worker was silent for {self._silence_s:g} s", status="SILENT")
             if self._running_since is not None and monotonic() - self._running_since > self._longest_run_s:
@@ -264,10 +270,10 @@ class Stream(Generic[R]):
             end = error
         self._offer(end)
 
-    def _offer(self, message: Any) -> bool:
+    def _offer(self, found: Carried[Any] | grpc.RpcError | None) -> bool:
         while not self._closed.is_set():
             try:
-                self._messages.put(message, timeout=SLICE_S)
+                self._messages.put(found, timeout=SLICE_S)
             except queue.Full:
                 continue
             return True

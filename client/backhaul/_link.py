@@ -17,16 +17,21 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import time
+from typing import Any
 
 import grpc
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message_factory import GetMessageClass
 
 from backhaul._calls import Bearer, call_unary, close_channel
 from backhaul_proto.v1 import (
     program_pb2_grpc,
+    segment_pb2,
     segment_pb2_grpc,
     session_pb2,
     session_pb2_grpc,
     telemetry_pb2_grpc,
+    tensor_pb2,
     tensor_pb2_grpc,
 )
 from backhaul_runtime.addresses import Address
@@ -43,6 +48,7 @@ from backhaul_runtime.errors import (
 )
 from backhaul_runtime.logs import about
 from backhaul_runtime.protocol import CHANNEL_OPTIONS, PROTOCOL_VERSION
+from backhaul_runtime.splicing import deserializer, serialize
 from backhaul_runtime.version import version
 
 logger = logging.getLogger("backhaul")
@@ -91,10 +97,30 @@ class Stubs:
         self.tensors = tensor_pb2_grpc.TensorServiceStub(channel)
         self.segments = segment_pb2_grpc.SegmentServiceStub(channel)
         self.telemetry = telemetry_pb2_grpc.TelemetryServiceStub(channel)
+        for stub, service in (
+            (self.tensors, tensor_pb2.DESCRIPTOR.services_by_name["TensorService"]),
+            (self.segments, segment_pb2.DESCRIPTOR.services_by_name["SegmentService"]),
+        ):
+            for method in service.methods:
+                setattr(stub, method.name, _spliced(channel, method))
         if token:
             for stub in vars(self).values():
                 for name, method in vars(stub).items():
                     setattr(stub, name, Bearer(method, bearer(token)))
+
+
+def _spliced(channel: grpc.Channel, method: MethodDescriptor) -> Any:
+    """As the generated stub makes it, but with tensors read and written by `splicing`."""
+    make = {
+        (False, False): channel.unary_unary,
+        (False, True): channel.unary_stream,
+        (True, False): channel.stream_unary,
+    }[method.client_streaming, method.server_streaming]
+    return make(
+        f"/{method.containing_service.full_name}/{method.name}",
+        request_serializer=serialize,
+        response_deserializer=deserializer(GetMessageClass(method.output_type)),
+    )
 
 
 class Clock:

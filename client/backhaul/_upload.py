@@ -24,6 +24,7 @@ from backhaul_runtime.errors import BackhaulError, SegmentUnknownError, WorkerLo
 from backhaul_runtime.framing import Parcel, batches
 from backhaul_runtime.layout import Layout
 from backhaul_runtime.logs import about
+from backhaul_runtime.splicing import encode_all
 
 logger = logging.getLogger("backhaul")
 MAX_KNOWN = 1 << 16
@@ -148,16 +149,14 @@ class Uploader:
         if not missing:
             return
 
-        def messages() -> Iterator[tensor_pb2.PutTensorsRequest]:
-            session = generation.session
-            for batch in batches(missing):
-                message = tensor_pb2.PutTensorsRequest(session=session, tensors=batch)
-                session = ""  # the first message names it
-                count(message.ByteSize())
+        def encoded() -> Iterator[bytes]:
+            named = tensor_pb2.PutTensorsRequest(session=generation.session)
+            for message in encode_all(batches(missing), named.TENSORS_FIELD_NUMBER, named):
+                count(len(message))
                 yield message
 
         stubs = self._link.stubs(generation)
-        call_unary(stubs.tensors.PutTensors, watched(messages(), self.watch), self._link.silence_s, self.watch)
+        call_unary(stubs.tensors.PutTensors, watched(encoded(), self.watch), self._link.silence_s, self.watch)
         self.learn(generation, (parcel.address for parcel in missing))
 
     def learn(self, generation: Generation, addresses: Iterable[bytes]) -> None:

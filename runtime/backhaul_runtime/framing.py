@@ -8,11 +8,13 @@ offsets and checksums as chunks arrive, and hands out a tensor only when its las
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
 from backhaul_proto.v1 import tensor_pb2
+from backhaul_runtime.buffers import BUFFERS
 from backhaul_runtime.digest import content_digest, tensor_address
 from backhaul_runtime.errors import TransferError
 from backhaul_runtime.layout import (
@@ -27,6 +29,7 @@ from backhaul_runtime.layout import (
     with_bits,
 )
 from backhaul_runtime.protocol import CHUNK_BYTES
+from backhaul_runtime.splicing import Batch, Chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,32 +80,27 @@ def decode_layout(spec: tensor_pb2.TensorSpec) -> Layout:
     return layout
 
 
-def batches(parcels: Iterable[Parcel]) -> Iterator[tensor_pb2.TensorBatch]:
-    """Writes parcels as messages of about CHUNK_BYTES each, in order."""
-    batch = tensor_pb2.TensorBatch()
+def batches(parcels: Iterable[Parcel]) -> Iterator[Batch]:
+    """Writes parcels as messages of about CHUNK_BYTES each, in order. They share the parcels' memory."""
+    batch = Batch()
     filled = 0
     for index, parcel in enumerate(parcels):
         size = parcel.layout.payload_bytes
         batch.declarations.append(
-            tensor_pb2.TensorDeclaration(
-                address=parcel.address, spec=encode_layout(parcel.layout), size_bytes=parcel.layout.payload_bytes
-            )
+            tensor_pb2.TensorDeclaration(address=parcel.address, spec=encode_layout(parcel.layout), size_bytes=size)
         )
         held = payload(parcel.tensor.detach(), parcel.layout).cpu()
         data = host_bytes(held)
         offset = 0
         while offset < size:
-            piece = bytes(data[offset : offset + CHUNK_BYTES - filled])
-            batch.chunks.append(
-                tensor_pb2.TensorChunk(
-                    tensor=index, offset_bytes=offset, checksum=xxhash.xxh3_64_intdigest(piece), data=piece
-                )
-            )
+            piece = data[offset : offset + CHUNK_BYTES - filled]
+            batch.chunks.append(Chunk(index, offset, xxhash.xxh3_64_intdigest(piece), piece))
+            batch.held.append(held)
             offset += len(piece)
             filled += len(piece)
             if filled >= CHUNK_BYTES:
                 yield batch
-                batch, filled = tensor_pb2.TensorBatch(), 0
+                batch, filled = Batch(), 0
     if batch.declarations or batch.chunks:
         yield batch
 
@@ -115,13 +113,15 @@ class _Arrival:
         self.address = address
         self.device = device
         self.received_bytes = 0
+        # Taken while a chunk is in the cache. An accelerator's digest is another.
+        self._content = xxhash.xxh3_128() if address and layout.device == "cpu" else None
         # Without gaps the bytes go where they will stay.
-        self.tensor = allocate(layout, "cpu")
+        self.tensor = allocate(layout, "cpu", BUFFERS.take)
         dense = layout.payload_bytes == layout.span_bytes
         self.data = payload(self.tensor, layout) if dense else torch.empty(layout.payload_bytes, dtype=torch.uint8)
         self.target = host_bytes(self.data)
 
-    def add(self, chunk: tensor_pb2.TensorChunk) -> None:
+    def add(self, chunk: "Chunk | tensor_pb2.TensorChunk") -> None:
         end = chunk.offset_bytes + len(chunk.data)
         if chunk.offset_bytes != self.received_bytes or end > self.layout.payload_bytes:
             raise TransferError(
@@ -130,7 +130,11 @@ class _Arrival:
             )
         if xxhash.xxh3_64_intdigest(chunk.data) != chunk.checksum:
             raise TransferError(f"checksum of bytes {chunk.offset_bytes} to {end} differs: damaged on the way")
-        self.target[chunk.offset_bytes : end] = chunk.data
+        if self._content is not None:
+            self._content.update(chunk.data)
+        if chunk.data:
+            target = np.frombuffer(self.target[chunk.offset_bytes : end], np.uint8)
+            np.copyto(target, np.frombuffer(chunk.data, np.uint8))  # without the GIL, unlike a slice's assignment
         self.received_bytes = end
 
     @property
@@ -144,6 +148,18 @@ class _Arrival:
             fill(self.tensor, self.data, self.layout)
         tensor = with_bits(self.tensor, self.layout)
         return tensor if self.device is None else tensor.to(self.device)
+
+    def stored(self) -> Tensor:
+        """As `finish`. Raises TransferError where contents and address differ."""
+        tensor = self.finish()
+        content = self._content.digest() if self._content is not None else content_digest(tensor, self.layout)
+        actual = tensor_address(self.layout, content)
+        if actual != self.address:
+            raise TransferError(
+                f"a tensor sent as {self.address.hex()} has the contents of {actual.hex()}: "
+                "it changed while it was read, or was damaged"
+            )
+        return tensor
 
     def forget(self) -> None:
         self.target = memoryview(b"")  # first: it holds nothing
@@ -163,7 +179,7 @@ class Receiver:
         self._device = device
         self._arrivals: list[_Arrival] = []
 
-    def add(self, batch: tensor_pb2.TensorBatch) -> None:
+    def add(self, batch: "Batch | tensor_pb2.TensorBatch") -> None:
         """Takes a message in. Raises TransferError where it contradicts what came before."""
         for declaration in batch.declarations:
             layout = decode_layout(declaration.spec)
@@ -201,14 +217,4 @@ class Receiver:
 
     def stored(self) -> list[tuple[bytes, Tensor]]:
         """Address and tensor of each. Raises TransferError where contents and address differ."""
-        found = []
-        for arrival in self._arrivals:
-            tensor = arrival.finish()
-            actual = tensor_address(arrival.layout, content_digest(tensor, arrival.layout))
-            if actual != arrival.address:
-                raise TransferError(
-                    f"a tensor sent as {arrival.address.hex()} has the contents of {actual.hex()}: "
-                    "it changed while it was read, or was damaged"
-                )
-            found.append((arrival.address, tensor))
-        return found
+        return [(arrival.address, arrival.stored()) for arrival in self._arrivals]

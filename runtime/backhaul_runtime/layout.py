@@ -6,7 +6,7 @@ layout holds both, and whatever is built from a layout has them again.
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -17,6 +17,9 @@ from backhaul_runtime.errors import TransferError, UnsupportedTensorError
 
 ALIGNMENT_BYTES = 64
 """What torch's allocators align to, and the widest vector register of today's CPUs."""
+
+LARGE_BYTES = 1 << 20
+"""From here on it pays to use memory again instead of asking malloc for it."""
 
 MAX_RANK = 32
 MAX_SPAN_BYTES = 1 << 62
@@ -168,16 +171,24 @@ def check_layout(layout: Layout) -> None:
 _QUANTIZED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
 
-def allocate(layout: Layout, device: torch.device | str | None = None) -> Tensor:
+def allocate(
+    layout: Layout, device: torch.device | str | None = None, take_large: Callable[[int], Tensor] | None = None
+) -> Tensor:
     """A tensor of this layout, owned by the caller. Its elements are undefined, gaps between them are zero.
 
-    Without `device` it is made on this process's device of the layout's kind.
+    Args:
+        layout: Of it.
+        device: Where it is made, this process's device of the layout's kind if None.
+        take_large: Gives uint8 [n] on the host for one of LARGE_BYTES or more without gaps.
     """
     itemsize = layout.dtype.itemsize
     size = layout.span_bytes + layout.alignment_bytes
     gaps = layout.payload_bytes < layout.span_bytes
     make = torch.zeros if gaps else torch.empty
-    storage = make(size, dtype=torch.uint8, device=device or layout.device).untyped_storage()
+    if take_large is not None and size >= LARGE_BYTES and not gaps:
+        storage = take_large(size).untyped_storage()
+    else:
+        storage = make(size, dtype=torch.uint8, device=device or layout.device).untyped_storage()
     tensor = torch.empty(0, dtype=layout.dtype, device=storage.device)
     tensor.set_(storage, layout.alignment_bytes // itemsize, layout.shape, layout.strides)
     return tensor

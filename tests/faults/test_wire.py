@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import grpc
 import pytest
@@ -22,9 +22,9 @@ from backhaul_proto.v1 import (
     tensor_pb2,
     tensor_pb2_grpc,
 )
-from backhaul_runtime import ambient
+from backhaul_runtime import ambient, framing
 from backhaul_runtime.digest import address_of
-from backhaul_runtime.framing import Parcel, batches
+from backhaul_runtime.framing import Parcel
 from backhaul_runtime.layout import layout_of
 from backhaul_runtime.program import Node, Program, ResultRef, Source, SourceRef
 from backhaul_runtime.program_codec import encode_program
@@ -32,6 +32,7 @@ from backhaul_runtime.protocol import PROTOCOL_VERSION
 from conftest import QUIET_S, wait_until
 from support.processes import WorkerProcess
 from support.proxy import SlowProxy
+from support.wire import plain
 
 
 class Wire:
@@ -86,6 +87,10 @@ def refused(call: object, *args: object, **kwargs: object) -> backhaul.BackhaulE
 
 def parcel(tensor: torch.Tensor) -> Parcel:
     return Parcel(tensor, layout_of(tensor), address_of(tensor))
+
+
+def batches(parcels: Iterable[Parcel]) -> Iterator[tensor_pb2.TensorBatch]:
+    return map(plain, framing.batches(parcels))
 
 
 def test_a_flipped_bit_is_caught_and_nothing_of_it_is_kept(wire: Wire, worker: WorkerProcess) -> None:

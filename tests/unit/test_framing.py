@@ -13,6 +13,8 @@ from backhaul_runtime.digest import address_of, content_digest
 from backhaul_runtime.framing import Parcel, Receiver, batches, encode_layout
 from backhaul_runtime.layout import _DTYPES, _QUANTIZED, Layout, copy_exact, layout_of
 from backhaul_runtime.protocol import CHUNK_BYTES
+from backhaul_runtime.splicing import deserializer, encode_all
+from support.wire import plain
 
 SHAPES: dict[str, Callable[[], Tensor]] = {
     "rank 0": lambda: torch.tensor(3.5),
@@ -36,8 +38,9 @@ SHAPES: dict[str, Callable[[], Tensor]] = {
 def sent(*tensors: Tensor) -> list[Tensor]:
     """Through bytes and back."""
     receiver = Receiver()
-    for batch in batches(Parcel.of(tensor) for tensor in tensors):
-        receiver.add(tensor_pb2.TensorBatch.FromString(batch.SerializeToString()))
+    read = deserializer(tensor_pb2.PutTensorsRequest)
+    for message in encode_all(batches(map(Parcel.of, tensors)), 2, tensor_pb2.PutTensorsRequest(session="s")):
+        receiver.add(read(message).tensors)
     return receiver.tensors()
 
 
@@ -98,7 +101,7 @@ def test_what_has_no_bytes_is_refused(tensor: Tensor) -> None:
 
 
 def parts() -> tensor_pb2.TensorBatch:
-    return next(batches([Parcel.of(torch.arange(8, dtype=torch.float32))]))
+    return plain(next(batches([Parcel.of(torch.arange(8, dtype=torch.float32))])))
 
 
 def damaged(change: Callable[[tensor_pb2.TensorBatch], object]) -> tensor_pb2.TensorBatch:

@@ -26,6 +26,7 @@ from backhaul_runtime.layout import copy_exact, layout_of
 from backhaul_runtime.op_list import allowed_ops
 from backhaul_runtime.program_codec import address_of_program, encode_program, encode_state
 from backhaul_runtime.recorder import Recorder
+from backhaul_runtime.splicing import encode_all
 
 CLIENTS = 8
 LEAST_WORK_S = 0.010
@@ -114,9 +115,9 @@ def prepare(directory: Path) -> Tensor:
     }
     for name, message in messages.items():
         (directory / name).write_bytes(message.SerializeToString())
-    for number, batch in enumerate(batches(parcels.values())):
-        message = tensor_pb2.PutTensorsRequest(tensors=batch)
-        (directory / f"tensors-{number:04}").write_bytes(message.SerializeToString())
+    empty = tensor_pb2.PutTensorsRequest()
+    for number, data in enumerate(encode_all(batches(parcels.values()), empty.TENSORS_FIELD_NUMBER, empty)):
+        (directory / f"tensors-{number:04}").write_bytes(data)
     (found,) = torch.autograd.grad(y, x, gradient)
     return found
 

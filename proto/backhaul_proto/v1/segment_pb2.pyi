@@ -270,6 +270,7 @@ class BackwardRequest(_message.Message):
     AMBIENT_STATE_FIELD_NUMBER: _builtins.int
     WANTS_DIGESTS_FIELD_NUMBER: _builtins.int
     SUMMED_SOURCES_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
     expected_s: _builtins.float
     wants_digests: _builtins.bool
     """Digest what is returned, for a trainer that does so too."""
@@ -287,6 +288,10 @@ class BackwardRequest(_message.Message):
     def summed_sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Sources whose contributions are wanted as one: their sum in order is the first, the others are unset."""
 
+    @_builtins.property
+    def tensors(self) -> _tensor_pb2.TensorBatch:
+        """Gradients that the worker may not hold, where they fit here: stored as by PutTensors."""
+
     def __init__(
         self,
         *,
@@ -297,10 +302,11 @@ class BackwardRequest(_message.Message):
         ambient_state: _program_pb2.AmbientState | None = ...,
         wants_digests: _builtins.bool = ...,
         summed_sources: _abc.Iterable[_builtins.int] | None = ...,
+        tensors: _tensor_pb2.TensorBatch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state", "key", b"key"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state", "key", b"key", "tensors", b"tensors"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state", "expected_s", b"expected_s", "gradients", b"gradients", "key", b"key", "summed_sources", b"summed_sources", "upcoming_segments", b"upcoming_segments", "wants_digests", b"wants_digests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state", "expected_s", b"expected_s", "gradients", b"gradients", "key", b"key", "summed_sources", b"summed_sources", "tensors", b"tensors", "upcoming_segments", b"upcoming_segments", "wants_digests", b"wants_digests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -315,7 +321,7 @@ class OutputGradient(_message.Message):
     output: _builtins.int
     """Position in Program.outputs."""
     tensor: _builtins.bytes
-    """Address of a tensor put before, or of a gradient this worker returned."""
+    """Address of a tensor put before or with this, or of a gradient this worker returned."""
     def __init__(
         self,
         *,
@@ -414,6 +420,8 @@ Global___ViewSpec: _TypeAlias = ViewSpec  # noqa: Y015
 
 @_typing.final
 class RecomputeResponse(_message.Message):
+    """Any number with progress, one with the result, and tensors from there on."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PROGRESS_FIELD_NUMBER: _builtins.int
@@ -432,13 +440,11 @@ class RecomputeResponse(_message.Message):
         result: Global___RecomputeResult | None = ...,
         tensors: _tensor_pb2.TensorBatch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["part", b"part", "progress", b"progress", "result", b"result", "tensors", b"tensors"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "result", b"result", "tensors", b"tensors"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["part", b"part", "progress", b"progress", "result", b"result", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "result", b"result", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["progress", "result", "tensors"]  # noqa: Y015
-    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RecomputeResponse: _TypeAlias = RecomputeResponse  # noqa: Y015
 
@@ -504,6 +510,8 @@ Global___Sketch: _TypeAlias = Sketch  # noqa: Y015
 
 @_typing.final
 class BackwardResponse(_message.Message):
+    """As of a recompute."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PROGRESS_FIELD_NUMBER: _builtins.int
@@ -522,13 +530,11 @@ class BackwardResponse(_message.Message):
         result: Global___BackwardResult | None = ...,
         tensors: _tensor_pb2.TensorBatch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["part", b"part", "progress", b"progress", "result", b"result", "tensors", b"tensors"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "result", b"result", "tensors", b"tensors"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["part", b"part", "progress", b"progress", "result", b"result", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "result", b"result", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["progress", "result", "tensors"]  # noqa: Y015
-    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BackwardResponse: _TypeAlias = BackwardResponse  # noqa: Y015
 

@@ -2,25 +2,22 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial, wraps
 from time import monotonic, perf_counter, time
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import grpc
+from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 from backhaul_proto.v1 import (
     program_pb2,
-    program_pb2_grpc,
     segment_pb2,
-    segment_pb2_grpc,
     session_pb2,
-    session_pb2_grpc,
     telemetry_pb2,
-    telemetry_pb2_grpc,
     tensor_pb2,
-    tensor_pb2_grpc,
 )
 from backhaul_runtime.bundle import encode_view
 from backhaul_runtime.errors import (
@@ -40,6 +37,7 @@ from backhaul_runtime.logs import about
 from backhaul_runtime.processes import resident_bytes
 from backhaul_runtime.program_codec import decode_state
 from backhaul_runtime.protocol import PROGRESS_INTERVAL_S, PROTOCOL_VERSION
+from backhaul_runtime.splicing import Carried, deserializer, encode_all, serialize
 from backhaul_runtime.version import version
 from backhaul_server.worker import runs
 from backhaul_server.worker.core import Worker
@@ -54,7 +52,7 @@ logger = logging.getLogger("backhaul.worker")
 Context = grpc.aio.ServicerContext[Any, Any]
 M = TypeVar("M", bound=Message)
 Unary = Callable[[Any, Any, Context], Awaitable[M]]
-Stream = Callable[[Any, Any, Context], AsyncIterator[M]]
+Stream = Callable[[Any, Any, Context], AsyncIterator[M | bytes]]
 
 
 async def _abort(context: Context, error: Exception) -> None:
@@ -73,11 +71,7 @@ def unary(method: Unary[M]) -> Unary[M]:
     async def call(self: "_Servicer", request: Any, context: Context) -> M:
         started, failed = perf_counter(), False
         try:
-            if isinstance(request, Message):
-                self.meter.received(request.ByteSize())
-            answer = await method(self, request, context)
-            self.meter.sent(answer.ByteSize())
-            return answer
+            return await method(self, request, context)
         except Exception as error:  # every error of ours has a status
             failed = True
             self.failed(request, error)
@@ -93,12 +87,10 @@ def stream(method: Stream[M]) -> Stream[M]:
     """Measures a method that answers many times, and maps its errors."""
 
     @wraps(method)
-    async def call(self: "_Servicer", request: Any, context: Context) -> AsyncIterator[M]:
+    async def call(self: "_Servicer", request: Any, context: Context) -> AsyncIterator[M | bytes]:
         started, failed = perf_counter(), False  # a client that has enough and leaves is no failure
         try:
-            self.meter.received(request.ByteSize())
             async for answer in method(self, request, context):
-                self.meter.sent(answer.ByteSize())
                 yield answer
         except Exception as error:  # every error of ours has a status
             failed = True
@@ -121,6 +113,7 @@ class _Servicer:
         is_cut_off = isinstance(error, grpc.aio.BaseError)  # by the wire, or as the server ends
         if (not isinstance(error, BackhaulError) and not is_cut_off) or type(error) is WorkerError:
             self.worker.last_error = said, time()
+        request = getattr(request, "message", request)
         key = getattr(request, "key", request)
         session = self.worker.sessions.get(getattr(key, "session", ""))
         extra = {}
@@ -136,7 +129,7 @@ class _Servicer:
             logger.error("a request failed", exc_info=error, extra=extra)
 
 
-class Sessions(_Servicer, session_pb2_grpc.SessionServiceServicer):
+class Sessions(_Servicer):
     """Opens, keeps and closes sessions."""
 
     @unary
@@ -180,7 +173,7 @@ class Sessions(_Servicer, session_pb2_grpc.SessionServiceServicer):
         return session_pb2.CloseSessionResponse()
 
 
-class Programs(_Servicer, program_pb2_grpc.ProgramServiceServicer):
+class Programs(_Servicer):
     """Takes programs."""
 
     @unary
@@ -192,52 +185,60 @@ class Programs(_Servicer, program_pb2_grpc.ProgramServiceServicer):
         return program_pb2.PutProgramResponse(address=await self.worker.put_program(request.program))
 
 
-async def _until_silent(messages: AsyncIterator[M], silence_s: float) -> AsyncIterator[M]:
-    """Passes messages on. Raises TransferError where none comes for so long: what they declared is held for them."""
-    iterator = aiter(messages)
-    while True:
-        try:
-            message = await asyncio.wait_for(anext(iterator), silence_s)
-        except StopAsyncIteration:
-            return
-        except TimeoutError:
-            raise TransferError(f"nothing came for {silence_s:g} s in the middle of an upload") from None
-        yield message
+class Arriving:
+    """Tensors on their way into the store. A context manager: what has not been stored at its end is given up."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._charged: list[int] = []
+        self._receiver = Receiver(self._admit, worker.device)
+
+    def _admit(self, layout: Layout) -> None:
+        self._charged.append(self._worker.expect_tensor(layout))
+
+    def add(self, carried: Carried[Any]) -> None:
+        """Takes in what a message carries. Raises BudgetError, TransferError."""
+        if carried.tensors is not None:
+            self._receiver.add(carried.tensors)
+
+    def stored(self) -> int:
+        """Stores all that came. Returns how many they are. Raises TransferError."""
+        arrived = self._receiver.stored()
+        for address, tensor in arrived:
+            self._worker.store.arrived(address, tensor, self._charged.pop(0))
+        return len(arrived)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for size in self._charged:
+            self._worker.store.abandon(size)
 
 
-class Tensors(_Servicer, tensor_pb2_grpc.TensorServiceServicer):
+class Tensors(_Servicer):
     """Takes tensors."""
 
     @unary
     async def PutTensors(  # noqa: N802  gRPC's name
-        self, request: AsyncIterator[tensor_pb2.PutTensorsRequest], context: Context
+        self, request: AsyncIterator[Carried[tensor_pb2.PutTensorsRequest]], context: Context
     ) -> tensor_pb2.PutTensorsResponse:
         """Charges each at its declaration, stores all once the stream has ended well, none otherwise."""
-        charged: list[int] = []
-        session = ""
-
-        def admit(layout: Layout) -> None:
-            charged.append(self.worker.expect_tensor(layout))
-
-        receiver = Receiver(admit, self.worker.device)
-        try:
-            async for message in _until_silent(request, self.worker.lease_s):
-                self.meter.received(message.ByteSize())
-                session = session or message.session
-                self.worker.session(session)
-                receiver.add(message.tensors)
-            # Hashing a large tensor takes a while and lets the GIL go.
-            arrived = await asyncio.to_thread(receiver.stored)
-        except BaseException:
-            for size in charged:
-                self.worker.store.abandon(size)
-            raise
-        for (address, tensor), size in zip(arrived, charged, strict=True):
-            self.worker.store.arrived(address, tensor, size)
-        return tensor_pb2.PutTensorsResponse(stored=len(arrived))
+        session, silence_s, now = "", self.worker.lease_s, asyncio.get_running_loop().time
+        with Arriving(self.worker) as arriving:
+            try:
+                async with asyncio.timeout(silence_s) as patience:  # what is declared is held for what is to come
+                    async for carried in request:
+                        patience.reschedule(now() + silence_s)
+                        session = session or carried.message.session
+                        self.worker.session(session)
+                        arriving.add(carried)
+            except TimeoutError:
+                raise TransferError(f"nothing came for {silence_s:g} s in the middle of an upload") from None
+            return tensor_pb2.PutTensorsResponse(stored=arriving.stored())
 
 
-class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
+class Segments(_Servicer):
     """Saves, recomputes, runs backward, releases."""
 
     @unary
@@ -263,7 +264,7 @@ class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
     @stream
     async def Recompute(  # noqa: N802  gRPC's name
         self, request: segment_pb2.RecomputeRequest, context: Context
-    ) -> AsyncIterator[segment_pb2.RecomputeResponse]:
+    ) -> AsyncIterator[segment_pb2.RecomputeResponse | bytes]:
         """Streams progress, then what was saved, in the order asked for."""
         session = self.worker.session(request.key.session)
         segment = self.worker.segment(session, request.key.segment)
@@ -282,20 +283,24 @@ class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
                 saved_sketches=_sketches(found),
                 timing=_timing(segment, asked, found),
             )
-            yield segment_pb2.RecomputeResponse(result=result)
-            for batch in batches(found.bundle.parcels):
-                yield segment_pb2.RecomputeResponse(tensors=batch)
+            response = segment_pb2.RecomputeResponse(result=result)
+            for message in encode_all(batches(found.bundle.parcels), response.TENSORS_FIELD_NUMBER, response):
+                yield message
 
     @stream
     async def Backward(  # noqa: N802  gRPC's name
-        self, request: segment_pb2.BackwardRequest, context: Context
-    ) -> AsyncIterator[segment_pb2.BackwardResponse]:
+        self, carried: Carried[segment_pb2.BackwardRequest], context: Context
+    ) -> AsyncIterator[segment_pb2.BackwardResponse | bytes]:
         """Streams progress, then digests and contributions."""
+        request = carried.message
         session = self.worker.session(request.key.session)
         segment = self.worker.segment(session, request.key.segment)
         addresses = {gradient.output: gradient.tensor for gradient in request.gradients}
         if segment.work is None or any(output >= len(segment.work.program.outputs) for output in addresses):
             raise ProgramError(f"gradients are given for outputs {sorted(addresses)} of {segment.name}")
+        with Arriving(self.worker) as arriving:
+            arriving.add(carried)
+            arriving.stored()
         state = decode_state(request.ambient_state)
         summed = tuple(request.summed_sources)
         start = Start(tuple(sorted(addresses.items())), state, request.wants_digests, summed)
@@ -325,9 +330,9 @@ class Segments(_Servicer, segment_pb2_grpc.SegmentServiceServicer):
                     for source, parcel in found.chained.items()
                 ],
             )
-            yield segment_pb2.BackwardResponse(result=result)
-            for batch in batches(found.bundle.parcels):
-                yield segment_pb2.BackwardResponse(tensors=batch)
+            response = segment_pb2.BackwardResponse(result=result)
+            for message in encode_all(batches(found.bundle.parcels), response.TENSORS_FIELD_NUMBER, response):
+                yield message
 
     @unary
     async def ReleaseSegments(  # noqa: N802  gRPC's name
@@ -363,7 +368,7 @@ def _timing(segment: Segment, asked: Request, found: Finished) -> segment_pb2.Ti
     )
 
 
-class Telemetry(_Servicer, telemetry_pb2_grpc.TelemetryServiceServicer):
+class Telemetry(_Servicer):
     """Tells how the worker is, and what trainers told it."""
 
     def __init__(self, worker: Worker, meter: Meter) -> None:
@@ -440,8 +445,39 @@ class Telemetry(_Servicer, telemetry_pb2_grpc.TelemetryServiceServicer):
 def add_services(server: grpc.aio.Server, worker: Worker) -> None:
     """Adds all of the worker's services to a server that has not started."""
     meter = Meter()
-    session_pb2_grpc.add_SessionServiceServicer_to_server(Sessions(worker, meter), server)
-    program_pb2_grpc.add_ProgramServiceServicer_to_server(Programs(worker, meter), server)
-    tensor_pb2_grpc.add_TensorServiceServicer_to_server(Tensors(worker, meter), server)
-    segment_pb2_grpc.add_SegmentServiceServicer_to_server(Segments(worker, meter), server)
-    telemetry_pb2_grpc.add_TelemetryServiceServicer_to_server(Telemetry(worker, meter), server)
+    for file, servicer in (
+        (session_pb2, Sessions(worker, meter)),
+        (program_pb2, Programs(worker, meter)),
+        (tensor_pb2, Tensors(worker, meter)),
+        (segment_pb2, Segments(worker, meter)),
+        (telemetry_pb2, Telemetry(worker, meter)),
+    ):
+        for service in file.DESCRIPTOR.services_by_name.values():
+            handlers = {method.name: _handler(method, servicer, meter) for method in service.methods}
+            server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service.full_name, handlers)])
+
+
+_MAKERS: Mapping[tuple[bool, bool], Any] = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+"""By whether requests and answers are streams."""
+
+
+def _handler(method: MethodDescriptor, servicer: _Servicer, meter: Meter) -> Any:
+    """As the generated stubs make them, but with tensors read and written by `splicing`, and bytes counted."""
+    read = deserializer(GetMessageClass(method.input_type))
+
+    def received(data: bytes) -> Any:
+        meter.received(len(data))
+        return read(data)
+
+    def sent(message: Message | bytes) -> bytes:
+        data = serialize(message)
+        meter.sent(len(data))
+        return data
+
+    make = _MAKERS[method.client_streaming, method.server_streaming]
+    return make(getattr(servicer, method.name), request_deserializer=received, response_serializer=sent)

@@ -1,0 +1,33 @@
+import torch
+
+from backhaul_runtime.buffers import Buffers
+
+PAGES = 1 << 20
+
+
+def test_the_memory_of_a_tensor_that_died_is_used_again() -> None:
+    buffers = Buffers(idle_bytes=2 * PAGES)
+    first = buffers.take(PAGES - 10)
+    place = first.data_ptr()
+    view = first[5:].view(torch.uint8)
+    del first
+    assert buffers.take(PAGES).data_ptr() != place  # a view is left
+    del view
+    again = buffers.take(PAGES - 20)
+    assert again.data_ptr() == place
+    assert again.numel() == PAGES - 20
+    assert place % 64 == 0
+
+
+def test_idle_memory_is_bounded() -> None:
+    buffers = Buffers(idle_bytes=2 * PAGES)
+    held = [buffers.take(PAGES) for _ in range(5)]
+    assert buffers.idle_bytes == 2 * PAGES
+    del held
+    assert sum(map(len, buffers._idle)) == 2 * PAGES
+
+
+def test_one_larger_than_the_bound_is_not_kept() -> None:
+    buffers = Buffers(idle_bytes=PAGES)
+    buffers.take(2 * PAGES)
+    assert not buffers._idle

@@ -1,0 +1,109 @@
+"""Messages written and read by hand are protobuf's own, to every byte that anybody may send."""
+
+import pytest
+import torch
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backhaul_proto.v1 import segment_pb2, tensor_pb2
+from backhaul_runtime import splicing
+from backhaul_runtime.framing import Parcel, batches
+from backhaul_runtime.splicing import Batch, Carried, Chunk, deserializer, encode, encode_all, serialize
+
+read = deserializer(tensor_pb2.PutTensorsRequest)
+TENSORS = [torch.arange(30_000.0), torch.zeros(0), torch.tensor(2.0)]
+
+
+def written() -> bytes:
+    (data,) = encode_all(batches(map(Parcel.of, TENSORS)), 2, tensor_pb2.PutTensorsRequest(session="s"))
+    return data
+
+
+def as_message(carried: Carried[tensor_pb2.PutTensorsRequest]) -> tensor_pb2.PutTensorsRequest:
+    """What protobuf would have read."""
+    found = tensor_pb2.PutTensorsRequest()
+    found.CopyFrom(carried.message)
+    if isinstance(carried.tensors, Batch):
+        found.tensors.declarations.extend(carried.tensors.declarations)
+        for chunk in carried.tensors.chunks:
+            found.tensors.chunks.add(**{**chunk._asdict(), "data": bytes(chunk.data)})
+    return found
+
+
+def test_protobuf_reads_what_is_written() -> None:
+    message = tensor_pb2.PutTensorsRequest.FromString(written())
+    assert message.session == "s"
+    assert [declared.size_bytes for declared in message.tensors.declarations] == [120_000, 0, 4]
+    assert b"".join(chunk.data for chunk in message.tensors.chunks) == b"".join(
+        tensor.numpy().tobytes() for tensor in TENSORS
+    )
+
+
+def test_what_is_written_is_read_in_place() -> None:
+    data = written()
+    carried = read(data)
+    assert isinstance(carried.tensors, Batch)
+    assert [chunk.data.obj for chunk in carried.tensors.chunks] == [data, data]
+    assert as_message(carried) == tensor_pb2.PutTensorsRequest.FromString(data)
+    assert carried.size_bytes == len(data)
+
+
+def test_what_protobuf_writes_is_read() -> None:
+    message = tensor_pb2.PutTensorsRequest.FromString(written())
+    for data in (message.SerializeToString(), message.SerializeToString() + written()):  # the latter merges
+        assert as_message(read(data)) == tensor_pb2.PutTensorsRequest.FromString(data)
+
+
+def test_a_message_that_carries_nothing() -> None:
+    carried = deserializer(segment_pb2.BackwardResponse)(serialize(segment_pb2.BackwardResponse(progress={})))
+    assert carried.tensors is None
+    assert carried.message.HasField("progress")
+    assert list(encode_all([], 2, tensor_pb2.PutTensorsRequest(session="s"))) == [b"\x0a\x01s"]
+    assert deserializer(tensor_pb2.PutTensorsResponse) == tensor_pb2.PutTensorsResponse.FromString
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        Chunk(1 << 32, 0, 0, b"x"),
+        Chunk(0, (1 << 64) - 1, (1 << 64) - 1, b""),
+        Chunk(0, 1 << 64, 0, b"x"),
+        Chunk((1 << 32) - 1, (1 << 63) - 1, 0, b"x" * 300),
+    ],
+    ids=["tensor too large", "largest numbers", "eleven bits of a tenth byte", "large numbers"],
+)
+def test_numbers_are_read_as_protobuf_reads_them(chunk: Chunk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(splicing, "SPLICED_BYTES", 0)
+    same_as_protobuf(encode(Batch(chunks=[chunk]), 2))
+
+
+def same_as_protobuf(data: bytes) -> None:
+    try:
+        expected = tensor_pb2.PutTensorsRequest.FromString(data)
+    except DecodeError:
+        with pytest.raises(DecodeError):
+            read(data)
+    else:
+        assert as_message(read(data)) == expected
+
+
+SMALL = encode(Batch([tensor_pb2.TensorDeclaration(size_bytes=3)], [Chunk(0, 200, 7, b"abc")]), 2, b"\x0a\x01s")
+
+
+@given(st.data())
+def test_any_bytes_are_read_as_protobuf_reads_them(data: st.DataObject) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(splicing, "SPLICED_BYTES", 0)
+        changed = bytearray(SMALL)
+        for _ in range(data.draw(st.integers(1, 3))):
+            place = data.draw(st.integers(0, len(changed)))
+            changed[place : place + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=3))
+        same_as_protobuf(bytes(changed))
+
+
+def test_no_part_of_a_message_is_one() -> None:
+    data = written()
+    for end in (1, 2, 5, 100, len(data) // 2, len(data) - 4):
+        with pytest.raises(DecodeError):
+            read(data[:end])
