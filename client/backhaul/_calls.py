@@ -185,7 +185,7 @@ class Stream(Generic[R]):
             message = carried.message
             if message.HasField("result"):
                 self._running_since = None
-                self._add(carried)
+                self._receiver.add_carried(carried)
                 found: R = message.result
                 return found
             self._check_queue(message.progress.ahead_s)
@@ -207,15 +207,11 @@ class Stream(Generic[R]):
         """Lets go of the `index`-th tensor: nobody will ask for it again."""
         self._receiver.forget(index)
 
-    def tensors(self) -> list[Tensor]:
-        """All of them. Raises as `result` does."""
+    def rest(self) -> Receiver:
+        """Has received all of them. Raises as `result` does."""
         while self._receive():
             pass
-        return self._receiver.tensors()
-
-    def addresses(self) -> list[bytes]:
-        """Under which the worker keeps some of the tensors."""
-        return self._receiver.addresses()
+        return self._receiver
 
     def close(self) -> None:
         """Wants no more of the answer."""
@@ -225,12 +221,8 @@ class Stream(Generic[R]):
     def _receive(self) -> bool:
         carried = self._next()
         if carried is not None:
-            self._add(carried)
+            self._receiver.add_carried(carried)
         return carried is not None
-
-    def _add(self, carried: Carried[Any]) -> None:
-        if carried.tensors is not None:
-            self._receiver.add(carried.tensors)
 
     def _next(self) -> Carried[Any] | None:
         """The next message, None at the end."""

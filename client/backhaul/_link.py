@@ -24,6 +24,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from backhaul._calls import Bearer, call_unary, close_channel
+from backhaul._short import ShortStream
 from backhaul_proto.v1 import (
     program_pb2_grpc,
     segment_pb2,
@@ -89,9 +90,10 @@ class Stubs:
     Args:
         channel: To a worker.
         token: Shown with every call.
+        silence_s: Longer than any answer of `short_backwards` may take.
     """
 
-    def __init__(self, channel: grpc.Channel, token: str) -> None:
+    def __init__(self, channel: grpc.Channel, token: str, silence_s: float) -> None:
         self.sessions = session_pb2_grpc.SessionServiceStub(channel)
         self.programs = program_pb2_grpc.ProgramServiceStub(channel)
         self.tensors = tensor_pb2_grpc.TensorServiceStub(channel)
@@ -107,6 +109,7 @@ class Stubs:
             for stub in vars(self).values():
                 for name, method in vars(stub).items():
                     setattr(stub, name, Bearer(method, bearer(token)))
+        self.short_backwards = ShortStream(self.segments.ShortBackwards, silence_s)
 
 
 def _spliced(channel: grpc.Channel, method: MethodDescriptor) -> Any:
@@ -115,6 +118,7 @@ def _spliced(channel: grpc.Channel, method: MethodDescriptor) -> Any:
         (False, False): channel.unary_unary,
         (False, True): channel.unary_stream,
         (True, False): channel.stream_unary,
+        (True, True): channel.stream_stream,
     }[method.client_streaming, method.server_streaming]
     return make(
         f"/{method.containing_service.full_name}/{method.name}",
@@ -174,6 +178,7 @@ class Link:
         self._draining = False
         self._closed = False
         self._channel: grpc.Channel | None = None
+        self._stubs: Stubs
         self._wake = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="backhaul-keeper", daemon=True)
 
@@ -261,6 +266,7 @@ class Link:
             except BackhaulError as error:
                 logger.debug("closing the session on %s: %s", self.name, error, extra=about(self.run))
         if self._channel is not None:
+            self._stubs.short_backwards.close()
             close_channel(self._channel)  # ends what the keeper waits for
         if self._keeper.ident is not None:
             self._keeper.join()
@@ -271,10 +277,11 @@ class Link:
         if self._token_file and not self._token:
             self._token = read_token(self._token_file)
         if self._channel is not None:
+            self._stubs.short_backwards.close()
             close_channel(self._channel)
         self.name = address.text
         self._channel = grpc.insecure_channel(address.target, options=CHANNEL_OPTIONS)
-        self._stubs = Stubs(self._channel, self._token)
+        self._stubs = Stubs(self._channel, self._token, self.silence_s)
         request = session_pb2.OpenSessionRequest(
             protocol_version=PROTOCOL_VERSION,
             client_version=version(),

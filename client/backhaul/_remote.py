@@ -19,13 +19,17 @@ from backhaul_runtime import ambient
 from backhaul_runtime.bundle import decode_view, unbundle, view_of
 from backhaul_runtime.digest import address_of, content_digest, tensor_address
 from backhaul_runtime.errors import TensorsMissingError, TransferError, WorkerLostError
-from backhaul_runtime.framing import Parcel
+from backhaul_runtime.framing import Parcel, Receiver, batches
 from backhaul_runtime.layout import layout_of
 from backhaul_runtime.program_codec import encode_state
+from backhaul_runtime.protocol import CHUNK_BYTES
 from backhaul_runtime.replay import Contribution
+from backhaul_runtime.splicing import encode_all
 
 T = TypeVar("T")
 Answer = tuple[segment_pb2.BackwardResult, list[Tensor], list[bytes]]
+SHORT_BYTES = CHUNK_BYTES // 2
+"""Gradients of so many bytes travel with the request."""
 _REPEATABLE = {"UNAVAILABLE", "CANCELLED", "UNKNOWN", "INTERNAL", ""}
 
 
@@ -89,6 +93,7 @@ class SavedSegment:
         expected_s: What a replay with its backward should take.
         upcoming: Gives the segments that will be asked for after this one.
         chains: Told whether its gradients were those that the worker went on from.
+        answer_bytes: Of all gradients that a backward returns.
 
     Attributes:
         expected: The gradients that the worker went on from, by output, and where that was met.
@@ -103,6 +108,7 @@ class SavedSegment:
         expected_s: float,
         upcoming: Callable[[], list[int]],
         chains: Chains,
+        answer_bytes: int,
     ) -> None:
         self._link = link
         self._uploader = uploader
@@ -111,6 +117,7 @@ class SavedSegment:
         self._expected_s = expected_s
         self._upcoming = upcoming
         self._chains = chains
+        self._is_short = answer_bytes <= CHUNK_BYTES
         self.expected: dict[int, tuple[bytes, Site]] = {}
         self._backwards = itertools.count(1)
 
@@ -151,13 +158,21 @@ class SavedSegment:
         )
 
         def attempt() -> Answer:
-            self._uploader.put(self.generation, parcels.values(), self._sent)
-            stream = self._open(self._link.stubs(self.generation).segments.Backward, request)
+            missing = self._uploader.missing(self.generation, parcels.values())
+            if sum(parcel.layout.payload_bytes for parcel in missing) > SHORT_BYTES:
+                self._uploader.put(self.generation, missing, self._sent)
+                missing = []
+            (encoded,) = encode_all(batches(missing), request.TENSORS_FIELD_NUMBER, request)
+            self._sent(len(encoded))
+            stubs = self._link.stubs(self.generation)
+            if self._is_short and (carried := stubs.short_backwards.ask(encoded)) is not None:
+                self._log.traffic(down_bytes=carried.size_bytes)
+                if carried.message.HasField("result"):
+                    return self._answer(carried.message.result, Receiver.of(carried))
+            stream = self._open(stubs.segments.Backward, encoded)
             try:
                 result = stream.result()
-                tensors, addresses = stream.tensors(), stream.addresses()
-                self._log.answered(result.timing, self._link.ahead_s)
-                return result, tensors, addresses
+                return self._answer(result, stream.rest())
             finally:
                 self._closed(stream)
 
@@ -185,6 +200,11 @@ class SavedSegment:
             for index, contribution in enumerate(result.contributions)
         ]
         return _recomputed(result), contributions
+
+    def _answer(self, result: segment_pb2.BackwardResult, receiver: Receiver) -> Answer:
+        tensors = receiver.tensors()
+        self._log.answered(result.timing, self._link.ahead_s)
+        return result, tensors, receiver.addresses()
 
     def _chained(self, result: segment_pb2.BackwardResult) -> None:
         found = {gradient.source: gradient.tensor for gradient in result.chained_gradients}

@@ -294,6 +294,7 @@ class Session:
             _BACKWARD_FACTOR * forward_s,
             lambda: self._backward_reached(side, number),
             side.chains,
+            sum(n * s.layout.gradient_bytes for n, s in zip(frame.use_counts, sources, strict=True)),
         )
         beginning.is_saved = was_sent
         with self._lock:

@@ -4,6 +4,7 @@ One thread per link sends in order: so a segment is released after it was saved,
 them. Copies of arguments that wait to be sent are bounded in bytes; a forward that gets ahead waits.
 """
 
+import itertools
 import logging
 import queue
 import threading
@@ -29,6 +30,9 @@ from backhaul_runtime.splicing import encode_all
 logger = logging.getLogger("backhaul")
 MAX_KNOWN = 1 << 16
 MAX_ATTEMPTS = 3
+GATHER_S = 0.005
+"""Releases that follow each other so closely go together: in backward each would be a call per segment."""
+MOST_GATHERED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +149,7 @@ class Uploader:
             WorkerError: The worker refuses them.
             WorkerLostError: Silence, or the connection broke.
         """
-        missing = [parcel for parcel in parcels if not self._knows(generation, parcel.address)]
+        missing = self.missing(generation, parcels)
         if not missing:
             return
 
@@ -158,6 +162,10 @@ class Uploader:
         stubs = self._link.stubs(generation)
         call_unary(stubs.tensors.PutTensors, watched(encoded(), self.watch), self._link.silence_s, self.watch)
         self.learn(generation, (parcel.address for parcel in missing))
+
+    def missing(self, generation: Generation, parcels: Iterable[Parcel]) -> list[Parcel]:
+        """Those that the worker does not have, as far as is known."""
+        return [parcel for parcel in parcels if not self._knows(generation, parcel.address)]
 
     def learn(self, generation: Generation, addresses: Iterable[bytes]) -> None:
         """Notes what the worker holds. It may give some up; then it says what is missing."""
@@ -182,12 +190,23 @@ class Uploader:
             return self._known_of is generation and address in self._known
 
     def _serve(self) -> None:
-        while (item := self._queue.get()) is not None:
+        held: list[_Release] = []
+        while True:
+            item: Save | _Release | None = None  # nothing of the last one stays until the next comes
+            is_soon = True
+            try:
+                item = self._queue.get(timeout=GATHER_S if held else None)
+            except queue.Empty:
+                is_soon = False
+            if isinstance(item, _Release):
+                held.append(item)
+            if held and (not isinstance(item, _Release) or len(held) == MOST_GATHERED):
+                self._release(held)
+                held = []
             if isinstance(item, Save):
                 self._save(item)
-            else:
-                self._release(item)
-            del item  # nothing of it stays until the next comes
+            elif item is None and is_soon:
+                return
 
     def _save(self, save: Save) -> None:
         try:
@@ -254,17 +273,21 @@ class Uploader:
         call_unary(self._link.stubs(save.generation).programs.PutProgram, request, self._link.silence_s)
         self.learn(save.generation, [save.program_address])
 
-    def _release(self, release: _Release) -> None:
-        key = segment_pb2.OperationKey(
-            session=release.generation.session, segment=release.segment, operation=segment_pb2.OPERATION_RELEASE
-        )
-        request = segment_pb2.ReleaseSegmentsRequest(keys=[key])
-        try:
-            stubs = self._link.stubs(release.generation)
-            call_unary(stubs.segments.ReleaseSegments, request, self._link.silence_s)
-        except WorkerLostError as error:
-            self._link.trouble(release.generation, error)  # what it held goes with the session's lease
-        except BackhaulError as error:
-            logger.debug("releasing a segment: %s", error, extra=about(self._link.run))
-        except Exception:  # a bug of ours must not end the thread that forward waits for
-            logger.exception("releasing a segment failed", extra=about(self._link.run))
+    def _release(self, releases: Sequence[_Release]) -> None:
+        for generation, group in itertools.groupby(releases, lambda release: release.generation):
+            keys = [
+                segment_pb2.OperationKey(
+                    session=generation.session, segment=release.segment, operation=segment_pb2.OPERATION_RELEASE
+                )
+                for release in group
+            ]
+            request = segment_pb2.ReleaseSegmentsRequest(keys=keys)
+            try:
+                stubs = self._link.stubs(generation)
+                call_unary(stubs.segments.ReleaseSegments, request, self._link.silence_s)
+            except WorkerLostError as error:
+                self._link.trouble(generation, error)  # what it held goes with the session's lease
+            except BackhaulError as error:
+                logger.debug("releasing segments: %s", error, extra=about(self._link.run))
+            except Exception:  # a bug of ours must not end the thread that forward waits for
+                logger.exception("releasing segments failed", extra=about(self._link.run))

@@ -7,6 +7,7 @@ offsets and checksums as chunks arrive, and hands out a tensor only when its las
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from backhaul_runtime.layout import (
     with_bits,
 )
 from backhaul_runtime.protocol import CHUNK_BYTES
-from backhaul_runtime.splicing import Batch, Chunk
+from backhaul_runtime.splicing import Batch, Carried, Chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +179,18 @@ class Receiver:
         self._admit = admit
         self._device = device
         self._arrivals: list[_Arrival] = []
+
+    @classmethod
+    def of(cls, carried: Carried[Any]) -> "Receiver":
+        """One that took in a message that is the whole stream."""
+        receiver = cls()
+        receiver.add_carried(carried)
+        return receiver
+
+    def add_carried(self, carried: Carried[Any]) -> None:
+        """Takes in what a message carries, if anything. Raises as `add` does."""
+        if carried.tensors is not None:
+            self.add(carried.tensors)
 
     def add(self, batch: "Batch | tensor_pb2.TensorBatch") -> None:
         """Takes a message in. Raises TransferError where it contradicts what came before."""

@@ -4,6 +4,7 @@ The encoding is protobuf's deterministic one, so equal programs have equal bytes
 """
 
 import hashlib
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -71,11 +72,18 @@ def encode_program(program: Program) -> bytes:
 
 def decode_state(message: program_pb2.AmbientState) -> ambient.State:
     """The settings a message names, for this process. Raises ProgramError for ones it can't have."""
+    return _decoded_state(message.SerializeToString(deterministic=True))
+
+
+@lru_cache(maxsize=32)  # all of a step's are equal
+def _decoded_state(encoded: bytes) -> ambient.State:
+    message = program_pb2.AmbientState.FromString(encoded)
     return ambient.from_mapping({name: _setting(setting) for name, setting in message.settings.items()})
 
 
+@lru_cache(maxsize=32)
 def encode_state(state: ambient.State) -> program_pb2.AmbientState:
-    """Ambient settings as they stand in a message."""
+    """Ambient settings as they stand in a message, which is shared: don't change it."""
     settings = {}
     for name, value in ambient.to_mapping(state).items():
         kind = "boolean" if isinstance(value, bool) else "integer" if isinstance(value, int) else "text"

@@ -267,7 +267,7 @@ def test_a_worker_far_away_is_reached(worker: WorkerProcess) -> None:
 
 def test_a_call_on_a_closed_channel_is_an_error_of_ours() -> None:
     channel = grpc.insecure_channel("127.0.0.1:1")
-    stubs = Stubs(channel, token="")
+    stubs = Stubs(channel, token="", silence_s=1.0)
     channel.close()
     with pytest.raises(WorkerLostError):
         call_unary(stubs.sessions.KeepSession, session_pb2.KeepSessionRequest(), 1.0)

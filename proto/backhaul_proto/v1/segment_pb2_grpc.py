@@ -50,6 +50,11 @@ class SegmentServiceStub(object):
                 request_serializer=backhaul__proto_dot_v1_dot_segment__pb2.BackwardRequest.SerializeToString,
                 response_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.BackwardResponse.FromString,
                 _registered_method=True)
+        self.ShortBackwards = channel.stream_stream(
+                '/backhaul_proto.v1.SegmentService/ShortBackwards',
+                request_serializer=backhaul__proto_dot_v1_dot_segment__pb2.BackwardRequest.SerializeToString,
+                response_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.BackwardResponse.FromString,
+                _registered_method=True)
         self.ReleaseSegments = channel.unary_unary(
                 '/backhaul_proto.v1.SegmentService/ReleaseSegments',
                 request_serializer=backhaul__proto_dot_v1_dot_segment__pb2.ReleaseSegmentsRequest.SerializeToString,
@@ -81,6 +86,14 @@ class SegmentServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ShortBackwards(self, request_iterator, context):
+        """Backward of one request after the other, each answered by one message: a round trip on an open stream takes less
+        than a call. Where that holds no result, it is not ready or not short: ask Backward, with the same key.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReleaseSegments(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -102,6 +115,11 @@ def add_SegmentServiceServicer_to_server(servicer, server):
             ),
             'Backward': grpc.unary_stream_rpc_method_handler(
                     servicer.Backward,
+                    request_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.BackwardRequest.FromString,
+                    response_serializer=backhaul__proto_dot_v1_dot_segment__pb2.BackwardResponse.SerializeToString,
+            ),
+            'ShortBackwards': grpc.stream_stream_rpc_method_handler(
+                    servicer.ShortBackwards,
                     request_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.BackwardRequest.FromString,
                     response_serializer=backhaul__proto_dot_v1_dot_segment__pb2.BackwardResponse.SerializeToString,
             ),
@@ -191,6 +209,33 @@ class SegmentService(object):
             request,
             target,
             '/backhaul_proto.v1.SegmentService/Backward',
+            backhaul__proto_dot_v1_dot_segment__pb2.BackwardRequest.SerializeToString,
+            backhaul__proto_dot_v1_dot_segment__pb2.BackwardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ShortBackwards(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/backhaul_proto.v1.SegmentService/ShortBackwards',
             backhaul__proto_dot_v1_dot_segment__pb2.BackwardRequest.SerializeToString,
             backhaul__proto_dot_v1_dot_segment__pb2.BackwardResponse.FromString,
             options,

@@ -38,6 +38,10 @@ class SegmentServiceStub:
     """Replays the program and returns tensors that autograd saved."""
     Backward: _grpc.UnaryStreamMultiCallable[_segment_pb2.BackwardRequest, _segment_pb2.BackwardResponse]
     """Replays the program, runs its backward and returns gradients."""
+    ShortBackwards: _grpc.StreamStreamMultiCallable[_segment_pb2.BackwardRequest, _segment_pb2.BackwardResponse]
+    """Backward of one request after the other, each answered by one message: a round trip on an open stream takes less
+    than a call. Where that holds no result, it is not ready or not short: ask Backward, with the same key.
+    """
     ReleaseSegments: _grpc.UnaryUnaryMultiCallable[_segment_pb2.ReleaseSegmentsRequest, _segment_pb2.ReleaseSegmentsResponse]
 
 @_typing.type_check_only
@@ -50,6 +54,10 @@ class SegmentServiceAsyncStub(SegmentServiceStub):
     """Replays the program and returns tensors that autograd saved."""
     Backward: _aio.UnaryStreamMultiCallable[_segment_pb2.BackwardRequest, _segment_pb2.BackwardResponse]  # type: ignore[assignment]
     """Replays the program, runs its backward and returns gradients."""
+    ShortBackwards: _aio.StreamStreamMultiCallable[_segment_pb2.BackwardRequest, _segment_pb2.BackwardResponse]  # type: ignore[assignment]
+    """Backward of one request after the other, each answered by one message: a round trip on an open stream takes less
+    than a call. Where that holds no result, it is not ready or not short: ask Backward, with the same key.
+    """
     ReleaseSegments: _aio.UnaryUnaryMultiCallable[_segment_pb2.ReleaseSegmentsRequest, _segment_pb2.ReleaseSegmentsResponse]  # type: ignore[assignment]
 
 class SegmentServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -77,6 +85,16 @@ class SegmentServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_segment_pb2.BackwardResponse], _abc.AsyncIterator[_segment_pb2.BackwardResponse]]:
         """Replays the program, runs its backward and returns gradients."""
+
+    @_abc_1.abstractmethod
+    def ShortBackwards(
+        self,
+        request_iterator: _MaybeAsyncIterator[_segment_pb2.BackwardRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_segment_pb2.BackwardResponse], _abc.AsyncIterator[_segment_pb2.BackwardResponse]]:
+        """Backward of one request after the other, each answered by one message: a round trip on an open stream takes less
+        than a call. Where that holds no result, it is not ready or not short: ask Backward, with the same key.
+        """
 
     @_abc_1.abstractmethod
     def ReleaseSegments(

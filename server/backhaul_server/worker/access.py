@@ -40,6 +40,7 @@ POLICY: Mapping[str, Needs] = {
     "/backhaul_proto.v1.SegmentService/SaveSegment": Needs.CREDENTIAL,
     "/backhaul_proto.v1.SegmentService/Recompute": Needs.CREDENTIAL,
     "/backhaul_proto.v1.SegmentService/Backward": Needs.CREDENTIAL,
+    "/backhaul_proto.v1.SegmentService/ShortBackwards": Needs.CREDENTIAL,
     "/backhaul_proto.v1.SegmentService/ReleaseSegments": Needs.CREDENTIAL,
     "/backhaul_proto.v1.TelemetryService/GetTelemetry": Needs.CREDENTIAL,
     "/backhaul_proto.v1.TelemetryService/PutReports": Needs.CREDENTIAL,

@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial, wraps
 from time import monotonic, perf_counter, time
 from typing import Any, Self, TypeVar
@@ -36,7 +37,7 @@ from backhaul_runtime.layout import Layout
 from backhaul_runtime.logs import about
 from backhaul_runtime.processes import resident_bytes
 from backhaul_runtime.program_codec import decode_state
-from backhaul_runtime.protocol import PROGRESS_INTERVAL_S, PROTOCOL_VERSION
+from backhaul_runtime.protocol import CHUNK_BYTES, PROGRESS_INTERVAL_S, PROTOCOL_VERSION
 from backhaul_runtime.splicing import Carried, deserializer, encode_all, serialize
 from backhaul_runtime.version import version
 from backhaul_server.worker import runs
@@ -198,8 +199,7 @@ class Arriving:
 
     def add(self, carried: Carried[Any]) -> None:
         """Takes in what a message carries. Raises BudgetError, TransferError."""
-        if carried.tensors is not None:
-            self._receiver.add(carried.tensors)
+        self._receiver.add_carried(carried)
 
     def stored(self) -> int:
         """Stores all that came. Returns how many they are. Raises TransferError."""
@@ -292,6 +292,36 @@ class Segments(_Servicer):
         self, carried: Carried[segment_pb2.BackwardRequest], context: Context
     ) -> AsyncIterator[segment_pb2.BackwardResponse | bytes]:
         """Streams progress, then digests and contributions."""
+        with self._backward(carried) as (segment, asked):
+            async for progress in self._wait(segment, asked.answer):
+                yield segment_pb2.BackwardResponse(progress=progress)
+            for message in _backward_answer(segment, asked):
+                yield message
+
+    async def ShortBackwards(  # noqa: N802  gRPC's name
+        self, requests: AsyncIterator[Carried[segment_pb2.BackwardRequest]], context: Context
+    ) -> AsyncIterator[segment_pb2.BackwardResponse | bytes]:
+        """Answers what it can with one message, soon. All else, errors too, is left to `Backward`."""
+        async for carried in requests:
+            started = perf_counter()
+            try:
+                answer = await self._short_answer(carried)
+            except BackhaulError:
+                answer = None
+            yield segment_pb2.BackwardResponse() if answer is None else answer
+            if answer is not None:
+                self.meter.call("Backward", perf_counter() - started, failed=False)
+
+    async def _short_answer(self, carried: Carried[segment_pb2.BackwardRequest]) -> bytes | None:
+        with self._backward(carried) as (segment, asked):
+            await asyncio.wait([asked.answer], timeout=PROGRESS_INTERVAL_S)
+            if not asked.answer.done() or asked.answer.result().bundle.size_bytes > CHUNK_BYTES:
+                return None
+            return next(_backward_answer(segment, asked))
+
+    @contextmanager
+    def _backward(self, carried: Carried[segment_pb2.BackwardRequest]) -> Iterator[tuple[Segment, Request]]:
+        """Around a backward that was asked for, and its answer."""
         request = carried.message
         session = self.worker.session(request.key.session)
         segment = self.worker.segment(session, request.key.segment)
@@ -313,26 +343,7 @@ class Segments(_Servicer):
         with self.worker.segments.answering(segment, key):
             asked = self.worker.segments.request(segment, key, prepare, request.expected_s, start)
             self.worker.replay_ahead(session, request.upcoming_segments)
-            async for progress in self._wait(segment, asked.answer):
-                yield segment_pb2.BackwardResponse(progress=progress)
-            found = asked.answer.result()
-            contributions = [segment_pb2.Contribution(source=source) for source in found.sources]
-            for view in found.bundle.views:
-                contributions[view.position].view.CopyFrom(encode_view(view))
-            result = segment_pb2.BackwardResult(
-                saved_digests=found.saved_digests,
-                contributions=contributions,
-                tensor_digests=found.tensor_digests,
-                saved_sketches=_sketches(found),
-                timing=_timing(segment, asked, found),
-                chained_gradients=[
-                    segment_pb2.SourceGradient(source=source, tensor=parcel.address)
-                    for source, parcel in found.chained.items()
-                ],
-            )
-            response = segment_pb2.BackwardResponse(result=result)
-            for message in encode_all(batches(found.bundle.parcels), response.TENSORS_FIELD_NUMBER, response):
-                yield message
+            yield segment, asked
 
     @unary
     async def ReleaseSegments(  # noqa: N802  gRPC's name
@@ -350,6 +361,25 @@ class Segments(_Servicer):
             self.worker.session(segment.session.id)
             yield segment_pb2.Progress(running=running, ahead_s=ahead_s)
             await asyncio.wait([answer], timeout=PROGRESS_INTERVAL_S)
+
+
+def _backward_answer(segment: Segment, asked: Request) -> Iterator[bytes]:
+    found = asked.answer.result()
+    contributions = [segment_pb2.Contribution(source=source) for source in found.sources]
+    for view in found.bundle.views:
+        contributions[view.position].view.CopyFrom(encode_view(view))
+    result = segment_pb2.BackwardResult(
+        saved_digests=found.saved_digests,
+        contributions=contributions,
+        tensor_digests=found.tensor_digests,
+        saved_sketches=_sketches(found),
+        timing=_timing(segment, asked, found),
+        chained_gradients=[
+            segment_pb2.SourceGradient(source=source, tensor=parcel.address) for source, parcel in found.chained.items()
+        ],
+    )
+    response = segment_pb2.BackwardResponse(result=result)
+    return encode_all(batches(found.bundle.parcels), response.TENSORS_FIELD_NUMBER, response)
 
 
 def _sketches(found: Finished) -> list[segment_pb2.Sketch]:
