@@ -30,7 +30,7 @@ from backhaul_runtime.splicing import encode_all
 logger = logging.getLogger("backhaul")
 MAX_KNOWN = 1 << 16
 MAX_ATTEMPTS = 3
-GATHER_S = 0.005
+GATHER_S = 0.002
 """Releases that follow each other so closely go together: in backward each would be a call per segment."""
 MOST_GATHERED = 8
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from backhaul import Session
 from backhaul._upload import Save, Uploader
-from conftest import settle
+from conftest import settle, wait_until
 from support.bits import Checkpoint, differing, plainly, train
 from support.processes import WorkerProcess
 
@@ -131,7 +131,7 @@ def test_a_call_that_fails_leaves_nothing_behind(session: Session, worker: Worke
         else:
             session.checkpoint(module, x).sum().backward()
     settle(session)
-    assert [found.segments for found in worker.telemetry().sessions] == [0]
+    wait_until(lambda: [found.segments for found in worker.telemetry().sessions] == [0], "all are released")
 
 
 def test_what_is_no_longer_the_same_is_not_sent_before(session: Session, saved: list[bool]) -> None:
