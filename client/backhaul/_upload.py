@@ -30,7 +30,7 @@ from backhaul_runtime.splicing import encode_all
 logger = logging.getLogger("backhaul")
 MAX_KNOWN = 1 << 16
 MAX_ATTEMPTS = 3
-GATHER_S = 0.005
+GATHER_S = 0.002
 """Releases that follow each other so closely go together: in backward each would be a call per segment."""
 MOST_GATHERED = 8
 
@@ -192,7 +192,7 @@ class Uploader:
     def _serve(self) -> None:
         held: list[_Release] = []
         while True:
-            item: Save | _Release | None = None  # nothing of the last one stays while the next is waited for
+            item: Save | _Release | None = None  # nothing of the last one stays until the next comes
             is_soon = True
             try:
                 item = self._queue.get(timeout=GATHER_S if held else None)

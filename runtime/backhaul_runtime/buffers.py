@@ -36,7 +36,7 @@ class Buffers:
         """uint8 [size_bytes] with undefined elements, owned by the caller."""
         needed = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:
-            found = next((buffer for buffer in reversed(self._idle) if len(buffer) == needed), None)
+            found = next((buffer for buffer in reversed(list(self._idle)) if len(buffer) == needed), None)
             if found is not None:
                 self._idle.remove(found)
         buffer = found or mmap.mmap(-1, needed, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -24,10 +24,10 @@ from backhaul_proto.v1 import (
 )
 from backhaul_runtime import ambient, framing
 from backhaul_runtime.digest import address_of
-from backhaul_runtime.framing import Parcel
+from backhaul_runtime.framing import Parcel, Receiver
 from backhaul_runtime.layout import layout_of
 from backhaul_runtime.program import Node, Program, ResultRef, Source, SourceRef
-from backhaul_runtime.program_codec import encode_program
+from backhaul_runtime.program_codec import encode_program, encode_state
 from backhaul_runtime.protocol import PROTOCOL_VERSION
 from conftest import QUIET_S, wait_until
 from support.processes import WorkerProcess
@@ -233,6 +233,31 @@ def test_too_many_answers_at_once_are_refused(wire: Wire) -> None:
     assert all(isinstance(error, BudgetError) for error in errors)
     for answer in answers:
         answer.cancel()
+
+
+def test_a_short_cut_answers_what_is_short_and_leaves_the_rest_to_the_call(wire: Wire) -> None:
+    def backward(number: int, x: torch.Tensor) -> segment_pb2.BackwardRequest:
+        gradient = torch.ones_like(x)
+        (batch, *more) = batches([parcel(gradient)])
+        wire.put(batch, *more)
+        return segment_pb2.BackwardRequest(
+            key=wire.save(number, chain("aten.tanh.default", 1, x.nbytes), 1, x),
+            gradients=[segment_pb2.OutputGradient(output=0, tensor=address_of(gradient))],
+            ambient_state=encode_state(ambient.capture()),
+        )
+
+    small, large = torch.randn(4, requires_grad=True), torch.randn(1 << 19, requires_grad=True)
+    unknown = segment_pb2.BackwardRequest(key=segment_pb2.OperationKey(session=wire.session, segment=99))
+    requests = [unknown, backward(1, small.detach()), backward(2, large.detach())]
+    _, short, empty = answers = list(wire.segments.ShortBackwards(iter(requests), timeout=30))
+    assert [answer.HasField("result") for answer in answers] == [False, True, False]
+    assert empty == segment_pb2.BackwardResponse()
+    called = wire.segments.Backward(requests[2], timeout=30)
+    for x, found in ((small, [short]), (large, called)):
+        receiver = Receiver()
+        for answer in found:
+            receiver.add(answer.tensors)
+        assert torch.equal(*receiver.tensors(), *torch.autograd.grad(x.tanh().sum(), x))
 
 
 def test_half_an_upload_is_not_waited_for_longer_than_a_lease() -> None:

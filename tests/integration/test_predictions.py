@@ -131,7 +131,7 @@ def test_a_call_that_fails_leaves_nothing_behind(session: Session, worker: Worke
         else:
             session.checkpoint(module, x).sum().backward()
     settle(session)
-    wait_until(lambda: [found.segments for found in worker.telemetry().sessions] == [0], "it is released")
+    wait_until(lambda: [found.segments for found in worker.telemetry().sessions] == [0], "all are released")
 
 
 def test_what_is_no_longer_the_same_is_not_sent_before(session: Session, saved: list[bool]) -> None:

@@ -269,8 +269,8 @@ class BackwardRequest(_message.Message):
     EXPECTED_S_FIELD_NUMBER: _builtins.int
     AMBIENT_STATE_FIELD_NUMBER: _builtins.int
     WANTS_DIGESTS_FIELD_NUMBER: _builtins.int
-    TENSORS_FIELD_NUMBER: _builtins.int
     SUMMED_SOURCES_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
     expected_s: _builtins.float
     wants_digests: _builtins.bool
     """Digest what is returned, for a trainer that does so too."""
@@ -285,12 +285,12 @@ class BackwardRequest(_message.Message):
         """Settings that the trainer's backward runs under."""
 
     @_builtins.property
-    def tensors(self) -> _tensor_pb2.TensorBatch:
-        """Gradients that the worker may not hold, where they fit here: stored as by PutTensors."""
-
-    @_builtins.property
     def summed_sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Sources whose contributions are wanted as one: their sum in order is the first, the others are unset."""
+
+    @_builtins.property
+    def tensors(self) -> _tensor_pb2.TensorBatch:
+        """Gradients that the worker may not hold, where they fit here: stored as by PutTensors."""
 
     def __init__(
         self,
@@ -301,8 +301,8 @@ class BackwardRequest(_message.Message):
         expected_s: _builtins.float = ...,
         ambient_state: _program_pb2.AmbientState | None = ...,
         wants_digests: _builtins.bool = ...,
-        tensors: _tensor_pb2.TensorBatch | None = ...,
         summed_sources: _abc.Iterable[_builtins.int] | None = ...,
+        tensors: _tensor_pb2.TensorBatch | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state", "key", b"key", "tensors", b"tensors"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -14,6 +14,7 @@ import grpc
 import torch
 
 from backhaul_runtime.ambient import max_threads
+from backhaul_runtime.buffers import BUFFERS
 from backhaul_runtime.processes import resident_bytes
 from backhaul_server.worker.access import Access
 from backhaul_server.worker.config import WorkerConfig, host_memory_bytes
@@ -160,11 +161,11 @@ def _memory_bytes(device: torch.device) -> int:
 
 
 def _keep_freed_memory(budget_bytes: int) -> None:
-    """Lets glibc reuse freed memory instead of returning it with every tensor: a step takes a sixth less time.
+    """Lets freed memory be used again instead of being returned with every tensor: a step takes a sixth less time.
 
-    mallopt(3) has the numbers of both parameters. Elsewhere than on glibc nothing is changed.
+    mallopt(3) has the numbers of both parameters. Elsewhere than on glibc malloc is left as it is.
     """
-    threshold = min(_KEPT_BYTES, budget_bytes // 8)
+    threshold = BUFFERS.idle_bytes = min(_KEPT_BYTES, budget_bytes // 8)
     with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
