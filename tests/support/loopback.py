@@ -11,12 +11,13 @@ from backhaul._arguments import options_of
 from backhaul._checkpoint import run_segment
 from backhaul._config import Config
 from backhaul._frame import Frame
+from backhaul._lineage import Copies
 from backhaul._prediction import Beginning, Site
 from backhaul._report import Journal, Report
 from backhaul._value_check import Recomputed
 from backhaul_runtime import ambient
 from backhaul_runtime.bundle import unbundle
-from backhaul_runtime.layout import Layout, copy_exact
+from backhaul_runtime.layout import copy_exact
 from backhaul_runtime.program_codec import decode_program, encode_program
 from backhaul_runtime.replay import Contribution, isolated
 from backhaul_server.worker import runs
@@ -76,13 +77,11 @@ class Loopback:
         self.pins = pins
         self.journal = Journal()
         self.telemetry = None
+        self.copies = Copies()
         self.config = Config()
 
     def needs_pins(self, device: torch.device) -> bool:
         return self.pins
-
-    def hold(self, tensor: Tensor, layout: Layout, address: bytes) -> Tensor:
-        return copy_exact(tensor, layout)
 
     def begin(self, frame: Frame, fn: Any, arguments: list[Tensor]) -> Beginning:
         return Beginning(Site(), arguments)
