@@ -53,23 +53,23 @@ class _Reader:
 
     def __init__(self, start: Node) -> None:
         self.inputs: dict[tuple[Node, int], Input] = {}
-        stack, seen = [start], {start}
-        while stack:
-            node = stack.pop()
-            lineage = _lineage_of(node)
-            if lineage is None and node.name() not in _READERS:
-                continue
+        reached = {(start, 0)}
+        for _ in range(_MOST_NODES):
+            reached = {place for place in reached if place not in self.inputs}
+            if not reached:
+                return
+            # The latest first: what a segment started from is found before what that came from, and not looked into.
+            place = max(reached, key=lambda place: place[0]._sequence_nr())
+            reached.remove(place)
+            node = place[0]
             following = [(n, output_nr) for n, output_nr in node.next_functions if n is not None]
-            if lineage is not None:
-                for place, index in zip(following, lineage.uses, strict=True):
+            if (lineage := _lineage_of(node)) is not None:
+                for found, index in zip(following, lineage.uses, strict=True):
                     if not lineage.recording.sources[index].is_written:
-                        self.inputs[place] = Input(lineage, index)
-                continue
-            fresh = [n for n, _ in following if n not in seen]
-            seen.update(fresh)
-            stack += fresh
-            if len(seen) > _MOST_NODES:
-                raise _UnreadableError
+                        self.inputs[found] = Input(lineage, index)
+            elif node.name() in _READERS:
+                reached.update(following)
+        raise _UnreadableError
 
     def read(self, node: Node, output_nr: int) -> Recipe:
         """The recipe of a node's output."""

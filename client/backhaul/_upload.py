@@ -145,7 +145,7 @@ class Uploader:
         return bool(too_large) or self._queued_boundaries >= self._limit_boundaries
 
     def let_go(self) -> None:
-        """Frees what has been sent. Called by threads of the trainer, whose profilers see only what they free themselves."""
+        """Frees what has been sent. Called by the trainer's threads: a profiler does not see what others free."""
         with suppress(queue.Empty):
             while True:
                 self._sent.get_nowait()
