@@ -38,7 +38,7 @@ def recipe_of(tensor: Tensor, layout: Layout, edge: GradientEdge) -> Recipe | No
         return None
     try:
         recipe = _Reader(edge.node).read(edge.node, edge.output_nr)
-    except _UnreadableError:
+    except (_UnreadableError, RuntimeError, AttributeError):  # the latter from a graph that was freed
         return None
     is_output = any(isinstance(end, Output) for end in ends_of(recipe))
     return recipe if is_output and version_of(tensor) == _version(recipe) else None

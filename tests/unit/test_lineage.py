@@ -266,3 +266,11 @@ def test_a_scalar_that_hooks_packed_is_not_asked_for(loopback: Loopback) -> None
     loopback.checkpoint(blocks[1], scaled)
     assert unpacked == []
     assert kept(loopback) == [1, 1]
+
+
+def test_a_scalar_in_a_graph_that_was_freed_is_not_read(loopback: Loopback) -> None:
+    blocks, x = build(2)
+    scaled = loopback.checkpoint(blocks[0], x) * 0.5
+    scaled.sum().backward()
+    loopback.checkpoint(blocks[1], scaled)
+    assert kept(loopback) == [1, 1]
