@@ -9,7 +9,7 @@ from torch import nn
 
 from backhaul import _wrap
 from backhaul._arguments import decorator, options_of
-from backhaul._config import Config, Numerics, Returns, resolve
+from backhaul._config import Config, Durability, Numerics, Returns, resolve
 from backhaul._misspelt import warn_of_unknown
 from backhaul._session import Session
 from backhaul_runtime.errors import SessionClosedError
@@ -23,10 +23,12 @@ def connect(
     token_file: str | None = None,
     returns: Returns | None = None,
     strict: bool | None = None,
+    durability: Durability | None = None,
     numerics: Numerics | None = None,
     connect_timeout_s: float | None = None,
     silence_s: float | None = None,
     inflight_bytes: int | None = None,
+    inflight_boundaries: int | None = None,
     memory_bytes: int | None = None,
     telemetry: bool | None = None,
     traces: bool | None = None,
@@ -42,10 +44,13 @@ def connect(
         token_file: File with the token that the workers want, or one for each with commas between, in their order.
         returns: "gradients", "activations" or "auto" (the default), gradients wherever a segment allows.
         strict: Raise NotRemoteError rather than recompute a segment on the trainer.
+        durability: What the trainer keeps in case a worker dies: "lineage" (the default), what it can't compute again
+            from earlier segments; "host", a copy of each segment's inputs; "none", nothing.
         numerics: Whether workers that compute other bits are used ("auto", the default) or not ("exact").
         connect_timeout_s: How long to wait for the workers here.
         silence_s: A worker that sends nothing for so long is given up.
         inflight_bytes: Bound of the copies of arguments that wait to be sent.
+        inflight_boundaries: Likewise of the segments they belong to.
         memory_bytes: Budget of a worker started here.
         telemetry: Tell workers of steps and segments (the default), for dashboards to show.
         traces: Make OpenTelemetry spans of them, for the SDK that the program configures. Needs the extra "otel".
@@ -64,10 +69,12 @@ def connect(
             token_file=token_file,
             returns=returns,
             strict=strict,
+            durability=durability,
             numerics=numerics,
             connect_timeout_s=connect_timeout_s,
             silence_s=silence_s,
             inflight_bytes=inflight_bytes,
+            inflight_boundaries=inflight_boundaries,
             memory_bytes=memory_bytes,
             telemetry=telemetry,
             traces=traces,

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch.utils.checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from backhaul._config import RETURNS, Config, Returns
+from backhaul._config import DURABILITIES, RETURNS, Config, Durability, Returns
 
 DETERMINISM_CHECKS = ("default", "none", "values", "bytes")
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -22,6 +22,7 @@ class Options:
     Attributes:
         returns: What comes back for it.
         strict: Raise rather than recompute on the trainer.
+        durability: What the trainer keeps in case a worker dies.
         use_reentrant: Keep the contract of torch's reentrant variant.
         preserve_rng_state: Refuse a device whose generator could not be looked at before the call.
         contexts: Gives the contexts for the call and for its recomputation; None for none.
@@ -33,6 +34,7 @@ class Options:
 
     returns: Returns = "auto"
     strict: bool = False
+    durability: Durability = "lineage"
     use_reentrant: bool = False
     preserve_rng_state: bool = True
     contexts: Contexts | None = None
@@ -58,6 +60,7 @@ def options_of(config: Config, kwargs: dict[str, Any]) -> tuple[Options, dict[st
     respects_hooks = rest.pop("respect_saved_tensors_hooks", None)
     returns = rest.pop("returns", None) or config.returns
     strict = rest.pop("strict", None)
+    durability = rest.pop("durability", None) or config.durability
     has_contexts = context_fn is not noop_context_fn
     if use_reentrant and rest:
         raise ValueError("Unexpected keyword arguments: " + ",".join(rest))
@@ -69,6 +72,8 @@ def options_of(config: Config, kwargs: dict[str, Any]) -> tuple[Options, dict[st
         raise ValueError(f"determinism_check should be one of {list(DETERMINISM_CHECKS)}, but got {determinism_check}")
     if returns not in RETURNS:
         raise ValueError(f"returns={returns!r} is not one of {', '.join(map(repr, RETURNS))}")
+    if durability not in DURABILITIES:
+        raise ValueError(f"durability={durability!r} is not one of {', '.join(map(repr, DURABILITIES))}")
     settings = torch.utils.checkpoint  # its two context managers set these for everybody
     if settings._checkpoint_debug_enabled is not None:
         debug = settings._checkpoint_debug_enabled and not use_reentrant
@@ -79,6 +84,7 @@ def options_of(config: Config, kwargs: dict[str, Any]) -> tuple[Options, dict[st
     options = Options(
         returns=returns,
         strict=config.strict if strict is None else strict,
+        durability=durability,
         use_reentrant=use_reentrant,
         preserve_rng_state=preserve_rng_state,
         contexts=context_fn if has_contexts else None,

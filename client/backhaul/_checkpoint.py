@@ -2,10 +2,13 @@
 
 import functools
 import inspect
+import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -17,18 +20,20 @@ from torch.utils import _pytree as pytree
 
 from backhaul._arguments import Options
 from backhaul._frame import Frame, Handle, RemoteSegment
-from backhaul._graft import frame_behind, graft
+from backhaul._graft import frame_of, graft
 from backhaul._held import held_elsewhere
+from backhaul._lineage import Copies, Lineage, Recipe
 from backhaul._local import Call, nesting
 from backhaul._prediction import Beginning
+from backhaul._recipes import recipe_of
 from backhaul._report import Journal
 from backhaul._selection import Selection
 from backhaul._telemetry import CallLog, Telemetry
 from backhaul_runtime.dispatch_mode import DispatchMode
 from backhaul_runtime.errors import Refusal
-from backhaul_runtime.layout import Layout
 from backhaul_runtime.op_list import allowed_ops
 from backhaul_runtime.recorder import Recorder
+from backhaul_runtime.recording import version_of
 from backhaul_runtime.replay import Saved
 from backhaul_runtime.storages import StorageLedger
 from backhaul_runtime.uses import Use, find_uses
@@ -39,12 +44,10 @@ class Remote(Protocol):
 
     journal: Journal
     telemetry: Telemetry | None
+    copies: Copies
 
     def needs_pins(self, device: torch.device) -> bool:
         """Whether a worker would compute other bits than this trainer does on a device, see NOTE [Pinned]."""
-
-    def hold(self, tensor: Tensor, layout: Layout, address: bytes) -> Tensor:
-        """A copy of the tensor, shared with other segments that need the same contents."""
 
     def begin(self, frame: Frame, fn: Callable[..., Any], arguments: list[Tensor]) -> Beginning:
         """Sends what a call that begins now will probably be, if that is known.
@@ -107,7 +110,7 @@ def _run_segment(
     recorder = pack.recorder = Recorder(
         arguments,
         allowed_ops(),
-        remote.hold,
+        remote.copies.hold,
         pack,
         traces=options.debug,
         pins=remote.needs_pins(arguments[0].device if arguments else torch.device("cpu")),
@@ -139,7 +142,8 @@ def _run_segment(
 
 def _kept_bytes(frame: Frame) -> int:
     """What the trainer keeps for backward besides leaves, which it has anyway."""
-    return sum(source.layout.span_bytes for source in frame.recording.sources if not source.is_leaf)
+    sources = frame.recording.sources
+    return sum(source.layout.span_bytes for source in sources if not source.is_leaf and source.held is not None)
 
 
 def _contexts(frame: Frame, call: Call, options: Options) -> tuple[AbstractContextManager[Any], Selection | None]:
@@ -254,24 +258,61 @@ def _keep(
         frame.call = call
         frame.cannot_travel(frame.recording.refusal or "")
     elif outputs and saves:
-        if grafts:
-            frame.predecessors = [
-                (index, before, edge.output_nr)
-                for index, edge in enumerate(recorder.edges())
-                if edge is not None and (before := frame_behind(edge)) is not None
-            ]
-        try:
-            frame.remote = remote.save(frame, beginning, recorder.tensors, forward_s)
-            frame.log.reason = needs_inside or "only its gradients are needed"
-        except Refusal as refusal:
-            frame.not_taken(refusal)
+        _hand_over(remote, frame, recorder, beginning, forward_s, needs_inside)
     chained, frame.predecessors = [source for source, *_ in frame.predecessors], []
-    if frame.program is None or not grafts:
+    if frame.lineage is None or not grafts:
         return returned[0]
-    sources = [recorder.tensors[index] for index, found in enumerate(uses) for _ in found]
-    grafted = dict(zip(map(id, outputs), graft(frame, outputs, sources), strict=True))
+    frame.lineage.uses = [index for index, found in enumerate(uses) for _ in found]
+    grafted = graft(frame, outputs, [recorder.tensors[index] for index in frame.lineage.uses])
+    frame.lineage.versions = list(map(version_of, grafted))
     frame.unshared.watch((source, recorder.tensors[source]) for source in chained)
-    return _replaced(returned[0], grafted)
+    return _replaced(returned[0], dict(zip(map(id, outputs), grafted, strict=True)))
+
+
+def _hand_over(
+    remote: Remote, frame: Frame, recorder: Recorder, beginning: Beginning, forward_s: float, needs_inside: str
+) -> None:
+    """Gives a segment to a worker if one takes it, and lets go of what need not stay here then."""
+    edges = recorder.edges()
+    if not needs_inside:
+        frame.predecessors = [
+            (index, before, edge.output_nr)
+            for index, edge in enumerate(edges)
+            if edge is not None and (before := frame_of(edge.node)) is not None
+        ]
+
+    def recipe(index: int) -> Recipe | None:
+        edge, source = edges[index], frame.recording.sources[index]
+        return None if edge is None else recipe_of(recorder.tensors[index], source.layout, edge)
+
+    try:
+        frame.remote = remote.save(frame, beginning, recorder.tensors, forward_s)
+        frame.log.reason = needs_inside or "only its gradients are needed"
+    except Refusal as refusal:
+        frame.not_taken(refusal)
+    assert frame.program is not None
+    frame.lineage = Lineage(
+        frame.name,
+        remote.journal.session,
+        _call_site(),
+        frame.program,
+        frame.recording,
+        remote.copies,
+        frame.options.durability,
+    )
+    if frame.remote is not None:
+        frame.lineage.let_go(recipe)
+
+
+def _call_site() -> str:
+    """File and line of the innermost code that is neither ours nor torch's."""
+    at = sys._getframe()
+    while at.f_back is not None and at.f_code.co_filename.startswith(_INTERNAL):
+        at = at.f_back
+    return f"{at.f_code.co_filename}:{at.f_lineno}"
+
+
+_INTERNAL = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))
 
 
 def _replaced(value: Any, grafted: Mapping[int, Tensor]) -> Any:

@@ -11,6 +11,8 @@ from backhaul_runtime.settings import boolean, in_environment, variable_of
 
 Returns = Literal["auto", "gradients", "activations"]
 RETURNS: tuple[str, ...] = ("auto", "gradients", "activations")
+Durability = Literal["lineage", "host", "none"]
+DURABILITIES: tuple[str, ...] = ("lineage", "host", "none")
 Numerics = Literal["auto", "exact"]
 NUMERICS: tuple[str, ...] = ("auto", "exact")
 SECRETS = frozenset({"token_file"})
@@ -34,6 +36,10 @@ class Config:
     strict: bool = False
     """Raise NotRemoteError rather than recompute a segment on the trainer."""
 
+    durability: Durability = "lineage"
+    """What the trainer keeps in case a worker dies: "lineage", what it can't compute again from earlier segments;
+    "host", a copy of each segment's inputs; "none", nothing, and a lost segment raises SegmentLostError."""
+
     numerics: Numerics = "auto"
     """Workers that compute other bits than this trainer: "auto" uses them, with the trainer's own random draws and its
     numbers compared within tolerances; "exact" leaves their segments on the trainer."""
@@ -46,6 +52,9 @@ class Config:
 
     inflight_bytes: int = 64 << 20
     """Copies of arguments that wait to be sent; beyond it forward waits."""
+
+    inflight_boundaries: int = 4
+    """Segments whose arguments wait to be sent; beyond it forward waits."""
 
     memory_bytes: int = 0
     """Budget of the worker that connect() starts, 0 for half of this machine's memory."""
@@ -77,9 +86,11 @@ def resolve(**given: Any) -> Config:
             raise SettingError(f"{field.name}={value!r} must be of type {kinds[-1].__name__}")
     if config.returns not in RETURNS:
         raise SettingError(f"returns={config.returns!r} is not one of {', '.join(map(repr, RETURNS))}")
+    if config.durability not in DURABILITIES:
+        raise SettingError(f"durability={config.durability!r} is not one of {', '.join(map(repr, DURABILITIES))}")
     if config.numerics not in NUMERICS:
         raise SettingError(f"numerics={config.numerics!r} is not one of {', '.join(map(repr, NUMERICS))}")
-    for name in ("connect_timeout_s", "silence_s", "inflight_bytes"):
+    for name in ("connect_timeout_s", "silence_s", "inflight_bytes", "inflight_boundaries"):
         if not 0 < getattr(config, name) < math.inf:
             raise SettingError(f"{name}={getattr(config, name)!r} must be more than 0, and finite")
     if config.memory_bytes < 0:

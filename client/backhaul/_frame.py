@@ -17,6 +17,7 @@ from torch import Tensor
 
 from backhaul import _local
 from backhaul._arguments import Options
+from backhaul._lineage import Lineage
 from backhaul._report import Decision
 from backhaul._selection import MUTATED, Kept
 from backhaul._telemetry import CallLog
@@ -110,6 +111,7 @@ class Frame:
         recording: From forward.
         program: None where the call could not be recorded.
         use_counts: Contributions that each source gets.
+        lineage: What the trainer recomputes it from by its program.
         call: The call itself, only where there is no program.
         remote: The worker's side, None where no worker has it.
         local_reason: Why the trainer recomputes it, where that is settled.
@@ -126,6 +128,7 @@ class Frame:
     recording: Recording = field(default_factory=Recording)
     program: Program | None = None
     use_counts: list[int] = field(default_factory=list)
+    lineage: Lineage | None = None
     call: "Call | None" = None
     remote: RemoteSegment | None = None
     local_reason: str = ""
@@ -155,6 +158,7 @@ class Frame:
             gradients: Of the program's outputs, by position. Not kept.
         """
         assert self.program is not None
+        assert self.lineage is not None
         self._check_backward()
         remote = self.remote
         if remote is not None:
@@ -172,7 +176,8 @@ class Frame:
                 self.log.add(Decision.GRADIENTS, perf_counter() - started)
                 return contributions
         started = self._begin_local()
-        contributions = _local.gradients_here(self.name, self.program, self.recording, gradients)
+        values = self.lineage.values()
+        contributions = _local.gradients_here(self.name, self.program, self.recording, values, gradients)
         check_uses(self.name, "on the trainer", self.use_counts, contributions)
         self.log.add(Decision.TRAINER, perf_counter() - started)
         return contributions
@@ -325,21 +330,28 @@ class Frame:
     def _recompute_here(self, wanted: Set[int]) -> None:
         started = self._begin_local()
         if self.program is not None:
-            self._here = _local.saved_here(self.name, self.program, self.recording, sorted(wanted))
+            assert self.lineage is not None
+            values = self.lineage.values()
+            self._here = _local.saved_here(self.name, self.program, self.recording, values, sorted(wanted))
         else:
             assert self.call is not None
             self._here = self.call.saved_again(self.name, self.recording)
         self.log.add(Decision.TRAINER, perf_counter() - started)
 
     def _present(self, saved: SavedTensor) -> Callable[[], Tensor] | None:
-        """Gives a saved tensor that lies in a parameter or in a copied argument: it need not travel."""
+        """Gives a saved tensor that lies in a parameter or in an argument that is kept: it need not travel."""
         if saved.source < 0 or saved.is_undefined:
             return None
         source = self.recording.sources[saved.source]
         start = (saved.offset - source.offset) * saved.layout.dtype.itemsize
-        if source.is_written or start < 0 or start + saved.layout.span_bytes > source.layout.span_bytes:
+        if (
+            source.held is None
+            or source.is_written
+            or start < 0
+            or start + saved.layout.span_bytes > source.layout.span_bytes
+        ):
             return None
-        return partial(view_at, source.value, start, saved.layout)
+        return partial(view_at, source.held, start, saved.layout)
 
     def _is_as_saved(self, saved: SavedTensor, tensor: Tensor) -> bool:
         """Whether a tensor holds what was saved: one never recomputed, or in memory that others may write to.
@@ -353,6 +365,8 @@ class Frame:
     def _lost(self, error: BackhaulError) -> None:
         error.__traceback__ = None  # leads to the segment, and the future that the segment waited for keeps the error
         self._stop_incoming()
+        if self.lineage is not None:
+            self.lineage.take_back()
         self.remote = None
         self.local_reason = error.message.splitlines()[0]
         self.log.mismatches += isinstance(error, CheckpointError)

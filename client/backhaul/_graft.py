@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import Node
 
 from backhaul._frame import Frame
 from backhaul_runtime.errors import DoubleBackwardError
@@ -47,9 +47,9 @@ class _Graft(torch.autograd.Function):
         return None, None, *[contribution.gradient for contribution in frame.gradients(given)]
 
 
-def frame_behind(edge: GradientEdge | None) -> Frame | None:
-    """The frame whose output an edge of the graph leads to, if it is a graft's and still there."""
-    found = getattr(edge.node, "frame", None) if edge is not None and edge.node.name() == _NODE else None
+def frame_of(node: Node) -> Frame | None:
+    """The frame behind a node of the graph, if it is a graft's and still there."""
+    found = getattr(node, "frame", None) if node.name() == _NODE else None
     return found() if found is not None else None
 
 

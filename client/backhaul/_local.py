@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,8 +29,17 @@ from backhaul_runtime.storages import storage_key
 _WHERE = "on the trainer"
 
 
-def replay_here(name: str, program: Program, recording: Recording, *, keep_saved: bool) -> Replay:
+def replay_here(
+    name: str, program: Program, recording: Recording, values: Sequence[Tensor], *, keep_saved: bool
+) -> Replay:
     """Replays a segment on the trainer's own devices and checks its values.
+
+    Args:
+        name: Of the segment.
+        program: Of it.
+        recording: Likewise.
+        values: Of its sources.
+        keep_saved: As for `Replay`.
 
     Raises:
         StaleTensorError: A captured tensor no longer holds what it held at forward.
@@ -45,7 +54,6 @@ def replay_here(name: str, program: Program, recording: Recording, *, keep_saved
             "backward has run",
             segment=name,
         ) from error
-    values = [source.value for source in recording.sources]
     replay = Replay(program, values, recording.generator_states, keep_saved=keep_saved, is_own=True)
     check_values(name, _WHERE, recording.saved, replay.saved_digests)
     return replay
@@ -62,36 +70,45 @@ def _check_unchanged(name: str, source: RecordedSource) -> None:
 
 
 def gradients_here(
-    name: str, program: Program, recording: Recording, gradients: Mapping[int, Tensor]
+    name: str, program: Program, recording: Recording, values: Sequence[Tensor], gradients: Mapping[int, Tensor]
 ) -> list[Contribution]:
     """The contributions of a segment, computed on the trainer. Called in backward."""
     state = ambient.capture()
-    with isolated(_devices(recording)), torch.enable_grad():
-        replay = replay_here(name, program, recording, keep_saved=False)
+    with isolated(_devices(values)), torch.enable_grad():
+        replay = replay_here(name, program, recording, values, keep_saved=False)
         ambient.apply(state, ambient.capture())
         return replay.backward(gradients)
 
 
 def saved_here(
-    name: str, program: Program, recording: Recording, positions: Sequence[int]
+    name: str, program: Program, recording: Recording, values: Sequence[Tensor], positions: Sequence[int]
 ) -> dict[int, Callable[[], Tensor]]:
     """Gives saved tensors of a segment, computed on the trainer, by position."""
-    with isolated(_devices(recording)), torch.enable_grad():
-        replay = replay_here(name, program, recording, keep_saved=True)
+    with isolated(_devices(values)), torch.enable_grad():
+        replay = replay_here(name, program, recording, values, keep_saved=True)
         return {position: replay.saved(position).unpack for position in positions}
+
+
+def outputs_here(
+    name: str, program: Program, recording: Recording, values: Sequence[Tensor], positions: Iterable[int]
+) -> dict[int, Tensor]:
+    """Outputs of a segment, computed on the trainer, by position. Detached; nothing else of the replay stays."""
+    with isolated(_devices(values)), torch.enable_grad():
+        replay = replay_here(name, program, recording, values, keep_saved=False)
+        return {position: replay.output(position) for position in positions}
 
 
 def saved_before(name: str, so_far: Program, recording: Recording, position: int) -> Tensor:
     """A saved tensor of a call that still runs, from the program recorded so far."""
-    with isolated(_devices(recording)), torch.enable_grad():
-        values = [source.value for source in recording.sources]
+    values = [source.value for source in recording.sources]
+    with isolated(_devices(values)), torch.enable_grad():
         replay = Replay(so_far, values, recording.generator_states, keep_saved=True, is_own=True)
         check_digests(name, _WHERE, recording.saved, {position: replay.saved_digests[position]})
         return replay.saved(position).unpack()
 
 
-def _devices(recording: Recording) -> list[torch.device]:
-    return list(dict.fromkeys(source.value.device for source in recording.sources))
+def _devices(values: Sequence[Tensor]) -> list[torch.device]:
+    return list(dict.fromkeys(value.device for value in values))
 
 
 class Nesting(threading.local):

@@ -276,6 +276,7 @@ class SavedSegment:
                 raise WorkerLostError("sending the segment takes longer than recomputing it here", status="BUSY")
 
         self._uploader.watch.wait(self._save.saved, check)
+        self._uploader.let_go()
 
     def _open(self, method: Any, request: Any) -> "Stream[Any]":
         return Stream(method, request, self._expected_s, self._link.silence_s)

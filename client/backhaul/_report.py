@@ -198,12 +198,12 @@ class SegmentLog:
 class Journal:
     """The logs of a session, by name.
 
-    Args:
+    Attributes:
         session: Its name, for people.
     """
 
     def __init__(self, session: str = "") -> None:
-        self._session = session
+        self.session = session
         self._logs: dict[str, SegmentLog] = {}
         self._lock = threading.Lock()
 
@@ -212,7 +212,7 @@ class Journal:
         with self._lock:
             found = self._logs.get(name)
             if found is None:
-                found = self._logs[name] = SegmentLog(name, self._session)
+                found = self._logs[name] = SegmentLog(name, self.session)
             return found
 
     def report(self) -> Report:

@@ -29,6 +29,7 @@ from backhaul._checkpoint import run_segment
 from backhaul._config import SECRETS, Config
 from backhaul._embedded import EmbeddedWorker
 from backhaul._frame import Frame
+from backhaul._lineage import Copies
 from backhaul._link import Generation, Link, trainer_name
 from backhaul._placement import Placement
 from backhaul._prediction import Beginning, Encoded, Sites
@@ -42,7 +43,6 @@ from backhaul_runtime.addresses import Address, parse_addresses
 from backhaul_runtime.credentials import one_for_each
 from backhaul_runtime.errors import BackhaulError, Refusal
 from backhaul_runtime.fingerprint import DECISIVE, differences, fingerprint
-from backhaul_runtime.layout import Layout, copy_exact
 from backhaul_runtime.logs import about
 from backhaul_runtime.version import version
 
@@ -85,7 +85,7 @@ class Session:
         self._lock = threading.Lock()
         self._placement = Placement()
         self._sites = Sites()
-        self._copies: weakref.WeakValueDictionary[bytes, Tensor] = weakref.WeakValueDictionary()
+        self.copies = Copies()
         self._closed = False
         self._embedded: EmbeddedWorker | None = None
         self._sides: list[Side] = []
@@ -102,7 +102,7 @@ class Session:
         try:
             for link in links:
                 link.open(config.connect_timeout_s)
-                self._sides.append(Side(link, config.inflight_bytes))
+                self._sides.append(Side(link, config.inflight_bytes, config.inflight_boundaries))
         except BaseException:
             self.close()
             raise
@@ -120,14 +120,15 @@ class Session:
             function: Called once, now, on the caller's own objects. Without one a decorator is returned.
             *args: Its arguments. Tensors among them must not be changed in place before backward.
             **kwargs: Its keyword arguments, and those of torch's checkpoint: `use_reentrant`, `preserve_rng_state`,
-                `context_fn`, `determinism_check`, `debug`, `early_stop`, `respect_saved_tensors_hooks`. Also `returns`
-                and `strict`, the session's unless given.
+                `context_fn`, `determinism_check`, `debug`, `early_stop`, `respect_saved_tensors_hooks`. Also
+                `returns`, `strict` and `durability`, the session's unless given.
 
         Returns:
             What function returned.
 
         Raises:
             NotRemoteError: Under `strict`, if the trainer would recompute it.
+            SegmentLostError: Not here but in backward: its worker is gone, and so is what the trainer would need.
             ValueError: For options that torch refuses too.
         """
         options, rest = options_of(self.config, kwargs)
@@ -224,13 +225,6 @@ class Session:
 
     # What `_checkpoint.run_segment` asks of a session
 
-    def hold(self, tensor: Tensor, layout: Layout, address: bytes) -> Tensor:
-        """A copy of an argument, shared by all segments that hold the same contents."""
-        held = self._copies.get(address)
-        if held is None:
-            held = self._copies[address] = copy_exact(tensor, layout)
-        return held
-
     def needs_pins(self, device: torch.device) -> bool:
         """Whether a worker that is up computes other bits than this trainer does on a device, and may."""
         if self.config.numerics == "exact" or self._closed:
@@ -245,7 +239,7 @@ class Session:
         if self._closed or frame.local_reason or frame.recording.is_pinned:
             return beginning
         with _DisableTorchDispatch():  # what we ask of tensors is not the business of modes around us
-            predicted = beginning.site.predict(arguments, self.hold)
+            predicted = beginning.site.predict(arguments, self.copies.hold)
         if predicted is not None:
             with suppress(Refusal):
                 beginning.place = side, generation, number = self._next_place()

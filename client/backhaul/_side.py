@@ -12,9 +12,9 @@ from backhaul._upload import Uploader
 class Side:
     """A worker of the session: its link, what sends to it, and the segments it has."""
 
-    def __init__(self, link: Link, inflight_bytes: int) -> None:
+    def __init__(self, link: Link, inflight_bytes: int, inflight_boundaries: int) -> None:
         self.link = link
-        self.uploader = Uploader(link, inflight_bytes)
+        self.uploader = Uploader(link, inflight_bytes, inflight_boundaries)
         self.chains = Chains()
         self.segments: dict[int, weakref.ref[SavedSegment]] = {}
         self.differences: dict[tuple[int, str], Mapping[str, tuple[str, str]]] = {}  # by generation and kind of device

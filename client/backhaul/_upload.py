@@ -1,7 +1,7 @@
 """Sends segments behind the forward, and tells workers what is no longer needed.
 
 One thread per link sends in order: so a segment is released after it was saved, and tensors arrive before what names
-them. Copies of arguments that wait to be sent are bounded in bytes; a forward that gets ahead waits.
+them. Copies of arguments that wait to be sent are bounded in bytes and in number; a forward that gets ahead waits.
 """
 
 import itertools
@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -63,7 +64,7 @@ class Save:
         segment: Number of the segment in its session.
         program: Encoded.
         program_address: Of it.
-        sources: In program order.
+        sources: In program order; empty once the worker has them.
         generator_states: One per node that draws.
         name: For people.
         queued_bytes: Copies of arguments it holds until it is sent.
@@ -104,18 +105,22 @@ class Uploader:
     Args:
         link: To the worker.
         inflight_bytes: Bound of what waits to be sent.
+        inflight_boundaries: Bound of the segments whose inputs are among it.
 
     Attributes:
         watch: Sees every message that the worker takes.
     """
 
-    def __init__(self, link: Link, inflight_bytes: int) -> None:
+    def __init__(self, link: Link, inflight_bytes: int, inflight_boundaries: int) -> None:
         self._link = link
         self._limit_bytes = inflight_bytes
+        self._limit_boundaries = inflight_boundaries
         self.watch = Watch(link.silence_s)
         # put() of a SimpleQueue may be called from a destructor in the midst of another put().
         self._queue: queue.SimpleQueue[Save | _Release | None] = queue.SimpleQueue()
         self._queued_bytes = 0
+        self._queued_boundaries = 0
+        self._sent: queue.SimpleQueue[Sequence[SourceTensor]] = queue.SimpleQueue()
         self._room = threading.Condition()
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._known_lock = threading.Lock()
@@ -125,13 +130,25 @@ class Uploader:
 
     def save(self, save: Save) -> None:
         """Queues a segment; waits for room while the worker is there to make some."""
+        self.let_go()
         with self._room:
-            while self._queued_bytes and self._queued_bytes + save.queued_bytes > self._limit_bytes:
+            while save.queued_bytes and self._is_full(save):
                 if self._link.up is not save.generation:
                     break
                 self._room.wait(SLICE_S)
             self._queued_bytes += save.queued_bytes
+            self._queued_boundaries += bool(save.queued_bytes)
         self._queue.put(save)
+
+    def _is_full(self, save: Save) -> bool:
+        too_large = self._queued_bytes and self._queued_bytes + save.queued_bytes > self._limit_bytes
+        return bool(too_large) or self._queued_boundaries >= self._limit_boundaries
+
+    def let_go(self) -> None:
+        """Frees what has been sent. Called by the trainer's threads: a profiler does not see what others free."""
+        with suppress(queue.Empty):
+            while True:
+                self._sent.get_nowait()
 
     def release(self, generation: Generation, segment: int) -> None:
         """Queues the release of a segment. Never waits, for destructors call it."""
@@ -215,6 +232,8 @@ class Uploader:
             began = perf_counter()
             self._send(save)
             save.sent(perf_counter() - began)
+            self._sent.put(save.sources)
+            save.sources = ()
             save.saved.set_result(None)
         except BackhaulError as error:
             if isinstance(error, WorkerLostError):
@@ -226,6 +245,7 @@ class Uploader:
         finally:
             with self._room:
                 self._queued_bytes -= save.queued_bytes
+                self._queued_boundaries -= bool(save.queued_bytes)
                 self._room.notify_all()
 
     def _send(self, save: Save) -> None:

@@ -11,6 +11,7 @@
     ├── StaleTensorError          (RuntimeError) a captured tensor changed between forward and backward
     ├── SavedTensorModifiedError  (RuntimeError) an argument, or what fn's own backward needs, was written to
     ├── ValueCheckError           (RuntimeError) a recomputation gave other values than forward
+    ├── SegmentLostError          (RuntimeError) a worker is gone, and so is what the trainer would recompute from
     ├── SessionClosedError        there is no session to work with
     ├── WorkerLostError           no answer: the connection broke or the worker fell silent
     └── WorkerError               an answer that refuses
@@ -45,6 +46,7 @@ __all__ = [
     "ProtocolVersionError",
     "ReplayError",
     "SavedTensorModifiedError",
+    "SegmentLostError",
     "SegmentUnknownError",
     "SessionClosedError",
     "SessionUnknownError",
@@ -126,6 +128,14 @@ class SavedTensorModifiedError(BackhaulError, RuntimeError):
 
 class ValueCheckError(BackhaulError, RuntimeError):
     """A recomputation gave other values than forward. `backhaul.CheckpointError` is its public name."""
+
+
+class SegmentLostError(BackhaulError, RuntimeError):
+    """A segment's worker is gone, and so is what the trainer would recompute it from."""
+
+    session: str = ""
+    segment: str = ""
+    site: str = ""
 
 
 class SessionClosedError(BackhaulError):

@@ -341,7 +341,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         for index in indices:
             source = self.recording.sources[index]
             if not source.is_copy:
-                source.value, source.is_copy = copy_exact(source.value, source.layout), True
+                source.held, source.is_copy = copy_exact(source.value, source.layout), True
             source.is_written = True
             source.written = None if source.is_argument else self.tensors[index]
             if source.requires_grad and torch.is_grad_enabled() and self.tensors[index]._is_view():

@@ -16,8 +16,9 @@ class RecordedSource:
         layout: Its layout.
         offset: Elements from the start of its storage.
         address: Of its contents.
-        value: Holds these contents: a copy where they may well change before backward, else the caller's memory.
-        is_copy: Whether `value` is a copy, so that nobody can change it.
+        held: Holds these contents: a copy where they may well change before backward, else the caller's memory. None
+            once the call has ended and nobody keeps them here.
+        is_copy: Whether `held` is a copy, so that nobody can change it.
         is_argument: Passed to the call rather than captured by it.
         requires_grad: Whether it took gradients.
         is_leaf: Whether it was a leaf of autograd's graph.
@@ -29,7 +30,7 @@ class RecordedSource:
     layout: Layout
     offset: int
     address: bytes
-    value: Tensor
+    held: Tensor | None
     is_copy: bool
     is_argument: bool
     requires_grad: bool
@@ -42,6 +43,12 @@ class RecordedSource:
     def is_transient(self) -> bool:
         """Whether no later segment will name it: activations are made anew each step, weights and masks may stay."""
         return self.is_given or (self.requires_grad and not self.is_leaf)
+
+    @property
+    def value(self) -> Tensor:
+        """What is held, where something is."""
+        assert self.held is not None
+        return self.held
 
 
 @dataclass(slots=True)

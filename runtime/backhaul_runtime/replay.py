@@ -296,6 +296,11 @@ class Replay:
         """The `index`-th tensor that autograd saved. Shares memory with the replay, and with sources."""
         return self._packing.kept[index]
 
+    def output(self, position: int) -> Tensor:
+        """The tensor at a position of `Program.outputs`, detached. Shares memory with the replay."""
+        output: Tensor = self._outputs[position]
+        return output.detach()
+
     def uses(self) -> list[list[Use]]:
         """The uses of each source, last first. Raises ProgramError for a graph that recording would have refused."""
         outputs = [output for output in self._outputs if output.requires_grad]

@@ -42,7 +42,9 @@ def step(
     return h.square().mean(), [x]
 
 
-def train_through(session: Session, returns: str, moment: str, fault: Callable[[], None]) -> None:
+def train_through(
+    session: Session, returns: str, moment: str, fault: Callable[[], object], durability: str = "lineage"
+) -> None:
     """Trains three steps; at the moment named the fault happens in the second."""
     passed = 0
 
@@ -54,7 +56,8 @@ def train_through(session: Session, returns: str, moment: str, fault: Callable[[
 
     steps = partial(train, build=layers, optimizer=partial(torch.optim.AdamW, lr=1e-2), steps=3)
     expected = steps(plainly, run=step)
-    found = steps(partial(session.checkpoint, returns=returns), run=partial(step, happen=happen))
+    checkpoint = partial(session.checkpoint, returns=returns, durability=durability)
+    found = steps(checkpoint, run=partial(step, happen=happen))
     assert passed == 3
     assert differing(found, expected) == []
 
@@ -67,6 +70,28 @@ def test_killed(moment: str, returns: str) -> None:
         report = session.report()
         assert report.fallbacks > LAYERS  # what was lost, and the whole third step
         assert report.remote + report.fallbacks == 3 * LAYERS
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_one_of_two_killed(worker: WorkerProcess, moment: str) -> None:
+    with WorkerProcess() as other, backhaul.connect(f"{other.address},{worker.address}", silence_s=QUIET_S) as session:
+        train_through(session, "gradients", moment, lambda: (other.process.kill(), other.process.wait()))
+        report = session.report()
+        assert 0 < report.fallbacks < LAYERS
+        assert report.remote + report.fallbacks == 3 * LAYERS
+
+
+def test_killed_with_copies_of_everything() -> None:
+    with WorkerProcess() as worker, backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+        train_through(session, "gradients", "between", lambda: (worker.process.kill(), worker.process.wait()), "host")
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_with_copies_of_nothing(moment: str) -> None:
+    with WorkerProcess() as worker, backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+        with pytest.raises(backhaul.SegmentLostError, match=r"test_worker_dies\.py:\d+, is lost") as caught:
+            train_through(session, "gradients", moment, lambda: (worker.process.kill(), worker.process.wait()), "none")
+        assert caught.value.session == session.run
 
 
 @pytest.mark.parametrize("returns", RETURNS)

@@ -6,6 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+from torch import nn
+
+from backhaul import Session
+from backhaul.demo.memory import peak_live_bytes
 from support.processes import WorkerProcess
 
 # Settings under which resident memory follows live memory instead of fragmentation.
@@ -27,3 +32,20 @@ def test_peaks_against_torchs_checkpoint(worker: WorkerProcess) -> None:
     # Both counts see the same; what gRPC holds for a moment only the kernel sees.
     for variant in ("none", "torch"):
         assert abs(found[f"{variant}_resident"] / found[f"{variant}_live"] - 1) < 0.1
+
+
+def test_the_peak_does_not_grow_with_depth(session: Session) -> None:
+    layer, x = nn.Linear(16, 16), torch.randn(1024, 16, requires_grad=True)
+
+    def step(depth: int) -> None:
+        h = x
+        for _ in range(depth):
+            h = h + session.checkpoint(layer, h, returns="gradients")
+        h.sum().backward()
+
+    step(1)  # gradients are there from now on
+    few, many = (peak_live_bytes(lambda depth=depth: step(depth)) for depth in (8, 32))  # type: ignore[misc]
+    in_flight = 4 * x.nbytes  # more or fewer, as the worker keeps up
+    assert few > 4 * x.nbytes
+    assert many <= few + in_flight
+    assert session.report().fallbacks == 0

@@ -11,13 +11,16 @@ from backhaul._arguments import options_of
 from backhaul._checkpoint import run_segment
 from backhaul._config import Config
 from backhaul._frame import Frame
+from backhaul._lineage import Copies
 from backhaul._prediction import Beginning, Site
 from backhaul._report import Journal, Report
 from backhaul._value_check import Recomputed
 from backhaul_runtime import ambient
 from backhaul_runtime.bundle import unbundle
-from backhaul_runtime.layout import Layout, copy_exact
+from backhaul_runtime.errors import Refusal, WorkerLostError
+from backhaul_runtime.layout import copy_exact
 from backhaul_runtime.program_codec import decode_program, encode_program
+from backhaul_runtime.recording import Recording
 from backhaul_runtime.replay import Contribution, isolated
 from backhaul_server.worker import runs
 from backhaul_server.worker.runs import Finished, Work
@@ -26,10 +29,13 @@ from backhaul_server.worker.runs import Finished, Work
 class LoopbackSegment:
     """See `backhaul._frame.RemoteSegment`."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, remote: "Loopback") -> None:
         self.work = work
+        self.remote = remote
 
     def _run(self, perform: Any) -> Finished:
+        if self.remote.is_lost:
+            raise WorkerLostError("gone", status="LOST")
         with isolated([]), torch.enable_grad():
             return perform(self.work, None)
 
@@ -70,28 +76,35 @@ class Loopback:
 
     Args:
         pins: As for a worker of other hardware.
+
+    Attributes:
+        is_lost: All segments are lost, and none is taken.
+        recordings: Of the segments taken, in order.
     """
 
     def __init__(self, *, pins: bool = False) -> None:
         self.pins = pins
         self.journal = Journal()
         self.telemetry = None
+        self.copies = Copies()
+        self.is_lost = False
+        self.recordings: list[Recording] = []
         self.config = Config()
 
     def needs_pins(self, device: torch.device) -> bool:
         return self.pins
-
-    def hold(self, tensor: Tensor, layout: Layout, address: bytes) -> Tensor:
-        return copy_exact(tensor, layout)
 
     def begin(self, frame: Frame, fn: Any, arguments: list[Tensor]) -> Beginning:
         return Beginning(Site(), arguments)
 
     def save(self, frame: Frame, beginning: Beginning, tensors: Sequence[Tensor], forward_s: float) -> LoopbackSegment:
         assert frame.program is not None
+        if self.is_lost:
+            raise Refusal("gone")
+        self.recordings.append(frame.recording)
         program = decode_program(encode_program(frame.program), torch.device("cpu"))
         values = [copy_exact(source.value, source.layout) for source in frame.recording.sources]
-        return LoopbackSegment(Work(program, values, list(frame.recording.generator_states), self.pins))
+        return LoopbackSegment(Work(program, values, list(frame.recording.generator_states), self.pins), self)
 
     def checkpoint(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         options, kwargs = options_of(self.config, kwargs)

@@ -76,7 +76,7 @@ def save_of(tensor: torch.Tensor, number: int = 1) -> Save:
 
 def test_forward_waits_while_too_much_is_on_its_way() -> None:
     link = FakeLink()
-    uploader = Uploader(link, inflight_bytes=600)
+    uploader = Uploader(link, inflight_bytes=600, inflight_boundaries=4)
     first, second = save_of(torch.zeros(100)), save_of(torch.ones(100))
     uploader.save(first)
     thread = threading.Thread(target=uploader.save, args=(second,))
@@ -92,7 +92,7 @@ def test_forward_waits_while_too_much_is_on_its_way() -> None:
 
 def test_forward_does_not_wait_for_a_worker_that_is_gone() -> None:
     link = FakeLink()
-    uploader = Uploader(link, inflight_bytes=1)
+    uploader = Uploader(link, inflight_bytes=1, inflight_boundaries=4)
     uploader.save(save_of(torch.zeros(100)))
     link.up = None
     link.gate.set()
@@ -105,7 +105,7 @@ def test_forward_does_not_wait_for_a_worker_that_is_gone() -> None:
 def test_one_that_is_larger_than_the_bound_goes_alone() -> None:
     link = FakeLink()
     link.gate.set()
-    uploader = Uploader(link, inflight_bytes=1)
+    uploader = Uploader(link, inflight_bytes=1, inflight_boundaries=4)
     save = save_of(torch.zeros(1000))
     uploader.save(save)
     assert save.saved.result(10) is None
@@ -115,7 +115,7 @@ def test_one_that_is_larger_than_the_bound_goes_alone() -> None:
 def test_what_the_worker_has_is_not_sent_again() -> None:
     link = FakeLink()
     link.gate.set()
-    uploader = Uploader(link, inflight_bytes=1 << 20)
+    uploader = Uploader(link, inflight_bytes=1 << 20, inflight_boundaries=4)
     for number in (1, 2):
         save = save_of(torch.zeros(10), number)
         uploader.save(save)
@@ -129,7 +129,7 @@ def test_what_the_worker_gave_up_is_sent_again() -> None:
     link.gate.set()
     save = save_of(torch.zeros(10))
     link.missing = [[save.sources[0].address]]
-    uploader = Uploader(link, inflight_bytes=1 << 20)
+    uploader = Uploader(link, inflight_bytes=1 << 20, inflight_boundaries=4)
     uploader.save(save)
     save.saved.result(10)
     assert link.log == ["program", "tensors", "save", "tensors", "save"]
@@ -138,7 +138,7 @@ def test_what_the_worker_gave_up_is_sent_again() -> None:
 
 def test_a_segment_released_before_it_was_sent_is_not_sent() -> None:
     link = FakeLink()
-    uploader = Uploader(link, inflight_bytes=1 << 20)
+    uploader = Uploader(link, inflight_bytes=1 << 20, inflight_boundaries=4)
     first, second = save_of(torch.zeros(10)), save_of(torch.ones(10), 2)
     uploader.save(first)
     uploader.save(second)

@@ -1,0 +1,276 @@
+"""What the trainer keeps of segments that a worker has, and what it computes again once the worker is gone."""
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backhaul import SegmentLostError, StaleTensorError, _lineage
+from conftest import RETURNS
+from support.bits import Checkpoint, differing, plainly
+from support.loopback import Loopback
+
+WIDTH = 8
+Run = Callable[[Checkpoint, list[nn.Module], Tensor], Tensor]
+
+
+def block() -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.2))
+
+
+def build(count: int = 4) -> tuple[list[nn.Module], Tensor]:
+    torch.manual_seed(1)
+    return [block() for _ in range(count)], torch.randn(4, WIDTH, requires_grad=True)
+
+
+def gradients(checkpoint: Checkpoint, run: Run, lose: Callable[[], None] = lambda: None, count: int = 4) -> list[Any]:
+    """Loss and all gradients; the worker is lost between forward and backward."""
+    blocks, x = build(count)
+    loss = run(checkpoint, blocks, x).square().mean()
+    lose()
+    loss.backward()
+    return [loss.detach(), x.grad, *(p.grad for b in blocks for p in b.parameters())]
+
+
+def after(step: Callable[[Tensor, Tensor], Tensor]) -> Run:
+    """Segments in a row; given what went into one and what came out, `step` gives what goes into the next."""
+
+    def run(checkpoint: Checkpoint, blocks: list[nn.Module], x: Tensor) -> Tensor:
+        for each in blocks:
+            x = step(x, checkpoint(each, x))
+        return x
+
+    return run
+
+
+def shared(checkpoint: Checkpoint, blocks: list[nn.Module], x: Tensor) -> Tensor:
+    """Two segments take one output, and one takes two."""
+    h = checkpoint(blocks[0], x)
+    a, b = checkpoint(blocks[1], h), checkpoint(blocks[2], h)
+    return checkpoint(lambda a, b: blocks[3](a * b), a, b)  # type: ignore[no-any-return]
+
+
+def state(checkpoint: Checkpoint, blocks: list[nn.Module], x: Tensor) -> Tensor:
+    """Segments that hand on two tensors."""
+    c = x * 2
+    for each in blocks:
+        x, c = checkpoint(lambda x, c, each=each: (each(x) + c, c * 0.5 + x), x, c)
+    return x + c
+
+
+def captured(checkpoint: Checkpoint, blocks: list[nn.Module], x: Tensor) -> Tensor:
+    """A segment takes another's output by closure."""
+    x = x.sin()
+    for each in blocks:
+        x = checkpoint(lambda each=each, x=x: each(x))
+    return x
+
+
+KEPT_FIRST = {
+    "chain": after(lambda x, y: y),
+    "residual": after(lambda x, y: x + y),
+    "residual, other way round": after(lambda x, y: torch.add(y, x, alpha=0.3)),
+    "difference": after(lambda x, y: torch.sub(x, y, alpha=2)),
+    "scaled": after(lambda x, y: x * 0.7 + y / 3),
+    "negated": after(lambda x, y: -y * 2),
+    "views": after(lambda x, y: y.view(2, 2, WIDTH).transpose(0, 1).flatten(0, 1)),
+    "more views": after(lambda x, y: y.t().contiguous().permute(-1, 0).unsqueeze(0).squeeze(0)),
+    "parts": after(lambda x, y: x + y[1:3].transpose(-1, -2)[..., -1].view(1, WIDTH)),
+    "twice": after(lambda x, y: x + (y + y)),
+    "shared": shared,
+    "captured": captured,
+}
+KEPT_EACH = {
+    "norm": after(lambda x, y: nn.functional.layer_norm(y, [WIDTH])),
+    "gate": after(lambda x, y: x * y),
+    "number": after(lambda x, y: y + 1.0),
+    "cast": after(lambda x, y: y.double().float()),
+    "complex": after(lambda x, y: torch.view_as_real(torch.view_as_complex(y.view(4, 4, 2)) * 1j).flatten(1)),
+    "overlapping": after(lambda x, y: y[:1].expand(4, WIDTH)),
+    "in place": after(lambda x, y: y.mul_(2)),
+}
+
+
+@pytest.fixture(params=[True, False], ids=["lost", "there"])
+def lose(request: pytest.FixtureRequest, loopback: Loopback) -> Iterator[Callable[[], None]]:
+    """Loses the worker, or does not."""
+
+    def lose() -> None:
+        loopback.is_lost = request.param
+
+    yield lose
+
+
+def kept(loopback: Loopback) -> list[int]:
+    """How many copies each segment holds."""
+    return [sum(s.is_copy and s.held is not None for s in each.sources) for each in loopback.recordings]
+
+
+@pytest.mark.parametrize("name", KEPT_FIRST)
+def test_only_the_first_boundary_is_kept(loopback: Loopback, lose: Callable[[], None], name: str) -> None:
+    def check() -> None:
+        assert kept(loopback) == [1, 0, 0, 0]
+        lose()
+
+    ours = gradients(partial(loopback.checkpoint, returns="gradients"), KEPT_FIRST[name], check)
+    assert differing(ours, gradients(plainly, KEPT_FIRST[name])) == []
+
+
+@pytest.mark.parametrize("name", KEPT_EACH)
+def test_what_the_graph_does_not_tell_is_kept(loopback: Loopback, lose: Callable[[], None], name: str) -> None:
+    def check() -> None:
+        assert kept(loopback) == [1, 1, 1, 1]
+        lose()
+
+    ours = gradients(partial(loopback.checkpoint, returns="gradients"), KEPT_EACH[name], check)
+    assert differing(ours, gradients(plainly, KEPT_EACH[name])) == []
+
+
+def test_what_two_backwards_need_is_there_for_both(loopback: Loopback) -> None:
+    def run(checkpoint: Checkpoint, lose: Callable[[], None]) -> list[Tensor]:
+        blocks, x = build()
+        loss = after(lambda x, y: x + y)(checkpoint, blocks, x).square().mean()
+        lose()
+        wanted = [x, *(p for b in blocks for p in b.parameters())]
+        return [*torch.autograd.grad(loss, wanted, retain_graph=True), *torch.autograd.grad(3 * loss, wanted)]
+
+    ours = run(partial(loopback.checkpoint, returns="gradients"), lambda: setattr(loopback, "is_lost", True))
+    assert differing(ours, run(plainly, lambda: None)) == []
+
+
+def test_a_segment_whose_predecessor_ran_backward_before_is_still_rebuilt(loopback: Loopback) -> None:
+    def run(checkpoint: Checkpoint, lose: Callable[[], None]) -> list[Tensor]:
+        blocks, x = build(2)
+        h = checkpoint(blocks[0], x)
+        side, y = h.sum(), checkpoint(blocks[1], h)
+        leaves = list(blocks[1].parameters())
+        side.backward()
+        del h, side
+        lose()
+        return [x.grad, *torch.autograd.grad(y.square().mean(), leaves)]
+
+    ours = run(partial(loopback.checkpoint, returns="gradients"), lambda: setattr(loopback, "is_lost", True))
+    assert differing(ours, run(plainly, lambda: None)) == []
+
+
+@pytest.mark.parametrize("name", ["chain", "residual"])
+def test_a_long_chain_is_rebuilt_in_small_steps(loopback: Loopback, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    count = 36  # two roots of it are 12
+    held: list[int] = []
+    replay = _lineage.outputs_here
+
+    def noted(*args: Any) -> dict[int, Tensor]:
+        held.append(len(loopback.copies._tensors))
+        return replay(*args)
+
+    def lose() -> None:
+        assert sum(kept(loopback)) == 1
+        loopback.recordings.clear()  # they go with their segments
+        loopback.is_lost = True
+
+    monkeypatch.setattr(_lineage, "outputs_here", noted)
+    ours = gradients(partial(loopback.checkpoint, returns="gradients"), KEPT_FIRST[name], lose, count)
+    assert differing(ours, gradients(plainly, KEPT_FIRST[name], count=count)) == []
+    assert len(held) < 2 * count
+    assert max(held) <= 13
+
+
+@pytest.mark.parametrize("durability", ["lineage", "host", "none"])
+@pytest.mark.parametrize("returns", RETURNS)
+def test_durability(loopback: Loopback, returns: str, durability: str) -> None:
+    checkpoint = partial(loopback.checkpoint, returns=returns, durability=durability)
+    expected = gradients(plainly, KEPT_FIRST["residual"])
+    assert differing(gradients(checkpoint, KEPT_FIRST["residual"]), expected) == []
+
+    def lose() -> None:
+        assert sum(kept(loopback)[4:]) == {"host": 4, "none": 0}.get(durability, 1 if returns == "gradients" else 4)
+        loopback.is_lost = True
+
+    if durability != "none":
+        assert differing(gradients(checkpoint, KEPT_FIRST["residual"], lose), expected) == []
+        return
+    with pytest.raises(SegmentLostError, match="is kept nowhere") as caught:
+        gradients(checkpoint, KEPT_FIRST["residual"], lose)
+    error = caught.value
+    assert (error.segment, error.session) == ("Sequential", loopback.journal.session)
+    assert re.fullmatch(r".*\.py:\d+", error.site)
+    assert error.site in error.message
+
+
+def test_a_segment_behind_one_of_which_nothing_is_kept_keeps_its_own(loopback: Loopback) -> None:
+    def run(checkpoint: Checkpoint, blocks: list[nn.Module], x: Tensor) -> Tensor:
+        return checkpoint(blocks[1], checkpoint(blocks[0], x, durability="none"))  # type: ignore[no-any-return]
+
+    with pytest.raises(SegmentLostError):
+        gradients(loopback.checkpoint, run, lambda: setattr(loopback, "is_lost", True), 2)
+    assert kept(loopback) == [0, 1]
+
+
+def test_what_no_worker_takes_is_kept(loopback: Loopback) -> None:
+    loopback.is_lost = True
+    checkpoint = partial(loopback.checkpoint, returns="gradients", durability="none")
+    ours = gradients(checkpoint, KEPT_FIRST["chain"])
+    assert differing(ours, gradients(plainly, KEPT_FIRST["chain"])) == []
+
+
+def test_a_boundary_that_somebody_wrote_to_is_kept(loopback: Loopback) -> None:
+    def run(checkpoint: Checkpoint, blocks: list[nn.Module], x: Tensor) -> Tensor:
+        h = checkpoint(blocks[0], x)
+        with torch.no_grad():
+            h.mul_(2)
+        return checkpoint(blocks[1], h)  # type: ignore[no-any-return]
+
+    expected = gradients(plainly, run, count=2)
+    ours = gradients(loopback.checkpoint, run, lambda: setattr(loopback, "is_lost", True), 2)
+    assert kept(loopback) == [1, 1]
+    assert differing(ours, expected) == []
+
+
+def test_a_boundary_written_to_unseen_is_never_a_wrong_gradient(loopback: Loopback) -> None:
+    def run(checkpoint: Checkpoint, blocks: list[nn.Module], x: Tensor) -> Tensor:
+        h = checkpoint(blocks[0], x)
+        h.data.mul_(2)
+        return checkpoint(blocks[1], h)  # type: ignore[no-any-return]
+
+    expected = gradients(plainly, run, count=2)
+    assert differing(gradients(loopback.checkpoint, run, count=2), expected) == []
+    with pytest.raises(SegmentLostError, match="came out other than it was"):
+        gradients(loopback.checkpoint, run, lambda: setattr(loopback, "is_lost", True), 2)
+
+
+def test_a_weight_of_an_earlier_segment_that_changed_is_stale(loopback: Loopback) -> None:
+    blocks, x = build(2)
+    y = after(lambda x, y: y)(loopback.checkpoint, blocks, x)
+    with torch.no_grad():
+        blocks[0][1].weight.mul_(2)
+    loopback.is_lost = True
+    with pytest.raises(StaleTensorError):
+        y.sum().backward()
+
+
+def test_a_scalar_that_hooks_packed_is_not_asked_for(loopback: Loopback) -> None:
+    unpacked: list[Tensor] = []
+
+    def unpack(tensor: Tensor) -> Tensor:
+        unpacked.append(tensor)
+        return tensor
+
+    blocks, x = build(2)
+    h = loopback.checkpoint(blocks[0], x)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+        scaled = h * torch.tensor(0.5)
+    loopback.checkpoint(blocks[1], scaled)
+    assert unpacked == []
+    assert kept(loopback) == [1, 1]
+
+
+def test_a_scalar_in_a_graph_that_was_freed_is_not_read(loopback: Loopback) -> None:
+    blocks, x = build(2)
+    scaled = loopback.checkpoint(blocks[0], x) * 0.5
+    scaled.sum().backward()
+    loopback.checkpoint(blocks[1], scaled)
+    assert kept(loopback) == [1, 1]
