@@ -27,6 +27,8 @@ def connect(
     connect_timeout_s: float | None = None,
     silence_s: float | None = None,
     inflight_bytes: int | None = None,
+    shared_memory: bool | None = None,
+    unix_socket: bool | None = None,
     memory_bytes: int | None = None,
     telemetry: bool | None = None,
     traces: bool | None = None,
@@ -46,6 +48,8 @@ def connect(
         connect_timeout_s: How long to wait for the workers here.
         silence_s: A worker that sends nothing for so long is given up.
         inflight_bytes: Bound of the copies of arguments that wait to be sent.
+        shared_memory: Send large tensors to a worker on this machine through shared memory (the default).
+        unix_socket: Talk to a worker on this machine over its Unix socket (the default), whatever its address.
         memory_bytes: Budget of a worker started here.
         telemetry: Tell workers of steps and segments (the default), for dashboards to show.
         traces: Make OpenTelemetry spans of them, for the SDK that the program configures. Needs the extra "otel".
@@ -68,6 +72,8 @@ def connect(
             connect_timeout_s=connect_timeout_s,
             silence_s=silence_s,
             inflight_bytes=inflight_bytes,
+            shared_memory=shared_memory,
+            unix_socket=unix_socket,
             memory_bytes=memory_bytes,
             telemetry=telemetry,
             traces=traces,
