@@ -29,6 +29,8 @@ def connect(
     silence_s: float | None = None,
     inflight_bytes: int | None = None,
     inflight_boundaries: int | None = None,
+    shared_memory: bool | None = None,
+    unix_socket: bool | None = None,
     memory_bytes: int | None = None,
     telemetry: bool | None = None,
     traces: bool | None = None,
@@ -51,6 +53,8 @@ def connect(
         silence_s: A worker that sends nothing for so long is given up.
         inflight_bytes: Bound of the copies of arguments that wait to be sent.
         inflight_boundaries: Likewise of the segments they belong to.
+        shared_memory: Send large tensors to a worker on this machine through shared memory (the default).
+        unix_socket: Talk to a worker on this machine over its Unix socket (the default), whatever its address.
         memory_bytes: Budget of a worker started here.
         telemetry: Tell workers of steps and segments (the default), for dashboards to show.
         traces: Make OpenTelemetry spans of them, for the SDK that the program configures. Needs the extra "otel".
@@ -75,6 +79,8 @@ def connect(
             silence_s=silence_s,
             inflight_bytes=inflight_bytes,
             inflight_boundaries=inflight_boundaries,
+            shared_memory=shared_memory,
+            unix_socket=unix_socket,
             memory_bytes=memory_bytes,
             telemetry=telemetry,
             traces=traces,

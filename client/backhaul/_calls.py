@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 from torch import Tensor
 
+from backhaul._shared_memory import SharedMemory
 from backhaul_runtime.errors import (
     ERROR_METADATA_KEY,
     BackhaulError,
@@ -26,6 +27,7 @@ from backhaul_runtime.errors import (
     from_bytes,
 )
 from backhaul_runtime.framing import Receiver
+from backhaul_runtime.shared_memory import shared_bytes
 from backhaul_runtime.splicing import Carried
 
 T = TypeVar("T")
@@ -161,16 +163,28 @@ class Stream(Generic[R]):
         request: Its message.
         expected_s: What the work should take.
         silence_s: See NOTE [Bounds].
+        memory: Through which tensors may come.
+        answer: What the request names it there.
     """
 
-    def __init__(self, method: Any, request: Any, expected_s: float, silence_s: float) -> None:
+    def __init__(
+        self,
+        method: Any,
+        request: Any,
+        expected_s: float,
+        silence_s: float,
+        memory: SharedMemory | None = None,
+        answer: int = 0,
+    ) -> None:
         self._silence_s = silence_s
         self._longest_run_s = longest_run_s(expected_s)
         self._longest_queue_s = max(1.0, 2 * expected_s)
         self._running_since: float | None = None
         self._messages: queue.Queue[Carried[Any] | grpc.RpcError | None] = queue.Queue(MAX_WAITING_MESSAGES)
         self._closed = threading.Event()
-        self._receiver = Receiver()
+        self._memory = memory
+        self._answer = answer
+        self._receiver = Receiver(locate=memory.locate) if memory is not None and answer else Receiver()
         self.received_bytes = 0
         try:
             self._call = method(request, timeout=LONGEST_S)
@@ -186,6 +200,7 @@ class Stream(Generic[R]):
             if message.HasField("result"):
                 self._running_since = None
                 self._receiver.add_carried(carried)
+                self.received_bytes += shared_bytes(carried.tensors)
                 found: R = message.result
                 return found
             self._check_queue(message.progress.ahead_s)
@@ -217,11 +232,14 @@ class Stream(Generic[R]):
         """Wants no more of the answer."""
         self._closed.set()
         self._call.cancel()  # of a call that has ended this does nothing
+        if self._memory is not None and self._answer:
+            self._memory.ended(self._answer)
 
     def _receive(self) -> bool:
         carried = self._next()
         if carried is not None:
             self._receiver.add_carried(carried)
+            self.received_bytes += shared_bytes(carried.tensors)
         return carried is not None
 
     def _next(self) -> Carried[Any] | None:

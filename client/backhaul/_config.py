@@ -56,6 +56,12 @@ class Config:
     inflight_boundaries: int = 4
     """Segments whose arguments wait to be sent; beyond it forward waits."""
 
+    shared_memory: bool = True
+    """Send large tensors to workers on this machine, and get them, through memory shared with those that offer it."""
+
+    unix_socket: bool = True
+    """Talk to a worker on this machine over the Unix socket that it offers, also where `worker` is a TCP address."""
+
     memory_bytes: int = 0
     """Budget of the worker that connect() starts, 0 for half of this machine's memory."""
 

@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from time import time
 from typing import Any
 
@@ -24,6 +25,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from backhaul._calls import Bearer, call_unary, close_channel
+from backhaul._shared_memory import SharedMemory
 from backhaul._short import ShortStream
 from backhaul_proto.v1 import (
     program_pb2_grpc,
@@ -70,6 +72,7 @@ class Generation:
         budget_bytes: Of the worker's memory.
         fingerprint: What its numbers depend on.
         lease_s: The session ends after so much silence.
+        memory: What is shared with the worker, if that is on this machine.
     """
 
     number: int
@@ -77,6 +80,7 @@ class Generation:
     budget_bytes: int
     fingerprint: Mapping[str, str]
     lease_s: float
+    memory: SharedMemory | None = None
 
 
 def trainer_name() -> str:
@@ -146,6 +150,12 @@ class Clock:
         return min(self._found, default=(0.0, 0.0))[1]
 
 
+def _is_beside(address: Address, path: str, kind: str) -> bool:
+    """Whether a path is that of the worker at an address: behind a proxy, which one wants to use, it is not."""
+    name = Path(address.unix_path).name if address.unix_path else str(address.port)
+    return Path(path).name == f"{name}.{kind}"
+
+
 class Link:
     """A connection to one worker.
 
@@ -155,6 +165,8 @@ class Link:
         run: Names the trainer's session, which may have other links.
         token_file: With the token that the worker wants to see, empty for none. It is read when the link opens, and
             again after it was denied.
+        shares_memory: Whether to share memory with a worker on this machine.
+        takes_socket: Whether to go on over such a worker's Unix socket.
 
     Attributes:
         name: The worker's address.
@@ -162,10 +174,22 @@ class Link:
         drift: The largest measured between its numbers and ours, of which it is told.
     """
 
-    def __init__(self, find: Callable[[], Address], silence_s: float, run: str = "", token_file: str = "") -> None:
+    def __init__(
+        self,
+        find: Callable[[], Address],
+        silence_s: float,
+        run: str = "",
+        token_file: str = "",
+        *,
+        shares_memory: bool = True,
+        takes_socket: bool = True,
+    ) -> None:
         self._find = find
         self.run = run
         self._token_file = token_file
+        self._shares_memory = shares_memory
+        self._takes_socket = takes_socket
+        self._has_switched = False
         self._token = ""
         self.silence_s = silence_s
         self.name = ""
@@ -179,6 +203,7 @@ class Link:
         self._closed = False
         self._channel: grpc.Channel | None = None
         self._stubs: Stubs
+        self._memory: SharedMemory | None = None
         self._wake = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="backhaul-keeper", daemon=True)
 
@@ -251,6 +276,8 @@ class Link:
     def forked(self) -> None:
         """In the child of a fork: the connection is the parent's. Takes no lock, for its holder may not exist here."""
         self._generation, self._up, self._closed = None, False, True
+        if self._memory is not None:
+            self._memory.forget()
         self._why_down = "the session belongs to the parent of this forked process"
 
     def close(self) -> None:
@@ -265,6 +292,7 @@ class Link:
                 call_unary(self._stubs.sessions.CloseSession, request, self.silence_s)
             except BackhaulError as error:
                 logger.debug("closing the session on %s: %s", self.name, error, extra=about(self.run))
+        self._end_memory()
         if self._channel is not None:
             self._stubs.short_backwards.close()
             close_channel(self._channel)  # ends what the keeper waits for
@@ -276,12 +304,9 @@ class Link:
             raise SessionClosedError("the session is closed")
         if self._token_file and not self._token:
             self._token = read_token(self._token_file)
-        if self._channel is not None:
-            self._stubs.short_backwards.close()
-            close_channel(self._channel)
+        self._end_memory()
         self.name = address.text
-        self._channel = grpc.insecure_channel(address.target, options=CHANNEL_OPTIONS)
-        self._stubs = Stubs(self._channel, self._token, self.silence_s)
+        self._use(self._channel_to(address.target), has_switched=False)
         request = session_pb2.OpenSessionRequest(
             protocol_version=PROTOCOL_VERSION,
             client_version=version(),
@@ -302,6 +327,8 @@ class Link:
                 trainer=PROTOCOL_VERSION,
                 worker=answer.protocol_version,
             )
+        if self._takes_socket and _is_beside(address, answer.socket_path, "sock"):
+            self._switch(answer)
         self._clock = Clock()
         self._clock.compare(asked_at_s, answer.clock_s, time())
         self._generations += 1
@@ -311,9 +338,42 @@ class Link:
             answer.budget_bytes,
             dict(answer.fingerprint),
             answer.lease_s,
+            self._share(address, answer),
         )
         self._draining = False
         self._up = True
+
+    def _channel_to(self, target: str) -> grpc.Channel:
+        return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+
+    def _use(self, channel: grpc.Channel, *, has_switched: bool) -> None:
+        if self._channel is not None:
+            self._stubs.short_backwards.close()
+            close_channel(self._channel)
+        self._channel, self._has_switched = channel, has_switched
+        self._stubs = Stubs(channel, self._token, self.silence_s)
+
+    def _switch(self, answer: session_pb2.OpenSessionResponse) -> None:
+        """Goes on over the worker's Unix socket, if that worker is who answers there."""
+        channel = self._channel_to(f"unix:{answer.socket_path}")
+        request = session_pb2.KeepSessionRequest(session=answer.session)
+        try:
+            call_unary(Stubs(channel, self._token, self.silence_s).sessions.KeepSession, request, self.silence_s)
+        except BackhaulError as error:  # it is in another container, for one
+            logger.debug("no worker at %s: %s", answer.socket_path, error, extra=about(self.run))
+            close_channel(channel)
+        else:
+            self._use(channel, has_switched=True)
+
+    def _share(self, address: Address, answer: session_pb2.OpenSessionResponse) -> SharedMemory | None:
+        if self._shares_memory and _is_beside(address, answer.memory_path, "memory"):
+            self._memory = SharedMemory(answer.memory_path, answer.session)
+        return self._memory
+
+    def _end_memory(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
 
     def _denied(self) -> CredentialError:
         how = f'does not take the token in "{self._token_file}"' if self._token_file else "wants a token"
@@ -374,6 +434,10 @@ class Link:
             except (SessionUnknownError, CredentialError) as error:  # Rules 2 and 4
                 self._down(error.message)
                 self._generation = generation = None
+            except WorkerLostError:
+                if self._has_switched:  # the socket may be gone while the worker is not
+                    self._use(self._channel_to(address.target), has_switched=False)
+                raise
         if generation is None:
             self._connect(address, self.silence_s)
         if not was_up and not self._closed:

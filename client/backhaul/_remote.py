@@ -162,6 +162,7 @@ class SavedSegment:
             if sum(parcel.layout.payload_bytes for parcel in missing) > SHORT_BYTES:
                 self._uploader.put(self.generation, missing, self._sent)
                 missing = []
+            request.answer = self._new_answer()
             (encoded,) = encode_all(batches(missing), request.TENSORS_FIELD_NUMBER, request)
             self._sent(len(encoded))
             stubs = self._link.stubs(self.generation)
@@ -169,7 +170,7 @@ class SavedSegment:
                 self._log.traffic(down_bytes=carried.size_bytes)
                 if carried.message.HasField("result"):
                     return self._answer(carried.message.result, Receiver.of(carried))
-            stream = self._open(stubs.segments.Backward, encoded)
+            stream = self._open(stubs.segments.Backward, encoded, request.answer)
             try:
                 result = stream.result()
                 return self._answer(result, stream.rest())
@@ -228,7 +229,8 @@ class SavedSegment:
         )
 
         def ask() -> SavedTensors:
-            stream = self._open(self._link.stubs(self.generation).segments.Recompute, request)
+            request.answer = self._new_answer()
+            stream = self._open(self._link.stubs(self.generation).segments.Recompute, request, request.answer)
             try:
                 result = stream.result()
 
@@ -278,8 +280,12 @@ class SavedSegment:
         self._uploader.watch.wait(self._save.saved, check)
         self._uploader.let_go()
 
-    def _open(self, method: Any, request: Any) -> "Stream[Any]":
-        return Stream(method, request, self._expected_s, self._link.silence_s)
+    def _new_answer(self) -> int:
+        memory = self.generation.memory
+        return memory.answer() if memory is not None else 0
+
+    def _open(self, method: Any, request: Any, answer: int) -> "Stream[Any]":
+        return Stream(method, request, self._expected_s, self._link.silence_s, self.generation.memory, answer)
 
     def _closed(self, stream: "Stream[Any]") -> None:
         stream.close()

@@ -89,16 +89,23 @@ class Session:
         self._closed = False
         self._embedded: EmbeddedWorker | None = None
         self._sides: list[Side] = []
+        link_to = partial(
+            Link,
+            silence_s=config.silence_s,
+            run=self.run,
+            shares_memory=config.shared_memory,
+            takes_socket=config.unix_socket,
+        )
         if config.worker:
             addresses = parse_addresses(config.worker)
             token_files = one_for_each([file.strip() for file in config.token_file.split(",") if file], len(addresses))
             links = [
-                Link(partial(_same, address), config.silence_s, self.run, file)
+                link_to(partial(_same, address), token_file=file)
                 for address, file in zip(addresses, token_files, strict=True)
             ]
         else:
             self._embedded = EmbeddedWorker(config.memory_bytes, config.connect_timeout_s)
-            links = [Link(self._embedded.ensure, config.silence_s, self.run)]
+            links = [link_to(self._embedded.ensure)]
         try:
             for link in links:
                 link.open(config.connect_timeout_s)

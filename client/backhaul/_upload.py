@@ -20,6 +20,7 @@ from torch import Tensor
 from backhaul._calls import SLICE_S, Watch, call_unary, watched
 from backhaul._chains import Predecessor
 from backhaul._link import Generation, Link
+from backhaul._shared_memory import Placing, sending
 from backhaul_proto.v1 import program_pb2, segment_pb2, tensor_pb2
 from backhaul_runtime.digest import address_of
 from backhaul_runtime.errors import BackhaulError, SegmentUnknownError, WorkerLostError
@@ -170,14 +171,16 @@ class Uploader:
         if not missing:
             return
 
-        def encoded() -> Iterator[bytes]:
+        def encoded(place: Placing) -> Iterator[bytes]:
             named = tensor_pb2.PutTensorsRequest(session=generation.session)
-            for message in encode_all(batches(missing), named.TENSORS_FIELD_NUMBER, named):
+            for message in encode_all(batches(missing, place), named.TENSORS_FIELD_NUMBER, named):
                 count(len(message))
                 yield message
 
         stubs = self._link.stubs(generation)
-        call_unary(stubs.tensors.PutTensors, watched(encoded(), self.watch), self._link.silence_s, self.watch)
+        with sending(generation.memory, count) as place:
+            messages = watched(encoded(place), self.watch)
+            call_unary(stubs.tensors.PutTensors, messages, self._link.silence_s, self.watch)
         self.learn(generation, (parcel.address for parcel in missing))
 
     def missing(self, generation: Generation, parcels: Iterable[Parcel]) -> list[Parcel]:

@@ -81,15 +81,29 @@ def decode_layout(spec: tensor_pb2.TensorSpec) -> Layout:
     return layout
 
 
-def batches(parcels: Iterable[Parcel]) -> Iterator[Batch]:
-    """Writes parcels as messages of about CHUNK_BYTES each, in order. They share the parcels' memory."""
+def batches(
+    parcels: Iterable[Parcel], place: Callable[[Parcel], tensor_pb2.Location | None] = lambda _: None
+) -> Iterator[Batch]:
+    """Writes parcels as messages of about CHUNK_BYTES each, in order. They share the parcels' memory.
+
+    Args:
+        parcels: To be read while this goes on.
+        place: Puts one into shared memory, and says where; None for one that is to go as chunks.
+    """
     batch = Batch()
     filled = 0
     for index, parcel in enumerate(parcels):
         size = parcel.layout.payload_bytes
+        location = place(parcel)
         batch.declarations.append(
-            tensor_pb2.TensorDeclaration(address=parcel.address, spec=encode_layout(parcel.layout), size_bytes=size)
+            tensor_pb2.TensorDeclaration(
+                address=parcel.address, spec=encode_layout(parcel.layout), size_bytes=size, location=location
+            )
         )
+        if location is not None:  # the receiver may take it while the next is written
+            yield batch
+            batch, filled = Batch(), 0
+            continue
         held = payload(parcel.tensor.detach(), parcel.layout).cpu()
         data = host_bytes(held)
         offset = 0
@@ -154,17 +168,60 @@ class _Arrival:
         """As `finish`. Raises TransferError where contents and address differ."""
         tensor = self.finish()
         content = self._content.digest() if self._content is not None else content_digest(tensor, self.layout)
-        actual = tensor_address(self.layout, content)
-        if actual != self.address:
-            raise TransferError(
-                f"a tensor sent as {self.address.hex()} has the contents of {actual.hex()}: "
-                "it changed while it was read, or was damaged"
-            )
+        _check_address(self, content)
         return tensor
 
     def forget(self) -> None:
         self.target = memoryview(b"")  # first: it holds nothing
         self.tensor = self.data = torch.empty(0)
+
+
+class _Located:
+    """One tensor that is in shared memory."""
+
+    is_complete = True
+
+    def __init__(
+        self, layout: Layout, address: bytes, device: torch.device | str | None, read: Callable[[], Tensor]
+    ) -> None:
+        self.layout = layout
+        self.address = address
+        self._device = device
+        self._read = read
+        self._tensor: Tensor | None = None
+        self._is_verified = False
+
+    def add(self, chunk: "Chunk | tensor_pb2.TensorChunk") -> None:
+        raise TransferError(f"a chunk came for tensor {chunk.tensor}, which is in shared memory")
+
+    def finish(self) -> Tensor:
+        if self._tensor is None:
+            tensor = self._read()
+            self._tensor = tensor if self._device is None else tensor.to(self._device)
+        return self._tensor
+
+    def stored(self) -> Tensor:
+        tensor = self.finish()
+        if not self._is_verified:
+            _check_address(self, content_digest(tensor, self.layout))
+            self._is_verified = True
+        return tensor
+
+    def forget(self) -> None:
+        self._tensor = None
+
+
+def _check_address(arrival: _Arrival | _Located, content: bytes) -> None:
+    actual = tensor_address(arrival.layout, content)
+    if actual != arrival.address:
+        raise TransferError(
+            f"a tensor sent as {arrival.address.hex()} has the contents of {actual.hex()}: "
+            "it changed while it was read, or was damaged"
+        )
+
+
+def _no_memory(location: tensor_pb2.Location, layout: Layout) -> Callable[[], Tensor]:
+    raise TransferError(f"a tensor is declared in region {location.region}, where no memory is shared")
 
 
 class Receiver:
@@ -173,12 +230,19 @@ class Receiver:
     Args:
         admit: Called before memory is taken for a tensor of a layout; raises to refuse it.
         device: Where tensors end, the host if None.
+        locate: Finds a tensor in shared memory; what it returns gives the tensor, called once. Raises TransferError.
     """
 
-    def __init__(self, admit: Callable[[Layout], None] | None = None, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self,
+        admit: Callable[[Layout], None] | None = None,
+        device: torch.device | str | None = None,
+        locate: Callable[[tensor_pb2.Location, Layout], Callable[[], Tensor]] = _no_memory,
+    ) -> None:
         self._admit = admit
         self._device = device
-        self._arrivals: list[_Arrival] = []
+        self._locate = locate
+        self._arrivals: list[_Arrival | _Located] = []
 
     @classmethod
     def of(cls, carried: Carried[Any]) -> "Receiver":
@@ -200,7 +264,11 @@ class Receiver:
                 raise TransferError(f"{declaration.size_bytes} bytes are declared for a tensor of {layout}")
             if self._admit is not None:
                 self._admit(layout)
-            self._arrivals.append(_Arrival(layout, declaration.address, self._device))
+            self._arrivals.append(
+                _Located(layout, declaration.address, self._device, self._locate(declaration.location, layout))
+                if declaration.HasField("location")
+                else _Arrival(layout, declaration.address, self._device)
+            )
         for chunk in batch.chunks:
             if chunk.tensor >= len(self._arrivals):
                 raise TransferError(f"a chunk came for tensor {chunk.tensor} of {len(self._arrivals)} declared")
@@ -227,6 +295,12 @@ class Receiver:
     def tensors(self) -> list[Tensor]:
         """All tensors of the stream, owned by the caller. Raises TransferError where bytes are missing."""
         return [arrival.finish() for arrival in self._arrivals]
+
+    def verify(self) -> None:
+        """Does for tensors in shared memory what takes long in `stored`. Raises as that does."""
+        for arrival in self._arrivals:
+            if isinstance(arrival, _Located):
+                arrival.stored()
 
     def stored(self) -> list[tuple[bytes, Tensor]]:
         """Address and tensor of each. Raises TransferError where contents and address differ."""

@@ -300,7 +300,7 @@ def test_the_json_has_each_figure_under_its_name_with_its_limit(
 ) -> None:
     found = {
         "wire": [of_counts("wire_over_bound", [1.5, 1.4, 1.6], "a note", {"bound_bytes": 10.0})],
-        "shared_memory": [without_value("shm_vs_memcpy", Verdict.NOT_BUILT, "not yet")],
+        "shared_memory": [without_value("shm_vs_memcpy", Verdict.UNAVAILABLE, "not here")],
     }
     monkeypatch.setattr(command, "run_group", lambda group, cores: found[group])
     monkeypatch.setattr(command, "_cores", lambda: [0, 1])
@@ -330,7 +330,7 @@ def test_the_json_has_each_figure_under_its_name_with_its_limit(
     shown = capsys.readouterr().out
     assert "wire_over_bound" in shown
     assert "<= 1.02" in shown
-    assert "not built" in shown
+    assert "unavailable" in shown
 
 
 def test_a_failed_figure_is_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ class Verdict(Enum):
     REPORTED = "reported"
     """Measured; the figure has no limit."""
     NOT_BUILT = "not built"
-    """Backhaul can't do yet what would be measured."""
+    """In results of before: Backhaul could not do yet what would be measured."""
     UNAVAILABLE = "unavailable"
     """What it is compared with is not there."""
     FAILED = "failed"

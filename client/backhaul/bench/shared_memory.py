@@ -1,10 +1,53 @@
-"""The path of tensors between processes of one host, beside one memcpy."""
+"""Tensors of 16 MiB to a worker on the same host, which uses them in place, beside one memcpy of the same bytes."""
 
-from backhaul.bench.figures import Verdict
-from backhaul.bench.outcomes import Outcome, without_value
+import ctypes
+
+import torch
+from torch import Tensor
+
+from backhaul.bench.noise import settle
+from backhaul.bench.outcomes import Outcome, of_rounds
+from backhaul.bench.rounds import Plan, Variant, interleave, ratio_of
 from backhaul.bench.stage import Stage
+from backhaul.bench.training import compare_gradients
+from backhaul.bench.transfers import with_spans
+
+TENSOR_BYTES = 16 << 20
+TENSORS = 8
+REPEATS = 4
+"""Uploads timed together: one alone is too short to tell whether it was disturbed."""
+PLAN = Plan(most=20, warm=3, limit_s=60.0)
 
 
 def measure(stage: Stage) -> list[Outcome]:
-    """shm_vs_memcpy: nothing travels through shared memory yet."""
-    return [without_value("shm_vs_memcpy", Verdict.NOT_BUILT, "tensors travel through gRPC on one host too")]
+    """shm_vs_memcpy."""
+    session = stage.session(returns="gradients")
+    inputs = [torch.randn(TENSOR_BYTES // 4, requires_grad=True) for _ in range(TENSORS)]
+    copies = [torch.empty_like(x, requires_grad=False).zero_() for x in inputs]
+    # It is needed and not trained, so that nothing but the inputs has a gradient: autograd saves one number.
+    scale = torch.tensor(2.0)
+
+    def scaled(*tensors: Tensor) -> Tensor:
+        return torch.stack([(tensor * scale).sum() for tensor in tensors]).sum()
+
+    def there_and_back() -> None:
+        for _ in range(REPEATS):
+            with torch.no_grad():
+                for x in inputs:
+                    x.add_(1.0)  # other contents, or they need not travel
+                    x.grad = None
+            y: Tensor = session.checkpoint(scaled, *inputs)
+            settle(stage.cores)
+            y.backward()  # type: ignore[no-untyped-call]
+            found = [x.grad for x in inputs if x.grad is not None]
+            compare_gradients("the transfer", found, [torch.full_like(x, 2.0) for x in inputs])
+
+    def memcpy() -> None:
+        for _ in range(REPEATS):
+            for x, copy in zip(inputs, copies, strict=True):
+                ctypes.memmove(copy.data_ptr(), x.data_ptr(), TENSOR_BYTES)
+
+    variants = [Variant("backhaul", there_and_back), Variant("memcpy", memcpy)]
+    rounds = with_spans(interleave(variants, stage.cores, PLAN), session.workers, PLAN.warm, REPEATS)
+    note = "up, in place; down tensors are copied out of shared memory, which takes details.fetch"
+    return [of_rounds("shm_vs_memcpy", rounds, ratio_of("memcpy", "save"), note)]

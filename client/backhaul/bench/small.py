@@ -4,7 +4,7 @@ from functools import partial
 
 from backhaul.bench.outcomes import Outcome, of_rounds
 from backhaul.bench.rounds import Plan, Variant, interleave, ratio_of
-from backhaul.bench.stage import Stage
+from backhaul.bench.stage import OVER_TCP, Stage
 from backhaul.bench.steps import BLOCKS, on_trainer
 from backhaul.bench.training import SMALL, Training, checkpoint_of_torch, compare
 
@@ -24,7 +24,7 @@ def measure_trainable(stage: Stage) -> list[Outcome]:
 
 
 def _measure(name: str, stage: Stage, worker: str | None, *, is_adapted: bool) -> Outcome:
-    session = stage.session(worker, returns="gradients")
+    session = stage.session(worker, returns="gradients", **(OVER_TCP if worker else {}))
     trainings = [
         Training("torch", BLOCKS, SMALL, checkpoint_of_torch, is_adapted=is_adapted),
         Training("gradients", BLOCKS, SMALL, session.checkpoint, is_adapted=is_adapted),

@@ -17,6 +17,8 @@ from backhaul.bench.noise import Core, pin
 if TYPE_CHECKING:
     from backhaul._session import Session
 
+OVER_TCP: Mapping[str, Any] = {"shared_memory": False, "unix_socket": False}
+"""Options of a session that is to talk over TCP to a worker beside it, as it would to one elsewhere."""
 _START_S = 60.0
 _END_S = 5.0
 

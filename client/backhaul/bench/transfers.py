@@ -11,7 +11,7 @@ from backhaul.bench.noise import settle
 from backhaul.bench.outcomes import Outcome, of_rounds
 from backhaul.bench.overlap import Lane, spans, told_calls
 from backhaul.bench.rounds import Plan, Rounds, Variant, interleave, ratio_of
-from backhaul.bench.stage import Stage
+from backhaul.bench.stage import OVER_TCP, Stage
 from backhaul.bench.training import compare_gradients
 
 REPEATS = 8
@@ -23,7 +23,7 @@ KEEPS_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "268435456", "MALLOC_TRIM_THRESH
 
 def measure(stage: Stage) -> list[Outcome]:
     """The save_ and fetch_ figures: time of a tensor there over time here, which is bandwidth over bandwidth."""
-    session = stage.session(stage.tcp_worker(), returns="gradients")
+    session = stage.session(stage.tcp_worker(), returns="gradients", **OVER_TCP)
     _, ports = stage.start([sys.executable, "-P", "-m", "backhaul.bench.bare"], environment=KEEPS_FREED_MEMORY)
     grpc_port, tcp_port = map(int, ports.split())
     bare, tcp = BareGrpc(grpc_port), BareTcp(tcp_port)
@@ -49,7 +49,7 @@ def measure(stage: Stage) -> list[Outcome]:
     rounds = interleave(variants, stage.cores, PLAN)
     bare.close()
     tcp.close()
-    rounds = _with_spans(rounds, session.workers)
+    rounds = with_spans(rounds, session.workers, PLAN.warm, REPEATS)
     note = f"TCP's congestion control is {tcp.congestion_control}"
     return [
         of_rounds("save_vs_grpc", rounds, ratio_of("grpc_put", "save")),
@@ -67,12 +67,19 @@ def _repeated(run: Callable[[], float]) -> Callable[[], float]:
     return lambda: sum(run() for _ in range(REPEATS))
 
 
-def _with_spans(rounds: Rounds, worker: str) -> Rounds:
-    """The rounds with what the session told of its transfers instead of what all of the calls took."""
-    calls = told_calls(worker)[PLAN.warm * REPEATS :]
+def with_spans(rounds: Rounds, worker: str, warm: int, repeats: int) -> Rounds:
+    """The rounds with what the session told of its transfers, as "save" and "fetch".
+
+    Args:
+        rounds: With calls of a session timed in each.
+        worker: Of that session.
+        warm: Rounds before them.
+        repeats: Calls in each.
+    """
+    calls = told_calls(worker)[warm * repeats :]
     found = Rounds()
     for number, (taken, is_quiet) in enumerate(rounds.found):
-        these = calls[number * REPEATS : (number + 1) * REPEATS]
+        these = calls[number * repeats : (number + 1) * repeats]
         saved_s = sum(end - begin for call in these for begin, end in spans(call, Lane.LANE_UPLOAD))
         fetched_s = sum(end - begin for call in these for begin, end in spans(call, Lane.LANE_DOWNLOAD))
         found.add({**taken, "save": saved_s, "fetch": fetched_s}, is_quiet=is_quiet)

@@ -231,8 +231,11 @@ class RecomputeRequest(_message.Message):
     POSITIONS_FIELD_NUMBER: _builtins.int
     UPCOMING_SEGMENTS_FIELD_NUMBER: _builtins.int
     EXPECTED_S_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
     expected_s: _builtins.float
     """What the trainer expects this to take, so that others can judge their place in the queue."""
+    answer: _builtins.int
+    """Names the answer among the session's, for tensors in it that go through shared memory; 0 where none may."""
     @_builtins.property
     def key(self) -> Global___OperationKey: ...
     @_builtins.property
@@ -250,10 +253,11 @@ class RecomputeRequest(_message.Message):
         positions: _abc.Iterable[_builtins.int] | None = ...,
         upcoming_segments: _abc.Iterable[_builtins.int] | None = ...,
         expected_s: _builtins.float = ...,
+        answer: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_s", b"expected_s", "key", b"key", "positions", b"positions", "upcoming_segments", b"upcoming_segments"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "expected_s", b"expected_s", "key", b"key", "positions", b"positions", "upcoming_segments", b"upcoming_segments"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -271,9 +275,12 @@ class BackwardRequest(_message.Message):
     WANTS_DIGESTS_FIELD_NUMBER: _builtins.int
     SUMMED_SOURCES_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
     expected_s: _builtins.float
     wants_digests: _builtins.bool
     """Digest what is returned, for a trainer that does so too."""
+    answer: _builtins.int
+    """As in RecomputeRequest."""
     @_builtins.property
     def key(self) -> Global___OperationKey: ...
     @_builtins.property
@@ -303,10 +310,11 @@ class BackwardRequest(_message.Message):
         wants_digests: _builtins.bool = ...,
         summed_sources: _abc.Iterable[_builtins.int] | None = ...,
         tensors: _tensor_pb2.TensorBatch | None = ...,
+        answer: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state", "key", b"key", "tensors", b"tensors"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state", "expected_s", b"expected_s", "gradients", b"gradients", "key", b"key", "summed_sources", b"summed_sources", "tensors", b"tensors", "upcoming_segments", b"upcoming_segments", "wants_digests", b"wants_digests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state", "answer", b"answer", "expected_s", b"expected_s", "gradients", b"gradients", "key", b"key", "summed_sources", b"summed_sources", "tensors", b"tensors", "upcoming_segments", b"upcoming_segments", "wants_digests", b"wants_digests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -80,6 +80,8 @@ class OpenSessionResponse(_message.Message):
     BUDGET_BYTES_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     CLOCK_S_FIELD_NUMBER: _builtins.int
+    MEMORY_PATH_FIELD_NUMBER: _builtins.int
+    SOCKET_PATH_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     worker_version: _builtins.str
     session: _builtins.str
@@ -87,6 +89,10 @@ class OpenSessionResponse(_message.Message):
     budget_bytes: _builtins.int
     clock_s: _builtins.float
     """Seconds since 1970 by the worker's clock."""
+    memory_path: _builtins.str
+    """Path of a Unix socket that hands out shared memory to those who name their session there; empty for none."""
+    socket_path: _builtins.str
+    """Path of a Unix socket where the same services are; empty for none."""
     @_builtins.property
     def fingerprint(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """What its numbers depend on and cannot be set: bits are equal where all values are."""
@@ -101,10 +107,12 @@ class OpenSessionResponse(_message.Message):
         budget_bytes: _builtins.int = ...,
         fingerprint: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         clock_s: _builtins.float = ...,
+        memory_path: _builtins.str = ...,
+        socket_path: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "clock_s", b"clock_s", "fingerprint", b"fingerprint", "lease_s", b"lease_s", "protocol_version", b"protocol_version", "session", b"session", "worker_version", b"worker_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "clock_s", b"clock_s", "fingerprint", b"fingerprint", "lease_s", b"lease_s", "memory_path", b"memory_path", "protocol_version", b"protocol_version", "session", b"session", "socket_path", b"socket_path", "worker_version", b"worker_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -74,26 +74,64 @@ class TensorDeclaration(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    LOCATION_FIELD_NUMBER: _builtins.int
     address: _builtins.bytes
     """16 bytes, the digest of spec and elements. Empty where only the stream's order names the tensor."""
     size_bytes: _builtins.int
     """Bytes of the elements in memory order, gaps left out."""
     @_builtins.property
     def spec(self) -> Global___TensorSpec: ...
+    @_builtins.property
+    def location(self) -> Global___Location:
+        """Where in shared memory the elements are already. Then no chunks follow."""
+
     def __init__(
         self,
         *,
         address: _builtins.bytes = ...,
         spec: Global___TensorSpec | None = ...,
         size_bytes: _builtins.int = ...,
+        location: Global___Location | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["location", b"location", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "size_bytes", b"size_bytes", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "location", b"location", "size_bytes", b"size_bytes", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TensorDeclaration: _TypeAlias = TensorDeclaration  # noqa: Y015
+
+@_typing.final
+class Location(_message.Message):
+    """A place in a region of memory that both sides have mapped, see NOTE [Regions] in backhaul_runtime.shared_memory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REGION_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    region: _builtins.int
+    slot: _builtins.int
+    offset_bytes: _builtins.int
+    """Of the first element, from the beginning of the region."""
+    ticket: _builtins.int
+    """Of this use of the slot."""
+    def __init__(
+        self,
+        *,
+        region: _builtins.int = ...,
+        slot: _builtins.int = ...,
+        offset_bytes: _builtins.int = ...,
+        ticket: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset_bytes", b"offset_bytes", "region", b"region", "slot", b"slot", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Location: _TypeAlias = Location  # noqa: Y015
 
 @_typing.final
 class TensorChunk(_message.Message):

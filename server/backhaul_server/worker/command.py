@@ -40,6 +40,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="serve only those who show the token in it, needed beyond this machine; `backhaul token FILE` makes one",
     )
+    parser.add_argument(
+        "--shared-memory",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="share memory with trainers on this machine (default: yes)",
+    )
+    parser.add_argument(
+        "--unix-socket",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="offer trainers on this machine that come over TCP a Unix socket to go on over (default: yes)",
+    )
     parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)
 
 
@@ -52,6 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
             memory_bytes=arguments.memory,
             lease_s=arguments.lease,
             token=read_token(arguments.token_file) if arguments.token_file is not None else "",
+            shared_memory=arguments.shared_memory,
+            unix_socket=arguments.unix_socket,
             parent=arguments.parent,
         )
     except (AddressError, SettingError) as error:

@@ -33,6 +33,12 @@ class WorkerConfig:
     token: str = field(default="", repr=False)
     """What a request must show, empty where whoever reaches the address may use the worker."""
 
+    shared_memory: bool = True
+    """Take tensors of trainers on this machine through memory shared with them."""
+
+    unix_socket: bool = True
+    """Beside a TCP address, serve a Unix socket that trainers on this machine go on over."""
+
     parent: int = 0
     """Process that the worker ends with, 0 for none."""
 

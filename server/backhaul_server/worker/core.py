@@ -40,6 +40,8 @@ class Worker:
         lease_s: A session silent for longer is freed.
 
     Attributes:
+        memory_path: Of the socket that hands out shared memory, empty without one.
+        socket_path: Of a Unix socket beside a TCP address, empty without one.
         last_error: Of the last request that failed by a fault of the worker's own, and when, in seconds since 1970.
     """
 
@@ -52,6 +54,7 @@ class Worker:
         self.segments = Segments(self.store, schedule)
         self.sessions: dict[str, Session] = {}
         self.draining = False
+        self.memory_path = self.socket_path = ""
         self.last_error = ("", 0.0)
         self._programs: OrderedDict[bytes, tuple[Program, int]] = OrderedDict()
         self._program_bytes = 0
@@ -96,6 +99,8 @@ class Worker:
                 self.segments.release(segment)
             self.segments.closed(session)
             self.store.uncache(session.gradients)
+            if session.memory is not None:
+                session.memory.close()
         if not self.sessions:
             self.store.clear_cache()
 

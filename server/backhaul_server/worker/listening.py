@@ -6,9 +6,12 @@ are taken exclusively, and a lock beside a socket's path is held for as long as 
 
 import errno
 import fcntl
+import os
 import socket
+import stat
+import tempfile
+from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 import grpc
 
@@ -25,17 +28,70 @@ class ListenError(Exception):
     """The address can't be taken; the message says why."""
 
 
+class SocketPath:
+    """A path for a Unix socket, taken until `release`, or until this process has ended however it did.
+
+    Raises:
+        ListenError: Another process has it, or no socket can be there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if path.exists() and not path.is_socket():
+            raise ListenError(f"can't listen on {path}: a file that is no socket is there")
+        try:
+            lock = path.with_name(path.name + ".lock").open("w")
+        except OSError as error:
+            raise ListenError(f"can't listen on {path}: {error}") from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise ListenError(f"another worker listens on {path}") from None
+        # Held open: the lock goes with the descriptor, also after kill -9.
+        self._lock = lock
+        self.path = path
+        path.unlink(missing_ok=True)
+
+    def release(self) -> None:
+        """Removes the socket and its lock."""
+        for path in (self.path, Path(self._lock.name)):
+            path.unlink(missing_ok=True)
+        self._lock.close()
+
+
+def place_beside(address: str, kind: str) -> Path:
+    """Where a worker that listens on an address has its other sockets, which only its own user reaches.
+
+    Beside its socket, or else in a directory of the user's, from where those of dead workers are removed.
+
+    Raises:
+        ListenError: The directory is somebody else's.
+        OSError: It can't be made.
+    """
+    if address.startswith("unix:"):
+        return Path(f"{address.removeprefix('unix:')}.{kind}")
+    directory = Path(tempfile.gettempdir()) / f"backhaul-{os.geteuid()}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise ListenError(f"{directory} is not a directory of this user alone")
+    for left in directory.glob("*.lock"):
+        with suppress(ListenError):
+            SocketPath(left.with_suffix("")).release()
+    return directory / f"{address.rpartition(':')[2]}.{kind}"
+
+
 class Listener:
     """Binds a server to an address and cleans up behind it."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
-        self._lock: IO[str] | None = None
+        self._path: SocketPath | None = None
 
     def bind(self, server: grpc.aio.Server) -> str:
         """Takes the address. Returns it with the port that was given. Raises ListenError."""
         if self._address.unix_path:
-            self._lock_path(Path(self._address.unix_path))
+            self._path = SocketPath(Path(self._address.unix_path))
         else:
             self._check_port()
         target = self._address.target.removeprefix("dns:///")
@@ -64,25 +120,7 @@ class Listener:
         except OSError as error:
             raise ListenError(f'can\'t listen on "{self._address.text}": {error.strerror or error}') from None
 
-    def _lock_path(self, path: Path) -> None:
-        if path.exists() and not path.is_socket():
-            raise ListenError(f"can't listen on {path}: a file that is no socket is there")
-        try:
-            lock = path.with_name(path.name + ".lock").open("w")
-        except OSError as error:
-            raise ListenError(f"can't listen on {path}: {error}") from None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            raise ListenError(f"another worker listens on {path}") from None
-        # Held open for the worker's life: the lock goes with the descriptor, also after kill -9.
-        self._lock = lock
-        path.unlink(missing_ok=True)
-
     def close(self) -> None:
         """Removes the socket and its lock."""
-        if self._lock is not None:
-            for name in (self._address.unix_path, self._lock.name):
-                Path(name).unlink(missing_ok=True)
-            self._lock.close()
+        if self._path is not None:
+            self._path.release()

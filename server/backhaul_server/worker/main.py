@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,11 +17,13 @@ import torch
 from backhaul_runtime.ambient import max_threads
 from backhaul_runtime.buffers import BUFFERS
 from backhaul_runtime.processes import resident_bytes
+from backhaul_runtime.shared_memory import IS_AVAILABLE
 from backhaul_server.worker.access import Access
 from backhaul_server.worker.config import WorkerConfig, host_memory_bytes
 from backhaul_server.worker.core import Worker
+from backhaul_server.worker.handover import Handover
 from backhaul_server.worker.health import Health
-from backhaul_server.worker.listening import SERVER_OPTIONS, Listener, ListenError
+from backhaul_server.worker.listening import SERVER_OPTIONS, Listener, ListenError, SocketPath, place_beside
 from backhaul_server.worker.service import add_services
 
 logger = logging.getLogger("backhaul.worker")
@@ -68,10 +71,12 @@ async def _serve(config: WorkerConfig, device: torch.device) -> None:
     server = grpc.aio.server(interceptors=[Access(config.token)] if config.token else [], options=SERVER_OPTIONS)
     listener = Listener(config.address)
     worker = Worker(device, budget, config.lease_s)
+    offers: list[Callable[[], None]] = []
     health = Health(server, reflects=not config.token)
     add_services(server, worker)
     try:
         address = listener.bind(server)
+        offers.extend(_offer(config, server, worker, address))
         await server.start()
         stop = _Stop(config.parent)
         await health.serving(True)
@@ -83,6 +88,8 @@ async def _serve(config: WorkerConfig, device: torch.device) -> None:
         await _drained(worker, stop)
     finally:
         await server.stop(1.0)  # streams that are idle by now end here
+        for end in offers:
+            end()
         listener.close()
         if config.parent:  # which made a directory for us, and may not be there to remove it
             with suppress(OSError):
@@ -92,6 +99,22 @@ async def _serve(config: WorkerConfig, device: torch.device) -> None:
         except TimeoutError:
             logger.warning("a run does not end: leaving it behind")
             os._exit(1)  # its thread would be waited for
+
+
+def _offer(config: WorkerConfig, server: grpc.aio.Server, worker: Worker, address: str) -> Iterator[Callable[[], None]]:
+    """Offers trainers on this machine what there is: a Unix socket, shared memory. Gives what ends each offer."""
+    try:
+        if config.unix_socket and not config.address.unix_path:
+            path = SocketPath(place_beside(address, "sock"))
+            yield path.release
+            server.add_insecure_port(f"unix:{path.path}")
+            worker.socket_path = str(path.path)
+        if config.shared_memory and IS_AVAILABLE:
+            handover = Handover(worker, place_beside(address, "memory"))
+            yield handover.close
+            worker.memory_path = handover.path
+    except (ListenError, OSError, RuntimeError) as error:
+        logger.info("trainers on this machine are offered no more than others: %s", error)
 
 
 async def _drained(worker: Worker, stop: "_Stop") -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -38,6 +38,9 @@ from backhaul_server.worker.segment_machine import (
     SegmentMachine,
 )
 from backhaul_server.worker.store import Store
+
+if TYPE_CHECKING:
+    from backhaul_server.worker.handover import Sharing
 
 logger = logging.getLogger("backhaul.worker")
 KEPT_GRADIENTS = 8
@@ -147,6 +150,7 @@ class Session:
         client_version: Of the trainer.
         last_error: Of the last request that was refused or failed.
         unpredictable: Programs that draw from other generator states than the replay of a prediction does.
+        memory: What is shared with its trainer, if that is on this machine.
     """
 
     id: str
@@ -160,6 +164,7 @@ class Session:
     client_version: str = ""
     last_error: str = ""
     unpredictable: set[bytes] = field(default_factory=set)
+    memory: "Sharing | None" = None
 
 
 class Segments:

@@ -12,6 +12,7 @@ import grpc
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
+from torch import Tensor
 
 from backhaul_proto.v1 import (
     program_pb2,
@@ -32,26 +33,29 @@ from backhaul_runtime.errors import (
     WorkerError,
 )
 from backhaul_runtime.fingerprint import fingerprint
-from backhaul_runtime.framing import Receiver, batches
+from backhaul_runtime.framing import Parcel, Receiver, batches
 from backhaul_runtime.layout import Layout
 from backhaul_runtime.logs import about
 from backhaul_runtime.processes import resident_bytes
 from backhaul_runtime.program_codec import decode_state
 from backhaul_runtime.protocol import CHUNK_BYTES, PROGRESS_INTERVAL_S, PROTOCOL_VERSION
+from backhaul_runtime.shared_memory import shared_bytes
 from backhaul_runtime.splicing import Carried, deserializer, encode_all, serialize
 from backhaul_runtime.version import version
 from backhaul_server.worker import runs
 from backhaul_server.worker.core import Worker
+from backhaul_server.worker.handover import Sharing
 from backhaul_server.worker.meter import Meter
 from backhaul_server.worker.reports import Reports
 from backhaul_server.worker.runs import Finished, Start
 from backhaul_server.worker.segment_machine import Key
-from backhaul_server.worker.segments import Perform, Request, Segment
+from backhaul_server.worker.segments import Perform, Request, Segment, Session
 
 logger = logging.getLogger("backhaul.worker")
 
 Context = grpc.aio.ServicerContext[Any, Any]
 M = TypeVar("M", bound=Message)
+Placing = Callable[[Parcel], tensor_pb2.Location | None]
 Unary = Callable[[Any, Any, Context], Awaitable[M]]
 Stream = Callable[[Any, Any, Context], AsyncIterator[M | bytes]]
 
@@ -154,6 +158,8 @@ class Sessions(_Servicer):
             budget_bytes=self.worker.store.budget_bytes,
             fingerprint=fingerprint(self.worker.device),
             clock_s=time(),
+            memory_path=self.worker.memory_path,
+            socket_path=self.worker.socket_path,
         )
 
     @unary
@@ -192,10 +198,23 @@ class Arriving:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._charged: list[int] = []
-        self._receiver = Receiver(self._admit, worker.device)
+        self._located: list[Callable[[], None]] = []
+        self._receiver = Receiver(self._admit, worker.device, self._locate)
+        self.memory: Sharing | None = None
 
     def _admit(self, layout: Layout) -> None:
         self._charged.append(self._worker.expect_tensor(layout))
+
+    def _locate(self, location: tensor_pb2.Location, layout: Layout) -> Callable[[], Tensor]:
+        if self.memory is None:
+            raise TransferError("a tensor is declared in shared memory, and none is shared")
+        tensor, let_go = self.memory.use(location, layout)
+        self._located.append(let_go)
+        return lambda: tensor
+
+    def verify(self) -> None:
+        """See `Receiver.verify`. May be called in another thread."""
+        self._receiver.verify()
 
     def add(self, carried: Carried[Any]) -> None:
         """Takes in what a message carries. Raises BudgetError, TransferError."""
@@ -206,6 +225,7 @@ class Arriving:
         arrived = self._receiver.stored()
         for address, tensor in arrived:
             self._worker.store.arrived(address, tensor, self._charged.pop(0))
+        self._located.clear()
         return len(arrived)
 
     def __enter__(self) -> Self:
@@ -214,6 +234,9 @@ class Arriving:
     def __exit__(self, *_: object) -> None:
         for size in self._charged:
             self._worker.store.abandon(size)
+        for let_go in self._located:
+            let_go()
+        del self._receiver  # which knows us: tensors must not wait for the garbage collector
 
 
 class Tensors(_Servicer):
@@ -224,15 +247,18 @@ class Tensors(_Servicer):
         self, request: AsyncIterator[Carried[tensor_pb2.PutTensorsRequest]], context: Context
     ) -> tensor_pb2.PutTensorsResponse:
         """Charges each at its declaration, stores all once the stream has ended well, none otherwise."""
-        session, silence_s, now = "", self.worker.lease_s, asyncio.get_running_loop().time
+        session_id, silence_s, now = "", self.worker.lease_s, asyncio.get_running_loop().time
         with Arriving(self.worker) as arriving:
             try:
                 async with asyncio.timeout(silence_s) as patience:  # what is declared is held for what is to come
                     async for carried in request:
                         patience.reschedule(now() + silence_s)
-                        session = session or carried.message.session
-                        self.worker.session(session)
+                        session_id = session_id or carried.message.session
+                        arriving.memory = self.worker.session(session_id).memory
                         arriving.add(carried)
+                        if shared := shared_bytes(carried.tensors):
+                            self.meter.received(shared)
+                            await asyncio.to_thread(arriving.verify)  # while the trainer copies the next
             except TimeoutError:
                 raise TransferError(f"nothing came for {silence_s:g} s in the middle of an upload") from None
             return tensor_pb2.PutTensorsResponse(stored=arriving.stored())
@@ -284,7 +310,8 @@ class Segments(_Servicer):
                 timing=_timing(segment, asked, found),
             )
             response = segment_pb2.RecomputeResponse(result=result)
-            for message in encode_all(batches(found.bundle.parcels), response.TENSORS_FIELD_NUMBER, response):
+            parcels = batches(found.bundle.parcels, self._placing(session, request.answer))
+            for message in encode_all(parcels, response.TENSORS_FIELD_NUMBER, response):
                 yield message
 
     @stream
@@ -295,7 +322,8 @@ class Segments(_Servicer):
         with self._backward(carried) as (segment, asked):
             async for progress in self._wait(segment, asked.answer):
                 yield segment_pb2.BackwardResponse(progress=progress)
-            for message in _backward_answer(segment, asked):
+            place = self._placing(segment.session, carried.message.answer)
+            for message in _backward_answer(segment, asked, place):
                 yield message
 
     async def ShortBackwards(  # noqa: N802  gRPC's name
@@ -354,6 +382,20 @@ class Segments(_Servicer):
             self.worker.release(self.worker.session(key.session), [key.segment])
         return segment_pb2.ReleaseSegmentsResponse()
 
+    def _placing(self, session: Session, answer: int) -> Placing:
+        """Puts tensors of an answer into memory that its trainer shares; without any they go as chunks."""
+        if not answer or session.memory is None:
+            return lambda _: None
+        put = session.memory.answering(answer)
+
+        def place(parcel: Parcel) -> tensor_pb2.Location | None:
+            location = put(parcel)
+            if location is not None:
+                self.meter.sent(parcel.layout.payload_bytes)
+            return location
+
+        return place
+
     async def _wait(self, segment: Segment, answer: "asyncio.Future[Finished]") -> AsyncIterator[segment_pb2.Progress]:
         """Says how far a request is until it is done. Keeps its session alive meanwhile."""
         while not answer.done():
@@ -363,7 +405,7 @@ class Segments(_Servicer):
             await asyncio.wait([answer], timeout=PROGRESS_INTERVAL_S)
 
 
-def _backward_answer(segment: Segment, asked: Request) -> Iterator[bytes]:
+def _backward_answer(segment: Segment, asked: Request, place: Placing = lambda _: None) -> Iterator[bytes]:
     found = asked.answer.result()
     contributions = [segment_pb2.Contribution(source=source) for source in found.sources]
     for view in found.bundle.views:
@@ -379,7 +421,7 @@ def _backward_answer(segment: Segment, asked: Request) -> Iterator[bytes]:
         ],
     )
     response = segment_pb2.BackwardResponse(result=result)
-    return encode_all(batches(found.bundle.parcels), response.TENSORS_FIELD_NUMBER, response)
+    return encode_all(batches(found.bundle.parcels, place), response.TENSORS_FIELD_NUMBER, response)
 
 
 def _sketches(found: Finished) -> list[segment_pb2.Sketch]:

@@ -144,6 +144,16 @@ class Store(Generic[T]):
                 del self._cache[address]
                 self._bytes["cached"] -= self._entries.pop(address).size_bytes
 
+    def oldest(self, matches: Callable[[T], bool]) -> tuple[bytes, T] | None:
+        """Of the cached tensors that match, the one that was not used for longest."""
+        cached = ((address, self._entries[address].tensor) for address in self._cache)
+        return next(((address, tensor) for address, tensor in cached if matches(tensor)), None)
+
+    def replace(self, address: bytes, tensor: T, copy: T) -> None:
+        """Holds a copy in a cached tensor's stead, if that is still held."""
+        if address in self._cache and self._entries[address].tensor is tensor:
+            self._entries[address].tensor = copy
+
     def attach(self, segment: Hashable, addresses: Sequence[bytes], transient: Iterable[bytes], need_bytes: int) -> int:
         """Lets a segment name tensors, all of which are here, and reserves room for its run (Rule 2).
 
