@@ -118,6 +118,11 @@ class Region:
         """Has the kernel map every page now instead of one by one when they are needed."""
         torch.from_numpy(self.raw(0, self.size_bytes))[::_PAGE_BYTES].fill_(0)
 
+    @property
+    def used_bytes(self) -> int:
+        """Of the tensors in it that this process uses in place."""
+        return sum(end - begin for _, begin, end in list(self._used.values()))
+
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is in it."""
         begin = self.raw(0, 1).ctypes.data

@@ -211,3 +211,39 @@ def test_a_result_that_is_being_read_stays_charged() -> None:
     store.unpin_result("r")
     assert store.usage().results == 0
     store.expect(50)
+
+
+def test_what_is_free_in_shared_memory_is_taken_too() -> None:
+    free = 0
+    store: Store[str] = Store(100, free_shared_bytes=lambda: free)
+    assert store.has_room(60)
+    free = 60
+    store.expect(20)
+    free -= 20  # it came in shared memory
+    store.arrived(b"shared", "tensor", 20, is_shared=True)
+    store.cache(b"own", "tensor", 30)
+    assert store.usage().cached == 90
+    assert not store.has_room(11)
+    # Giving up what lies in shared memory makes no room; giving up the other does.
+    store.expect(40)
+    assert store.missing([b"shared", b"own"]) == [b"own"]
+    with pytest.raises(BudgetError):
+        store.expect(1)
+    store.abandon(40)
+    assert store.attach("segment", [b"shared"], [b"shared"], 40) == 20
+    store.detach("segment")
+    free += 20
+    assert store.usage().cached == 60
+    assert store.room_for_replays() == 40
+
+
+def test_a_copy_takes_the_place_of_a_tensor_in_shared_memory() -> None:
+    free = 30
+    store: Store[str] = Store(100, free_shared_bytes=lambda: free)
+    store.expect(20)
+    store.arrived(b"a", (shared := "tensor"), 20, is_shared=True)
+    assert store.oldest(lambda tensor: tensor is shared) == (b"a", shared)
+    store.replace(b"a", shared, "copy")
+    free += 20
+    store.expect(50)  # the copy can be given up
+    assert store.missing([b"a"]) == [b"a"]

@@ -1,8 +1,8 @@
 """Hands shared memory over to trainers on this machine, and bounds it. Everything here runs in the event loop's thread.
 
 NOTE [Bounds of regions]
-1. A tensor in a region is charged to the store as any other. What is free in regions comes on top, as what an allocator
-   keeps does: so all regions together may take a part of the budget.
+1. Regions take part of the worker's budget, those of a direction at most the part below: a tensor that came is charged
+   as any other, and what is free beside it too (see NOTE [Room] of the store). What goes down lies there as a copy.
 2. Who finds no room gets another region. Who has less than half left between uploads has tensors that are only cached
    moved to ordinary memory, those that were not used for longest first: so regions are used again instead of growing.
 3. Whoever finds no room sends chunks meanwhile: nobody waits for a region.
@@ -66,6 +66,7 @@ class Handover:
         self.worker = worker
         self.numbers = itertools.count(1)
         self._regions: dict[bool, weakref.WeakSet[Region]] = {False: weakref.WeakSet(), True: weakref.WeakSet()}
+        worker.store.free_shared_bytes = self._free_bytes
         self._tasks: set[asyncio.Task[object]] = set()
         self._path = SocketPath(path)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -92,6 +93,10 @@ class Handover:
         """Bytes that regions of a direction may still take (Rule 1)."""
         part = self.worker.store.budget_bytes // (DOWN_PART if is_down else UP_PART)
         return part - sum(region.size_bytes for region in list(self._regions[is_down]))
+
+    def _free_bytes(self) -> int:
+        up, down = (list(self._regions[is_down]) for is_down in (False, True))
+        return sum(region.size_bytes for region in (*up, *down)) - sum(region.used_bytes for region in up)
 
     def made(self, region: Region, *, is_down: bool) -> None:
         """Counts a region for as long as it is mapped."""
@@ -209,11 +214,12 @@ class Sharing:
         try:
             size = min(max(REGION_BYTES, least_bytes + 2 * LEAST_BYTES), self._handover.room(is_down=is_down))
             size -= size % LEAST_BYTES
-            if size >= least_bytes + LEAST_BYTES:
+            store = self._handover.worker.store
+            if size >= least_bytes + LEAST_BYTES and store.has_room(size):
                 region = await asyncio.to_thread(_make, next(self._handover.numbers), size)
             if self._closed:
                 return
-            if region is not None:
+            if region is not None and store.has_room(size):
                 self._handover.made(region[0], is_down=is_down)
                 offer(self._peer, *region, is_down=is_down)
                 if is_down:
@@ -237,7 +243,7 @@ class Sharing:
         async with self._moving:
             while moved < wanted_bytes:
                 found = store.oldest(lambda tensor: any(region.holds(tensor) for region in regions))
-                if found is None:
+                if found is None or not store.has_room(found[1].nbytes):
                     return
                 address, tensor = found
                 store.replace(address, tensor, await asyncio.to_thread(copy_exact, tensor))

@@ -198,18 +198,21 @@ class Arriving:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._charged: list[int] = []
+        self._in_place: list[bool] = []
         self._located: list[Callable[[], None]] = []
         self._receiver = Receiver(self._admit, worker.device, self._locate)
         self.memory: Sharing | None = None
 
     def _admit(self, layout: Layout) -> None:
         self._charged.append(self._worker.expect_tensor(layout))
+        self._in_place.append(False)
 
     def _locate(self, location: tensor_pb2.Location, layout: Layout) -> Callable[[], Tensor]:
         if self.memory is None:
             raise TransferError("a tensor is declared in shared memory, and none is shared")
         tensor, let_go = self.memory.use(location, layout)
         self._located.append(let_go)
+        self._in_place[-1] = True
         return lambda: tensor
 
     def verify(self) -> None:
@@ -223,8 +226,8 @@ class Arriving:
     def stored(self) -> int:
         """Stores all that came. Returns how many they are. Raises TransferError."""
         arrived = self._receiver.stored()
-        for address, tensor in arrived:
-            self._worker.store.arrived(address, tensor, self._charged.pop(0))
+        for (address, tensor), is_shared in zip(arrived, self._in_place, strict=True):
+            self._worker.store.arrived(address, tensor, self._charged.pop(0), is_shared=is_shared)
         self._located.clear()
         return len(arrived)
 

@@ -11,6 +11,8 @@ NOTE [Room]
    `Schedule` says), tensors that came for a segment to be saved, results nobody reads. Tensors of live segments are
    never given up, nor is what runs.
 4. Incoming tensors are charged when they are declared, before memory is taken.
+5. Memory that is shared with trainers is taken for good, where there is room for good. A tensor in it is charged as any
+   other, and what is free in it too; so giving such a tensor up makes no room.
 """
 
 from collections import Counter, OrderedDict
@@ -30,7 +32,7 @@ class Usage:
 
     Attributes:
         segments: Tensors that live segments name.
-        cached: Tensors kept for later, arriving ones included.
+        cached: Tensors kept for later, arriving ones and what is free in shared memory included.
         working: What runs, and replays that are ready.
         results: Finished results.
         budget: All of them together never exceed it.
@@ -54,6 +56,11 @@ class _Entry(Generic[T]):
     references: int = 0
     transient: bool = True
     is_awaited: bool = False  # it came for a segment that is not saved yet
+    is_shared: bool = False
+
+    @property
+    def cached_tier(self) -> str:
+        return "shared" if self.is_shared else "cached"
 
 
 @dataclass(slots=True)
@@ -69,10 +76,12 @@ class Store(Generic[T]):
     Attributes:
         budget_bytes: Limit of all tiers together.
         last_needed: Says which of the replays that are ready gives way (Rule 3). The oldest unless given.
+        free_shared_bytes: What is free in memory that is shared with trainers (Rule 5).
     """
 
     budget_bytes: int
     last_needed: Callable[[], Hashable] | None = None
+    free_shared_bytes: Callable[[], int] = lambda: 0
     _entries: dict[bytes, _Entry[T]] = field(default_factory=dict)
     _cache: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     _segments: dict[Hashable, _Segment] = field(default_factory=dict)
@@ -88,7 +97,7 @@ class Store(Generic[T]):
         count = self._bytes
         return Usage(
             segments=count["segments"],
-            cached=count["cached"] + count["arriving"],
+            cached=count["cached"] + count["shared"] + count["arriving"] + self.free_shared_bytes(),
             working=count["running"] + count["ready"],
             results=count["results"],
             budget=self.budget_bytes,
@@ -122,37 +131,60 @@ class Store(Generic[T]):
         """Takes back what `expect` charged."""
         self._bytes["arriving"] -= size_bytes
 
-    def arrived(self, address: bytes, tensor: T, size_bytes: int) -> None:
-        """Stores a tensor that `expect` charged. Unnamed by any segment it is cached."""
+    def arrived(self, address: bytes, tensor: T, size_bytes: int, *, is_shared: bool = False) -> None:
+        """Stores a tensor that `expect` charged. Unnamed by any segment it is cached.
+
+        Args:
+            address: Of it.
+            tensor: Itself.
+            size_bytes: As charged.
+            is_shared: It lies in shared memory.
+        """
         self.abandon(size_bytes)
-        self.cache(address, tensor, size_bytes)
+        self.cache(address, tensor, size_bytes, is_shared=is_shared)
         if address in self._cache:
             self._entries[address].is_awaited = True
 
-    def cache(self, address: bytes, tensor: T, size_bytes: int) -> None:
+    def cache(self, address: bytes, tensor: T, size_bytes: int, *, is_shared: bool = False) -> None:
         """Stores a tensor that is here already as part of something else, if there is room; else forgets it."""
         if address in self._entries or not self._fits(size_bytes, only_cached=True):
             return
-        self._entries[address] = _Entry(tensor, size_bytes)
-        self._cache[address] = None
-        self._bytes["cached"] += size_bytes
+        self._entries[address] = _Entry(tensor, size_bytes, is_shared=is_shared)
+        self._keep_cached(address)
 
     def uncache(self, addresses: Iterable[bytes]) -> None:
         """Gives up cached tensors; those that segments name stay."""
         for address in addresses:
             if address in self._cache:
-                del self._cache[address]
-                self._bytes["cached"] -= self._entries.pop(address).size_bytes
+                self._take_from_cache(address)
+                del self._entries[address]
+
+    def _keep_cached(self, address: bytes) -> None:
+        entry = self._entries[address]
+        self._cache[address] = None
+        self._bytes[entry.cached_tier] += entry.size_bytes
+
+    def _take_from_cache(self, address: bytes) -> None:
+        entry = self._entries[address]
+        del self._cache[address]
+        self._bytes[entry.cached_tier] -= entry.size_bytes
 
     def oldest(self, matches: Callable[[T], bool]) -> tuple[bytes, T] | None:
         """Of the cached tensors that match, the one that was not used for longest."""
         cached = ((address, self._entries[address].tensor) for address in self._cache)
         return next(((address, tensor) for address, tensor in cached if matches(tensor)), None)
 
+    def has_room(self, size_bytes: int) -> bool:
+        """Whether so many bytes are free, with nothing given up, and can stay taken for good (Rule 2)."""
+        return size_bytes <= self._free_bytes() and self._is_possible(size_bytes)
+
     def replace(self, address: bytes, tensor: T, copy: T) -> None:
-        """Holds a copy in a cached tensor's stead, if that is still held."""
-        if address in self._cache and self._entries[address].tensor is tensor:
-            self._entries[address].tensor = copy
+        """Holds a copy in the stead of a cached tensor in shared memory, if that is still held."""
+        entry = self._entries.get(address)
+        if entry is not None and address in self._cache and entry.tensor is tensor:
+            self._take_from_cache(address)
+            entry.tensor, entry.is_shared = copy, False
+            self._keep_cached(address)
 
     def attach(self, segment: Hashable, addresses: Sequence[bytes], transient: Iterable[bytes], need_bytes: int) -> int:
         """Lets a segment name tensors, all of which are here, and reserves room for its run (Rule 2).
@@ -175,11 +207,11 @@ class Store(Generic[T]):
             self._refuse(f"a segment of {own} bytes with a run of {need_bytes} more", own + need_bytes, 0.0)
         fresh = [address for address in names if self._entries[address].references == 0]
         added = sum(self._entries[address].size_bytes for address in fresh)
-        if not self._is_possible(added, need_bytes):
+        fixed = sum(self._entries[address].size_bytes for address in fresh if self._entries[address].is_shared)
+        if not self._is_possible(added - fixed, need_bytes):
             self._refuse(f"a segment of {added} bytes more", own + need_bytes, RETRY_AFTER_S)
         for address in fresh:
-            del self._cache[address]
-        self._bytes["cached"] -= added
+            self._take_from_cache(address)
         self._bytes["segments"] += added
         kept = set(names) - set(transient)
         for address in names:
@@ -201,8 +233,7 @@ class Store(Generic[T]):
             if entry.transient:
                 del self._entries[address]
             else:
-                self._cache[address] = None
-                self._bytes["cached"] += entry.size_bytes
+                self._keep_cached(address)
 
     def start_run(self, segment: Hashable, most_bytes: int | None = None) -> int | None:
         """Charges a run of a segment, making room (Rule 3). A replay of it that is ready is in use from now on.
@@ -255,7 +286,8 @@ class Store(Generic[T]):
 
     def room_for_replays(self) -> int:
         """Bytes for all replays ahead together: what is left beside tensors, results and what runs."""
-        return self.budget_bytes - sum(self._bytes[tier] for tier in ("segments", "arriving", "running", "results"))
+        kept = ("segments", "arriving", "shared", "running", "results")
+        return self.budget_bytes - sum(self._bytes[tier] for tier in kept) - self.free_shared_bytes()
 
     def keep_result(self, key: Hashable, size_bytes: int, drop: Callable[[], None]) -> None:
         """Charges a finished result until `forget_result`, or until its room is needed and `drop` is called."""
@@ -296,13 +328,15 @@ class Store(Generic[T]):
     def _fixed_bytes(self) -> int:
         """What can't be given up, but for what runs."""
         pinned = sum(self._results[key][0] for key in self._pinned if key in self._results)
-        return self._bytes["segments"] + self._bytes["arriving"] + pinned
+        shared = self._bytes["shared"] + self.free_shared_bytes()  # one becomes the other
+        return self._bytes["segments"] + self._bytes["arriving"] + shared + pinned
+
+    def _free_bytes(self) -> int:
+        return self.budget_bytes - sum(self._bytes.values()) - self.free_shared_bytes()
 
     def _fits(self, size_bytes: int, *, only_cached: bool = False) -> bool:
         """Whether so many bytes are free, after giving up what Rule 3 lets go, or only cached tensors."""
-
-        def free() -> int:
-            return self.budget_bytes - sum(self._bytes.values())
+        free, entries = self._free_bytes, self._entries
 
         def uncache(addresses: Iterable[bytes]) -> None:
             for address in addresses:
@@ -312,11 +346,11 @@ class Store(Generic[T]):
                 self._evictions += 1
 
         if free() < size_bytes:
-            uncache([address for address in self._cache if not self._entries[address].is_awaited])
+            uncache([a for a in self._cache if not entries[a].is_awaited and not entries[a].is_shared])
         while free() < size_bytes and self._ready and not only_cached:
             self.give_up(self.last_needed() if self.last_needed is not None else next(iter(self._ready)))
         if free() < size_bytes:
-            uncache(list(self._cache))
+            uncache([a for a in self._cache if not entries[a].is_shared])
         for key in [] if only_cached else [key for key in self._results if not self._pinned[key]]:
             if free() >= size_bytes:
                 break
