@@ -11,7 +11,8 @@ from backhaul_runtime.version import version
 from conftest import QUIET_S, settle, wait_until
 from support.processes import WorkerProcess
 
-REMOTE = [Lane.LANE_UPLOAD, Lane.LANE_RECOMPUTE, Lane.LANE_BACKWARD, Lane.LANE_DOWNLOAD, Lane.LANE_WAIT]
+REMOTE = [Lane.LANE_UPLOAD, Lane.LANE_RECOMPUTE, Lane.LANE_BACKWARD, Lane.LANE_WAIT]
+"""What each call has. An answer that is as small as here comes in less time than two clocks can tell."""
 
 
 def train(session: Session, steps: int, **options: object) -> None:

@@ -17,7 +17,7 @@ from support.loopback import Loopback
 class Unreachable(Loopback):
     """No worker takes anything."""
 
-    def save(self, frame: Frame, forward_s: float) -> object:
+    def save(self, *_: object) -> object:
         raise Refusal("no worker in this test")
 
 
