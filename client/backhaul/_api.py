@@ -9,7 +9,7 @@ from torch import nn
 
 from backhaul import _wrap
 from backhaul._arguments import decorator, options_of
-from backhaul._config import Config, Durability, Numerics, Returns, resolve
+from backhaul._config import Accumulate, Config, Durability, Numerics, Returns, resolve
 from backhaul._misspelt import warn_of_unknown
 from backhaul._session import Session
 from backhaul_runtime.errors import SessionClosedError
@@ -25,6 +25,7 @@ def connect(
     strict: bool | None = None,
     durability: Durability | None = None,
     numerics: Numerics | None = None,
+    accumulate: Accumulate | None = None,
     connect_timeout_s: float | None = None,
     silence_s: float | None = None,
     inflight_bytes: int | None = None,
@@ -49,6 +50,8 @@ def connect(
         durability: What the trainer keeps in case a worker dies: "lineage" (the default), what it can't compute again
             from earlier segments; "host", a copy of each segment's inputs; "none", nothing.
         numerics: Whether workers that compute other bits are used ("auto", the default) or not ("exact").
+        accumulate: Where gradients of parameters are summed over micro-batches: here ("trainer", the default), or on
+            the worker, which returns them once, see docs/accumulation.md.
         connect_timeout_s: How long to wait for the workers here.
         silence_s: A worker that sends nothing for so long is given up.
         inflight_bytes: Bound of the copies of arguments that wait to be sent.
@@ -75,6 +78,7 @@ def connect(
             strict=strict,
             durability=durability,
             numerics=numerics,
+            accumulate=accumulate,
             connect_timeout_s=connect_timeout_s,
             silence_s=silence_s,
             inflight_bytes=inflight_bytes,

@@ -15,6 +15,8 @@ Durability = Literal["lineage", "host", "none"]
 DURABILITIES: tuple[str, ...] = ("lineage", "host", "none")
 Numerics = Literal["auto", "exact"]
 NUMERICS: tuple[str, ...] = ("auto", "exact")
+Accumulate = Literal["trainer", "worker"]
+ACCUMULATE: tuple[str, ...] = ("trainer", "worker")
 SECRETS = frozenset({"token_file"})
 """Settings that are shown to nobody."""
 
@@ -43,6 +45,10 @@ class Config:
     numerics: Numerics = "auto"
     """Workers that compute other bits than this trainer: "auto" uses them, with the trainer's own random draws and its
     numbers compared within tolerances; "exact" leaves their segments on the trainer."""
+
+    accumulate: Accumulate = "trainer"
+    """Where gradients of parameters are summed over micro-batches: "worker" keeps them there until the optimizer steps
+    or `Session.collect()` asks for them. What else reads `.grad`, such as clipping, needs `collect()` before."""
 
     connect_timeout_s: float = 30.0
     """How long connect() waits for the workers. A worker it starts itself needs some seconds to import torch."""
@@ -96,6 +102,8 @@ def resolve(**given: Any) -> Config:
         raise SettingError(f"durability={config.durability!r} is not one of {', '.join(map(repr, DURABILITIES))}")
     if config.numerics not in NUMERICS:
         raise SettingError(f"numerics={config.numerics!r} is not one of {', '.join(map(repr, NUMERICS))}")
+    if config.accumulate not in ACCUMULATE:
+        raise SettingError(f"accumulate={config.accumulate!r} is not one of {', '.join(map(repr, ACCUMULATE))}")
     for name in ("connect_timeout_s", "silence_s", "inflight_bytes", "inflight_boundaries"):
         if not 0 < getattr(config, name) < math.inf:
             raise SettingError(f"{name}={getattr(config, name)!r} must be more than 0, and finite")

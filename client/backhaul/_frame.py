@@ -54,8 +54,10 @@ class RemoteSegment(Protocol):
 
     def backward(
         self, gradients: Mapping[int, Tensor], state: ambient.State, summed: Collection[int], *, checks_bytes: bool
-    ) -> tuple[Recomputed, list[Contribution]]:
-        """What the replay saved, and the contributions.
+    ) -> tuple[Recomputed, list[Contribution], Callable[[], None]]:
+        """What the replay saved, the contributions, and what to call once these count.
+
+        The worker may have kept some contributions, which are None here. They count once that was called.
 
         Args:
             gradients: Of the program's outputs, by position.
@@ -165,7 +167,7 @@ class Frame:
             state = ambient.capture()
             started = perf_counter()
             try:
-                saved, contributions = remote.backward(
+                saved, contributions, commit = remote.backward(
                     gradients, state, self.unshared.sources, checks_bytes=self.options.checks_bytes
                 )
                 self._check(remote, saved)
@@ -173,6 +175,7 @@ class Frame:
             except _RECOVERABLE as error:
                 self._lost(error)
             else:
+                commit()
                 self.log.add(Decision.GRADIENTS, perf_counter() - started)
                 return contributions
         started = self._begin_local()

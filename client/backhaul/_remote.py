@@ -6,8 +6,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from time import monotonic
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
+from backhaul._accumulate import kept_in
 from backhaul._calls import Stream, longest_run_s
 from backhaul._chains import Chains, Site
 from backhaul._link import Generation, Link
@@ -94,6 +96,7 @@ class SavedSegment:
         upcoming: Gives the segments that will be asked for after this one.
         chains: Told whether its gradients were those that the worker went on from.
         answer_bytes: Of all gradients that a backward returns.
+        parameters: Whose gradients may stay on the worker, by source.
 
     Attributes:
         expected: The gradients that the worker went on from, by output, and where that was met.
@@ -109,6 +112,7 @@ class SavedSegment:
         upcoming: Callable[[], list[int]],
         chains: Chains,
         answer_bytes: int,
+        parameters: Mapping[int, Tensor],
     ) -> None:
         self._link = link
         self._uploader = uploader
@@ -118,6 +122,7 @@ class SavedSegment:
         self._upcoming = upcoming
         self._chains = chains
         self._is_short = answer_bytes <= CHUNK_BYTES
+        self._parameters = parameters
         self.expected: dict[int, tuple[bytes, Site]] = {}
         self._backwards = itertools.count(1)
 
@@ -137,15 +142,17 @@ class SavedSegment:
 
     def backward(
         self, gradients: Mapping[int, Tensor], state: ambient.State, summed: Collection[int], *, checks_bytes: bool
-    ) -> tuple[Recomputed, list[Contribution]]:
+    ) -> tuple[Recomputed, list[Contribution], Callable[[], None]]:
         """See `RemoteSegment`."""
         parcels = {}
         for position, gradient in gradients.items():
             layout = layout_of(gradient)
             parcels[position] = Parcel(gradient, layout, tensor_address(layout, content_digest(gradient, layout)))
         self._chains.check(self.expected, {position: parcel.address for position, parcel in parcels.items()})
+        slots = kept_in(self._parameters)
+        key = self._key(segment_pb2.OPERATION_BACKWARD)
         request = segment_pb2.BackwardRequest(
-            key=self._key(segment_pb2.OPERATION_BACKWARD),
+            key=key,
             gradients=[
                 segment_pb2.OutputGradient(output=position, tensor=parcel.address)
                 for position, parcel in parcels.items()
@@ -155,6 +162,8 @@ class SavedSegment:
             ambient_state=encode_state(state),
             wants_digests=checks_bytes,
             summed_sources=sorted(summed),
+            slots=[segment_pb2.Slot(source=source, slot=id(parameter)) for source, parameter in slots.items()],
+            pass_number=torch._C._current_graph_task_id() if slots else 0,
         )
 
         def attempt() -> Answer:
@@ -200,7 +209,15 @@ class SavedSegment:
             Contribution(contribution.source, found.get(index))
             for index, contribution in enumerate(result.contributions)
         ]
-        return _recomputed(result), contributions
+        kept = {contribution.source for contribution in result.contributions if contribution.kept}
+        if not kept <= slots.keys():
+            raise TransferError(f"the worker kept gradients of sources {sorted(kept)}, of {sorted(slots)} it might")
+
+        def commit() -> None:
+            if kept:
+                self._uploader.uncollected.commit(self.generation, key, [slots[source] for source in kept])
+
+        return _recomputed(result), contributions, commit
 
     def _answer(self, result: segment_pb2.BackwardResult, receiver: Receiver) -> Answer:
         tensors = receiver.tensors()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 from torch._C import _DisableTorchDispatch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from backhaul import _patched, _sequential, _wrap
@@ -41,7 +41,7 @@ from backhaul._upload import Save, SourceTensor
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.addresses import Address, parse_addresses
 from backhaul_runtime.credentials import one_for_each
-from backhaul_runtime.errors import BackhaulError, Refusal
+from backhaul_runtime.errors import BackhaulError, GradientsLostError, Refusal
 from backhaul_runtime.fingerprint import DECISIVE, differences, fingerprint
 from backhaul_runtime.logs import about
 from backhaul_runtime.version import version
@@ -80,7 +80,7 @@ class Session:
         self.run = secrets.token_hex(8)
         self.journal = Journal(self.run)
         self.telemetry: Telemetry | None = None
-        self._stepped: RemovableHandle | None = None
+        self._hooks: list[RemovableHandle] = []
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._placement = Placement()
@@ -117,7 +117,9 @@ class Session:
             self.telemetry = Telemetry(self._deliver, self._describe(), _traces() if config.traces else None)
             self.telemetry.start()
             # Of all optimizers in the process: a step in which this session had no call is none of its own.
-            self._stepped = register_optimizer_step_post_hook(self._optimizer_stepped)
+            self._hooks.append(register_optimizer_step_post_hook(self._optimizer_stepped))
+        if config.accumulate == "worker":
+            self._hooks.append(register_optimizer_step_pre_hook(self._before_step))
         _sessions.add(self)
 
     def checkpoint(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -195,6 +197,34 @@ class Session:
         if self.telemetry is not None and not self._closed:
             self.telemetry.step(loss)
 
+    def collect(self) -> None:
+        """Fetches what workers keep under `accumulate="worker"` and adds it to `.grad`, as autograd does.
+
+        Called by itself before each step of an optimizer of this process. Call it before anything else that reads or
+        drops `.grad`: clipping, `GradScaler.unscale_` and `GradScaler.step`, `zero_grad` without a step.
+
+        Raises:
+            GradientsLostError: A worker is gone with some of them. Then none are added and none are left: set
+                gradients to zero and run the step's backwards again.
+        """
+        found: list[tuple[Tensor, Tensor]] = []
+        lost: dict[str, str] = {}
+        for side in self._sides:
+            try:
+                found += side.uploader.uncollected.collect()
+            except BackhaulError as error:
+                lost[side.link.name] = error.message
+        if lost:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in lost.items())
+            raise GradientsLostError(
+                f"gradients that workers kept since the last step are lost ({reasons}), so .grad holds a part of the "
+                "sum. Call zero_grad() and run the forwards and backwards of this step again",
+                workers=list(lost),
+            )
+        while found:
+            parameter, gradient = found.pop()
+            torch.autograd.backward(parameter, gradient.to(parameter.device))
+
     @property
     def closed(self) -> bool:
         """Whether `close` was called, or this process is the child of a fork."""
@@ -204,13 +234,22 @@ class Session:
         """Ends everything remote: threads, connections, and a worker that connect() started. Safe to call twice.
 
         Segments between forward and backward stay right: the trainer recomputes them.
+
+        Raises:
+            GradientsLostError: All is ended, but see `collect`.
         """
         if self._closed:
             return
+        try:
+            self.collect()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
         self._closed = True
         _sessions.discard(self)
-        if self._stepped is not None:
-            self._stepped.remove()
+        for hook in self._hooks:
+            hook.remove()
         if self.telemetry is not None:
             self.telemetry.close()
         if self._embedded is not None:
@@ -228,7 +267,12 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except GradientsLostError:
+            if error is None:
+                raise
+            logger.warning("closing after an error", exc_info=True, extra=about(self.run))
 
     # What `_checkpoint.run_segment` asks of a session
 
@@ -287,6 +331,14 @@ class Session:
         if was_sent:  # with the same copies
             save.queued_bytes = 0
         frame.log.worker = side.link.name
+        parameters = {
+            i: tensor
+            for i, (source, tensor) in enumerate(zip(sources, tensors, strict=True))
+            if self.config.accumulate == "worker"
+            and frame.use_counts[i]
+            and tensor.is_leaf
+            and isinstance(tensor, nn.Parameter)
+        }
         saved = SavedSegment(
             side.link,
             side.uploader,
@@ -295,7 +347,12 @@ class Session:
             _BACKWARD_FACTOR * forward_s,
             lambda: self._backward_reached(side, number),
             side.chains,
-            sum(n * s.layout.gradient_bytes for n, s in zip(frame.use_counts, sources, strict=True)),
+            sum(
+                count * source.layout.gradient_bytes
+                for i, (count, source) in enumerate(zip(frame.use_counts, sources, strict=True))
+                if i not in parameters
+            ),
+            parameters,
         )
         beginning.is_saved = was_sent
         with self._lock:
@@ -332,6 +389,22 @@ class Session:
     def _optimizer_stepped(self, *_: Any) -> None:
         if self.telemetry is not None and not self._closed:
             self.telemetry.step(is_told=False)
+
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Collects for an optimizer, also each time that it computes gradients itself."""
+        self.collect()
+
+        def collecting(closure: Any) -> Any:
+            def call() -> Any:
+                loss = closure()
+                self.collect()
+                return loss
+
+            return call if callable(closure) else closure
+
+        first, *others = args  # the optimizer
+        closure = {name: collecting(value) if name == "closure" else value for name, value in kwargs.items()}
+        return (first, *map(collecting, others)), closure
 
     def _describe(self) -> telemetry_pb2.Run:
         settings = {field.name: str(getattr(self.config, field.name)) for field in fields(self.config)}
@@ -396,6 +469,7 @@ class Session:
             self.telemetry.forked()
         for side in self._sides:
             side.link.forked()
+            side.uploader.uncollected.forked()
 
 
 def _traces() -> "Traces":
@@ -424,7 +498,8 @@ def _after_fork() -> None:
 
 def _at_exit() -> None:
     for session in list(_sessions):
-        session.close()
+        with suppress(GradientsLostError):  # nothing is left that could train on
+            session.close()
 
 
 os.register_at_fork(after_in_child=_after_fork)

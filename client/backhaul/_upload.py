@@ -17,6 +17,7 @@ from time import perf_counter
 
 from torch import Tensor
 
+from backhaul._accumulate import Uncollected
 from backhaul._calls import SLICE_S, Watch, call_unary, watched
 from backhaul._chains import Predecessor
 from backhaul._link import Generation, Link
@@ -110,6 +111,7 @@ class Uploader:
 
     Attributes:
         watch: Sees every message that the worker takes.
+        uncollected: Gradients that the worker keeps. What was committed travels with releases, before them.
     """
 
     def __init__(self, link: Link, inflight_bytes: int, inflight_boundaries: int) -> None:
@@ -117,6 +119,7 @@ class Uploader:
         self._limit_bytes = inflight_bytes
         self._limit_boundaries = inflight_boundaries
         self.watch = Watch(link.silence_s)
+        self.uncollected = Uncollected(link)
         # put() of a SimpleQueue may be called from a destructor in the midst of another put().
         self._queue: queue.SimpleQueue[Save | _Release | None] = queue.SimpleQueue()
         self._queued_bytes = 0
@@ -304,10 +307,12 @@ class Uploader:
                 )
                 for release in group
             ]
-            request = segment_pb2.ReleaseSegmentsRequest(keys=keys)
+            commits = self.uncollected.commits(generation)
+            request = segment_pb2.ReleaseSegmentsRequest(keys=keys, commits=commits)
             try:
                 stubs = self._link.stubs(generation)
                 call_unary(stubs.segments.ReleaseSegments, request, self._link.silence_s)
+                self.uncollected.taken(commits)
             except WorkerLostError as error:
                 self._link.trouble(generation, error)  # what it held goes with the session's lease
             except BackhaulError as error:

@@ -9,6 +9,7 @@
     ├── UnsupportedTensorError    a kind of tensor that has no bytes to send
     ├── DoubleBackwardError       (RuntimeError) create_graph=True through returns="gradients"
     ├── StaleTensorError          (RuntimeError) a captured tensor changed between forward and backward
+    ├── GradientsLostError        (RuntimeError) a worker is gone with gradients that were not collected
     ├── SavedTensorModifiedError  (RuntimeError) an argument, or what fn's own backward needs, was written to
     ├── ValueCheckError           (RuntimeError) a recomputation gave other values than forward
     ├── SegmentLostError          (RuntimeError) a worker is gone, and so is what the trainer would recompute from
@@ -30,7 +31,7 @@ This module knows neither torch nor gRPC: the table at its end holds status name
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "CredentialError",
     "DoubleBackwardError",
     "DrainingError",
+    "GradientsLostError",
     "NotRemoteError",
     "ProgramError",
     "ProtocolVersionError",
@@ -120,6 +122,12 @@ class DoubleBackwardError(BackhaulError, RuntimeError):
 
 class StaleTensorError(BackhaulError, RuntimeError):
     """A captured tensor changed between forward and backward, and its earlier value is nowhere to be had."""
+
+
+class GradientsLostError(BackhaulError, RuntimeError):
+    """A worker is gone with gradients that it kept under accumulate="worker" and nobody had collected."""
+
+    workers: Sequence[str] = ()
 
 
 class SavedTensorModifiedError(BackhaulError, RuntimeError):

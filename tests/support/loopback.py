@@ -1,6 +1,6 @@
 """A remote without a wire: segments are encoded, decoded and run here, on copies, as a worker would."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,12 +41,12 @@ class LoopbackSegment:
 
     def backward(
         self, gradients: Mapping[int, Tensor], state: ambient.State, summed: Collection[int], *, checks_bytes: bool
-    ) -> tuple[Recomputed, list[Contribution]]:
+    ) -> tuple[Recomputed, list[Contribution], Callable[[], None]]:
         copies = {output: copy_exact(gradient) for output, gradient in gradients.items()}
         found = self._run(partial(runs.backward, start=runs.Start((), state, summed=tuple(summed)), gradients=copies))
         tensors = unbundle([copy_exact(parcel.tensor) for parcel in found.bundle.parcels], found.bundle.views)
         saved = Recomputed(found.saved_digests, found.saved_sketches)
-        return saved, [Contribution(s, tensors.get(i)) for i, s in enumerate(found.sources)]
+        return saved, [Contribution(s, tensors.get(i)) for i, s in enumerate(found.sources)], lambda: None
 
     def recompute(self, positions: Sequence[int]) -> "LoopbackTensors":
         found = self._run(partial(runs.recompute, positions=positions))

@@ -276,11 +276,15 @@ class BackwardRequest(_message.Message):
     SUMMED_SOURCES_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     ANSWER_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    PASS_NUMBER_FIELD_NUMBER: _builtins.int
     expected_s: _builtins.float
     wants_digests: _builtins.bool
     """Digest what is returned, for a trainer that does so too."""
     answer: _builtins.int
     """As in RecomputeRequest."""
+    pass_number: _builtins.int
+    """The same for all backwards that autograd runs as one. Read where there are slots."""
     @_builtins.property
     def key(self) -> Global___OperationKey: ...
     @_builtins.property
@@ -299,6 +303,10 @@ class BackwardRequest(_message.Message):
     def tensors(self) -> _tensor_pb2.TensorBatch:
         """Gradients that the worker may not hold, where they fit here: stored as by PutTensors."""
 
+    @_builtins.property
+    def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___Slot]:
+        """Sources whose contributions may stay here, to be summed across backwards."""
+
     def __init__(
         self,
         *,
@@ -311,14 +319,39 @@ class BackwardRequest(_message.Message):
         summed_sources: _abc.Iterable[_builtins.int] | None = ...,
         tensors: _tensor_pb2.TensorBatch | None = ...,
         answer: _builtins.int = ...,
+        slots: _abc.Iterable[Global___Slot] | None = ...,
+        pass_number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state", "key", b"key", "tensors", b"tensors"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state", "answer", b"answer", "expected_s", b"expected_s", "gradients", b"gradients", "key", b"key", "summed_sources", b"summed_sources", "tensors", b"tensors", "upcoming_segments", b"upcoming_segments", "wants_digests", b"wants_digests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state", "answer", b"answer", "expected_s", b"expected_s", "gradients", b"gradients", "key", b"key", "pass_number", b"pass_number", "slots", b"slots", "summed_sources", b"summed_sources", "tensors", b"tensors", "upcoming_segments", b"upcoming_segments", "wants_digests", b"wants_digests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BackwardRequest: _TypeAlias = BackwardRequest  # noqa: Y015
+
+@_typing.final
+class Slot(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    source: _builtins.int
+    slot: _builtins.int
+    """The trainer's name for the parameter, while it has an uncollected sum."""
+    def __init__(
+        self,
+        *,
+        source: _builtins.int = ...,
+        slot: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["slot", b"slot", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Slot: _TypeAlias = Slot  # noqa: Y015
 
 @_typing.final
 class OutputGradient(_message.Message):
@@ -623,13 +656,16 @@ Global___SourceGradient: _TypeAlias = SourceGradient  # noqa: Y015
 
 @_typing.final
 class Contribution(_message.Message):
-    """What one use of a source adds to its gradient. Unset view: that use got no gradient."""
+    """What one use of a source adds to its gradient. Unset view: that use got no gradient, or it stays here."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SOURCE_FIELD_NUMBER: _builtins.int
     VIEW_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
     source: _builtins.int
+    kept: _builtins.bool
+    """It stays here, and counts once the backward is committed."""
     @_builtins.property
     def view(self) -> Global___View: ...
     def __init__(
@@ -637,10 +673,11 @@ class Contribution(_message.Message):
         *,
         source: _builtins.int = ...,
         view: Global___View | None = ...,
+        kept: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["source", b"source", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept", "source", b"source", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -651,16 +688,22 @@ class ReleaseSegmentsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEYS_FIELD_NUMBER: _builtins.int
+    COMMITS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperationKey]: ...
+    @_builtins.property
+    def commits(self) -> Global___Commits:
+        """Taken before anything is released."""
+
     def __init__(
         self,
         *,
         keys: _abc.Iterable[Global___OperationKey] | None = ...,
+        commits: Global___Commits | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "keys", b"keys"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -680,3 +723,114 @@ class ReleaseSegmentsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReleaseSegmentsResponse: _TypeAlias = ReleaseSegmentsResponse  # noqa: Y015
+
+@_typing.final
+class Commits(_message.Message):
+    """Backwards whose values the trainer has checked: what they kept is added to the sums, each once however often it comes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    BACKWARDS_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    """Collecting ends a round. What comes of a later one drops the sums of those before."""
+    first: _builtins.int
+    """Number of the first of these in its round, from 1."""
+    @_builtins.property
+    def backwards(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperationKey]: ...
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        first: _builtins.int = ...,
+        backwards: _abc.Iterable[Global___OperationKey] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backwards", b"backwards", "first", b"first", "round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Commits: _TypeAlias = Commits  # noqa: Y015
+
+@_typing.final
+class CollectGradientsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    COMMITS_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    count: _builtins.int
+    """Commits of the round. Where not all have been taken nothing is returned."""
+    @_builtins.property
+    def commits(self) -> Global___Commits:
+        """Those that may not have come yet."""
+
+    def __init__(
+        self,
+        *,
+        session: _builtins.str = ...,
+        commits: Global___Commits | None = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "count", b"count", "session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CollectGradientsRequest: _TypeAlias = CollectGradientsRequest  # noqa: Y015
+
+@_typing.final
+class CollectGradientsResponse(_message.Message):
+    """As of a recompute."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    RESULT_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def progress(self) -> Global___Progress: ...
+    @_builtins.property
+    def result(self) -> Global___CollectGradientsResult: ...
+    @_builtins.property
+    def tensors(self) -> _tensor_pb2.TensorBatch: ...
+    def __init__(
+        self,
+        *,
+        progress: Global___Progress | None = ...,
+        result: Global___CollectGradientsResult | None = ...,
+        tensors: _tensor_pb2.TensorBatch | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "result", b"result", "tensors", b"tensors"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "result", b"result", "tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CollectGradientsResponse: _TypeAlias = CollectGradientsResponse  # noqa: Y015
+
+@_typing.final
+class CollectGradientsResult(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One per tensor of the stream."""
+
+    def __init__(
+        self,
+        *,
+        slots: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CollectGradientsResult: _TypeAlias = CollectGradientsResult  # noqa: Y015

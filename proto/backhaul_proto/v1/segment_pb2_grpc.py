@@ -60,6 +60,11 @@ class SegmentServiceStub(object):
                 request_serializer=backhaul__proto_dot_v1_dot_segment__pb2.ReleaseSegmentsRequest.SerializeToString,
                 response_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.ReleaseSegmentsResponse.FromString,
                 _registered_method=True)
+        self.CollectGradients = channel.unary_stream(
+                '/backhaul_proto.v1.SegmentService/CollectGradients',
+                request_serializer=backhaul__proto_dot_v1_dot_segment__pb2.CollectGradientsRequest.SerializeToString,
+                response_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.CollectGradientsResponse.FromString,
+                _registered_method=True)
 
 
 class SegmentServiceServicer(object):
@@ -100,6 +105,13 @@ class SegmentServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CollectGradients(self, request, context):
+        """Returns the sums of what backwards kept here, and ends their round.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SegmentServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -127,6 +139,11 @@ def add_SegmentServiceServicer_to_server(servicer, server):
                     servicer.ReleaseSegments,
                     request_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.ReleaseSegmentsRequest.FromString,
                     response_serializer=backhaul__proto_dot_v1_dot_segment__pb2.ReleaseSegmentsResponse.SerializeToString,
+            ),
+            'CollectGradients': grpc.unary_stream_rpc_method_handler(
+                    servicer.CollectGradients,
+                    request_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.CollectGradientsRequest.FromString,
+                    response_serializer=backhaul__proto_dot_v1_dot_segment__pb2.CollectGradientsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -265,6 +282,33 @@ class SegmentService(object):
             '/backhaul_proto.v1.SegmentService/ReleaseSegments',
             backhaul__proto_dot_v1_dot_segment__pb2.ReleaseSegmentsRequest.SerializeToString,
             backhaul__proto_dot_v1_dot_segment__pb2.ReleaseSegmentsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CollectGradients(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/backhaul_proto.v1.SegmentService/CollectGradients',
+            backhaul__proto_dot_v1_dot_segment__pb2.CollectGradientsRequest.SerializeToString,
+            backhaul__proto_dot_v1_dot_segment__pb2.CollectGradientsResponse.FromString,
             options,
             channel_credentials,
             insecure,

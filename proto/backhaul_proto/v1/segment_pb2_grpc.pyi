@@ -43,6 +43,8 @@ class SegmentServiceStub:
     than a call. Where that holds no result, it is not ready or not short: ask Backward, with the same key.
     """
     ReleaseSegments: _grpc.UnaryUnaryMultiCallable[_segment_pb2.ReleaseSegmentsRequest, _segment_pb2.ReleaseSegmentsResponse]
+    CollectGradients: _grpc.UnaryStreamMultiCallable[_segment_pb2.CollectGradientsRequest, _segment_pb2.CollectGradientsResponse]
+    """Returns the sums of what backwards kept here, and ends their round."""
 
 @_typing.type_check_only
 class SegmentServiceAsyncStub(SegmentServiceStub):
@@ -59,6 +61,8 @@ class SegmentServiceAsyncStub(SegmentServiceStub):
     than a call. Where that holds no result, it is not ready or not short: ask Backward, with the same key.
     """
     ReleaseSegments: _aio.UnaryUnaryMultiCallable[_segment_pb2.ReleaseSegmentsRequest, _segment_pb2.ReleaseSegmentsResponse]  # type: ignore[assignment]
+    CollectGradients: _aio.UnaryStreamMultiCallable[_segment_pb2.CollectGradientsRequest, _segment_pb2.CollectGradientsResponse]  # type: ignore[assignment]
+    """Returns the sums of what backwards kept here, and ends their round."""
 
 class SegmentServiceServicer(metaclass=_abc_1.ABCMeta):
     """The lifecycle: save, then any number of backward or recompute, then release."""
@@ -102,5 +106,13 @@ class SegmentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _segment_pb2.ReleaseSegmentsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_segment_pb2.ReleaseSegmentsResponse, _abc.Awaitable[_segment_pb2.ReleaseSegmentsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def CollectGradients(
+        self,
+        request: _segment_pb2.CollectGradientsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_segment_pb2.CollectGradientsResponse], _abc.AsyncIterator[_segment_pb2.CollectGradientsResponse]]:
+        """Returns the sums of what backwards kept here, and ends their round."""
 
 def add_SegmentServiceServicer_to_server(servicer: SegmentServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -236,8 +236,9 @@ class Worker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything runs, waits to, or is being sent."""
-        return len(self.segments.executor) > 0 or any(session.answers for session in self.sessions.values())
+        """Whether anything runs, waits to or to be collected, or is being sent."""
+        is_answering = any(session.answers for session in self.sessions.values())
+        return len(self.segments.executor) > 0 or self.segments.has_sums or is_answering
 
     def _check_draining(self) -> None:
         if self.draining:

@@ -95,6 +95,7 @@ class Finished:
         tensor_digests: Of the bundle's parcels, if they were asked for.
         saved_sketches: What the replay saved, if they were asked for.
         chained: Gradients of sources that are outputs of predecessors, by source.
+        kept: Positions of contributions that were taken out of the bundle, see NOTE [Sums].
         recompute_at_s: When the replay began, in seconds since 1970.
         recompute_s: What it took.
         backward_at_s: When its backward began, in seconds since 1970; 0 for a recompute.
@@ -107,6 +108,7 @@ class Finished:
     tensor_digests: tuple[bytes, ...] = ()
     saved_sketches: Sequence[tuple[float, ...]] = ()
     chained: Mapping[int, Parcel] = field(default_factory=dict)
+    kept: Set[int] = frozenset()
     recompute_at_s: float = 0.0
     recompute_s: float = 0.0
     backward_at_s: float = 0.0

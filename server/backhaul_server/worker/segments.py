@@ -38,6 +38,7 @@ from backhaul_server.worker.segment_machine import (
     SegmentMachine,
 )
 from backhaul_server.worker.store import Store
+from backhaul_server.worker.sums import Keep, Sums
 
 if TYPE_CHECKING:
     from backhaul_server.worker.handover import Sharing
@@ -60,6 +61,7 @@ class Request:
     Attributes:
         perform: The work; None once it is done, with the tensors it held.
         start: Of a backward.
+        keep: What a backward may keep here.
         expected_s: What the trainer thinks it takes.
         came_at_s: When it came, in seconds since 1970.
         answer: Done when the work is; holds the result for those who ask again.
@@ -67,6 +69,7 @@ class Request:
 
     perform: Perform | None
     start: Start | None
+    keep: Keep | None
     expected_s: float
     came_at_s: float
     answer: "asyncio.Future[Finished]"
@@ -188,6 +191,7 @@ class Segments:
         self.wasted = 0
         self._store = store
         self._schedule = schedule
+        self._sums: dict[str, Sums] = {}
         self._by_key: dict[ScheduleKey, Segment] = {}
         self._footprints: OrderedDict[Hashable, Footprint] = OrderedDict()
 
@@ -237,6 +241,17 @@ class Segments:
     def closed(self, session: Session) -> None:
         """Forgets a session whose segments were released."""
         self._schedule.closed(session.id)
+        self.sums(session).close()
+        del self._sums[session.id]
+
+    def sums(self, session: Session) -> Sums:
+        """Of gradients that a session's trainer has not collected."""
+        return self._sums.setdefault(session.id, Sums(session.id, self._store, self.executor))
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether a trainer would lose what it has not collected."""
+        return any(sums.are_awaited for sums in self._sums.values())
 
     def request(
         self,
@@ -245,6 +260,7 @@ class Segments:
         prepare: Callable[[], Perform],
         expected_s: float,
         start: Start | None = None,
+        keep: Keep | None = None,
     ) -> Request:
         """Asks for work on a segment. A repeated request joins the first, or finds its answer.
 
@@ -254,10 +270,11 @@ class Segments:
             prepare: Gives the work, called only for a request that is new.
             expected_s: What the trainer thinks it takes.
             start: Of a backward.
+            keep: What a backward may keep here.
         """
         request = segment.requests.get(key)
         if request is None:
-            request = Request(prepare(), start, expected_s, time(), asyncio.get_running_loop().create_future())
+            request = Request(prepare(), start, keep, expected_s, time(), asyncio.get_running_loop().create_future())
             segment.requests[key] = request
             if segment.work is not None:
                 self._schedule.demanded(segment.key)
@@ -317,6 +334,7 @@ class Segments:
                     self._store.let_go(segment.key)
                     self._store.detach(segment.key)
                     self._schedule.released(segment.key)
+                    self.sums(segment.session).released(segment.id)
                     del self._by_key[segment.key]
                     segment.session.segments.pop(segment.id, None)
 
@@ -488,6 +506,9 @@ class Segments:
     def _done(self, segment: Segment, key: Key, request: Request, found: Finished) -> None:
         """Answers a request and keeps the answer for those who ask again."""
         self.recomputed += 1
+        if request.keep is not None and segment.work is not None:
+            sums = self.sums(segment.session)
+            found = sums.keep(segment.id, key.backward, request.keep, found, segment.work.sources)
 
         def drop() -> None:
             segment.machine.forgot(key)

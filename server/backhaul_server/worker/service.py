@@ -50,6 +50,7 @@ from backhaul_server.worker.reports import Reports
 from backhaul_server.worker.runs import Finished, Start
 from backhaul_server.worker.segment_machine import Key
 from backhaul_server.worker.segments import Perform, Request, Segment, Session
+from backhaul_server.worker.sums import Keep
 
 logger = logging.getLogger("backhaul.worker")
 
@@ -365,6 +366,10 @@ class Segments(_Servicer):
         state = decode_state(request.ambient_state)
         summed = tuple(request.summed_sources)
         start = Start(tuple(sorted(addresses.items())), state, request.wants_digests, summed)
+        slots = {each.source: each.slot for each in request.slots}
+        if max(slots, default=0) >= max(1, len(segment.work.sources)):
+            raise ProgramError(f"slots are named for sources {sorted(slots)} of {segment.name}")
+        keep = Keep(slots, request.pass_number) if slots else None
 
         def prepare() -> Perform:
             gradients = self.worker.gradients(session, addresses)
@@ -372,7 +377,7 @@ class Segments(_Servicer):
 
         key = Key("backward", request.key.backward)
         with self.worker.segments.answering(segment, key):
-            asked = self.worker.segments.request(segment, key, prepare, request.expected_s, start)
+            asked = self.worker.segments.request(segment, key, prepare, request.expected_s, start, keep)
             self.worker.replay_ahead(session, request.upcoming_segments)
             yield segment, asked
 
@@ -380,10 +385,38 @@ class Segments(_Servicer):
     async def ReleaseSegments(  # noqa: N802  gRPC's name
         self, request: segment_pb2.ReleaseSegmentsRequest, context: Context
     ) -> segment_pb2.ReleaseSegmentsResponse:
-        """Frees segments."""
+        """Counts what was kept, then frees segments."""
+        if request.commits.backwards:
+            self._commit(self.worker.session(request.commits.backwards[0].session), request.commits)
         for key in request.keys:
             self.worker.release(self.worker.session(key.session), [key.segment])
         return segment_pb2.ReleaseSegmentsResponse()
+
+    @stream
+    async def CollectGradients(  # noqa: N802  gRPC's name
+        self, request: segment_pb2.CollectGradientsRequest, context: Context
+    ) -> AsyncIterator[segment_pb2.CollectGradientsResponse | bytes]:
+        """Streams progress, then the sums."""
+        session = self.worker.session(request.session)
+        self._commit(session, request.commits)
+        answer = self.worker.segments.sums(session).collect(request.commits.round, request.count)
+        session.answers += 1
+        try:
+            while not answer.done():
+                self.worker.session(session.id)
+                yield segment_pb2.CollectGradientsResponse(progress=segment_pb2.Progress())
+                await asyncio.wait([answer], timeout=PROGRESS_INTERVAL_S)
+            found = answer.result()
+            result = segment_pb2.CollectGradientsResult(slots=found)
+            response = segment_pb2.CollectGradientsResponse(result=result)
+            for message in encode_all(batches(found.values()), response.TENSORS_FIELD_NUMBER, response):
+                yield message
+        finally:
+            session.answers -= 1
+
+    def _commit(self, session: Session, commits: segment_pb2.Commits) -> None:
+        backwards = [(key.segment, key.backward) for key in commits.backwards]
+        self.worker.segments.sums(session).commit(commits.round, commits.first, backwards)
 
     def _placing(self, session: Session, answer: int) -> Placing:
         """Puts tensors of an answer into memory that its trainer shares; without any they go as chunks."""
@@ -410,7 +443,10 @@ class Segments(_Servicer):
 
 def _backward_answer(segment: Segment, asked: Request, place: Placing = lambda _: None) -> Iterator[bytes]:
     found = asked.answer.result()
-    contributions = [segment_pb2.Contribution(source=source) for source in found.sources]
+    contributions = [
+        segment_pb2.Contribution(source=source, kept=position in found.kept)
+        for position, source in enumerate(found.sources)
+    ]
     for view in found.bundle.views:
         contributions[view.position].view.CopyFrom(encode_view(view))
     result = segment_pb2.BackwardResult(

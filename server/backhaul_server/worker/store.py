@@ -1,15 +1,15 @@
 """What a worker holds, within a hard byte budget. Knows bytes and addresses, not tensors: they are opaque here.
 
 NOTE [Room]
-1. Four tiers share the budget: tensors that live segments name, tensors cached for later, work (what runs, and replays
-   that are ready), and finished results. What runs is charged with the most it takes, a replay that is ready with what
-   it holds.
+1. Five tiers share the budget: tensors that live segments name, tensors cached for later, work (what runs, and replays
+   that are ready), finished results, and sums of gradients. What runs is charged with the most it takes, a replay that
+   is ready with what it holds.
 2. A segment is only accepted, and a tensor only let in, if beside all that can't be given up there is room for the
    largest run among the segments. One thing runs at a time; so a request for an accepted segment has room, if need be
    once an answer that is just being sent has gone.
 3. Room is made by giving up, in this order: cached tensors (oldest first), replays that are ready (in the order that
    `Schedule` says), tensors that came for a segment to be saved, results nobody reads. Tensors of live segments are
-   never given up, nor is what runs.
+   never given up, nor are sums, nor is what runs.
 4. Incoming tensors are charged when they are declared, before memory is taken.
 5. Memory that is shared with trainers is taken for good, where there is room for good. A tensor in it is charged as any
    other, and what is free in it too; so giving such a tensor up makes no room.
@@ -34,7 +34,7 @@ class Usage:
         segments: Tensors that live segments name.
         cached: Tensors kept for later, arriving ones and what is free in shared memory included.
         working: What runs, and replays that are ready.
-        results: Finished results.
+        results: Finished results, and sums of gradients.
         budget: All of them together never exceed it.
         refusals: Requests turned away for want of room.
         evictions: What was given up for want of room (Rule 3).
@@ -99,7 +99,7 @@ class Store(Generic[T]):
             segments=count["segments"],
             cached=count["cached"] + count["shared"] + count["arriving"] + self.free_shared_bytes(),
             working=count["running"] + count["ready"],
-            results=count["results"],
+            results=count["results"] + count["sums"],
             budget=self.budget_bytes,
             refusals=self._refusals,
             evictions=self._evictions,
@@ -286,7 +286,7 @@ class Store(Generic[T]):
 
     def room_for_replays(self) -> int:
         """Bytes for all replays ahead together: what is left beside tensors, results and what runs."""
-        kept = ("segments", "arriving", "shared", "running", "results")
+        kept = ("segments", "arriving", "shared", "running", "results", "sums")
         return self.budget_bytes - sum(self._bytes[tier] for tier in kept) - self.free_shared_bytes()
 
     def keep_result(self, key: Hashable, size_bytes: int, drop: Callable[[], None]) -> None:
@@ -315,6 +315,17 @@ class Store(Generic[T]):
             if key in self._results and self._results[key][1] is None:
                 self.forget_result(key)
 
+    def keep_sums(self, size_bytes: int) -> bool:
+        """Charges gradients that stay until `drop_sums`. Returns whether there is room; if not nothing is charged."""
+        if not self._is_possible(size_bytes) or not self._fits(size_bytes):
+            return False
+        self._bytes["sums"] += size_bytes
+        return True
+
+    def drop_sums(self, size_bytes: int) -> None:
+        """Takes what `keep_sums` charged back, or some of it."""
+        self._bytes["sums"] -= size_bytes
+
     def clear_cache(self) -> None:
         """Gives up all that no segment names."""
         self.uncache(list(self._cache))
@@ -329,7 +340,7 @@ class Store(Generic[T]):
         """What can't be given up, but for what runs."""
         pinned = sum(self._results[key][0] for key in self._pinned if key in self._results)
         shared = self._bytes["shared"] + self.free_shared_bytes()  # one becomes the other
-        return self._bytes["segments"] + self._bytes["arriving"] + shared + pinned
+        return self._bytes["segments"] + self._bytes["arriving"] + self._bytes["sums"] + shared + pinned
 
     def _free_bytes(self) -> int:
         return self.budget_bytes - sum(self._bytes.values()) - self.free_shared_bytes()

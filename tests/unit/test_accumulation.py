@@ -1,0 +1,146 @@
+"""What a worker keeps of gradients: counted once, in autograd's order, within the budget."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from backhaul import SegmentUnknownError
+from backhaul_runtime.bundle import bundle
+from backhaul_server.worker.executor import Executor
+from backhaul_server.worker.runs import Finished
+from backhaul_server.worker.store import Store
+from backhaul_server.worker.sums import Keep, Sums
+
+SIZE = 64
+BYTES = SIZE * 4
+
+
+def with_sums(test: Callable[[Sums, Store[Tensor]], Awaitable[None]], *, budget_bytes: int = 1 << 20) -> None:
+    async def main() -> None:
+        store: Store[Tensor] = Store(budget_bytes)
+        executor = Executor(lambda: None)
+        sums = Sums("session", store, executor)
+        try:
+            await test(sums, store)
+        finally:
+            sums.close()
+            await executor.close()
+            assert store.usage().results == 0
+
+    asyncio.run(main())
+
+
+def values(count: int) -> list[Tensor]:
+    """Of very different size: the order of their sum shows."""
+    return [torch.randn(SIZE) * 10 ** float(torch.randint(-4, 4, ())) for _ in range(count)]
+
+
+def finished(*contributions: Tensor) -> Finished:
+    """One source, used so often."""
+    return Finished(bundle(list(enumerate(contributions))), (), (0,) * len(contributions))
+
+
+def keep(sums: Sums, segment: int, contributions: Sequence[Tensor], pass_number: int = 0) -> Finished:
+    return sums.keep(segment, 1, Keep({0: 7}, pass_number), finished(*contributions), [torch.zeros(SIZE)])
+
+
+async def collected(sums: Sums, number: int, count: int) -> Mapping[int, Tensor]:
+    return {slot: parcel.tensor for slot, parcel in (await sums.collect(number, count)).items()}
+
+
+def test_passes_are_summed_one_after_the_other() -> None:
+    async def test(sums: Sums, store: Store[Tensor]) -> None:
+        found = values(5)
+        for number, value in enumerate(found, start=1):
+            left = keep(sums, number, [value], pass_number=number)
+            assert (left.bundle.parcels, left.kept) == ((), {0})
+            sums.commit(1, number, [(number, 1)])
+        a, b, c, d, e = found
+        assert torch.equal((await collected(sums, 1, 5))[7], (((a + b) + c) + d) + e)
+        assert store.usage().results == BYTES
+
+    with_sums(test)
+
+
+def test_segments_of_a_pass_are_summed_first() -> None:
+    async def test(sums: Sums, store: Store[Tensor]) -> None:
+        a, b, c, d, e, f = values(6)
+        for number, (pass_number, contributions) in enumerate([(1, [a, b]), (1, [c]), (2, [d]), (2, [e, f])], start=1):
+            keep(sums, number, contributions, pass_number)
+            sums.commit(1, number, [(number, 1)])
+        assert torch.equal((await collected(sums, 1, 4))[7], ((a + b) + c) + ((d + e) + f))
+
+    with_sums(test)
+
+
+def test_commits_count_once_and_without_gaps() -> None:
+    async def test(sums: Sums, store: Store[Tensor]) -> None:
+        a, b, c = values(3)
+        for number, value in enumerate([a, b, c], start=1):
+            keep(sums, number, [value], pass_number=number)
+        sums.commit(1, 1, [(1, 1), (2, 1)])
+        sums.commit(1, 1, [(1, 1), (2, 1)])
+        sums.commit(1, 4, [(3, 1)])
+        assert torch.equal((await collected(sums, 1, 2))[7], a + b)
+        with pytest.raises(SegmentUnknownError, match="3 backwards"):
+            sums.collect(1, 3)
+        sums.commit(1, 2, [(2, 1), (3, 1)])
+        assert torch.equal((await collected(sums, 1, 3))[7], (a + b) + c)
+
+    with_sums(test)
+
+
+def test_what_was_released_does_not_count() -> None:
+    async def test(sums: Sums, store: Store[Tensor]) -> None:
+        keep(sums, 1, values(1))
+        sums.released(1)
+        assert store.usage().results == 0
+        sums.commit(1, 1, [(1, 1)])
+        assert not sums.are_awaited
+        with pytest.raises(SegmentUnknownError):
+            sums.collect(1, 1)
+
+    with_sums(test)
+
+
+def test_a_round_drops_the_one_before() -> None:
+    async def test(sums: Sums, store: Store[Tensor]) -> None:
+        a, b, c = values(3)
+        for number, value in enumerate([a, b, c], start=1):
+            keep(sums, number, [value], pass_number=number)
+        sums.commit(1, 1, [(1, 1)])
+        sums.commit(2, 1, [(2, 1)])
+        sums.commit(1, 2, [(3, 1)])
+        assert torch.equal((await collected(sums, 2, 1))[7], b)
+        with pytest.raises(SegmentUnknownError):
+            sums.collect(1, 1)
+
+    with_sums(test)
+
+
+def test_without_room_gradients_are_returned() -> None:
+    async def test(sums: Sums, store: Store[Tensor]) -> None:
+        keep(sums, 1, values(1))
+        left = keep(sums, 2, values(1))
+        assert (len(left.bundle.parcels), left.kept) == (1, set())
+        assert store.usage().results <= store.budget_bytes
+
+    with_sums(test, budget_bytes=3 * BYTES)
+
+
+def test_what_has_no_memory_of_its_own_is_returned() -> None:
+    async def test(sums: Sums, store: Store[Tensor]) -> None:
+        whole = torch.randn(2 * SIZE)
+        other = torch.randn(SIZE)
+        for contributions in ([whole[:SIZE], whole[SIZE:]], [whole[:SIZE]], [other.double()], [other[:1]]):
+            left = keep(sums, 1, contributions)
+            assert len(left.bundle.views) == len(contributions)
+            assert left.kept == set()
+        left = keep(sums, 1, [whole[SIZE:], other])
+        assert left.kept == {1}
+        assert [(view.position, view.parcel) for view in left.bundle.views] == [(0, 0)]
+
+    with_sums(test)
