@@ -11,7 +11,7 @@ NOTE [Uncollected]
 """
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -53,10 +53,6 @@ class Uncollected:
         self._round = 1
         self._clear()
 
-    def _end_round(self) -> None:
-        self._round += 1
-        self._clear()
-
     def _clear(self) -> None:
         self._generation: Generation | None = None
         self._is_lost = False
@@ -95,8 +91,11 @@ class Uncollected:
                 last = commits.first + len(commits.backwards) - 1
                 del self._untaken[: max(0, last - (self._count - len(self._untaken)))]
 
-    def collect(self) -> list[tuple[Tensor, Tensor]]:
+    def collect(self, count: Callable[[int], None]) -> list[tuple[Tensor, Tensor]]:
         """Parameters and what is to be added to their gradients. Nothing of it can be had again.
+
+        Args:
+            count: Told of bytes received.
 
         Raises:
             BackhaulError: It is lost.
@@ -105,7 +104,7 @@ class Uncollected:
             if not self:
                 return []
             try:
-                found = self._collected()
+                found = self._collected(count)
             except BackhaulError:
                 self._end_round()
                 raise
@@ -116,31 +115,40 @@ class Uncollected:
         """In the child of a fork, where the holder of the lock may not exist."""
         self._lock = threading.Lock()
 
-    def _collected(self) -> list[tuple[Tensor, Tensor]]:
+    def _end_round(self) -> None:
+        self._round += 1
+        self._clear()
+
+    def _collected(self, count: Callable[[int], None]) -> list[tuple[Tensor, Tensor]]:
         generation = self._generation
         assert generation is not None
         if self._is_lost:
             raise WorkerLostError("the worker lost what it held", status="LOST")
         try:
-            return self._asked(generation)
+            return self._asked(generation, count)
         except (WorkerLostError, TransferError) as error:
             if isinstance(error, WorkerLostError):
                 self._link.trouble(generation, error)
             if not self._link.recovered(generation):
                 raise
-        return self._asked(generation)
+        return self._asked(generation, count)
 
-    def _asked(self, generation: Generation) -> list[tuple[Tensor, Tensor]]:
+    def _asked(self, generation: Generation, count: Callable[[int], None]) -> list[tuple[Tensor, Tensor]]:
+        memory = generation.memory
+        answer = memory.answer() if memory is not None else 0
         request = segment_pb2.CollectGradientsRequest(
-            session=generation.session, commits=self._commits(), count=self._count
+            session=generation.session, commits=self._commits(), count=self._count, answer=answer
         )
         method = self._link.stubs(generation).segments.CollectGradients
-        stream: Stream[segment_pb2.CollectGradientsResult] = Stream(method, request, LONGEST_S, self._link.silence_s)
+        stream: Stream[segment_pb2.CollectGradientsResult] = Stream(
+            method, request, LONGEST_S, self._link.silence_s, memory, answer
+        )
         try:
             slots = list(stream.result().slots)
             tensors = stream.rest().tensors()
         finally:
             stream.close()
+            count(stream.received_bytes)
         if set(slots) != self._parameters.keys() or len(slots) != len(tensors):
             raise WorkerLostError("the worker has other gradients than it kept", status="LOST")
         return [(self._parameters[slot], tensor) for slot, tensor in zip(slots, tensors, strict=True)]

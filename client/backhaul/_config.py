@@ -17,6 +17,7 @@ Numerics = Literal["auto", "exact"]
 NUMERICS: tuple[str, ...] = ("auto", "exact")
 Accumulate = Literal["trainer", "worker"]
 ACCUMULATE: tuple[str, ...] = ("trainer", "worker")
+_CHOICES = {"returns": RETURNS, "durability": DURABILITIES, "numerics": NUMERICS, "accumulate": ACCUMULATE}
 SECRETS = frozenset({"token_file"})
 """Settings that are shown to nobody."""
 
@@ -96,14 +97,9 @@ def resolve(**given: Any) -> Config:
         value, kinds = getattr(config, field.name), (int, float) if field.type is float else (type(field.default),)
         if not isinstance(value, kinds):
             raise SettingError(f"{field.name}={value!r} must be of type {kinds[-1].__name__}")
-    if config.returns not in RETURNS:
-        raise SettingError(f"returns={config.returns!r} is not one of {', '.join(map(repr, RETURNS))}")
-    if config.durability not in DURABILITIES:
-        raise SettingError(f"durability={config.durability!r} is not one of {', '.join(map(repr, DURABILITIES))}")
-    if config.numerics not in NUMERICS:
-        raise SettingError(f"numerics={config.numerics!r} is not one of {', '.join(map(repr, NUMERICS))}")
-    if config.accumulate not in ACCUMULATE:
-        raise SettingError(f"accumulate={config.accumulate!r} is not one of {', '.join(map(repr, ACCUMULATE))}")
+    for name, choices in _CHOICES.items():
+        if (value := getattr(config, name)) not in choices:
+            raise SettingError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}")
     for name in ("connect_timeout_s", "silence_s", "inflight_bytes", "inflight_boundaries"):
         if not 0 < getattr(config, name) < math.inf:
             raise SettingError(f"{name}={getattr(config, name)!r} must be more than 0, and finite")

@@ -95,7 +95,7 @@ class SavedSegment:
         expected_s: What a replay with its backward should take.
         upcoming: Gives the segments that will be asked for after this one.
         chains: Told whether its gradients were those that the worker went on from.
-        answer_bytes: Of all gradients that a backward returns.
+        answer_bytes: Of all gradients that a backward returns, those of `parameters` aside.
         parameters: Whose gradients may stay on the worker, by source.
 
     Attributes:

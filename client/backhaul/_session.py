@@ -211,7 +211,7 @@ class Session:
         lost: dict[str, str] = {}
         for side in self._sides:
             try:
-                found += side.uploader.uncollected.collect()
+                found += side.uploader.uncollected.collect(self._collected)
             except BackhaulError as error:
                 lost[side.link.name] = error.message
         if lost:
@@ -402,9 +402,13 @@ class Session:
 
             return call if callable(closure) else closure
 
-        first, *others = args  # the optimizer
-        closure = {name: collecting(value) if name == "closure" else value for name, value in kwargs.items()}
-        return (first, *map(collecting, others)), closure
+        given = {name: collecting(value) if name == "closure" else value for name, value in kwargs.items()}
+        return (args[0], *map(collecting, args[1:])), given  # the first is the optimizer
+
+    def _collected(self, size_bytes: int) -> None:
+        self.journal.log("Session.collect").traffic(down_bytes=size_bytes)
+        if self.telemetry is not None:
+            self.telemetry.moved(0, size_bytes)
 
     def _describe(self) -> telemetry_pb2.Run:
         settings = {field.name: str(getattr(self.config, field.name)) for field in fields(self.config)}

@@ -58,6 +58,7 @@ def test_passes_are_summed_one_after_the_other() -> None:
             left = keep(sums, number, [value], pass_number=number)
             assert (left.bundle.parcels, left.kept) == ((), {0})
             sums.commit(1, number, [(number, 1)])
+        assert sums.are_awaited
         a, b, c, d, e = found
         assert torch.equal((await collected(sums, 1, 5))[7], (((a + b) + c) + d) + e)
         assert store.usage().results == BYTES

@@ -761,9 +761,12 @@ class CollectGradientsRequest(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     COMMITS_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     count: _builtins.int
     """Commits of the round. Where not all have been taken nothing is returned."""
+    answer: _builtins.int
+    """As in RecomputeRequest."""
     @_builtins.property
     def commits(self) -> Global___Commits:
         """Those that may not have come yet."""
@@ -774,10 +777,11 @@ class CollectGradientsRequest(_message.Message):
         session: _builtins.str = ...,
         commits: Global___Commits | None = ...,
         count: _builtins.int = ...,
+        answer: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "count", b"count", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "commits", b"commits", "count", b"count", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

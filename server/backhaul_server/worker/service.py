@@ -409,7 +409,8 @@ class Segments(_Servicer):
             found = answer.result()
             result = segment_pb2.CollectGradientsResult(slots=found)
             response = segment_pb2.CollectGradientsResponse(result=result)
-            for message in encode_all(batches(found.values()), response.TENSORS_FIELD_NUMBER, response):
+            parcels = batches(found.values(), self._placing(session, request.answer))
+            for message in encode_all(parcels, response.TENSORS_FIELD_NUMBER, response):
                 yield message
         finally:
             session.answers -= 1
