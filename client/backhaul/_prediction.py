@@ -68,10 +68,13 @@ class _Source:
         """Whether both are the same argument or the same tensor, as long as that lives."""
         return self.argument == other.argument and self.captured is other.captured
 
+    def is_newer(self, other: "_Source") -> bool:
+        """Whether the same tensor holds something else than it did."""
+        return self.captured is other.captured is not None and self.address != other.address
+
     def has_unseen_write(self, other: "_Source") -> bool:
         """Whether the same tensor holds something else, and its version counter does not tell."""
-        is_seen = self.version != other.version or self.address == other.address
-        return self.captured is other.captured is not None and not is_seen
+        return self.is_newer(other) and self.version == other.version
 
 
 @dataclass(slots=True)
@@ -80,9 +83,11 @@ class Site:
 
     Attributes:
         last: The program that the last call from there was.
+        superseded: Addresses of what its captured tensors held the time before, where that is something else now.
     """
 
     last: Encoded | None = None
+    superseded: list[bytes] = field(default_factory=list)
     _sources: list[_Source] = field(default_factory=list)
     _is_steady: bool = False
     _trusts_versions: bool = True
@@ -120,6 +125,7 @@ class Site:
         self._is_steady = before is None or is_same
         if is_same and any(map(_Source.has_unseen_write, sources, self._sources)):
             self._trusts_versions = False  # fused optimizers write so
+        self.superseded = [old.address for new, old in zip(sources, self._sources, strict=is_same) if new.is_newer(old)]
         self._sources = sources
         assert self.last is not None
         return self.last

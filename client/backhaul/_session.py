@@ -321,6 +321,7 @@ class Session:
         sources = [SourceTensor(s.address, s.layout, s.value, s.is_copy, s.is_transient) for s in recording.sources]
         save = self._save_of(frame, generation, number, known, sources, recording.generator_states)
         save.wants_sketches = bool(found)
+        save.superseded = beginning.site.superseded
         save.predecessors = [
             Predecessor((known.address, source), weakref.ref(before.remote), output)
             for source, before, output in frame.predecessors

@@ -76,6 +76,7 @@ class Save:
         wants_sketches: The worker computes other bits.
         predecessors: Segments saved before whose outputs are sources of this one.
         is_predicted: Its call has not run yet.
+        superseded: Addresses that need not be kept for later.
     """
 
     generation: Generation
@@ -91,6 +92,7 @@ class Save:
     wants_sketches: bool = False
     predecessors: Sequence[Predecessor] = ()
     is_predicted: bool = False
+    superseded: Sequence[bytes] = ()
     saved: "Future[None]" = field(default_factory=Future)
     is_released: bool = False
 
@@ -277,6 +279,7 @@ class Uploader:
                 if (segment := each.segment()) is not None
             ],
             predicted=save.is_predicted,
+            superseded=save.superseded,
         )
         for _ in range(MAX_ATTEMPTS):
             if not self._knows(generation, save.program_address):

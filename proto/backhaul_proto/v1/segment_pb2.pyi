@@ -125,6 +125,7 @@ class SaveSegmentRequest(_message.Message):
     WANTS_SKETCHES_FIELD_NUMBER: _builtins.int
     PREDECESSORS_FIELD_NUMBER: _builtins.int
     PREDICTED_FIELD_NUMBER: _builtins.int
+    SUPERSEDED_FIELD_NUMBER: _builtins.int
     program: _builtins.bytes
     name: _builtins.str
     """For people: what was called."""
@@ -152,6 +153,10 @@ class SaveSegmentRequest(_message.Message):
     def predecessors(self) -> _containers.RepeatedCompositeFieldContainer[Global___Predecessor]:
         """Segments saved before whose outputs are sources of this: their backward is likely to be asked for next."""
 
+    @_builtins.property
+    def superseded(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Addresses of what weights held before they changed: nobody here will name them again."""
+
     def __init__(
         self,
         *,
@@ -164,10 +169,11 @@ class SaveSegmentRequest(_message.Message):
         wants_sketches: _builtins.bool = ...,
         predecessors: _abc.Iterable[Global___Predecessor] | None = ...,
         predicted: _builtins.bool = ...,
+        superseded: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generator_states", b"generator_states", "key", b"key", "name", b"name", "predecessors", b"predecessors", "predicted", b"predicted", "program", b"program", "sources", b"sources", "transient_sources", b"transient_sources", "wants_sketches", b"wants_sketches"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generator_states", b"generator_states", "key", b"key", "name", b"name", "predecessors", b"predecessors", "predicted", b"predicted", "program", b"program", "sources", b"sources", "superseded", b"superseded", "transient_sources", b"transient_sources", "wants_sketches", b"wants_sketches"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

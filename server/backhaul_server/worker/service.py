@@ -277,6 +277,7 @@ class Segments(_Servicer):
     ) -> segment_pb2.SaveSegmentResponse:
         """Answers what is missing, or saves."""
         session = self.worker.session(request.key.session)
+        self.worker.store.uncache(request.superseded)
         program_missing, missing = self.worker.save(
             session,
             request.key.segment,
