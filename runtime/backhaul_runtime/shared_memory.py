@@ -92,6 +92,7 @@ class Region:
     Attributes:
         size_bytes: Its table included.
         slots: How many tensors it can hold.
+        used_bytes: Of the tensors in it that this process uses in place.
         begin: Of the bytes behind the table.
 
     Raises:
@@ -109,6 +110,8 @@ class Region:
         self._memory = mmap.mmap(descriptor, self.size_bytes)
         self._words = memoryview(self._memory).cast("Q")
         self._used: dict[int, tuple[int, int, int]] = {}  # in place by us, the receiver: slots with ticket, begin, end
+        self._lock = threading.RLock()  # a destructor may let go in the midst of anything
+        self.used_bytes = 0
 
     def raw(self, begin: int, size_bytes: int) -> Bytes:
         """A stretch of it, which keeps it mapped."""
@@ -117,11 +120,6 @@ class Region:
     def touch(self) -> None:
         """Has the kernel map every page now instead of one by one when they are needed."""
         torch.from_numpy(self.raw(0, self.size_bytes))[::_PAGE_BYTES].fill_(0)
-
-    @property
-    def used_bytes(self) -> int:
-        """Of the tensors in it that this process uses in place."""
-        return sum(end - begin for _, begin, end in list(self._used.values()))
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is in it."""
@@ -161,7 +159,9 @@ class Region:
     def use(self, location: tensor_pb2.Location, layout: Layout) -> Tensor:
         """A tensor that was checked, in place. Its slot is given back when its memory is let go."""
         begin = location.offset_bytes
-        self._used[location.slot] = location.ticket, begin, begin + layout.span_bytes
+        with self._lock:
+            self._used[location.slot] = location.ticket, begin, begin + layout.span_bytes
+            self.used_bytes += layout.span_bytes
         raw = self._raw_of(location, layout)
         # Torch keeps the array, which keeps the mapping.
         weakref.finalize(raw, self.let_go, location.slot, location.ticket).atexit = False
@@ -169,9 +169,13 @@ class Region:
 
     def let_go(self, slot: int, ticket: int) -> None:
         """Gives the slot of a tensor in use back, also before its memory is let go: nobody will read it."""
-        if self._used.get(slot, (0, 0, 0))[0] == ticket:
+        with self._lock:
+            used, begin, end = self._used.get(slot, (0, 0, 0))
+            if used != ticket:
+                return
             del self._used[slot]
-            self._give_back(slot, ticket)
+            self.used_bytes -= end - begin
+        self._give_back(slot, ticket)
 
     def copy(self, location: tensor_pb2.Location, layout: Layout) -> Tensor:
         """A copy of a tensor that was checked, owned by the caller. Its slot is given back."""

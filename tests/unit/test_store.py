@@ -242,7 +242,7 @@ def test_a_copy_takes_the_place_of_a_tensor_in_shared_memory() -> None:
     store: Store[str] = Store(100, free_shared_bytes=lambda: free)
     store.expect(20)
     store.arrived(b"a", (shared := "tensor"), 20, is_shared=True)
-    assert store.oldest(lambda tensor: tensor is shared) == (b"a", shared)
+    assert store.oldest_shared(lambda tensor: tensor is shared) == (b"a", shared)
     store.replace(b"a", shared, "copy")
     free += 20
     store.expect(50)  # the copy can be given up

@@ -65,7 +65,7 @@ class Handover:
             raise ListenError(f"can't listen on {path}: a Unix socket takes {MAX_UNIX_PATH_BYTES} bytes")
         self.worker = worker
         self.numbers = itertools.count(1)
-        self._regions: dict[bool, weakref.WeakSet[Region]] = {False: weakref.WeakSet(), True: weakref.WeakSet()}
+        self._regions: dict[bool, list[weakref.ref[Region]]] = {False: [], True: []}  # asked at every turn of the store
         worker.store.free_shared_bytes = self._free_bytes
         self._tasks: set[asyncio.Task[object]] = set()
         self._path = SocketPath(path)
@@ -92,15 +92,18 @@ class Handover:
     def room(self, *, is_down: bool) -> int:
         """Bytes that regions of a direction may still take (Rule 1)."""
         part = self.worker.store.budget_bytes // (DOWN_PART if is_down else UP_PART)
-        return part - sum(region.size_bytes for region in list(self._regions[is_down]))
+        return part - sum(region.size_bytes for region in self._mapped(is_down=is_down))
+
+    def _mapped(self, *, is_down: bool) -> list[Region]:
+        return [region for reference in self._regions[is_down] if (region := reference()) is not None]
 
     def _free_bytes(self) -> int:
-        up, down = (list(self._regions[is_down]) for is_down in (False, True))
-        return sum(region.size_bytes for region in (*up, *down)) - sum(region.used_bytes for region in up)
+        free = sum([region.size_bytes - region.used_bytes for region in self._mapped(is_down=False)])
+        return free + sum([region.size_bytes for region in self._mapped(is_down=True)])
 
     def made(self, region: Region, *, is_down: bool) -> None:
         """Counts a region for as long as it is mapped."""
-        self._regions[is_down].add(region)
+        self._regions[is_down] = [weakref.ref(mapped) for mapped in (*self._mapped(is_down=is_down), region)]
 
     def run(self, work: Coroutine[Any, Any, object]) -> None:
         """Has work done beside what goes on."""
@@ -242,7 +245,7 @@ class Sharing:
         store, moved = self._handover.worker.store, 0
         async with self._moving:
             while moved < wanted_bytes:
-                found = store.oldest(lambda tensor: any(region.holds(tensor) for region in regions))
+                found = store.oldest_shared(lambda tensor: any(region.holds(tensor) for region in regions))
                 if found is None or not store.has_room(found[1].nbytes):
                     return
                 address, tensor = found

@@ -169,10 +169,12 @@ class Store(Generic[T]):
         del self._cache[address]
         self._bytes[entry.cached_tier] -= entry.size_bytes
 
-    def oldest(self, matches: Callable[[T], bool]) -> tuple[bytes, T] | None:
-        """Of the cached tensors that match, the one that was not used for longest."""
-        cached = ((address, self._entries[address].tensor) for address in self._cache)
-        return next(((address, tensor) for address, tensor in cached if matches(tensor)), None)
+    def oldest_shared(self, matches: Callable[[T], bool]) -> tuple[bytes, T] | None:
+        """Of the cached tensors in shared memory that match, the one that was not used for longest."""
+        if not self._bytes["shared"]:
+            return None
+        shared = ((a, self._entries[a].tensor) for a in self._cache if self._entries[a].is_shared)
+        return next(((address, tensor) for address, tensor in shared if matches(tensor)), None)
 
     def has_room(self, size_bytes: int) -> bool:
         """Whether so many bytes are free, with nothing given up, and can stay taken for good (Rule 2)."""
