@@ -44,8 +44,9 @@ from backhaul_server.worker.segments import Session
 
 logger = logging.getLogger("backhaul.worker")
 REGION_BYTES = 65 << 20  # with its table room for 64 MiB of tensors, however large they are
-UP_PART, DOWN_PART = 4, 8
-"""Of the budget, for tensors that come up, and that go down."""
+UP_PART, DOWN_PART = 4, 16
+"""Of the budget, for tensors that come up, and that go down. Of a small budget nothing goes down this way: there room is
+for replays."""
 _LONGEST_NAME = 64
 
 
@@ -92,6 +93,8 @@ class Handover:
     def room(self, *, is_down: bool) -> int:
         """Bytes that regions of a direction may still take (Rule 1)."""
         part = self.worker.store.budget_bytes // (DOWN_PART if is_down else UP_PART)
+        if part < REGION_BYTES:
+            return 0
         return part - sum(region.size_bytes for region in self._mapped(is_down=is_down))
 
     def _mapped(self, *, is_down: bool) -> list[Region]:
