@@ -45,7 +45,7 @@ from backhaul_server.worker.segments import Session
 logger = logging.getLogger("backhaul.worker")
 REGION_BYTES = 65 << 20  # with its table room for 64 MiB of tensors, however large they are
 UP_PART, DOWN_PART = 4, 16
-"""Of the budget, for tensors that come up, and that go down. Of a small budget nothing goes down this way: its room is for
+"""Of the budget, for tensors that come up, and that go down. Of a small one nothing goes down this way: its room is for
 replays."""
 _LONGEST_NAME = 64
 
