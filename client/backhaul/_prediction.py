@@ -125,7 +125,9 @@ class Site:
         self._is_steady = before is None or is_same
         if is_same and any(map(_Source.has_unseen_write, sources, self._sources)):
             self._trusts_versions = False  # fused optimizers write so
-        self.superseded = [old.address for new, old in zip(sources, self._sources, strict=is_same) if new.is_newer(old)]
+        named = {source.address for source in sources}
+        changed = [old.address for new, old in zip(sources, self._sources, strict=is_same) if new.is_newer(old)]
+        self.superseded = [address for address in changed if address not in named]
         self._sources = sources
         assert self.last is not None
         return self.last

@@ -172,8 +172,8 @@ class Altered:
         self._segment = segment
 
     def backward(self, *given: Any, **options: Any) -> Any:
-        saved, contributions = self._segment.backward(*given, **options)
-        return Recomputed([bytes(16), *saved.digests[1:]]), contributions
+        saved, *found = self._segment.backward(*given, **options)
+        return Recomputed([bytes(16), *saved.digests[1:]]), *found
 
     def recompute(self, positions: Any) -> Any:
         incoming = self._segment.recompute(positions)

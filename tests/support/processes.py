@@ -43,11 +43,19 @@ class WorkerProcess:
         self.pid = self.process.pid
 
     def telemetry(self, token: str = "") -> telemetry_pb2.GetTelemetryResponse:
-        """The worker as it is now."""
+        """The worker as it is now, with all reports that it holds."""
         with grpc.insecure_channel(self.address) as channel:
             stub = telemetry_pb2_grpc.TelemetryServiceStub(channel)
-            request = telemetry_pb2.GetTelemetryRequest()
-            return stub.GetTelemetry(request, timeout=10, wait_for_ready=True, metadata=bearer(token))
+            request, reports = telemetry_pb2.GetTelemetryRequest(), []
+            while True:
+                answer = stub.GetTelemetry(request, timeout=10, wait_for_ready=True, metadata=bearer(token))
+                reports += answer.reports
+                if not answer.has_more_reports:
+                    break
+                request = telemetry_pb2.GetTelemetryRequest(epoch=answer.epoch, after_report=reports[-1].number)
+            answer.ClearField("reports")
+            answer.reports.extend(reports)
+            return answer
 
     def end(self, timeout_s: float = 15) -> str:
         """SIGTERM; returns what it logged."""

@@ -16,7 +16,6 @@ import socket
 import weakref
 from collections.abc import Callable, Coroutine
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -55,24 +54,25 @@ class Handover:
 
     Args:
         worker: Whose sessions they are.
-        path: Of the socket; its directory is this user's alone.
+        path: For the socket; its directory is this user's alone. Released by `close`, or by an error.
 
     Raises:
-        ListenError: The path can't be had.
+        ListenError: There can be no socket.
     """
 
-    def __init__(self, worker: Worker, path: Path) -> None:
-        if len(bytes(path)) > MAX_UNIX_PATH_BYTES:
-            raise ListenError(f"can't listen on {path}: a Unix socket takes {MAX_UNIX_PATH_BYTES} bytes")
+    def __init__(self, worker: Worker, path: SocketPath) -> None:
+        if len(bytes(path.path)) > MAX_UNIX_PATH_BYTES:
+            path.release()
+            raise ListenError(f"can't listen on {path.path}: a Unix socket takes {MAX_UNIX_PATH_BYTES} bytes")
         self.worker = worker
         self.numbers = itertools.count(1)
         self._regions: dict[bool, list[weakref.ref[Region]]] = {False: [], True: []}  # asked at every turn of the store
         worker.store.free_shared_bytes = self._free_bytes
         self._tasks: set[asyncio.Task[object]] = set()
-        self._path = SocketPath(path)
+        self._path = path
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.setblocking(False)
-        self._listener.bind(str(path))
+        self._listener.bind(str(path.path))
         self._listener.listen()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._listener, self._accept)

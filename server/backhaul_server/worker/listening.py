@@ -59,26 +59,30 @@ class SocketPath:
         self._lock.close()
 
 
-def place_beside(address: str, kind: str) -> Path:
-    """Where a worker that listens on an address has its other sockets, which only its own user reaches.
+def take_beside(address: str, kind: str) -> SocketPath:
+    """Takes a path for another socket of a worker that listens on an address, which only its own user reaches.
 
     Beside its socket, or else in a directory of the user's, from where those of dead workers are removed.
 
     Raises:
-        ListenError: The directory is somebody else's.
+        ListenError: The directory is somebody else's, or the path is taken.
         OSError: It can't be made.
     """
     if address.startswith("unix:"):
-        return Path(f"{address.removeprefix('unix:')}.{kind}")
+        return SocketPath(Path(f"{address.removeprefix('unix:')}.{kind}"))
     directory = Path(tempfile.gettempdir()) / f"backhaul-{os.geteuid()}"
     directory.mkdir(mode=0o700, exist_ok=True)
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise ListenError(f"{directory} is not a directory of this user alone")
-    for left in directory.glob("*.lock"):
-        with suppress(ListenError):
-            SocketPath(left.with_suffix("")).release()
-    return directory / f"{address.rpartition(':')[2]}.{kind}"
+    with (directory / "lock").open(
+        "w"
+    ) as turn:  # else a lock that was made and not taken yet looks like a dead worker's
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        for left in directory.glob("*.lock"):
+            with suppress(ListenError):
+                SocketPath(left.with_suffix("")).release()
+        return SocketPath(directory / f"{address.rpartition(':')[2]}.{kind}")
 
 
 class Listener:

@@ -23,7 +23,7 @@ from backhaul_server.worker.config import WorkerConfig, host_memory_bytes
 from backhaul_server.worker.core import Worker
 from backhaul_server.worker.handover import Handover
 from backhaul_server.worker.health import Health
-from backhaul_server.worker.listening import SERVER_OPTIONS, Listener, ListenError, SocketPath, place_beside
+from backhaul_server.worker.listening import SERVER_OPTIONS, Listener, ListenError, take_beside
 from backhaul_server.worker.service import add_services
 
 logger = logging.getLogger("backhaul.worker")
@@ -105,12 +105,12 @@ def _offer(config: WorkerConfig, server: grpc.aio.Server, worker: Worker, addres
     """Offers trainers on this machine what there is: a Unix socket, shared memory. Gives what ends each offer."""
     try:
         if config.unix_socket and not config.address.unix_path:
-            path = SocketPath(place_beside(address, "sock"))
+            path = take_beside(address, "sock")
             yield path.release
             server.add_insecure_port(f"unix:{path.path}")
             worker.socket_path = str(path.path)
         if config.shared_memory and IS_AVAILABLE:
-            handover = Handover(worker, place_beside(address, "memory"))
+            handover = Handover(worker, take_beside(address, "memory"))
             yield handover.close
             worker.memory_path = handover.path
     except (ListenError, OSError, RuntimeError) as error:
