@@ -26,12 +26,13 @@ WIDTH = 600  # a weight, a boundary and a saved tensor have more than LEAST_BYTE
 
 
 @pytest.fixture
-def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where sockets of workers started in this test are. When it ends there must be none."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    yield tmp_path
-    assert [path for path in tmp_path.rglob("*") if path.is_socket()] == []
+    with tempfile.TemporaryDirectory() as directory:  # not tmp_path, which is too long for a socket
+        monkeypatch.setenv("TMPDIR", directory)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield Path(directory)
+        assert [path for path in Path(directory).rglob("*") if path.is_socket()] == []
 
 
 def mapped(pid: int | str = "self") -> int:
