@@ -174,7 +174,7 @@ def test_what_no_trainer_says_ends_no_more_than_its_own_sharing(said: bytes, ses
 
 
 def test_a_worker_that_is_killed_leaves_nothing(sockets: Path) -> None:
-    with backhaul.connect(silence_s=QUIET_S, memory_bytes=1 << 30) as session:
+    with backhaul.connect(silence_s=QUIET_S, memory_bytes=2 << 30) as session:
         assert session._embedded is not None
         share(session)
         kept: list[Tensor] = []
