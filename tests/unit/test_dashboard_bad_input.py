@@ -154,9 +154,8 @@ def _check_values(found: Any) -> None:
         assert len(found) < 1_500
         assert found.isprintable()
     elif found is not None:
-        assert (
-            abs(found) <= 1.001e19
-        )  # with room for rounding; nanoseconds since 1970 among them, and sums of what is held to as much
+        # Nanoseconds since 1970 among them, and sums of what is held to as much, rounded.
+        assert abs(found) <= 1.001e19
 
 
 SLOW = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
