@@ -22,10 +22,9 @@ from backhaul_runtime.generators import default_generator
 from backhaul_runtime.layout import Layout, layout_of, unsupported_reason
 from backhaul_runtime.program import Program
 from backhaul_runtime.program_codec import address_of_program, encode_program
+from backhaul_runtime.recorder import Hold
 from backhaul_runtime.recording import Recording, version_of
 
-Hold = Callable[[Tensor, Layout, bytes], Tensor]
-"""Given a tensor, its layout and its address, returns a copy to keep."""
 MAX_SITES = 1 << 14
 
 

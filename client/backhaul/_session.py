@@ -301,8 +301,6 @@ class Session:
         """Queues a segment for a worker. Raises Refusal where none takes it."""
         assert frame.program is not None
         recording = frame.recording
-        known = beginning.site.learn(frame.program, recording, tensors, beginning.arguments)
-        frame.program = known.program
         if self._closed:  # first: in the child of a fork the lock may be held for ever
             raise Refusal("the session is closed")
         place = beginning.place
@@ -318,6 +316,9 @@ class Session:
                 f"it needs {total} bytes on the worker, whose budget is {generation.budget_bytes}: give it more "
                 "--memory, or make the segment smaller"
             )
+        # Only now: what no worker takes is not to be predicted.
+        known = beginning.site.learn(frame.program, recording, tensors, beginning.arguments)
+        frame.program = known.program
         sources = [SourceTensor(s.address, s.layout, s.value, s.is_copy, s.is_transient) for s in recording.sources]
         save = self._save_of(frame, generation, number, known, sources, recording.generator_states)
         save.wants_sketches = bool(found)

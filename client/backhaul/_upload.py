@@ -246,11 +246,15 @@ class Uploader:
         except BackhaulError as error:
             if isinstance(error, WorkerLostError):
                 self._link.trouble(save.generation, error)
+            error.__traceback__ = None  # leads to tensors, and the future keeps the error
             save.saved.set_exception(error)
         except Exception as error:  # a bug of ours must end in a fallback, not in a thread that is gone
             logger.exception("sending a segment failed", extra=about(self._link.run, save.name))
             save.saved.set_exception(WorkerLostError(f"sending failed: {type(error).__name__}: {error}"))
         finally:
+            if save.is_predicted:  # whose copies nobody recomputes from
+                self._sent.put(save.sources)
+                save.sources = ()
             with self._room:
                 self._queued_bytes -= save.queued_bytes
                 self._queued_boundaries -= bool(save.queued_bytes)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import backhaul
 from backhaul import Session
 from backhaul._upload import Save, Uploader
 from conftest import settle, wait_until
@@ -162,3 +163,15 @@ def test_weights_that_an_optimizer_changed(session: Session, worker: WorkerProce
     assert session.report().fallbacks == 0
     settle(session)
     assert worker.telemetry().wasted_guesses - before.wasted_guesses == fused * BLOCKS
+
+
+def test_what_no_worker_takes_is_not_sent_before(
+    worker: WorkerProcess, saved: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with backhaul.connect(worker.address, numerics="exact") as session:
+        monkeypatch.setattr(session, "_differences", lambda *_: {"cpu": ("here", "there")})
+        linear = nn.Linear(4, 4)
+        for _ in range(3):
+            session.checkpoint(linear, torch.randn(2, 4)).sum().backward()
+        assert saved == []
+        assert session.report().fallbacks == 3

@@ -1,61 +1,17 @@
 """A TCP proxy that is slow, for tests of slow networks."""
 
-import socket
-import threading
 import time
-from contextlib import suppress
-from typing import Self
+from collections.abc import Callable
+
+from backhaul.bench.counting_proxy import CountingProxy
 
 
-class SlowProxy:
-    """Passes bytes on to a server, each read so many seconds later. A context manager.
-
-    Attributes:
-        address: Where it listens.
-    """
+class SlowProxy(CountingProxy):
+    """Passes bytes on to a server, each read so many seconds later. A context manager."""
 
     def __init__(self, target: str, delay_s: float) -> None:
-        host, _, port = target.rpartition(":")
-        self._target = host, int(port)
         self._delay_s = delay_s
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._sockets: list[socket.socket] = [self._listener]
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self._threads = [threading.Thread(target=self._accept, daemon=True)]
-        self._threads[0].start()
+        super().__init__(target)
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                near, _ = self._listener.accept()
-                far = socket.create_connection(self._target)
-            except OSError:
-                return
-            self._sockets += [near, far]
-            for source, sink in ((near, far), (far, near)):
-                thread = threading.Thread(target=self._pass_on, args=(source, sink), daemon=True)
-                self._threads.append(thread)
-                thread.start()
-
-    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
-        with suppress(OSError):
-            while data := source.recv(1 << 16):
-                time.sleep(self._delay_s)
-                sink.sendall(data)
-        _shut(source, sink)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        _shut(*self._sockets)
-        for side in self._sockets:
-            side.close()
-        for thread in self._threads:
-            thread.join(5)
-
-
-def _shut(*sides: socket.socket) -> None:
-    for side in sides:
-        with suppress(OSError):
-            side.shutdown(socket.SHUT_RDWR)
+    def _pace(self) -> Callable[[int], None]:
+        return lambda _: time.sleep(self._delay_s)

@@ -371,9 +371,10 @@ def test_the_command_and_the_clients_without_torch_do_not_import_it() -> None:
     assert said.stdout.strip() == "False"
 
 
-def test_without_an_accelerator_its_figures_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("needs a machine without CUDA")
+def test_without_an_accelerator_its_figures_are_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     assert command.run(parser.parse_args(["--device", "cuda"])) == 2

@@ -18,8 +18,9 @@ from backhaul_runtime.program import Node, Program, ResultRef, Source, SourceRef
 from backhaul_runtime.program_codec import encode_program
 from backhaul_server.worker import runs
 from backhaul_server.worker.core import Worker
+from backhaul_server.worker.segment import Segment, Session
 from backhaul_server.worker.segment_machine import Key
-from backhaul_server.worker.segments import ENTRY_BYTES, Segment, Session
+from backhaul_server.worker.segments import ENTRY_BYTES
 
 FIRST = Key("backward", 1)
 START = runs.Start(((0, address_of(torch.ones(4))),), ambient.capture())

@@ -13,8 +13,8 @@ from backhaul_runtime.program import Node, Program, ResultRef, Source, SourceRef
 from backhaul_runtime.program_codec import encode_program
 from backhaul_server.worker import runs
 from backhaul_server.worker.core import Worker
+from backhaul_server.worker.segment import Segment, Session
 from backhaul_server.worker.segment_machine import GuessAhead, Key, Phase, ReplayAhead, Run, SegmentMachine
-from backhaul_server.worker.segments import Segment, Session
 from unit.test_core import put, squaring, with_worker
 
 FIRST = Key("backward", 1)

@@ -149,3 +149,15 @@ def test_a_segment_released_before_it_was_sent_is_not_sent() -> None:
     wait_until(lambda: "release" in link.log, "the release is sent")
     assert link.log == ["program", "tensors", "save", "release"]
     uploader.close()
+
+
+def test_a_prediction_that_could_not_be_sent_holds_nothing() -> None:
+    link = FakeLink()
+    uploader = Uploader(link, inflight_bytes=600, inflight_boundaries=4)
+    predicted = save_of(torch.zeros(100))
+    predicted.is_predicted = True
+    link.up = None
+    uploader.save(predicted)
+    assert isinstance(predicted.saved.exception(5), WorkerLostError)
+    uploader.close()
+    assert predicted.sources == ()

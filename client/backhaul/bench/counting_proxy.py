@@ -2,10 +2,11 @@
 
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Self
 
-_READ_BYTES = 1 << 18
+READ_BYTES = 1 << 16
 
 
 class CountingProxy:
@@ -45,11 +46,17 @@ class CountingProxy:
 
     def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
         with suppress(OSError):
-            while data := source.recv(_READ_BYTES):
+            pace = self._pace()
+            while data := source.recv(READ_BYTES):
                 with self._lock:
                     self.passed_bytes += len(data)
+                pace(len(data))
                 sink.sendall(data)
         _shut(source, sink)
+
+    def _pace(self) -> Callable[[int], None]:
+        """Gives what waits before so many bytes of one direction are passed on."""
+        return lambda _: None
 
     def __enter__(self) -> Self:
         return self

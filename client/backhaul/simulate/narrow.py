@@ -1,12 +1,9 @@
 """Stands between a trainer and a worker and lets only so many bytes a second pass."""
 
-import socket
 import time
-from contextlib import suppress
+from collections.abc import Callable
 
 from backhaul.bench.counting_proxy import CountingProxy
-
-_READ_BYTES = 1 << 16
 
 
 class NarrowProxy(CountingProxy):
@@ -21,12 +18,12 @@ class NarrowProxy(CountingProxy):
         self._bytes_per_s = bytes_per_s
         super().__init__(target)
 
-    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+    def _pace(self) -> Callable[[int], None]:
         free_at_s = 0.0
-        with suppress(OSError):
-            while data := source.recv(_READ_BYTES):
-                free_at_s = max(free_at_s, time.monotonic()) + len(data) / self._bytes_per_s
-                time.sleep(max(0.0, free_at_s - time.monotonic()))
-                sink.sendall(data)
-        with suppress(OSError):
-            sink.shutdown(socket.SHUT_RDWR)
+
+        def wait(size_bytes: int) -> None:
+            nonlocal free_at_s
+            free_at_s = max(free_at_s, time.monotonic()) + size_bytes / self._bytes_per_s
+            time.sleep(max(0.0, free_at_s - time.monotonic()))
+
+        return wait

@@ -23,7 +23,8 @@ from backhaul_runtime.program import Program
 from backhaul_runtime.program_codec import address_of_program, decode_program
 from backhaul_runtime.schedule import Schedule
 from backhaul_server.worker.runs import Work
-from backhaul_server.worker.segments import ENTRY_BYTES, Segment, Segments, Session
+from backhaul_server.worker.segment import Segment, Session
+from backhaul_server.worker.segments import ENTRY_BYTES, Segments
 from backhaul_server.worker.store import Store
 
 logger = logging.getLogger("backhaul.worker")

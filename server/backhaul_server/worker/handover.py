@@ -39,7 +39,7 @@ from backhaul_runtime.shared_memory import (
 )
 from backhaul_server.worker.core import Worker
 from backhaul_server.worker.listening import ListenError, SocketPath
-from backhaul_server.worker.segments import Session
+from backhaul_server.worker.segment import Session
 
 logger = logging.getLogger("backhaul.worker")
 REGION_BYTES = 65 << 20  # with its table room for 64 MiB of tensors, however large they are

@@ -5,24 +5,23 @@ Runs in the event loop's thread, except what the executor is handed (`runs`).
 
 import asyncio
 import logging
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from time import time
-from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from backhaul_runtime.errors import BackhaulError, BudgetError, SegmentUnknownError, WorkerError
 from backhaul_runtime.framing import Parcel
-from backhaul_runtime.logs import about
 from backhaul_runtime.schedule import Footprint, Schedule
 from backhaul_runtime.schedule import Key as ScheduleKey
 from backhaul_server.worker import runs
 from backhaul_server.worker.executor import Executor
 from backhaul_server.worker.fair_queue import Job
 from backhaul_server.worker.runs import Finished, Ready, Start, Work
+from backhaul_server.worker.segment import Guess, Perform, Request, Segment, Session
 from backhaul_server.worker.segment_machine import (
     Answer,
     AnswerError,
@@ -35,139 +34,15 @@ from backhaul_server.worker.segment_machine import (
     Phase,
     ReplayAhead,
     Run,
-    SegmentMachine,
 )
 from backhaul_server.worker.store import Store
 from backhaul_server.worker.sums import Keep, Sums
-
-if TYPE_CHECKING:
-    from backhaul_server.worker.handover import Sharing
 
 logger = logging.getLogger("backhaul.worker")
 KEPT_GRADIENTS = 8
 MAX_ANSWERS = 16  # of one session, read at the same time
 ENTRY_BYTES = 2 << 10  # what a tensor takes beside its elements
 MOST_FOOTPRINTS = 4096
-_NOTHING = Footprint(0, 0, 0)
-
-Perform = Callable[[Work, Ready | None], Finished]
-"""What a request wants done with a segment. Called in the executor's thread."""
-
-
-@dataclass(slots=True)
-class Request:
-    """A request for a segment.
-
-    Attributes:
-        perform: The work; None once it is done, with the tensors it held.
-        start: Of a backward.
-        keep: What a backward may keep here.
-        expected_s: What the trainer thinks it takes.
-        came_at_s: When it came, in seconds since 1970.
-        answer: Done when the work is; holds the result for those who ask again.
-    """
-
-    perform: Perform | None
-    start: Start | None
-    keep: Keep | None
-    expected_s: float
-    came_at_s: float
-    answer: "asyncio.Future[Finished]"
-
-
-@dataclass(frozen=True, slots=True)
-class Guess:
-    """A backward nobody asked for yet.
-
-    Attributes:
-        start: What it starts from.
-        gradients: The tensors that `start` names.
-        finished: Its result, None until it has run.
-    """
-
-    start: Start
-    gradients: Mapping[int, Tensor]
-    finished: Finished | None = None
-
-
-@dataclass(eq=False)
-class Segment:
-    """What the worker has of a segment.
-
-    Attributes:
-        session: Whose it is.
-        id: The trainer's number for it.
-        work: Program and tensors, None once it was released.
-        name: For people.
-        predecessors: By source, the segment and output it is.
-        made_of: Addresses of its program and of its sources.
-        is_confirmed: Its call has ended, and was what `work` says.
-        guess: What its backward will probably start from, and its result once that has run.
-        footprint: What its run takes; once one of its kind was replayed, by measurement.
-        queued_at_s: When it could be replayed ahead, in seconds since 1970.
-    """
-
-    session: "Session"
-    id: int
-    work: Work | None
-    name: str
-    predecessors: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    made_of: tuple[bytes, ...] = ()
-    is_confirmed: bool = True
-    machine: SegmentMachine = field(default_factory=SegmentMachine)
-    guess: Guess | None = None
-    ready: Ready | None = None
-    footprint: Footprint = _NOTHING
-    queued_at_s: float = 0.0
-    job: Job | None = None
-    requests: dict[Key, Request] = field(default_factory=dict)
-
-    @property
-    def key(self) -> ScheduleKey:
-        """Names it among all segments of the worker, also beside one that it replaces."""
-        return self.session.id, id(self)
-
-    def fits(self, ready: Ready) -> bool:
-        """Whether a replay is that of the call, as far as the call has ended."""
-        return not self.is_confirmed or self.work is None or ready.replay.drawn_from == list(self.work.generator_states)
-
-    @property
-    def about(self) -> dict[str, Any]:
-        """What a log call about it passes as `extra`."""
-        return about(self.session.run, self.name)
-
-
-@dataclass(eq=False)
-class Session:
-    """A trainer's stay.
-
-    Attributes:
-        id: Not to be guessed.
-        trainer: For people.
-        expires_at: When its lease runs out, by the monotonic clock.
-        segments: By the trainer's number.
-        gradients: Addresses of the last gradients that came or went, which are cached.
-        answers: How many are being sent.
-        drift: The largest its trainer measured between its numbers and ours.
-        run: The trainer's session, which may have others on other workers.
-        client_version: Of the trainer.
-        last_error: Of the last request that was refused or failed.
-        unpredictable: Programs that draw from other generator states than the replay of a prediction does.
-        memory: What is shared with its trainer, if that is on this machine.
-    """
-
-    id: str
-    trainer: str
-    expires_at: float
-    segments: dict[int, Segment] = field(default_factory=dict)
-    gradients: deque[bytes] = field(default_factory=deque)
-    answers: int = 0
-    drift: float = 0.0
-    run: str = ""
-    client_version: str = ""
-    last_error: str = ""
-    unpredictable: set[bytes] = field(default_factory=set)
-    memory: "Sharing | None" = None
 
 
 class Segments:

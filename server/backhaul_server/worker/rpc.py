@@ -1,0 +1,138 @@
+"""Calls on their way through a worker: measured, their errors as statuses, tensors spliced. Knows no call by name."""
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import wraps
+from time import perf_counter, time
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from backhaul_runtime.errors import (
+    ERROR_METADATA_KEY,
+    MAX_MESSAGE,
+    STATUS_NAMES,
+    BackhaulError,
+    WorkerError,
+)
+from backhaul_runtime.logs import about
+from backhaul_runtime.splicing import deserializer, serialize
+from backhaul_server.worker.core import Worker
+from backhaul_server.worker.meter import Meter
+
+logger = logging.getLogger("backhaul.worker")
+
+Context = grpc.aio.ServicerContext[Any, Any]
+M = TypeVar("M", bound=Message)
+Unary = Callable[[Any, Any, Context], Awaitable[M]]
+Stream = Callable[[Any, Any, Context], AsyncIterator[M | bytes]]
+
+
+async def _abort(context: Context, error: Exception) -> None:
+    """Ends a call with an error of ours as its status, with what the client needs to raise it again."""
+    if not isinstance(error, BackhaulError):
+        error = WorkerError(f"the worker failed: {type(error).__name__}: {error}")
+    status = next((STATUS_NAMES[kind] for kind in type(error).__mro__ if kind in STATUS_NAMES), "INTERNAL")
+    context.set_trailing_metadata(((ERROR_METADATA_KEY, error.to_bytes()),))
+    await context.abort(grpc.StatusCode[status], error.message[:MAX_MESSAGE])
+
+
+def unary(method: Unary[M]) -> Unary[M]:
+    """Measures a method that answers once, and maps its errors."""
+
+    @wraps(method)
+    async def call(self: "Servicer", request: Any, context: Context) -> M:
+        started, failed = perf_counter(), False
+        try:
+            return await method(self, request, context)
+        except Exception as error:  # every error of ours has a status
+            failed = True
+            self.failed(request, error)
+            await _abort(context, error)
+            raise
+        finally:
+            self.meter.call(method.__name__, perf_counter() - started, failed=failed)
+
+    return call
+
+
+def stream(method: Stream[M]) -> Stream[M]:
+    """Measures a method that answers many times, and maps its errors."""
+
+    @wraps(method)
+    async def call(self: "Servicer", request: Any, context: Context) -> AsyncIterator[M | bytes]:
+        started, failed = perf_counter(), False  # a client that has enough and leaves is no failure
+        try:
+            async for answer in method(self, request, context):
+                yield answer
+        except Exception as error:  # every error of ours has a status
+            failed = True
+            self.failed(request, error)
+            await _abort(context, error)
+        finally:
+            self.meter.call(method.__name__, perf_counter() - started, failed=failed)
+
+    return call
+
+
+class Servicer:
+    """Answers calls for a worker, and notes what fails.
+
+    Args:
+        worker: Decides.
+        meter: Counts.
+    """
+
+    def __init__(self, worker: Worker, meter: Meter) -> None:
+        self.worker = worker
+        self.meter = meter
+
+    def failed(self, request: Any, error: Exception) -> None:
+        """Notes and logs an error for those who look after the worker."""
+        said = f"{type(error).__name__}: {error}"[:MAX_MESSAGE]
+        is_cut_off = isinstance(error, grpc.aio.BaseError)  # by the wire, or as the server ends
+        if (not isinstance(error, BackhaulError) and not is_cut_off) or type(error) is WorkerError:
+            self.worker.last_error = said, time()
+        request = getattr(request, "message", request)
+        key = getattr(request, "key", request)
+        session = self.worker.sessions.get(getattr(key, "session", ""))
+        extra = {}
+        if session is not None:
+            session.last_error = said
+            segment = session.segments.get(getattr(key, "segment", 0))
+            extra = about(session.run, segment.name if segment else getattr(request, "name", ""))
+        if isinstance(error, BackhaulError):
+            logger.debug("refused: %s", said, extra=extra)
+        elif is_cut_off:
+            logger.info("a request was cut off: %s", said, extra=extra)
+        else:
+            logger.error("a request failed", exc_info=error, extra=extra)
+
+
+_MAKERS: Mapping[tuple[bool, bool], Any] = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+"""By whether requests and answers are streams."""
+
+
+def handler_of(method: MethodDescriptor, servicer: Servicer) -> Any:
+    """As the generated stubs make them, but with tensors read and written by `splicing`, and bytes counted."""
+    read, meter = deserializer(GetMessageClass(method.input_type)), servicer.meter
+
+    def received(data: bytes) -> Any:
+        meter.received(len(data))
+        return read(data)
+
+    def sent(message: Message | bytes) -> bytes:
+        data = serialize(message)
+        meter.sent(len(data))
+        return data
+
+    make = _MAKERS[method.client_streaming, method.server_streaming]
+    return make(getattr(servicer, method.name), request_deserializer=received, response_serializer=sent)

@@ -1,0 +1,243 @@
+"""Segments by wire: saved, recomputed, run backward, released. All decisions are the core's."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from time import perf_counter
+
+from backhaul_proto.v1 import (
+    segment_pb2,
+    tensor_pb2,
+)
+from backhaul_runtime.bundle import encode_view
+from backhaul_runtime.errors import (
+    BackhaulError,
+    ProgramError,
+)
+from backhaul_runtime.framing import Parcel, batches
+from backhaul_runtime.program_codec import decode_state
+from backhaul_runtime.protocol import CHUNK_BYTES, PROGRESS_INTERVAL_S
+from backhaul_runtime.splicing import Carried, encode_all
+from backhaul_server.worker import runs
+from backhaul_server.worker.rpc import Context, Servicer, stream, unary
+from backhaul_server.worker.runs import Finished, Start
+from backhaul_server.worker.segment import Perform, Request, Segment, Session
+from backhaul_server.worker.segment_machine import Key
+from backhaul_server.worker.sums import Keep
+from backhaul_server.worker.tensor_service import Arriving
+
+Placing = Callable[[Parcel], tensor_pb2.Location | None]
+
+
+class Segments(Servicer):
+    """Saves, recomputes, runs backward, releases."""
+
+    @unary
+    async def SaveSegment(  # noqa: N802  gRPC's name
+        self, request: segment_pb2.SaveSegmentRequest, context: Context
+    ) -> segment_pb2.SaveSegmentResponse:
+        """Answers what is missing, or saves."""
+        session = self.worker.session(request.key.session)
+        self.worker.store.uncache(request.superseded)
+        program_missing, missing = self.worker.save(
+            session,
+            request.key.segment,
+            request.program,
+            request.sources,
+            request.transient_sources,
+            request.generator_states,
+            request.name,
+            request.wants_sketches,
+            {each.source: (each.segment, each.output) for each in request.predecessors},
+            is_predicted=request.predicted,
+        )
+        return segment_pb2.SaveSegmentResponse(program_missing=program_missing, missing_tensors=missing)
+
+    @stream
+    async def Recompute(  # noqa: N802  gRPC's name
+        self, request: segment_pb2.RecomputeRequest, context: Context
+    ) -> AsyncIterator[segment_pb2.RecomputeResponse | bytes]:
+        """Streams progress, then what was saved, in the order asked for."""
+        session = self.worker.session(request.key.session)
+        segment = self.worker.segment(session, request.key.segment)
+        key = Key("recompute", request.key.backward)
+        perform = partial(runs.recompute, positions=tuple(request.positions))
+        with self.worker.segments.answering(segment, key):
+            asked = self.worker.segments.request(segment, key, lambda: perform, request.expected_s)
+            self.worker.replay_ahead(session, request.upcoming_segments)
+            async for progress in self._wait(segment, asked.answer):
+                yield segment_pb2.RecomputeResponse(progress=progress)
+            found = asked.answer.result()
+            views = [encode_view(view) for view in found.bundle.views]
+            result = segment_pb2.RecomputeResult(
+                saved_digests=found.saved_digests,
+                views=views,
+                saved_sketches=_sketches(found),
+                timing=_timing(segment, asked, found),
+            )
+            response = segment_pb2.RecomputeResponse(result=result)
+            parcels = batches(found.bundle.parcels, self._placing(session, request.answer))
+            for message in encode_all(parcels, response.TENSORS_FIELD_NUMBER, response):
+                yield message
+
+    @stream
+    async def Backward(  # noqa: N802  gRPC's name
+        self, carried: Carried[segment_pb2.BackwardRequest], context: Context
+    ) -> AsyncIterator[segment_pb2.BackwardResponse | bytes]:
+        """Streams progress, then digests and contributions."""
+        with self._backward(carried) as (segment, asked):
+            async for progress in self._wait(segment, asked.answer):
+                yield segment_pb2.BackwardResponse(progress=progress)
+            place = self._placing(segment.session, carried.message.answer)
+            for message in _backward_answer(segment, asked, place):
+                yield message
+
+    async def ShortBackwards(  # noqa: N802  gRPC's name
+        self, requests: AsyncIterator[Carried[segment_pb2.BackwardRequest]], context: Context
+    ) -> AsyncIterator[segment_pb2.BackwardResponse | bytes]:
+        """Answers what it can with one message, soon. All else, errors too, is left to `Backward`."""
+        async for carried in requests:
+            started = perf_counter()
+            try:
+                answer = await self._short_answer(carried)
+            except BackhaulError:
+                answer = None
+            yield segment_pb2.BackwardResponse() if answer is None else answer
+            if answer is not None:
+                self.meter.call("Backward", perf_counter() - started, failed=False)
+
+    async def _short_answer(self, carried: Carried[segment_pb2.BackwardRequest]) -> bytes | None:
+        with self._backward(carried) as (segment, asked):
+            await asyncio.wait([asked.answer], timeout=PROGRESS_INTERVAL_S)
+            if not asked.answer.done() or asked.answer.result().bundle.size_bytes > CHUNK_BYTES:
+                return None
+            return next(_backward_answer(segment, asked))
+
+    @contextmanager
+    def _backward(self, carried: Carried[segment_pb2.BackwardRequest]) -> Iterator[tuple[Segment, Request]]:
+        """Around a backward that was asked for, and its answer."""
+        request = carried.message
+        session = self.worker.session(request.key.session)
+        segment = self.worker.segment(session, request.key.segment)
+        addresses = {gradient.output: gradient.tensor for gradient in request.gradients}
+        if segment.work is None or any(output >= len(segment.work.program.outputs) for output in addresses):
+            raise ProgramError(f"gradients are given for outputs {sorted(addresses)} of {segment.name}")
+        with Arriving(self.worker) as arriving:
+            arriving.add(carried)
+            arriving.stored()
+        state = decode_state(request.ambient_state)
+        summed = tuple(request.summed_sources)
+        start = Start(tuple(sorted(addresses.items())), state, request.wants_digests, summed)
+        slots = {each.source: each.slot for each in request.slots}
+        if max(slots, default=0) >= max(1, len(segment.work.sources)):
+            raise ProgramError(f"slots are named for sources {sorted(slots)} of {segment.name}")
+        keep = Keep(slots, request.pass_number) if slots else None
+
+        def prepare() -> Perform:
+            gradients = self.worker.gradients(session, addresses)
+            return partial(runs.backward, start=start, gradients=gradients, chained=segment.predecessors)
+
+        key = Key("backward", request.key.backward)
+        with self.worker.segments.answering(segment, key):
+            asked = self.worker.segments.request(segment, key, prepare, request.expected_s, start, keep)
+            self.worker.replay_ahead(session, request.upcoming_segments)
+            yield segment, asked
+
+    @unary
+    async def ReleaseSegments(  # noqa: N802  gRPC's name
+        self, request: segment_pb2.ReleaseSegmentsRequest, context: Context
+    ) -> segment_pb2.ReleaseSegmentsResponse:
+        """Counts what was kept, then frees segments."""
+        if request.commits.backwards:
+            self._commit(self.worker.session(request.commits.backwards[0].session), request.commits)
+        for key in request.keys:
+            self.worker.release(self.worker.session(key.session), [key.segment])
+        return segment_pb2.ReleaseSegmentsResponse()
+
+    @stream
+    async def CollectGradients(  # noqa: N802  gRPC's name
+        self, request: segment_pb2.CollectGradientsRequest, context: Context
+    ) -> AsyncIterator[segment_pb2.CollectGradientsResponse | bytes]:
+        """Streams progress, then the sums."""
+        session = self.worker.session(request.session)
+        self._commit(session, request.commits)
+        answer = self.worker.segments.sums(session).collect(request.commits.round, request.count)
+        session.answers += 1
+        try:
+            while not answer.done():
+                self.worker.session(session.id)
+                yield segment_pb2.CollectGradientsResponse(progress=segment_pb2.Progress())
+                await asyncio.wait([answer], timeout=PROGRESS_INTERVAL_S)
+            found = answer.result()
+            result = segment_pb2.CollectGradientsResult(slots=found)
+            response = segment_pb2.CollectGradientsResponse(result=result)
+            parcels = batches(found.values(), self._placing(session, request.answer))
+            for message in encode_all(parcels, response.TENSORS_FIELD_NUMBER, response):
+                yield message
+        finally:
+            session.answers -= 1
+
+    def _commit(self, session: Session, commits: segment_pb2.Commits) -> None:
+        backwards = [(key.segment, key.backward) for key in commits.backwards]
+        self.worker.segments.sums(session).commit(commits.round, commits.first, backwards)
+
+    def _placing(self, session: Session, answer: int) -> Placing:
+        """Puts tensors of an answer into memory that its trainer shares; without any they go as chunks."""
+        if not answer or session.memory is None:
+            return lambda _: None
+        put = session.memory.answering(answer)
+
+        def place(parcel: Parcel) -> tensor_pb2.Location | None:
+            location = put(parcel)
+            if location is not None:
+                self.meter.sent(parcel.layout.payload_bytes)
+            return location
+
+        return place
+
+    async def _wait(self, segment: Segment, answer: "asyncio.Future[Finished]") -> AsyncIterator[segment_pb2.Progress]:
+        """Says how far a request is until it is done. Keeps its session alive meanwhile."""
+        while not answer.done():
+            running, ahead_s = self.worker.segments.executor.place(segment.job)
+            self.worker.session(segment.session.id)
+            yield segment_pb2.Progress(running=running, ahead_s=ahead_s)
+            await asyncio.wait([answer], timeout=PROGRESS_INTERVAL_S)
+
+
+def _backward_answer(segment: Segment, asked: Request, place: Placing = lambda _: None) -> Iterator[bytes]:
+    found = asked.answer.result()
+    contributions = [
+        segment_pb2.Contribution(source=source, kept=position in found.kept)
+        for position, source in enumerate(found.sources)
+    ]
+    for view in found.bundle.views:
+        contributions[view.position].view.CopyFrom(encode_view(view))
+    result = segment_pb2.BackwardResult(
+        saved_digests=found.saved_digests,
+        contributions=contributions,
+        tensor_digests=found.tensor_digests,
+        saved_sketches=_sketches(found),
+        timing=_timing(segment, asked, found),
+        chained_gradients=[
+            segment_pb2.SourceGradient(source=source, tensor=parcel.address) for source, parcel in found.chained.items()
+        ],
+    )
+    response = segment_pb2.BackwardResponse(result=result)
+    return encode_all(batches(found.bundle.parcels, place), response.TENSORS_FIELD_NUMBER, response)
+
+
+def _sketches(found: Finished) -> list[segment_pb2.Sketch]:
+    return [segment_pb2.Sketch(numbers=numbers) for numbers in found.saved_sketches]
+
+
+def _timing(segment: Segment, asked: Request, found: Finished) -> segment_pb2.Timing:
+    was_ahead = found.recompute_at_s < asked.came_at_s
+    return segment_pb2.Timing(
+        queued_at_s=segment.queued_at_s if was_ahead else asked.came_at_s,
+        recompute_at_s=found.recompute_at_s,
+        recompute_s=found.recompute_s,
+        requested_at_s=asked.came_at_s,
+        backward_at_s=found.backward_at_s,
+        backward_s=found.backward_s,
+    )

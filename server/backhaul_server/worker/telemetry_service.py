@@ -1,0 +1,88 @@
+"""What a worker tells of itself, and of what trainers told it."""
+
+from time import monotonic
+
+from backhaul_proto.v1 import (
+    telemetry_pb2,
+)
+from backhaul_runtime.fingerprint import fingerprint
+from backhaul_runtime.processes import resident_bytes
+from backhaul_runtime.version import version
+from backhaul_server.worker.core import Worker
+from backhaul_server.worker.meter import Meter
+from backhaul_server.worker.reports import Reports
+from backhaul_server.worker.rpc import Context, Servicer, unary
+
+
+class Telemetry(Servicer):
+    """Tells how the worker is, and what trainers told it."""
+
+    def __init__(self, worker: Worker, meter: Meter) -> None:
+        super().__init__(worker, meter)
+        self._started = monotonic()
+        self._reports = Reports()
+
+    @unary
+    async def PutReports(  # noqa: N802  gRPC's name
+        self, request: telemetry_pb2.PutReportsRequest, context: Context
+    ) -> telemetry_pb2.PutReportsResponse:
+        """Takes a report of a session's trainer."""
+        self.worker.session(request.session)
+        self._reports.put(request.report)
+        return telemetry_pb2.PutReportsResponse()
+
+    @unary
+    async def GetTelemetry(  # noqa: N802  gRPC's name
+        self, request: telemetry_pb2.GetTelemetryRequest, context: Context
+    ) -> telemetry_pb2.GetTelemetryResponse:
+        """The worker as it is now."""
+        worker, usage, now = self.worker, self.worker.store.usage(), monotonic()
+        reports, has_more = self._reports.after(request.after_report if request.epoch == worker.epoch else 0)
+        last_error, last_error_at_s = worker.last_error
+        return telemetry_pb2.GetTelemetryResponse(
+            worker_version=version(),
+            epoch=worker.epoch,
+            device=str(worker.device),
+            draining=worker.draining,
+            uptime_s=now - self._started,
+            memory=telemetry_pb2.MemoryTelemetry(
+                budget_bytes=usage.budget,
+                segment_bytes=usage.segments,
+                cached_bytes=usage.cached,
+                working_bytes=usage.working,
+                result_bytes=usage.results,
+                resident_bytes=resident_bytes(),
+                refusals=usage.refusals,
+                evictions=usage.evictions,
+            ),
+            sessions=[
+                telemetry_pb2.SessionTelemetry(
+                    trainer=session.trainer,
+                    segments=len(session.segments),
+                    idle_s=max(0.0, now - (session.expires_at - worker.lease_s)),
+                    drift=session.drift,
+                    run=session.run,
+                    held_bytes=worker.store.held_bytes(segment.key for segment in session.segments.values()),
+                    client_version=session.client_version,
+                    last_error=session.last_error,
+                )
+                for session in worker.sessions.values()
+            ],
+            rpcs=[
+                telemetry_pb2.RpcTelemetry(
+                    method=name, calls=found.calls, errors=found.errors, total_s=found.total_s, buckets=found.buckets
+                )
+                for name, found in sorted(self.meter.methods.items())
+            ],
+            recomputed_segments=worker.segments.recomputed,
+            received_bytes=self.meter.bytes["received"],
+            sent_bytes=self.meter.bytes["sent"],
+            queued_requests=len(worker.segments.executor),
+            fingerprint=fingerprint(worker.device),
+            last_error=last_error,
+            last_error_at_s=last_error_at_s,
+            reports=reports,
+            has_more_reports=has_more,
+            guessed_segments=worker.segments.guessed,
+            wasted_guesses=worker.segments.wasted,
+        )
