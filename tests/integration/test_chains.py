@@ -80,7 +80,10 @@ def test_gradients_are_those_of_training_without_it(
     settle(session)
     after = worker.telemetry()
     assert session.report().fallbacks == 0
-    assert after.guessed_segments - before.guessed_segments == 4 * guessed_each_step
+    guessed = after.guessed_segments - before.guessed_segments
+    # A trainer that asks before a guess was made gets what it asks for instead: how many is up to the machine.
+    assert guessed <= 4 * guessed_each_step
+    assert (guessed > 0) == (guessed_each_step > 0)
     # What never arrives unchanged is tried twice and then left.
     most = 0 if guessed_each_step else 2 * BLOCKS
     assert after.wasted_guesses - before.wasted_guesses <= most
