@@ -14,14 +14,12 @@ from torch import Tensor
 
 from backhaul_proto.v1 import tensor_pb2
 from backhaul_runtime.errors import BackhaulError, TransferError, WorkerLostError
-from backhaul_runtime.framing import Parcel
+from backhaul_runtime.framing import Parcel, Placed, Placing
 from backhaul_runtime.layout import Layout
 from backhaul_runtime.shared_memory import Ask, Outbox, Place, Region, is_same_user, take_offer
 
 logger = logging.getLogger("backhaul")
 _CONNECT_S = 1.0
-
-Placing = Callable[[Parcel], tensor_pb2.Location | None]
 
 
 class SharedMemory:
@@ -52,19 +50,19 @@ class SharedMemory:
         """
         outbox, places = self._outbox, list[Place]()
 
-        def place(parcel: Parcel) -> tensor_pb2.Location | None:
+        def place(parcel: Parcel) -> Placed | None:
             if not Outbox.takes(parcel.layout):
                 return None
             self._poll()
             if outbox is not self._outbox:
                 return None
-            found = outbox.put(parcel)
+            found = outbox.put(parcel, is_for_store=True)
             if found is None:
                 self._ask_for(parcel.layout.span_bytes)
                 return None
             places.append(found)
             count(parcel.layout.span_bytes)
-            return found.location(parcel.layout)
+            return found.placed(parcel.layout)
 
         try:
             yield place

@@ -21,11 +21,11 @@ from backhaul._accumulate import Uncollected
 from backhaul._calls import SLICE_S, Watch, call_unary, watched
 from backhaul._chains import Predecessor
 from backhaul._link import Generation, Link
-from backhaul._shared_memory import Placing, sending
+from backhaul._shared_memory import sending
 from backhaul_proto.v1 import program_pb2, segment_pb2, tensor_pb2
 from backhaul_runtime.digest import address_of
 from backhaul_runtime.errors import BackhaulError, SegmentUnknownError, WorkerLostError
-from backhaul_runtime.framing import Parcel, batches
+from backhaul_runtime.framing import Parcel, Placing, batches
 from backhaul_runtime.layout import Layout
 from backhaul_runtime.logs import about
 from backhaul_runtime.splicing import encode_all
@@ -165,20 +165,22 @@ class Uploader:
         self._queue.put(None)
         self._thread.join()
 
-    def put(self, generation: Generation, parcels: Iterable[Parcel], count: Callable[[int], None]) -> None:
-        """Sends those tensors that the worker does not have yet. Called by any thread, waits until they are there.
+    def put(self, generation: Generation, parcels: Iterable[Parcel], count: Callable[[int], None]) -> list[bytes]:
+        """Sends tensors. Called by any thread, waits until they are there.
+
+        Returns:
+            Their addresses.
 
         Raises:
             WorkerError: The worker refuses them.
             WorkerLostError: Silence, or the connection broke.
         """
-        missing = self.missing(generation, parcels)
-        if not missing:
-            return
+        addresses: list[bytes] = []
 
         def encoded(place: Placing) -> Iterator[bytes]:
             named = tensor_pb2.PutTensorsRequest(session=generation.session)
-            for message in encode_all(batches(missing, place), named.TENSORS_FIELD_NUMBER, named):
+            sent = batches(parcels, place, addresses.append)
+            for message in encode_all(sent, named.TENSORS_FIELD_NUMBER, named):
                 count(len(message))
                 yield message
 
@@ -186,7 +188,8 @@ class Uploader:
         with sending(generation.memory, count) as place:
             messages = watched(encoded(place), self.watch)
             call_unary(stubs.tensors.PutTensors, messages, self._link.silence_s, self.watch)
-        self.learn(generation, (parcel.address for parcel in missing))
+        self.learn(generation, addresses)
+        return addresses
 
     def missing(self, generation: Generation, parcels: Iterable[Parcel]) -> list[Parcel]:
         """Those that the worker does not have, as far as is known."""
@@ -262,17 +265,15 @@ class Uploader:
 
     def _send(self, save: Save) -> None:
         generation = save.generation
-        addresses = [source.address or address_of(source.value) for source in save.sources]
-        parcels = {
-            address: Parcel(source.value, source.layout, address)
-            for address, source in zip(addresses, save.sources, strict=True)
-        }
+        addresses = [
+            source.address if source.address or source.layout.device == "cpu" else address_of(source.value)
+            for source in save.sources
+        ]
         request = segment_pb2.SaveSegmentRequest(
             key=segment_pb2.OperationKey(
                 session=generation.session, segment=save.segment, operation=segment_pb2.OPERATION_SAVE
             ),
             program=save.program_address,
-            sources=addresses,
             transient_sources=[i for i, source in enumerate(save.sources) if source.is_transient],
             generator_states=save.generator_states,
             name=save.name,
@@ -288,7 +289,8 @@ class Uploader:
         for _ in range(MAX_ATTEMPTS):
             if not self._knows(generation, save.program_address):
                 self._put_program(save)
-            self.put(generation, parcels.values(), save.count)
+            self._put_sources(save, addresses)
+            request.sources[:] = addresses
             save.count(request.ByteSize())
             stubs = self._link.stubs(generation)
             answer = call_unary(stubs.segments.SaveSegment, request, self._link.silence_s)
@@ -299,6 +301,18 @@ class Uploader:
             f"the worker gave up tensors of segment {save.name} as fast as they came: give it more --memory",
             status="BUSY",
         )
+
+    def _put_sources(self, save: Save, addresses: list[bytes]) -> None:
+        """Sends what the worker does not have. Finds the addresses that are empty on the way: one reading less."""
+        parcels: dict[bytes | int, Parcel] = {}
+        for index, (address, source) in enumerate(zip(addresses, save.sources, strict=True)):
+            if not self._knows(save.generation, address):
+                parcels[address or index] = Parcel(source.value, source.layout, address)
+        if parcels:
+            found = self.put(save.generation, parcels.values(), save.count)
+            for key, address in zip(parcels, found, strict=True):
+                if isinstance(key, int):
+                    addresses[key] = address
 
     def _put_program(self, save: Save) -> None:
         request = program_pb2.PutProgramRequest(session=save.generation.session, program=save.program)

@@ -7,7 +7,7 @@ offsets and checksums as chunks arrive, and hands out a tensor only when its las
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ class Parcel:
     Attributes:
         tensor: On any device; read in chunks through host memory.
         layout: Of the tensor.
-        address: Under which the receiver is to store it, or empty where only the order of the stream names it.
+        address: Under which the receiver is to store it. Empty: under that of its contents, or the order names it.
     """
 
     tensor: Tensor
@@ -81,41 +81,66 @@ def decode_layout(spec: tensor_pb2.TensorSpec) -> Layout:
     return layout
 
 
+PLACED_BYTES = 8 << 20
+"""What lies in shared memory is declared after so many bytes at most: it is read while more is written."""
+
+
+class Placed(NamedTuple):
+    """A tensor in shared memory, and the address that it has or is to have."""
+
+    location: tensor_pb2.Location
+    address: bytes
+
+
+Placing: TypeAlias = Callable[[Parcel], Placed | None]
+"""Puts a tensor into shared memory; None for one that is to go as chunks."""
+
+
 def batches(
-    parcels: Iterable[Parcel], place: Callable[[Parcel], tensor_pb2.Location | None] = lambda _: None
+    parcels: Iterable[Parcel], place: Placing = lambda _: None, tell: Callable[[bytes], None] | None = None
 ) -> Iterator[Batch]:
     """Writes parcels as messages of about CHUNK_BYTES each, in order. They share the parcels' memory.
 
     Args:
         parcels: To be read while this goes on.
-        place: Puts one into shared memory, and says where; None for one that is to go as chunks.
+        place: See `Placing`.
+        tell: Given the address of each once it was read; those that have none are tensors on the CPU then.
     """
     batch = Batch()
-    filled = 0
+    filled = placed = 0
     for index, parcel in enumerate(parcels):
         size = parcel.layout.payload_bytes
-        location = place(parcel)
+        location, address = place(parcel) or (None, parcel.address)
         batch.declarations.append(
             tensor_pb2.TensorDeclaration(
-                address=parcel.address, spec=encode_layout(parcel.layout), size_bytes=size, location=location
+                address=address, spec=encode_layout(parcel.layout), size_bytes=size, location=location
             )
         )
-        if location is not None:  # the receiver may take it while the next is written
-            yield batch
-            batch, filled = Batch(), 0
+        if location is not None:
+            if tell is not None:
+                tell(address)
+            placed += size
+            if placed >= PLACED_BYTES:
+                yield batch
+                batch, filled, placed = Batch(), 0, 0
             continue
         held = payload(parcel.tensor.detach(), parcel.layout).cpu()
         data = host_bytes(held)
         offset = 0
+        content = xxhash.xxh3_128() if tell is not None and not address else None
         while offset < size:
             piece = data[offset : offset + CHUNK_BYTES - filled]
+            if content is not None:  # while it is in the cache
+                content.update(piece)
             batch.chunks.append(Chunk(index, offset, xxhash.xxh3_64_intdigest(piece), piece))
             batch.held.append(held)
             offset += len(piece)
             filled += len(piece)
             if filled >= CHUNK_BYTES:
                 yield batch
-                batch, filled = Batch(), 0
+                batch, filled, placed = Batch(), 0, 0
+        if tell is not None:
+            tell(address if content is None else tensor_address(parcel.layout, content.digest()))
     if batch.declarations or batch.chunks:
         yield batch
 
@@ -123,13 +148,15 @@ def batches(
 class _Arrival:
     """One tensor on its way in."""
 
-    def __init__(self, layout: Layout, address: bytes, device: torch.device | str | None) -> None:
+    def __init__(
+        self, layout: Layout, address: bytes, device: torch.device | str | None, *, is_for_store: bool
+    ) -> None:
         self.layout = layout
         self.address = address
         self.device = device
         self.received_bytes = 0
         # Taken while a chunk is in the cache. An accelerator's digest is another.
-        self._content = xxhash.xxh3_128() if address and layout.device == "cpu" else None
+        self._content = xxhash.xxh3_128() if is_for_store and layout.device == "cpu" else None
         # Without gaps the bytes go where they will stay.
         self.tensor = allocate(layout, "cpu", BUFFERS.take)
         dense = layout.payload_bytes == layout.span_bytes
@@ -164,12 +191,11 @@ class _Arrival:
         tensor = with_bits(self.tensor, self.layout)
         return tensor if self.device is None else tensor.to(self.device)
 
-    def stored(self) -> Tensor:
-        """As `finish`. Raises TransferError where contents and address differ."""
+    def stored(self) -> tuple[bytes, Tensor]:
+        """As `finish`, with its address. Raises TransferError where it came with another."""
         tensor = self.finish()
         content = self._content.digest() if self._content is not None else content_digest(tensor, self.layout)
-        _check_address(self, content)
-        return tensor
+        return checked_address(self.layout, content, self.address), tensor
 
     def forget(self) -> None:
         self.target = memoryview(b"")  # first: it holds nothing
@@ -189,7 +215,6 @@ class _Located:
         self._device = device
         self._read = read
         self._tensor: Tensor | None = None
-        self._is_verified = False
 
     def add(self, chunk: "Chunk | tensor_pb2.TensorChunk") -> None:
         raise TransferError(f"a chunk came for tensor {chunk.tensor}, which is in shared memory")
@@ -200,24 +225,25 @@ class _Located:
             self._tensor = tensor if self._device is None else tensor.to(self._device)
         return self._tensor
 
-    def stored(self) -> Tensor:
-        tensor = self.finish()
-        if not self._is_verified:
-            _check_address(self, content_digest(tensor, self.layout))
-            self._is_verified = True
-        return tensor
+    def stored(self) -> tuple[bytes, Tensor]:
+        """As `finish`, with the address that its sender took of what it wrote there."""
+        if not self.address:
+            raise TransferError("a tensor in shared memory came without an address")
+        return self.address, self.finish()
 
     def forget(self) -> None:
         self._tensor = None
 
 
-def _check_address(arrival: _Arrival | _Located, content: bytes) -> None:
-    actual = tensor_address(arrival.layout, content)
-    if actual != arrival.address:
+def checked_address(layout: Layout, content: bytes, expected: bytes) -> bytes:
+    """The address of a tensor. Raises TransferError where another one was expected; empty: any."""
+    actual = tensor_address(layout, content)
+    if expected and actual != expected:
         raise TransferError(
-            f"a tensor sent as {arrival.address.hex()} has the contents of {actual.hex()}: "
+            f"a tensor sent as {expected.hex()} has the contents of {actual.hex()}: "
             "it changed while it was read, or was damaged"
         )
+    return actual
 
 
 def _no_memory(location: tensor_pb2.Location, layout: Layout) -> Callable[[], Tensor]:
@@ -231,6 +257,7 @@ class Receiver:
         admit: Called before memory is taken for a tensor of a layout; raises to refuse it.
         device: Where tensors end, the host if None.
         locate: Finds a tensor in shared memory; what it returns gives the tensor, called once. Raises TransferError.
+        is_for_store: `stored` will be asked for.
     """
 
     def __init__(
@@ -238,10 +265,13 @@ class Receiver:
         admit: Callable[[Layout], None] | None = None,
         device: torch.device | str | None = None,
         locate: Callable[[tensor_pb2.Location, Layout], Callable[[], Tensor]] = _no_memory,
+        *,
+        is_for_store: bool = False,
     ) -> None:
         self._admit = admit
         self._device = device
         self._locate = locate
+        self._is_for_store = is_for_store
         self._arrivals: list[_Arrival | _Located] = []
 
     @classmethod
@@ -267,7 +297,7 @@ class Receiver:
             self._arrivals.append(
                 _Located(layout, declaration.address, self._device, self._locate(declaration.location, layout))
                 if declaration.HasField("location")
-                else _Arrival(layout, declaration.address, self._device)
+                else _Arrival(layout, declaration.address, self._device, is_for_store=self._is_for_store)
             )
         for chunk in batch.chunks:
             if chunk.tensor >= len(self._arrivals):
@@ -296,12 +326,6 @@ class Receiver:
         """All tensors of the stream, owned by the caller. Raises TransferError where bytes are missing."""
         return [arrival.finish() for arrival in self._arrivals]
 
-    def verify(self) -> None:
-        """Does for tensors in shared memory what takes long in `stored`. Raises as that does."""
-        for arrival in self._arrivals:
-            if isinstance(arrival, _Located):
-                arrival.stored()
-
     def stored(self) -> list[tuple[bytes, Tensor]]:
         """Address and tensor of each. Raises TransferError where contents and address differ."""
-        return [(arrival.address, arrival.stored()) for arrival in self._arrivals]
+        return [arrival.stored() for arrival in self._arrivals]

@@ -25,7 +25,7 @@ def measured(worker: WorkerProcess, *layers: int) -> dict[str, dict[str, int]]:
 
 
 def test_peaks_against_torchs_checkpoint(worker: WorkerProcess) -> None:
-    found = measured(worker, 8)["8"]
+    found = measured(worker, 4)["4"]
     for count in ("live", "resident"):
         assert found[f"gradients_{count}"] < found[f"torch_{count}"] < found[f"none_{count}"]
     assert found["activations_live"] <= found["torch_live"]

@@ -34,7 +34,7 @@ def main(worker: str, *depths: str) -> None:
         "gradients": partial(session.checkpoint, returns="gradients"),
     }
     found: dict[str, dict[str, int]] = {}
-    text = torch.randint(256, (4, 256))
+    text = torch.randint(256, (2, 256))
     for depth in depths:
         model = LanguageModel(int(depth), 256, 256)
         for parameter in model.parameters():

@@ -162,7 +162,7 @@ def _check_values(found: Any) -> None:
         assert abs(found) <= 1.001e19
 
 
-SLOW = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+SLOW = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @SLOW

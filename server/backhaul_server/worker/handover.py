@@ -23,7 +23,7 @@ from torch import Tensor
 from backhaul_proto.v1 import tensor_pb2
 from backhaul_runtime.addresses import MAX_UNIX_PATH_BYTES
 from backhaul_runtime.errors import SessionUnknownError, TransferError
-from backhaul_runtime.framing import Parcel
+from backhaul_runtime.framing import Parcel, Placed, Placing
 from backhaul_runtime.layout import Layout, copy_exact
 from backhaul_runtime.logs import about
 from backhaul_runtime.shared_memory import (
@@ -163,11 +163,11 @@ class Sharing:
         region.check(location, layout)
         return region.use(location, layout), partial(region.let_go, location.slot, location.ticket)
 
-    def answering(self, answer: int) -> Callable[[Parcel], tensor_pb2.Location | None]:
+    def answering(self, answer: int) -> Placing:
         """Puts tensors of an answer where its trainer finds them, until that has ended it."""
         self._answers[answer] = []
 
-        def place(parcel: Parcel) -> tensor_pb2.Location | None:
+        def place(parcel: Parcel) -> Placed | None:
             layout, places = parcel.layout, self._answers.get(answer)
             if places is None or not Outbox.takes(layout):
                 return None
@@ -176,7 +176,7 @@ class Sharing:
                 self._grow(layout.span_bytes, is_down=True)
                 return None
             places.append(found)
-            return found.location(layout)
+            return found.placed(layout)
 
         return place
 

@@ -1,21 +1,20 @@
 """Segments by wire: saved, recomputed, run backward, released. All decisions are the core's."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
 
 from backhaul_proto.v1 import (
     segment_pb2,
-    tensor_pb2,
 )
 from backhaul_runtime.bundle import encode_view
 from backhaul_runtime.errors import (
     BackhaulError,
     ProgramError,
 )
-from backhaul_runtime.framing import Parcel, batches
+from backhaul_runtime.framing import Parcel, Placed, Placing, batches
 from backhaul_runtime.program_codec import decode_state
 from backhaul_runtime.protocol import CHUNK_BYTES, PROGRESS_INTERVAL_S
 from backhaul_runtime.splicing import Carried, encode_all
@@ -26,8 +25,6 @@ from backhaul_server.worker.segment import Perform, Request, Segment, Session
 from backhaul_server.worker.segment_machine import Key
 from backhaul_server.worker.sums import Keep
 from backhaul_server.worker.tensor_service import Arriving
-
-Placing = Callable[[Parcel], tensor_pb2.Location | None]
 
 
 class Segments(Servicer):
@@ -188,11 +185,11 @@ class Segments(Servicer):
             return lambda _: None
         put = session.memory.answering(answer)
 
-        def place(parcel: Parcel) -> tensor_pb2.Location | None:
-            location = put(parcel)
-            if location is not None:
+        def place(parcel: Parcel) -> Placed | None:
+            placed = put(parcel)
+            if placed is not None:
                 self.meter.sent(parcel.layout.payload_bytes)
-            return location
+            return placed
 
         return place
 

@@ -29,7 +29,7 @@ class Arriving:
         self._charged: list[int] = []
         self._in_place: list[bool] = []
         self._located: list[Callable[[], None]] = []
-        self._receiver = Receiver(self._admit, worker.device, self._locate)
+        self._receiver = Receiver(self._admit, worker.device, self._locate, is_for_store=True)
         self.memory: Sharing | None = None
 
     def _admit(self, layout: Layout) -> None:
@@ -43,10 +43,6 @@ class Arriving:
         self._located.append(let_go)
         self._in_place[-1] = True
         return lambda: tensor
-
-    def verify(self) -> None:
-        """See `Receiver.verify`. May be called in another thread."""
-        self._receiver.verify()
 
     def add(self, carried: Carried[Any]) -> None:
         """Takes in what a message carries. Raises BudgetError, TransferError."""
@@ -88,9 +84,7 @@ class Tensors(Servicer):
                         session_id = session_id or carried.message.session
                         arriving.memory = self.worker.session(session_id).memory
                         arriving.add(carried)
-                        if shared := shared_bytes(carried.tensors):
-                            self.meter.received(shared)
-                            await asyncio.to_thread(arriving.verify)  # while the trainer copies the next
+                        self.meter.received(shared_bytes(carried.tensors))
             except TimeoutError:
                 raise TransferError(f"nothing came for {silence_s:g} s in the middle of an upload") from None
             return tensor_pb2.PutTensorsResponse(stored=arriving.stored())
