@@ -24,6 +24,7 @@ import grpc
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
+from backhaul._ahead import Ahead
 from backhaul._calls import Bearer, call_unary, close_channel
 from backhaul._shared_memory import SharedMemory
 from backhaul._short import ShortStream
@@ -114,6 +115,12 @@ class Stubs:
                 for name, method in vars(stub).items():
                     setattr(stub, name, Bearer(method, bearer(token)))
         self.short_backwards = ShortStream(self.segments.ShortBackwards, silence_s)
+        self.ahead = Ahead(self.segments.Ahead)
+
+    def close(self) -> None:
+        """Ends what is open and idle."""
+        self.short_backwards.close()
+        self.ahead.close()
 
 
 def _spliced(channel: grpc.Channel, method: MethodDescriptor) -> Any:
@@ -294,7 +301,7 @@ class Link:
                 logger.debug("closing the session on %s: %s", self.name, error, extra=about(self.run))
         self._end_memory()
         if self._channel is not None:
-            self._stubs.short_backwards.close()
+            self._stubs.close()
             close_channel(self._channel)  # ends what the keeper waits for
         if self._keeper.ident is not None:
             self._keeper.join()
@@ -348,7 +355,7 @@ class Link:
 
     def _use(self, channel: grpc.Channel, *, has_switched: bool) -> None:
         if self._channel is not None:
-            self._stubs.short_backwards.close()
+            self._stubs.close()
             close_channel(self._channel)
         self._channel, self._has_switched = channel, has_switched
         self._stubs = Stubs(channel, self._token, self.silence_s)

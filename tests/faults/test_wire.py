@@ -203,7 +203,7 @@ def test_answers_that_are_being_read_are_finished(own_worker: WorkerProcess) -> 
 
 def test_a_run_that_does_not_end_holds_nobody_up(own_worker: WorkerProcess) -> None:
     hog, x = Wire(own_worker.address), torch.zeros(1500, 1500)
-    key = hog.save(1, chain("aten.mm.default", 40, x.nbytes), 80, x)
+    key = hog.save(1, chain("aten.mm.default", 16, x.nbytes), 32, x)
     hogged = hog.segments.Recompute(segment_pb2.RecomputeRequest(key=key, positions=[0]), timeout=60)
     assert next(hogged).HasField("progress")
     with backhaul.connect(own_worker.address, silence_s=QUIET_S) as session:
@@ -242,8 +242,10 @@ def test_a_short_cut_answers_what_is_short_and_leaves_the_rest_to_the_call(wire:
         wire.put(batch, *more)
         return segment_pb2.BackwardRequest(
             key=wire.save(number, chain("aten.tanh.default", 1, x.nbytes), 1, x),
-            gradients=[segment_pb2.OutputGradient(output=0, tensor=address_of(gradient))],
-            ambient_state=encode_state(ambient.capture()),
+            start=segment_pb2.Start(
+                gradients=[segment_pb2.OutputGradient(output=0, tensor=address_of(gradient))],
+                ambient_state=encode_state(ambient.capture()),
+            ),
         )
 
     small, large = torch.randn(4, requires_grad=True), torch.randn(1 << 19, requires_grad=True)
@@ -258,6 +260,15 @@ def test_a_short_cut_answers_what_is_short_and_leaves_the_rest_to_the_call(wire:
         for answer in found:
             receiver.add(answer.tensors)
         assert torch.equal(*receiver.tensors(), *torch.autograd.grad(x.tanh().sum(), x))
+
+
+def test_what_comes_ahead_ends_with_its_session_and_with_another_that_asks(wire: Wire) -> None:
+    request = segment_pb2.AheadRequest(session=wire.session)
+    calls = [wire.segments.Ahead(request, timeout=30) for _ in range(2)]
+    wait_until(lambda: [call.done() for call in calls].count(True) == 1, "one makes way for the other")
+    assert list(wire.segments.Ahead(segment_pb2.AheadRequest(session="nobody's"), timeout=30)) == []
+    wire.close()
+    assert [list(call) for call in calls] == [[], []]
 
 
 def test_half_an_upload_is_not_waited_for_longer_than_a_lease() -> None:

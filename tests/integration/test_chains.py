@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from backhaul import Session
+from backhaul_proto.v1 import telemetry_pb2
 from conftest import settle
 from support.bits import Checkpoint, differing, plainly, train
 from support.processes import WorkerProcess
@@ -64,6 +65,10 @@ def used_twice(checkpoint: Checkpoint, model: nn.Module) -> tuple[Tensor, list[T
     return found.square().mean(), [x]
 
 
+def calls(telemetry: telemetry_pb2.GetTelemetryResponse) -> int:
+    return sum(rpc.calls for rpc in telemetry.rpcs if rpc.method == "Backward")
+
+
 @pytest.mark.parametrize(
     ("run", "guessed_each_step"),
     [(straight, BLOCKS - 1), (used_twice, BLOCKS - 1), (residual, 0), (with_losses, 0), (with_hooks, 0)],
@@ -84,6 +89,9 @@ def test_gradients_are_those_of_training_without_it(
     # A trainer that asks before a guess was made gets what it asks for instead: how many is up to the machine.
     assert guessed <= 4 * guessed_each_step
     assert (guessed > 0) == (guessed_each_step > 0)
+    asked = calls(after) - calls(before)
+    assert asked >= 4 * (BLOCKS - guessed_each_step)  # what was told ahead is not asked for
+    assert (asked < 4 * BLOCKS) == (guessed_each_step > 0)
     # What never arrives unchanged is tried twice and then left.
     most = 0 if guessed_each_step else 2 * BLOCKS
     assert after.wasted_guesses - before.wasted_guesses <= most

@@ -108,9 +108,11 @@ def prepare(directory: Path) -> Tensor:
             name="block",
         ),
         "backward": segment_pb2.BackwardRequest(
-            gradients=[segment_pb2.OutputGradient(output=0, tensor=address)],
+            start=segment_pb2.Start(
+                gradients=[segment_pb2.OutputGradient(output=0, tensor=address)],
+                ambient_state=encode_state(ambient.capture()),
+            ),
             expected_s=0.05,
-            ambient_state=encode_state(ambient.capture()),
         ),
     }
     for name, message in messages.items():

@@ -26,15 +26,15 @@ from backhaul_proto.v1 import program_pb2 as backhaul__proto_dot_v1_dot_program_
 from backhaul_proto.v1 import tensor_pb2 as backhaul__proto_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x62\x61\x63khaul_proto/v1/segment.proto\x12\x11\x62\x61\x63khaul_proto.v1\x1a\x1f\x62\x61\x63khaul_proto/v1/program.proto\x1a\x1e\x62\x61\x63khaul_proto/v1/tensor.proto\"s\n\x0cOperationKey\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07segment\x18\x02 \x01(\x04\x12\x10\n\x08\x62\x61\x63kward\x18\x03 \x01(\x04\x12/\n\toperation\x18\x04 \x01(\x0e\x32\x1c.backhaul_proto.v1.Operation\"\x8d\x01\n\x06Timing\x12\x13\n\x0bqueued_at_s\x18\x01 \x01(\x01\x12\x16\n\x0erecompute_at_s\x18\x02 \x01(\x01\x12\x13\n\x0brecompute_s\x18\x03 \x01(\x01\x12\x16\n\x0erequested_at_s\x18\x04 \x01(\x01\x12\x15\n\rbackward_at_s\x18\x05 \x01(\x01\x12\x12\n\nbackward_s\x18\x06 \x01(\x01\"\x9c\x02\n\x12SaveSegmentRequest\x12,\n\x03key\x18\x01 \x01(\x0b\x32\x1f.backhaul_proto.v1.OperationKey\x12\x0f\n\x07program\x18\x02 \x01(\x0c\x12\x0f\n\x07sources\x18\x03 \x03(\x0c\x12\x19\n\x11transient_sources\x18\x04 \x03(\r\x12\x18\n\x10generator_states\x18\x05 \x03(\x0c\x12\x0c\n\x04name\x18\x06 \x01(\t\x12\x16\n\x0ewants_sketches\x18\x07 \x01(\x08\x12\x34\n\x0cpredecessors\x18\x08 \x03(\x0b\x32\x1e.backhaul_proto.v1.Predecessor\x12\x11\n\tpredicted\x18\t \x01(\x08\x12\x12\n\nsuperseded\x18\n \x03(\x0c\">\n\x0bPredecessor\x12\x0e\n\x06source\x18\x01 \x01(\r\x12\x0f\n\x07segment\x18\x02 \x01(\x04\x12\x0e\n\x06output\x18\x03 \x01(\r\"G\n\x13SaveSegmentResponse\x12\x17\n\x0fprogram_missing\x18\x01 \x01(\x08\x12\x17\n\x0fmissing_tensors\x18\x02 \x03(\x0c\"\x92\x01\n\x10RecomputeRequest\x12,\n\x03key\x18\x01 \x01(\x0b\x32\x1f.backhaul_proto.v1.OperationKey\x12\x11\n\tpositions\x18\x02 \x03(\r\x12\x19\n\x11upcoming_segments\x18\x03 \x03(\x04\x12\x12\n\nexpected_s\x18\x04 \x01(\x01\x12\x0e\n\x06\x61nswer\x18\x05 \x01(\x04\"\x89\x03\n\x0f\x42\x61\x63kwardRequest\x12,\n\x03key\x18\x01 \x01(\x0b\x32\x1f.backhaul_proto.v1.OperationKey\x12\x34\n\tgradients\x18\x02 \x03(\x0b\x32!.backhaul_proto.v1.OutputGradient\x12\x19\n\x11upcoming_segments\x18\x03 \x03(\x04\x12\x12\n\nexpected_s\x18\x04 \x01(\x01\x12\x36\n\rambient_state\x18\x05 \x01(\x0b\x32\x1f.backhaul_proto.v1.AmbientState\x12\x15\n\rwants_digests\x18\x06 \x01(\x08\x12\x16\n\x0esummed_sources\x18\x07 \x03(\r\x12/\n\x07tensors\x18\x08 \x01(\x0b\x32\x1e.backhaul_proto.v1.TensorBatch\x12\x0e\n\x06\x61nswer\x18\t \x01(\x04\x12&\n\x05slots\x18\n \x03(\x0b\x32\x17.backhaul_proto.v1.Slot\x12\x13\n\x0bpass_number\x18\x0b \x01(\x04\"$\n\x04Slot\x12\x0e\n\x06source\x18\x01 \x01(\r\x12\x0c\n\x04slot\x18\x02 \x01(\x04\"0\n\x0eOutputGradient\x12\x0e\n\x06output\x18\x01 \x01(\r\x12\x0e\n\x06tensor\x18\x02 \x01(\x0c\",\n\x08Progress\x12\x0f\n\x07running\x18\x01 \x01(\x08\x12\x0f\n\x07\x61head_s\x18\x02 \x01(\x01\"S\n\x04View\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x0e\n\x06tensor\x18\x02 \x01(\r\x12)\n\x04spec\x18\x03 \x01(\x0b\x32\x1b.backhaul_proto.v1.ViewSpec\"O\n\x08ViewSpec\x12-\n\x06tensor\x18\x01 \x01(\x0b\x32\x1d.backhaul_proto.v1.TensorSpec\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\"\xa7\x01\n\x11RecomputeResponse\x12-\n\x08progress\x18\x01 \x01(\x0b\x32\x1b.backhaul_proto.v1.Progress\x12\x32\n\x06result\x18\x02 \x01(\x0b\x32\".backhaul_proto.v1.RecomputeResult\x12/\n\x07tensors\x18\x03 \x01(\x0b\x32\x1e.backhaul_proto.v1.TensorBatch\"\xae\x01\n\x0fRecomputeResult\x12\x15\n\rsaved_digests\x18\x01 \x03(\x0c\x12&\n\x05views\x18\x02 \x03(\x0b\x32\x17.backhaul_proto.v1.View\x12\x31\n\x0esaved_sketches\x18\x03 \x03(\x0b\x32\x19.backhaul_proto.v1.Sketch\x12)\n\x06timing\x18\x04 \x01(\x0b\x32\x19.backhaul_proto.v1.Timing\"\x19\n\x06Sketch\x12\x0f\n\x07numbers\x18\x01 \x03(\x01\"\xa5\x01\n\x10\x42\x61\x63kwardResponse\x12-\n\x08progress\x18\x01 \x01(\x0b\x32\x1b.backhaul_proto.v1.Progress\x12\x31\n\x06result\x18\x02 \x01(\x0b\x32!.backhaul_proto.v1.BackwardResult\x12/\n\x07tensors\x18\x03 \x01(\x0b\x32\x1e.backhaul_proto.v1.TensorBatch\"\x93\x02\n\x0e\x42\x61\x63kwardResult\x12\x15\n\rsaved_digests\x18\x01 \x03(\x0c\x12\x36\n\rcontributions\x18\x02 \x03(\x0b\x32\x1f.backhaul_proto.v1.Contribution\x12\x16\n\x0etensor_digests\x18\x03 \x03(\x0c\x12\x31\n\x0esaved_sketches\x18\x04 \x03(\x0b\x32\x19.backhaul_proto.v1.Sketch\x12)\n\x06timing\x18\x05 \x01(\x0b\x32\x19.backhaul_proto.v1.Timing\x12<\n\x11\x63hained_gradients\x18\x06 \x03(\x0b\x32!.backhaul_proto.v1.SourceGradient\"0\n\x0eSourceGradient\x12\x0e\n\x06source\x18\x01 \x01(\r\x12\x0e\n\x06tensor\x18\x02 \x01(\x0c\"S\n\x0c\x43ontribution\x12\x0e\n\x06source\x18\x01 \x01(\r\x12%\n\x04view\x18\x02 \x01(\x0b\x32\x17.backhaul_proto.v1.View\x12\x0c\n\x04kept\x18\x03 \x01(\x08\"t\n\x16ReleaseSegmentsRequest\x12-\n\x04keys\x18\x01 \x03(\x0b\x32\x1f.backhaul_proto.v1.OperationKey\x12+\n\x07\x63ommits\x18\x02 \x01(\x0b\x32\x1a.backhaul_proto.v1.Commits\"\x19\n\x17ReleaseSegmentsResponse\"[\n\x07\x43ommits\x12\r\n\x05round\x18\x01 \x01(\x04\x12\r\n\x05\x66irst\x18\x02 \x01(\x04\x12\x32\n\tbackwards\x18\x03 \x03(\x0b\x32\x1f.backhaul_proto.v1.OperationKey\"v\n\x17\x43ollectGradientsRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12+\n\x07\x63ommits\x18\x02 \x01(\x0b\x32\x1a.backhaul_proto.v1.Commits\x12\r\n\x05\x63ount\x18\x03 \x01(\x04\x12\x0e\n\x06\x61nswer\x18\x04 \x01(\x04\"\xb5\x01\n\x18\x43ollectGradientsResponse\x12-\n\x08progress\x18\x01 \x01(\x0b\x32\x1b.backhaul_proto.v1.Progress\x12\x39\n\x06result\x18\x02 \x01(\x0b\x32).backhaul_proto.v1.CollectGradientsResult\x12/\n\x07tensors\x18\x03 \x01(\x0b\x32\x1e.backhaul_proto.v1.TensorBatch\"\'\n\x16\x43ollectGradientsResult\x12\r\n\x05slots\x18\x01 \x03(\x04*\x82\x01\n\tOperation\x12\x19\n\x15OPERATION_UNSPECIFIED\x10\x00\x12\x12\n\x0eOPERATION_SAVE\x10\x01\x12\x17\n\x13OPERATION_RECOMPUTE\x10\x02\x12\x16\n\x12OPERATION_BACKWARD\x10\x03\x12\x15\n\x11OPERATION_RELEASE\x10\x04\x32\xd7\x04\n\x0eSegmentService\x12\\\n\x0bSaveSegment\x12%.backhaul_proto.v1.SaveSegmentRequest\x1a&.backhaul_proto.v1.SaveSegmentResponse\x12X\n\tRecompute\x12#.backhaul_proto.v1.RecomputeRequest\x1a$.backhaul_proto.v1.RecomputeResponse0\x01\x12U\n\x08\x42\x61\x63kward\x12\".backhaul_proto.v1.BackwardRequest\x1a#.backhaul_proto.v1.BackwardResponse0\x01\x12]\n\x0eShortBackwards\x12\".backhaul_proto.v1.BackwardRequest\x1a#.backhaul_proto.v1.BackwardResponse(\x01\x30\x01\x12h\n\x0fReleaseSegments\x12).backhaul_proto.v1.ReleaseSegmentsRequest\x1a*.backhaul_proto.v1.ReleaseSegmentsResponse\x12m\n\x10\x43ollectGradients\x12*.backhaul_proto.v1.CollectGradientsRequest\x1a+.backhaul_proto.v1.CollectGradientsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x62\x61\x63khaul_proto/v1/segment.proto\x12\x11\x62\x61\x63khaul_proto.v1\x1a\x1f\x62\x61\x63khaul_proto/v1/program.proto\x1a\x1e\x62\x61\x63khaul_proto/v1/tensor.proto\"s\n\x0cOperationKey\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07segment\x18\x02 \x01(\x04\x12\x10\n\x08\x62\x61\x63kward\x18\x03 \x01(\x04\x12/\n\toperation\x18\x04 \x01(\x0e\x32\x1c.backhaul_proto.v1.Operation\"\x8d\x01\n\x06Timing\x12\x13\n\x0bqueued_at_s\x18\x01 \x01(\x01\x12\x16\n\x0erecompute_at_s\x18\x02 \x01(\x01\x12\x13\n\x0brecompute_s\x18\x03 \x01(\x01\x12\x16\n\x0erequested_at_s\x18\x04 \x01(\x01\x12\x15\n\rbackward_at_s\x18\x05 \x01(\x01\x12\x12\n\nbackward_s\x18\x06 \x01(\x01\"\x9c\x02\n\x12SaveSegmentRequest\x12,\n\x03key\x18\x01 \x01(\x0b\x32\x1f.backhaul_proto.v1.OperationKey\x12\x0f\n\x07program\x18\x02 \x01(\x0c\x12\x0f\n\x07sources\x18\x03 \x03(\x0c\x12\x19\n\x11transient_sources\x18\x04 \x03(\r\x12\x18\n\x10generator_states\x18\x05 \x03(\x0c\x12\x0c\n\x04name\x18\x06 \x01(\t\x12\x16\n\x0ewants_sketches\x18\x07 \x01(\x08\x12\x34\n\x0cpredecessors\x18\x08 \x03(\x0b\x32\x1e.backhaul_proto.v1.Predecessor\x12\x11\n\tpredicted\x18\t \x01(\x08\x12\x12\n\nsuperseded\x18\n \x03(\x0c\">\n\x0bPredecessor\x12\x0e\n\x06source\x18\x01 \x01(\r\x12\x0f\n\x07segment\x18\x02 \x01(\x04\x12\x0e\n\x06output\x18\x03 \x01(\r\"G\n\x13SaveSegmentResponse\x12\x17\n\x0fprogram_missing\x18\x01 \x01(\x08\x12\x17\n\x0fmissing_tensors\x18\x02 \x03(\x0c\"\x92\x01\n\x10RecomputeRequest\x12,\n\x03key\x18\x01 \x01(\x0b\x32\x1f.backhaul_proto.v1.OperationKey\x12\x11\n\tpositions\x18\x02 \x03(\r\x12\x19\n\x11upcoming_segments\x18\x03 \x03(\x04\x12\x12\n\nexpected_s\x18\x04 \x01(\x01\x12\x0e\n\x06\x61nswer\x18\x05 \x01(\x04\"\x95\x02\n\x0f\x42\x61\x63kwardRequest\x12,\n\x03key\x18\x01 \x01(\x0b\x32\x1f.backhaul_proto.v1.OperationKey\x12\'\n\x05start\x18\x02 \x01(\x0b\x32\x18.backhaul_proto.v1.Start\x12\x19\n\x11upcoming_segments\x18\x03 \x03(\x04\x12\x12\n\nexpected_s\x18\x04 \x01(\x01\x12/\n\x07tensors\x18\x05 \x01(\x0b\x32\x1e.backhaul_proto.v1.TensorBatch\x12\x0e\n\x06\x61nswer\x18\x06 \x01(\x04\x12&\n\x05slots\x18\x07 \x03(\x0b\x32\x17.backhaul_proto.v1.Slot\x12\x13\n\x0bpass_number\x18\x08 \x01(\x04\"\xa4\x01\n\x05Start\x12\x34\n\tgradients\x18\x01 \x03(\x0b\x32!.backhaul_proto.v1.OutputGradient\x12\x36\n\rambient_state\x18\x02 \x01(\x0b\x32\x1f.backhaul_proto.v1.AmbientState\x12\x15\n\rwants_digests\x18\x03 \x01(\x08\x12\x16\n\x0esummed_sources\x18\x04 \x03(\r\"\x1f\n\x0c\x41headRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\"\xad\x01\n\rAheadResponse\x12\x0f\n\x07segment\x18\x01 \x01(\x04\x12\'\n\x05start\x18\x02 \x01(\x0b\x32\x18.backhaul_proto.v1.Start\x12\x31\n\x06result\x18\x03 \x01(\x0b\x32!.backhaul_proto.v1.BackwardResult\x12/\n\x07tensors\x18\x04 \x01(\x0b\x32\x1e.backhaul_proto.v1.TensorBatch\"$\n\x04Slot\x12\x0e\n\x06source\x18\x01 \x01(\r\x12\x0c\n\x04slot\x18\x02 \x01(\x04\"0\n\x0eOutputGradient\x12\x0e\n\x06output\x18\x01 \x01(\r\x12\x0e\n\x06tensor\x18\x02 \x01(\x0c\",\n\x08Progress\x12\x0f\n\x07running\x18\x01 \x01(\x08\x12\x0f\n\x07\x61head_s\x18\x02 \x01(\x01\"S\n\x04View\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x0e\n\x06tensor\x18\x02 \x01(\r\x12)\n\x04spec\x18\x03 \x01(\x0b\x32\x1b.backhaul_proto.v1.ViewSpec\"O\n\x08ViewSpec\x12-\n\x06tensor\x18\x01 \x01(\x0b\x32\x1d.backhaul_proto.v1.TensorSpec\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\"\xa7\x01\n\x11RecomputeResponse\x12-\n\x08progress\x18\x01 \x01(\x0b\x32\x1b.backhaul_proto.v1.Progress\x12\x32\n\x06result\x18\x02 \x01(\x0b\x32\".backhaul_proto.v1.RecomputeResult\x12/\n\x07tensors\x18\x03 \x01(\x0b\x32\x1e.backhaul_proto.v1.TensorBatch\"\xae\x01\n\x0fRecomputeResult\x12\x15\n\rsaved_digests\x18\x01 \x03(\x0c\x12&\n\x05views\x18\x02 \x03(\x0b\x32\x17.backhaul_proto.v1.View\x12\x31\n\x0esaved_sketches\x18\x03 \x03(\x0b\x32\x19.backhaul_proto.v1.Sketch\x12)\n\x06timing\x18\x04 \x01(\x0b\x32\x19.backhaul_proto.v1.Timing\"\x19\n\x06Sketch\x12\x0f\n\x07numbers\x18\x01 \x03(\x01\"\xa5\x01\n\x10\x42\x61\x63kwardResponse\x12-\n\x08progress\x18\x01 \x01(\x0b\x32\x1b.backhaul_proto.v1.Progress\x12\x31\n\x06result\x18\x02 \x01(\x0b\x32!.backhaul_proto.v1.BackwardResult\x12/\n\x07tensors\x18\x03 \x01(\x0b\x32\x1e.backhaul_proto.v1.TensorBatch\"\xa4\x02\n\x0e\x42\x61\x63kwardResult\x12\x15\n\rsaved_digests\x18\x01 \x03(\x0c\x12\x36\n\rcontributions\x18\x02 \x03(\x0b\x32\x1f.backhaul_proto.v1.Contribution\x12\x16\n\x0etensor_digests\x18\x03 \x03(\x0c\x12\x31\n\x0esaved_sketches\x18\x04 \x03(\x0b\x32\x19.backhaul_proto.v1.Sketch\x12)\n\x06timing\x18\x05 \x01(\x0b\x32\x19.backhaul_proto.v1.Timing\x12<\n\x11\x63hained_gradients\x18\x06 \x03(\x0b\x32!.backhaul_proto.v1.SourceGradient\x12\x0f\n\x07goes_on\x18\x07 \x03(\x04\"0\n\x0eSourceGradient\x12\x0e\n\x06source\x18\x01 \x01(\r\x12\x0e\n\x06tensor\x18\x02 \x01(\x0c\"S\n\x0c\x43ontribution\x12\x0e\n\x06source\x18\x01 \x01(\r\x12%\n\x04view\x18\x02 \x01(\x0b\x32\x17.backhaul_proto.v1.View\x12\x0c\n\x04kept\x18\x03 \x01(\x08\"t\n\x16ReleaseSegmentsRequest\x12-\n\x04keys\x18\x01 \x03(\x0b\x32\x1f.backhaul_proto.v1.OperationKey\x12+\n\x07\x63ommits\x18\x02 \x01(\x0b\x32\x1a.backhaul_proto.v1.Commits\"\x19\n\x17ReleaseSegmentsResponse\"[\n\x07\x43ommits\x12\r\n\x05round\x18\x01 \x01(\x04\x12\r\n\x05\x66irst\x18\x02 \x01(\x04\x12\x32\n\tbackwards\x18\x03 \x03(\x0b\x32\x1f.backhaul_proto.v1.OperationKey\"v\n\x17\x43ollectGradientsRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12+\n\x07\x63ommits\x18\x02 \x01(\x0b\x32\x1a.backhaul_proto.v1.Commits\x12\r\n\x05\x63ount\x18\x03 \x01(\x04\x12\x0e\n\x06\x61nswer\x18\x04 \x01(\x04\"\xb5\x01\n\x18\x43ollectGradientsResponse\x12-\n\x08progress\x18\x01 \x01(\x0b\x32\x1b.backhaul_proto.v1.Progress\x12\x39\n\x06result\x18\x02 \x01(\x0b\x32).backhaul_proto.v1.CollectGradientsResult\x12/\n\x07tensors\x18\x03 \x01(\x0b\x32\x1e.backhaul_proto.v1.TensorBatch\"\'\n\x16\x43ollectGradientsResult\x12\r\n\x05slots\x18\x01 \x03(\x04*\x82\x01\n\tOperation\x12\x19\n\x15OPERATION_UNSPECIFIED\x10\x00\x12\x12\n\x0eOPERATION_SAVE\x10\x01\x12\x17\n\x13OPERATION_RECOMPUTE\x10\x02\x12\x16\n\x12OPERATION_BACKWARD\x10\x03\x12\x15\n\x11OPERATION_RELEASE\x10\x04\x32\xa5\x05\n\x0eSegmentService\x12\\\n\x0bSaveSegment\x12%.backhaul_proto.v1.SaveSegmentRequest\x1a&.backhaul_proto.v1.SaveSegmentResponse\x12X\n\tRecompute\x12#.backhaul_proto.v1.RecomputeRequest\x1a$.backhaul_proto.v1.RecomputeResponse0\x01\x12U\n\x08\x42\x61\x63kward\x12\".backhaul_proto.v1.BackwardRequest\x1a#.backhaul_proto.v1.BackwardResponse0\x01\x12]\n\x0eShortBackwards\x12\".backhaul_proto.v1.BackwardRequest\x1a#.backhaul_proto.v1.BackwardResponse(\x01\x30\x01\x12L\n\x05\x41head\x12\x1f.backhaul_proto.v1.AheadRequest\x1a .backhaul_proto.v1.AheadResponse0\x01\x12h\n\x0fReleaseSegments\x12).backhaul_proto.v1.ReleaseSegmentsRequest\x1a*.backhaul_proto.v1.ReleaseSegmentsResponse\x12m\n\x10\x43ollectGradients\x12*.backhaul_proto.v1.CollectGradientsRequest\x1a+.backhaul_proto.v1.CollectGradientsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'backhaul_proto.v1.segment_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_OPERATION']._serialized_start=3188
-  _globals['_OPERATION']._serialized_end=3318
+  _globals['_OPERATION']._serialized_start=3465
+  _globals['_OPERATION']._serialized_end=3595
   _globals['_OPERATIONKEY']._serialized_start=119
   _globals['_OPERATIONKEY']._serialized_end=234
   _globals['_TIMING']._serialized_start=237
@@ -48,43 +48,49 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RECOMPUTEREQUEST']._serialized_start=805
   _globals['_RECOMPUTEREQUEST']._serialized_end=951
   _globals['_BACKWARDREQUEST']._serialized_start=954
-  _globals['_BACKWARDREQUEST']._serialized_end=1347
-  _globals['_SLOT']._serialized_start=1349
-  _globals['_SLOT']._serialized_end=1385
-  _globals['_OUTPUTGRADIENT']._serialized_start=1387
-  _globals['_OUTPUTGRADIENT']._serialized_end=1435
-  _globals['_PROGRESS']._serialized_start=1437
-  _globals['_PROGRESS']._serialized_end=1481
-  _globals['_VIEW']._serialized_start=1483
-  _globals['_VIEW']._serialized_end=1566
-  _globals['_VIEWSPEC']._serialized_start=1568
-  _globals['_VIEWSPEC']._serialized_end=1647
-  _globals['_RECOMPUTERESPONSE']._serialized_start=1650
-  _globals['_RECOMPUTERESPONSE']._serialized_end=1817
-  _globals['_RECOMPUTERESULT']._serialized_start=1820
-  _globals['_RECOMPUTERESULT']._serialized_end=1994
-  _globals['_SKETCH']._serialized_start=1996
-  _globals['_SKETCH']._serialized_end=2021
-  _globals['_BACKWARDRESPONSE']._serialized_start=2024
-  _globals['_BACKWARDRESPONSE']._serialized_end=2189
-  _globals['_BACKWARDRESULT']._serialized_start=2192
-  _globals['_BACKWARDRESULT']._serialized_end=2467
-  _globals['_SOURCEGRADIENT']._serialized_start=2469
-  _globals['_SOURCEGRADIENT']._serialized_end=2517
-  _globals['_CONTRIBUTION']._serialized_start=2519
-  _globals['_CONTRIBUTION']._serialized_end=2602
-  _globals['_RELEASESEGMENTSREQUEST']._serialized_start=2604
-  _globals['_RELEASESEGMENTSREQUEST']._serialized_end=2720
-  _globals['_RELEASESEGMENTSRESPONSE']._serialized_start=2722
-  _globals['_RELEASESEGMENTSRESPONSE']._serialized_end=2747
-  _globals['_COMMITS']._serialized_start=2749
-  _globals['_COMMITS']._serialized_end=2840
-  _globals['_COLLECTGRADIENTSREQUEST']._serialized_start=2842
-  _globals['_COLLECTGRADIENTSREQUEST']._serialized_end=2960
-  _globals['_COLLECTGRADIENTSRESPONSE']._serialized_start=2963
-  _globals['_COLLECTGRADIENTSRESPONSE']._serialized_end=3144
-  _globals['_COLLECTGRADIENTSRESULT']._serialized_start=3146
-  _globals['_COLLECTGRADIENTSRESULT']._serialized_end=3185
-  _globals['_SEGMENTSERVICE']._serialized_start=3321
-  _globals['_SEGMENTSERVICE']._serialized_end=3920
+  _globals['_BACKWARDREQUEST']._serialized_end=1231
+  _globals['_START']._serialized_start=1234
+  _globals['_START']._serialized_end=1398
+  _globals['_AHEADREQUEST']._serialized_start=1400
+  _globals['_AHEADREQUEST']._serialized_end=1431
+  _globals['_AHEADRESPONSE']._serialized_start=1434
+  _globals['_AHEADRESPONSE']._serialized_end=1607
+  _globals['_SLOT']._serialized_start=1609
+  _globals['_SLOT']._serialized_end=1645
+  _globals['_OUTPUTGRADIENT']._serialized_start=1647
+  _globals['_OUTPUTGRADIENT']._serialized_end=1695
+  _globals['_PROGRESS']._serialized_start=1697
+  _globals['_PROGRESS']._serialized_end=1741
+  _globals['_VIEW']._serialized_start=1743
+  _globals['_VIEW']._serialized_end=1826
+  _globals['_VIEWSPEC']._serialized_start=1828
+  _globals['_VIEWSPEC']._serialized_end=1907
+  _globals['_RECOMPUTERESPONSE']._serialized_start=1910
+  _globals['_RECOMPUTERESPONSE']._serialized_end=2077
+  _globals['_RECOMPUTERESULT']._serialized_start=2080
+  _globals['_RECOMPUTERESULT']._serialized_end=2254
+  _globals['_SKETCH']._serialized_start=2256
+  _globals['_SKETCH']._serialized_end=2281
+  _globals['_BACKWARDRESPONSE']._serialized_start=2284
+  _globals['_BACKWARDRESPONSE']._serialized_end=2449
+  _globals['_BACKWARDRESULT']._serialized_start=2452
+  _globals['_BACKWARDRESULT']._serialized_end=2744
+  _globals['_SOURCEGRADIENT']._serialized_start=2746
+  _globals['_SOURCEGRADIENT']._serialized_end=2794
+  _globals['_CONTRIBUTION']._serialized_start=2796
+  _globals['_CONTRIBUTION']._serialized_end=2879
+  _globals['_RELEASESEGMENTSREQUEST']._serialized_start=2881
+  _globals['_RELEASESEGMENTSREQUEST']._serialized_end=2997
+  _globals['_RELEASESEGMENTSRESPONSE']._serialized_start=2999
+  _globals['_RELEASESEGMENTSRESPONSE']._serialized_end=3024
+  _globals['_COMMITS']._serialized_start=3026
+  _globals['_COMMITS']._serialized_end=3117
+  _globals['_COLLECTGRADIENTSREQUEST']._serialized_start=3119
+  _globals['_COLLECTGRADIENTSREQUEST']._serialized_end=3237
+  _globals['_COLLECTGRADIENTSRESPONSE']._serialized_start=3240
+  _globals['_COLLECTGRADIENTSRESPONSE']._serialized_end=3421
+  _globals['_COLLECTGRADIENTSRESULT']._serialized_start=3423
+  _globals['_COLLECTGRADIENTSRESULT']._serialized_end=3462
+  _globals['_SEGMENTSERVICE']._serialized_start=3598
+  _globals['_SEGMENTSERVICE']._serialized_end=4275
 # @@protoc_insertion_point(module_scope)

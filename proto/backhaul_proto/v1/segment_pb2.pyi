@@ -274,19 +274,14 @@ class BackwardRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
-    GRADIENTS_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
     UPCOMING_SEGMENTS_FIELD_NUMBER: _builtins.int
     EXPECTED_S_FIELD_NUMBER: _builtins.int
-    AMBIENT_STATE_FIELD_NUMBER: _builtins.int
-    WANTS_DIGESTS_FIELD_NUMBER: _builtins.int
-    SUMMED_SOURCES_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     ANSWER_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     PASS_NUMBER_FIELD_NUMBER: _builtins.int
     expected_s: _builtins.float
-    wants_digests: _builtins.bool
-    """Digest what is returned, for a trainer that does so too."""
     answer: _builtins.int
     """As in RecomputeRequest."""
     pass_number: _builtins.int
@@ -294,17 +289,9 @@ class BackwardRequest(_message.Message):
     @_builtins.property
     def key(self) -> Global___OperationKey: ...
     @_builtins.property
-    def gradients(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputGradient]: ...
+    def start(self) -> Global___Start: ...
     @_builtins.property
     def upcoming_segments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def ambient_state(self) -> _program_pb2.AmbientState:
-        """Settings that the trainer's backward runs under."""
-
-    @_builtins.property
-    def summed_sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Sources whose contributions are wanted as one: their sum in order is the first, the others are unset."""
-
     @_builtins.property
     def tensors(self) -> _tensor_pb2.TensorBatch:
         """Gradients that the worker may not hold, where they fit here: stored as by PutTensors."""
@@ -317,24 +304,111 @@ class BackwardRequest(_message.Message):
         self,
         *,
         key: Global___OperationKey | None = ...,
-        gradients: _abc.Iterable[Global___OutputGradient] | None = ...,
+        start: Global___Start | None = ...,
         upcoming_segments: _abc.Iterable[_builtins.int] | None = ...,
         expected_s: _builtins.float = ...,
-        ambient_state: _program_pb2.AmbientState | None = ...,
-        wants_digests: _builtins.bool = ...,
-        summed_sources: _abc.Iterable[_builtins.int] | None = ...,
         tensors: _tensor_pb2.TensorBatch | None = ...,
         answer: _builtins.int = ...,
         slots: _abc.Iterable[Global___Slot] | None = ...,
         pass_number: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state", "key", b"key", "tensors", b"tensors"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "start", b"start", "tensors", b"tensors"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state", "answer", b"answer", "expected_s", b"expected_s", "gradients", b"gradients", "key", b"key", "pass_number", b"pass_number", "slots", b"slots", "summed_sources", b"summed_sources", "tensors", b"tensors", "upcoming_segments", b"upcoming_segments", "wants_digests", b"wants_digests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "expected_s", b"expected_s", "key", b"key", "pass_number", b"pass_number", "slots", b"slots", "start", b"start", "tensors", b"tensors", "upcoming_segments", b"upcoming_segments"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BackwardRequest: _TypeAlias = BackwardRequest  # noqa: Y015
+
+@_typing.final
+class Start(_message.Message):
+    """What the result of a segment's backward follows from, the segment aside."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRADIENTS_FIELD_NUMBER: _builtins.int
+    AMBIENT_STATE_FIELD_NUMBER: _builtins.int
+    WANTS_DIGESTS_FIELD_NUMBER: _builtins.int
+    SUMMED_SOURCES_FIELD_NUMBER: _builtins.int
+    wants_digests: _builtins.bool
+    """Digest what is returned, for a trainer that does so too."""
+    @_builtins.property
+    def gradients(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputGradient]:
+        """By output."""
+
+    @_builtins.property
+    def ambient_state(self) -> _program_pb2.AmbientState:
+        """Settings that the trainer's backward runs under."""
+
+    @_builtins.property
+    def summed_sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Sources whose contributions are wanted as one: their sum in order is the first, the others are unset."""
+
+    def __init__(
+        self,
+        *,
+        gradients: _abc.Iterable[Global___OutputGradient] | None = ...,
+        ambient_state: _program_pb2.AmbientState | None = ...,
+        wants_digests: _builtins.bool = ...,
+        summed_sources: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state", "gradients", b"gradients", "summed_sources", b"summed_sources", "wants_digests", b"wants_digests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Start: _TypeAlias = Start  # noqa: Y015
+
+@_typing.final
+class AheadRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    def __init__(
+        self,
+        *,
+        session: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AheadRequest: _TypeAlias = AheadRequest  # noqa: Y015
+
+@_typing.final
+class AheadResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    RESULT_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    segment: _builtins.int
+    @_builtins.property
+    def start(self) -> Global___Start: ...
+    @_builtins.property
+    def result(self) -> Global___BackwardResult: ...
+    @_builtins.property
+    def tensors(self) -> _tensor_pb2.TensorBatch: ...
+    def __init__(
+        self,
+        *,
+        segment: _builtins.int = ...,
+        start: Global___Start | None = ...,
+        result: Global___BackwardResult | None = ...,
+        tensors: _tensor_pb2.TensorBatch | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["result", b"result", "start", b"start", "tensors", b"tensors"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["result", b"result", "segment", b"segment", "start", b"start", "tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AheadResponse: _TypeAlias = AheadResponse  # noqa: Y015
 
 @_typing.final
 class Slot(_message.Message):
@@ -595,6 +669,7 @@ class BackwardResult(_message.Message):
     SAVED_SKETCHES_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
     CHAINED_GRADIENTS_FIELD_NUMBER: _builtins.int
+    GOES_ON_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def saved_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """16 bytes each, in the order autograd saved: what the replay computed."""
@@ -617,6 +692,10 @@ class BackwardResult(_message.Message):
     def chained_gradients(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceGradient]:
         """Of the sources that are outputs of predecessors. The worker keeps them, and goes on from them into those segments."""
 
+    @_builtins.property
+    def goes_on(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Segments whose results come by Ahead next, if nothing comes between."""
+
     def __init__(
         self,
         *,
@@ -626,10 +705,11 @@ class BackwardResult(_message.Message):
         saved_sketches: _abc.Iterable[Global___Sketch] | None = ...,
         timing: Global___Timing | None = ...,
         chained_gradients: _abc.Iterable[Global___SourceGradient] | None = ...,
+        goes_on: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chained_gradients", b"chained_gradients", "contributions", b"contributions", "saved_digests", b"saved_digests", "saved_sketches", b"saved_sketches", "tensor_digests", b"tensor_digests", "timing", b"timing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chained_gradients", b"chained_gradients", "contributions", b"contributions", "goes_on", b"goes_on", "saved_digests", b"saved_digests", "saved_sketches", b"saved_sketches", "tensor_digests", b"tensor_digests", "timing", b"timing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

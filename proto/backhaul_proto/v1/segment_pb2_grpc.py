@@ -55,6 +55,11 @@ class SegmentServiceStub(object):
                 request_serializer=backhaul__proto_dot_v1_dot_segment__pb2.BackwardRequest.SerializeToString,
                 response_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.BackwardResponse.FromString,
                 _registered_method=True)
+        self.Ahead = channel.unary_stream(
+                '/backhaul_proto.v1.SegmentService/Ahead',
+                request_serializer=backhaul__proto_dot_v1_dot_segment__pb2.AheadRequest.SerializeToString,
+                response_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.AheadResponse.FromString,
+                _registered_method=True)
         self.ReleaseSegments = channel.unary_unary(
                 '/backhaul_proto.v1.SegmentService/ReleaseSegments',
                 request_serializer=backhaul__proto_dot_v1_dot_segment__pb2.ReleaseSegmentsRequest.SerializeToString,
@@ -99,6 +104,14 @@ class SegmentServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Ahead(self, request, context):
+        """Results of backwards that nobody asked for yet: of segments that the worker went on into by itself, each where it fits
+        one message. Stays open.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReleaseSegments(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -134,6 +147,11 @@ def add_SegmentServiceServicer_to_server(servicer, server):
                     servicer.ShortBackwards,
                     request_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.BackwardRequest.FromString,
                     response_serializer=backhaul__proto_dot_v1_dot_segment__pb2.BackwardResponse.SerializeToString,
+            ),
+            'Ahead': grpc.unary_stream_rpc_method_handler(
+                    servicer.Ahead,
+                    request_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.AheadRequest.FromString,
+                    response_serializer=backhaul__proto_dot_v1_dot_segment__pb2.AheadResponse.SerializeToString,
             ),
             'ReleaseSegments': grpc.unary_unary_rpc_method_handler(
                     servicer.ReleaseSegments,
@@ -255,6 +273,33 @@ class SegmentService(object):
             '/backhaul_proto.v1.SegmentService/ShortBackwards',
             backhaul__proto_dot_v1_dot_segment__pb2.BackwardRequest.SerializeToString,
             backhaul__proto_dot_v1_dot_segment__pb2.BackwardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Ahead(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/backhaul_proto.v1.SegmentService/Ahead',
+            backhaul__proto_dot_v1_dot_segment__pb2.AheadRequest.SerializeToString,
+            backhaul__proto_dot_v1_dot_segment__pb2.AheadResponse.FromString,
             options,
             channel_credentials,
             insecure,

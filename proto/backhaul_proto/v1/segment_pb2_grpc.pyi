@@ -42,6 +42,10 @@ class SegmentServiceStub:
     """Backward of one request after the other, each answered by one message: a round trip on an open stream takes less
     than a call. Where that holds no result, it is not ready or not short: ask Backward, with the same key.
     """
+    Ahead: _grpc.UnaryStreamMultiCallable[_segment_pb2.AheadRequest, _segment_pb2.AheadResponse]
+    """Results of backwards that nobody asked for yet: of segments that the worker went on into by itself, each where it fits
+    one message. Stays open.
+    """
     ReleaseSegments: _grpc.UnaryUnaryMultiCallable[_segment_pb2.ReleaseSegmentsRequest, _segment_pb2.ReleaseSegmentsResponse]
     CollectGradients: _grpc.UnaryStreamMultiCallable[_segment_pb2.CollectGradientsRequest, _segment_pb2.CollectGradientsResponse]
     """Returns the sums of what backwards kept here, and ends their round."""
@@ -59,6 +63,10 @@ class SegmentServiceAsyncStub(SegmentServiceStub):
     ShortBackwards: _aio.StreamStreamMultiCallable[_segment_pb2.BackwardRequest, _segment_pb2.BackwardResponse]  # type: ignore[assignment]
     """Backward of one request after the other, each answered by one message: a round trip on an open stream takes less
     than a call. Where that holds no result, it is not ready or not short: ask Backward, with the same key.
+    """
+    Ahead: _aio.UnaryStreamMultiCallable[_segment_pb2.AheadRequest, _segment_pb2.AheadResponse]  # type: ignore[assignment]
+    """Results of backwards that nobody asked for yet: of segments that the worker went on into by itself, each where it fits
+    one message. Stays open.
     """
     ReleaseSegments: _aio.UnaryUnaryMultiCallable[_segment_pb2.ReleaseSegmentsRequest, _segment_pb2.ReleaseSegmentsResponse]  # type: ignore[assignment]
     CollectGradients: _aio.UnaryStreamMultiCallable[_segment_pb2.CollectGradientsRequest, _segment_pb2.CollectGradientsResponse]  # type: ignore[assignment]
@@ -98,6 +106,16 @@ class SegmentServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_segment_pb2.BackwardResponse], _abc.AsyncIterator[_segment_pb2.BackwardResponse]]:
         """Backward of one request after the other, each answered by one message: a round trip on an open stream takes less
         than a call. Where that holds no result, it is not ready or not short: ask Backward, with the same key.
+        """
+
+    @_abc_1.abstractmethod
+    def Ahead(
+        self,
+        request: _segment_pb2.AheadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_segment_pb2.AheadResponse], _abc.AsyncIterator[_segment_pb2.AheadResponse]]:
+        """Results of backwards that nobody asked for yet: of segments that the worker went on into by itself, each where it fits
+        one message. Stays open.
         """
 
     @_abc_1.abstractmethod

@@ -41,6 +41,7 @@ POLICY: Mapping[str, Needs] = {
     "/backhaul_proto.v1.SegmentService/Recompute": Needs.CREDENTIAL,
     "/backhaul_proto.v1.SegmentService/Backward": Needs.CREDENTIAL,
     "/backhaul_proto.v1.SegmentService/ShortBackwards": Needs.CREDENTIAL,
+    "/backhaul_proto.v1.SegmentService/Ahead": Needs.CREDENTIAL,
     "/backhaul_proto.v1.SegmentService/ReleaseSegments": Needs.CREDENTIAL,
     "/backhaul_proto.v1.SegmentService/CollectGradients": Needs.CREDENTIAL,
     "/backhaul_proto.v1.TelemetryService/GetTelemetry": Needs.CREDENTIAL,

@@ -100,6 +100,7 @@ class Worker:
                 self.segments.release(segment)
             self.segments.closed(session)
             self.store.uncache(session.gradients)
+            session.stop_telling()
             if session.memory is not None:
                 session.memory.close()
         if not self.sessions:

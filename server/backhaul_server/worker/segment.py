@@ -22,6 +22,7 @@ from backhaul_server.worker.sums import Keep
 if TYPE_CHECKING:
     from backhaul_server.worker.handover import Sharing
 
+MOST_UNTOLD = 64
 _NOTHING = Footprint(0, 0, 0)
 
 Perform = Callable[[Work, Ready | None], Finished]
@@ -57,11 +58,13 @@ class Guess:
         start: What it starts from.
         gradients: The tensors that `start` names.
         finished: Its result, None until it has run.
+        was_told: The trainer has been sent that.
     """
 
     start: Start
     gradients: Mapping[int, Tensor]
     finished: Finished | None = None
+    was_told: bool = False
 
 
 @dataclass(eq=False)
@@ -105,6 +108,20 @@ class Segment:
         """Whether a replay is that of the call, as far as the call has ended."""
         return not self.is_confirmed or self.work is None or ready.replay.drawn_from == list(self.work.generator_states)
 
+    def goes_on(self) -> list[int]:
+        """The segments before it whose trainer is to be told of a guess soon."""
+        if self.session.telling is None:
+            return []
+        numbers = {number for number, _ in self.predecessors.values()}
+        found = [self.session.segments.get(number) for number in sorted(numbers)]
+        return [each.id for each in found if each is not None and each.is_guessed_soon]
+
+    @property
+    def is_guessed_soon(self) -> bool:
+        """Whether there is a guess, and a replay that it has run on, runs on or can run on."""
+        guess = self.guess
+        return guess is not None and (guess.finished is not None or self.ready is not None or self.job is not None)
+
     @property
     def about(self) -> dict[str, Any]:
         """What a log call about it passes as `extra`."""
@@ -128,6 +145,7 @@ class Session:
         last_error: Of the last request that was refused or failed.
         unpredictable: Programs that draw from other generator states than the replay of a prediction does.
         memory: What is shared with its trainer, if that is on this machine.
+        telling: Segments whose guess has run, for a trainer that wants to be told; None ends that.
     """
 
     id: str
@@ -142,3 +160,21 @@ class Session:
     last_error: str = ""
     unpredictable: set[bytes] = field(default_factory=set)
     memory: "Sharing | None" = None
+    telling: "asyncio.Queue[Segment | None] | None" = None
+
+    def tell(self, segment: Segment) -> None:
+        """Has a trainer that wants to be told, and listens, told of a guess that has run."""
+        if self.telling is not None and self.telling.qsize() < MOST_UNTOLD:
+            self.telling.put_nowait(segment)
+
+    def start_telling(self) -> "asyncio.Queue[Segment | None]":
+        """In place of a queue that was there."""
+        self.stop_telling()
+        self.telling = asyncio.Queue()
+        return self.telling
+
+    def stop_telling(self) -> None:
+        """Whoever waits for the queue meets its end."""
+        if self.telling is not None:
+            self.telling.put_nowait(None)
+            self.telling = None

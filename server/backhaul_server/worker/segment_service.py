@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from functools import partial
-from time import perf_counter
+from time import perf_counter, time
 
 from backhaul_proto.v1 import (
     segment_pb2,
@@ -15,7 +15,7 @@ from backhaul_runtime.errors import (
     ProgramError,
 )
 from backhaul_runtime.framing import Parcel, Placed, Placing, batches
-from backhaul_runtime.program_codec import decode_state
+from backhaul_runtime.program_codec import decode_state, encode_state
 from backhaul_runtime.protocol import CHUNK_BYTES, PROGRESS_INTERVAL_S
 from backhaul_runtime.splicing import Carried, encode_all
 from backhaul_server.worker import runs
@@ -71,7 +71,7 @@ class Segments(Servicer):
                 saved_digests=found.saved_digests,
                 views=views,
                 saved_sketches=_sketches(found),
-                timing=_timing(segment, asked, found),
+                timing=_timing(segment, asked.came_at_s, found),
             )
             response = segment_pb2.RecomputeResponse(result=result)
             parcels = batches(found.bundle.parcels, self._placing(session, request.answer))
@@ -111,21 +111,40 @@ class Segments(Servicer):
                 return None
             return next(_backward_answer(segment, asked))
 
+    async def Ahead(  # noqa: N802  gRPC's name
+        self, request: segment_pb2.AheadRequest, context: Context
+    ) -> AsyncIterator[bytes]:
+        """Sends what is ready before it is asked for, for as long as the session lasts or until another call does."""
+        session = self.worker.sessions.get(request.session)
+        if session is None:
+            return
+        queue = session.start_telling()
+        try:
+            while (segment := await queue.get()) is not None:
+                if (found := self.worker.segments.told(segment, CHUNK_BYTES)) is not None:
+                    yield _ahead_answer(segment, *found)
+        finally:
+            if session.telling is queue:
+                session.stop_telling()
+
     @contextmanager
     def _backward(self, carried: Carried[segment_pb2.BackwardRequest]) -> Iterator[tuple[Segment, Request]]:
         """Around a backward that was asked for, and its answer."""
         request = carried.message
         session = self.worker.session(request.key.session)
         segment = self.worker.segment(session, request.key.segment)
-        addresses = {gradient.output: gradient.tensor for gradient in request.gradients}
+        addresses = {gradient.output: gradient.tensor for gradient in request.start.gradients}
         if segment.work is None or any(output >= len(segment.work.program.outputs) for output in addresses):
             raise ProgramError(f"gradients are given for outputs {sorted(addresses)} of {segment.name}")
         with Arriving(self.worker) as arriving:
             arriving.add(carried)
             arriving.stored()
-        state = decode_state(request.ambient_state)
-        summed = tuple(request.summed_sources)
-        start = Start(tuple(sorted(addresses.items())), state, request.wants_digests, summed)
+        start = Start(
+            tuple(sorted(addresses.items())),
+            decode_state(request.start.ambient_state),
+            request.start.wants_digests,
+            tuple(request.start.summed_sources),
+        )
         slots = {each.source: each.slot for each in request.slots}
         if max(slots, default=0) >= max(1, len(segment.work.sources)):
             raise ProgramError(f"slots are named for sources {sorted(slots)} of {segment.name}")
@@ -204,37 +223,57 @@ class Segments(Servicer):
 
 def _backward_answer(segment: Segment, asked: Request, place: Placing = lambda _: None) -> Iterator[bytes]:
     found = asked.answer.result()
+    response = segment_pb2.BackwardResponse(result=_backward_result(segment, found, asked.came_at_s))
+    return encode_all(batches(found.bundle.parcels, place), response.TENSORS_FIELD_NUMBER, response)
+
+
+def _ahead_answer(segment: Segment, start: Start, found: Finished) -> bytes:
+    result = _backward_result(segment, found, time())
+    response = segment_pb2.AheadResponse(segment=segment.id, start=_encoded(start), result=result)
+    (message,) = encode_all(batches(found.bundle.parcels), response.TENSORS_FIELD_NUMBER, response)
+    return message
+
+
+def _backward_result(segment: Segment, found: Finished, asked_at_s: float) -> segment_pb2.BackwardResult:
     contributions = [
         segment_pb2.Contribution(source=source, kept=position in found.kept)
         for position, source in enumerate(found.sources)
     ]
     for view in found.bundle.views:
         contributions[view.position].view.CopyFrom(encode_view(view))
-    result = segment_pb2.BackwardResult(
+    return segment_pb2.BackwardResult(
         saved_digests=found.saved_digests,
         contributions=contributions,
         tensor_digests=found.tensor_digests,
         saved_sketches=_sketches(found),
-        timing=_timing(segment, asked, found),
+        timing=_timing(segment, asked_at_s, found),
         chained_gradients=[
             segment_pb2.SourceGradient(source=source, tensor=parcel.address) for source, parcel in found.chained.items()
         ],
+        goes_on=segment.goes_on(),
     )
-    response = segment_pb2.BackwardResponse(result=result)
-    return encode_all(batches(found.bundle.parcels, place), response.TENSORS_FIELD_NUMBER, response)
+
+
+def _encoded(start: Start) -> segment_pb2.Start:
+    return segment_pb2.Start(
+        gradients=[segment_pb2.OutputGradient(output=output, tensor=tensor) for output, tensor in start.addresses],
+        ambient_state=encode_state(start.state),
+        wants_digests=start.wants_digests,
+        summed_sources=start.summed,
+    )
 
 
 def _sketches(found: Finished) -> list[segment_pb2.Sketch]:
     return [segment_pb2.Sketch(numbers=numbers) for numbers in found.saved_sketches]
 
 
-def _timing(segment: Segment, asked: Request, found: Finished) -> segment_pb2.Timing:
-    was_ahead = found.recompute_at_s < asked.came_at_s
+def _timing(segment: Segment, asked_at_s: float, found: Finished) -> segment_pb2.Timing:
+    was_ahead = found.recompute_at_s < asked_at_s
     return segment_pb2.Timing(
-        queued_at_s=segment.queued_at_s if was_ahead else asked.came_at_s,
+        queued_at_s=segment.queued_at_s if was_ahead else asked_at_s,
         recompute_at_s=found.recompute_at_s,
         recompute_s=found.recompute_s,
-        requested_at_s=asked.came_at_s,
+        requested_at_s=asked_at_s,
         backward_at_s=found.backward_at_s,
         backward_s=found.backward_s,
     )

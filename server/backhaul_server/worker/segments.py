@@ -110,6 +110,9 @@ class Segments:
 
     def release(self, segment: Segment) -> None:
         """Frees a segment."""
+        if segment.guess is not None and segment.guess.was_told:  # and was right, or there would have been a request
+            self.guessed += 1
+            self.recomputed += 1
         self._carry_out(segment, segment.machine.released())
         self.executor.wake()
 
@@ -233,6 +236,22 @@ class Segments:
             )
             self._schedule.guessed(before.key)
 
+    def told(self, segment: Segment, most_bytes: int) -> tuple[Start, Finished] | None:
+        """The guess about a segment, to be sent to its trainer; None where there is none, or a larger one."""
+        guess = segment.guess
+        if guess is None or guess.finished is None or guess.finished.bundle.size_bytes > most_bytes:
+            return None
+        segment.guess = replace(guess, was_told=True)
+        self._share(segment.session, guess.finished)
+        return guess.start, guess.finished
+
+    def _share(self, session: Session, found: Finished) -> None:
+        """Keeps the gradients that a trainer may name from now on."""
+        addressed = [parcel for parcel in (*found.bundle.parcels, *found.chained.values()) if parcel.address]
+        for parcel in addressed:
+            self._store.cache(parcel.address, parcel.tensor, ENTRY_BYTES + parcel.layout.span_bytes)
+        self.remember(session, [parcel.address for parcel in addressed])
+
     def _next_ahead(self) -> Job | None:
         """What to do ahead now, begun already."""
         step = self._schedule.next(self._store.room_for_replays())
@@ -267,6 +286,7 @@ class Segments:
             self._ended_ahead(segment, found.size_bytes if found is not None else None, is_done=True)
             if found is not None and guess is not None:
                 self._go_on(segment, found, guess.start)
+                segment.session.tell(segment)
 
         return Job(segment.session.id, lambda: True, work, end, 0.0)
 
@@ -390,10 +410,7 @@ class Segments:
             segment.requests.pop(key, None)
 
         self._store.keep_result((segment.key, key), found.bundle.size_bytes, drop)
-        addressed = [parcel for parcel in (*found.bundle.parcels, *found.chained.values()) if parcel.address]
-        for parcel in addressed:
-            self._store.cache(parcel.address, parcel.tensor, ENTRY_BYTES + parcel.layout.span_bytes)
-        self.remember(segment.session, [parcel.address for parcel in addressed])
+        self._share(segment.session, found)
         request.answer.set_result(found)
 
     def _fail(self, segment: Segment, key: Key, error: BackhaulError) -> None:
