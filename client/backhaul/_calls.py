@@ -165,6 +165,7 @@ class Stream(Generic[R]):
         silence_s: See NOTE [Bounds].
         memory: Through which tensors may come.
         answer: What the request names it there.
+        is_lent: Tensors stay where they came in shared memory.
     """
 
     def __init__(
@@ -175,6 +176,8 @@ class Stream(Generic[R]):
         silence_s: float,
         memory: SharedMemory | None = None,
         answer: int = 0,
+        *,
+        is_lent: bool = False,
     ) -> None:
         self._silence_s = silence_s
         self._longest_run_s = longest_run_s(expected_s)
@@ -184,7 +187,9 @@ class Stream(Generic[R]):
         self._closed = threading.Event()
         self._memory = memory
         self._answer = answer
-        self._receiver = Receiver(locate=memory.locate) if memory is not None and answer else Receiver()
+        self._receiver = Receiver()
+        if memory is not None and answer:
+            self._receiver = Receiver(locate=memory.in_place if is_lent else memory.copied)
         self.received_bytes = 0
         try:
             self._call = method(request, timeout=LONGEST_S)

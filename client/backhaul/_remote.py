@@ -257,7 +257,8 @@ class SavedSegment:
 
         def ask() -> SavedTensors:
             request.answer = self._new_answer()
-            stream = self._open(self._link.stubs(self.generation).segments.Recompute, request, request.answer)
+            method = self._link.stubs(self.generation).segments.Recompute
+            stream = self._open(method, request, request.answer, is_lent=True)
             try:
                 result = stream.result()
 
@@ -311,8 +312,9 @@ class SavedSegment:
         memory = self.generation.memory
         return memory.answer() if memory is not None else 0
 
-    def _open(self, method: Any, request: Any, answer: int) -> "Stream[Any]":
-        return Stream(method, request, self._expected_s, self._link.silence_s, self.generation.memory, answer)
+    def _open(self, method: Any, request: Any, answer: int, *, is_lent: bool = False) -> "Stream[Any]":
+        memory = self.generation.memory
+        return Stream(method, request, self._expected_s, self._link.silence_s, memory, answer, is_lent=is_lent)
 
     def _closed(self, stream: "Stream[Any]") -> None:
         stream.close()

@@ -85,15 +85,24 @@ class SharedMemory:
         """Nobody will look at tensors of an answer that have not been read."""
         self._say(Ask.ENDED, answer)
 
-    def locate(self, location: tensor_pb2.Location, layout: Layout) -> Callable[[], Tensor]:
+    def copied(self, location: tensor_pb2.Location, layout: Layout) -> Callable[[], Tensor]:
         """What copies a tensor out of shared memory. Raises TransferError for one that can't be there."""
+        region = self._region(location, layout)
+        return lambda: region.copy(location, layout)
+
+    def in_place(self, location: tensor_pb2.Location, layout: Layout) -> Callable[[], Tensor]:
+        """As `copied`, but the tensor stays where it is."""
+        region = self._region(location, layout)
+        return lambda: region.use(location, layout)
+
+    def _region(self, location: tensor_pb2.Location, layout: Layout) -> Region:
         if location.region not in self._inbox:
             self._poll()  # it was handed over before
         region = self._inbox.get(location.region)
         if region is None:
             raise TransferError(f"a tensor is declared in region {location.region}, which was not handed over")
         region.check(location, layout)
-        return lambda: region.copy(location, layout)
+        return region
 
     def close(self) -> None:
         """Shares nothing more."""

@@ -6,12 +6,13 @@ NOTE [Regions]
    take is the worker's to bound.
 2. A region has one direction. Its sender alone decides where in it a tensor goes. For each tensor it takes a slot, two
    words in a table at the region's beginning: it writes a ticket, never the same twice, into the first, and the
-   receiver copies it into the second when it needs the tensor's bytes no more. So giving back takes neither a message
-   nor a lock, any destructor may do it, and one that comes late can't free what was given to somebody else since.
+   receiver copies it into the second when it needs the tensor's bytes no more, with a bit set while it uses them in
+   place. So giving back takes neither a message nor a lock, any destructor may do it, and one that comes late can't
+   free what was given to somebody else since.
 3. Seals don't stop rewriting: only processes of one user share regions. So the receiver does not hash what lies there:
    the sender hashes what it has just written, while that is in its cache.
-4. The worker uses tensors in place. A trainer copies them out: memory of a region can't be resized, and a child that
-   the trainer forks would see what comes after it.
+4. The worker uses tensors in place, and a trainer what autograd saved. Gradients, which its user keeps, it copies out:
+   memory of a region can't be resized, and a child that the trainer forks would see what comes after it.
 """
 
 import ctypes
@@ -48,6 +49,7 @@ IS_AVAILABLE = hasattr(os, "memfd_create") and hasattr(socket, "SO_PEERCRED")
 
 _WORDS_PER_SLOT = 2
 _WORD_BYTES = 8
+_IN_USE = 1 << 63
 _PAGE_BYTES = 4096
 _CREDENTIALS = struct.Struct("3i")
 _OFFER = struct.Struct("<?I")
@@ -139,6 +141,10 @@ class Region:
         """Whether the receiver has ended this use of it."""
         return self._words[_WORDS_PER_SLOT * slot + 1] == ticket
 
+    def is_used(self, slot: int, ticket: int) -> bool:
+        """Whether the receiver uses the tensor in place."""
+        return self._words[_WORDS_PER_SLOT * slot + 1] == ticket | _IN_USE
+
     # The receiver's
 
     def check(self, location: tensor_pb2.Location, layout: Layout) -> None:
@@ -165,6 +171,7 @@ class Region:
         with self._lock:
             self._used[location.slot] = location.ticket, begin, begin + layout.span_bytes
             self.used_bytes += layout.span_bytes
+            self._words[_WORDS_PER_SLOT * location.slot + 1] = location.ticket | _IN_USE
         raw = self._raw_of(location, layout)
         # Torch keeps the array, which keeps the mapping.
         weakref.finalize(raw, self.let_go, location.slot, location.ticket).atexit = False
@@ -334,6 +341,10 @@ class Outbox:
                 if sending is not None:
                     sending.give(place)
 
+    def end(self, places: Iterable[Place]) -> None:
+        """Frees places that the receiver will not look at again, but for those where it uses a tensor now."""
+        self.withdraw([place for place in places if not place.region.is_used(place.slot, place.ticket)])
+
     def _take(self, size_bytes: int) -> Place | None:
         with self._lock:
             ticket = next(self._tickets)
@@ -401,7 +412,7 @@ class Ask(IntEnum):
     """It has less than half of its room left; with the bytes that would make it half."""
 
     ENDED = 3
-    """It will look at no more tensors of an answer; with the answer's number."""
+    """It will look at no more tensors of an answer than those it uses in place; with the answer's number."""
 
     def message(self, number: int) -> bytes:
         """As it is sent."""

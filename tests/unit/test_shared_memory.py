@@ -110,6 +110,21 @@ def test_a_slot_comes_back_with_the_last_view_of_its_tensor(ends: tuple[Outbox, 
     assert outbox.put(Parcel.of(tensor)) is not None
 
 
+def test_an_answer_that_has_ended_leaves_what_is_used_in_place(ends: tuple[Outbox, Region]) -> None:
+    outbox, region = ends
+    tensor, layout = large(2), layout_of(large(2))
+    places = [outbox.put(Parcel.of(tensor)), outbox.put(Parcel.of(tensor))]
+    assert isinstance(places[0], Place)
+    assert isinstance(places[1], Place)
+    used = region.use(places[0].placed(layout).location, layout)
+    outbox.end([place for place in places if place is not None])
+    put(outbox, torch.zeros_like(tensor))
+    assert outbox.put(Parcel.of(tensor)) is None
+    assert torch.equal(used, tensor)
+    del used
+    put(outbox, tensor)
+
+
 def test_a_copy_is_the_trainers_own(ends: tuple[Outbox, Region]) -> None:
     outbox, region = ends
     tensor = large(4)

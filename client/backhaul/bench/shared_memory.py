@@ -50,5 +50,5 @@ def measure(stage: Stage) -> list[Outcome]:
 
     variants = [Variant("backhaul", there_and_back), Variant("memcpy", memcpy)]
     rounds = with_spans(interleave(variants, stage.cores, PLAN), session.workers, PLAN.warm, REPEATS)
-    note = "up, in place; down tensors are copied out of shared memory, which takes details.fetch"
+    note = "up, in place; gradients are copied out of shared memory, which takes details.fetch"
     return [of_rounds("shm_vs_memcpy", rounds, ratio_of("memcpy", "save"), note)]

@@ -202,7 +202,7 @@ class Sharing:
                 elif kind is Ask.ROOM:
                     self._handover.run(self._move_out(list(self._up.values()), number))
                 else:
-                    self._down.withdraw(self._answers.pop(number, []))
+                    self._down.end(self._answers.pop(number, []))
         except BlockingIOError:
             return
         except (OSError, TransferError) as error:
