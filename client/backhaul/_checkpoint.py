@@ -25,7 +25,7 @@ from backhaul._held import held_elsewhere
 from backhaul._lineage import Copies, Lineage, Recipe
 from backhaul._local import Call, nesting
 from backhaul._prediction import Beginning
-from backhaul._recipes import recipe_of
+from backhaul._recipes import mark_given, mark_returned, recipe_of
 from backhaul._report import Journal
 from backhaul._selection import Selection
 from backhaul._telemetry import CallLog, Telemetry
@@ -33,7 +33,6 @@ from backhaul_runtime.dispatch_mode import DispatchMode
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.op_list import allowed_ops
 from backhaul_runtime.recorder import Recorder
-from backhaul_runtime.recording import version_of
 from backhaul_runtime.replay import Saved
 from backhaul_runtime.storages import StorageLedger
 from backhaul_runtime.uses import Use, find_uses
@@ -260,11 +259,16 @@ def _keep(
     elif outputs and saves:
         _hand_over(remote, frame, recorder, beginning, forward_s, needs_inside)
     chained, frame.predecessors = [source for source, *_ in frame.predecessors], []
-    if frame.lineage is None or not grafts:
+    if frame.lineage is None:
         return returned[0]
-    frame.lineage.uses = [index for index, found in enumerate(uses) for _ in found]
-    grafted = graft(frame, outputs, [recorder.tensors[index] for index in frame.lineage.uses])
-    frame.lineage.versions = list(map(version_of, grafted))
+    if not grafts:
+        whole = recorder.whole(frame.lineage.program, outputs)
+        if whole is not None:
+            frame.lineage.program = whole
+            mark_returned(frame.lineage, outputs)
+        return returned[0]
+    grafted = graft(frame, outputs, [recorder.tensors[index] for index, found in enumerate(uses) for _ in found])
+    mark_returned(frame.lineage, grafted)
     frame.unshared.watch((source, recorder.tensors[source]) for source in chained)
     return _replaced(returned[0], dict(zip(map(id, outputs), grafted, strict=True)))
 
@@ -283,7 +287,7 @@ def _hand_over(
 
     def recipe(index: int) -> Recipe | None:
         edge, source = edges[index], frame.recording.sources[index]
-        return None if edge is None else recipe_of(recorder.tensors[index], source.layout, edge)
+        return None if edge is None else recipe_of(recorder.tensors[index], source, edge)
 
     try:
         frame.remote = remote.save(frame, beginning, recorder.tensors, forward_s)
@@ -302,6 +306,7 @@ def _hand_over(
     )
     if frame.remote is not None:
         frame.lineage.let_go(recipe)
+    mark_given(frame.lineage, recorder.tensors, edges)
 
 
 def _call_site() -> str:

@@ -14,7 +14,7 @@ NOTE [Lineage]
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -55,7 +55,7 @@ class Copies:
         self._tensors[address] = tensor
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Lineage:
     """What it takes to compute a segment again.
 
@@ -63,13 +63,11 @@ class Lineage:
         name: What was called.
         session: Names the trainer's session.
         site: File and line of the call.
-        program: Of the segment.
+        program: Of the segment, with its outputs.
         recording: From its forward.
         copies: Of the session.
         durability: Of the call.
         recipes: Of the sources that are not held, by index.
-        uses: Index of the source behind each input of the segment's node in autograd's graph.
-        versions: Version counters of the outputs as the call returned them.
         serial: Greater than those of all segments it follows from.
     """
 
@@ -81,8 +79,6 @@ class Lineage:
     copies: Copies
     durability: Durability
     recipes: "dict[int, Recipe]" = field(default_factory=dict)
-    uses: Sequence[int] = ()
-    versions: Sequence[int] = ()
     serial: int = field(default_factory=lambda: next(_serials))
 
     def let_go(self, recipe_of: "Callable[[int], Recipe | None]") -> None:

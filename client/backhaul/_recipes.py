@@ -1,107 +1,120 @@
-"""Reads off autograd's graph how a tensor follows from outputs of segments.
+"""Reads off autograd's graph how a tensor follows from what segments returned or were given.
 
 Only what the graph tells in full is read: residual adds, scalar factors, views. A norm, a dropout mask, a gate, or a
 tensor without gradient is not in it; what depends on them is kept. See NOTE [Lineage].
+
+Nodes are told which of the tensors they made a segment returned or was given: whatever is between two segments, the
+inside of a segment that returns activations included, reading ends there.
 """
 
 import operator
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from backhaul._graft import frame_of
 from backhaul._lineage import Input, Leaf, Lineage, Op, Output, Recipe, ends_of
-from backhaul_runtime.layout import Layout
-from backhaul_runtime.recording import version_of
+from backhaul_runtime.recording import RecordedSource, version_of
 
 _MOST_NODES = 16
 _LEAF = "torch::autograd::AccumulateGrad"
+_MARKS = "backhaul"
 
 
 class _UnreadableError(Exception):
     """The graph does not tell how a tensor came about."""
 
 
-def recipe_of(tensor: Tensor, layout: Layout, edge: GradientEdge) -> Recipe | None:
-    """How a tensor follows from outputs of segments; None where it does not, or not by ops that can be read.
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """That a segment returned or was given what a node made.
+
+    Attributes:
+        kind: Which of the two.
+        lineage: Of the segment. Weakly: the graph must not keep what only a backward needs that may be over.
+        number: Position or index there.
+        version: Version counter of the tensor when the call had ended.
+    """
+
+    kind: type[Output | Input]
+    lineage: "weakref.ref[Lineage]"
+    number: int
+    version: int
+
+
+def mark_returned(lineage: Lineage, outputs: Sequence[Tensor]) -> None:
+    """Tells the graph that a segment returned these, by position among the outputs of its program."""
+    for position, output in enumerate(outputs):
+        _mark(get_gradient_edge(output), Output, lineage, position, output)
+
+
+def mark_given(lineage: Lineage, tensors: Sequence[Tensor], edges: Sequence[GradientEdge | None]) -> None:
+    """Tells the graph which tensors a segment was given, as far as it took copies.
+
+    Args:
+        lineage: Of the segment.
+        tensors: The caller's object behind each source.
+        edges: Their places in the graph.
+    """
+    for index, (source, edge) in enumerate(zip(lineage.recording.sources, edges, strict=True)):
+        if edge is not None and source.is_copy and not source.is_written:
+            _mark(edge, Input, lineage, index, tensors[index])
+
+
+def _mark(edge: GradientEdge, kind: type[Output | Input], lineage: Lineage, number: int, tensor: Tensor) -> None:
+    if lineage.durability != "none":
+        _marks_of(edge.node)[edge.output_nr] = _Mark(kind, weakref.ref(lineage), number, version_of(tensor))
+
+
+def _marks_of(node: Any) -> dict[int, _Mark]:
+    """By output of a node. Lives as long as that."""
+    marks: dict[int, _Mark] = node.metadata.setdefault(_MARKS, {})
+    return marks
+
+
+def recipe_of(tensor: Tensor, source: RecordedSource, edge: GradientEdge) -> Recipe | None:
+    """How a tensor follows from what segments returned or were given; None where it does not, or it can't be read.
 
     Args:
         tensor: Met by a call that has just ended.
-        layout: When the call met it.
+        source: What the call met.
         edge: Its place in the graph.
     """
+    layout = source.layout
     if layout.dtype.is_complex or layout.negative or layout.memory_order is None:
         return None
     try:
-        recipe = _Reader(edge.node).read(edge.node, edge.output_nr)
+        recipe, version = _read(edge.node, edge.output_nr, iter(range(_MOST_NODES)))
     except (_UnreadableError, RuntimeError, AttributeError):  # the latter from a graph that was freed
         return None
-    is_output = any(isinstance(end, Output) for end in ends_of(recipe))
-    return recipe if is_output and version_of(tensor) == _version(recipe) else None
+    if version != version_of(tensor) or all(isinstance(end, Leaf) for end in ends_of(recipe)):
+        return None
+    return recipe if not isinstance(recipe, Input) or recipe.source.address == source.address else None
 
 
-class _Reader:
-    """Reads from a node on.
-
-    Attributes:
-        inputs: What the segments in reach started from, by the places that it has in the graph.
-    """
-
-    def __init__(self, start: Node) -> None:
-        self.inputs: dict[tuple[Node, int], Input] = {}
-        reached = {(start, 0)}
-        for _ in range(_MOST_NODES):
-            reached = {place for place in reached if place not in self.inputs}
-            if not reached:
-                return
-            # The latest first: what a segment started from is found before what that came from, and not looked into.
-            place = max(reached, key=lambda place: place[0]._sequence_nr())
-            reached.remove(place)
-            node = place[0]
-            following = [(n, output_nr) for n, output_nr in node.next_functions if n is not None]
-            if (lineage := _lineage_of(node)) is not None:
-                for found, index in zip(following, lineage.uses, strict=True):
-                    if not lineage.recording.sources[index].is_written:
-                        self.inputs[found] = Input(lineage, index)
-            elif node.name() in _READERS:
-                reached.update(following)
+def _read(node: Node, output_nr: int, nodes_left: Iterator[int]) -> tuple[Recipe, int]:
+    """The recipe of a node's output, and the version counter that it has if nobody wrote to it since."""
+    mark = _marks_of(node).get(output_nr)
+    if mark is not None and (lineage := mark.lineage()) is not None:
+        return mark.kind(lineage, mark.number), mark.version
+    if node.name() == _LEAF:
+        return Leaf(node.variable.detach()), 0  # type: ignore[attr-defined]
+    if node.name() not in _READERS or next(nodes_left, None) is None:
         raise _UnreadableError
-
-    def read(self, node: Node, output_nr: int) -> Recipe:
-        """The recipe of a node's output."""
-        if (found := self.inputs.get((node, output_nr))) is not None:
-            return found
-        if (lineage := _lineage_of(node)) is not None:
-            return Output(lineage, output_nr)
-        if node.name() == _LEAF:
-            return Leaf(node.variable.detach())  # type: ignore[attr-defined]
-        if (reader := _READERS.get(node.name())) is None:
+    function, count = _READERS[node.name()](node)
+    found = []
+    for operand, operand_nr in node.next_functions[:count]:
+        if operand is None:  # a number, or a tensor without gradient
             raise _UnreadableError
-        function, count = reader(node)
-        operands = node.next_functions[:count]
-        if any(operand is None for operand, _ in operands):  # a number, or a tensor without gradient
-            raise _UnreadableError
-        return Op(function, tuple(self.read(operand, nr) for operand, nr in operands if operand is not None))
-
-
-def _lineage_of(node: Node) -> Lineage | None:
-    frame = frame_of(node)
-    lineage = frame.lineage if frame is not None else None
-    return lineage if lineage is not None and lineage.durability != "none" else None
-
-
-def _version(recipe: Recipe) -> int:
-    """The version counter of what nobody wrote to: a view shares that of what it is a view of."""
-    match recipe:
-        case Output(lineage, position):
-            return lineage.versions[position]
-        case Op(_View(), (operand,)):
-            return _version(operand)
-    return 0
+        found.append(_read(operand, operand_nr, nodes_left))
+    # A view shares the counter of what it is a view of.
+    version = found[0][1] if isinstance(function, _View) else 0
+    return Op(function, tuple(recipe for recipe, _ in found)), version
 
 
 class _View(partial[Tensor]):

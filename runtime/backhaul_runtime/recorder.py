@@ -12,7 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -118,6 +118,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         self._hidden = StorageLedger()
         self._hidden_bytes: dict[int, int] = {}  # of storages that autograd saves and no op returns
         self._saving_nodes = 0  # up to the last that saved something
+        self._left_out: tuple[Node, ...] = ()
         self._pins = Pins() if pins else None
         self.first_sequence = _get_sequence_nr()
         self._first_hook = RemovableHandle.next_id
@@ -497,14 +498,31 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         refs = [self.ref_of(output) for output in outputs]
         if not all(isinstance(ref, ResultRef) for ref in refs):
             self.refuse("an output that no recorded op returned")
-        if self._unwritten and any(storage_key(output) in self._unwritten for output in outputs):
+        if self._has_unwritten(outputs):
             self.refuse("an output in memory that no op wrote (NumPy, or a kernel of its own)")
         if self.recording.refusal is not None:
             return None
         if early_stop:
+            self._left_out = tuple(self._nodes[self._saving_nodes :])
             del self._nodes[self._saving_nodes :]
             del self.recording.generator_states[sum(node.draws for node in self._nodes) :]
         return self._program(tuple(ref for ref in refs if ref is not None))
+
+    def whole(self, program: Program, outputs: Sequence[Tensor]) -> Program | None:
+        """A program that `finish` stopped early, with what it left out and with outputs; None where it can't give them.
+
+        Args:
+            program: Equal to that which `finish` returned.
+            outputs: Tensors that the call returned.
+        """
+        refs = tuple([ref for output in outputs if (ref := self.ref_of(output)) is not None])
+        draws = any(node.draws for node in self._left_out)  # whose states were left out too
+        if len(refs) < len(outputs) or draws or self._has_unwritten(outputs):
+            return None
+        return replace(program, nodes=program.nodes + self._left_out, outputs=refs)
+
+    def _has_unwritten(self, outputs: Sequence[Tensor]) -> bool:
+        return bool(self._unwritten) and any(storage_key(output) in self._unwritten for output in outputs)
 
     def so_far(self) -> Program:
         """The ops noted so far, as a program without outputs."""

@@ -1,7 +1,7 @@
 """What the trainer keeps of segments that a worker has, and what it computes again once the worker is gone."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -95,14 +95,9 @@ KEPT_EACH = {
 }
 
 
-@pytest.fixture(params=[True, False], ids=["lost", "there"])
-def lose(request: pytest.FixtureRequest, loopback: Loopback) -> Iterator[Callable[[], None]]:
-    """Loses the worker, or does not."""
-
-    def lose() -> None:
-        loopback.is_lost = request.param
-
-    yield lose
+each_way = pytest.mark.parametrize(
+    ("returns", "is_lost"), [("gradients", True), ("gradients", False), ("activations", True)]
+)
 
 
 def kept(loopback: Loopback) -> list[int]:
@@ -110,24 +105,100 @@ def kept(loopback: Loopback) -> list[int]:
     return [sum(s.is_copy and s.held is not None for s in each.sources) for each in loopback.recordings]
 
 
+def check_kept(loopback: Loopback, returns: str, is_lost: bool, run: Run, expected: list[int]) -> None:
+    def lose() -> None:
+        assert kept(loopback) == expected
+        loopback.is_lost = is_lost
+
+    ours = gradients(partial(loopback.checkpoint, returns=returns), run, lose)
+    assert differing(ours, gradients(plainly, run)) == []
+
+
+@each_way
 @pytest.mark.parametrize("name", KEPT_FIRST)
-def test_only_the_first_boundary_is_kept(loopback: Loopback, lose: Callable[[], None], name: str) -> None:
-    def check() -> None:
-        assert kept(loopback) == [1, 0, 0, 0]
-        lose()
-
-    ours = gradients(partial(loopback.checkpoint, returns="gradients"), KEPT_FIRST[name], check)
-    assert differing(ours, gradients(plainly, KEPT_FIRST[name])) == []
+def test_only_the_first_boundary_is_kept(loopback: Loopback, returns: str, is_lost: bool, name: str) -> None:
+    check_kept(loopback, returns, is_lost, KEPT_FIRST[name], [1, 0, 0, 0])
 
 
+@each_way
 @pytest.mark.parametrize("name", KEPT_EACH)
-def test_what_the_graph_does_not_tell_is_kept(loopback: Loopback, lose: Callable[[], None], name: str) -> None:
-    def check() -> None:
-        assert kept(loopback) == [1, 1, 1, 1]
-        lose()
+def test_what_the_graph_does_not_tell_is_kept(loopback: Loopback, returns: str, is_lost: bool, name: str) -> None:
+    check_kept(loopback, returns, is_lost, KEPT_EACH[name], [1, 1, 1, 1])
 
-    ours = gradients(partial(loopback.checkpoint, returns="gradients"), KEPT_EACH[name], check)
-    assert differing(ours, gradients(plainly, KEPT_EACH[name])) == []
+
+def inside(function: Callable[[nn.Module, Tensor], Tensor]) -> Run:
+    """Segments in a row of a function that calls a block."""
+
+    def run(checkpoint: Checkpoint, blocks: list[nn.Module], x: Tensor) -> Tensor:
+        for each in blocks:
+            x = checkpoint(partial(function, each), x)
+        return x
+
+    return run
+
+
+def parts(checkpoint: Checkpoint, blocks: list[nn.Module], x: Tensor) -> Tensor:
+    """Segments whose outputs share memory."""
+    pair = x.chunk(2)
+    for each in blocks:
+        pair = checkpoint(lambda a, b, each=each: each(torch.cat([a, b])).chunk(2), *pair)
+    return torch.cat(pair)
+
+
+REBUILT = {
+    "ends in an add": inside(lambda block, x: x + block(x)),
+    "ends in a write": inside(lambda block, x: block(x).mul_(x).relu_()),
+    "parts": parts,
+}
+
+
+@pytest.mark.parametrize("name", REBUILT)
+def test_what_a_segment_with_an_inside_returns_is_rebuilt(loopback: Loopback, name: str) -> None:
+    kept_first = [2, 0, 0, 0] if name == "parts" else [1, 0, 0, 0]
+    check_kept(loopback, "activations", True, REBUILT[name], kept_first)
+
+
+def counter(block: nn.Module, x: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    counted = torch.empty_like(c)
+    counted.numpy()[:] = c.detach().numpy() + 1
+    return block(x) + c, counted.requires_grad_()
+
+
+def counted(checkpoint: Checkpoint, blocks: list[nn.Module], x: Tensor) -> Tensor:
+    """Segments that hand on a tensor which no op wrote."""
+    c = torch.zeros(WIDTH, requires_grad=True)
+    for each in blocks:
+        x, c = checkpoint(partial(counter, each), x, c)
+    return x + c
+
+
+NOT_REBUILT = {
+    "drawn after the last save": (inside(lambda block, x: block(x) + torch.rand_like(x)), [1, 1, 1, 1]),
+    "written by no op": (counted, [2, 2, 2, 2]),
+}
+
+
+@pytest.mark.parametrize("name", NOT_REBUILT)
+def test_what_a_program_does_not_give_is_kept(loopback: Loopback, name: str) -> None:
+    run, expected = NOT_REBUILT[name]
+    check_kept(loopback, "activations", True, run, expected)
+
+
+def test_a_tensor_of_an_inside_that_is_used_outside_is_kept(loopback: Loopback) -> None:
+    leaked: list[Tensor] = []
+
+    def leaking(block: nn.Module, x: Tensor) -> Tensor:
+        leaked.append(x.sin())
+        return block(leaked[-1])
+
+    run = after(lambda x, y: y + leaked.pop())
+    check_kept(
+        loopback,
+        "gradients",
+        True,
+        lambda checkpoint, blocks, x: run(lambda block, x: checkpoint(leaking, block, x), blocks, x),
+        [1, 1, 1, 1],
+    )
 
 
 def test_what_two_backwards_need_is_there_for_both(loopback: Loopback) -> None:
@@ -187,7 +258,7 @@ def test_durability(loopback: Loopback, returns: str, durability: str) -> None:
     assert differing(gradients(checkpoint, KEPT_FIRST["residual"]), expected) == []
 
     def lose() -> None:
-        assert sum(kept(loopback)[4:]) == {"host": 4, "none": 0}.get(durability, 1 if returns == "gradients" else 4)
+        assert sum(kept(loopback)[4:]) == {"host": 4, "none": 0}.get(durability, 1)
         loopback.is_lost = True
 
     if durability != "none":
@@ -240,6 +311,15 @@ def test_a_boundary_written_to_unseen_is_never_a_wrong_gradient(loopback: Loopba
     assert differing(gradients(loopback.checkpoint, run, count=2), expected) == []
     with pytest.raises(SegmentLostError, match="came out other than it was"):
         gradients(loopback.checkpoint, run, lambda: setattr(loopback, "is_lost", True), 2)
+
+
+def test_an_input_of_two_segments_is_kept_once_if_both_met_the_same(loopback: Loopback) -> None:
+    blocks, x = build(3)
+    y = loopback.checkpoint(blocks[0], x) + loopback.checkpoint(blocks[1], x)
+    x.data.mul_(2)
+    z = loopback.checkpoint(blocks[2], x)
+    assert kept(loopback) == [1, 0, 1]
+    del y, z
 
 
 def test_a_weight_of_an_earlier_segment_that_changed_is_stale(loopback: Loopback) -> None:
