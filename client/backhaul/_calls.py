@@ -7,6 +7,7 @@ NOTE [Bounds]
    not blame the worker.
 """
 
+import math
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -227,10 +228,11 @@ class Stream(Generic[R]):
         """Lets go of the `index`-th tensor: nobody will ask for it again."""
         self._receiver.forget(index)
 
-    def rest(self) -> Receiver:
-        """Has received all of them. Raises as `result` does."""
+    def rest(self, deadline: float = math.inf) -> Receiver:
+        """Has received all of them. Raises as `result` does, and WorkerLostError for what comes after a deadline."""
         while self._receive():
-            pass
+            if monotonic() > deadline:
+                raise WorkerLostError("the worker takes too long to send what it has", status="SLOW")
         return self._receiver
 
     def close(self) -> None:

@@ -9,6 +9,8 @@ NOTE [Lineage]
    without it.
 4. Backward asks for the boundaries of a chain from its end. Walking up to one leaves every k-th of n behind for those
    to come, k the root of n, and the last k: about two forwards in all, and two roots of n boundaries at a time.
+5. What a worker still holds is not computed again but fetched. Nobody relies on that either: it has the address that
+   was asked for or is not used, and what does not come in time is computed.
 """
 
 import itertools
@@ -34,9 +36,14 @@ _serials = itertools.count()
 
 
 class Copies:
-    """Tensors that the trainer holds copies of, by content, each for as long as somebody needs it."""
+    """Tensors that the trainer holds copies of, by content, each for as long as somebody needs it.
 
-    def __init__(self) -> None:
+    Args:
+        fetch: Asks workers for what is not held here, within bounds. What it returns need not be what was asked for.
+    """
+
+    def __init__(self, fetch: Callable[[bytes], Tensor | None] = lambda _: None) -> None:
+        self.fetch = fetch
         self._tensors: weakref.WeakValueDictionary[bytes, Tensor] = weakref.WeakValueDictionary()
 
     def hold(self, tensor: Tensor, layout: Layout, address: bytes) -> Tensor:
@@ -219,7 +226,7 @@ class _Walk:
             if known is not None and known.lineage.serial <= lineage.serial:
                 continue
             recipe = lineage.recipes.get(place.index)
-            held = lineage.copies.find(source.address) if recipe is not None else None
+            held = _find(source, lineage.copies) if recipe is not None else None
             if held is not None:
                 self._values[source.address] = held
                 continue
@@ -234,17 +241,16 @@ class _Walk:
         return sorted(found.values(), key=lambda place: place.lineage.serial)
 
     def _rebuild(self, place: Input) -> Tensor:
-        layout = place.source.layout
         with torch.no_grad():
             value = self._evaluate(place.lineage.recipes[place.index])
-            if layout_of(value) != layout:
-                value = allocate(layout, value.device).copy_(value)
-        if tensor_address(layout, content_digest(value, layout)) != place.source.address:
+        rebuilt = _as_it_was(value, place.source)
+        if rebuilt is None:
             raise self._lineage.lost(
-                f"an input of shape {list(layout.shape)} was computed again from earlier segments, and came out other "
-                "than it was: it, or what it was computed from, was written to unseen (NumPy, .data, no_grad)"
+                f"an input of shape {list(place.source.layout.shape)} was computed again from earlier segments, and "
+                "came out other than it was: it, or what it was computed from, was written to unseen (NumPy, .data, "
+                "no_grad)"
             )
-        return value
+        return rebuilt
 
     def _evaluate(self, recipe: Recipe) -> Tensor:
         match recipe:
@@ -258,6 +264,27 @@ class _Walk:
                 return tensor
             case Op(function, operands):
                 return function(*map(self._evaluate, operands))
+
+
+def _find(source: RecordedSource, copies: Copies) -> Tensor | None:
+    """What a source held, from wherever it is still held. Rule 5."""
+    held = copies.find(source.address)
+    if held is not None:
+        return held
+    fetched = copies.fetch(source.address)
+    return None if fetched is None else _as_it_was(fetched, source)
+
+
+def _as_it_was(value: Tensor, source: RecordedSource) -> Tensor | None:
+    """A tensor in the place of what a source held, laid out as that was; None where it holds something else."""
+    layout = source.layout
+    if (value.dtype, tuple(value.shape)) != (layout.dtype, layout.shape):
+        return None
+    if layout_of(value) != layout:
+        device = value.device if value.device.type == layout.device else layout.device
+        with torch.no_grad():
+            value = allocate(layout, device).copy_(value)
+    return value if tensor_address(layout, content_digest(value, layout)) == source.address else None
 
 
 def _needs(place: Input) -> Iterator[bytes | Lineage]:

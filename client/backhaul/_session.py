@@ -85,7 +85,7 @@ class Session:
         self._lock = threading.Lock()
         self._placement = Placement()
         self._sites = Sites()
-        self.copies = Copies()
+        self.copies = Copies(self._fetch)
         self._closed = False
         self._embedded: EmbeddedWorker | None = None
         self._sides: list[Side] = []
@@ -211,7 +211,7 @@ class Session:
         lost: dict[str, str] = {}
         for side in self._sides:
             try:
-                found += side.uploader.uncollected.collect(self._collected)
+                found += side.uploader.uncollected.collect(partial(self._received, "Session.collect"))
             except BackhaulError as error:
                 lost[side.link.name] = error.message
         if lost:
@@ -407,8 +407,15 @@ class Session:
         given = {name: collecting(value) if name == "closure" else value for name, value in kwargs.items()}
         return (args[0], *map(collecting, args[1:])), given  # the first is the optimizer
 
-    def _collected(self, size_bytes: int) -> None:
-        self.journal.log("Session.collect").traffic(down_bytes=size_bytes)
+    def _fetch(self, address: bytes) -> Tensor | None:
+        """A tensor that a worker was given, from one that still has it."""
+        if self._closed:  # first: in the child of a fork locks may be held for ever
+            return None
+        fetched = (side.fetch(address, partial(self._received, "boundaries of lost segments")) for side in self._sides)
+        return next((tensor for tensor in fetched if tensor is not None), None)
+
+    def _received(self, name: str, size_bytes: int) -> None:
+        self.journal.log(name).traffic(down_bytes=size_bytes)
         if self.telemetry is not None:
             self.telemetry.moved(0, size_bytes)
 

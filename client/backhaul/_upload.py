@@ -213,6 +213,11 @@ class Uploader:
             for address in addresses:
                 self._known.pop(address, None)
 
+    def holder_of(self, address: bytes) -> Generation | None:
+        """The generation that holds a tensor, as far as is known."""
+        with self._known_lock:
+            return self._known_of if address in self._known else None
+
     def _knows(self, generation: Generation, address: bytes) -> bool:
         with self._known_lock:
             return self._known_of is generation and address in self._known

@@ -29,6 +29,7 @@ from backhaul_runtime.layout import layout_of
 from backhaul_runtime.program import Node, Program, ResultRef, Source, SourceRef
 from backhaul_runtime.program_codec import encode_program, encode_state
 from backhaul_runtime.protocol import PROTOCOL_VERSION
+from backhaul_runtime.splicing import Carried
 from conftest import QUIET_S, wait_until
 from support.processes import WorkerProcess
 from support.proxy import SlowProxy
@@ -140,6 +141,8 @@ def test_sessions_can_not_be_guessed(session: str, wire: Wire) -> None:
     for call, request in (
         (wire.segments.Backward, segment_pb2.BackwardRequest(key=key)),
         (wire.segments.Recompute, segment_pb2.RecomputeRequest(key=key)),
+        (wire.segments.CollectGradients, segment_pb2.CollectGradientsRequest(session=session)),
+        (wire.segments.FetchSources, segment_pb2.FetchSourcesRequest(session=session)),
     ):
         assert isinstance(refused(lambda c=call, r=request: next(c(r, timeout=10))), SessionUnknownError)
 
@@ -233,6 +236,64 @@ def test_too_many_answers_at_once_are_refused(wire: Wire) -> None:
     assert all(isinstance(error, BudgetError) for error in errors)
     for answer in answers:
         answer.cancel()
+
+
+def fetched(wire: Wire, *addresses: bytes) -> list[torch.Tensor]:
+    receiver = Receiver()
+    request = segment_pb2.FetchSourcesRequest(session=wire.session, addresses=addresses)
+    for answer in wire.segments.FetchSources(request, timeout=30):
+        receiver.add(answer.tensors)
+    assert all(address in addresses for address in receiver.addresses())
+    return [tensor for _, tensor in receiver.stored()]
+
+
+def test_only_what_segments_of_the_session_name_is_fetched(wire: Wire, worker: WorkerProcess) -> None:
+    other, (x, cached, others) = Wire(worker.address), torch.randn(3, 100)
+    key = wire.save(1, chain("aten.tanh.default", 1, x.nbytes), 1, x)
+    wire.put(*batches([parcel(cached)]))
+    other.save(1, chain("aten.tanh.default", 1, others.nbytes), 1, others)
+    addresses = [address_of(x), address_of(cached), address_of(others), bytes(16), b"", address_of(x)]
+    assert [torch.equal(found, x) for found in fetched(wire, *addresses)] == [True]
+    assert fetched(wire) == fetched(wire, *addresses[1:-1]) == []
+    wire.segments.ReleaseSegments(segment_pb2.ReleaseSegmentsRequest(keys=[key]), timeout=10)
+    assert fetched(wire, address_of(x)) == []
+    other.close()
+    other.channel.close()
+
+
+def test_what_is_being_fetched_is_held_until_then_and_counts_as_an_answer(own_worker: WorkerProcess) -> None:
+    wire, x = Wire(own_worker.address), torch.randn(4 << 20)
+    key = wire.save(1, chain("aten.tanh.default", 1, x.nbytes), 1, x)
+    request = segment_pb2.FetchSourcesRequest(session=wire.session, addresses=[address_of(x)])
+    answers = [wire.segments.FetchSources(request, timeout=30) for _ in range(16)]
+    receivers = [Receiver() for _ in answers]
+    for receiver, answer in zip(receivers, answers, strict=True):
+        receiver.add(next(answer).tensors)
+    assert isinstance(refused(lambda: next(wire.segments.FetchSources(request, timeout=30))), BudgetError)
+    wire.segments.ReleaseSegments(segment_pb2.ReleaseSegmentsRequest(keys=[key]), timeout=10)
+    assert own_worker.telemetry().memory.segment_bytes >= x.nbytes
+    for message in answers.pop():
+        receivers[-1].add(message.tensors)
+    assert torch.equal(*receivers[-1].tensors(), x)
+    for answer in answers:
+        answer.cancel()
+    wait_until(lambda: own_worker.telemetry().memory.segment_bytes == 0, "it is let go")
+    wire.close()
+    wire.channel.close()
+
+
+def test_an_answer_that_takes_longer_than_its_deadline_is_given_up() -> None:
+    class Call(list):
+        def cancel(self) -> None:
+            pass
+
+    messages = [segment_pb2.FetchSourcesResponse(result={}), segment_pb2.FetchSourcesResponse()]
+    answer = Call(Carried(message, None, 0) for message in messages)
+    stream = Stream(lambda *_, **__: answer, segment_pb2.FetchSourcesRequest(), 0.0, QUIET_S)
+    stream.result()
+    with pytest.raises(WorkerLostError, match="takes too long to send"):
+        stream.rest(time.monotonic())
+    stream.close()
 
 
 def test_a_short_cut_answers_what_is_short_and_leaves_the_rest_to_the_call(wire: Wire) -> None:

@@ -1,5 +1,6 @@
 """A worker that dies or hangs at any moment of a step: the step ends with the same bits, and it is counted."""
 
+import logging
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import backhaul
-from backhaul import Session
+from backhaul import Session, _lineage
+from backhaul._local import outputs_here
 from conftest import QUIET_S, wait_until
 from numerics.cases import blocks, inputs
 from support.bits import differing, plainly, train
@@ -28,12 +30,12 @@ def layers() -> nn.Module:
 
 
 def step(
-    checkpoint: Any, model: Any, happen: Callable[[str], None] = lambda moment: None
+    checkpoint: Any, model: Any, happen: Callable[[str], None] = lambda moment: None, at: int = LAYERS // 2
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """A step that says where it is, at the middle of each part."""
+    """A step that says where it is, in each part `at` a block."""
     x, h = inputs()
     for index, block in enumerate(model):
-        if index == LAYERS // 2:
+        if index == at:
             happen("forward")
             if h.requires_grad:
                 h.register_hook(lambda _: happen("backward"))
@@ -43,7 +45,12 @@ def step(
 
 
 def train_through(
-    session: Session, returns: str, moment: str, fault: Callable[[], object], durability: str = "lineage"
+    session: Session,
+    returns: str,
+    moment: str,
+    fault: Callable[[], object],
+    durability: str = "lineage",
+    at: int = LAYERS // 2,
 ) -> None:
     """Trains three steps; at the moment named the fault happens in the second."""
     passed = 0
@@ -57,7 +64,7 @@ def train_through(
     steps = partial(train, build=layers, optimizer=partial(torch.optim.AdamW, lr=1e-2), steps=3)
     expected = steps(plainly, run=step)
     checkpoint = partial(session.checkpoint, returns=returns, durability=durability)
-    found = steps(checkpoint, run=partial(step, happen=happen))
+    found = steps(checkpoint, run=partial(step, happen=happen, at=at))
     assert passed == 3
     assert differing(found, expected) == []
 
@@ -72,13 +79,81 @@ def test_killed(moment: str, returns: str) -> None:
         assert report.remote + report.fallbacks == 3 * LAYERS
 
 
+@pytest.mark.parametrize(("returns", "is_first"), [("gradients", False), ("activations", True)])
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_one_of_two_killed(worker: WorkerProcess, moment: str) -> None:
-    with WorkerProcess() as other, backhaul.connect(f"{other.address},{worker.address}", silence_s=QUIET_S) as session:
-        train_through(session, "gradients", moment, lambda: (other.process.kill(), other.process.wait()))
-        report = session.report()
-        assert 0 < report.fallbacks < LAYERS
-        assert report.remote + report.fallbacks == 3 * LAYERS
+def test_one_of_two_killed(worker: WorkerProcess, moment: str, returns: str, is_first: bool) -> None:
+    with WorkerProcess() as other:
+        addresses = [other.address, worker.address] if is_first else [worker.address, other.address]
+        with backhaul.connect(",".join(addresses), silence_s=QUIET_S) as session:
+            at = LAYERS // 2 if is_first else LAYERS - 1  # so that it has segments then
+            train_through(session, returns, moment, lambda: (other.process.kill(), other.process.wait()), at=at)
+            report = session.report()
+            assert 0 < report.fallbacks < LAYERS
+            assert report.remote + report.fallbacks == 3 * LAYERS
+
+
+def wait_until_sent(session: Session) -> None:
+    def only_the_first_is_here() -> bool:
+        for side in session._sides:
+            side.uploader.let_go()
+        return len(session.copies._tensors) == 1
+
+    wait_until(only_the_first_is_here, "all boundaries but the first are sent and let go")
+
+
+def test_boundaries_that_the_survivor_has_are_not_computed_again(
+    worker: WorkerProcess, returns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replays: list[str] = []
+
+    def noted(name: str, *args: Any) -> dict[int, Tensor]:
+        replays.append(name)
+        return outputs_here(name, *args)
+
+    def fetches() -> int:
+        return sum(rpc.calls for rpc in worker.telemetry().rpcs if rpc.method == "FetchSources")
+
+    def kill() -> None:
+        wait_until_sent(session)
+        other.process.kill()
+        other.process.wait()
+
+    monkeypatch.setattr(_lineage, "outputs_here", noted)
+    before = fetches()
+    with (
+        WorkerProcess() as other,
+        backhaul.connect(f"{worker.address},{other.address}", silence_s=QUIET_S) as session,
+    ):
+        train_through(session, returns, "between", kill)
+        assert session.report().fallbacks == LAYERS // 2
+        assert "boundaries of lost segments" in str(session.report())
+    # Of the last segment's input: from what the survivor's last segment started from.
+    assert len(replays) == LAYERS // 2
+    assert fetches() == before + 1
+
+
+def test_a_survivor_that_is_stopped_is_waited_for_once(caplog: pytest.LogCaptureFixture) -> None:
+    def stop() -> None:
+        wait_until_sent(session)
+        other.process.kill()
+        other.process.wait()
+        os.kill(survivor.pid, signal.SIGSTOP)
+
+    caplog.set_level(logging.DEBUG, "backhaul")
+    with (
+        WorkerProcess() as survivor,
+        WorkerProcess() as other,
+        backhaul.connect(f"{survivor.address},{other.address}", silence_s=1.0) as session,
+    ):
+        try:
+            train_through(session, "gradients", "between", stop)
+        finally:
+            os.kill(survivor.pid, signal.SIGCONT)
+        assert session.report().fallbacks >= LAYERS
+    waited = [record.getMessage() for record in caplog.records if "fetching a boundary" in record.getMessage()]
+    assert [message for message in waited if survivor.address in message] == [
+        f"fetching a boundary from {survivor.address}: the worker was silent for 1 s"
+    ]
 
 
 def test_killed_with_copies_of_everything() -> None:

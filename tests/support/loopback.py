@@ -80,6 +80,7 @@ class Loopback:
     Attributes:
         is_lost: All segments are lost, and none is taken.
         recordings: Of the segments taken, in order.
+        given: What they were given, by address.
     """
 
     def __init__(self, *, pins: bool = False) -> None:
@@ -89,6 +90,7 @@ class Loopback:
         self.copies = Copies()
         self.is_lost = False
         self.recordings: list[Recording] = []
+        self.given: dict[bytes, Tensor] = {}
         self.config = Config()
 
     def needs_pins(self, device: torch.device) -> bool:
@@ -104,6 +106,7 @@ class Loopback:
         self.recordings.append(frame.recording)
         program = decode_program(encode_program(frame.program), torch.device("cpu"))
         values = [copy_exact(source.value, source.layout) for source in frame.recording.sources]
+        self.given |= {source.address: value for source, value in zip(frame.recording.sources, values, strict=True)}
         return LoopbackSegment(Work(program, values, list(frame.recording.generator_states), self.pins), self)
 
     def checkpoint(self, function: Any, *args: Any, **kwargs: Any) -> Any:

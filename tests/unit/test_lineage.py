@@ -250,6 +250,38 @@ def test_a_long_chain_is_rebuilt_in_small_steps(loopback: Loopback, monkeypatch:
     assert max(held) <= 13
 
 
+FETCHED = {
+    "as it was": (lambda tensor: tensor, 0),
+    "as a view": (lambda tensor: tensor.t().contiguous().t(), 0),
+    "other numbers": (lambda tensor: tensor + 1, 3),
+    "another shape": (lambda tensor: tensor[:1], 3),
+    "another dtype": (lambda tensor: tensor.double(), 3),
+    "nothing": (lambda tensor: None, 3),
+}
+
+
+@pytest.mark.parametrize("name", FETCHED)
+def test_what_a_worker_still_has_is_used_if_it_is_what_it_was(
+    loopback: Loopback, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    sent, expected_replays = FETCHED[name]
+    replays: list[str] = []
+    replay = _lineage.outputs_here
+
+    def noted(name: str, *args: Any) -> dict[int, Tensor]:
+        replays.append(name)
+        return replay(name, *args)
+
+    def lose() -> None:
+        loopback.is_lost = True
+        loopback.copies.fetch = lambda address: sent(loopback.given[address])
+
+    monkeypatch.setattr(_lineage, "outputs_here", noted)
+    ours = gradients(partial(loopback.checkpoint, returns="gradients"), KEPT_FIRST["residual"], lose)
+    assert differing(ours, gradients(plainly, KEPT_FIRST["residual"])) == []
+    assert len(replays) == expected_replays
+
+
 @pytest.mark.parametrize("durability", ["lineage", "host", "none"])
 @pytest.mark.parametrize("returns", RETURNS)
 def test_durability(loopback: Loopback, returns: str, durability: str) -> None:

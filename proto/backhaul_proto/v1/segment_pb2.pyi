@@ -924,3 +924,77 @@ class CollectGradientsResult(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CollectGradientsResult: _TypeAlias = CollectGradientsResult  # noqa: Y015
+
+@_typing.final
+class FetchSourcesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    ADDRESSES_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    answer: _builtins.int
+    """As in RecomputeRequest."""
+    @_builtins.property
+    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """What no segment of the session names is left out of the answer."""
+
+    def __init__(
+        self,
+        *,
+        session: _builtins.str = ...,
+        addresses: _abc.Iterable[_builtins.bytes] | None = ...,
+        answer: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "answer", b"answer", "session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchSourcesRequest: _TypeAlias = FetchSourcesRequest  # noqa: Y015
+
+@_typing.final
+class FetchSourcesResponse(_message.Message):
+    """As of a recompute."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    RESULT_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def progress(self) -> Global___Progress: ...
+    @_builtins.property
+    def result(self) -> Global___FetchSourcesResult: ...
+    @_builtins.property
+    def tensors(self) -> _tensor_pb2.TensorBatch: ...
+    def __init__(
+        self,
+        *,
+        progress: Global___Progress | None = ...,
+        result: Global___FetchSourcesResult | None = ...,
+        tensors: _tensor_pb2.TensorBatch | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "result", b"result", "tensors", b"tensors"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "result", b"result", "tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchSourcesResponse: _TypeAlias = FetchSourcesResponse  # noqa: Y015
+
+@_typing.final
+class FetchSourcesResult(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchSourcesResult: _TypeAlias = FetchSourcesResult  # noqa: Y015

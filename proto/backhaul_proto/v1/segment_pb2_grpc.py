@@ -70,6 +70,11 @@ class SegmentServiceStub(object):
                 request_serializer=backhaul__proto_dot_v1_dot_segment__pb2.CollectGradientsRequest.SerializeToString,
                 response_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.CollectGradientsResponse.FromString,
                 _registered_method=True)
+        self.FetchSources = channel.unary_stream(
+                '/backhaul_proto.v1.SegmentService/FetchSources',
+                request_serializer=backhaul__proto_dot_v1_dot_segment__pb2.FetchSourcesRequest.SerializeToString,
+                response_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.FetchSourcesResponse.FromString,
+                _registered_method=True)
 
 
 class SegmentServiceServicer(object):
@@ -125,6 +130,13 @@ class SegmentServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FetchSources(self, request, context):
+        """Returns what segments were saved with, for a trainer that lost other segments and computes them again from there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SegmentServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -162,6 +174,11 @@ def add_SegmentServiceServicer_to_server(servicer, server):
                     servicer.CollectGradients,
                     request_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.CollectGradientsRequest.FromString,
                     response_serializer=backhaul__proto_dot_v1_dot_segment__pb2.CollectGradientsResponse.SerializeToString,
+            ),
+            'FetchSources': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchSources,
+                    request_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.FetchSourcesRequest.FromString,
+                    response_serializer=backhaul__proto_dot_v1_dot_segment__pb2.FetchSourcesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -354,6 +371,33 @@ class SegmentService(object):
             '/backhaul_proto.v1.SegmentService/CollectGradients',
             backhaul__proto_dot_v1_dot_segment__pb2.CollectGradientsRequest.SerializeToString,
             backhaul__proto_dot_v1_dot_segment__pb2.CollectGradientsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchSources(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/backhaul_proto.v1.SegmentService/FetchSources',
+            backhaul__proto_dot_v1_dot_segment__pb2.FetchSourcesRequest.SerializeToString,
+            backhaul__proto_dot_v1_dot_segment__pb2.FetchSourcesResponse.FromString,
             options,
             channel_credentials,
             insecure,

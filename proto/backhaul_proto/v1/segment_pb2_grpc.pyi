@@ -49,6 +49,8 @@ class SegmentServiceStub:
     ReleaseSegments: _grpc.UnaryUnaryMultiCallable[_segment_pb2.ReleaseSegmentsRequest, _segment_pb2.ReleaseSegmentsResponse]
     CollectGradients: _grpc.UnaryStreamMultiCallable[_segment_pb2.CollectGradientsRequest, _segment_pb2.CollectGradientsResponse]
     """Returns the sums of what backwards kept here, and ends their round."""
+    FetchSources: _grpc.UnaryStreamMultiCallable[_segment_pb2.FetchSourcesRequest, _segment_pb2.FetchSourcesResponse]
+    """Returns what segments were saved with, for a trainer that lost other segments and computes them again from there."""
 
 @_typing.type_check_only
 class SegmentServiceAsyncStub(SegmentServiceStub):
@@ -71,6 +73,8 @@ class SegmentServiceAsyncStub(SegmentServiceStub):
     ReleaseSegments: _aio.UnaryUnaryMultiCallable[_segment_pb2.ReleaseSegmentsRequest, _segment_pb2.ReleaseSegmentsResponse]  # type: ignore[assignment]
     CollectGradients: _aio.UnaryStreamMultiCallable[_segment_pb2.CollectGradientsRequest, _segment_pb2.CollectGradientsResponse]  # type: ignore[assignment]
     """Returns the sums of what backwards kept here, and ends their round."""
+    FetchSources: _aio.UnaryStreamMultiCallable[_segment_pb2.FetchSourcesRequest, _segment_pb2.FetchSourcesResponse]  # type: ignore[assignment]
+    """Returns what segments were saved with, for a trainer that lost other segments and computes them again from there."""
 
 class SegmentServiceServicer(metaclass=_abc_1.ABCMeta):
     """The lifecycle: save, then any number of backward or recompute, then release."""
@@ -132,5 +136,13 @@ class SegmentServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_segment_pb2.CollectGradientsResponse], _abc.AsyncIterator[_segment_pb2.CollectGradientsResponse]]:
         """Returns the sums of what backwards kept here, and ends their round."""
+
+    @_abc_1.abstractmethod
+    def FetchSources(
+        self,
+        request: _segment_pb2.FetchSourcesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_segment_pb2.FetchSourcesResponse], _abc.AsyncIterator[_segment_pb2.FetchSourcesResponse]]:
+        """Returns what segments were saved with, for a trainer that lost other segments and computes them again from there."""
 
 def add_SegmentServiceServicer_to_server(servicer: SegmentServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

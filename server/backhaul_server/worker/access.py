@@ -44,6 +44,7 @@ POLICY: Mapping[str, Needs] = {
     "/backhaul_proto.v1.SegmentService/Ahead": Needs.CREDENTIAL,
     "/backhaul_proto.v1.SegmentService/ReleaseSegments": Needs.CREDENTIAL,
     "/backhaul_proto.v1.SegmentService/CollectGradients": Needs.CREDENTIAL,
+    "/backhaul_proto.v1.SegmentService/FetchSources": Needs.CREDENTIAL,
     "/backhaul_proto.v1.TelemetryService/GetTelemetry": Needs.CREDENTIAL,
     "/backhaul_proto.v1.TelemetryService/PutReports": Needs.CREDENTIAL,
     "/grpc.health.v1.Health/Check": Needs.NOTHING,

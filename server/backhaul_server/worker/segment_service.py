@@ -194,6 +194,18 @@ class Segments(Servicer):
         finally:
             session.answers -= 1
 
+    @stream
+    async def FetchSources(  # noqa: N802  gRPC's name
+        self, request: segment_pb2.FetchSourcesRequest, context: Context
+    ) -> AsyncIterator[segment_pb2.FetchSourcesResponse | bytes]:
+        """Sends what is asked for, as far as segments of the session name it."""
+        session = self.worker.session(request.session)
+        response = segment_pb2.FetchSourcesResponse(result=segment_pb2.FetchSourcesResult())
+        with self.worker.segments.reading(session, request.addresses) as parcels:
+            placed = batches(parcels, self._placing(session, request.answer))
+            for message in encode_all(placed, response.TENSORS_FIELD_NUMBER, response):
+                yield message
+
     def _commit(self, session: Session, commits: segment_pb2.Commits) -> None:
         backwards = [(key.segment, key.backward) for key in commits.backwards]
         self.worker.segments.sums(session).commit(commits.round, commits.first, backwards)

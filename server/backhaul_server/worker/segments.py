@@ -15,6 +15,7 @@ from torch import Tensor
 
 from backhaul_runtime.errors import BackhaulError, BudgetError, SegmentUnknownError, WorkerError
 from backhaul_runtime.framing import Parcel
+from backhaul_runtime.layout import layout_of
 from backhaul_runtime.schedule import Footprint, Schedule
 from backhaul_runtime.schedule import Key as ScheduleKey
 from backhaul_server.worker import runs
@@ -162,7 +163,30 @@ class Segments:
     @contextmanager
     def answering(self, segment: Segment, key: Key) -> Iterator[None]:
         """Around the sending of an answer, which is held until then. Raises BudgetError for too many at once."""
-        session, result = segment.session, (segment.key, key)
+        result = segment.key, key
+        with self._sending(segment.session):
+            self._store.pin_result(result)
+            try:
+                yield
+            finally:
+                self._store.unpin_result(result)
+
+    @contextmanager
+    def reading(self, session: Session, addresses: Iterable[bytes]) -> Iterator[list[Parcel]]:
+        """Around the sending of those tensors that a session's segments name. Otherwise as `answering`."""
+        named = {address for segment in session.segments.values() for address in segment.made_of[1:]}
+        found = [address for address in dict.fromkeys(addresses) if address in named]
+        reader = object()
+        with self._sending(session):
+            self._store.attach(reader, found, found, 0)
+            try:
+                tensors = [self._store.tensor(address) for address in found]
+                yield [Parcel(t, layout_of(t), address) for t, address in zip(tensors, found, strict=True)]
+            finally:
+                self._store.detach(reader)
+
+    @contextmanager
+    def _sending(self, session: Session) -> Iterator[None]:
         if session.answers >= MAX_ANSWERS:
             raise BudgetError(
                 f"{session.answers} answers are being sent to this trainer already: read them first",
@@ -171,12 +195,10 @@ class Segments:
                 retry_after_s=1.0,
             )
         session.answers += 1
-        self._store.pin_result(result)
         try:
             yield
         finally:
             session.answers -= 1
-            self._store.unpin_result(result)
             self.executor.wake()
 
     def remember(self, session: Session, addresses: Iterable[bytes]) -> None:
