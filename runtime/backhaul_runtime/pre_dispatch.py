@@ -7,17 +7,21 @@ NOTE [PreDispatch]
 2. Ops run with the Python dispatcher off. On, torch would swap in decompositions, and other bits.
 3. Torch keeps the stack of such modes once for the process, though each thread has its own switch for it: two threads
    in a mode would pop each other's. So the stack is made each thread's own.
+4. Torch's way from an op to its mode is longer than ours from there on. So an op that came that way leaves a shorter
+   one behind it, where torch looks first.
 """
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
+from torch._library.utils import handle_dispatch_mode
 from torch._ops import HigherOrderOperator, OpOverload, _higher_order_ops
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _pop_mode_temporarily, _push_mode
 
 
 class PreDispatchMode(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -48,6 +52,7 @@ class PreDispatchMode(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         self, op: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Hands an op to `around` (Rule 2)."""
+        op._dispatch_cache[_KEY] = partial(_dispatched, op)  # Rule 4
         with torch._C._DisablePythonDispatcher():
             return self.around(op, args, kwargs or {})
 
@@ -64,7 +69,29 @@ class _OwnStack(threading.local, torch._ops._ModeStackStateForPreDispatch):
     """Rule 3."""
 
 
-torch._ops._mode_stack_state_for_pre_dispatch = _OwnStack()  # type: ignore[no-untyped-call]
+_KEY = torch._C.DispatchKey.PreDispatch
+_OURS, _OTHERS = 0, 1  # places in the stack
+_stack: Any = _OwnStack()  # type: ignore[no-untyped-call]
+torch._ops._mode_stack_state_for_pre_dispatch = _stack
+
+
+def _dispatched(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Rule 4. As torch does it, the mode is away for the time."""
+    if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):  # nobody is to see the op
+        return op._op_dk(_KEY, *args, **kwargs)
+    mode = _stack.get(_OURS)
+    if not isinstance(mode, PreDispatchMode) or _stack.get(_OTHERS) is not None:
+        with _pop_mode_temporarily(_KEY) as other:
+            return handle_dispatch_mode(other, op, *args, **kwargs)  # type: ignore[no-untyped-call]
+    _stack.set(_OURS, None)
+    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, False)
+    try:
+        with torch._C._DisablePythonDispatcher():
+            return mode.around(op, args, kwargs)
+    finally:
+        _stack.set(_OURS, mode)
+        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, True)
+
 
 _registered: set[tuple[str, type[PreDispatchMode]]] = set()
 

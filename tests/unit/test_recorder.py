@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from backhaul_runtime.layout import copy_exact
@@ -121,6 +122,20 @@ def test_intermediate_tensors_are_not_kept() -> None:
 
     record(fn, torch.randn(1000))
     assert alive == [False]
+
+
+def test_what_the_recorder_does_not_see_takes_torchs_own_way() -> None:
+    def function(x: Tensor) -> Tensor:
+        with torch._C._DisableTorchDispatch():
+            torch.sin(x.detach())
+        return torch.sin(x)
+
+    x = torch.randn(2, requires_grad=True)
+    recorded = [record(function, x)[1] for _ in range(2)]
+    traced = make_fx(torch.sin, pre_dispatch=True)(x)
+    recorded.append(record(function, x)[1])
+    assert [[node.op for node in program.nodes] for program in recorded if program] == [["aten.sin.default"]] * 3
+    assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [torch.ops.aten.sin.default]
 
 
 def test_no_compiler_is_imported() -> None:
