@@ -18,8 +18,9 @@ from backhaul._link import Generation
 from backhaul._side import Side
 from backhaul._upload import SourceTensor
 from backhaul_runtime.digest import content_digest, tensor_address
+from backhaul_runtime.errors import UnsupportedTensorError
 from backhaul_runtime.generators import default_generator
-from backhaul_runtime.layout import Layout, layout_of, unsupported_reason
+from backhaul_runtime.layout import Layout, layout_of
 from backhaul_runtime.program import Program
 from backhaul_runtime.program_codec import address_of_program, encode_program
 from backhaul_runtime.recorder import Hold
@@ -145,9 +146,12 @@ class Site:
             tensor = arguments[source.argument] if 0 <= source.argument < len(arguments) else None
             if source.captured is not None:
                 tensor = source.captured()
-            if tensor is None or unsupported_reason(tensor) is not None:
+            if tensor is None:
                 return None
-            now = layout_of(tensor)
+            try:
+                now = layout_of(tensor)
+            except UnsupportedTensorError:
+                return None
             if now.header != source.layout.header or tensor.requires_grad != wanted.requires_grad:
                 return None
             if tensor.is_leaf != wanted.is_leaf:

@@ -134,21 +134,26 @@ def with_memory(tensor: Tensor) -> Tensor:
 
 def layout_of(tensor: Tensor) -> Layout:
     """The layout of a tensor. Raises UnsupportedTensorError for kinds that can't travel."""
-    if reason := unsupported_reason(tensor):
-        raise UnsupportedTensorError(f"a {reason} can't travel: make it a plain dense tensor first", reason=reason)
+    # Dispatch keys tell the device, the lazy bits, and what makes a tensor one of a kind that can't travel.
+    kind = type(tensor), torch._C._dispatch_keys(tensor).raw_repr()
+    if kind not in _kinds or tensor.dim() > MAX_RANK:
+        if reason := unsupported_reason(tensor):
+            raise UnsupportedTensorError(f"a {reason} can't travel: make it a plain dense tensor first", reason=reason)
+        _kinds[kind] = tensor.is_conj(), tensor.is_neg(), tensor.device.type
     alignment = tensor.data_ptr() % ALIGNMENT_BYTES if tensor.numel() else 0
-    return _shared_layout(
-        tensor.dtype,
-        tuple(tensor.shape),
-        tensor.stride(),
-        alignment if alignment % tensor.element_size() == 0 else 0,
-        tensor.is_conj(),
-        tensor.is_neg(),
-        tensor.device.type,
-    )
+    return _shared_layout(kind, tensor.dtype, tensor.shape, tensor.stride(), alignment)
 
 
-_shared_layout = lru_cache(maxsize=1 << 14)(Layout)
+_kinds: dict[tuple[type, int], tuple[bool, bool, str]] = {}
+
+
+@lru_cache(maxsize=1 << 14)
+def _shared_layout(
+    kind: tuple[type, int], dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], alignment: int
+) -> Layout:
+    conjugate, negative, device = _kinds[kind]
+    aligned = alignment if alignment % dtype.itemsize == 0 else 0
+    return Layout(dtype, tuple(shape), strides, aligned, conjugate, negative, device)
 
 
 def check_layout(layout: Layout) -> None:

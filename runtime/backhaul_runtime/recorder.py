@@ -255,8 +255,10 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         return known.ref
 
     def _source(self, tensor: Tensor) -> SourceRef:
-        if reason := unsupported_reason(tensor):
-            raise Refusal(reason)
+        try:
+            layout = layout_of(tensor)
+        except UnsupportedTensorError as error:
+            raise Refusal(error.fields["reason"]) from None
         if tensor in self._interior:
             raise Refusal("an alias of an interior tensor that no op made (.data, NumPy)")
         is_leaf, is_argument = tensor.is_leaf, tensor._cdata in self._arguments
@@ -264,7 +266,6 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         made = None if is_leaf or is_argument else tensor.grad_fn
         if made is not None and made._sequence_nr() >= self.first_sequence:
             raise Refusal(f"a differentiable tensor made by no recorded op ({made.name()})")
-        layout = layout_of(tensor)
         address = tensor_address(layout, self._content(tensor, layout))
         is_state = not tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter)
         is_copy = is_argument or not is_leaf or (is_state and layout.span_bytes <= SMALL_BYTES)
