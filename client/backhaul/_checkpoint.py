@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd import forward_ad
+from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
 from backhaul._arguments import Options
@@ -234,7 +235,8 @@ def _keep(
     is_held = held_elsewhere(returned, is_output)
     tensors = list({id(leaf): leaf for leaf in pytree.tree_leaves(returned[0]) if isinstance(leaf, Tensor)}.values())
     outputs = [tensor for tensor in tensors if is_output(tensor)]
-    uses = _uses(recorder, outputs)
+    edges = recorder.edges()
+    uses = _uses(recorder, edges, outputs)
     saves = bool(frame.recording.saved)  # else the graph keeps nothing, and there is nothing to recompute
     if options.returns == "activations":
         needs_inside = "activations were asked for"
@@ -257,7 +259,7 @@ def _keep(
         frame.call = call
         frame.cannot_travel(frame.recording.refusal or "")
     elif outputs and saves:
-        _hand_over(remote, frame, recorder, beginning, forward_s, needs_inside)
+        _hand_over(remote, frame, recorder, edges, beginning, forward_s, needs_inside)
     chained, frame.predecessors = [source for source, *_ in frame.predecessors], []
     if frame.lineage is None:
         return returned[0]
@@ -274,10 +276,15 @@ def _keep(
 
 
 def _hand_over(
-    remote: Remote, frame: Frame, recorder: Recorder, beginning: Beginning, forward_s: float, needs_inside: str
+    remote: Remote,
+    frame: Frame,
+    recorder: Recorder,
+    edges: Sequence[GradientEdge | None],
+    beginning: Beginning,
+    forward_s: float,
+    needs_inside: str,
 ) -> None:
     """Gives a segment to a worker if one takes it, and lets go of what need not stay here then."""
-    edges = recorder.edges()
     if not needs_inside:
         frame.predecessors = [
             (index, before, edge.output_nr)
@@ -332,8 +339,8 @@ def _replaced(value: Any, grafted: Mapping[int, Tensor]) -> Any:
     return node.unflatten_fn(replaced, context)
 
 
-def _uses(recorder: Recorder, outputs: list[Tensor]) -> list[list[Use]]:
-    targets = {(edge.node, edge.output_nr): i for i, edge in enumerate(recorder.edges()) if edge is not None}
+def _uses(recorder: Recorder, edges: Sequence[GradientEdge | None], outputs: list[Tensor]) -> list[list[Use]]:
+    targets = {(edge.node, edge.output_nr): i for i, edge in enumerate(edges) if edge is not None}
     try:
         return find_uses(outputs, targets, recorder.first_sequence, len(recorder.tensors))
     except Refusal as refusal:

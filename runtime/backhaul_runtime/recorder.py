@@ -365,9 +365,9 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         if node is None or self.recording.refusal:
             return
         for output, result in enumerate(results):
-            if result._cdata not in self._known:
-                self._know(result, ResultRef(len(self._nodes), output))
-        for tensor in (*results, *written_tensors(rules(op), args, kwargs)):
+            known = self._known.get(result._cdata)
+            self._know(result, ResultRef(len(self._nodes), output) if known is None else known.ref)
+        for tensor in written_tensors(rules(op), args, kwargs):
             self._know(tensor, self._known[tensor._cdata].ref)
         if node.op in UNWRITTEN_RESULTS:
             self._unwritten.update(storage_key(result) for result in results if result.numel())
