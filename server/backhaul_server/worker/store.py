@@ -350,6 +350,8 @@ class Store(Generic[T]):
     def _fits(self, size_bytes: int, *, only_cached: bool = False) -> bool:
         """Whether so many bytes are free, after giving up what Rule 3 lets go, or only cached tensors."""
         free, entries = self._free_bytes, self._entries
+        if free() >= size_bytes:
+            return True
 
         def uncache(addresses: Iterable[bytes]) -> None:
             for address in addresses:
@@ -358,8 +360,7 @@ class Store(Generic[T]):
                 self.uncache([address])
                 self._evictions += 1
 
-        if free() < size_bytes:
-            uncache([a for a in self._cache if not entries[a].is_awaited and not entries[a].is_shared])
+        uncache([a for a in self._cache if not entries[a].is_awaited and not entries[a].is_shared])
         while free() < size_bytes and self._ready and not only_cached:
             self.give_up(self.last_needed() if self.last_needed is not None else next(iter(self._ready)))
         if free() < size_bytes:
