@@ -22,6 +22,7 @@ from backhaul_runtime.layout import (
     Layout,
     allocate,
     check_layout,
+    dense_bytes,
     dtype_named,
     fill,
     host_bytes,
@@ -124,8 +125,7 @@ def batches(
                 yield batch
                 batch, filled, placed = Batch(), 0, 0
             continue
-        held = payload(parcel.tensor.detach(), parcel.layout).cpu()
-        data = host_bytes(held)
+        held, data = _in_order(parcel)
         offset = 0
         content = xxhash.xxh3_128() if tell is not None and not address else None
         while offset < size:
@@ -143,6 +143,14 @@ def batches(
             tell(address if content is None else tensor_address(parcel.layout, content.digest()))
     if batch.declarations or batch.chunks:
         yield batch
+
+
+def _in_order(parcel: Parcel) -> tuple[Tensor, memoryview]:
+    """The bytes that travel, and the tensor in whose memory on the host they are."""
+    if parcel.layout.device == "cpu" and parcel.layout.payload_bytes == parcel.layout.span_bytes:
+        return parcel.tensor, dense_bytes(parcel.tensor, parcel.layout)
+    packed = payload(parcel.tensor.detach(), parcel.layout).cpu()
+    return packed, host_bytes(packed)
 
 
 class _Arrival:
