@@ -66,7 +66,7 @@ class SharedMemory:
 
         try:
             yield place
-            if places and (lacking := outbox.lacks_bytes) > 0:
+            if places and (lacking := outbox.lacks_bytes(sum(each.size_bytes for each in places))) > 0:
                 self._say(Ask.ROOM, lacking)
         except BaseException as error:
             if isinstance(error, BackhaulError) and not isinstance(error, WorkerLostError):

@@ -293,13 +293,12 @@ class Outbox:
         """Whether a tensor of this layout goes through shared memory where there is room."""
         return layout.payload_bytes == layout.span_bytes >= LEAST_BYTES and layout.device == "cpu"
 
-    @property
-    def lacks_bytes(self) -> int:
-        """What would have to be given back for half of it to be free."""
+    def lacks_bytes(self, next_bytes: int) -> int:
+        """What would have to be given back for an upload of so many bytes."""
         with self._lock:
             for sending in self._regions.values():
                 sending.sweep()
-            return sum(sending.region.size_bytes // 2 - sending.room.free_bytes for sending in self._regions.values())
+            return next_bytes - sum(sending.room.free_bytes for sending in self._regions.values())
 
     def put(self, parcel: Parcel, *, is_for_store: bool = False) -> Place | None:
         """Writes a tensor that it takes to where there is room, and returns None where there is none.

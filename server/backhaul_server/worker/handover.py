@@ -3,8 +3,9 @@
 NOTE [Bounds of regions]
 1. Regions take part of the worker's budget, those of a direction at most the part below: a tensor that came is charged
    as any other, and what is free beside it too (see NOTE [Room] of the store). What goes down lies there as a copy.
-2. Who finds no room gets another region. Who has less than half left between uploads has tensors that are only cached
+2. Who finds no room gets another region. Who has less left than the last upload took has tensors that are only cached
    moved to ordinary memory, those that were not used for longest first: so regions are used again instead of growing.
+   No more than that: parameters that are trained are cached between steps, and superseded before they are in the way.
 3. Whoever finds no room sends chunks meanwhile: nobody waits for a region.
 """
 
