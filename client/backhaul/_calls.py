@@ -16,6 +16,7 @@ from time import monotonic
 from typing import Any, Generic, TypeVar
 
 import grpc
+import torch
 from torch import Tensor
 
 from backhaul._shared_memory import SharedMemory
@@ -167,6 +168,7 @@ class Stream(Generic[R]):
         memory: Through which tensors may come.
         answer: What the request names it there.
         is_lent: Tensors stay where they came in shared memory.
+        device: Where tensors of an accelerator go, the host if None.
     """
 
     def __init__(
@@ -177,6 +179,7 @@ class Stream(Generic[R]):
         silence_s: float,
         memory: SharedMemory | None = None,
         answer: int = 0,
+        device: torch.device | None = None,
         *,
         is_lent: bool = False,
     ) -> None:
@@ -188,9 +191,9 @@ class Stream(Generic[R]):
         self._closed = threading.Event()
         self._memory = memory
         self._answer = answer
-        self._receiver = Receiver()
+        self._receiver = Receiver(device=device)
         if memory is not None and answer:
-            self._receiver = Receiver(locate=memory.in_place if is_lent else memory.copied)
+            self._receiver = Receiver(device=device, locate=memory.in_place if is_lent else memory.copied)
         self.received_bytes = 0
         try:
             self._call = method(request, timeout=LONGEST_S)

@@ -123,6 +123,7 @@ class SavedSegment:
         self._chains = chains
         self._is_short = answer_bytes <= CHUNK_BYTES
         self._parameters = parameters
+        self._device = save.made[0].device if save.made else None
         self.expected: dict[int, tuple[bytes, Site]] = {}
         self._backwards = itertools.count(1)
 
@@ -227,7 +228,7 @@ class SavedSegment:
 
     def _short_answer(self, carried: Carried[Any]) -> Answer:
         self._log.traffic(down_bytes=carried.size_bytes)
-        return self._answer(carried.message.result, Receiver.of(carried))
+        return self._answer(carried.message.result, Receiver.of(carried, self._device))
 
     def _answer(self, result: segment_pb2.BackwardResult, receiver: Receiver) -> Answer:
         tensors = receiver.tensors()
@@ -313,8 +314,8 @@ class SavedSegment:
         return memory.answer() if memory is not None else 0
 
     def _open(self, method: Any, request: Any, answer: int, *, is_lent: bool = False) -> "Stream[Any]":
-        memory = self.generation.memory
-        return Stream(method, request, self._expected_s, self._link.silence_s, memory, answer, is_lent=is_lent)
+        memory, device = self.generation.memory, self._device
+        return Stream(method, request, self._expected_s, self._link.silence_s, memory, answer, device, is_lent=is_lent)
 
     def _closed(self, stream: "Stream[Any]") -> None:
         stream.close()

@@ -44,6 +44,7 @@ from backhaul_runtime.credentials import one_for_each
 from backhaul_runtime.errors import BackhaulError, GradientsLostError, Refusal
 from backhaul_runtime.fingerprint import DECISIVE, differences, fingerprint
 from backhaul_runtime.logs import about
+from backhaul_runtime.staging import marks
 from backhaul_runtime.version import version
 
 if TYPE_CHECKING:
@@ -316,6 +317,8 @@ class Session:
                 f"it needs {total} bytes on the worker, whose budget is {generation.budget_bytes}: give it more "
                 "--memory, or make the segment smaller"
             )
+        if len({source.value.device for source in recording.sources if source.layout.is_on_accelerator}) > 1:
+            raise Refusal("its tensors are on several accelerators, and a worker has one")
         # Only now: what no worker takes is not to be predicted.
         known = beginning.site.learn(frame.program, recording, tensors, beginning.arguments)
         frame.program = known.program
@@ -386,6 +389,7 @@ class Session:
             count=lambda size: log.traffic(up_bytes=size),
             sent=log.uploaded,
             is_predicted=is_predicted,
+            made=marks(source.value for source in sources),
         )
 
     def _optimizer_stepped(self, *_: Any) -> None:

@@ -29,6 +29,7 @@ from backhaul_runtime.framing import Parcel, Placing, batches
 from backhaul_runtime.layout import Layout
 from backhaul_runtime.logs import about
 from backhaul_runtime.splicing import encode_all
+from backhaul_runtime.staging import Mark, aside
 
 logger = logging.getLogger("backhaul")
 MAX_KNOWN = 1 << 16
@@ -77,6 +78,7 @@ class Save:
         predecessors: Segments saved before whose outputs are sources of this one.
         is_predicted: Its call has not run yet.
         superseded: Addresses that need not be kept for later.
+        made: When the sources were, on their accelerators.
     """
 
     generation: Generation
@@ -93,6 +95,7 @@ class Save:
     predecessors: Sequence[Predecessor] = ()
     is_predicted: bool = False
     superseded: Sequence[bytes] = ()
+    made: Sequence[Mark] = ()
     saved: "Future[None]" = field(default_factory=Future)
     is_released: bool = False
 
@@ -270,10 +273,11 @@ class Uploader:
 
     def _send(self, save: Save) -> None:
         generation = save.generation
-        addresses = [
-            source.address if source.address or source.layout.device == "cpu" else address_of(source.value)
-            for source in save.sources
-        ]
+        with aside(save.made):
+            addresses = [
+                source.address if source.address or source.layout.device == "cpu" else address_of(source.value)
+                for source in save.sources
+            ]
         request = segment_pb2.SaveSegmentRequest(
             key=segment_pb2.OperationKey(
                 session=generation.session, segment=save.segment, operation=segment_pb2.OPERATION_SAVE
@@ -310,9 +314,10 @@ class Uploader:
     def _put_sources(self, save: Save, addresses: list[bytes]) -> None:
         """Sends what the worker does not have. Finds the addresses that are empty on the way: one reading less."""
         parcels: dict[bytes | int, Parcel] = {}
-        for index, (address, source) in enumerate(zip(addresses, save.sources, strict=True)):
-            if not self._knows(save.generation, address):
-                parcels[address or index] = Parcel(source.value, source.layout, address)
+        with aside(save.made):
+            for index, (address, source) in enumerate(zip(addresses, save.sources, strict=True)):
+                if not self._knows(save.generation, address):
+                    parcels[address or index] = Parcel(source.value, source.layout, address)
         if parcels:
             found = self.put(save.generation, parcels.values(), save.count)
             for key, address in zip(parcels, found, strict=True):

@@ -5,7 +5,7 @@ about 1 MiB: a large tensor takes many, small ones share one. The receiver check
 offsets and checksums as chunks arrive, and hands out a tensor only when its last byte is there.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -32,21 +32,31 @@ from backhaul_runtime.layout import (
 )
 from backhaul_runtime.protocol import CHUNK_BYTES
 from backhaul_runtime.splicing import Batch, Carried, Chunk
+from backhaul_runtime.staging import Mark, host_pieces, is_staged, marks, to_device
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
     """A tensor to send. Its memory is read while the stream is written and must not change until then.
 
+    Made by the thread that made the tensor, or in its name: on an accelerator it is read once what this thread's stream
+    was given so far is done.
+
     Attributes:
         tensor: On any device; read in chunks through host memory.
         layout: Of the tensor.
         address: Under which the receiver is to store it. Empty: under that of its contents, or the order names it.
+        made: When the tensor was; empty on the host.
     """
 
     tensor: Tensor
     layout: Layout
     address: bytes = b""
+    made: Sequence[Mark] = ()
+
+    def __post_init__(self) -> None:
+        if self.layout.is_on_accelerator:
+            object.__setattr__(self, "made", marks([self.tensor]))
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Parcel":
@@ -125,51 +135,56 @@ def batches(
                 yield batch
                 batch, filled, placed = Batch(), 0, 0
             continue
-        held, data = _in_order(parcel)
         offset = 0
         content = xxhash.xxh3_128() if tell is not None and not address else None
-        while offset < size:
-            piece = data[offset : offset + CHUNK_BYTES - filled]
-            if content is not None:  # while it is in the cache
-                content.update(piece)
-            batch.chunks.append(Chunk(index, offset, xxhash.xxh3_64_intdigest(piece), piece))
-            batch.held.append(held)
-            offset += len(piece)
-            filled += len(piece)
-            if filled >= CHUNK_BYTES:
-                yield batch
-                batch, filled, placed = Batch(), 0, 0
+        for held, data in _in_order(parcel):
+            while data:
+                piece = data[: CHUNK_BYTES - filled]
+                if content is not None:  # while it is in the cache
+                    content.update(piece)
+                batch.chunks.append(Chunk(index, offset, xxhash.xxh3_64_intdigest(piece), piece))
+                batch.held.append(held)
+                data = data[len(piece) :]
+                offset += len(piece)
+                filled += len(piece)
+                if filled >= CHUNK_BYTES:
+                    yield batch
+                    batch, filled, placed = Batch(), 0, 0
         if tell is not None:
             tell(address if content is None else tensor_address(parcel.layout, content.digest()))
     if batch.declarations or batch.chunks:
         yield batch
 
 
-def _in_order(parcel: Parcel) -> tuple[Tensor, memoryview]:
-    """The bytes that travel, and the tensor in whose memory on the host they are."""
+def _in_order(parcel: Parcel) -> Iterator[tuple[Tensor, memoryview]]:
+    """The bytes that travel, and the tensors in whose memory on the host they are."""
     if parcel.layout.device == "cpu" and parcel.layout.payload_bytes == parcel.layout.span_bytes:
-        return parcel.tensor, dense_bytes(parcel.tensor, parcel.layout)
-    packed = payload(parcel.tensor.detach(), parcel.layout).cpu()
-    return packed, host_bytes(packed)
+        yield parcel.tensor, dense_bytes(parcel.tensor, parcel.layout)
+        return
+    for piece in host_pieces(parcel.tensor, parcel.layout, parcel.made):
+        yield piece, host_bytes(piece)
 
 
 class _Arrival:
-    """One tensor on its way in."""
+    """One tensor on its way in, to stay on the host or to go on to a device."""
 
-    def __init__(
-        self, layout: Layout, address: bytes, device: torch.device | str | None, *, is_for_store: bool
-    ) -> None:
+    def __init__(self, layout: Layout, address: bytes, device: torch.device | None, *, is_for_store: bool) -> None:
         self.layout = layout
         self.address = address
-        self.device = device
         self.received_bytes = 0
+        device = device if device is not None and layout.is_on_accelerator else torch.device("cpu")
         # Taken while a chunk is in the cache. An accelerator's digest is another.
         self._content = xxhash.xxh3_128() if is_for_store and layout.device == "cpu" else None
+        self._is_staged = is_staged(device)
         # Without gaps the bytes go where they will stay.
-        self.tensor = allocate(layout, "cpu", BUFFERS.take)
+        self.tensor = allocate(layout, device, None if self._is_staged else BUFFERS.take)
         dense = layout.payload_bytes == layout.span_bytes
-        self.data = payload(self.tensor, layout) if dense else torch.empty(layout.payload_bytes, dtype=torch.uint8)
-        self.target = host_bytes(self.data)
+        self.data = (
+            payload(self.tensor, layout)
+            if dense
+            else torch.empty(layout.payload_bytes, dtype=torch.uint8, device=device)
+        )
+        self.target = memoryview(b"") if self._is_staged else host_bytes(self.data)
 
     def add(self, chunk: "Chunk | tensor_pb2.TensorChunk") -> None:
         end = chunk.offset_bytes + len(chunk.data)
@@ -182,7 +197,9 @@ class _Arrival:
             raise TransferError(f"checksum of bytes {chunk.offset_bytes} to {end} differs: damaged on the way")
         if self._content is not None:
             self._content.update(chunk.data)
-        if chunk.data:
+        if self._is_staged:
+            to_device(chunk.data, self.data[chunk.offset_bytes : end])
+        elif chunk.data:
             target = np.frombuffer(self.target[chunk.offset_bytes : end], np.uint8)
             np.copyto(target, np.frombuffer(chunk.data, np.uint8))  # without the GIL, unlike a slice's assignment
         self.received_bytes = end
@@ -196,8 +213,7 @@ class _Arrival:
             raise TransferError(f"{self.received_bytes} bytes came of the {self.layout.payload_bytes} declared")
         if self.layout.payload_bytes != self.layout.span_bytes:
             fill(self.tensor, self.data, self.layout)
-        tensor = with_bits(self.tensor, self.layout)
-        return tensor if self.device is None else tensor.to(self.device)
+        return with_bits(self.tensor, self.layout)
 
     def stored(self) -> tuple[bytes, Tensor]:
         """As `finish`, with its address. Raises TransferError where it came with another."""
@@ -211,16 +227,13 @@ class _Arrival:
 
 
 class _Located:
-    """One tensor that is in shared memory."""
+    """One tensor that is in shared memory, and of the host."""
 
     is_complete = True
 
-    def __init__(
-        self, layout: Layout, address: bytes, device: torch.device | str | None, read: Callable[[], Tensor]
-    ) -> None:
+    def __init__(self, layout: Layout, address: bytes, read: Callable[[], Tensor]) -> None:
         self.layout = layout
         self.address = address
-        self._device = device
         self._read = read
         self._tensor: Tensor | None = None
 
@@ -229,8 +242,7 @@ class _Located:
 
     def finish(self) -> Tensor:
         if self._tensor is None:
-            tensor = self._read()
-            self._tensor = tensor if self._device is None else tensor.to(self._device)
+            self._tensor = self._read()
         return self._tensor
 
     def stored(self) -> tuple[bytes, Tensor]:
@@ -263,7 +275,8 @@ class Receiver:
 
     Args:
         admit: Called before memory is taken for a tensor of a layout; raises to refuse it.
-        device: Where tensors end, the host if None.
+        device: Where tensors of accelerators end, the host if None. They are there for what is queued next on the
+            calling thread's stream.
         locate: Finds a tensor in shared memory; what it returns gives the tensor, called once. Raises TransferError.
         is_for_store: `stored` will be asked for.
     """
@@ -271,7 +284,7 @@ class Receiver:
     def __init__(
         self,
         admit: Callable[[Layout], None] | None = None,
-        device: torch.device | str | None = None,
+        device: torch.device | None = None,
         locate: Callable[[tensor_pb2.Location, Layout], Callable[[], Tensor]] = _no_memory,
         *,
         is_for_store: bool = False,
@@ -283,9 +296,9 @@ class Receiver:
         self._arrivals: list[_Arrival | _Located] = []
 
     @classmethod
-    def of(cls, carried: Carried[Any]) -> "Receiver":
+    def of(cls, carried: Carried[Any], device: torch.device | None = None) -> "Receiver":
         """One that took in a message that is the whole stream."""
-        receiver = cls()
+        receiver = cls(device=device)
         receiver.add_carried(carried)
         return receiver
 
@@ -303,7 +316,7 @@ class Receiver:
             if self._admit is not None:
                 self._admit(layout)
             self._arrivals.append(
-                _Located(layout, declaration.address, self._device, self._locate(declaration.location, layout))
+                _Located(layout, declaration.address, self._locate(declaration.location, layout))
                 if declaration.HasField("location")
                 else _Arrival(layout, declaration.address, self._device, is_for_store=self._is_for_store)
             )

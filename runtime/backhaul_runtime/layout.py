@@ -55,6 +55,11 @@ class Layout:
         """Torch's name without the module."""
         return str(self.dtype).removeprefix("torch.")
 
+    @property
+    def is_on_accelerator(self) -> bool:
+        """Whether reading a value of it would keep the host waiting; see NOTE [Staging]."""
+        return self.device == "cuda"
+
     @cached_property
     def span_bytes(self) -> int:
         """From the first byte of the tensor to behind its last, gaps included."""

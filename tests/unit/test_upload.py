@@ -2,8 +2,10 @@
 
 import threading
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from backhaul._link import Generation
@@ -12,7 +14,9 @@ from backhaul_proto.v1 import program_pb2, segment_pb2, tensor_pb2
 from backhaul_runtime.digest import address_of
 from backhaul_runtime.errors import WorkerLostError
 from backhaul_runtime.layout import layout_of
+from backhaul_runtime.staging import marks, past
 from conftest import wait_until
+from support.streams import FakeCuda
 
 GENERATION = Generation(1, "session", 1 << 30, {}, 30.0)
 
@@ -49,6 +53,7 @@ class FakeLink:
         self.up: Generation | None = GENERATION
         self.troubles: list[str] = []
         self.missing: list[list[bytes]] = []
+        self.sources: list[bytes] = []
         self.programs = self.tensors = self.segments = self
         self.PutProgram = Answer(self.log, "program", program_pb2.PutProgramResponse(), self.gate)
         self.PutTensors = Answer(self.log, "tensors", tensor_pb2.PutTensorsResponse(), self.gate)
@@ -56,6 +61,7 @@ class FakeLink:
         self.ReleaseSegments = Answer(self.log, "release", segment_pb2.ReleaseSegmentsResponse(), self.gate)
 
     def _saved(self, request: Any) -> segment_pb2.SaveSegmentResponse:
+        self.sources = list(request.sources)
         return segment_pb2.SaveSegmentResponse(missing_tensors=self.missing.pop(0) if self.missing else [])
 
     def stubs(self, generation: Generation) -> "FakeLink":
@@ -148,6 +154,51 @@ def test_a_segment_released_before_it_was_sent_is_not_sent() -> None:
     uploader.release(GENERATION, 1)
     wait_until(lambda: "release" in link.log, "the release is sent")
     assert link.log == ["program", "tensors", "save", "release"]
+    uploader.close()
+
+
+def test_what_an_accelerator_has_yet_to_compute_is_sent_once_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, link, tensor = FakeCuda.installed(monkeypatch), FakeLink(), torch.zeros(100)
+    link.gate.set()
+    cuda.trainer.begin()
+    save = save_of(tensor)
+    save.made = marks([tensor])
+    save.sources = [replace(save.sources[0], address=b"")]  # of what is there when it is sent
+    uploader = Uploader(link, inflight_bytes=1 << 20, inflight_boundaries=4)
+    uploader.save(save)
+    wait_until(lambda: "side waits for trainer" in cuda.log, "the thread that sends waits")
+    tensor.fill_(3)
+    cuda.trainer.end()
+    save.saved.result(10)
+    assert link.sources == [address_of(torch.full((100,), 3.0))]
+    uploader.close()
+
+
+def test_nothing_waits_for_what_an_accelerator_is_given_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, link, tensor = FakeCuda.installed(monkeypatch), FakeLink(), torch.ones(100)
+    cuda.others = cuda.trainer
+    link.gate.set()
+    save = save_of(tensor)
+    save.made = marks([tensor])
+    cuda.trainer.begin()
+    uploader = Uploader(link, inflight_bytes=1 << 20, inflight_boundaries=4)
+    uploader.save(save)
+    assert save.saved.result(5) is None
+    uploader.close()
+
+
+def test_an_accelerator_that_fails_costs_the_segment_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, link, tensor = FakeCuda.installed(monkeypatch), FakeLink(), torch.zeros(100)
+    link.gate.set()
+    lost, other = save_of(tensor), save_of(torch.ones(100))
+    lost.made = past(tensor.device)
+    uploader = Uploader(link, inflight_bytes=1 << 20, inflight_boundaries=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda, "Event", lambda **_: 1 / 0)
+        uploader.save(lost)
+        assert isinstance(lost.saved.exception(10), WorkerLostError)
+    uploader.save(other)
+    assert other.saved.result(10) is None
     uploader.close()
 
 

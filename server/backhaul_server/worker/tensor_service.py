@@ -16,6 +16,7 @@ from backhaul_runtime.framing import Receiver
 from backhaul_runtime.layout import Layout
 from backhaul_runtime.shared_memory import shared_bytes
 from backhaul_runtime.splicing import Carried
+from backhaul_runtime.staging import aside, past, use_here
 from backhaul_server.worker.core import Worker
 from backhaul_server.worker.handover import Sharing
 from backhaul_server.worker.rpc import Context, Servicer, unary
@@ -29,6 +30,7 @@ class Arriving:
         self._charged: list[int] = []
         self._in_place: list[bool] = []
         self._located: list[Callable[[], None]] = []
+        self._aside = past(worker.device)
         self._receiver = Receiver(self._admit, worker.device, self._locate, is_for_store=True)
         self.memory: Sharing | None = None
 
@@ -46,12 +48,15 @@ class Arriving:
 
     def add(self, carried: Carried[Any]) -> None:
         """Takes in what a message carries. Raises BudgetError, TransferError."""
-        self._receiver.add_carried(carried)
+        with aside(self._aside):
+            self._receiver.add_carried(carried)
 
     def stored(self) -> int:
         """Stores all that came. Returns how many they are. Raises TransferError."""
-        arrived = self._receiver.stored()
+        with aside(self._aside):  # not behind what the executor runs
+            arrived = self._receiver.stored()
         for (address, tensor), is_shared in zip(arrived, self._in_place, strict=True):
+            use_here(tensor)
             self._worker.store.arrived(address, tensor, self._charged.pop(0), is_shared=is_shared)
         self._located.clear()
         return len(arrived)
