@@ -16,11 +16,12 @@ NOTE [Lineage]
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from backhaul._config import Durability
 from backhaul._local import outputs_here
@@ -28,7 +29,8 @@ from backhaul_runtime.digest import content_digest, tensor_address
 from backhaul_runtime.errors import SegmentLostError
 from backhaul_runtime.layout import Layout, allocate, copy_exact, layout_of
 from backhaul_runtime.program import Program
-from backhaul_runtime.recording import RecordedSource, Recording
+from backhaul_runtime.recording import RecordedSource, Recording, version_of
+from backhaul_runtime.unread import Digest
 
 _FEW = 8
 """So many boundaries are all left behind."""
@@ -44,13 +46,18 @@ class Copies:
 
     def __init__(self, fetch: Callable[[bytes], Tensor | None] = lambda _: None) -> None:
         self.fetch = fetch
-        self._tensors: weakref.WeakValueDictionary[bytes, Tensor] = weakref.WeakValueDictionary()
+        self._tensors: weakref.WeakValueDictionary[Hashable, Tensor] = weakref.WeakValueDictionary()
 
-    def hold(self, tensor: Tensor, layout: Layout, address: bytes) -> Tensor:
-        """A copy of a tensor of this address, shared with everybody who holds the same contents."""
-        held = self._tensors.get(address)
+    def hold(self, tensor: Tensor, layout: Layout, address: Digest | None) -> Tensor:
+        """A copy of a tensor of this address, shared with everybody who holds the same contents.
+
+        Where the address is not known without waiting for an accelerator, the same tensor at the same version is taken
+        to hold the same.
+        """
+        key: Hashable = address if isinstance(address, bytes) else _version_key(tensor, layout)
+        held = self._tensors.get(key)
         if held is None:
-            held = self._tensors[address] = copy_exact(tensor, layout)
+            held = self._tensors[key] = copy_exact(tensor, layout)
         return held
 
     def find(self, address: bytes) -> Tensor | None:
@@ -60,6 +67,12 @@ class Copies:
     def add(self, address: bytes, tensor: Tensor) -> None:
         """Shares a tensor that nobody will write to."""
         self._tensors[address] = tensor
+
+
+def _version_key(tensor: Tensor, layout: Layout) -> Hashable:
+    """Names what a tensor holds now. While the name is in use, no other storage is known by the same address."""
+    storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    return storage, int(tensor.storage_offset()), layout, version_of(tensor)
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)

@@ -25,6 +25,7 @@ from backhaul_runtime.program import Program
 from backhaul_runtime.program_codec import address_of_program, encode_program
 from backhaul_runtime.recorder import Hold
 from backhaul_runtime.recording import Recording, version_of
+from backhaul_runtime.unread import Digest, read
 
 MAX_SITES = 1 << 14
 
@@ -60,7 +61,7 @@ class _Source:
     captured: weakref.ref[Tensor] | None
     version: int
     layout: Layout
-    address: bytes
+    address: Digest
     is_copy: bool
     is_transient: bool
 
@@ -70,7 +71,7 @@ class _Source:
 
     def is_newer(self, other: "_Source") -> bool:
         """Whether the same tensor holds something else than it did."""
-        return self.captured is other.captured is not None and self.address != other.address
+        return self.captured is other.captured is not None and read(self.address) != read(other.address)
 
     def has_unseen_write(self, other: "_Source") -> bool:
         """Whether the same tensor holds something else, and its version counter does not tell."""
@@ -83,25 +84,27 @@ class Site:
 
     Attributes:
         last: The program that the last call from there was.
-        superseded: Addresses of what its captured tensors held the time before, where that is something else now.
     """
 
     last: Encoded | None = None
-    superseded: list[bytes] = field(default_factory=list)
     _sources: list[_Source] = field(default_factory=list)
     _is_steady: bool = False
     _trusts_versions: bool = True
 
     def learn(
         self, program: Program, recording: Recording, tensors: Sequence[Tensor], arguments: Sequence[Tensor]
-    ) -> Encoded:
-        """Takes in what a call turned out to be, and returns its program as it travels.
+    ) -> tuple[Encoded, Callable[[], list[bytes]]]:
+        """Takes in what a call turned out to be.
 
         Args:
             program: Of the call.
             recording: Likewise.
             tensors: The caller's object behind each source.
             arguments: Tensors among the arguments.
+
+        Returns:
+            Its program as it travels, and what gives the addresses of what its captured tensors held the time before,
+            where that is something else now. It may wait for an accelerator.
         """
         positions = {id(tensor): index for index, tensor in enumerate(arguments)}
         before = self.last
@@ -114,7 +117,7 @@ class Site:
                 weakref.ref(tensor) if argument < 0 else None,
                 version_of(tensor),
                 source.layout,
-                source.address,
+                source.named,
                 source.is_copy,
                 source.is_transient,
             )
@@ -123,14 +126,17 @@ class Site:
         # A place where each call is another is not worth the work.
         is_same = before is self.last and all(map(_Source.is_same, sources, self._sources))
         self._is_steady = before is None or is_same
-        if is_same and any(map(_Source.has_unseen_write, sources, self._sources)):
-            self._trusts_versions = False  # fused optimizers write so
-        named = {source.address for source in sources}
-        changed = [old.address for new, old in zip(sources, self._sources, strict=is_same) if new.is_newer(old)]
-        self.superseded = [address for address in changed if address not in named]
+        superseded = functools.partial(self._superseded, self._sources, sources, is_same)
         self._sources = sources
         assert self.last is not None
-        return self.last
+        return self.last, superseded
+
+    def _superseded(self, before: Sequence[_Source], now: Sequence[_Source], is_same: bool) -> list[bytes]:
+        if is_same and any(map(_Source.has_unseen_write, now, before)):
+            self._trusts_versions = False  # fused optimizers write so
+        named = {read(source.address) for source in now}
+        changed = [read(old.address) for new, old in zip(now, before, strict=is_same) if new.is_newer(old)]
+        return [address for address in changed if address not in named]
 
     def predict(self, arguments: Sequence[Tensor], hold: Hold) -> "Predicted | None":
         """What the call that begins now will probably be; None where nobody knows.
@@ -156,8 +162,11 @@ class Site:
                 return None
             if tensor.is_leaf != wanted.is_leaf:
                 return None
-            value, address = tensor, b""
-            if source.is_copy:
+            value: Tensor = tensor
+            address: Digest = b""
+            if source.is_copy and now.is_on_accelerator:
+                value = hold(tensor, now, None)
+            elif source.is_copy:
                 address = tensor_address(now, content_digest(tensor, now))
                 value = hold(tensor, now, address)
             elif self._trusts_versions and source.version == version_of(tensor) and now == source.layout:

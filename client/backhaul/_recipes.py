@@ -94,7 +94,9 @@ def recipe_of(tensor: Tensor, source: RecordedSource, edge: GradientEdge) -> Rec
         return None
     if version != version_of(tensor) or all(isinstance(end, Leaf) for end in ends_of(recipe)):
         return None
-    return recipe if not isinstance(recipe, Input) or recipe.source.address == source.address else None
+    if isinstance(recipe, Input) and (layout.is_on_accelerator or recipe.source.address != source.address):
+        return None  # it may hold something else by now; for an accelerator to tell, forward would have to wait
+    return recipe
 
 
 def _read(node: Node, output_nr: int, nodes_left: Iterator[int]) -> tuple[Recipe, int]:

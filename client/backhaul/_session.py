@@ -320,12 +320,12 @@ class Session:
         if len({source.value.device for source in recording.sources if source.layout.is_on_accelerator}) > 1:
             raise Refusal("its tensors are on several accelerators, and a worker has one")
         # Only now: what no worker takes is not to be predicted.
-        known = beginning.site.learn(frame.program, recording, tensors, beginning.arguments)
+        known, superseded = beginning.site.learn(frame.program, recording, tensors, beginning.arguments)
         frame.program = known.program
-        sources = [SourceTensor(s.address, s.layout, s.value, s.is_copy, s.is_transient) for s in recording.sources]
+        sources = [SourceTensor(s.named, s.layout, s.value, s.is_copy, s.is_transient) for s in recording.sources]
         save = self._save_of(frame, generation, number, known, sources, recording.generator_states)
         save.wants_sketches = bool(found)
-        save.superseded = beginning.site.superseded
+        save.superseded = superseded
         save.predecessors = [
             Predecessor((known.address, source), weakref.ref(before.remote), output)
             for source, before, output in frame.predecessors

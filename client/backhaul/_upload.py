@@ -30,6 +30,7 @@ from backhaul_runtime.layout import Layout
 from backhaul_runtime.logs import about
 from backhaul_runtime.splicing import encode_all
 from backhaul_runtime.staging import Mark, aside
+from backhaul_runtime.unread import Digest, read
 
 logger = logging.getLogger("backhaul")
 MAX_KNOWN = 1 << 16
@@ -51,7 +52,7 @@ class SourceTensor:
         is_transient: No later segment will name it.
     """
 
-    address: bytes
+    address: Digest
     layout: Layout
     value: Tensor
     is_copy: bool
@@ -77,7 +78,7 @@ class Save:
         wants_sketches: The worker computes other bits.
         predecessors: Segments saved before whose outputs are sources of this one.
         is_predicted: Its call has not run yet.
-        superseded: Addresses that need not be kept for later.
+        superseded: Gives addresses that need not be kept for later.
         made: When the sources were, on their accelerators.
     """
 
@@ -94,7 +95,7 @@ class Save:
     wants_sketches: bool = False
     predecessors: Sequence[Predecessor] = ()
     is_predicted: bool = False
-    superseded: Sequence[bytes] = ()
+    superseded: Callable[[], Sequence[bytes]] = tuple
     made: Sequence[Mark] = ()
     saved: "Future[None]" = field(default_factory=Future)
     is_released: bool = False
@@ -275,7 +276,9 @@ class Uploader:
         generation = save.generation
         with aside(save.made):
             addresses = [
-                source.address if source.address or source.layout.device == "cpu" else address_of(source.value)
+                address
+                if (address := read(source.address)) or source.layout.device == "cpu"
+                else address_of(source.value)
                 for source in save.sources
             ]
         request = segment_pb2.SaveSegmentRequest(
@@ -293,7 +296,7 @@ class Uploader:
                 if (segment := each.segment()) is not None
             ],
             predicted=save.is_predicted,
-            superseded=save.superseded,
+            superseded=save.superseded(),
         )
         for _ in range(MAX_ATTEMPTS):
             if not self._knows(generation, save.program_address):

@@ -27,7 +27,12 @@ def content_digest(tensor: Tensor, layout: Layout) -> bytes:
 
 
 def weighted_sums(data: Tensor) -> bytes:
-    """16 bytes for a uint8 tensor [n] on any device: two sums of its 32-bit words, each with its own odd weights.
+    """16 bytes for a uint8 tensor [n] on any device: its `device_sums`, waited for."""
+    return device_sums(data).cpu().numpy().tobytes()
+
+
+def device_sums(data: Tensor) -> Tensor:
+    """int64 [2] for a uint8 tensor [n], where that is: two sums of its 32-bit words, each with its own odd weights.
 
     Arithmetic is modulo 2**64. A single changed word always changes both sums, for odd weights have inverses.
     """
@@ -37,7 +42,7 @@ def weighted_sums(data: Tensor) -> bytes:
     first = (words * ((position * _WEIGHT) | 1)).sum()
     mixed = (position + 1) * _WEIGHT
     second = (words * ((mixed ^ (mixed >> 29)) * _WEIGHT | 1)).sum()
-    return torch.stack((first, second)).cpu().numpy().tobytes()
+    return torch.stack((first, second))
 
 
 def saved_digest(layout: Layout, content: bytes) -> bytes:

@@ -138,13 +138,14 @@ def batches(
         offset = 0
         content = xxhash.xxh3_128() if tell is not None and not address else None
         for held, data in _in_order(parcel):
-            while data:
-                piece = data[: CHUNK_BYTES - filled]
+            left = data
+            while left:
+                piece = left[: CHUNK_BYTES - filled]
                 if content is not None:  # while it is in the cache
                     content.update(piece)
                 batch.chunks.append(Chunk(index, offset, xxhash.xxh3_64_intdigest(piece), piece))
                 batch.held.append(held)
-                data = data[len(piece) :]
+                left = left[len(piece) :]
                 offset += len(piece)
                 filled += len(piece)
                 if filled >= CHUNK_BYTES:

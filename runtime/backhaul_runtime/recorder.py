@@ -44,11 +44,12 @@ from backhaul_runtime.program import GeneratorRef, Given, Node, Program, Ref, Re
 from backhaul_runtime.recording import RecordedSource, Recording, SavedTensor, version_of
 from backhaul_runtime.storages import StorageLedger, storage_key
 from backhaul_runtime.trace import described
+from backhaul_runtime.unread import ContentDigests, Digest, digest_of
 from backhaul_runtime.uses import is_custom
 
 T = TypeVar("T")
-Hold = Callable[[Tensor, Layout, bytes], Tensor]
-"""Given a tensor, its layout and its address, returns a copy to keep."""
+Hold = Callable[[Tensor, Layout, Digest | None], Tensor]
+"""Given a tensor, its layout and its address, if that is known, returns a copy to keep."""
 
 SMALL_BYTES = 1 << 20
 """Up to this size captured tensors that are neither parameters nor take gradients are copied: counters, statistics and
@@ -114,7 +115,8 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         self._op = ""
         self._reads: bytes | None = None
         self._cleared = ambient.cleared_casts()
-        self._contents: dict[tuple[Any, ...], bytes] = {}
+        self._contents: dict[tuple[Any, ...], Digest] = {}
+        self._digests = ContentDigests()
         self._hidden = StorageLedger()
         self._hidden_bytes: dict[int, int] = {}  # of storages that autograd saves and no op returns
         self._saving_nodes = 0  # up to the last that saved something
@@ -266,10 +268,16 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         made = None if is_leaf or is_argument else tensor.grad_fn
         if made is not None and made._sequence_nr() >= self.first_sequence:
             raise Refusal(f"a differentiable tensor made by no recorded op ({made.name()})")
-        address = tensor_address(layout, self._content(tensor, layout))
+        address = digest_of(tensor_address, layout, self._content(tensor, layout))
         is_state = not tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter)
-        is_copy = is_argument or not is_leaf or (is_state and layout.span_bytes <= SMALL_BYTES)
-        value = self._hold(tensor, layout, address) if is_copy else tensor.detach()
+        is_own_state = not is_argument and is_leaf and is_state and layout.span_bytes <= SMALL_BYTES
+        is_copy = is_argument or not is_leaf or is_own_state
+        if not is_copy:
+            value = tensor.detach()
+        elif is_own_state and not isinstance(address, bytes):
+            value = copy_exact(tensor, layout)  # others may write to it unseen, so its version does not tell copies
+        else:
+            value = self._hold(tensor, layout, address)
         index = len(self.recording.sources)
         self.tensors.append(tensor)
         self._edges.append(None if is_leaf else get_gradient_edge(tensor))
@@ -293,7 +301,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
     def _know(self, tensor: Tensor, ref: Ref) -> None:
         self._known[tensor._cdata] = _Known(ref, _WeakTensorRef(tensor), tensor.data_ptr(), tensor.requires_grad)
 
-    def _content(self, tensor: Tensor, layout: Layout) -> bytes:
+    def _content(self, tensor: Tensor, layout: Layout) -> Digest:
         """Content digest, taken once per op for a tensor that is both read and saved by it: nobody runs in between."""
         # A weight and its transpose are the same bytes.
         start = int(tensor.storage_offset()) * layout.dtype.itemsize
@@ -301,7 +309,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         found = self._contents.get(key)
         if found is None:
             with torch._C._DisablePythonDispatcher(), _DisableTorchDispatch():
-                found = self._contents[key] = content_digest(tensor, layout)
+                found = self._contents[key] = self._digests.take(tensor, layout)
         return found
 
     def _check_reads(self, op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -423,7 +431,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         if is_hidden:
             self._hidden_bytes[storage_key(tensor)] = self._hidden.add(tensor)
         self._saving_nodes = len(self._nodes) + 1
-        digest, offset = saved_digest(layout, content), int(tensor.storage_offset())
+        digest, offset = digest_of(saved_digest, layout, content), int(tensor.storage_offset())
         saved = SavedTensor(digest, self._op, layout, sources[0], offset, self._reads is not None)
         if self._pins is not None:
             is_fixed = sources[0] >= 0 and not self.recording.sources[sources[0]].is_written

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from backhaul_runtime.layout import Layout
+from backhaul_runtime.unread import Digest, read
 
 
 @dataclass(slots=True, eq=False)
@@ -15,7 +16,7 @@ class RecordedSource:
     Attributes:
         layout: Its layout.
         offset: Elements from the start of its storage.
-        address: Of its contents.
+        named: Its `address`, which may still be on an accelerator.
         held: Holds these contents: a copy where they may well change before backward, else the caller's memory. None
             once the call has ended and nobody keeps them here.
         is_copy: Whether `held` is a copy, so that nobody can change it.
@@ -29,7 +30,7 @@ class RecordedSource:
 
     layout: Layout
     offset: int
-    address: bytes
+    named: Digest
     held: Tensor | None
     is_copy: bool
     is_argument: bool
@@ -38,6 +39,11 @@ class RecordedSource:
     is_written: bool = False
     written: Tensor | None = None
     is_given: bool = False
+
+    @property
+    def address(self) -> bytes:
+        """Of its contents. Waits for an accelerator, so it is not asked for in forward."""
+        return read(self.named)
 
     @property
     def is_transient(self) -> bool:
@@ -56,7 +62,7 @@ class SavedTensor:
     """What is kept of a tensor that autograd saved. Nobody changes it once it is noted.
 
     Attributes:
-        digest: Of its layout and values, or see `is_undefined`; empty for a kind of tensor that has no bytes.
+        noted: Its `digest`, which may still be on an accelerator.
         op: Name of the op that saved it.
         layout: When it was saved.
         source: Index of the source whose storage it lies in, -1 for any other.
@@ -65,13 +71,21 @@ class SavedTensor:
         sketch: Of its values, or of what its op read, where a replay may give others; see `sketch.sketch`.
     """
 
-    digest: bytes
+    noted: Digest
     op: str
     layout: Layout
     source: int
     offset: int
     is_undefined: bool = False
     sketch: tuple[float, ...] = ()
+
+    @property
+    def digest(self) -> bytes:
+        """Of its layout and values, or see `is_undefined`; empty for a kind of tensor that has no bytes.
+
+        Waits for an accelerator, so it is not asked for in forward.
+        """
+        return read(self.noted)
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torch.autograd.graph import get_gradient_edge
 
 from backhaul_runtime import ambient, hostile
-from backhaul_runtime.digest import content_digest, read_digest, saved_digest
+from backhaul_runtime.digest import read_digest, saved_digest
 from backhaul_runtime.errors import ProgramError, Refusal, ReplayError, SavedTensorModifiedError
 from backhaul_runtime.footprint import Meter
 from backhaul_runtime.generators import default_generator, drawing_device
@@ -33,6 +33,7 @@ from backhaul_runtime.program import GeneratorRef, Node, Program, ResultRef, Sou
 from backhaul_runtime.schedule import Footprint
 from backhaul_runtime.sketch import sketches
 from backhaul_runtime.storages import StorageLedger, storage_key
+from backhaul_runtime.unread import ContentDigests, Digest, digest_of, read
 from backhaul_runtime.uses import Use, find_uses
 
 
@@ -98,15 +99,16 @@ class _Packing:
         self.wants_sketches = fixed is not None
         self.reads_sketch: tuple[float, ...] = ()
         self.sketches: list[tuple[float, ...]] = []
-        self.digests: list[bytes] = []
+        self.digests: list[Digest] = []
+        self._contents = ContentDigests()
         self.kept: list[Saved] = []
         self.op = ""
         self.reads: bytes | None = None
 
     def __call__(self, tensor: Tensor) -> Saved:
         layout = layout_of(tensor)
-        content = self.reads if self.reads is not None else content_digest(tensor, layout)
-        self.digests.append(saved_digest(layout, content))
+        content = self.reads if self.reads is not None else self._contents.take(tensor, layout)
+        self.digests.append(digest_of(saved_digest, layout, content))
         if self.wants_sketches:
             own = () if storage_key(tensor) in self._fixed else sketches([tensor])
             self.sketches.append(own if self.reads is None else self.reads_sketch)
@@ -197,7 +199,7 @@ class Replay:
     @property
     def saved_digests(self) -> list[bytes]:
         """Of every tensor that autograd saved, in order; see `recording.SavedTensor`."""
-        return self._packing.digests
+        return list(map(read, self._packing.digests))
 
     @property
     def saved_sketches(self) -> list[tuple[float, ...]]:

@@ -10,12 +10,31 @@ import torch
 from torch import Tensor, nn
 
 from backhaul import SegmentLostError, StaleTensorError, _lineage
+from backhaul_runtime.layout import layout_of
 from conftest import RETURNS
 from support.bits import Checkpoint, differing, plainly
 from support.loopback import Loopback
 
 WIDTH = 8
 Run = Callable[[Checkpoint, list[nn.Module], Tensor], Tensor]
+
+
+def test_copies_of_unknown_content_are_shared_by_tensor_and_version() -> None:
+    copies, tensor = _lineage.Copies(), torch.zeros(4)
+    layout = layout_of(tensor)
+    first = copies.hold(tensor, layout, None)
+    assert copies.hold(tensor.view(4), layout, None) is first
+    second = copies.hold(tensor.add_(1), layout, None)
+    assert (first.tolist(), second.tolist()) == ([0, 0, 0, 0], [1, 1, 1, 1])
+
+
+def test_a_copy_is_not_taken_for_that_of_a_tensor_in_the_same_place() -> None:
+    copies, held = _lineage.Copies(), []
+    for number in range(50):  # each likely where the one before was
+        tensor = torch.full((4,), float(number))
+        held.append(copies.hold(tensor, layout_of(tensor), None))
+        del tensor
+    assert [copy[0].item() for copy in held] == list(range(50))
 
 
 def block() -> nn.Module:

@@ -1,0 +1,52 @@
+"""Digests that stay on an accelerator until they are needed. It is a fake one; its tensors are the host's."""
+
+import pytest
+import torch
+
+from backhaul_runtime.digest import weighted_sums
+from backhaul_runtime.layout import layout_of, payload
+from backhaul_runtime.unread import ContentDigests, Unread, read
+from support.streams import FakeCuda
+from unit.test_framing import SHAPES
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda.installed(monkeypatch)
+
+
+def test_digests_are_read_together_and_as_if_they_had_been_read_at_once(cuda: FakeCuda) -> None:
+    digests, tensors = ContentDigests(), [make() for make in SHAPES.values()]
+    taken = [digests.take(tensor, layout_of(tensor)) for tensor in tensors]
+    assert set(cuda.log) == {"trainer is marked"}
+    assert all(isinstance(digest, Unread) for digest in taken)
+    cuda.log.clear()
+    assert list(map(read, taken)) == [weighted_sums(payload(t.detach(), layout_of(t))) for t in tensors]
+    assert cuda.log.count("the host waits for side") == 1
+
+
+def test_a_digest_is_of_what_was_there_when_it_was_taken(cuda: FakeCuda) -> None:
+    digests, tensor = ContentDigests(), torch.zeros(8)
+    before = digests.take(tensor, layout_of(tensor))
+    assert read(before) == weighted_sums(torch.zeros(32, dtype=torch.uint8))  # and more may be taken afterwards
+    after = digests.take(tensor.fill_(1), layout_of(tensor))
+    assert read(after) == weighted_sums(torch.ones(8).view(torch.uint8))
+    assert read(before) != read(after)
+
+
+def test_a_device_that_fails_while_digests_are_read_fails_each_of_them(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = ContentDigests()
+    taken = [digests.take(torch.ones(count), layout_of(torch.ones(count))) for count in (1, 2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "stack", lambda *_: 1 / 0)
+        for digest in taken:
+            with pytest.raises(ZeroDivisionError):
+                read(digest)
+    assert read(taken[0]) == weighted_sums(torch.ones(1).view(torch.uint8))
+
+
+def test_on_the_host_they_are_bytes_at_once() -> None:
+    tensor = torch.ones(3)
+    assert isinstance(ContentDigests().take(tensor, layout_of(tensor)), bytes)
