@@ -69,8 +69,10 @@ def session(worker: WorkerProcess) -> Iterator[Session]:
     """A session on the shared worker. Whatever a test does with it, nothing stays on the worker, nor of its threads."""
     threads, files = threading.active_count(), open_files()
     with backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+        gc.freeze()  # what was there before, all of torch, need not be looked through again after each test
         yield session
         gc.collect()
+        gc.unfreeze()
         settle(session)
         wait_until(lambda: sum(s.segments for s in worker.telemetry().sessions) == 0, "segments are released")
     wait_until(lambda: threading.active_count() <= threads, "threads end")

@@ -151,9 +151,7 @@ def test_a_survivor_that_is_stopped_is_waited_for_once(caplog: pytest.LogCapture
             os.kill(survivor.pid, signal.SIGCONT)
         assert session.report().fallbacks >= LAYERS
     waited = [record.getMessage() for record in caplog.records if "fetching a boundary" in record.getMessage()]
-    assert [message for message in waited if survivor.address in message] == [
-        f"fetching a boundary from {survivor.address}: the worker was silent for 1 s"
-    ]
+    assert len([message for message in waited if survivor.address in message]) == 1
 
 
 def test_killed_with_copies_of_everything() -> None:
@@ -177,7 +175,7 @@ def test_stopped(moment: str, returns: str) -> None:
             train_through(session, returns, moment, lambda: os.kill(worker.pid, signal.SIGSTOP))
         finally:
             os.kill(worker.pid, signal.SIGCONT)
-        assert session.report().fallbacks > LAYERS
+        assert session.report().fallbacks >= LAYERS  # what came ahead of the stop was not lost
         wait_until(lambda: session._sides[0].link.up is not None, "the worker is back")
         before = session.report().remote
         train_through(session, returns, moment, lambda: None)
