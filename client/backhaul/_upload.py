@@ -74,7 +74,7 @@ class Save:
         queued_bytes: Copies of arguments it holds until it is sent.
         saved: Done when the worker has it; holds the error where it has not.
         count: Told of bytes sent.
-        sent: Told what sending took, once it has ended.
+        sent: Told what sending its tensors took, once that has ended.
         wants_sketches: The worker computes other bits.
         predecessors: Segments saved before whose outputs are sources of this one.
         is_predicted: Its call has not run yet.
@@ -249,9 +249,7 @@ class Uploader:
         try:
             if save.is_released:
                 raise SegmentUnknownError("released before it was sent")
-            began = perf_counter()
             self._send(save)
-            save.sent(perf_counter() - began)
             self._sent.put(save.sources)
             save.sources = ()
             save.saved.set_result(None)
@@ -322,7 +320,9 @@ class Uploader:
                 if not self._knows(save.generation, address):
                     parcels[address or index] = Parcel(source.value, source.layout, address)
         if parcels:
+            began = perf_counter()
             found = self.put(save.generation, parcels.values(), save.count)
+            save.sent(perf_counter() - began)
             for key, address in zip(parcels, found, strict=True):
                 if isinstance(key, int):
                     addresses[key] = address

@@ -92,8 +92,9 @@ def decode_layout(spec: tensor_pb2.TensorSpec) -> Layout:
     return layout
 
 
-PLACED_BYTES = 8 << 20
-"""What lies in shared memory is declared after so many bytes at most: it is read while more is written."""
+PLACED_BYTES, STORED_BYTES = 8 << 20, 64 << 20
+"""What lies in shared memory is declared after so many bytes at most: it is read while more is written. What is to be
+stored nobody reads before all of it is there, but a stream must not fall silent."""
 
 
 class Placed(NamedTuple):
@@ -131,7 +132,7 @@ def batches(
             if tell is not None:
                 tell(address)
             placed += size
-            if placed >= PLACED_BYTES:
+            if placed >= (PLACED_BYTES if tell is None else STORED_BYTES):
                 yield batch
                 batch, filled, placed = Batch(), 0, 0
             continue

@@ -50,7 +50,6 @@ IS_AVAILABLE = hasattr(os, "memfd_create") and hasattr(socket, "SO_PEERCRED")
 _WORDS_PER_SLOT = 2
 _WORD_BYTES = 8
 _IN_USE = 1 << 63
-_PAGE_BYTES = 4096
 _CREDENTIALS = struct.Struct("3i")
 _OFFER = struct.Struct("<?I")
 _ASK = struct.Struct("<BQ")
@@ -112,7 +111,8 @@ class Region:
         self.size_bytes = os.fstat(descriptor).st_size
         self.slots = self.size_bytes // LEAST_BYTES
         self.begin = _aligned(self.slots * _WORDS_PER_SLOT * _WORD_BYTES)
-        self._memory = mmap.mmap(descriptor, self.size_bytes)
+        # Every page is mapped now, instead of one by one when it is needed.
+        self._memory = mmap.mmap(descriptor, self.size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._words = memoryview(self._memory).cast("Q")
         self._used: dict[int, tuple[int, int, int]] = {}  # in place by us, the receiver: slots with ticket, begin, end
         self._lock = threading.RLock()  # a destructor may let go in the midst of anything
@@ -121,10 +121,6 @@ class Region:
     def raw(self, begin: int, size_bytes: int) -> Bytes:
         """A stretch of it, which keeps it mapped."""
         return np.frombuffer(self._memory, np.uint8, size_bytes, begin)
-
-    def touch(self) -> None:
-        """Has the kernel map every page now instead of one by one when they are needed."""
-        torch.from_numpy(self.raw(0, self.size_bytes))[::_PAGE_BYTES].fill_(0)
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is in it."""

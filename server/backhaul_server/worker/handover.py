@@ -261,9 +261,7 @@ class Sharing:
 def _make(number: int, size_bytes: int) -> tuple[Region, int]:
     descriptor = make_memory(size_bytes)
     try:
-        region = Region(number, descriptor)
-        region.touch()
+        return Region(number, descriptor), descriptor
     except BaseException:
         os.close(descriptor)
         raise
-    return region, descriptor
