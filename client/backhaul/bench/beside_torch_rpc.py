@@ -16,7 +16,7 @@ from backhaul.bench.training import SMALL, WIDTH, checkpoint_of_torch, compare_g
 
 CALLS = 12
 """Timed together: one alone is too short to tell whether it was disturbed."""
-PLAN = Plan(most=20, warm=2, limit_s=45.0, settle_s=0.2)  # the peer's threads never rest: they poll
+PLAN = Plan(most=20, warm=2, limit_s=35.0, settle_s=0.2)  # the peer's threads never rest: they poll
 
 
 def measure(stage: Stage) -> list[Outcome]:

@@ -67,7 +67,9 @@ def main(address: str, directory: str) -> None:
     """See above."""
     with grpc.insecure_channel(address, options=list(CHANNEL_OPTIONS)) as channel:
         client = Client(channel, Path(directory))
-        for number, answer in enumerate(client.backward()):
+        # All clients write the same: how much progress each was told is left out.
+        answers = [answer for answer in client.backward() if not answer.HasField("progress")]
+        for number, answer in enumerate(answers):
             (Path(directory) / f"answer-{number:04}").write_bytes(answer.SerializeToString())
         print("ready", flush=True)
         for line in sys.stdin:
