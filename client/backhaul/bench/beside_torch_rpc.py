@@ -1,5 +1,6 @@
 """A block recomputed by Backhaul's worker and by a peer of torch.distributed.rpc, beside computing it here."""
 
+import signal
 import sys
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ def measure(stage: Stage) -> list[Outcome]:
     """vs_torch_rpc."""
     session = stage.session(returns="gradients")
     port = rpc_peer.free_port()
-    stage.start([sys.executable, "-P", "-m", "backhaul.bench.rpc_peer", str(port)])
+    peer, _ = stage.start([sys.executable, "-P", "-m", "backhaul.bench.rpc_peer", str(port)])
     rpc_peer.join(port, rpc_peer.TRAINER)
     block = rpc_peer.frozen_block()
     x = torch.randn(*SMALL, WIDTH, requires_grad=True)
@@ -36,6 +37,8 @@ def measure(stage: Stage) -> list[Outcome]:
     found: dict[str, Tensor] = {}
 
     def run(name: str) -> None:
+        # It polls on the worker's core also while nothing is asked of it.
+        peer.send_signal(signal.SIGCONT if name == "rpc" else signal.SIGSTOP)
         for _ in range(CALLS):
             x.grad = None
             ways[name](x).backward(gradient)
@@ -46,7 +49,10 @@ def measure(stage: Stage) -> list[Outcome]:
         for name in ("backhaul", "rpc"):
             compare_gradients(f"{name} and local", [found[name]], [found["local"]])
 
-    rounds = interleave([Variant(name, partial(run, name)) for name in ways], stage.cores, PLAN, compare)
+    try:
+        rounds = interleave([Variant(name, partial(run, name)) for name in ways], stage.cores, PLAN, compare)
+    finally:
+        peer.send_signal(signal.SIGCONT)
     rpc_peer.leave()
     return [of_rounds("vs_torch_rpc", rounds, _added, on_trainer(session.report().fallbacks))]
 
