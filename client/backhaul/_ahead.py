@@ -81,7 +81,7 @@ class Ahead:
     def _open(self, session: str) -> None:
         if self._call is not None:
             self._call.cancel()
-        self._session, self._promised = session, frozenset()
+        self._call, self._session, self._promised = None, session, frozenset()
         self._found.clear()
         with suppress(ValueError):  # the channel is closed
             self._call = self._method(segment_pb2.AheadRequest(session=session))

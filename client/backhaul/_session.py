@@ -1,13 +1,10 @@
 """A trainer's session: its workers, and everything done through them."""
 
 import atexit
-import itertools
 import logging
 import os
 import secrets
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import partial
@@ -17,41 +14,36 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch._C import _DisableTorchDispatch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from backhaul import _patched, _sequential, _wrap
 from backhaul._arguments import decorator, options_of
 from backhaul._calls import call_unary
-from backhaul._chains import Predecessor
 from backhaul._checkpoint import run_segment
 from backhaul._config import SECRETS, Config
+from backhaul._dispatcher import Dispatcher
 from backhaul._embedded import EmbeddedWorker
 from backhaul._frame import Frame
 from backhaul._lineage import Copies
-from backhaul._link import Generation, Link, trainer_name
-from backhaul._placement import Placement
-from backhaul._prediction import Beginning, Encoded, Sites
+from backhaul._link import Link, trainer_name
+from backhaul._prediction import Beginning
 from backhaul._remote import SavedSegment
 from backhaul._report import Journal, Report
 from backhaul._side import Side
 from backhaul._telemetry import Telemetry
-from backhaul._upload import Save, SourceTensor
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.addresses import Address, parse_addresses
 from backhaul_runtime.credentials import one_for_each
-from backhaul_runtime.errors import BackhaulError, GradientsLostError, Refusal
-from backhaul_runtime.fingerprint import DECISIVE, differences, fingerprint
+from backhaul_runtime.errors import BackhaulError, GradientsLostError
+from backhaul_runtime.fingerprint import fingerprint
 from backhaul_runtime.logs import about
-from backhaul_runtime.staging import marks
 from backhaul_runtime.version import version
 
 if TYPE_CHECKING:
     from backhaul._otel import Traces
 
 logger = logging.getLogger("backhaul")
-_BACKWARD_FACTOR = 3.0  # a recomputed forward and a backward of twice its cost
 
 
 class Session:
@@ -82,14 +74,11 @@ class Session:
         self.journal = Journal(self.run)
         self.telemetry: Telemetry | None = None
         self._hooks: list[RemovableHandle] = []
-        self._numbers = itertools.count(1)
-        self._lock = threading.Lock()
-        self._placement = Placement()
-        self._sites = Sites()
         self.copies = Copies(self._fetch)
         self._closed = False
         self._embedded: EmbeddedWorker | None = None
         self._sides: list[Side] = []
+        self._dispatcher = Dispatcher(config, self.run, self._sides, self.copies, lambda: self._closed)
         link_to = partial(
             Link,
             silence_s=config.silence_s,
@@ -278,119 +267,16 @@ class Session:
     # What `_checkpoint.run_segment` asks of a session
 
     def needs_pins(self, device: torch.device) -> bool:
-        """Whether a worker that is up computes other bits than this trainer does on a device, and may."""
-        if self.config.numerics == "exact" or self._closed:
-            return False
-        up = [(side, generation) for side in self._sides if (generation := side.link.up) is not None]
-        found = [self._differences(side, generation, device.type) for side, generation in up]
-        return any(different and not different.keys() & DECISIVE for different in found)
+        """See `Dispatcher`."""
+        return self._dispatcher.needs_pins(device)
 
     def begin(self, frame: Frame, fn: Callable[..., Any], arguments: list[Tensor]) -> Beginning:
-        """Sends what a call that begins now will probably be, if that is known."""
-        beginning = Beginning(self._sites.of(fn, self._placement.position), arguments)
-        if self._closed or frame.local_reason or frame.recording.is_pinned:
-            return beginning
-        with _DisableTorchDispatch():  # what we ask of tensors is not the business of modes around us
-            predicted = beginning.site.predict(arguments, self.copies.hold)
-        if predicted is not None:
-            with suppress(Refusal):
-                beginning.place = side, generation, number = self._next_place()
-                side.uploader.save(self._save_of(frame, generation, number, *predicted, is_predicted=True))
-        return beginning
+        """See `Dispatcher`."""
+        return self._dispatcher.begin(frame, fn, arguments)
 
     def save(self, frame: Frame, beginning: Beginning, tensors: Sequence[Tensor], forward_s: float) -> SavedSegment:
-        """Queues a segment for a worker. Raises Refusal where none takes it."""
-        assert frame.program is not None
-        recording = frame.recording
-        if self._closed:  # first: in the child of a fork the lock may be held for ever
-            raise Refusal("the session is closed")
-        place = beginning.place
-        was_sent = place is not None and place[0].link.up is place[1]
-        side, generation, number = place if place is not None and was_sent else self._next_place()
-        found = self._differences(side, generation, recording.sources[0].layout.device if recording.sources else "cpu")
-        if found and (not recording.is_pinned or found.keys() & DECISIVE):
-            raise Refusal(f"the worker {side.link.name} computes other bits than this trainer: {_in_words(found)}")
-        need = frame.program.run_bytes([source.layout.gradient_bytes for source in recording.sources])
-        total = need + sum(source.layout.span_bytes for source in recording.sources)
-        if total > generation.budget_bytes:
-            raise Refusal(
-                f"it needs {total} bytes on the worker, whose budget is {generation.budget_bytes}: give it more "
-                "--memory, or make the segment smaller"
-            )
-        if len({source.value.device for source in recording.sources if source.layout.is_on_accelerator}) > 1:
-            raise Refusal("its tensors are on several accelerators, and a worker has one")
-        # Only now: what no worker takes is not to be predicted.
-        known, superseded = beginning.site.learn(frame.program, recording, tensors, beginning.arguments)
-        frame.program = known.program
-        sources = [SourceTensor(s.named, s.layout, s.value, s.is_copy, s.is_transient) for s in recording.sources]
-        save = self._save_of(frame, generation, number, known, sources, recording.generator_states)
-        save.wants_sketches = bool(found)
-        save.superseded = superseded
-        save.predecessors = [
-            Predecessor((known.address, source), weakref.ref(before.remote), output)
-            for source, before, output in frame.predecessors
-            if isinstance(before.remote, SavedSegment)
-            and before.remote.generation is generation
-            and side.chains.is_worth((known.address, source))
-        ]
-        if was_sent:  # with the same copies
-            save.queued_bytes = 0
-        frame.log.worker = side.link.name
-        parameters = {
-            i: tensor
-            for i, (source, tensor) in enumerate(zip(sources, tensors, strict=True))
-            if self.config.accumulate == "worker"
-            and frame.use_counts[i]
-            and tensor.is_leaf
-            and isinstance(tensor, nn.Parameter)
-        }
-        saved = SavedSegment(
-            side.link,
-            side.uploader,
-            save,
-            frame.log,
-            _BACKWARD_FACTOR * forward_s,
-            lambda: self._backward_reached(side, number),
-            side.chains,
-            sum(
-                count * source.layout.gradient_bytes
-                for i, (count, source) in enumerate(zip(frame.use_counts, sources, strict=True))
-                if i not in parameters
-            ),
-            parameters,
-        )
-        beginning.is_saved = was_sent
-        with self._lock:
-            side.segments[number] = weakref.ref(saved, lambda _: side.segments.pop(number, None))
-        side.uploader.save(save)
-        return saved
-
-    def _save_of(
-        self,
-        frame: Frame,
-        generation: Generation,
-        number: int,
-        program: Encoded,
-        sources: Sequence[SourceTensor],
-        generator_states: Sequence[bytes],
-        *,
-        is_predicted: bool = False,
-    ) -> Save:
-        log = frame.log
-        return Save(
-            generation=generation,
-            segment=number,
-            program=program.encoded,
-            program_address=program.address,
-            sources=sources,
-            generator_states=generator_states,
-            name=frame.name,
-            queued_bytes=sum(source.layout.span_bytes for source in sources if source.is_copy),
-            count=lambda size: log.traffic(up_bytes=size),
-            sent=log.uploaded,
-            is_predicted=is_predicted,
-            made=marks(source.value for source in sources),
-        )
+        """See `Dispatcher`."""
+        return self._dispatcher.save(frame, beginning, tensors, forward_s)
 
     def _optimizer_stepped(self, *_: Any) -> None:
         if self.telemetry is not None and not self._closed:
@@ -450,35 +336,6 @@ class Session:
                     return True
         return False
 
-    def _next_place(self) -> tuple[Side, Generation, int]:
-        """Where the next segment goes, and its number. Raises Refusal where no worker can be reached."""
-        with self._lock:
-            up = [(side, generation) for side in self._sides if (generation := side.link.up) is not None]
-            if not up:
-                raise Refusal(f"no worker can be reached: {self._sides[0].link.why_down}", is_said=True)
-            return *up[self._placement.place(len(up))], next(self._numbers)
-
-    def _differences(self, side: Side, generation: Generation, device: str) -> Mapping[str, tuple[str, str]]:
-        """What makes a worker compute other bits than a device here, said once in the log; empty if nothing does."""
-        key = generation.number, device
-        found = side.differences.get(key)
-        if found is None:
-            found = side.differences[key] = differences(fingerprint(torch.device(device)), generation.fingerprint)
-            if found and not found.keys() & DECISIVE and self.config.numerics != "exact":
-                logger.warning(
-                    "worker %s computes other bits than this trainer: %s. What it recomputes is compared within "
-                    'tolerances; numerics="exact" keeps such segments on the trainer',
-                    side.link.name,
-                    _in_words(found),
-                    extra=about(self.run),
-                )
-        return found
-
-    def _backward_reached(self, side: Side, number: int) -> list[int]:
-        with self._lock:
-            self._placement.backward()
-            return side.upcoming(number)
-
     def _forked(self) -> None:
         self._closed = True
         self.journal = Journal(self.run)  # the parent's threads may have held its locks
@@ -493,10 +350,6 @@ def _traces() -> "Traces":
     from backhaul._otel import Traces  # whose package is an extra
 
     return Traces()
-
-
-def _in_words(different: Mapping[str, tuple[str, str]]) -> str:
-    return ", ".join(f"{key} is {ours} here and {theirs} there" for key, (ours, theirs) in different.items())
 
 
 def _same(address: Address) -> Address:

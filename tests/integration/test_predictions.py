@@ -169,7 +169,7 @@ def test_what_no_worker_takes_is_not_sent_before(
     worker: WorkerProcess, saved: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with backhaul.connect(worker.address, numerics="exact") as session:
-        monkeypatch.setattr(session, "_differences", lambda *_: {"cpu": ("here", "there")})
+        monkeypatch.setattr(session._dispatcher, "_differences", lambda *_: {"cpu": ("here", "there")})
         linear = nn.Linear(4, 4)
         for _ in range(3):
             session.checkpoint(linear, torch.randn(2, 4)).sum().backward()
