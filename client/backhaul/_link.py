@@ -206,6 +206,7 @@ class Link:
         self._generations = 0
         self._why_down = "not connected yet"
         self._up = False
+        self._going_down = threading.Lock()
         self._draining = False
         self._closed = False
         self._channel: grpc.Channel | None = None
@@ -399,10 +400,11 @@ class Link:
         self._draining = answer.draining
 
     def _down(self, why: str) -> None:
-        if self._up:
+        with self._going_down:  # all who talk to a worker that dies meet it at once, and one of them says so
+            was_up, self._up, self._why_down = self._up, False, why
+        if was_up:
             extra = about(self.run)
             logger.warning("worker %s: %s. Segments run on the trainer until it is back", self.name, why, extra=extra)
-        self._up, self._why_down = False, why
 
     def _keep(self) -> None:
         backoff_s = FIRST_BACKOFF_S
