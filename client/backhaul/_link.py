@@ -95,7 +95,7 @@ class Stubs:
     Args:
         channel: To a worker.
         token: Shown with every call.
-        silence_s: Longer than any answer of `short_backwards` may take.
+        silence_s: Longer than any answer on the streams of NOTE [Short] may take.
     """
 
     def __init__(self, channel: grpc.Channel, token: str, silence_s: float) -> None:
@@ -114,11 +114,13 @@ class Stubs:
             for stub in vars(self).values():
                 for name, method in vars(stub).items():
                     setattr(stub, name, Bearer(method, bearer(token)))
+        self.short_saves = ShortStream(self.segments.ShortSaves, silence_s)
         self.short_backwards = ShortStream(self.segments.ShortBackwards, silence_s)
         self.ahead = Ahead(self.segments.Ahead)
 
     def close(self) -> None:
         """Ends what is open and idle."""
+        self.short_saves.close()
         self.short_backwards.close()
         self.ahead.close()
 

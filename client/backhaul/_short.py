@@ -17,7 +17,6 @@ import grpc
 
 from backhaul._calls import SLICE_S
 from backhaul_runtime.errors import WorkerLostError
-from backhaul_runtime.splicing import Carried
 
 
 class ShortStream:
@@ -39,7 +38,7 @@ class ShortStream:
         self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._ended = threading.Event()
 
-    def ask(self, request: bytes) -> Carried[Any] | None:
+    def ask(self, request: bytes) -> Any:
         """The answer to an encoded request, or None (Rule 1). Raises WorkerLostError after silence (Rule 2)."""
         if not self._taken.acquire(blocking=False):
             return None
@@ -48,8 +47,7 @@ class ShortStream:
             self._asked += 1
             self._is_waiting = True
             self._requests.put(request)
-            found: Carried[Any] = next(call)
-            return found
+            return next(call)
         except (grpc.RpcError, StopIteration, ValueError):
             self.close()
             if self._is_silent:

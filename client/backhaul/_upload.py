@@ -22,13 +22,14 @@ from backhaul._calls import SLICE_S, Watch, call_unary, watched
 from backhaul._chains import Predecessor
 from backhaul._link import Generation, Link
 from backhaul._shared_memory import sending
+from backhaul._short import ShortStream
 from backhaul_proto.v1 import program_pb2, segment_pb2, tensor_pb2
 from backhaul_runtime.digest import address_of
-from backhaul_runtime.errors import BackhaulError, SegmentUnknownError, WorkerLostError
-from backhaul_runtime.framing import Parcel, Placing, batches
+from backhaul_runtime.errors import BackhaulError, SegmentUnknownError, TransferError, WorkerLostError
+from backhaul_runtime.framing import Parcel, batches
 from backhaul_runtime.layout import Layout
 from backhaul_runtime.logs import about
-from backhaul_runtime.splicing import encode_all
+from backhaul_runtime.splicing import Batch, encode_all
 from backhaul_runtime.staging import Mark, aside
 from backhaul_runtime.unread import Digest, read
 
@@ -107,6 +108,10 @@ class _Release:
     segment: int
 
 
+class _UnansweredError(Exception):
+    """Nobody knows what the worker took of a message."""
+
+
 class Uploader:
     """The sending side of a link.
 
@@ -169,31 +174,28 @@ class Uploader:
         self._queue.put(None)
         self._thread.join()
 
-    def put(self, generation: Generation, parcels: Iterable[Parcel], count: Callable[[int], None]) -> list[bytes]:
+    def put(self, generation: Generation, parcels: Iterable[Parcel], count: Callable[[int], None]) -> None:
         """Sends tensors. Called by any thread, waits until they are there.
-
-        Returns:
-            Their addresses.
 
         Raises:
             WorkerError: The worker refuses them.
             WorkerLostError: Silence, or the connection broke.
         """
         addresses: list[bytes] = []
+        with sending(generation.memory, count) as place:
+            self._put(generation, batches(parcels, place, addresses.append), count)
+        self.learn(generation, addresses)
 
-        def encoded(place: Placing) -> Iterator[bytes]:
+    def _put(self, generation: Generation, sent: Iterable[Batch], count: Callable[[int], None]) -> None:
+        def encoded() -> Iterator[bytes]:
             named = tensor_pb2.PutTensorsRequest(session=generation.session)
-            sent = batches(parcels, place, addresses.append)
             for message in encode_all(sent, named.TENSORS_FIELD_NUMBER, named):
                 count(len(message))
                 yield message
 
-        stubs = self._link.stubs(generation)
-        with sending(generation.memory, count) as place:
-            messages = watched(encoded(place), self.watch)
-            call_unary(stubs.tensors.PutTensors, messages, self._link.silence_s, self.watch)
-        self.learn(generation, addresses)
-        return addresses
+        messages = watched(encoded(), self.watch)
+        method = self._link.stubs(generation).tensors.PutTensors
+        call_unary(method, messages, self._link.silence_s, self.watch)
 
     def missing(self, generation: Generation, parcels: Iterable[Parcel]) -> list[Parcel]:
         """Those that the worker does not have, as far as is known."""
@@ -299,11 +301,7 @@ class Uploader:
         for _ in range(MAX_ATTEMPTS):
             if not self._knows(generation, save.program_address):
                 self._put_program(save)
-            self._put_sources(save, addresses)
-            request.sources[:] = addresses
-            save.count(request.ByteSize())
-            stubs = self._link.stubs(generation)
-            answer = call_unary(stubs.segments.SaveSegment, request, self._link.silence_s)
+            answer = self._ask_to_save(save, request, addresses)
             if not answer.program_missing and not answer.missing_tensors:
                 return
             self.unlearn([*answer.missing_tensors, *([save.program_address] if answer.program_missing else [])])
@@ -312,20 +310,60 @@ class Uploader:
             status="BUSY",
         )
 
-    def _put_sources(self, save: Save, addresses: list[bytes]) -> None:
-        """Sends what the worker does not have. Finds the addresses that are empty on the way: one reading less."""
+    def _ask_to_save(
+        self, save: Save, request: segment_pb2.SaveSegmentRequest, addresses: list[bytes]
+    ) -> segment_pb2.SaveSegmentResponse:
+        stubs = self._link.stubs(save.generation)
+        with suppress(TransferError, _UnansweredError):
+            answer = self._give(save, request, addresses, stubs.short_saves)
+            if answer is not None and not answer.refused:
+                return answer
+        self._give(save, request, addresses)
+        save.count(request.ByteSize())
+        found: segment_pb2.SaveSegmentResponse = call_unary(stubs.segments.SaveSegment, request, self._link.silence_s)
+        return found
+
+    def _give(
+        self,
+        save: Save,
+        request: segment_pb2.SaveSegmentRequest,
+        addresses: list[bytes],
+        short: ShortStream | None = None,
+    ) -> segment_pb2.SaveSegmentResponse | None:
+        """Sends what the worker does not have, with the request if that goes on a stream and all fits one message.
+
+        Finds the addresses that are empty on the way: one reading less. Returns the answer if the request was sent.
+        """
+        generation = save.generation
         parcels: dict[bytes | int, Parcel] = {}
         with aside(save.made):
             for index, (address, source) in enumerate(zip(addresses, save.sources, strict=True)):
-                if not self._knows(save.generation, address):
+                if not self._knows(generation, address):
                     parcels[address or index] = Parcel(source.value, source.layout, address)
-        if parcels:
-            began = perf_counter()
-            found = self.put(save.generation, parcels.values(), save.count)
-            save.sent(perf_counter() - began)
+        began, found, answer = perf_counter(), list[bytes](), None
+        with sending(generation.memory, save.count) as place:
+            sent = batches(parcels.values(), place, found.append)
+            begin = list(itertools.islice(sent, 2))
+            is_short = short is not None and not begin[1:]
+            if begin and not is_short:
+                self._put(generation, itertools.chain(begin, sent), save.count)
             for key, address in zip(parcels, found, strict=True):
                 if isinstance(key, int):
                     addresses[key] = address
+            request.sources[:] = addresses
+            if short is not None and is_short:
+                (encoded,) = encode_all(begin, request.TENSORS_FIELD_NUMBER, request)
+                save.count(len(encoded))
+                answer = short.ask(encoded)
+                if answer is None:
+                    raise _UnansweredError
+                if not answer.stored:
+                    raise TransferError("the worker did not take what came with a segment")
+                self.watch.sign()
+        if parcels:
+            save.sent(perf_counter() - began)
+            self.learn(generation, found)
+        return answer
 
     def _put_program(self, save: Save) -> None:
         request = program_pb2.PutProgramRequest(session=save.generation.session, program=save.program)

@@ -147,6 +147,30 @@ def test_sessions_can_not_be_guessed(session: str, wire: Wire) -> None:
         assert isinstance(refused(lambda c=call, r=request: next(c(r, timeout=10))), SessionUnknownError)
 
 
+def test_a_save_on_a_stream_says_what_it_took_and_goes_on(wire: Wire, worker: WorkerProcess) -> None:
+    (batch,) = batches([parcel(torch.randn(4))])
+    damaged = tensor_pb2.TensorBatch.FromString(batch.SerializeToString())
+    damaged.chunks[0].data = bytes(16)
+    key = segment_pb2.OperationKey(session=wire.session, segment=1)
+    nobody = segment_pb2.OperationKey(session="0" * 32, segment=1)
+    (address,) = [declaration.address for declaration in batch.declarations]
+    before = worker.telemetry().memory.cached_bytes
+    answers = wire.segments.ShortSaves(
+        iter(
+            [
+                segment_pb2.SaveSegmentRequest(key=nobody, tensors=batch),
+                segment_pb2.SaveSegmentRequest(key=key, tensors=damaged),
+                segment_pb2.SaveSegmentRequest(key=key, program=bytes(16), sources=[address]),
+                segment_pb2.SaveSegmentRequest(key=key, program=bytes(16), sources=[address], tensors=batch),
+            ]
+        ),
+        timeout=10,
+    )
+    said = [(answer.refused, answer.stored, answer.program_missing, len(answer.missing_tensors)) for answer in answers]
+    assert said == [(True, False, False, 0), (True, False, False, 0), (False, True, True, 1), (False, True, True, 0)]
+    assert worker.telemetry().memory.cached_bytes > before
+
+
 def test_a_program_that_is_none_is_refused(wire: Wire) -> None:
     request = program_pb2.PutProgramRequest(session=wire.session, program=b"\xff\xff")
     assert isinstance(refused(wire.programs.PutProgram, request, timeout=10), ProgramError)

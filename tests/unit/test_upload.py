@@ -54,7 +54,8 @@ class FakeLink:
         self.troubles: list[str] = []
         self.missing: list[list[bytes]] = []
         self.sources: list[bytes] = []
-        self.programs = self.tensors = self.segments = self
+        self.programs = self.tensors = self.segments = self.short_saves = self
+        self.shortly: list[segment_pb2.SaveSegmentResponse | None] = []  # before it answers as SaveSegment does
         self.PutProgram = Answer(self.log, "program", program_pb2.PutProgramResponse(), self.gate)
         self.PutTensors = Answer(self.log, "tensors", tensor_pb2.PutTensorsResponse(), self.gate)
         self.SaveSegment = Answer(self.log, "save", self._saved, self.gate)
@@ -63,6 +64,16 @@ class FakeLink:
     def _saved(self, request: Any) -> segment_pb2.SaveSegmentResponse:
         self.sources = list(request.sources)
         return segment_pb2.SaveSegmentResponse(missing_tensors=self.missing.pop(0) if self.missing else [])
+
+    def ask(self, encoded: bytes) -> segment_pb2.SaveSegmentResponse | None:
+        self.gate.wait()
+        request = segment_pb2.SaveSegmentRequest.FromString(encoded)
+        self.log.append("save with tensors" if request.HasField("tensors") else "short save")
+        if self.shortly:
+            return self.shortly.pop(0)
+        answer = self._saved(request)
+        answer.stored = True
+        return answer
 
     def stubs(self, generation: Generation) -> "FakeLink":
         if generation is not self.up:
@@ -126,7 +137,7 @@ def test_what_the_worker_has_is_not_sent_again() -> None:
         save = save_of(torch.zeros(10), number)
         uploader.save(save)
         save.saved.result(10)
-    assert link.log == ["program", "tensors", "save", "save"]
+    assert link.log == ["program", "save with tensors", "short save"]
     uploader.close()
 
 
@@ -138,7 +149,41 @@ def test_what_the_worker_gave_up_is_sent_again() -> None:
     uploader = Uploader(link, inflight_bytes=1 << 20, inflight_boundaries=4)
     uploader.save(save)
     save.saved.result(10)
-    assert link.log == ["program", "tensors", "save", "tensors", "save"]
+    assert link.log == ["program", "save with tensors", "save with tensors"]
+    uploader.close()
+
+
+def test_what_does_not_fit_one_message_goes_first() -> None:
+    link = FakeLink()
+    link.gate.set()
+    uploader = Uploader(link, inflight_bytes=1 << 30, inflight_boundaries=4)
+    save = save_of(torch.zeros(1 << 20))
+    uploader.save(save)
+    save.saved.result(10)
+    assert link.log == ["program", "tensors", "save"]
+    assert link.sources == [address_of(torch.zeros(1 << 20))]
+    uploader.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "then"),
+    [
+        (None, ["tensors", "save"]),
+        (segment_pb2.SaveSegmentResponse(refused=True), ["tensors", "save"]),
+        (segment_pb2.SaveSegmentResponse(refused=True, stored=True), ["save"]),
+    ],
+)
+def test_what_the_stream_does_not_save_a_call_does(
+    answer: segment_pb2.SaveSegmentResponse | None, then: list[str]
+) -> None:
+    link = FakeLink()
+    link.gate.set()
+    link.shortly = [answer]
+    uploader = Uploader(link, inflight_bytes=1 << 20, inflight_boundaries=4)
+    save = save_of(torch.zeros(10))
+    uploader.save(save)
+    save.saved.result(10)
+    assert link.log == ["program", "save with tensors", *then]
     uploader.close()
 
 
@@ -153,7 +198,7 @@ def test_a_segment_released_before_it_was_sent_is_not_sent() -> None:
     assert "released before it was sent" in str(second.saved.exception(10))
     uploader.release(GENERATION, 1)
     wait_until(lambda: "release" in link.log, "the release is sent")
-    assert link.log == ["program", "tensors", "save", "release"]
+    assert link.log == ["program", "save with tensors", "release"]
     uploader.close()
 
 

@@ -126,6 +126,7 @@ class SaveSegmentRequest(_message.Message):
     PREDECESSORS_FIELD_NUMBER: _builtins.int
     PREDICTED_FIELD_NUMBER: _builtins.int
     SUPERSEDED_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
     program: _builtins.bytes
     name: _builtins.str
     """For people: what was called."""
@@ -157,6 +158,10 @@ class SaveSegmentRequest(_message.Message):
     def superseded(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Addresses of what weights held before they changed: nobody here will name them again."""
 
+    @_builtins.property
+    def tensors(self) -> _tensor_pb2.TensorBatch:
+        """Tensors that the worker may not hold, where they fit here: stored as by PutTensors."""
+
     def __init__(
         self,
         *,
@@ -170,10 +175,11 @@ class SaveSegmentRequest(_message.Message):
         predecessors: _abc.Iterable[Global___Predecessor] | None = ...,
         predicted: _builtins.bool = ...,
         superseded: _abc.Iterable[_builtins.bytes] | None = ...,
+        tensors: _tensor_pb2.TensorBatch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "tensors", b"tensors"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generator_states", b"generator_states", "key", b"key", "name", b"name", "predecessors", b"predecessors", "predicted", b"predicted", "program", b"program", "sources", b"sources", "superseded", b"superseded", "transient_sources", b"transient_sources", "wants_sketches", b"wants_sketches"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generator_states", b"generator_states", "key", b"key", "name", b"name", "predecessors", b"predecessors", "predicted", b"predicted", "program", b"program", "sources", b"sources", "superseded", b"superseded", "tensors", b"tensors", "transient_sources", b"transient_sources", "wants_sketches", b"wants_sketches"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -211,8 +217,14 @@ class SaveSegmentResponse(_message.Message):
 
     PROGRAM_MISSING_FIELD_NUMBER: _builtins.int
     MISSING_TENSORS_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
     program_missing: _builtins.bool
-    """Both empty: saved. Else: send these and ask again."""
+    """All unset: saved. Else: send these and ask again."""
+    refused: _builtins.bool
+    """By ShortSaves only. Ask SaveSegment, which says why."""
+    stored: _builtins.bool
+    """The tensors that came with the request are there, also if it was refused."""
     @_builtins.property
     def missing_tensors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     def __init__(
@@ -220,10 +232,12 @@ class SaveSegmentResponse(_message.Message):
         *,
         program_missing: _builtins.bool = ...,
         missing_tensors: _abc.Iterable[_builtins.bytes] | None = ...,
+        refused: _builtins.bool = ...,
+        stored: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["missing_tensors", b"missing_tensors", "program_missing", b"program_missing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["missing_tensors", b"missing_tensors", "program_missing", b"program_missing", "refused", b"refused", "stored", b"stored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

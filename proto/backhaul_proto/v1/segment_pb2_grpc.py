@@ -40,6 +40,11 @@ class SegmentServiceStub(object):
                 request_serializer=backhaul__proto_dot_v1_dot_segment__pb2.SaveSegmentRequest.SerializeToString,
                 response_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.SaveSegmentResponse.FromString,
                 _registered_method=True)
+        self.ShortSaves = channel.stream_stream(
+                '/backhaul_proto.v1.SegmentService/ShortSaves',
+                request_serializer=backhaul__proto_dot_v1_dot_segment__pb2.SaveSegmentRequest.SerializeToString,
+                response_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.SaveSegmentResponse.FromString,
+                _registered_method=True)
         self.Recompute = channel.unary_stream(
                 '/backhaul_proto.v1.SegmentService/Recompute',
                 request_serializer=backhaul__proto_dot_v1_dot_segment__pb2.RecomputeRequest.SerializeToString,
@@ -83,6 +88,13 @@ class SegmentServiceServicer(object):
 
     def SaveSegment(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ShortSaves(self, request_iterator, context):
+        """SaveSegment of one request after the other, each answered by one message; see ShortBackwards.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -142,6 +154,11 @@ def add_SegmentServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'SaveSegment': grpc.unary_unary_rpc_method_handler(
                     servicer.SaveSegment,
+                    request_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.SaveSegmentRequest.FromString,
+                    response_serializer=backhaul__proto_dot_v1_dot_segment__pb2.SaveSegmentResponse.SerializeToString,
+            ),
+            'ShortSaves': grpc.stream_stream_rpc_method_handler(
+                    servicer.ShortSaves,
                     request_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.SaveSegmentRequest.FromString,
                     response_serializer=backhaul__proto_dot_v1_dot_segment__pb2.SaveSegmentResponse.SerializeToString,
             ),
@@ -207,6 +224,33 @@ class SegmentService(object):
             request,
             target,
             '/backhaul_proto.v1.SegmentService/SaveSegment',
+            backhaul__proto_dot_v1_dot_segment__pb2.SaveSegmentRequest.SerializeToString,
+            backhaul__proto_dot_v1_dot_segment__pb2.SaveSegmentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ShortSaves(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/backhaul_proto.v1.SegmentService/ShortSaves',
             backhaul__proto_dot_v1_dot_segment__pb2.SaveSegmentRequest.SerializeToString,
             backhaul__proto_dot_v1_dot_segment__pb2.SaveSegmentResponse.FromString,
             options,

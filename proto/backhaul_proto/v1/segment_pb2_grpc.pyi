@@ -34,6 +34,8 @@ class SegmentServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> SegmentServiceAsyncStub: ...
     SaveSegment: _grpc.UnaryUnaryMultiCallable[_segment_pb2.SaveSegmentRequest, _segment_pb2.SaveSegmentResponse]
+    ShortSaves: _grpc.StreamStreamMultiCallable[_segment_pb2.SaveSegmentRequest, _segment_pb2.SaveSegmentResponse]
+    """SaveSegment of one request after the other, each answered by one message; see ShortBackwards."""
     Recompute: _grpc.UnaryStreamMultiCallable[_segment_pb2.RecomputeRequest, _segment_pb2.RecomputeResponse]
     """Replays the program and returns tensors that autograd saved."""
     Backward: _grpc.UnaryStreamMultiCallable[_segment_pb2.BackwardRequest, _segment_pb2.BackwardResponse]
@@ -58,6 +60,8 @@ class SegmentServiceAsyncStub(SegmentServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     SaveSegment: _aio.UnaryUnaryMultiCallable[_segment_pb2.SaveSegmentRequest, _segment_pb2.SaveSegmentResponse]  # type: ignore[assignment]
+    ShortSaves: _aio.StreamStreamMultiCallable[_segment_pb2.SaveSegmentRequest, _segment_pb2.SaveSegmentResponse]  # type: ignore[assignment]
+    """SaveSegment of one request after the other, each answered by one message; see ShortBackwards."""
     Recompute: _aio.UnaryStreamMultiCallable[_segment_pb2.RecomputeRequest, _segment_pb2.RecomputeResponse]  # type: ignore[assignment]
     """Replays the program and returns tensors that autograd saved."""
     Backward: _aio.UnaryStreamMultiCallable[_segment_pb2.BackwardRequest, _segment_pb2.BackwardResponse]  # type: ignore[assignment]
@@ -85,6 +89,14 @@ class SegmentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _segment_pb2.SaveSegmentRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_segment_pb2.SaveSegmentResponse, _abc.Awaitable[_segment_pb2.SaveSegmentResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ShortSaves(
+        self,
+        request_iterator: _MaybeAsyncIterator[_segment_pb2.SaveSegmentRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_segment_pb2.SaveSegmentResponse], _abc.AsyncIterator[_segment_pb2.SaveSegmentResponse]]:
+        """SaveSegment of one request after the other, each answered by one message; see ShortBackwards."""
 
     @_abc_1.abstractmethod
     def Recompute(

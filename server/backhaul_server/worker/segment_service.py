@@ -17,6 +17,7 @@ from backhaul_runtime.errors import (
 from backhaul_runtime.framing import Parcel, Placed, Placing, batches
 from backhaul_runtime.program_codec import decode_state, encode_state
 from backhaul_runtime.protocol import CHUNK_BYTES, PROGRESS_INTERVAL_S
+from backhaul_runtime.shared_memory import shared_bytes
 from backhaul_runtime.splicing import Carried, encode_all
 from backhaul_server.worker import runs
 from backhaul_server.worker.rpc import Context, Servicer, stream, unary
@@ -32,9 +33,38 @@ class Segments(Servicer):
 
     @unary
     async def SaveSegment(  # noqa: N802  gRPC's name
-        self, request: segment_pb2.SaveSegmentRequest, context: Context
+        self, carried: Carried[segment_pb2.SaveSegmentRequest], context: Context
     ) -> segment_pb2.SaveSegmentResponse:
         """Answers what is missing, or saves."""
+        self._take_in(carried)
+        return self._save(carried.message)
+
+    async def ShortSaves(  # noqa: N802  gRPC's name
+        self, requests: AsyncIterator[Carried[segment_pb2.SaveSegmentRequest]], context: Context
+    ) -> AsyncIterator[segment_pb2.SaveSegmentResponse]:
+        """Answers each as SaveSegment does, but leaves it to that to say what is wrong."""
+        async for carried in requests:
+            started, stored = perf_counter(), False
+            try:
+                self._take_in(carried)
+                stored = True
+                answer = self._save(carried.message)
+            except BackhaulError:
+                answer = segment_pb2.SaveSegmentResponse(refused=True)
+            answer.stored = stored
+            yield answer
+            if not answer.refused:
+                self.meter.call("SaveSegment", perf_counter() - started, failed=False)
+
+    def _take_in(self, carried: Carried[segment_pb2.SaveSegmentRequest]) -> None:
+        """Stores what came with a request, all or nothing."""
+        with Arriving(self.worker) as arriving:
+            arriving.memory = self.worker.session(carried.message.key.session).memory
+            arriving.add(carried)
+            self.meter.received(shared_bytes(carried.tensors))
+            arriving.stored()
+
+    def _save(self, request: segment_pb2.SaveSegmentRequest) -> segment_pb2.SaveSegmentResponse:
         session = self.worker.session(request.key.session)
         self.worker.store.uncache(request.superseded)
         program_missing, missing = self.worker.save(
