@@ -26,6 +26,7 @@ from backhaul_runtime.layout import layout_of
 from backhaul_runtime.program_codec import encode_state
 from backhaul_runtime.protocol import CHUNK_BYTES
 from backhaul_runtime.replay import Contribution
+from backhaul_runtime.shared_memory import shared_bytes
 from backhaul_runtime.splicing import Carried, encode_all
 
 T = TypeVar("T")
@@ -150,7 +151,7 @@ class SavedSegment:
             layout = layout_of(gradient)
             parcels[position] = Parcel(gradient, layout, tensor_address(layout, content_digest(gradient, layout)))
         self._chains.check(self.expected, {position: parcel.address for position, parcel in parcels.items()})
-        slots, session = kept_in(self._parameters), self.generation.session
+        slots = kept_in(self._parameters)
         start = segment_pb2.Start(
             gradients=[
                 segment_pb2.OutputGradient(output=position, tensor=parcel.address)
@@ -170,36 +171,13 @@ class SavedSegment:
             pass_number=torch._C._current_graph_task_id() if slots else 0,
         )
 
-        def attempt() -> Answer:
-            stubs = self._link.stubs(self.generation)
-            if self._is_short and not slots and (ahead := stubs.ahead.take(session, self.number, start)) is not None:
-                return self._short_answer(ahead)
-            missing = self._uploader.missing(self.generation, parcels.values())
-            if sum(parcel.layout.payload_bytes for parcel in missing) > SHORT_BYTES:
-                self._uploader.put(self.generation, missing, self._sent)
-                missing = []
-            request.answer = self._new_answer()
-            (encoded,) = encode_all(batches(missing), request.TENSORS_FIELD_NUMBER, request)
-            self._sent(len(encoded))
-            if self._is_short and (carried := stubs.short_backwards.ask(encoded)) is not None:
-                if carried.message.HasField("result"):
-                    stubs.ahead.promise(carried.message.result.goes_on)
-                    return self._short_answer(carried)
-                self._log.traffic(down_bytes=carried.size_bytes)
-            stream = self._open(stubs.segments.Backward, encoded, request.answer)
-            try:
-                result = stream.result()
-                return self._answer(result, stream.rest())
-            finally:
-                self._closed(stream)
-
         def ask() -> Answer:
             try:
-                return attempt()
+                return self._ask(request, list(parcels.values()))
             except TensorsMissingError:  # given up by the worker, in which the uploader still believes
                 self._log.retries += 1
                 self._uploader.unlearn(parcel.address for parcel in parcels.values())
-                return attempt()
+                return self._ask(request, list(parcels.values()))
 
         result, tensors, addresses = self._repeated(ask)
         if checks_bytes and list(map(address_of, tensors)) != list(result.tensor_digests):
@@ -226,9 +204,54 @@ class SavedSegment:
 
         return _recomputed(result), contributions, commit
 
-    def _short_answer(self, carried: Carried[Any]) -> Answer:
-        self._log.traffic(down_bytes=carried.size_bytes)
-        return self._answer(carried.message.result, Receiver.of(carried, self._device))
+    def _ask(self, request: segment_pb2.BackwardRequest, gradients: Sequence[Parcel]) -> Answer:
+        """The answer to a backward: one that came already, else by the shortest way that goes well."""
+        session, stubs = self.generation.session, self._link.stubs(self.generation)
+        if self._is_short and not request.slots:
+            ahead = stubs.ahead.take(session, self.number, request.start)
+            if ahead is not None:
+                return self._short_answer(ahead)
+        missing = self._uploader.missing(self.generation, gradients)
+        if sum(parcel.layout.payload_bytes for parcel in missing) > SHORT_BYTES:
+            self._uploader.put(self.generation, missing, self._sent)
+            missing = []
+
+        def encoded() -> bytes:
+            request.answer = self._new_answer()
+            (found,) = encode_all(batches(missing), request.TENSORS_FIELD_NUMBER, request)
+            self._sent(len(found))
+            return found
+
+        asks = encoded()
+        if self._is_short or request.answer:
+            carried = stubs.short_backwards.ask(asks)
+            if carried is not None and carried.message.HasField("result"):
+                stubs.ahead.promise(carried.message.result.goes_on)
+                return self._short_answer(carried, request.answer)
+            self._ended(request.answer)
+            asks = encoded()
+        stream = self._open(stubs.segments.Backward, asks, request.answer)
+        try:
+            result = stream.result()
+            return self._answer(result, stream.rest())
+        finally:
+            self._closed(stream)
+
+    def _short_answer(self, carried: Carried[Any], answer: int = 0) -> Answer:
+        self._log.traffic(down_bytes=carried.size_bytes + shared_bytes(carried.tensors))
+        memory = self.generation.memory
+        receiver = Receiver(device=self._device)
+        if memory is not None and answer:
+            receiver = Receiver(device=self._device, locate=memory.copied)
+        try:
+            receiver.add_carried(carried)
+            return self._answer(carried.message.result, receiver)
+        finally:
+            self._ended(answer)
+
+    def _ended(self, answer: int) -> None:
+        if self.generation.memory is not None and answer:
+            self.generation.memory.ended(answer)
 
     def _answer(self, result: segment_pb2.BackwardResult, receiver: Receiver) -> Answer:
         tensors = receiver.tensors()

@@ -92,7 +92,7 @@ def decode_layout(spec: tensor_pb2.TensorSpec) -> Layout:
     return layout
 
 
-PLACED_BYTES, STORED_BYTES = 8 << 20, 64 << 20
+PLACED_BYTES, STORED_BYTES = 16 << 20, 64 << 20
 """What lies in shared memory is declared after so many bytes at most: it is read while more is written. What is to be
 stored nobody reads before all of it is there, but a stream must not fall silent."""
 
@@ -296,13 +296,6 @@ class Receiver:
         self._locate = locate
         self._is_for_store = is_for_store
         self._arrivals: list[_Arrival | _Located] = []
-
-    @classmethod
-    def of(cls, carried: Carried[Any], device: torch.device | None = None) -> "Receiver":
-        """One that took in a message that is the whole stream."""
-        receiver = cls(device=device)
-        receiver.add_carried(carried)
-        return receiver
 
     def add_carried(self, carried: Carried[Any]) -> None:
         """Takes in what a message carries, if anything. Raises as `add` does."""

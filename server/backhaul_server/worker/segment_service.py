@@ -1,6 +1,7 @@
 """Segments by wire: saved, recomputed, run backward, released. All decisions are the core's."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -137,9 +138,11 @@ class Segments(Servicer):
     async def _short_answer(self, carried: Carried[segment_pb2.BackwardRequest]) -> bytes | None:
         with self._backward(carried) as (segment, asked):
             await asyncio.wait([asked.answer], timeout=PROGRESS_INTERVAL_S)
-            if not asked.answer.done() or asked.answer.result().bundle.size_bytes > CHUNK_BYTES:
+            if not asked.answer.done():
                 return None
-            return next(_backward_answer(segment, asked))
+            place = self._placing(segment.session, carried.message.answer)
+            first, *more = itertools.islice(_backward_answer(segment, asked, place), 2)
+            return None if more else first
 
     async def Ahead(  # noqa: N802  gRPC's name
         self, request: segment_pb2.AheadRequest, context: Context
