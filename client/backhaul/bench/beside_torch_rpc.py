@@ -1,21 +1,18 @@
-"""A block recomputed by Backhaul's worker and by a peer of torch.distributed.rpc, beside computing it here."""
+"""Steps of 8 small blocks, recomputed by Backhaul's worker and by a peer of torch.distributed.rpc, beside here."""
 
 import signal
 import sys
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from backhaul.bench import rpc_peer
 from backhaul.bench.outcomes import Outcome, of_rounds
 from backhaul.bench.rounds import Plan, Round, Variant, interleave
 from backhaul.bench.stage import Stage
-from backhaul.bench.steps import on_trainer
-from backhaul.bench.training import SMALL, WIDTH, checkpoint_of_torch, compare_gradients
+from backhaul.bench.steps import BLOCKS, on_trainer
+from backhaul.bench.training import SMALL, Training, checkpoint_of_torch, compare
 
-CALLS = 12
+STEPS = 2
 """Timed together: one alone is too short to tell whether it was disturbed."""
 PLAN = Plan(most=20, warm=2, limit_s=35.0, settle_s=0.2)  # the peer's threads never rest: they poll
 
@@ -26,31 +23,21 @@ def measure(stage: Stage) -> list[Outcome]:
     port = rpc_peer.free_port()
     peer, _ = stage.start([sys.executable, "-P", "-m", "backhaul.bench.rpc_peer", str(port)])
     rpc_peer.join(port, rpc_peer.TRAINER)
-    block = rpc_peer.frozen_block()
-    x = torch.randn(*SMALL, WIDTH, requires_grad=True)
-    gradient = torch.randn(*SMALL, WIDTH)
     ways: dict[str, Any] = {
-        "local": partial(checkpoint_of_torch, block),
-        "backhaul": partial(session.checkpoint, block),
-        "rpc": partial(rpc_peer.checkpoint, block),
+        "local": checkpoint_of_torch,
+        "backhaul": session.checkpoint,
+        "rpc": rpc_peer.checkpoint,
     }
-    found: dict[str, Tensor] = {}
+    trainings = {name: Training(name, BLOCKS, SMALL, way) for name, way in ways.items()}
 
     def run(name: str) -> None:
         # It polls on the worker's core also while nothing is asked of it.
         peer.send_signal(signal.SIGCONT if name == "rpc" else signal.SIGSTOP)
-        for _ in range(CALLS):
-            x.grad = None
-            ways[name](x).backward(gradient)
-        assert x.grad is not None
-        found[name] = x.grad
+        trainings[name].steps(STEPS)
 
-    def compare() -> None:
-        for name in ("backhaul", "rpc"):
-            compare_gradients(f"{name} and local", [found[name]], [found["local"]])
-
+    variants = [Variant(name, partial(run, name), partial(run, name)) for name in ways]
     try:
-        rounds = interleave([Variant(name, partial(run, name)) for name in ways], stage.cores, PLAN, compare)
+        rounds = interleave(variants, stage.cores, PLAN, lambda: compare(list(trainings.values())))
     finally:
         peer.send_signal(signal.SIGCONT)
     rpc_peer.leave()

@@ -1,9 +1,11 @@
 """Remote recomputation in the fewest lines of torch.distributed.rpc.
 
-`python -m backhaul.bench.rpc_peer PORT` is the peer. It has the block's weights already, checks nothing, and survives
-nothing; its block is frozen and without dropout.
+`python -m backhaul.bench.rpc_peer PORT` is the peer. A segment's input, its weights and the RNG state leave while
+forward goes on; in backward the peer recomputes the segment and returns all gradients. It checks nothing, and survives
+nothing.
 """
 
+import itertools
 import os
 import socket
 import sys
@@ -12,47 +14,53 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import rpc
+from torch.func import functional_call
 
-from backhaul.bench.training import WIDTH
+from backhaul.bench.training import DROPOUT, WIDTH
 from backhaul.demo.model import Block
 
 PEER, TRAINER = 0, 1
 _names = {PEER: "peer", TRAINER: "trainer"}
-_SEED = 0
+_numbers = itertools.count()
 _block: list[nn.Module] = []
+_saved: dict[int, tuple[Tensor, Tensor, list[Tensor]]] = {}
 
 
-def frozen_block() -> nn.Module:
-    """The same on both sides."""
-    torch.manual_seed(_SEED)
-    return Block(WIDTH, dropout=0.0).requires_grad_(False)
+def save(number: int, x: Tensor, rng_state: Tensor, weights: list[Tensor]) -> None:
+    """On the peer: keeps what a segment is recomputed from."""
+    _saved[number] = x, rng_state, weights
 
 
-def backward(x: Tensor, gradient: Tensor) -> Tensor:
-    """On the peer: recomputes the block and runs its backward."""
+def backward(number: int, gradient: Tensor) -> list[Tensor]:
+    """On the peer: recomputes a segment and runs its backward. Returns the gradients of its input and its weights."""
     if not _block:
-        _block.append(frozen_block())
-    x = x.requires_grad_()
+        _block.append(Block(WIDTH, DROPOUT))
+    x, rng_state, weights = _saved.pop(number)
+    taken = [tensor.requires_grad_() for tensor in (x, *weights)]
+    names = [name for name, _ in _block[0].named_parameters()]
+    torch.set_rng_state(rng_state)
     with torch.enable_grad():
-        (found,) = torch.autograd.grad(_block[0](x), x, gradient)
-    return found
+        y = functional_call(_block[0], dict(zip(names, weights, strict=True)), (x,))
+    return list(torch.autograd.grad(y, taken, gradient))
 
 
 class _Remote(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, block: nn.Module, x: Tensor) -> Tensor:
-        context.save_for_backward(x)
+    def forward(context: Any, block: nn.Module, x: Tensor, *weights: Tensor) -> Tensor:
+        context.number = next(_numbers)
+        sent = context.number, x.detach(), torch.get_rng_state(), [weight.detach() for weight in weights]
+        context.saved = rpc.rpc_async(_names[PEER], save, sent)
         return block(x)  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[None, Tensor]:
-        (x,) = context.saved_tensors
-        return None, rpc.rpc_sync(_names[PEER], backward, (x.detach(), gradients[0]))
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        context.saved.wait()
+        return None, *rpc.rpc_sync(_names[PEER], backward, (context.number, gradients[0]))
 
 
 def checkpoint(block: nn.Module, x: Tensor) -> Tensor:
-    """Runs the block here and recomputes it on the peer."""
-    return _Remote.apply(block, x)  # type: ignore[no-any-return, no-untyped-call]
+    """Runs a block here and recomputes it on the peer."""
+    return _Remote.apply(block, x, *block.parameters())  # type: ignore[no-any-return, no-untyped-call]
 
 
 def join(port: int, rank: int) -> None:
