@@ -38,7 +38,7 @@ from backhaul_proto.v1 import (
     tensor_pb2,
     tensor_pb2_grpc,
 )
-from backhaul_runtime.addresses import Address
+from backhaul_runtime.addresses import Address, is_private
 from backhaul_runtime.credentials import bearer, read_token
 from backhaul_runtime.errors import (
     BackhaulError,
@@ -364,7 +364,12 @@ class Link:
         self._stubs = Stubs(channel, self._token, self.silence_s)
 
     def _switch(self, answer: session_pb2.OpenSessionResponse) -> None:
-        """Goes on over the worker's Unix socket, if that worker is who answers there."""
+        """Goes on over the worker's Unix socket, if that worker is who answers there.
+
+        The worker may be on another machine. Here, whoever could make that path would be shown the token.
+        """
+        if not is_private(Path(answer.socket_path).parent):
+            return
         channel = self._channel_to(f"unix:{answer.socket_path}")
         request = session_pb2.KeepSessionRequest(session=answer.session)
         try:

@@ -1,7 +1,10 @@
 """Where a worker listens, as people write it. Free of torch."""
 
+import os
 import re
+import stat
 from dataclasses import dataclass
+from pathlib import Path
 
 from backhaul_runtime.errors import AddressError
 
@@ -69,3 +72,12 @@ def parse_addresses(text: str) -> list[Address]:
         if address.target in {other.target for other in addresses[:index]}:
             raise AddressError(f'"{address.text}" stands twice in "{text}": name each worker once', address=text)
     return addresses
+
+
+def is_private(directory: Path) -> bool:
+    """Whether it is a directory of this process's user alone: nobody else can have put a socket there."""
+    try:
+        found = directory.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077

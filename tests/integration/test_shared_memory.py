@@ -128,6 +128,23 @@ def test_a_trainer_goes_on_over_the_workers_socket_and_back_where_that_is_gone(s
         wait_until(lambda: not link._has_switched and link.up is generation, "the session is kept over TCP")
 
 
+def test_a_token_is_not_shown_to_a_socket_that_others_could_have_made(sockets: Path) -> None:
+    with WorkerProcess() as worker:
+        (directory,) = sockets.iterdir()
+        directory.chmod(0o755)
+        with backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+            assert not session._sides[0].link._has_switched
+
+
+def test_a_worker_that_can_have_no_sockets_offers_none(sockets: Path) -> None:
+    (sockets / f"backhaul-{os.geteuid()}").touch()
+    with WorkerProcess() as worker, backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+        assert "trainers on this machine are offered no more than others" in worker.logged()
+        assert session._sides[0].link._memory is None
+        assert all(map(torch.equal, gradients(session.checkpoint), gradients(plainly)))
+        assert session.report().fallbacks == 0
+
+
 def test_what_is_behind_a_proxy_stays_there(worker: WorkerProcess) -> None:
     with SlowProxy(worker.address, 0.0) as proxy, backhaul.connect(proxy.address, silence_s=QUIET_S) as session:
         settle(session)

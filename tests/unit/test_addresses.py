@@ -1,7 +1,10 @@
+import os
+from pathlib import Path
+
 import pytest
 
 from backhaul import AddressError
-from backhaul_runtime.addresses import parse_address, parse_addresses
+from backhaul_runtime.addresses import is_private, parse_address, parse_addresses
 
 
 @pytest.mark.parametrize(
@@ -48,3 +51,15 @@ def test_several_addresses() -> None:
 def test_lists_that_make_no_sense(text: str, message: str) -> None:
     with pytest.raises(AddressError, match=message):
         parse_addresses(text)
+
+
+def test_only_a_directory_of_this_user_alone_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["own", "group's", "all's", "link", "file", "missing"]
+    for name, mode in zip(names, (0o700, 0o710, 0o701), strict=False):
+        (tmp_path / name).mkdir()
+        (tmp_path / name).chmod(mode)
+    (tmp_path / "link").symlink_to("own")
+    (tmp_path / "file").touch(mode=0o600)
+    assert [name for name in names if is_private(tmp_path / name)] == ["own"]
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    assert not is_private(tmp_path / "own")

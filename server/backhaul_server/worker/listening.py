@@ -8,14 +8,13 @@ import errno
 import fcntl
 import os
 import socket
-import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 import grpc
 
-from backhaul_runtime.addresses import Address
+from backhaul_runtime.addresses import Address, is_private
 
 SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),
@@ -72,8 +71,7 @@ def take_beside(address: str, kind: str) -> SocketPath:
         return SocketPath(Path(f"{address.removeprefix('unix:')}.{kind}"))
     directory = Path(tempfile.gettempdir()) / f"backhaul-{os.geteuid()}"
     directory.mkdir(mode=0o700, exist_ok=True)
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    if not is_private(directory):
         raise ListenError(f"{directory} is not a directory of this user alone")
     with (directory / "lock").open(
         "w"
