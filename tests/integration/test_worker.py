@@ -111,6 +111,21 @@ def test_sigterm_finishes_what_is_in_flight_and_ends_idle_streams() -> None:
             next(statuses)
 
 
+def test_the_first_process_of_a_container_ends_also_while_it_starts() -> None:
+    code = (
+        "import os, signal, sys\n"
+        "class Importing:\n"
+        "    def __getattr__(self, name):\n"
+        "        signal.raise_signal(signal.SIGTERM)\n"
+        "sys.modules['backhaul_server.worker.main'] = Importing()\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"  # as the kernel has it for a container's first process
+        "os.getpid = lambda: 1\n"
+        "from backhaul._cli import main\n"
+        "sys.exit(main(['worker', '--listen', '127.0.0.1:0']))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 128 + signal.SIGTERM
+
+
 def test_an_embedded_worker_ends_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
     code = (
         "import backhaul, os, signal\n"

@@ -1,6 +1,8 @@
 """`backhaul worker`."""
 
 import argparse
+import os
+import signal
 import sys
 
 from backhaul_runtime.addresses import parse_address
@@ -71,6 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
     except (AddressError, SettingError) as error:
         print(f"backhaul worker: {error}", file=sys.stderr)
         return 2
+    if os.getpid() == 1:  # of a container: until it handles SIGTERM, as while torch is imported, the kernel ignores it
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     from backhaul_server.worker.main import serve
 
     return serve(config)
