@@ -48,12 +48,12 @@ class SharedMemory:
         Where the upload fails and the worker did not say so, nobody knows what the worker took of it: all regions are
         given up, and others asked for.
         """
+        self._poll()
         outbox, places = self._outbox, list[Place]()
 
         def place(parcel: Parcel) -> Placed | None:
             if not Outbox.takes(parcel.layout):
                 return None
-            self._poll()
             if outbox is not self._outbox:
                 return None
             found = outbox.put(parcel, is_for_store=True)

@@ -7,6 +7,7 @@ offsets and checksums as chunks arrive, and hands out a tensor only when its las
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -33,6 +34,9 @@ from backhaul_runtime.layout import (
 from backhaul_runtime.protocol import CHUNK_BYTES
 from backhaul_runtime.splicing import Batch, Carried, Chunk
 from backhaul_runtime.staging import Mark, host_pieces, is_staged, marks, to_device
+
+MOST_LAYOUTS = 1 << 10
+"""Kept as they stand in messages: a training has few, and each comes with every step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +68,9 @@ class Parcel:
         return cls(tensor, layout_of(tensor))
 
 
+@lru_cache(maxsize=MOST_LAYOUTS)
 def encode_layout(layout: Layout) -> tensor_pb2.TensorSpec:
-    """The layout as it stands in a message."""
+    """The layout as it stands in a message. Shared: not to be changed."""
     return tensor_pb2.TensorSpec(
         dtype=layout.dtype_name,
         shape=layout.shape,
@@ -79,6 +84,12 @@ def encode_layout(layout: Layout) -> tensor_pb2.TensorSpec:
 
 def decode_layout(spec: tensor_pb2.TensorSpec) -> Layout:
     """The layout a message describes. Raises TransferError for one that no tensor can have."""
+    return _decoded(spec.SerializeToString())
+
+
+@lru_cache(maxsize=MOST_LAYOUTS)
+def _decoded(encoded: bytes) -> Layout:
+    spec = tensor_pb2.TensorSpec.FromString(encoded)
     layout = Layout(
         dtype=dtype_named(spec.dtype),
         shape=tuple(spec.shape),
