@@ -14,7 +14,7 @@ from torch import Tensor
 
 from backhaul_proto.v1 import tensor_pb2
 from backhaul_runtime.errors import BackhaulError, TransferError, WorkerLostError
-from backhaul_runtime.framing import Parcel, Placed, Placing
+from backhaul_runtime.framing import Parcel, Placing
 from backhaul_runtime.layout import Layout
 from backhaul_runtime.shared_memory import Ask, Outbox, Place, Region, is_same_user, take_offer
 
@@ -38,6 +38,7 @@ class SharedMemory:
         self._outbox = Outbox()
         self._inbox: dict[int, Region] = {}
         self._has_asked = False
+        self._uploaded_bytes = 0
         self._peer: socket.socket | None = None
         self._connect()
 
@@ -51,23 +52,22 @@ class SharedMemory:
         self._poll()
         outbox, places = self._outbox, list[Place]()
 
-        def place(parcel: Parcel) -> Placed | None:
+        def place(parcel: Parcel) -> tensor_pb2.Location | None:
             if not Outbox.takes(parcel.layout):
                 return None
             if outbox is not self._outbox:
                 return None
-            found = outbox.put(parcel, is_for_store=True)
+            found = outbox.put(parcel)
             if found is None:
                 self._ask_for(parcel.layout.span_bytes)
                 return None
             places.append(found)
             count(parcel.layout.span_bytes)
-            return found.placed(parcel.layout)
+            return found.location(parcel.layout)
 
         try:
             yield place
-            if places and (lacking := outbox.lacks_bytes(sum(each.size_bytes for each in places))) > 0:
-                self._say(Ask.ROOM, lacking)
+            self._uploaded_bytes = sum(each.size_bytes for each in places) or self._uploaded_bytes
         except BaseException as error:
             if isinstance(error, BackhaulError) and not isinstance(error, WorkerLostError):
                 outbox.withdraw(places)
@@ -76,6 +76,11 @@ class SharedMemory:
             raise
         finally:
             places.clear()  # an error that is kept somewhere must not keep regions
+
+    def make_room(self) -> None:
+        """Asks for room for another upload like the last, once the worker knows what that superseded."""
+        if (lacking := self._outbox.lacks_bytes(self._uploaded_bytes)) > 0:
+            self._say(Ask.ROOM, lacking)
 
     def answer(self) -> int:
         """Names an answer, in which tensors may then come through shared memory. `ended` follows. 0 if none may."""

@@ -181,12 +181,11 @@ class Uploader:
             WorkerError: The worker refuses them.
             WorkerLostError: Silence, or the connection broke.
         """
-        addresses: list[bytes] = []
         with sending(generation.memory, count) as place:
-            self._put(generation, batches(parcels, place, addresses.append), count)
+            addresses = self._put(generation, batches(parcels, place), count)
         self.learn(generation, addresses)
 
-    def _put(self, generation: Generation, sent: Iterable[Batch], count: Callable[[int], None]) -> None:
+    def _put(self, generation: Generation, sent: Iterable[Batch], count: Callable[[int], None]) -> list[bytes]:
         def encoded() -> Iterator[bytes]:
             named = tensor_pb2.PutTensorsRequest(session=generation.session)
             for message in encode_all(sent, named.TENSORS_FIELD_NUMBER, named):
@@ -195,7 +194,7 @@ class Uploader:
 
         messages = watched(encoded(), self.watch)
         method = self._link.stubs(generation).tensors.PutTensors
-        call_unary(method, messages, self._link.silence_s, self.watch)
+        return list(call_unary(method, messages, self._link.silence_s, self.watch).addresses)
 
     def missing(self, generation: Generation, parcels: Iterable[Parcel]) -> list[Parcel]:
         """Those that the worker does not have, as far as is known."""
@@ -303,6 +302,8 @@ class Uploader:
                 self._put_program(save)
             answer = self._ask_to_save(save, request, addresses)
             if not answer.program_missing and not answer.missing_tensors:
+                if generation.memory is not None and not save.is_predicted:
+                    generation.memory.make_room()
                 return
             self.unlearn([*answer.missing_tensors, *([save.program_address] if answer.program_missing else [])])
         raise WorkerLostError(
@@ -319,6 +320,7 @@ class Uploader:
             if answer is not None and not answer.refused:
                 return answer
         self._give(save, request, addresses)
+        request.sources[:] = addresses
         save.count(request.ByteSize())
         found: segment_pb2.SaveSegmentResponse = call_unary(stubs.segments.SaveSegment, request, self._link.silence_s)
         return found
@@ -332,7 +334,7 @@ class Uploader:
     ) -> segment_pb2.SaveSegmentResponse | None:
         """Sends what the worker does not have, with the request if that goes on a stream and all fits one message.
 
-        Finds the addresses that are empty on the way: one reading less. Returns the answer if the request was sent.
+        The worker says which addresses the sources have that came without. Returns its answer if the request was sent.
         """
         generation = save.generation
         parcels: dict[bytes | int, Parcel] = {}
@@ -341,25 +343,25 @@ class Uploader:
                 if not self._knows(generation, address):
                     parcels[address or index] = Parcel(source.value, source.layout, address)
         began, found, answer = perf_counter(), list[bytes](), None
+        request.sources[:] = addresses
         with sending(generation.memory, save.count) as place:
-            sent = batches(parcels.values(), place, found.append)
+            sent = batches(parcels.values(), place)
             begin = list(itertools.islice(sent, 2))
-            is_short = short is not None and not begin[1:]
-            if begin and not is_short:
-                self._put(generation, itertools.chain(begin, sent), save.count)
-            for key, address in zip(parcels, found, strict=True):
-                if isinstance(key, int):
-                    addresses[key] = address
-            request.sources[:] = addresses
-            if short is not None and is_short:
+            if short is not None and not begin[1:]:
                 (encoded,) = encode_all(begin, request.TENSORS_FIELD_NUMBER, request)
                 save.count(len(encoded))
                 answer = short.ask(encoded)
                 if answer is None:
                     raise _UnansweredError
-                if not answer.stored:
+                if len(answer.stored) < len(parcels):
                     raise TransferError("the worker did not take what came with a segment")
+                found = list(answer.stored)
                 self.watch.sign()
+            elif begin:
+                found = self._put(generation, itertools.chain(begin, sent), save.count)
+        for key, address in zip(parcels, found, strict=True):
+            if isinstance(key, int):
+                addresses[key] = address
         if parcels:
             save.sent(perf_counter() - began)
             self.learn(generation, found)

@@ -8,7 +8,7 @@ offsets and checksums as chunks arrive, and hands out a tensor only when its las
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -103,58 +103,41 @@ def _decoded(encoded: bytes) -> Layout:
     return layout
 
 
-PLACED_BYTES, STORED_BYTES = 16 << 20, 64 << 20
-"""What lies in shared memory is declared after so many bytes at most: it is read while more is written. What is to be
-stored nobody reads before all of it is there, but a stream must not fall silent."""
+PLACED_BYTES = 16 << 20
+"""What lies in shared memory is declared after so many bytes at most: it is read while more is written."""
 
-
-class Placed(NamedTuple):
-    """A tensor in shared memory, and the address that it has or is to have."""
-
-    location: tensor_pb2.Location
-    address: bytes
-
-
-Placing: TypeAlias = Callable[[Parcel], Placed | None]
+Placing: TypeAlias = Callable[[Parcel], tensor_pb2.Location | None]
 """Puts a tensor into shared memory; None for one that is to go as chunks."""
 
 
-def batches(
-    parcels: Iterable[Parcel], place: Placing = lambda _: None, tell: Callable[[bytes], None] | None = None
-) -> Iterator[Batch]:
+def batches(parcels: Iterable[Parcel], place: Placing = lambda _: None) -> Iterator[Batch]:
     """Writes parcels as messages of about CHUNK_BYTES each, in order. They share the parcels' memory.
 
     Args:
         parcels: To be read while this goes on.
         place: See `Placing`.
-        tell: Given the address of each once it was read; those that have none are tensors on the CPU then.
     """
     batch = Batch()
     filled = placed = 0
     for index, parcel in enumerate(parcels):
         size = parcel.layout.payload_bytes
-        location, address = place(parcel) or (None, parcel.address)
+        location = place(parcel)
         batch.declarations.append(
             tensor_pb2.TensorDeclaration(
-                address=address, spec=encode_layout(parcel.layout), size_bytes=size, location=location
+                address=parcel.address, spec=encode_layout(parcel.layout), size_bytes=size, location=location
             )
         )
         if location is not None:
-            if tell is not None:
-                tell(address)
             placed += size
-            if placed >= (PLACED_BYTES if tell is None else STORED_BYTES):
+            if placed >= PLACED_BYTES:
                 yield batch
                 batch, filled, placed = Batch(), 0, 0
             continue
         offset = 0
-        content = xxhash.xxh3_128() if tell is not None and not address else None
         for held, data in _in_order(parcel):
             left = data
             while left:
                 piece = left[: CHUNK_BYTES - filled]
-                if content is not None:  # while it is in the cache
-                    content.update(piece)
                 batch.chunks.append(Chunk(index, offset, xxhash.xxh3_64_intdigest(piece), piece))
                 batch.held.append(held)
                 left = left[len(piece) :]
@@ -163,8 +146,6 @@ def batches(
                 if filled >= CHUNK_BYTES:
                     yield batch
                     batch, filled, placed = Batch(), 0, 0
-        if tell is not None:
-            tell(address if content is None else tensor_address(parcel.layout, content.digest()))
     if batch.declarations or batch.chunks:
         yield batch
 
@@ -244,11 +225,13 @@ class _Located:
 
     is_complete = True
 
-    def __init__(self, layout: Layout, address: bytes, read: Callable[[], Tensor]) -> None:
+    def __init__(self, layout: Layout, address: bytes, read: Callable[[], Tensor], *, is_for_store: bool) -> None:
         self.layout = layout
         self.address = address
         self._read = read
         self._tensor: Tensor | None = None
+        # Taken while its sender writes the next.
+        self._content = content_digest(self.finish(), layout) if is_for_store else b""
 
     def add(self, chunk: "Chunk | tensor_pb2.TensorChunk") -> None:
         raise TransferError(f"a chunk came for tensor {chunk.tensor}, which is in shared memory")
@@ -259,10 +242,8 @@ class _Located:
         return self._tensor
 
     def stored(self) -> tuple[bytes, Tensor]:
-        """As `finish`, with the address that its sender took of what it wrote there."""
-        if not self.address:
-            raise TransferError("a tensor in shared memory came without an address")
-        return self.address, self.finish()
+        """As that of `_Arrival`."""
+        return checked_address(self.layout, self._content, self.address), self.finish()
 
     def forget(self) -> None:
         self._tensor = None
@@ -322,7 +303,12 @@ class Receiver:
             if self._admit is not None:
                 self._admit(layout)
             self._arrivals.append(
-                _Located(layout, declaration.address, self._locate(declaration.location, layout))
+                _Located(
+                    layout,
+                    declaration.address,
+                    self._locate(declaration.location, layout),
+                    is_for_store=self._is_for_store,
+                )
                 if declaration.HasField("location")
                 else _Arrival(layout, declaration.address, self._device, is_for_store=self._is_for_store)
             )

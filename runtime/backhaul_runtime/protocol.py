@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 CHUNK_BYTES = 1 << 20
 """Data per message of a tensor stream. 256 KiB and 4 MiB reach 0.55 to 0.9 of its throughput."""

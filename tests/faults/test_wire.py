@@ -23,7 +23,7 @@ from backhaul_proto.v1 import (
     tensor_pb2_grpc,
 )
 from backhaul_runtime import ambient, framing
-from backhaul_runtime.digest import address_of
+from backhaul_runtime.digest import address_of, content_digest, saved_digest
 from backhaul_runtime.framing import Parcel, Receiver
 from backhaul_runtime.layout import layout_of
 from backhaul_runtime.program import Node, Program, ResultRef, Source, SourceRef
@@ -63,6 +63,7 @@ class Wire:
         program = encode_program(Program((source,), tuple(nodes), (ambient.capture(),), last, saved_count, 0))
         request = program_pb2.PutProgramRequest(session=self.session, program=program)
         address = self.programs.PutProgram(request, timeout=10).address
+        self.last_program = address
         self.put(*batches([parcel(x)]))
         key = segment_pb2.OperationKey(session=self.session, segment=number, backward=1)
         request = segment_pb2.SaveSegmentRequest(key=key, program=address, sources=[address_of(x)])
@@ -166,9 +167,33 @@ def test_a_save_on_a_stream_says_what_it_took_and_goes_on(wire: Wire, worker: Wo
         ),
         timeout=10,
     )
-    said = [(answer.refused, answer.stored, answer.program_missing, len(answer.missing_tensors)) for answer in answers]
-    assert said == [(True, False, False, 0), (True, False, False, 0), (False, True, True, 1), (False, True, True, 0)]
+    said = [
+        (answer.refused, list(answer.stored), answer.program_missing, list(answer.missing_tensors))
+        for answer in answers
+    ]
+    assert said == [
+        (True, [], False, []),
+        (True, [], False, []),
+        (False, [], True, [address]),
+        (False, [address], True, []),
+    ]
     assert worker.telemetry().memory.cached_bytes > before
+
+
+def test_a_source_may_be_named_by_the_tensor_that_comes_with_it(wire: Wire) -> None:
+    x = torch.randn(4)
+    key = wire.save(1, [Node("aten.sin.default", (SourceRef(0),), (), 0, (16,), draws=False)], 1, torch.randn(4))
+    program = wire.last_program
+    key.segment = 2
+    (unnamed,) = batches([Parcel.of(x)])
+    for sources, missing in (([b""], []), ([b"", b""], [b""])):
+        request = segment_pb2.SaveSegmentRequest(key=key, program=program, sources=sources, tensors=unnamed)
+        answer = wire.segments.SaveSegment(request, timeout=10)
+        assert list(answer.missing_tensors) == missing
+        key.segment += 1
+    key.segment = 2
+    found = list(wire.segments.Recompute(segment_pb2.RecomputeRequest(key=key), timeout=10))
+    assert found[-1].result.saved_digests == [saved_digest(layout_of(x), content_digest(x, layout_of(x)))]
 
 
 def test_a_program_that_is_none_is_refused(wire: Wire) -> None:

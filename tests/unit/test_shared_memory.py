@@ -12,7 +12,7 @@ from torch import Tensor
 from backhaul import TransferError
 from backhaul_proto.v1 import tensor_pb2
 from backhaul_runtime.digest import address_of
-from backhaul_runtime.framing import Parcel, Placed, Receiver, batches, encode_layout
+from backhaul_runtime.framing import Parcel, Receiver, batches, encode_layout
 from backhaul_runtime.layout import Layout, layout_of
 from backhaul_runtime.shared_memory import LEAST_BYTES, Outbox, Place, Region, Room, make_memory, shared_bytes
 
@@ -41,7 +41,7 @@ def large(mebibytes: int = 1) -> Tensor:
 def put(outbox: Outbox, tensor: Tensor) -> tensor_pb2.Location:
     place = outbox.put(Parcel.of(tensor))
     assert place is not None
-    return place.placed(layout_of(tensor)).location
+    return place.location(layout_of(tensor))
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40)), max_size=60))
@@ -116,7 +116,7 @@ def test_an_answer_that_has_ended_leaves_what_is_used_in_place(ends: tuple[Outbo
     places = [outbox.put(Parcel.of(tensor)), outbox.put(Parcel.of(tensor))]
     assert isinstance(places[0], Place)
     assert isinstance(places[1], Place)
-    used = region.use(places[0].placed(layout).location, layout)
+    used = region.use(places[0].location(layout), layout)
     outbox.end([place for place in places if place is not None])
     put(outbox, torch.zeros_like(tensor))
     assert outbox.put(Parcel.of(tensor)) is None
@@ -148,7 +148,7 @@ def test_who_lets_go_late_frees_nothing_of_the_next(ends: tuple[Outbox, Region])
     tensor = large(4)
     place = outbox.put(Parcel.of(tensor))
     assert isinstance(place, Place)
-    first = place.placed(layout_of(tensor)).location
+    first = place.location(layout_of(tensor))
     late = region.use(first, layout_of(tensor))
     region.let_go(first.slot, first.ticket)
     outbox.withdraw([place])
@@ -218,44 +218,43 @@ def test_a_stream_has_chunks_and_places(ends: tuple[Outbox, Region]) -> None:
     outbox, region = ends
     tensors = [torch.randn(7), large(3), large(3), torch.randn(7)]
 
-    def place(parcel: Parcel) -> Placed | None:
-        found = outbox.put(parcel, is_for_store=True) if Outbox.takes(parcel.layout) else None
-        return found.placed(parcel.layout) if found is not None else None
+    def place(parcel: Parcel) -> tensor_pb2.Location | None:
+        found = outbox.put(parcel) if Outbox.takes(parcel.layout) else None
+        return found.location(parcel.layout) if found is not None else None
 
     def locate(location: tensor_pb2.Location, layout: Layout) -> Callable[[], Tensor]:
         region.check(location, layout)
         return lambda: region.copy(location, layout)
 
-    receiver, shared, addresses = Receiver(locate=locate, is_for_store=True), 0, list[bytes]()
-    for batch in batches(map(Parcel.of, tensors), place, addresses.append):
+    receiver, shared = Receiver(locate=locate, is_for_store=True), 0
+    for batch in batches(map(Parcel.of, tensors), place):
         receiver.add(batch)
         shared += shared_bytes(batch)
     assert all(map(torch.equal, receiver.tensors(), tensors))
     assert shared == 3 * LEAST_BYTES
     # One was written elsewhere, for it found no room.
-    assert addresses == [address_of(tensor) for tensor in tensors]
-    assert [address for address, _ in receiver.stored()] == addresses
+    assert [address for address, _ in receiver.stored()] == [address_of(tensor) for tensor in tensors]
 
 
-def test_what_was_written_has_the_address_that_was_said_or_is_no_more(ends: tuple[Outbox, Region]) -> None:
-    outbox, _ = ends
-    tensor = large(4)
-    with pytest.raises(TransferError, match="it changed while it was read"):
-        outbox.put(Parcel(tensor, layout_of(tensor), address_of(tensor + 1)), is_for_store=True)
-    place = outbox.put(Parcel(tensor, layout_of(tensor), address_of(tensor)), is_for_store=True)
-    assert place is not None
-    assert place.address == address_of(tensor)
-
-
-def test_nothing_is_stored_from_a_place_without_an_address(ends: tuple[Outbox, Region]) -> None:
+def test_what_is_stored_has_the_address_that_was_said_or_is_refused(ends: tuple[Outbox, Region]) -> None:
     outbox, region = ends
     tensor = large()
     spec = encode_layout(layout_of(tensor))
-    declaration = tensor_pb2.TensorDeclaration(spec=spec, size_bytes=tensor.nbytes, location=put(outbox, tensor))
-    receiver = Receiver(locate=lambda location, layout: lambda: region.copy(location, layout), is_for_store=True)
-    receiver.add(tensor_pb2.TensorBatch(declarations=[declaration]))
-    with pytest.raises(TransferError, match="without an address"):
-        receiver.stored()
+    location = put(outbox, tensor)
+    for said in (b"", address_of(tensor), address_of(tensor + 1)):
+        declaration = tensor_pb2.TensorDeclaration(address=said, spec=spec, size_bytes=tensor.nbytes, location=location)
+        receiver = Receiver(locate=lambda location, layout: lambda: in_place(region, location), is_for_store=True)
+        receiver.add(tensor_pb2.TensorBatch(declarations=[declaration]))
+        if said in (b"", address_of(tensor)):
+            assert [address for address, _ in receiver.stored()] == [address_of(tensor)]
+        else:
+            with pytest.raises(TransferError, match="it changed while it was read"):
+                receiver.stored()
+
+
+def in_place(region: Region, location: tensor_pb2.Location) -> Tensor:
+    raw = region.raw(location.offset_bytes, LEAST_BYTES)
+    return torch.from_numpy(raw).view(torch.float32)
 
 
 def test_without_shared_memory_no_place_is_taken() -> None:

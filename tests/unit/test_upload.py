@@ -13,6 +13,7 @@ from backhaul._upload import Save, SourceTensor, Uploader
 from backhaul_proto.v1 import program_pb2, segment_pb2, tensor_pb2
 from backhaul_runtime.digest import address_of
 from backhaul_runtime.errors import WorkerLostError
+from backhaul_runtime.framing import Receiver
 from backhaul_runtime.layout import layout_of
 from backhaul_runtime.staging import marks, past
 from conftest import wait_until
@@ -41,6 +42,14 @@ class Answer:
         return found
 
 
+def stored(sent: list[tensor_pb2.TensorBatch]) -> list[bytes]:
+    """What a worker says of tensors that came."""
+    receiver = Receiver(is_for_store=True)
+    for batch in sent:
+        receiver.add(batch)
+    return [address for address, _ in receiver.stored()]
+
+
 class FakeLink:
     """Stands for a link that is up."""
 
@@ -57,9 +66,13 @@ class FakeLink:
         self.programs = self.tensors = self.segments = self.short_saves = self
         self.shortly: list[segment_pb2.SaveSegmentResponse | None] = []  # before it answers as SaveSegment does
         self.PutProgram = Answer(self.log, "program", program_pb2.PutProgramResponse(), self.gate)
-        self.PutTensors = Answer(self.log, "tensors", tensor_pb2.PutTensorsResponse(), self.gate)
+        self.PutTensors = Answer(self.log, "tensors", self._put, self.gate)
         self.SaveSegment = Answer(self.log, "save", self._saved, self.gate)
         self.ReleaseSegments = Answer(self.log, "release", segment_pb2.ReleaseSegmentsResponse(), self.gate)
+
+    def _put(self, messages: list[bytes]) -> tensor_pb2.PutTensorsResponse:
+        sent = [tensor_pb2.PutTensorsRequest.FromString(message).tensors for message in messages]
+        return tensor_pb2.PutTensorsResponse(addresses=stored(sent))
 
     def _saved(self, request: Any) -> segment_pb2.SaveSegmentResponse:
         self.sources = list(request.sources)
@@ -72,7 +85,8 @@ class FakeLink:
         if self.shortly:
             return self.shortly.pop(0)
         answer = self._saved(request)
-        answer.stored = True
+        answer.stored[:] = stored([request.tensors])
+        self.sources = [address or answer.stored[0] for address in self.sources]
         return answer
 
     def stubs(self, generation: Generation) -> "FakeLink":
@@ -170,7 +184,7 @@ def test_what_does_not_fit_one_message_goes_first() -> None:
     [
         (None, ["tensors", "save"]),
         (segment_pb2.SaveSegmentResponse(refused=True), ["tensors", "save"]),
-        (segment_pb2.SaveSegmentResponse(refused=True, stored=True), ["save"]),
+        (segment_pb2.SaveSegmentResponse(refused=True, stored=[address_of(torch.zeros(10))]), ["save"]),
     ],
 )
 def test_what_the_stream_does_not_save_a_call_does(

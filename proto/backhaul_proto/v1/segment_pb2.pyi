@@ -140,7 +140,7 @@ class SaveSegmentRequest(_message.Message):
     def key(self) -> Global___OperationKey: ...
     @_builtins.property
     def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Addresses, one per Program.sources."""
+        """Addresses, one per Program.sources. Empty: of the next in `tensors` that was declared without one."""
 
     @_builtins.property
     def transient_sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -223,17 +223,19 @@ class SaveSegmentResponse(_message.Message):
     """All unset: saved. Else: send these and ask again."""
     refused: _builtins.bool
     """By ShortSaves only. Ask SaveSegment, which says why."""
-    stored: _builtins.bool
-    """The tensors that came with the request are there, also if it was refused."""
     @_builtins.property
     def missing_tensors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    @_builtins.property
+    def stored(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Addresses of the tensors that came with the request, in order. They are there, also if it was refused."""
+
     def __init__(
         self,
         *,
         program_missing: _builtins.bool = ...,
         missing_tensors: _abc.Iterable[_builtins.bytes] | None = ...,
         refused: _builtins.bool = ...,
-        stored: _builtins.bool = ...,
+        stored: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -219,16 +219,19 @@ Global___PutTensorsRequest: _TypeAlias = PutTensorsRequest  # noqa: Y015
 class PutTensorsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    STORED_FIELD_NUMBER: _builtins.int
-    stored: _builtins.int
+    ADDRESSES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Addresses of all that came, in order."""
+
     def __init__(
         self,
         *,
-        stored: _builtins.int = ...,
+        addresses: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["stored", b"stored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from backhaul_proto.v1 import tensor_pb2
 from backhaul_runtime.addresses import MAX_UNIX_PATH_BYTES
 from backhaul_runtime.errors import SessionUnknownError, TransferError
-from backhaul_runtime.framing import Parcel, Placed, Placing
+from backhaul_runtime.framing import Parcel, Placing
 from backhaul_runtime.layout import Layout, copy_exact
 from backhaul_runtime.logs import about
 from backhaul_runtime.shared_memory import (
@@ -168,7 +168,7 @@ class Sharing:
         """Puts tensors of an answer where its trainer finds them, until that has ended it."""
         self._answers[answer] = []
 
-        def place(parcel: Parcel) -> Placed | None:
+        def place(parcel: Parcel) -> tensor_pb2.Location | None:
             layout, places = parcel.layout, self._answers.get(answer)
             if places is None or not Outbox.takes(layout):
                 return None
@@ -177,7 +177,7 @@ class Sharing:
                 self._grow(layout.span_bytes, is_down=True)
                 return None
             places.append(found)
-            return found.placed(layout)
+            return found.location(layout)
 
         return place
 

@@ -2,20 +2,18 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter, time
 
-from backhaul_proto.v1 import (
-    segment_pb2,
-)
+from backhaul_proto.v1 import segment_pb2, tensor_pb2
 from backhaul_runtime.bundle import encode_view
 from backhaul_runtime.errors import (
     BackhaulError,
     ProgramError,
 )
-from backhaul_runtime.framing import Parcel, Placed, Placing, batches
+from backhaul_runtime.framing import Parcel, Placing, batches
 from backhaul_runtime.program_codec import decode_state, encode_state
 from backhaul_runtime.protocol import CHUNK_BYTES, PROGRESS_INTERVAL_S
 from backhaul_runtime.shared_memory import shared_bytes
@@ -37,42 +35,46 @@ class Segments(Servicer):
         self, carried: Carried[segment_pb2.SaveSegmentRequest], context: Context
     ) -> segment_pb2.SaveSegmentResponse:
         """Answers what is missing, or saves."""
-        self._take_in(carried)
-        return self._save(carried.message)
+        return self._save(carried, self._take_in(carried))
 
     async def ShortSaves(  # noqa: N802  gRPC's name
         self, requests: AsyncIterator[Carried[segment_pb2.SaveSegmentRequest]], context: Context
     ) -> AsyncIterator[segment_pb2.SaveSegmentResponse]:
         """Answers each as SaveSegment does, but leaves it to that to say what is wrong."""
         async for carried in requests:
-            started, stored = perf_counter(), False
+            started, stored = perf_counter(), list[bytes]()
             try:
-                self._take_in(carried)
-                stored = True
-                answer = self._save(carried.message)
+                stored = self._take_in(carried)
+                answer = self._save(carried, stored)
             except BackhaulError:
                 answer = segment_pb2.SaveSegmentResponse(refused=True)
-            answer.stored = stored
+            answer.stored[:] = stored
             yield answer
             if not answer.refused:
                 self.meter.call("SaveSegment", perf_counter() - started, failed=False)
 
-    def _take_in(self, carried: Carried[segment_pb2.SaveSegmentRequest]) -> None:
-        """Stores what came with a request, all or nothing."""
+    def _take_in(self, carried: Carried[segment_pb2.SaveSegmentRequest]) -> list[bytes]:
+        """Stores what came with a request, all or nothing. Returns the addresses."""
         with Arriving(self.worker) as arriving:
             arriving.memory = self.worker.session(carried.message.key.session).memory
             arriving.add(carried)
             self.meter.received(shared_bytes(carried.tensors))
-            arriving.stored()
+            return arriving.stored()
 
-    def _save(self, request: segment_pb2.SaveSegmentRequest) -> segment_pb2.SaveSegmentResponse:
+    def _save(
+        self, carried: Carried[segment_pb2.SaveSegmentRequest], stored: Sequence[bytes]
+    ) -> segment_pb2.SaveSegmentResponse:
+        request = carried.message
+        declarations = carried.tensors.declarations if carried.tensors is not None else ()
+        unnamed = (found for found, declared in zip(stored, declarations, strict=True) if not declared.address)
+        sources = [address or next(unnamed, b"") for address in request.sources]
         session = self.worker.session(request.key.session)
         self.worker.store.uncache(request.superseded)
         program_missing, missing = self.worker.save(
             session,
             request.key.segment,
             request.program,
-            request.sources,
+            sources,
             request.transient_sources,
             request.generator_states,
             request.name,
@@ -249,7 +251,7 @@ class Segments(Servicer):
             return lambda _: None
         put = session.memory.answering(answer)
 
-        def place(parcel: Parcel) -> Placed | None:
+        def place(parcel: Parcel) -> tensor_pb2.Location | None:
             placed = put(parcel)
             if placed is not None:
                 self.meter.sent(parcel.layout.payload_bytes)

@@ -51,15 +51,15 @@ class Arriving:
         with aside(self._aside):
             self._receiver.add_carried(carried)
 
-    def stored(self) -> int:
-        """Stores all that came. Returns how many they are. Raises TransferError."""
+    def stored(self) -> list[bytes]:
+        """Stores all that came. Returns their addresses. Raises TransferError."""
         with aside(self._aside):  # not behind what the executor runs
             arrived = self._receiver.stored()
         for (address, tensor), is_shared in zip(arrived, self._in_place, strict=True):
             use_here(tensor)
             self._worker.store.arrived(address, tensor, self._charged.pop(0), is_shared=is_shared)
         self._located.clear()
-        return len(arrived)
+        return [address for address, _ in arrived]
 
     def __enter__(self) -> Self:
         return self
@@ -92,4 +92,4 @@ class Tensors(Servicer):
                         self.meter.received(shared_bytes(carried.tensors))
             except TimeoutError:
                 raise TransferError(f"nothing came for {silence_s:g} s in the middle of an upload") from None
-            return tensor_pb2.PutTensorsResponse(stored=arriving.stored())
+            return tensor_pb2.PutTensorsResponse(addresses=arriving.stored())
