@@ -350,7 +350,7 @@ class Link:
             answer.lease_s,
             self._share(address, answer),
         )
-        self._draining = False
+        self._ask(self._generation)  # opening takes longer, so the clocks are better compared by this
         self._up = True
 
     def _channel_to(self, target: str) -> grpc.Channel:

@@ -38,6 +38,7 @@ POLICY: Mapping[str, Needs] = {
     "/backhaul_proto.v1.ProgramService/PutProgram": Needs.CREDENTIAL,
     "/backhaul_proto.v1.TensorService/PutTensors": Needs.CREDENTIAL,
     "/backhaul_proto.v1.SegmentService/SaveSegment": Needs.CREDENTIAL,
+    "/backhaul_proto.v1.SegmentService/ShortSaves": Needs.CREDENTIAL,
     "/backhaul_proto.v1.SegmentService/Recompute": Needs.CREDENTIAL,
     "/backhaul_proto.v1.SegmentService/Backward": Needs.CREDENTIAL,
     "/backhaul_proto.v1.SegmentService/ShortBackwards": Needs.CREDENTIAL,
