@@ -30,6 +30,7 @@ MEASURES = {
     "tenants": "backhaul.bench.tenants:measure",
     "hivemind": "backhaul.bench.beside_hivemind:measure",
     "torch_rpc": "backhaul.bench.beside_torch_rpc:measure",
+    "cores": "backhaul.bench.cores:measure",
     "checks_large": "backhaul.bench.checks:measure_large",
     "checks_small": "backhaul.bench.checks:measure_small",
     "telemetry": "backhaul.bench.telemetry:measure",

@@ -98,6 +98,7 @@ FIGURES = (
         "hivemind", "vs_hivemind", 0.70, "from grad_output to input gradient / hivemind's RemoteExpert, one block"
     ),
     _at_most("torch_rpc", "vs_torch_rpc", 0.5, "time added over local compute / added by torch.distributed.rpc"),
+    Figure("cores_together", "a forward while the worker's core computes the same / alone", "cores"),
     Figure("checks_large", "recording and digests, added to a step of 1024 tokens / the step", "checks_large"),
     Figure("checks_small", "recording and digests, added to a step of 64 tokens / the step", "checks_small"),
     Figure("telemetry_added", "telemetry and a watching dashboard, added to a step / the step", "telemetry"),

@@ -22,6 +22,7 @@ from backhaul_runtime.logs import about
 from backhaul_runtime.program import Program
 from backhaul_runtime.program_codec import address_of_program, decode_program
 from backhaul_runtime.schedule import Schedule
+from backhaul_server.worker.heap import return_freed_memory
 from backhaul_server.worker.runs import Work
 from backhaul_server.worker.segment import Segment, Session
 from backhaul_server.worker.segments import ENTRY_BYTES, Segments
@@ -105,6 +106,7 @@ class Worker:
                 session.memory.close()
         if not self.sessions:
             self.store.clear_cache()
+            return_freed_memory()
 
     async def _expire(self) -> None:
         while True:

@@ -39,6 +39,7 @@ from backhaul_runtime.shared_memory import (
     offer_nothing,
 )
 from backhaul_server.worker.core import Worker
+from backhaul_server.worker.heap import return_freed_memory
 from backhaul_server.worker.listening import ListenError, SocketPath
 from backhaul_server.worker.segment import Session
 
@@ -259,6 +260,7 @@ class Sharing:
 
 
 def _make(number: int, size_bytes: int) -> tuple[Region, int]:
+    return_freed_memory()  # of which the region's pages may be had
     descriptor = make_memory(size_bytes)
     try:
         return Region(number, descriptor), descriptor

@@ -1,7 +1,6 @@
 """A worker process from start to end."""
 
 import asyncio
-import ctypes
 import logging
 import os
 import resource
@@ -15,7 +14,6 @@ import grpc
 import torch
 
 from backhaul_runtime.ambient import max_threads
-from backhaul_runtime.buffers import BUFFERS
 from backhaul_runtime.processes import resident_bytes
 from backhaul_runtime.shared_memory import IS_AVAILABLE
 from backhaul_server.worker.access import Access
@@ -23,6 +21,7 @@ from backhaul_server.worker.config import WorkerConfig, host_memory_bytes
 from backhaul_server.worker.core import Worker
 from backhaul_server.worker.handover import Handover
 from backhaul_server.worker.health import Health
+from backhaul_server.worker.heap import keep_freed_memory
 from backhaul_server.worker.listening import SERVER_OPTIONS, Listener, ListenError, take_beside
 from backhaul_server.worker.service import add_services
 
@@ -37,8 +36,6 @@ _HEADROOM_BYTES = 1 << 30  # gRPC's buffers, programs and torch's own tables, be
 _STACK_BYTES = 8 << 20  # of each thread that a trainer may have ops run on
 _NO_LIMIT = 1 << 62
 _PARENT_POLL_S = 1.0
-_KEPT_BYTES = 256 << 20
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 def serve(config: WorkerConfig) -> int:
@@ -66,7 +63,7 @@ def serve(config: WorkerConfig) -> int:
 
 async def _serve(config: WorkerConfig, device: torch.device) -> None:
     budget = config.memory_bytes or _memory_bytes(device) // 2
-    _keep_freed_memory(budget)
+    keep_freed_memory(budget)
     _limit_memory(device, budget)
     server = grpc.aio.server(interceptors=[Access(config.token)] if config.token else [], options=SERVER_OPTIONS)
     listener = Listener(config.address)
@@ -181,19 +178,6 @@ def _memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return host_memory_bytes()
-
-
-def _keep_freed_memory(budget_bytes: int) -> None:
-    """Lets freed memory be used again instead of being returned with every tensor: a step takes a sixth less time.
-
-    That takes a single arena: those of other threads return heaps of 64 MiB as they become empty, whatever the
-    threshold. mallopt(3) has the numbers of the parameters. Elsewhere than on glibc malloc is left as it is.
-    """
-    threshold = BUFFERS.idle_bytes = min(_KEPT_BYTES, budget_bytes // 8)
-    with suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-        for parameter, value in ((_M_MMAP_THRESHOLD, threshold), (_M_TRIM_THRESHOLD, threshold), (_M_ARENA_MAX, 1)):
-            mallopt(parameter, value)
 
 
 def _limit_memory(device: torch.device, budget_bytes: int) -> None:

@@ -1,0 +1,53 @@
+"""What the two cores cost each other: forward here while the worker's core computes the same, over forward here alone.
+
+`python -m backhaul.bench.cores` is what computes on the worker's core. No Backhaul is in it: it bounds what can be had
+from recomputing beside forward.
+"""
+
+import signal
+import sys
+
+import torch
+
+from backhaul.bench.outcomes import Outcome, of_rounds
+from backhaul.bench.rounds import Plan, Variant, interleave, ratio_of
+from backhaul.bench.stage import Stage
+from backhaul.bench.steps import BLOCKS
+from backhaul.bench.training import LARGE, Training
+
+PLAN = Plan(most=15, limit_s=40.0)
+
+
+def measure(stage: Stage) -> list[Outcome]:
+    """cores_together."""
+    training = Training("none", BLOCKS, LARGE, None)
+    other, _ = stage.start([sys.executable, "-P", "-m", "backhaul.bench.cores"])
+    other.send_signal(signal.SIGSTOP)
+
+    def alone() -> None:
+        training.forward()
+
+    def together() -> None:
+        other.send_signal(signal.SIGCONT)
+        try:
+            training.forward()
+        finally:
+            other.send_signal(signal.SIGSTOP)
+
+    try:
+        rounds = interleave([Variant("alone", alone), Variant("together", together)], stage.cores, PLAN)
+    finally:
+        other.send_signal(signal.SIGCONT)
+    return [of_rounds("cores_together", rounds, ratio_of("together", "alone"))]
+
+
+def _compute() -> None:
+    torch.set_num_threads(1)
+    training = Training("other", BLOCKS, LARGE, None)
+    print("ready", flush=True)
+    while True:
+        training.forward()
+
+
+if __name__ == "__main__":
+    _compute()
