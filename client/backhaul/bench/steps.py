@@ -51,13 +51,16 @@ def on_trainer(fallbacks: int) -> str:
 
 
 def half_budget_bytes() -> int:
-    """What a worker needs for the weights, the boundaries, ROOM recomputed segments and one segment's gradients."""
+    """What a worker needs for the weights, the boundaries, ROOM recomputed segments and one segment's gradients.
+
+    And for as many segments' weights and boundaries more: new ones come while the old are still there.
+    """
     block = Block(WIDTH, DROPOUT).to(measured())
     x = torch.randn(*LARGE, WIDTH, device=measured(), requires_grad=True)
     kept: list[Tensor] = []
     saved = live_bytes(lambda: kept.append(block(x)))[-1][1]  # while its output lives, so does what autograd saved
     weights = sum(parameter.nbytes for parameter in block.parameters())
-    return BLOCKS * (weights + x.nbytes) + ROOM * saved + weights + 2 * x.nbytes
+    return (BLOCKS + ROOM) * (weights + x.nbytes) + ROOM * saved + weights + 2 * x.nbytes
 
 
 def _exposed(worker: str, rounds: Rounds) -> Rounds:
