@@ -126,6 +126,23 @@ def test_the_first_process_of_a_container_ends_also_while_it_starts() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 128 + signal.SIGTERM
 
 
+def test_memory_that_a_step_freed_is_kept_until_the_last_trainer_has_gone(own_worker: WorkerProcess) -> None:
+    def resident() -> int:
+        return own_worker.telemetry().memory.resident_bytes
+
+    def sines(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(8):
+            x = x.sin()
+        return x
+
+    before, saved_bytes = resident(), 8 * (16 << 20)
+    with backhaul.connect(own_worker.address, silence_s=QUIET_S, shared_memory=False) as session:
+        session.checkpoint(sines, torch.randn(4 << 20, requires_grad=True), returns="gradients").sum().backward()
+        assert session.report().fallbacks == 0
+        assert resident() > before + saved_bytes
+    wait_until(lambda: resident() < before + saved_bytes // 2, "the worker gives its memory back")
+
+
 def test_an_embedded_worker_ends_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
     code = (
         "import backhaul, os, signal\n"

@@ -32,5 +32,10 @@ def return_freed_memory() -> None:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    with suppress(OSError, AttributeError):
-        getattr(ctypes.CDLL("libc.so.6"), name)(*arguments)
+    with suppress(AttributeError):
+        getattr(_libc, name)(*arguments)
+
+
+_libc: ctypes.CDLL | None = None
+with suppress(OSError):
+    _libc = ctypes.CDLL("libc.so.6")
