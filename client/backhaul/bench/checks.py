@@ -25,7 +25,7 @@ from backhaul_runtime.recorder import Recorder
 from backhaul_runtime.recording import Recording
 
 BLOCKS = 4
-PLAN = Plan(most=15, warm=1, limit_s=30.0)
+PLAN = Plan(most=15, warm=1, limit_s=20.0)
 
 Run = Callable[[Block, Tensor, list[object]], Tensor]
 """Calls a block, with a list of what is to live until backward."""

@@ -15,7 +15,7 @@ from backhaul.bench.stage import Stage
 from backhaul.bench.steps import BLOCKS
 from backhaul.bench.training import LARGE, Training
 
-PLAN = Plan(most=15, limit_s=40.0)
+PLAN = Plan(most=15, limit_s=20.0)
 
 
 def measure(stage: Stage) -> list[Outcome]:

@@ -18,7 +18,7 @@ BACKWARDS = 8
 ELEMENTS = 256
 """Of 4 bytes: 1 KiB."""
 TRIPS = 400
-PLAN = Plan(most=25, warm=2, limit_s=45.0)
+PLAN = Plan(most=25, warm=2, limit_s=25.0)
 
 
 def measure(stage: Stage) -> list[Outcome]:

@@ -16,7 +16,7 @@ TENSOR_BYTES = 16 << 20
 TENSORS = 8
 REPEATS = 4
 """Uploads timed together: one alone is too short to tell whether it was disturbed."""
-PLAN = Plan(most=20, warm=3, limit_s=45.0)
+PLAN = Plan(most=20, warm=3, limit_s=30.0)
 
 
 def measure(stage: Stage) -> list[Outcome]:

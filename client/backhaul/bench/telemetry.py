@@ -12,7 +12,7 @@ from backhaul.demo.dashboard import DashboardProcess
 BLOCKS, WIDTH, TOKENS = 8, 256, (4, 64)
 STEPS = 3
 """Timed together: one alone is too short to tell whether it was disturbed."""
-PLAN = Plan(most=20, warm=2, limit_s=30.0)
+PLAN = Plan(most=20, warm=2, limit_s=20.0)
 
 
 def measure(stage: Stage) -> list[Outcome]:

@@ -30,7 +30,7 @@ from backhaul_runtime.splicing import encode_all
 
 CLIENTS = 8
 LEAST_WORK_S = 0.010
-PLAN = Plan(most=20, warm=1, limit_s=45.0)
+PLAN = Plan(most=20, warm=1, limit_s=40.0)
 _ANSWER_S = 60.0
 
 

@@ -16,7 +16,7 @@ from backhaul.bench.training import compare_gradients
 
 REPEATS = 4
 """Transfers timed together: one alone is too short to tell whether it was disturbed."""
-PLAN = Plan(most=20, warm=2, limit_s=45.0)
+PLAN = Plan(most=20, warm=2, limit_s=35.0)
 # The worker tunes its allocator by itself; the yardstick is to have no worse a one.
 KEEPS_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "268435456", "MALLOC_TRIM_THRESHOLD_": "268435456"}
 
