@@ -19,7 +19,7 @@ import grpc
 import torch
 from torch import Tensor
 
-from backhaul._shared_memory import SharedMemory
+from backhaul._shared_memory import SharedMemory, receiving
 from backhaul_runtime.errors import (
     ERROR_METADATA_KEY,
     BackhaulError,
@@ -191,9 +191,7 @@ class Stream(Generic[R]):
         self._closed = threading.Event()
         self._memory = memory
         self._answer = answer
-        self._receiver = Receiver(device=device)
-        if memory is not None and answer:
-            self._receiver = Receiver(device=device, locate=memory.in_place if is_lent else memory.copied)
+        self._receiver = receiving(memory, device, is_lent=is_lent)
         self.received_bytes = 0
         try:
             self._call = method(request, timeout=LONGEST_S)

@@ -12,7 +12,8 @@ from torch import Tensor
 from backhaul._accumulate import kept_in
 from backhaul._calls import Stream, longest_run_s
 from backhaul._chains import Chains, Site
-from backhaul._link import Generation, Link
+from backhaul._link import Generation, Link, Stubs
+from backhaul._shared_memory import receiving
 from backhaul._telemetry import CallLog
 from backhaul._upload import Save, Uploader
 from backhaul._value_check import Recomputed
@@ -21,7 +22,7 @@ from backhaul_runtime import ambient
 from backhaul_runtime.bundle import decode_view, unbundle, view_of
 from backhaul_runtime.digest import address_of, content_digest, tensor_address
 from backhaul_runtime.errors import TensorsMissingError, TransferError, WorkerLostError
-from backhaul_runtime.framing import Parcel, Receiver, batches
+from backhaul_runtime.framing import PLACED_BYTES, Parcel, Receiver, batches
 from backhaul_runtime.layout import layout_of
 from backhaul_runtime.program_codec import encode_state
 from backhaul_runtime.protocol import CHUNK_BYTES
@@ -122,7 +123,7 @@ class SavedSegment:
         self._expected_s = expected_s
         self._upcoming = upcoming
         self._chains = chains
-        self._is_short = answer_bytes <= CHUNK_BYTES
+        self._answer_bytes = answer_bytes
         self._parameters = parameters
         self._device = save.made[0].device if save.made else None
         self.expected: dict[int, tuple[bytes, Site]] = {}
@@ -207,7 +208,7 @@ class SavedSegment:
     def _ask(self, request: segment_pb2.BackwardRequest, gradients: Sequence[Parcel]) -> Answer:
         """The answer to a backward: one that came already, else by the shortest way that goes well."""
         session, stubs = self.generation.session, self._link.stubs(self.generation)
-        if self._is_short and not request.slots:
+        if self._answer_bytes <= CHUNK_BYTES and not request.slots:
             ahead = stubs.ahead.take(session, self.number, request.start)
             if ahead is not None:
                 return self._short_answer(ahead)
@@ -216,42 +217,47 @@ class SavedSegment:
             self._uploader.put(self.generation, missing, self._sent)
             missing = []
 
-        def encoded() -> bytes:
-            request.answer = self._new_answer()
-            (found,) = encode_all(batches(missing), request.TENSORS_FIELD_NUMBER, request)
-            self._sent(len(found))
-            return found
-
-        asks = encoded()
-        if self._is_short or request.answer:
-            carried = stubs.short_backwards.ask(asks)
-            if carried is not None and carried.message.HasField("result"):
-                stubs.ahead.promise(carried.message.result.goes_on)
-                return self._short_answer(carried, request.answer)
-            self._ended(request.answer)
-            asks = encoded()
-        stream = self._open(stubs.segments.Backward, asks, request.answer)
+        if self._answer_bytes <= (CHUNK_BYTES if self.generation.memory is None else PLACED_BYTES):
+            found = self._ask_shortly(request, missing, stubs)
+            if found is not None:
+                return found
+        stream = self._open(stubs.segments.Backward, self._encoded(request, missing), request.answer)
         try:
             result = stream.result()
             return self._answer(result, stream.rest())
         finally:
             self._closed(stream)
 
-    def _short_answer(self, carried: Carried[Any], answer: int = 0) -> Answer:
-        self._log.traffic(down_bytes=carried.size_bytes + shared_bytes(carried.tensors))
-        memory = self.generation.memory
-        receiver = Receiver(device=self._device)
-        if memory is not None and answer:
-            receiver = Receiver(device=self._device, locate=memory.copied)
+    def _ask_shortly(
+        self, request: segment_pb2.BackwardRequest, missing: Sequence[Parcel], stubs: Stubs
+    ) -> Answer | None:
+        """See NOTE [Short]."""
+        encoded = self._encoded(request, missing)
         try:
-            receiver.add_carried(carried)
-            return self._answer(carried.message.result, receiver)
+            carried = stubs.short_backwards.ask(encoded)
+            if carried is None:
+                return None
+            if not carried.message.HasField("result"):
+                self._log.traffic(down_bytes=carried.size_bytes)
+                return None
+            stubs.ahead.promise(carried.message.result.goes_on)
+            return self._short_answer(carried)
         finally:
-            self._ended(answer)
+            if self.generation.memory is not None and request.answer:
+                self.generation.memory.ended(request.answer)
 
-    def _ended(self, answer: int) -> None:
-        if self.generation.memory is not None and answer:
-            self.generation.memory.ended(answer)
+    def _encoded(self, request: segment_pb2.BackwardRequest, missing: Sequence[Parcel]) -> bytes:
+        """A request for another answer."""
+        request.answer = self._new_answer()
+        (found,) = encode_all(batches(missing), request.TENSORS_FIELD_NUMBER, request)
+        self._sent(len(found))
+        return found
+
+    def _short_answer(self, carried: Carried[Any]) -> Answer:
+        self._log.traffic(down_bytes=carried.size_bytes + shared_bytes(carried.tensors))
+        receiver = receiving(self.generation.memory, self._device)
+        receiver.add_carried(carried)
+        return self._answer(carried.message.result, receiver)
 
     def _answer(self, result: segment_pb2.BackwardResult, receiver: Receiver) -> Answer:
         tensors = receiver.tensors()

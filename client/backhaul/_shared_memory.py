@@ -10,11 +10,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+import torch
 from torch import Tensor
 
 from backhaul_proto.v1 import tensor_pb2
 from backhaul_runtime.errors import BackhaulError, TransferError, WorkerLostError
-from backhaul_runtime.framing import Parcel, Placing
+from backhaul_runtime.framing import Parcel, Placing, Receiver
 from backhaul_runtime.layout import Layout
 from backhaul_runtime.shared_memory import Ask, Outbox, Place, Region, is_same_user, take_offer
 
@@ -53,9 +54,7 @@ class SharedMemory:
         outbox, places = self._outbox, list[Place]()
 
         def place(parcel: Parcel) -> tensor_pb2.Location | None:
-            if not Outbox.takes(parcel.layout):
-                return None
-            if outbox is not self._outbox:
+            if not Outbox.takes(parcel.layout) or outbox is not self._outbox:
                 return None
             found = outbox.put(parcel)
             if found is None:
@@ -185,3 +184,10 @@ def sending(memory: SharedMemory | None, count: Callable[[int], None]) -> Iterat
         return
     with memory.sending(count) as place:
         yield place
+
+
+def receiving(memory: SharedMemory | None, device: torch.device | None, *, is_lent: bool = False) -> Receiver:
+    """What takes in an answer, tensors in shared memory included. They are copied out, or stay there if lent."""
+    if memory is None:
+        return Receiver(device=device)
+    return Receiver(device=device, locate=memory.in_place if is_lent else memory.copied)

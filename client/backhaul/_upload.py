@@ -315,10 +315,12 @@ class Uploader:
         self, save: Save, request: segment_pb2.SaveSegmentRequest, addresses: list[bytes]
     ) -> segment_pb2.SaveSegmentResponse:
         stubs = self._link.stubs(save.generation)
-        with suppress(TransferError, _UnansweredError):
+        try:
             answer = self._give(save, request, addresses, stubs.short_saves)
             if answer is not None and not answer.refused:
                 return answer
+        except (TransferError, _UnansweredError) as error:  # what is wrong the call says
+            logger.debug("saving on the open stream: %r", error, extra=about(self._link.run, save.name))
         self._give(save, request, addresses)
         request.sources[:] = addresses
         save.count(request.ByteSize())
@@ -343,11 +345,11 @@ class Uploader:
                 if not self._knows(generation, address):
                     parcels[address or index] = Parcel(source.value, source.layout, address)
         began, found, answer = perf_counter(), list[bytes](), None
-        request.sources[:] = addresses
         with sending(generation.memory, save.count) as place:
             sent = batches(parcels.values(), place)
             begin = list(itertools.islice(sent, 2))
             if short is not None and not begin[1:]:
+                request.sources[:] = addresses
                 (encoded,) = encode_all(begin, request.TENSORS_FIELD_NUMBER, request)
                 save.count(len(encoded))
                 answer = short.ask(encoded)

@@ -13,7 +13,7 @@ from backhaul_runtime.errors import (
     BackhaulError,
     ProgramError,
 )
-from backhaul_runtime.framing import Parcel, Placing, batches
+from backhaul_runtime.framing import PLACED_BYTES, Parcel, Placing, batches
 from backhaul_runtime.program_codec import decode_state, encode_state
 from backhaul_runtime.protocol import CHUNK_BYTES, PROGRESS_INTERVAL_S
 from backhaul_runtime.shared_memory import shared_bytes
@@ -46,14 +46,17 @@ class Segments(Servicer):
             try:
                 stored = self._take_in(carried)
                 answer = self._save(carried, stored)
-            except BackhaulError:
+            except BackhaulError as error:
+                self.failed(carried, error)
                 answer = segment_pb2.SaveSegmentResponse(refused=True)
             answer.stored[:] = stored
             yield answer
             if not answer.refused:
                 self.meter.call("SaveSegment", perf_counter() - started, failed=False)
 
-    def _take_in(self, carried: Carried[segment_pb2.SaveSegmentRequest]) -> list[bytes]:
+    def _take_in(
+        self, carried: "Carried[segment_pb2.SaveSegmentRequest] | Carried[segment_pb2.BackwardRequest]"
+    ) -> list[bytes]:
         """Stores what came with a request, all or nothing. Returns the addresses."""
         with Arriving(self.worker) as arriving:
             arriving.memory = self.worker.session(carried.message.key.session).memory
@@ -140,7 +143,8 @@ class Segments(Servicer):
     async def _short_answer(self, carried: Carried[segment_pb2.BackwardRequest]) -> bytes | None:
         with self._backward(carried) as (segment, asked):
             await asyncio.wait([asked.answer], timeout=PROGRESS_INTERVAL_S)
-            if not asked.answer.done():
+            most = PLACED_BYTES if carried.message.answer else CHUNK_BYTES
+            if not asked.answer.done() or asked.answer.result().bundle.size_bytes > most:
                 return None
             place = self._placing(segment.session, carried.message.answer)
             first, *more = itertools.islice(_backward_answer(segment, asked, place), 2)
@@ -171,9 +175,7 @@ class Segments(Servicer):
         addresses = {gradient.output: gradient.tensor for gradient in request.start.gradients}
         if segment.work is None or any(output >= len(segment.work.program.outputs) for output in addresses):
             raise ProgramError(f"gradients are given for outputs {sorted(addresses)} of {segment.name}")
-        with Arriving(self.worker) as arriving:
-            arriving.add(carried)
-            arriving.stored()
+        self._take_in(carried)
         start = Start(
             tuple(sorted(addresses.items())),
             decode_state(request.start.ambient_state),
