@@ -12,8 +12,9 @@ NOTE [Ahead]
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -94,10 +95,21 @@ class Ahead:
                     self._changed.wait_for(lambda: call is not self._call or not self._is_full())
                     if call is not self._call:
                         return
-                    self._found[carried.message.segment] = carried
-                    self._promised = frozenset(carried.message.result.goes_on)
+                    for found in _each(carried):
+                        self._found[found.message.segment] = found
+                        self._promised = frozenset(found.message.result.goes_on)
                     self._changed.notify_all()
         with self._changed:
             if call is self._call:
                 self._call = None
                 self._changed.notify_all()
+
+
+def _each(carried: Carried[segment_pb2.AheadResponse]) -> Iterator[Carried[segment_pb2.AheadResponse]]:
+    """The results of a message."""
+    more = [
+        Carried(each, each.tensors if each.HasField("tensors") else None, each.ByteSize())
+        for each in carried.message.more
+    ]
+    yield replace(carried, size_bytes=carried.size_bytes - sum(each.size_bytes for each in more))
+    yield from more

@@ -87,6 +87,8 @@ class Watch:
 
     def wait(self, future: "Future[T]", check: Callable[[], None] = lambda: None) -> T:
         """The future's result. Raises WorkerLostError after too much silence, and what `check` raises (Rule 1)."""
+        if future.done():
+            return future.result()
         done = threading.Event()
         future.add_done_callback(lambda _: done.set())
         seen, silent = self._signs, 0.0

@@ -36,9 +36,9 @@ from backhaul_runtime.unread import Digest, read
 logger = logging.getLogger("backhaul")
 MAX_KNOWN = 1 << 16
 MAX_ATTEMPTS = 3
-GATHER_S = 0.002
+GATHER_S = 0.005
 """Releases that follow each other so closely go together: in backward each would be a call per segment."""
-MOST_GATHERED = 8
+MOST_GATHERED = 16
 
 
 @dataclass(frozen=True, slots=True)

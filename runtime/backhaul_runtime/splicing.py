@@ -88,6 +88,11 @@ def encode(batch: Batch, number: int, rest: bytes = b"") -> bytes:
     return b"".join((_varint(number << 3 | _BYTES), _varint(size), *parts, rest))
 
 
+def field_of(number: int, encoded: bytes) -> bytes:
+    """An encoded message as a field of that number in another: fields that follow each other are a message."""
+    return b"".join((_varint(number << 3 | _BYTES), _varint(len(encoded)), encoded))
+
+
 def encode_all(batches: Iterable[Batch], number: int, rest: Message) -> Iterator[bytes]:
     """Encodes batches, the other fields with the first; those alone where there is no batch."""
     others = rest.SerializeToString()

@@ -33,10 +33,15 @@ class Played:
         return self.calls[-1]
 
     def send(
-        self, segment: int, goes_on: Sequence[int] = (), start: segment_pb2.Start = START, size_bytes: int = 100
+        self,
+        segment: int,
+        goes_on: Sequence[int] = (),
+        start: segment_pb2.Start = START,
+        size_bytes: int = 100,
+        more: Sequence[segment_pb2.AheadResponse] = (),
     ) -> None:
         result = segment_pb2.BackwardResult(goes_on=goes_on)
-        message = segment_pb2.AheadResponse(segment=segment, start=start, result=result)
+        message = segment_pb2.AheadResponse(segment=segment, start=start, result=result, more=more)
         self.calls[-1].messages.put(Carried(message, None, size_bytes))
 
 
@@ -104,6 +109,18 @@ def test_what_came_before_one_that_is_taken_is_let_go(take: Callable[[int], int 
     assert take(4) == 4
     assert take(5) is None
     assert take(3) == 3
+
+
+def test_several_in_one_message(take: Callable[[int], int | None], played: Played) -> None:
+    more = [
+        segment_pb2.AheadResponse(segment=4, start=START, result=segment_pb2.BackwardResult(goes_on=[3])),
+        segment_pb2.AheadResponse(segment=3, start=START, result=segment_pb2.BackwardResult(goes_on=[2])),
+    ]
+    played.send(5, [4], more=more)
+    came(played, 1)
+    assert [take(5), take(4), take(3)] == [5, 4, 3]
+    threading.Timer(0.05, played.send, (2,)).start()
+    assert take(2) == 2
 
 
 def test_nothing_more_is_read_than_there_is_room_for(take: Callable[[int], int | None], played: Played) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from backhaul_runtime import ambient
 from backhaul_runtime.digest import address_of
 from backhaul_runtime.program import Node, Program, ResultRef, Source, SourceRef
 from backhaul_runtime.program_codec import encode_program
-from backhaul_server.worker import runs
+from backhaul_server.worker import runs, segments
 from backhaul_server.worker.core import Worker
 from backhaul_server.worker.segment import Segment, Session
 from backhaul_server.worker.segment_machine import GuessAhead, Key, Phase, ReplayAhead, Run, SegmentMachine
@@ -19,6 +20,13 @@ from unit.test_core import put, squaring, with_worker
 
 FIRST = Key("backward", 1)
 STATE = ambient.capture()
+
+
+@pytest.fixture(autouse=True, params=[0.0, 10.0], ids=["one by one", "in one go"])
+def short_s(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
+    """How long guesses may take that run in one go: whatever it is, they are the same."""
+    monkeypatch.setattr(segments, "SHORT_S", request.param)
+    return float(request.param)
 
 
 async def chain(worker: Worker, values: list[float]) -> list[Segment]:
@@ -142,6 +150,79 @@ def test_a_predecessor_that_is_gone_is_passed_over() -> None:
         await backward(worker, segments[1], torch.ones(4), runs_anew=True)
         await idle(worker)
         assert worker.segments.recomputed == 1
+
+    with_worker(test)
+
+
+def test_short_guesses_run_in_one_go(monkeypatch: pytest.MonkeyPatch, short_s: float) -> None:
+    async def test(worker: Worker) -> None:
+        found = await chain(worker, [2.0, 4.0, 16.0, 256.0])
+        await idle(worker)
+        jobs = []
+        guess_ahead = worker.segments._guess_ahead
+        monkeypatch.setattr(worker.segments, "_guess_ahead", lambda each: (jobs.append(each.id), guess_ahead(each))[1])
+        telling = found[0].session.start_telling()
+        await backward(worker, found[3], torch.ones(4), runs_anew=True)
+        await idle(worker)
+        assert jobs == ([3] if short_s else [3, 2, 1])
+        told = [telling.get_nowait() for _ in range(telling.qsize())]
+        assert [each.id for each in told if each is not None] == [3, 2, 1]
+
+    with_worker(test)
+
+
+@pytest.mark.parametrize("gone", [1, 2])
+def test_a_segment_released_in_the_midst_of_its_chain(monkeypatch: pytest.MonkeyPatch, gone: int) -> None:
+    async def test(worker: Worker) -> None:
+        found = await chain(worker, [2.0, 4.0, 16.0, 256.0])
+        await idle(worker)
+        run = runs.backward
+
+        def run_and_release(work: runs.Work, *args: Any) -> runs.Finished:
+            if work is first:
+                asyncio.run_coroutine_threadsafe(release(), loop).result()
+            return run(work, *args)
+
+        async def release() -> None:
+            worker.release(found[0].session, [gone])
+
+        loop, first = asyncio.get_running_loop(), found[2].work
+        monkeypatch.setattr(runs, "backward", run_and_release)
+        await backward(worker, found[3], torch.ones(4), runs_anew=True)
+        await idle(worker)
+        assert [each.guess is not None for each in found] == [False, gone == 1, True, False]
+        assert found[gone - 1].ready is None
+        worker.release(found[0].session, [1, 2, 3, 4])
+        usage = worker.store.usage()
+        assert (usage.segments, usage.working, usage.results) == (0, 0, 0)
+
+    with_worker(test)
+
+
+def test_a_request_in_the_midst_of_its_chain_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(worker: Worker) -> None:
+        found = await chain(worker, [2.0, 4.0, 16.0])
+        await idle(worker)
+        run, asked = runs.backward, []
+
+        def run_and_ask(work: runs.Work, *args: Any) -> runs.Finished:
+            if work is middle and not asked:
+                asked.append(asyncio.run_coroutine_threadsafe(ask(), loop).result())
+            return run(work, *args)
+
+        async def ask() -> "asyncio.Task[torch.Tensor]":
+            task = asyncio.create_task(backward(worker, found[0], torch.full((4,), 0.5), runs_anew=True))
+            await asyncio.sleep(0)
+            return task
+
+        loop, middle = asyncio.get_running_loop(), found[1].work
+        monkeypatch.setattr(runs, "backward", run_and_ask)
+        await backward(worker, found[2], torch.ones(4), runs_anew=True)
+        await idle(worker)
+        assert torch.equal(await asked[0], torch.full((4,), 2.0))
+        worker.release(found[0].session, [1, 2, 3])
+        usage = worker.store.usage()
+        assert (usage.segments, usage.working, usage.results) == (0, 0, 0)
 
     with_worker(test)
 

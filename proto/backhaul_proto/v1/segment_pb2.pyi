@@ -403,6 +403,7 @@ class AheadResponse(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     RESULT_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     segment: _builtins.int
     @_builtins.property
     def start(self) -> Global___Start: ...
@@ -410,6 +411,10 @@ class AheadResponse(_message.Message):
     def result(self) -> Global___BackwardResult: ...
     @_builtins.property
     def tensors(self) -> _tensor_pb2.TensorBatch: ...
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___AheadResponse]:
+        """What was ready at the same time, if it is short. None of them has others in it."""
+
     def __init__(
         self,
         *,
@@ -417,10 +422,11 @@ class AheadResponse(_message.Message):
         start: Global___Start | None = ...,
         result: Global___BackwardResult | None = ...,
         tensors: _tensor_pb2.TensorBatch | None = ...,
+        more: _abc.Iterable[Global___AheadResponse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["result", b"result", "start", b"start", "tensors", b"tensors"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["result", b"result", "segment", b"segment", "start", b"start", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["more", b"more", "result", b"result", "segment", b"segment", "start", b"start", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

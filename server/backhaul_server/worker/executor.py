@@ -1,8 +1,9 @@
 """One thread that owns the device, and the order in which it works."""
 
 import asyncio
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from time import monotonic
 
 from backhaul_server.worker.fair_queue import FairQueue, Job
@@ -20,9 +21,11 @@ class Executor:
         self._queue = FairQueue()
         self._running: Job | None = None
         self._running_since = 0.0
-        self._came = asyncio.Event()
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="executor")
-        self._task = asyncio.create_task(self._serve())
+        self._is_woken = self._is_closed = False
+        self._loop = asyncio.get_running_loop()
+        self._next: SimpleQueue[Job | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="executor", daemon=True)
+        self._thread.start()
 
     def __len__(self) -> int:
         """Jobs that wait or run."""
@@ -31,16 +34,18 @@ class Executor:
     def submit(self, job: Job) -> None:
         """Adds a job to its session's line."""
         self._queue.push(job)
-        self._came.set()
+        self.wake()
 
     def wake(self) -> None:
         """There may be something to do ahead, or room for a job that waits."""
-        self._came.set()
+        if not self._is_woken:
+            self._is_woken = True
+            self._loop.call_soon(self._begin)
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing runs and nothing was found to do."""
-        return self._running is None and not self._came.is_set()
+        return self._running is None and not self._is_woken
 
     def place(self, job: Job | None) -> tuple[bool, float]:
         """Whether a job runs, and else the expected seconds of work before it."""
@@ -54,23 +59,28 @@ class Executor:
 
     async def close(self) -> None:
         """Waits for the job that runs and drops the others."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        await asyncio.get_running_loop().run_in_executor(None, self._pool.shutdown)
+        self._is_closed = True
+        self._next.put(None)
+        await asyncio.to_thread(self._thread.join)
 
-    async def _serve(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
+    def _begin(self) -> None:
+        self._is_woken = False
+        if self._running is None and not self._is_closed:
             self._running = self._queue.pop() or self._ahead()
-            if self._running is None:
-                self._came.clear()
-                await self._came.wait()
-                continue
-            self._running_since = monotonic()
-            await loop.run_in_executor(self._pool, self._running.work)
-            self._end()
+            if self._running is not None:
+                self._running_since = monotonic()
+                self._next.put(self._running)
+
+    def _work(self) -> None:
+        while (job := self._next.get()) is not None:
+            job.work()
+            del job
+            self._loop.call_soon_threadsafe(self._end)
 
     def _end(self) -> None:
         job, self._running = self._running, None
-        assert job is not None
-        job.end()
+        if job is not None and not self._is_closed:
+            try:
+                job.end()
+            finally:
+                self._begin()

@@ -108,13 +108,20 @@ class Segment:
         """Whether a replay is that of the call, as far as the call has ended."""
         return not self.is_confirmed or self.work is None or ready.replay.drawn_from == list(self.work.generator_states)
 
-    def goes_on(self) -> list[int]:
-        """The segments before it whose trainer is to be told of a guess soon."""
-        if self.session.telling is None:
-            return []
+    def before(self) -> "list[Segment]":
+        """The segments whose outputs are sources of this one, as far as they are there."""
         numbers = {number for number, _ in self.predecessors.values()}
         found = [self.session.segments.get(number) for number in sorted(numbers)]
-        return [each.id for each in found if each is not None and each.is_guessed_soon]
+        return [each for each in found if each is not None]
+
+    def goes_on(self) -> list[int]:
+        """The segments before it whose trainer is to be told of a guess soon."""
+        return [each.id for each in self.before() if each.is_guessed_soon] if self.session.telling is not None else []
+
+    @property
+    def takes_guess(self) -> bool:
+        """Whether nobody asked or guessed yet."""
+        return self.is_confirmed and self.guess is None and not self.machine.was_asked
 
     @property
     def is_guessed_soon(self) -> bool:

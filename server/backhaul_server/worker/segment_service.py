@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from time import perf_counter, time
 
@@ -17,7 +17,7 @@ from backhaul_runtime.framing import PLACED_BYTES, Parcel, Placing, batches
 from backhaul_runtime.program_codec import decode_state, encode_state
 from backhaul_runtime.protocol import CHUNK_BYTES, PROGRESS_INTERVAL_S
 from backhaul_runtime.shared_memory import shared_bytes
-from backhaul_runtime.splicing import Carried, encode_all
+from backhaul_runtime.splicing import SPLICED_BYTES, Carried, encode_all, field_of
 from backhaul_server.worker import runs
 from backhaul_server.worker.rpc import Context, Servicer, stream, unary
 from backhaul_server.worker.runs import Finished, Start
@@ -160,11 +160,17 @@ class Segments(Servicer):
         queue = session.start_telling()
         try:
             while (segment := await queue.get()) is not None:
-                if (found := self.worker.segments.told(segment, CHUNK_BYTES)) is not None:
-                    yield _ahead_answer(segment, *found)
+                told = [found for each in (segment, *_waiting(queue)) if (found := self._told(each)) is not None]
+                for message in _together(told):
+                    yield message
         finally:
             if session.telling is queue:
                 session.stop_telling()
+
+    def _told(self, segment: Segment) -> bytes | None:
+        """The guess about a segment as it is told, None where there is none or a larger one."""
+        found = self.worker.segments.told(segment, CHUNK_BYTES)
+        return None if found is None else _ahead_answer(segment, *found)
 
     @contextmanager
     def _backward(self, carried: Carried[segment_pb2.BackwardRequest]) -> Iterator[tuple[Segment, Request]]:
@@ -281,6 +287,23 @@ def _ahead_answer(segment: Segment, start: Start, found: Finished) -> bytes:
     response = segment_pb2.AheadResponse(segment=segment.id, start=_encoded(start), result=result)
     (message,) = encode_all(batches(found.bundle.parcels), response.TENSORS_FIELD_NUMBER, response)
     return message
+
+
+def _waiting(queue: "asyncio.Queue[Segment | None]") -> Iterator[Segment]:
+    """What is in a queue already."""
+    with suppress(asyncio.QueueEmpty):
+        while (segment := queue.get_nowait()) is not None:
+            yield segment
+        queue.put_nowait(None)
+
+
+def _together(answers: Sequence[bytes]) -> Iterator[bytes]:
+    """One message where all are short: it takes longer to send than what it holds."""
+    if len(answers) > 1 and sum(map(len, answers)) < SPLICED_BYTES:
+        first, *more = answers
+        number = segment_pb2.AheadResponse.MORE_FIELD_NUMBER
+        answers = [b"".join([first, *(field_of(number, answer) for answer in more)])]
+    yield from answers
 
 
 def _backward_result(segment: Segment, found: Finished, asked_at_s: float) -> segment_pb2.BackwardResult:

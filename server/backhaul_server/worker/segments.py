@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import zip_longest
 from time import time
 
 from torch import Tensor
@@ -44,6 +45,9 @@ KEPT_GRADIENTS = 8
 MAX_ANSWERS = 16  # of one session, read at the same time
 ENTRY_BYTES = 2 << 10  # what a tensor takes beside its elements
 MOST_FOOTPRINTS = 4096
+SHORT_S = 0.001
+"""Guesses whose replays took no longer together run without a turn of the event loop between them, and are told in one
+message: both take about as long as the guess. Longer ones would only be told later."""
 
 
 class Segments:
@@ -238,24 +242,9 @@ class Segments:
                     del self._by_key[segment.key]
                     segment.session.segments.pop(segment.id, None)
 
-    def _go_on(self, segment: Segment, found: Finished, start: Start | None) -> None:
-        """Guesses what the segments before will be asked for: the gradients just found, unchanged."""
-        given: dict[int, dict[int, Parcel]] = {}
-        for source, parcel in found.chained.items():
-            number, output = segment.predecessors[source]
-            given.setdefault(number, {})[output] = parcel
-        for number, parcels in given.items():
-            before = segment.session.segments.get(number)
-            if start is None or before is None or not before.is_confirmed:
-                continue
-            if before.guess is not None or before.machine.was_asked:
-                continue
-            addresses = tuple(sorted((output, parcel.address) for output, parcel in parcels.items()))
-            summed = tuple(sorted(before.predecessors)) if start.summed else ()  # likely as it was just now
-            before.guess = Guess(
-                Start(addresses, start.state, start.wants_digests, summed),
-                {output: parcel.tensor for output, parcel in parcels.items()},
-            )
+    def _go_on(self, segment: Segment, found: Finished, start: Start) -> None:
+        for before, guess in _guesses(segment, found, start):
+            before.guess = guess
             self._schedule.guessed(before.key)
 
     def told(self, segment: Segment, most_bytes: int) -> tuple[Start, Finished] | None:
@@ -286,31 +275,51 @@ class Segments:
         return segment.job
 
     def _guess_ahead(self, segment: Segment) -> Job:
-        """Runs a guess on the replay that is ready."""
-        charged = self._start_run(segment, segment.footprint.run_bytes) or 0
-        made: list[Finished] = []
+        """Runs a guess on the replay that is ready, and those that follow from it while they are short."""
+        chain, charged = [segment], [self._start_run(segment, segment.footprint.run_bytes) or 0]
+        for before in _short_before(segment):
+            if not self._store.has_room(before.footprint.run_bytes):
+                break
+            before.machine.guess()
+            chain.append(before)
+            charged.append(self._start_run(before, before.footprint.run_bytes) or 0)
+        made: list[Guess] = []
 
         def work() -> None:
-            (ready, segment.ready), found, guess = (segment.ready, None), segment.work, segment.guess
+            guess = segment.guess
             try:
-                if found is not None and guess is not None and ready is not None:
-                    made.append(runs.backward(found, ready, guess.start, guess.gradients, segment.predecessors))
+                for each in chain:
+                    (ready, each.ready), found = (each.ready, None), each.work
+                    if found is None or ready is None or guess is None:
+                        each.ready = ready
+                        break
+                    finished = runs.backward(found, ready, guess.start, guess.gradients, each.predecessors)
+                    made.append(replace(guess, finished=finished))
+                    guess = next((following for _, following in _guesses(each, finished, guess.start)), None)
             except Exception:  # the request will meet its own
-                logger.debug("a guess for %s failed", segment.name, exc_info=True)
+                logger.debug("a guess for %s failed", chain[len(made)].name, exc_info=True)
 
         def end() -> None:
-            guess, segment.guess = segment.guess, None
-            segment.job = None  # it leads back to the segment
-            self._store.end_run(charged)
-            found = made[0] if made and segment.work is not None and guess is not None else None
-            if found is not None and guess is not None:
-                segment.guess = replace(guess, finished=found)
-            self._ended_ahead(segment, found.size_bytes if found is not None else None, is_done=True)
-            if found is not None and guess is not None:
-                self._go_on(segment, found, guess.start)
-                segment.session.tell(segment)
+            for each, charge, guess in zip_longest(chain, charged, made):
+                each.job = None  # it leads back to the segment
+                self._store.end_run(charge)
+                if each.work is None:  # released meanwhile
+                    each.ready = None
+                    continue
+                each.guess = guess
+                held_bytes = None if each.ready is None else each.footprint.ready_bytes
+                if guess is not None and guess.finished is not None:
+                    held_bytes = guess.finished.size_bytes
+                self._ended_ahead(each, held_bytes, is_done=guess is not None)
+            for each, guess in zip(chain, made, strict=False):
+                if each.work is not None and guess.finished is not None:
+                    self._go_on(each, guess.finished, guess.start)
+                    each.session.tell(each)
 
-        return Job(segment.session.id, lambda: True, work, end, 0.0)
+        job = Job(segment.session.id, lambda: True, work, end, 0.0)
+        for each in chain:
+            each.job = job
+        return job
 
     def _replay_ahead(self, segment: Segment) -> Job:
         charged = self._start_run(segment, segment.footprint.replay_bytes) or 0
@@ -414,7 +423,7 @@ class Segments:
             else:
                 self._fail(segment, key, found)
             self._carry_out(segment, segment.machine.ran(key, succeeded=succeeded))
-            if isinstance(found, Finished):
+            if isinstance(found, Finished) and request.start is not None:
                 self._go_on(segment, found, request.start)
 
         segment.job = Job(segment.session.id, begin, work, end, request.expected_s)
@@ -441,6 +450,37 @@ class Segments:
         if request is not None and not request.answer.done():
             request.answer.set_exception(error)
             request.answer.exception()  # seen, also where nobody waits any more
+
+
+def _short_before(segment: Segment) -> Iterator[Segment]:
+    """Those whose guess will follow from that of a segment, while all together are short."""
+    left_s = SHORT_S
+    while len(before := segment.before()) == 1:
+        (segment,) = before
+        is_ready = segment.machine.phase is Phase.READY and segment.takes_guess
+        left_s -= segment.ready.took_s if segment.ready is not None else SHORT_S
+        if not is_ready or left_s < 0:
+            return
+        yield segment
+
+
+def _guesses(segment: Segment, found: Finished, start: Start) -> Iterator[tuple[Segment, Guess]]:
+    """What the segments before will be asked for: the gradients just found, unchanged."""
+    given: dict[int, dict[int, Parcel]] = {}
+    for source, parcel in found.chained.items():
+        number, output = segment.predecessors[source]
+        given.setdefault(number, {})[output] = parcel
+    for before in segment.before():
+        if before.takes_guess and (parcels := given.get(before.id)):
+            addresses = tuple(sorted((output, parcel.address) for output, parcel in parcels.items()))
+            summed = tuple(sorted(before.predecessors)) if start.summed else ()  # likely as it was just now
+            yield (
+                before,
+                Guess(
+                    Start(addresses, start.state, start.wants_digests, summed),
+                    {output: parcel.tensor for output, parcel in parcels.items()},
+                ),
+            )
 
 
 def _outcome(segment: Segment, perform: Perform, work: Work, ready: Ready | None) -> Finished | BackhaulError:
