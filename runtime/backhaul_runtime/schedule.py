@@ -228,9 +228,11 @@ class Schedule:
             kept.reverse()
         for number, segment in kept:
             if segment.has_work:
+                missing_bytes = self.held_bytes + segment.work_bytes - room_bytes
+                if missing_bytes <= 0:
+                    return Step((name, number), ())
                 numbers = {each for each, _ in kept}
                 own = [found for found in session.ready() if found[0] not in numbers]
-                missing_bytes = self.held_bytes + segment.work_bytes - room_bytes
                 gives_way = self._giving_way(name, own, session.held_bytes + segment.work_bytes, missing_bytes)
                 return None if gives_way is None else Step((name, number), gives_way)
         return None
