@@ -235,14 +235,14 @@ def _keep(
     is_held = held_elsewhere(returned, is_output)
     tensors = list({id(leaf): leaf for leaf in pytree.tree_leaves(returned[0]) if isinstance(leaf, Tensor)}.values())
     outputs = [tensor for tensor in tensors if is_output(tensor)]
-    edges = recorder.edges()
+    edges = recorder.sources.edges()
     uses = _uses(recorder, edges, outputs)
     saves = bool(frame.recording.saved)  # else the graph keeps nothing, and there is nothing to recompute
     if options.returns == "activations":
         needs_inside = "activations were asked for"
     elif not saves or not any(uses) or any(output.grad_fn is None for output in outputs):
         needs_inside = "no gradient leaves it"
-    elif recorder.rewrites_autograd():
+    elif recorder.sources.rewrites_autograd():
         needs_inside = "it changes what tensors from outside depend on"
     elif recorder.shares_storage(outputs, tensors):
         needs_inside = "an output shares memory with an input, a captured tensor or another output"
@@ -254,7 +254,7 @@ def _keep(
     frame.program = recorder.finish(outputs) if grafts else recorder.finish((), early_stop=options.early_stop)
     frame.use_counts = [len(found) for found in uses]
     if frame.program is None:
-        call.keep(recorder.tensors, frame.recording)
+        call.keep(recorder.sources.tensors, frame.recording)
         call.trace = recorder.trace
         frame.call = call
         frame.cannot_travel(frame.recording.refusal or "")
@@ -269,9 +269,11 @@ def _keep(
             frame.lineage.program = whole
             mark_returned(frame.lineage, outputs)
         return returned[0]
-    grafted = graft(frame, outputs, [recorder.tensors[index] for index, found in enumerate(uses) for _ in found])
+    grafted = graft(
+        frame, outputs, [recorder.sources.tensors[index] for index, found in enumerate(uses) for _ in found]
+    )
     mark_returned(frame.lineage, grafted)
-    frame.unshared.watch((source, recorder.tensors[source]) for source in chained)
+    frame.unshared.watch((source, recorder.sources.tensors[source]) for source in chained)
     return _replaced(returned[0], dict(zip(map(id, outputs), grafted, strict=True)))
 
 
@@ -294,10 +296,10 @@ def _hand_over(
 
     def recipe(index: int) -> Recipe | None:
         edge, source = edges[index], frame.recording.sources[index]
-        return None if edge is None else recipe_of(recorder.tensors[index], source, edge)
+        return None if edge is None else recipe_of(recorder.sources.tensors[index], source, edge)
 
     try:
-        frame.remote = remote.save(frame, beginning, recorder.tensors, forward_s)
+        frame.remote = remote.save(frame, beginning, recorder.sources.tensors, forward_s)
         frame.log.reason = needs_inside or "only its gradients are needed"
     except Refusal as refusal:
         frame.not_taken(refusal)
@@ -313,7 +315,7 @@ def _hand_over(
     )
     if frame.remote is not None:
         frame.lineage.let_go(recipe)
-    mark_given(frame.lineage, recorder.tensors, edges)
+    mark_given(frame.lineage, recorder.sources.tensors, edges)
 
 
 def _call_site() -> str:
@@ -342,7 +344,7 @@ def _replaced(value: Any, grafted: Mapping[int, Tensor]) -> Any:
 def _uses(recorder: Recorder, edges: Sequence[GradientEdge | None], outputs: list[Tensor]) -> list[list[Use]]:
     targets = {(edge.node, edge.output_nr): i for i, edge in enumerate(edges) if edge is not None}
     try:
-        return find_uses(outputs, targets, recorder.first_sequence, len(recorder.tensors))
+        return find_uses(outputs, targets, recorder.first_sequence, len(recorder.sources.tensors))
     except Refusal as refusal:
         recorder.refuse(refusal.reason)
         return []

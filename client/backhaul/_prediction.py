@@ -23,8 +23,8 @@ from backhaul_runtime.generators import default_generator
 from backhaul_runtime.layout import Layout, layout_of
 from backhaul_runtime.program import Program
 from backhaul_runtime.program_codec import address_of_program, encode_program
-from backhaul_runtime.recorder import Hold
 from backhaul_runtime.recording import Recording, version_of
+from backhaul_runtime.sources import Hold
 from backhaul_runtime.unread import Digest, read
 
 MAX_SITES = 1 << 14

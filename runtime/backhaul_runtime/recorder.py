@@ -21,14 +21,13 @@ from torch import Tensor
 from torch._C import _DisableTorchDispatch, _WeakTensorRef  # type: ignore[attr-defined]
 from torch._C._autograd import _get_sequence_nr, _top_saved_tensors_default_hooks
 from torch._ops import OpOverload
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from backhaul_runtime import ambient
-from backhaul_runtime.digest import content_digest, read_digest, saved_digest, tensor_address
+from backhaul_runtime.digest import read_digest, saved_digest, tensor_address
 from backhaul_runtime.errors import Refusal, UnsupportedTensorError
 from backhaul_runtime.generators import default_generator, drawing_device
-from backhaul_runtime.layout import Layout, copy_exact, layout_of, unsupported_reason
+from backhaul_runtime.layout import Layout, layout_of, unsupported_reason
 from backhaul_runtime.op_rules import (
     ABSOLUTE,
     UNDEFINED_SAVES,
@@ -38,22 +37,17 @@ from backhaul_runtime.op_rules import (
     tensors_in,
     written_tensors,
 )
-from backhaul_runtime.pinned import NotedDraws, Pins, is_binary, pack_bits
+from backhaul_runtime.pinned import NotedDraws, Pins
 from backhaul_runtime.pre_dispatch import PreDispatchMode
-from backhaul_runtime.program import GeneratorRef, Given, Node, Program, Ref, ResultRef, Source, SourceRef
-from backhaul_runtime.recording import RecordedSource, Recording, SavedTensor, version_of
+from backhaul_runtime.program import GeneratorRef, Node, Program, Ref, ResultRef, Source, SourceRef
+from backhaul_runtime.recording import Recording, SavedTensor, version_of
+from backhaul_runtime.sources import Hold, SourceLedger
 from backhaul_runtime.storages import StorageLedger, storage_key
 from backhaul_runtime.trace import described
 from backhaul_runtime.unread import ContentDigests, Digest, digest_of
 from backhaul_runtime.uses import is_custom
 
 T = TypeVar("T")
-Hold = Callable[[Tensor, Layout, Digest | None], Tensor]
-"""Given a tensor, its layout and its address, if that is known, returns a copy to keep."""
-
-SMALL_BYTES = 1 << 20
-"""Up to this size captured tensors that are neither parameters nor take gradients are copied: counters, statistics and
-other state that may move on before backward."""
 
 
 @dataclass(slots=True)
@@ -79,7 +73,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         recording: What outlives the call.
-        tensors: The caller's own objects, one per source. They go with the recorder.
+        sources: What the call took from outside. They go with the recorder.
         trace: A line per op, None where nobody asked for them.
         own_s: What recording took so far, of the time that the call took.
     """
@@ -98,17 +92,13 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         self.recording = Recording(is_pinned=pins)
         self.trace: list[str] | None = [] if traces else None
         self.own_s = 0.0
+        self.sources = SourceLedger(self.recording.sources, arguments, hold)
         self._allowed = allowed
-        self._hold = hold
         self._pack = pack
-        self._arguments = {tensor._cdata: tensor for tensor in arguments}
         self._nodes: list[Node] = []
         self._states: dict[ambient.State, int] = {}
         self._state: tuple[ambient.State, int] = (), 0  # of the last op, which the next is likely to have
         self._known: dict[int, _Known] = {}
-        self.tensors: list[Tensor] = []
-        self._edges: list[GradientEdge | None] = []  # of sources that are no leaves
-        self._source_storages: dict[int, list[int]] = {}
         self._interior = StorageLedger()
         self._foreign_saves = False
         self._unwritten: set[int] = set()
@@ -228,7 +218,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         for position, value in enumerate(args):
             for tensor in tensors_in(value):
                 wanted = position in op_rules.views or (tensor.requires_grad and tensor.is_leaf)
-                if wanted and tensor not in self._interior and storage_key(tensor) not in self._source_storages:
+                if wanted and tensor not in self._interior and not self.sources.at(storage_key(tensor)):
                     self._source(tensor)
 
     def _argument(self, value: Any) -> Any:
@@ -263,38 +253,12 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             raise Refusal(error.fields["reason"]) from None
         if tensor in self._interior:
             raise Refusal("an alias of an interior tensor that no op made (.data, NumPy)")
-        is_leaf, is_argument = tensor.is_leaf, tensor._cdata in self._arguments
         # Each thread counts for itself, so an argument made by another may well have a later number.
-        made = None if is_leaf or is_argument else tensor.grad_fn
+        made = None if tensor.is_leaf or self.sources.is_argument(tensor) else tensor.grad_fn
         if made is not None and made._sequence_nr() >= self.first_sequence:
             raise Refusal(f"a differentiable tensor made by no recorded op ({made.name()})")
         address = digest_of(tensor_address, layout, self._content(tensor, layout))
-        is_state = not tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter)
-        is_own_state = not is_argument and is_leaf and is_state and layout.span_bytes <= SMALL_BYTES
-        is_copy = is_argument or not is_leaf or is_own_state
-        if not is_copy:
-            value = tensor.detach()
-        elif is_own_state and not isinstance(address, bytes):
-            value = copy_exact(tensor, layout)  # others may write to it unseen, so its version does not tell copies
-        else:
-            value = self._hold(tensor, layout, address)
-        index = len(self.recording.sources)
-        self.tensors.append(tensor)
-        self._edges.append(None if is_leaf else get_gradient_edge(tensor))
-        self.recording.sources.append(
-            RecordedSource(
-                layout,
-                int(tensor.storage_offset()),
-                address,
-                value,
-                is_copy,
-                is_argument,
-                tensor.requires_grad,
-                is_leaf,
-            )
-        )
-        self._source_storages.setdefault(storage_key(tensor), []).append(index)
-        ref = SourceRef(index)
+        ref = SourceRef(self.sources.add(tensor, layout, address))
         self._know(tensor, ref)
         return ref
 
@@ -339,22 +303,17 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         self._unwritten.discard(key)
         if tensor in self._interior:
             return
-        for argument in self._arguments.values():
+        for argument in self.sources.arguments:
             plain = argument._cdata not in self._known and unsupported_reason(argument) is None
             if plain and storage_key(argument) == key:
                 self._source(argument)
-        if key not in self._source_storages:
+        if not self.sources.at(key):
             self._source(tensor)
-        indices = self._source_storages[key]
+        indices = self.sources.at(key)
         if len(indices) > 1:
             self.refuse("it writes into memory that two of its tensors share")
         for index in indices:
-            source = self.recording.sources[index]
-            if not source.is_copy:
-                source.held, source.is_copy = copy_exact(source.value, source.layout), True
-            source.is_written = True
-            source.written = None if source.is_argument else self.tensors[index]
-            if source.requires_grad and torch.is_grad_enabled() and self.tensors[index]._is_view():
+            if self.sources.write(index) and torch.is_grad_enabled() and self.sources.tensors[index]._is_view():
                 self.refuse("it writes into a differentiable view of a tensor from outside")
 
     def _after(
@@ -367,7 +326,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         draws: NotedDraws | None,
     ) -> None:
         results = tensors_in(returned)
-        sizes = [0 if storage_key(r) in self._source_storages else self._interior.add(r) for r in results]
+        sizes = [0 if self.sources.at(storage_key(r)) else self._interior.add(r) for r in results]
         for result in results:
             self._hidden_bytes.pop(storage_key(result), None)
         if node is None or self.recording.refusal:
@@ -382,30 +341,8 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         node.result_bytes = tuple(sizes)
         if self._pins is not None:
             noted = self._pins.noted(op, tensors_in((args, tuple(kwargs.values()))), results, draws)
-            node.given = tuple(map(self._give, noted))
+            node.given = tuple(map(self.sources.add_given, noted))
         self._nodes.append(node)
-
-    def _give(self, tensor: Tensor) -> Given:
-        """Makes a copy of a draw or decision a source."""
-        packs = is_binary(tensor)
-        value = pack_bits(tensor) if packs else copy_exact(tensor)
-        layout = layout_of(value)
-        self.recording.sources.append(
-            RecordedSource(
-                layout,
-                0,
-                tensor_address(layout, content_digest(value, layout)),
-                value,
-                is_copy=True,
-                is_argument=False,
-                requires_grad=False,
-                is_leaf=True,
-                is_given=True,
-            )
-        )
-        self.tensors.append(value)
-        self._edges.append(None)
-        return Given(len(self.tensors) - 1, tensor.numel() if packs else 0)
 
     def note_saved(self, tensor: Tensor) -> None:
         """Takes the digest of a tensor that autograd saves. Called by the pack hook."""
@@ -426,15 +363,15 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         except UnsupportedTensorError as error:
             raise Refusal(f"autograd saves a {error.fields['reason']}") from None
         content = self._content(tensor, layout) if self._reads is None else self._reads
-        sources = self._source_storages.get(storage_key(tensor), [-1])
-        is_hidden = sources[0] < 0 and tensor not in self._interior and tensor not in self._hidden
+        source = next(iter(self.sources.at(storage_key(tensor))), -1)
+        is_hidden = source < 0 and tensor not in self._interior and tensor not in self._hidden
         if is_hidden:
             self._hidden_bytes[storage_key(tensor)] = self._hidden.add(tensor)
         self._saving_nodes = len(self._nodes) + 1
         digest, offset = digest_of(saved_digest, layout, content), int(tensor.storage_offset())
-        saved = SavedTensor(digest, self._op, layout, sources[0], offset, self._reads is not None)
+        saved = SavedTensor(digest, self._op, layout, source, offset, self._reads is not None)
         if self._pins is not None:
-            is_fixed = sources[0] >= 0 and not self.recording.sources[sources[0]].is_written
+            is_fixed = source >= 0 and not self.recording.sources[source].is_written
             with torch._C._DisablePythonDispatcher(), _DisableTorchDispatch():
                 saved.sketch = self._pins.saved(
                     tensor, is_hidden=is_hidden, is_undefined=saved.is_undefined, is_fixed=is_fixed
@@ -446,40 +383,18 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         known = self._known.get(tensor._cdata)
         return None if known is None else known.ref
 
-    def rewrites_autograd(self) -> bool:
-        """Whether the call gave a source another history: wrote something differentiable into it, or detached it."""
-        return any(map(self._is_rewritten, range(len(self.tensors))))
-
-    def _is_rewritten(self, index: int) -> bool:
-        tensor, source, edge = self.tensors[index], self.recording.sources[index], self._edges[index]
-        return (
-            tensor.requires_grad != source.requires_grad
-            or tensor.is_leaf != source.is_leaf
-            or (edge is not None and get_gradient_edge(tensor)[:2] != edge[:2])
-        )
-
     def passes_through(self, tensor: Tensor) -> bool:
         """Whether a tensor that the call returned is one it was given or captured, with the history it had."""
         ref = self.ref_of(tensor)
         if ref is None:
-            return tensor._cdata in self._arguments
-        return isinstance(ref, SourceRef) and not self._is_rewritten(ref.index)
-
-    def edges(self) -> list[GradientEdge | None]:
-        """Where the gradient of each source went when the call met it, None if it took none.
-
-        Asked once the call has ended: a leaf's edge is made on demand, which autograd may be switched off for inside.
-        """
-        return [
-            edge or (get_gradient_edge(tensor) if source.requires_grad and tensor.requires_grad else None)
-            for tensor, source, edge in zip(self.tensors, self.recording.sources, self._edges, strict=True)
-        ]
+            return self.sources.is_argument(tensor)
+        return isinstance(ref, SourceRef) and not self.sources.is_rewritten(ref.index)
 
     def shares_storage(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
         """Whether any of `outputs` lies in the storage of a source or of another of `tensors`, which include them."""
         counts = Counter(storage_key(tensor) for tensor in tensors)
         keys = [storage_key(output) for output in outputs]
-        return any(counts[key] > 1 or key in self._source_storages for key in keys)
+        return any(counts[key] > 1 or self.sources.at(key) for key in keys)
 
     def outlived(self, outputs: Sequence[Tensor]) -> bool:
         """Whether a differentiable result that is no output is still held by somebody, as an auxiliary loss is.
