@@ -289,6 +289,17 @@ def test_a_group_that_breaks_fails_its_own_figures_only() -> None:
     }
 
 
+def test_nothing_begins_once_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, command.LAST_BEGIN_S, command.LAST_BEGIN_S + 1])
+    monkeypatch.setattr(command, "monotonic", lambda: next(times))
+    found = command.measure(chosen(["peak_flat", "growth"]), [0, 1], lambda group, cores: [of_counts(group, [1.0])])
+    assert [(outcome.name, outcome.verdict) for outcome in found] == [
+        ("peak_flat", "reached"),
+        ("growth", "unavailable"),
+    ]
+    assert found[1].note == "no time was left: backhaul bench --only growth"
+
+
 def arguments(*argv: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)

@@ -13,7 +13,7 @@ WIDTH = 128
 TOKENS = (1, 256)
 STEPS_OF_FEW = 8
 """Timed together, so that both variants take about as long."""
-PLAN = Plan(most=15, warm=2, limit_s=35.0)
+PLAN = Plan(most=15, warm=2, limit_s=50.0)
 
 
 def measure(stage: Stage) -> list[Outcome]:

@@ -10,7 +10,7 @@ from backhaul.bench.training import SMALL, Training, checkpoint_of_torch, compar
 
 STEPS = 4
 """Timed together: one alone is too short to tell whether it was disturbed."""
-PLAN = Plan(most=20, warm=2, limit_s=30.0)
+PLAN = Plan(most=20, warm=2, limit_s=40.0)
 
 
 def measure_frozen(stage: Stage) -> list[Outcome]:

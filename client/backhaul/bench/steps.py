@@ -15,7 +15,7 @@ from backhaul.demo.model import Block
 BLOCKS = 8
 ROOM = 4
 """Segments whose recomputation the small worker has room for."""
-PLAN = Plan(most=12, limit_s=240.0)
+PLAN = Plan(most=12, limit_s=260.0)
 STEPS_PER_ROUND = 2
 """One leads in, one is timed."""
 

@@ -7,7 +7,7 @@ from backhaul.bench.stage import Stage
 from backhaul.bench.steps import BLOCKS, on_trainer
 from backhaul.bench.training import LARGE, Training, checkpoint_of_torch, compare
 
-STEPS = 3
+STEPS = 2
 
 
 def measure(stage: Stage) -> list[Outcome]:
