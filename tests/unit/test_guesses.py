@@ -1,6 +1,7 @@
 """A worker that goes on by itself from one segment's backward into that of the segment before."""
 
 import asyncio
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -8,11 +9,13 @@ import pytest
 import torch
 
 from backhaul import SegmentUnknownError
+from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime import ambient
 from backhaul_runtime.digest import address_of
 from backhaul_runtime.program import Node, Program, ResultRef, Source, SourceRef
 from backhaul_runtime.program_codec import encode_program
-from backhaul_server.worker import runs, segments
+from backhaul_runtime.splicing import SPLICED_BYTES
+from backhaul_server.worker import runs, segment_service, segments
 from backhaul_server.worker.core import Worker
 from backhaul_server.worker.segment import Segment, Session
 from backhaul_server.worker.segment_machine import GuessAhead, Key, Phase, ReplayAhead, Run, SegmentMachine
@@ -225,6 +228,24 @@ def test_a_request_in_the_midst_of_its_chain_is_answered(monkeypatch: pytest.Mon
         assert (usage.segments, usage.working, usage.results) == (0, 0, 0)
 
     with_worker(test)
+
+
+def test_short_answers_go_together_and_no_more_are_made_than_are_sent() -> None:
+    made: list[int] = []
+
+    def answers() -> Iterator[bytes]:
+        for segment, size_bytes in ((5, 10), (4, 10), (3, SPLICED_BYTES), (2, 10), (1, SPLICED_BYTES)):
+            made.append(segment)
+            result = segment_pb2.BackwardResult(tensor_digests=[bytes(size_bytes)])
+            yield segment_pb2.AheadResponse(segment=segment, result=result).SerializeToString()
+
+    found = []
+    for message in segment_service._together(answers()):
+        response = segment_pb2.AheadResponse.FromString(message)
+        found.append([response.segment, *(each.segment for each in response.more)])
+        assert made[-1] == found[-1][-1]
+        assert all(len(each.result.tensor_digests) == 1 for each in (response, *response.more))
+    assert found == [[5, 4, 3], [2, 1]]
 
 
 def drawing() -> bytes:

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from time import perf_counter, time
@@ -160,8 +160,8 @@ class Segments(Servicer):
         queue = session.start_telling()
         try:
             while (segment := await queue.get()) is not None:
-                told = [found for each in (segment, *_waiting(queue)) if (found := self._told(each)) is not None]
-                for message in _together(told):
+                segments = itertools.chain((segment,), _waiting(queue))
+                for message in _together(filter(None, map(self._told, segments))):
                     yield message
         finally:
             if session.telling is queue:
@@ -297,13 +297,16 @@ def _waiting(queue: "asyncio.Queue[Segment | None]") -> Iterator[Segment]:
         queue.put_nowait(None)
 
 
-def _together(answers: Sequence[bytes]) -> Iterator[bytes]:
-    """One message where all are short: it takes longer to send than what it holds."""
-    if len(answers) > 1 and sum(map(len, answers)) < SPLICED_BYTES:
-        first, *more = answers
-        number = segment_pb2.AheadResponse.MORE_FIELD_NUMBER
-        answers = [b"".join([first, *(field_of(number, answer) for answer in more)])]
-    yield from answers
+def _together(answers: Iterable[bytes]) -> Iterator[bytes]:
+    """Short ones as one message: it takes longer to send than what it holds. Reads no further than it has written."""
+    number, held = segment_pb2.AheadResponse.MORE_FIELD_NUMBER, list[bytes]()
+    for answer in answers:
+        held.append(field_of(number, answer) if held else answer)
+        if sum(map(len, held)) >= SPLICED_BYTES:
+            yield b"".join(held)
+            held = []
+    if held:
+        yield b"".join(held)
 
 
 def _backward_result(segment: Segment, found: Finished, asked_at_s: float) -> segment_pb2.BackwardResult:
