@@ -42,7 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             costs = read_costs(arguments.costs)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            print(f"backhaul simulate: --costs {arguments.costs}: {error}", file=sys.stderr)
+            why = f"it has no {error}" if isinstance(error, KeyError) else error
+            print(f"backhaul simulate: --costs {arguments.costs}: {why}", file=sys.stderr)
             return 2
     if costs is None or arguments.measure:
         cores = sorted(os.sched_getaffinity(0))[:_CORES] if hasattr(os, "sched_getaffinity") else []
