@@ -313,7 +313,9 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         if len(indices) > 1:
             self.refuse("it writes into memory that two of its tensors share")
         for index in indices:
-            if self.sources.write(index) and torch.is_grad_enabled() and self.sources.tensors[index]._is_view():
+            self.sources.note_write(index)
+            takes_gradients = self.recording.sources[index].requires_grad and torch.is_grad_enabled()
+            if takes_gradients and self.sources.tensors[index]._is_view():
                 self.refuse("it writes into a differentiable view of a tensor from outside")
 
     def _after(

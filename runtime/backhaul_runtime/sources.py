@@ -94,14 +94,13 @@ class SourceLedger:
         self._noted.append(source)
         return len(self.tensors) - 1
 
-    def write(self, index: int) -> bool:
-        """Keeps what a source holds from an op that is about to write into it. Returns whether it takes gradients."""
+    def note_write(self, index: int) -> None:
+        """Notes that an op is about to write into a source, and keeps what it holds."""
         source = self._noted[index]
         if not source.is_copy:
             source.held, source.is_copy = copy_exact(source.value, source.layout), True
         source.is_written = True
         source.written = None if source.is_argument else self.tensors[index]
-        return source.requires_grad
 
     def rewrites_autograd(self) -> bool:
         """Whether the call gave a source another history: wrote something differentiable into it, or detached it."""

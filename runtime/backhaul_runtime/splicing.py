@@ -72,10 +72,9 @@ def encode(batch: Batch, number: int, rest: bytes = b"") -> bytes:
         number: Of the field.
         rest: The other fields, encoded.
     """
-    parts: list[bytes | memoryview] = []
-    for declaration in batch.declarations:
-        encoded = declaration.SerializeToString()
-        parts += (b"\x0a", _varint(len(encoded)), encoded)
+    parts: list[bytes | memoryview] = [
+        field_of(_DECLARATION >> 3, declaration.SerializeToString()) for declaration in batch.declarations
+    ]
     for tensor, offset, checksum, data in batch.chunks:
         head = b"\x08%b\x10%b\x19%b\x22%b" % (
             _varint(tensor),

@@ -19,7 +19,7 @@ from backhaul.bench.outcomes import Outcome, as_json, as_line, as_table, is_fail
 HELP = "measure what Backhaul costs and spares, each figure beside its limit"
 GROUP_LIMIT_S = 600.0
 LAST_BEGIN_S = 855.0
-"""No group begins later: `make bench` takes under 15 minutes also where all is slow. The last ones have no limit."""
+"""No group begins later: `make bench` takes under 15 minutes also where all is slow. Those without a limit are last."""
 _END_S = 10.0
 _CORES = 2
 # glibc's thresholds in a process whose resident memory is measured, else it is fragmentation that is measured.

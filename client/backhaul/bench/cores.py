@@ -4,6 +4,7 @@
 from recomputing beside forward.
 """
 
+import select
 import signal
 import sys
 
@@ -45,7 +46,7 @@ def _compute() -> None:
     torch.set_num_threads(1)
     training = Training("other", BLOCKS, LARGE, None)
     print("ready", flush=True)
-    while True:
+    while not select.select([sys.stdin], [], [], 0)[0]:  # it ends when whoever started it has gone
         training.forward()
 
 

@@ -457,10 +457,10 @@ def _short_before(segment: Segment) -> Iterator[Segment]:
     left_s = SHORT_S
     while len(before := segment.before()) == 1:
         (segment,) = before
-        is_ready = segment.machine.phase is Phase.READY and segment.takes_guess
-        left_s -= segment.ready.took_s if segment.ready is not None else SHORT_S
-        if not is_ready or left_s < 0:
+        ready = segment.ready if segment.machine.phase is Phase.READY and segment.takes_guess else None
+        if ready is None or ready.took_s > left_s:
             return
+        left_s -= ready.took_s
         yield segment
 
 
