@@ -12,9 +12,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 demo: $(VENV)/.server
 	$(BIN)/backhaul demo --dashboard --json demo.json $(if $(SERVE),--serve)
 
-# A process for each core, of which two halve the time and more take memory: each has a worker of its own.
+# Three processes or four: tests wait for processes that they start, and each process of ours has a worker of its own.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest --numprocesses $$(($$(nproc) > 3 ? 4 : 3)) --dist worksteal
 
 # Debian's Prometheus reads our files and scrapes a dashboard. Where it is missing its package is unpacked, not installed:
 # that would start a service.

@@ -1,6 +1,7 @@
 """Fixtures: a real worker process, sessions on it, and what must be left behind by each test, which is nothing."""
 
 import gc
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -44,7 +45,8 @@ def no_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     """A worker that all tests share; none may kill it. Nothing that they send it may ever become code."""
     noted = tmp_path_factory.mktemp("audit") / "events"
-    audit = {"PYTHONPATH": str(Path(__file__).parent / "support/audit"), "AUDIT_FILE": str(noted)}
+    path = [str(Path(__file__).parent / "support/audit"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    audit = {"PYTHONPATH": os.pathsep.join(path), "AUDIT_FILE": str(noted)}
     with WorkerProcess("--memory", "2GiB", environment=audit) as process:
         with backhaul.connect(process.address, silence_s=QUIET_S) as session:
             for returns in ("gradients", "activations"):
@@ -92,9 +94,11 @@ def checkpoint(session: Session, returns: str) -> Checkpoint:
 
 
 @pytest.fixture
-def loopback() -> Loopback:
-    """Segments run here, through the whole codec but without a wire."""
-    return Loopback()
+def loopback() -> Iterator[Loopback]:
+    """Segments run here, through the whole codec but without a wire. Whatever they do, what they are given stays."""
+    loopback = Loopback()
+    yield loopback
+    assert loopback.changed() == []
 
 
 def settle(session: Session) -> None:

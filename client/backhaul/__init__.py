@@ -16,9 +16,9 @@ from backhaul_runtime.errors import (
     BudgetError,
     ConnectError,
     CredentialError,
-    DoubleBackwardError,
     DrainingError,
     GradientsLostError,
+    LimitError,
     NotRemoteError,
     ProgramError,
     ProtocolVersionError,
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from backhaul._report import Decision, Report, SegmentReport
     from backhaul._session import Session
     from backhaul._value_check import CheckpointError
+    from backhaul._warnings import NotRemoteWarning
     from backhaul._wrap import SegmentModule, unwrap
 
 __all__ = [
@@ -66,11 +67,12 @@ __all__ = [
     "CredentialError",
     "Decision",
     "DefaultDeviceType",
-    "DoubleBackwardError",
     "DrainingError",
     "GradientsLostError",
     "GraphExecGroup",
+    "LimitError",
     "NotRemoteError",
+    "NotRemoteWarning",
     "ProgramError",
     "ProtocolVersionError",
     "ReplayError",
@@ -112,6 +114,7 @@ _HOMES = {
     "Decision": "backhaul._report",
     "DefaultDeviceType": _TORCHS,
     "GraphExecGroup": _TORCHS,
+    "NotRemoteWarning": "backhaul._warnings",
     "Report": "backhaul._report",
     "SegmentModule": "backhaul._wrap",
     "SegmentReport": "backhaul._report",

@@ -151,7 +151,11 @@ class Uncollected:
             count(stream.received_bytes)
         if set(slots) != self._parameters.keys() or len(slots) != len(tensors):
             raise WorkerLostError("the worker has other gradients than it kept", status="LOST")
-        return [(self._parameters[slot], tensor) for slot, tensor in zip(slots, tensors, strict=True)]
+        found = [(self._parameters[slot], tensor) for slot, tensor in zip(slots, tensors, strict=True)]
+        for parameter, tensor in found:
+            if (tensor.dtype, tensor.shape) != (parameter.dtype, parameter.shape):
+                raise WorkerLostError("the worker has gradients of other shapes than it kept", status="LOST")
+        return found
 
     def _commits(self) -> segment_pb2.Commits:
         first = self._count - len(self._untaken) + 1

@@ -3,7 +3,8 @@
 NOTE [Ahead]
 1. A worker goes on from one segment's backward into the one before it. What that gives it sends by itself, with all
    that it started from. Only a request for just that takes it.
-2. It is a short cut, as NOTE [Short]: what does not come is asked for, as if there were none of this.
+2. It is a short cut, as NOTE [Short]: what does not come, or comes damaged, is asked for as if there were none of
+   this.
 3. A result says which segments the worker goes on into next. Who asks for one of those waits a moment before it asks.
 4. What comes is held until it is taken, so much at most: then nothing more is read, and the worker sends no more. It
    comes in the order of backward: what came before one that is taken will not be, nor what fills the room while another
@@ -20,6 +21,7 @@ from typing import Any
 import grpc
 
 from backhaul_proto.v1 import segment_pb2
+from backhaul_runtime.errors import TransferError
 from backhaul_runtime.splicing import Carried
 
 PATIENCE_S = 0.02
@@ -91,6 +93,8 @@ class Ahead:
     def _read(self, call: Any) -> None:
         with suppress(grpc.RpcError):
             for carried in call:
+                if isinstance(carried, TransferError):
+                    continue  # Rule 2
                 with self._changed:
                     self._changed.wait_for(lambda: call is not self._call or not self._is_full())
                     if call is not self._call:

@@ -54,7 +54,7 @@ def connect(
             the worker, which returns them once, see docs/accumulation.md.
         connect_timeout_s: How long to wait for the workers here.
         silence_s: A worker that sends nothing for so long is given up.
-        inflight_bytes: Bound of the copies of arguments that wait to be sent.
+        inflight_bytes: Bound of the copies of arguments, and of parameters that FSDP frees, that wait to be sent.
         inflight_boundaries: Likewise of the segments they belong to.
         shared_memory: Send large tensors to a worker on this machine through shared memory (the default).
         unix_socket: Talk to a worker on this machine over its Unix socket (the default), whatever its address.
@@ -68,6 +68,10 @@ def connect(
         CredentialError: One wants a token, and `token_file` is not given or holds another one.
         ProtocolVersionError: A worker of another version answers.
         SettingError: A setting has a value it can't have.
+
+    Warns:
+        NotRemoteWarning: Every segment will run on the trainer, because no worker has the trainer's torch or, with
+            numerics="exact", because no worker computes the same bits.
     """
     warn_of_unknown()
     session = Session(

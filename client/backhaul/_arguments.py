@@ -1,6 +1,7 @@
 """The options of a checkpointed call, told apart from the function's own keyword arguments."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -12,6 +13,28 @@ from torch.utils.checkpoint import noop_context_fn
 from backhaul._config import DURABILITIES, RETURNS, Config, Durability, Returns
 
 DETERMINISM_CHECKS = ("default", "none", "values", "bytes")
+_TORCHS_OF_ANY_VERSION = frozenset(
+    {
+        "use_reentrant",
+        "preserve_rng_state",
+        "context_fn",
+        "determinism_check",
+        "debug",
+        "early_stop",
+        "respect_saved_tensors_hooks",
+    }
+)
+NAMES = _TORCHS_OF_ANY_VERSION | {"returns", "strict", "durability"}
+"""Keyword arguments that `Session.checkpoint` takes as its own options; all others go to the function."""
+
+
+def names_of_torch() -> frozenset[str]:
+    """Keyword arguments that the installed torch's checkpoint does not pass on to the function."""
+    new = "respect_saved_tensors_hooks"  # since torch 2.14
+    has_new = new in inspect.signature(torch.utils.checkpoint.checkpoint).parameters
+    return _TORCHS_OF_ANY_VERSION if has_new else _TORCHS_OF_ANY_VERSION - {new}
+
+
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 
@@ -44,23 +67,29 @@ class Options:
     respects_hooks: bool = True
 
 
-def options_of(config: Config, kwargs: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
+def options_of(config: Config, kwargs: dict[str, Any], names: frozenset[str] = NAMES) -> tuple[Options, dict[str, Any]]:
     """Splits keyword arguments into the call's options and the function's own.
+
+    Args:
+        config: The session's settings, used for options that are not given.
+        kwargs: All keyword arguments of the call.
+        names: Names of the options; the other keyword arguments are the function's.
 
     Raises:
         ValueError: For what torch refuses, in torch's words, and for unknown values.
     """
-    rest = dict(kwargs)
-    use_reentrant = bool(rest.pop("use_reentrant", None))
-    context_fn = rest.pop("context_fn", noop_context_fn)
-    debug = rest.pop("debug", False)
-    determinism_check = rest.pop("determinism_check", "values")
-    early_stop = rest.pop("early_stop", True)
-    preserve_rng_state = rest.pop("preserve_rng_state", True)
-    respects_hooks = rest.pop("respect_saved_tensors_hooks", None)
-    returns = rest.pop("returns", None) or config.returns
-    strict = rest.pop("strict", None)
-    durability = rest.pop("durability", None) or config.durability
+    given = {name: value for name, value in kwargs.items() if name in names}
+    rest = {name: value for name, value in kwargs.items() if name not in names}
+    use_reentrant = bool(given.get("use_reentrant"))
+    context_fn = given.get("context_fn", noop_context_fn)
+    debug = given.get("debug", False)
+    determinism_check = given.get("determinism_check", "values")
+    early_stop = given.get("early_stop", True)
+    preserve_rng_state = given.get("preserve_rng_state", True)
+    respects_hooks = given.get("respect_saved_tensors_hooks")
+    returns = given.get("returns") or config.returns
+    strict = given.get("strict")
+    durability = given.get("durability") or config.durability
     has_contexts = context_fn is not noop_context_fn
     if use_reentrant and rest:
         raise ValueError("Unexpected keyword arguments: " + ",".join(rest))

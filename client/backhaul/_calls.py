@@ -5,6 +5,9 @@ NOTE [Bounds]
    work here.
 2. Silence is counted in slices the waiting thread was awake for. So a trainer that was itself stopped or starved does
    not blame the worker.
+3. Nobody knows what a message said that does not fit its checksum. A refused answer is no answer: WorkerLostError
+   with the status DAMAGED. A refused request is a TransferError from the worker. Either way the request is sent once
+   more, if it is a single message: the worker joins a repeated request to the first.
 """
 
 import math
@@ -13,16 +16,18 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from time import monotonic
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import grpc
 import torch
+from google.protobuf.message import Message
 from torch import Tensor
 
 from backhaul._shared_memory import SharedMemory, receiving
 from backhaul_runtime.errors import (
     ERROR_METADATA_KEY,
     BackhaulError,
+    LimitError,
     TransferError,
     WorkerError,
     WorkerLostError,
@@ -51,6 +56,8 @@ def error_of(error: grpc.RpcError) -> BackhaulError:
     details = error.details() if isinstance(error, grpc.Call) else str(error)
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return WorkerError(f"what answers there is no Backhaul worker, or one of another version: {details}")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:  # of gRPC itself, on either side; the worker is well
+        return LimitError(f"a message is larger than a worker takes: {details}", limit="bytes of a message")
     status = code.name if code else ""
     return WorkerLostError("the worker is gone", status=status, details=details)
 
@@ -111,6 +118,16 @@ def closed_error() -> WorkerLostError:
     return WorkerLostError("the connection was closed", status="CANCELLED")
 
 
+def damaged_error(refused: TransferError) -> WorkerLostError:
+    """What stands for an answer that a deserializer refused (Rule 3)."""
+    return WorkerLostError(f"an answer of the worker was refused: {refused.message}", status="DAMAGED")
+
+
+def is_damage(error: BackhaulError) -> bool:
+    """Whether a request, or its answer, was damaged on the way (Rule 3)."""
+    return isinstance(error, TransferError) or (isinstance(error, WorkerLostError) and error.status == "DAMAGED")
+
+
 def close_channel(channel: grpc.Channel) -> None:
     """Closes a channel without waiting for a worker that is stopped: gRPC waits for what it is just writing."""
     closing = threading.Thread(target=channel.close, name="backhaul-close", daemon=True)
@@ -131,17 +148,29 @@ def call_unary(
         wait_for_ready: Wait for the connection instead of failing while there is none.
     """
     try:
+        return _called(method, request, silence_s, watch, wait_for_ready)
+    except (TransferError, WorkerLostError) as error:
+        if not isinstance(request, Message) or not is_damage(error):
+            raise
+    return _called(method, request, silence_s, watch, wait_for_ready)
+
+
+def _called(method: Any, request: Any, silence_s: float, watch: Watch | None, wait_for_ready: bool) -> Any:
+    try:
         future = method.future(request, timeout=LONGEST_S, wait_for_ready=wait_for_ready)
     except ValueError:
         raise closed_error() from None
     try:
-        return (watch or Watch(silence_s)).wait(future)
+        answer = (watch or Watch(silence_s)).wait(future)
     except grpc.RpcError as error:
         raise error_of(error) from None
     except grpc.FutureCancelledError:
         raise closed_error() from None
     finally:
         future.cancel()  # after silence or Ctrl-C nothing must be left behind; of a finished call it does nothing
+    if isinstance(answer, TransferError):
+        raise damaged_error(answer)
+    return answer
 
 
 def watched(messages: Iterable[T], watch: Watch) -> Iterator[T]:
@@ -154,6 +183,10 @@ def watched(messages: Iterable[T], watch: Watch) -> Iterator[T]:
 def longest_run_s(expected_s: float) -> float:
     """How long work is waited for that was expected to take so long."""
     return max(5.0, 4 * expected_s)
+
+
+_Message: TypeAlias = Carried[Any] | TransferError | grpc.RpcError | None
+"""What comes of a stream: a message or one that was refused, then an error or None at its end."""
 
 
 class Stream(Generic[R]):
@@ -189,7 +222,7 @@ class Stream(Generic[R]):
         self._longest_run_s = longest_run_s(expected_s)
         self._longest_queue_s = max(1.0, 2 * expected_s)
         self._running_since: float | None = None
-        self._messages: queue.Queue[Carried[Any] | grpc.RpcError | None] = queue.Queue(MAX_WAITING_MESSAGES)
+        self._messages: queue.Queue[_Message] = queue.Queue(MAX_WAITING_MESSAGES)
         self._closed = threading.Event()
         self._memory = memory
         self._answer = answer
@@ -264,6 +297,8 @@ class Stream(Generic[R]):
             else:
                 if isinstance(found, grpc.RpcError):
                     raise error_of(found) from None
+                if isinstance(found, TransferError):
+                    raise damaged_error(found)
                 self.received_bytes += found.size_bytes if found is not None else 0
                 return found
             if silent >= self._silence_s:
@@ -290,7 +325,7 @@ class Stream(Generic[R]):
             end = error
         self._offer(end)
 
-    def _offer(self, found: Carried[Any] | grpc.RpcError | None) -> bool:
+    def _offer(self, found: _Message) -> bool:
         while not self._closed.is_set():
             try:
                 self._messages.put(found, timeout=SLICE_S)

@@ -2,13 +2,10 @@
 
 It assumes that the gradient it found arrives there unchanged. The trainer always asks with the real one, by its
 contents; where that is another (a skip connection, an auxiliary loss, a hook) the worker's guess was work for nothing.
-So one whose gradient was another twice in a row is not named again.
+So an input whose gradient was another twice in a row is not named again.
 """
 
-import threading
 import weakref
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,8 +13,24 @@ if TYPE_CHECKING:
     from backhaul._remote import SavedSegment
 
 MOST_MISSES = 2
-Site = tuple[bytes, int]
-"""A program and a source of it."""
+
+
+class Guesses:
+    """Counts wrong guesses of a worker for the segments called at one place, by source.
+
+    Thread-safe without a lock: if two threads count at once a miss may be lost, which costs one useless guess.
+    """
+
+    def __init__(self) -> None:
+        self._misses: dict[int, int] = {}
+
+    def is_worth(self, source: int) -> bool:
+        """Whether to name the source again: its last guesses were not both wrong."""
+        return self._misses.get(source, 0) < MOST_MISSES
+
+    def count(self, source: int, *, is_right: bool) -> None:
+        """Notes whether a guess of this source's gradient was right."""
+        self._misses[source] = 0 if is_right else self._misses.get(source, 0) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,39 +38,34 @@ class Predecessor:
     """A segment whose output is a source of another.
 
     Attributes:
-        site: Where it is met step after step.
-        segment: It.
-        output: Position among its outputs.
+        guesses: The guesses at the place where the other segment was called.
+        source: Index among the other segment's sources.
+        segment: The segment that made the output.
+        output: Position among that segment's outputs.
     """
 
-    site: Site
+    guesses: Guesses
+    source: int
     segment: "weakref.ref[SavedSegment]"
     output: int
 
-    @property
-    def source(self) -> int:
-        """Index among the other's sources."""
-        return self.site[1]
 
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """A gradient with which a worker ran a backward before it was asked to.
 
-class Chains:
-    """Those of the segments on one worker, by what became of earlier ones. Used by several threads."""
+    Attributes:
+        address: Content address of the gradient.
+        predecessor: The connection between two segments by which the worker guessed it.
+    """
 
-    def __init__(self) -> None:
-        self._misses: Counter[Site] = Counter()
-        self._lock = threading.Lock()
+    address: bytes
+    predecessor: Predecessor
 
-    def is_worth(self, site: Site) -> bool:
-        """Whether a guess has a chance."""
-        return self._misses[site] < MOST_MISSES
-
-    def check(self, expected: Mapping[int, tuple[bytes, Site]], actual: Mapping[int, bytes]) -> None:
-        """Compares what a worker went on from with what came.
+    def check(self, actual: bytes | None) -> None:
+        """Notes whether the guess was right.
 
         Args:
-            expected: Addresses by output, with their sites.
-            actual: Likewise.
+            actual: Content address of the gradient that backward has, None if it has none.
         """
-        with self._lock:
-            for output, (address, site) in expected.items():
-                self._misses[site] = 0 if actual.get(output) == address else self._misses[site] + 1
+        self.predecessor.guesses.count(self.predecessor.source, is_right=actual == self.address)

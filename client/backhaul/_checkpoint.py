@@ -10,10 +10,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch._C import _DisableTorchDispatch
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge
@@ -21,22 +22,26 @@ from torch.utils import _pytree as pytree
 
 from backhaul._arguments import Options
 from backhaul._frame import Frame, Handle, RemoteSegment
-from backhaul._graft import frame_of, graft
+from backhaul._graft import graft, origin_of
 from backhaul._held import held_elsewhere
 from backhaul._lineage import Copies, Lineage, Recipe
-from backhaul._local import Call, nesting
+from backhaul._local import Aids, nesting
 from backhaul._prediction import Beginning
 from backhaul._recipes import mark_given, mark_returned, recipe_of
 from backhaul._report import Journal
-from backhaul._selection import Selection
+from backhaul._selection import Hooks, Kept, Selection
 from backhaul._telemetry import CallLog, Telemetry
-from backhaul_runtime.dispatch_mode import DispatchMode
-from backhaul_runtime.errors import Refusal
+from backhaul_runtime.casts import cached_casts
+from backhaul_runtime.digest import content_digest, saved_digest, tensor_address
+from backhaul_runtime.errors import Refusal, SavedTensorModifiedError
+from backhaul_runtime.layout import copy_exact, layout_of, unsupported_reason
 from backhaul_runtime.op_list import allowed_ops
-from backhaul_runtime.recorder import Recorder
-from backhaul_runtime.replay import Saved
+from backhaul_runtime.op_rules import hides_write
+from backhaul_runtime.recorder import FUNCTION_SAVES, Recorder
+from backhaul_runtime.recording import version_of
+from backhaul_runtime.sources import Hold
 from backhaul_runtime.storages import StorageLedger
-from backhaul_runtime.uses import Use, find_uses
+from backhaul_runtime.uses import Stage, Use, custom_function, find_casts, find_stages, find_uses
 
 
 class Remote(Protocol):
@@ -100,23 +105,25 @@ def _run_segment(
     began = perf_counter()
     log = CallLog(remote.journal.log(name), remote.telemetry)
     frame = Frame(name, log, options)
-    call = Call.begin(fn, args, kwargs)
-    context, selection = _contexts(frame, call, options)
+    arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    hooks = _top_saved_tensors_default_hooks(True) if options.respects_hooks else None
+    context, frame.aids, selection = _contexts(frame, options, hooks)
+    inside = 'returns="activations" was asked for' if options.returns == "activations" else ""
     if selection is not None:
-        options = replace(options, returns="activations")
-
-    arguments = call.tensors()
-    pack = _Pack(frame, selection)
+        inside = "its policy chooses what the trainer keeps"
+    elif frame.local_reason:
+        inside = frame.local_reason
+    pack = _Pack(frame, remote.copies.hold, selection, hooks)
     recorder = pack.recorder = Recorder(
         arguments,
         allowed_ops(),
         remote.copies.hold,
         pack,
+        pack.op_ended,
         traces=options.debug,
         pins=remote.needs_pins(arguments[0].device if arguments else torch.device("cpu")),
     )
-    if frame.local_reason:
-        recorder.refuse(frame.local_reason)
+    frame.aids = replace(frame.aids, trace=recorder.trace)
     frame.recording, frame.so_far = recorder.recording, recorder.so_far
     had_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     returned: list[Any] = []  # a list, so that no name holds what it returns: see `held_elsewhere`
@@ -128,13 +135,13 @@ def _run_segment(
                 returned.append(fn(*args, **kwargs))
         finally:
             nesting.active = False
-            pack.recorder = pack.selection = frame.so_far = None
-            frame.saved_early.clear()
+            pack.let_go()
+            frame.so_far = None
         _check_ended(returned, options, had_cuda)
         frame.watch(arguments)
         frame.is_mutated = selection is not None and selection.is_mutated
         ended = perf_counter()
-        kept = _keep(remote, frame, recorder, call, beginning, returned, options, ended - started)
+        kept = _keep(remote, frame, recorder, beginning, returned, inside, ended - started)
     function_s = ended - started - recorder.own_s
     log.forward(frame, function_s, perf_counter() - began - function_s, pack.packed_bytes - _kept_bytes(frame))
     return kept
@@ -146,24 +153,25 @@ def _kept_bytes(frame: Frame) -> int:
     return sum(source.layout.span_bytes for source in sources if not source.is_leaf and source.held is not None)
 
 
-def _contexts(frame: Frame, call: Call, options: Options) -> tuple[AbstractContextManager[Any], Selection | None]:
-    """What the call runs under, and the policy among it. Settles where only the trainer can recompute it.
+def _contexts(
+    frame: Frame, options: Options, hooks: Hooks | None
+) -> tuple[AbstractContextManager[Any], Aids, Selection | None]:
+    """What the call runs in, what its recomputation runs with, and the policy among them.
+
+    Settles it where only the trainer can recompute the call.
 
     Raises:
-        NotRemoteError: Under `strict`, if only the trainer can.
+        NotRemoteError: Under `strict`, if only the trainer can recompute it.
     """
-    context: AbstractContextManager[Any] = nullcontext()
-    reason = "debug=True traces it here" if options.debug else ""
     if options.contexts is not None:
         context, again = options.contexts()
-        hooks = _top_saved_tensors_default_hooks(True) if options.respects_hooks else None
         if (selection := Selection.of(context, again, hooks)) is not None:
-            call.context = DispatchMode()  # the policy has been asked
-            return selection, selection
-        call.context, reason = again, "it brings a context_fn, which is code"
-    if reason:
-        frame.stay_here(reason)
-    return context, None
+            return selection, Aids(again=selection.again), selection
+        frame.stay_here("it brings a context_fn, which is code")
+        return context, Aids(again), None
+    if options.debug:
+        frame.stay_here("debug=True traces its recomputation")
+    return nullcontext(), Aids(), None
 
 
 def _check_ended(returned: list[Any], options: Options, had_cuda: bool) -> None:
@@ -187,30 +195,97 @@ class _Pack:
     Autograd keeps it as long as the handles, so it lets go of the recorder, and with it of the call's tensors.
 
     Attributes:
-        packed_bytes: What autograd saved so far, each storage once, leaves not.
+        recorder: Of the call, while it runs.
+        packed_bytes: What autograd saved and nobody keeps, each storage once, leaves not.
     """
 
-    def __init__(self, frame: Frame, selection: Selection | None) -> None:
+    def __init__(self, frame: Frame, hold: Hold, selection: Selection | None, hooks: Hooks | None) -> None:
         self._frame = frame
+        self._hold = hold
+        self._selection = selection
+        self._hooks = hooks
         self.recorder: Recorder | None = None
-        self.selection = selection
         self.packed_bytes = 0
         self._packed = StorageLedger()
+        self._of_this_op: list[tuple[Handle, Tensor]] = []
+        self._undefined: list[tuple[Kept, Tensor]] = []
 
     def __call__(self, tensor: Tensor) -> Handle:
         recorder = self.recorder
         assert recorder is not None
         recorder.note_saved(tensor)
+        handle = self._frame.handle(len(recorder.recording.saved) - 1)
+        if self._selection is not None:
+            handle.kept = self._selection.keep(tensor)
+            if handle.kept is not None:
+                self._expect(handle.kept, handle.index, tensor)
+        if handle.kept is not None:
+            return handle
+        if recorder.has_lost_track:
+            handle.kept = self._keep(handle.index, tensor)
+            return handle
+        self._of_this_op.append((handle, tensor))
         saved = recorder.recording.saved[-1]
         is_leaf = saved.source >= 0 and recorder.recording.sources[saved.source].is_leaf
-        if not is_leaf and tensor.layout is torch.strided:
+        if not is_leaf:
             self.packed_bytes += self._packed.add(tensor)
-        handle = self._frame.handle()
-        if self.selection is not None:
-            handle.kept = self.selection.keep(tensor)
-        if recorder.has_lost_track:
-            self._frame.saved_early[handle.index] = Saved(handle.index, tensor)
         return handle
+
+    def op_ended(self, is_recorded: bool) -> None:
+        """Lets go of what the op that ends saved, or keeps it where it can't be recomputed."""
+        if not is_recorded:
+            for handle, tensor in self._of_this_op:
+                handle.kept = self._keep(handle.index, tensor)
+        self._of_this_op.clear()
+        for kept, tensor in self._undefined:
+            layout = layout_of(tensor)
+            kept.digest = saved_digest(layout, content_digest(tensor, layout))
+        self._undefined.clear()
+
+    def let_go(self) -> None:
+        """Lets go of all that belongs to the call, which has ended."""
+        self._undefined.clear()
+        self.recorder = self._selection = self._hooks = None
+        self._of_this_op.clear()
+
+    def _expect(self, kept: Kept, index: int, tensor: Tensor) -> None:
+        """Notes what a tensor that is kept must hold when it is asked for."""
+        assert self.recorder is not None
+        saved = self.recorder.recording.saved[index]
+        kept.digest = saved.noted
+        if saved.is_undefined:  # the op may still write to it, and what was noted is what it reads
+            kept.digest = b""
+            self._undefined.append((kept, tensor))
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        """What an argument holds, for the caller may write to it. Shared with others who keep the same."""
+        layout = layout_of(tensor)
+        address = None if layout.is_on_accelerator else tensor_address(layout, content_digest(tensor, layout))
+        return self._hold(tensor, layout, address)
+
+    def _keep(self, index: int, tensor: Tensor) -> Kept:
+        assert self.recorder is not None
+        is_plain = unsupported_reason(tensor) is None
+        # Neither the recorder nor modes around the call are to see this. Subclasses have to, to stay what they are.
+        with torch._C._DisablePythonDispatcher(), _DisableTorchDispatch() if is_plain else nullcontext():
+            if is_plain and hides_write(self.recorder.op, tensor):
+                tensor = copy_exact(tensor)
+            elif is_plain and self.recorder.sources.is_of_argument(tensor):
+                tensor = self._copy(tensor)
+            version, shape = version_of(tensor), list(tensor.shape) if is_plain else type(tensor).__name__
+
+            def error(found: Tensor) -> Exception:
+                return SavedTensorModifiedError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"a tensor {shape} is at version {version_of(found)}, it was saved at {version}. Without "
+                    "checkpointing this fails too: use the out-of-place op"
+                )
+
+            kept = Kept(tensor.detach(), version, error)
+            self._expect(kept, index, tensor)
+            if self._hooks is not None:
+                kept.pack(*self._hooks)
+        return kept
 
 
 def _unpack(handle: Handle) -> Tensor:
@@ -221,13 +296,22 @@ def _keep(
     remote: Remote,
     frame: Frame,
     recorder: Recorder,
-    call: Call,
     beginning: Beginning,
     returned: list[Any],
-    options: Options,
+    needs_inside: str,
     forward_s: float,
 ) -> Any:
-    """Decides who will recompute the segment, and gives the caller outputs that lead to it."""
+    """Decides who will recompute the segment, and gives the caller outputs that lead to it.
+
+    Args:
+        remote: Where segments go.
+        frame: Of the call, which has ended.
+        recorder: Of it.
+        beginning: Of it.
+        returned: What it returned, as the only item.
+        needs_inside: Why the trainer needs the graph of its inside, if that is settled.
+        forward_s: What the call took.
+    """
 
     def is_output(tensor: Tensor) -> bool:
         return tensor.requires_grad and not recorder.passes_through(tensor)
@@ -236,42 +320,36 @@ def _keep(
     tensors = list({id(leaf): leaf for leaf in pytree.tree_leaves(returned[0]) if isinstance(leaf, Tensor)}.values())
     outputs = [tensor for tensor in tensors if is_output(tensor)]
     edges = recorder.sources.edges()
-    uses = _uses(recorder, edges, outputs)
-    saves = bool(frame.recording.saved)  # else the graph keeps nothing, and there is nothing to recompute
-    if options.returns == "activations":
-        needs_inside = "activations were asked for"
-    elif not saves or not any(uses) or any(output.grad_fn is None for output in outputs):
-        needs_inside = "no gradient leaves it"
-    elif recorder.sources.rewrites_autograd():
-        needs_inside = "it changes what tensors from outside depend on"
-    elif recorder.shares_storage(outputs, tensors):
-        needs_inside = "an output shares memory with an input, a captured tensor or another output"
-    elif is_held or recorder.outlived(outputs):
-        needs_inside = "a tensor of its inside is held elsewhere"
+    used = None
+    try:
+        if not needs_inside:
+            used = _used(recorder, edges, outputs, tensors, is_held=is_held)
+    except Refusal as refusal:
+        needs_inside = refusal.reason
+    if used is not None:
+        frame.program = recorder.finish(outputs, used.casts)
+        frame.use_counts, frame.is_staged = [len(found) for found in used.uses], len(used.stages) > 1
+        sources = frame.recording.sources
+        made = (*used.tensors[len(sources) :], *outputs)
+        frame.used_layouts = [*[source.layout for source in sources], *map(layout_of, made)]
     else:
-        needs_inside = ""
-    grafts = not needs_inside
-    frame.program = recorder.finish(outputs) if grafts else recorder.finish((), early_stop=options.early_stop)
-    frame.use_counts = [len(found) for found in uses]
-    if frame.program is None:
-        call.keep(recorder.sources.tensors, frame.recording)
-        call.trace = recorder.trace
-        frame.call = call
-        frame.cannot_travel(frame.recording.refusal or "")
-    elif outputs and saves:
-        _hand_over(remote, frame, recorder, edges, beginning, forward_s, needs_inside)
+        program = recorder.finish(early_stop=frame.options.early_stop)
+        if frame.recording.refusal is not None:
+            frame.keep_here(_named(frame.recording.refusal, outputs, recorder.first_sequence))
+        if not (program.saved_count and frame.is_awaited):
+            return returned[0]
+        frame.program = program
+        del edges[len(frame.recording.sources) :]  # of what came after a refusal
+    _hand_over(remote, frame, recorder, edges, beginning, forward_s, needs_inside)
     chained, frame.predecessors = [source for source, *_ in frame.predecessors], []
-    if frame.lineage is None:
-        return returned[0]
-    if not grafts:
-        whole = recorder.whole(frame.lineage.program, outputs)
+    assert frame.lineage is not None
+    if used is None:
+        whole = None if frame.recording.refusal is not None else recorder.whole(frame.lineage.program, outputs)
         if whole is not None:
             frame.lineage.program = whole
             mark_returned(frame.lineage, outputs)
         return returned[0]
-    grafted = graft(
-        frame, outputs, [recorder.sources.tensors[index] for index, found in enumerate(uses) for _ in found]
-    )
+    grafted = graft(frame, outputs, used.tensors, used.uses, used.stages)
     mark_returned(frame.lineage, grafted)
     frame.unshared.watch((source, recorder.sources.tensors[source]) for source in chained)
     return _replaced(returned[0], dict(zip(map(id, outputs), grafted, strict=True)))
@@ -287,22 +365,23 @@ def _hand_over(
     needs_inside: str,
 ) -> None:
     """Gives a segment to a worker if one takes it, and lets go of what need not stay here then."""
-    if not needs_inside:
+    if not needs_inside and not frame.is_staged:
         frame.predecessors = [
-            (index, before, edge.output_nr)
+            (index, *before)
             for index, edge in enumerate(edges)
-            if edge is not None and (before := frame_of(edge.node)) is not None
+            if edge is not None and (before := origin_of(edge)) is not None
         ]
 
     def recipe(index: int) -> Recipe | None:
         edge, source = edges[index], frame.recording.sources[index]
         return None if edge is None else recipe_of(recorder.sources.tensors[index], source, edge)
 
-    try:
-        frame.remote = remote.save(frame, beginning, recorder.sources.tensors, forward_s)
-        frame.log.reason = needs_inside or "only its gradients are needed"
-    except Refusal as refusal:
-        frame.not_taken(refusal)
+    if not frame.local_reason:
+        try:
+            frame.remote = remote.save(frame, beginning, recorder.sources.tensors, forward_s)
+            frame.log.taken(needs_inside)
+        except Refusal as refusal:
+            frame.not_taken(refusal)
     assert frame.program is not None
     frame.lineage = Lineage(
         frame.name,
@@ -341,13 +420,71 @@ def _replaced(value: Any, grafted: Mapping[int, Tensor]) -> Any:
     return node.unflatten_fn(replaced, context)
 
 
-def _uses(recorder: Recorder, edges: Sequence[GradientEdge | None], outputs: list[Tensor]) -> list[list[Use]]:
+def _named(refusal: str, outputs: list[Tensor], first_sequence: int) -> str:
+    """A refusal, with the name of the custom function that it is about if the graph has it."""
+    name = custom_function(outputs, first_sequence) if refusal is FUNCTION_SAVES else ""
+    return f"the custom autograd function {name}" if name else refusal
+
+
+class _Used(NamedTuple):
+    """What takes gradients from a segment.
+
+    Attributes:
+        tensors: The caller's object behind each source, then the casts of sources that autocast shares.
+        casts: The sources that these are of.
+        uses: Of each of the tensors, then of each output, as `find_uses` gives them.
+        stages: As `find_stages` gives them.
+    """
+
+    tensors: list[Tensor]
+    casts: tuple[int, ...]
+    uses: list[list[Use]]
+    stages: list[Stage]
+
+
+def _used(
+    recorder: Recorder,
+    edges: Sequence[GradientEdge | None],
+    outputs: list[Tensor],
+    tensors: list[Tensor],
+    *,
+    is_held: bool,
+) -> _Used:
+    """Finds what takes gradients from a segment. Raises Refusal where the graph of its inside has to stay.
+
+    Args:
+        recorder: Of the call.
+        edges: Of its sources.
+        outputs: What it returned and made, where that requires a gradient.
+        tensors: All that it returned.
+        is_held: An output is held by somebody else than the caller.
+    """
+    if reason := recorder.why_not_cut(outputs):
+        raise Refusal(reason)
+    if not recorder.recording.saved:
+        raise Refusal("autograd saves nothing in it")
     targets = {(edge.node, edge.output_nr): i for i, edge in enumerate(edges) if edge is not None}
-    try:
-        return find_uses(outputs, targets, recorder.first_sequence, len(recorder.sources.tensors))
-    except Refusal as refusal:
-        recorder.refuse(refusal.reason)
-        return []
+    taking, casts = list(recorder.sources.tensors), list[int]()
+    if recorder.used_autocast:
+        made = find_casts(outputs, targets, recorder.first_sequence)
+        cached = cached_casts([taking[source] for source in made])
+        for (source, found), cast in zip(made.items(), cached, strict=True):
+            if cast is not None and cast.grad_fn is not None and (cast.grad_fn, cast.output_nr) in found:
+                targets[cast.grad_fn, cast.output_nr] = len(taking)
+                taking.append(cast)
+                casts.append(source)
+    uses = find_uses(outputs, targets, recorder.first_sequence, len(taking))
+    if not any(uses[: len(taking)]) or any(output.grad_fn is None for output in outputs):
+        raise Refusal("no gradient leaves it through what it returns")
+    if recorder.sources.rewrites_autograd():
+        raise Refusal("it changes what tensors from outside depend on")
+    if recorder.shares_storage(outputs, tensors):
+        raise Refusal("an output shares memory with an input, a captured tensor or another output")
+    if is_held or recorder.outlived(outputs):
+        raise Refusal(
+            "a tensor made inside is held elsewhere when it returns, as by a key-value cache (use_cache=True)"
+        )
+    return _Used(taking, tuple(casts), uses, find_stages(outputs, targets, uses))
 
 
 def _runs_plainly() -> bool:

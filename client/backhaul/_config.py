@@ -58,7 +58,7 @@ class Config:
     """A worker that sends neither progress nor bytes for so long is given up, and its segments run on the trainer."""
 
     inflight_bytes: int = 64 << 20
-    """Copies of arguments that wait to be sent; beyond it forward waits."""
+    """Copies of arguments, and of parameters that FSDP frees, that wait to be sent; beyond it forward waits."""
 
     inflight_boundaries: int = 4
     """Segments whose arguments wait to be sent; beyond it forward waits."""

@@ -18,13 +18,16 @@ from backhaul._frame import Frame
 from backhaul._lineage import Copies
 from backhaul._link import Generation
 from backhaul._placement import Placement
-from backhaul._prediction import Beginning, Encoded, Sites
+from backhaul._prediction import Beginning, Encoded, Site, Sites
 from backhaul._remote import SavedSegment
+from backhaul._sharded import may_be_freed
 from backhaul._side import Side
 from backhaul._upload import Save, SourceTensor
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.fingerprint import DECISIVE, differences, fingerprint
+from backhaul_runtime.layout import copy_exact
 from backhaul_runtime.logs import about
+from backhaul_runtime.recording import RecordedSource
 from backhaul_runtime.staging import marks
 
 logger = logging.getLogger("backhaul")
@@ -63,6 +66,18 @@ class Dispatcher:
         found = [self._differences(side, generation, device.type) for side, generation in up]
         return any(different and not different.keys() & DECISIVE for different in found)
 
+    def why_useless(self) -> str:
+        """Why no worker that is up can be given any segment of this trainer; empty if one can."""
+        reasons: dict[str, str] = {}
+        for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
+            for side in self._sides:
+                if (generation := side.link.up) is not None:
+                    found = differences(fingerprint(torch.device(device)), generation.fingerprint)
+                    if not found or (self._config.numerics != "exact" and not found.keys() & DECISIVE):
+                        return ""
+                    reasons.setdefault(side.link.name, _in_words(found))
+        return "; ".join(f"of worker {name} {reason}" for name, reason in reasons.items())
+
     def begin(self, frame: Frame, fn: Callable[..., Any], arguments: list[Tensor]) -> Beginning:
         """Sends what a call that begins now will probably be, if that is known."""
         beginning = Beginning(self._sites.of(fn, self._placement.position), arguments)
@@ -87,7 +102,8 @@ class Dispatcher:
         side, generation, number = place if place is not None and was_sent else self._next_place()
         found = self._differences(side, generation, recording.sources[0].layout.device if recording.sources else "cpu")
         if found and (not recording.is_pinned or found.keys() & DECISIVE):
-            raise Refusal(f"the worker {side.link.name} computes other bits than this trainer: {_in_words(found)}")
+            other = f"the worker {side.link.name} computes other bits than this trainer: {_in_words(found)}"
+            raise Refusal(recording.unpinned or other)
         need = frame.program.run_bytes([source.layout.gradient_bytes for source in recording.sources])
         total = need + sum(source.layout.span_bytes for source in recording.sources)
         if total > generation.budget_bytes:
@@ -98,18 +114,24 @@ class Dispatcher:
         if len({source.value.device for source in recording.sources if source.layout.is_on_accelerator}) > 1:
             raise Refusal("its tensors are on several accelerators, and a worker has one")
         # Only now: what no worker takes is not to be predicted.
-        known, superseded = beginning.site.learn(frame.program, recording, tensors, beginning.arguments)
+        site = beginning.site
+        known, superseded = site.learn(frame.program, recording, tensors, beginning.arguments)
         frame.program = known.program
-        sources = [SourceTensor(s.named, s.layout, s.value, s.is_copy, s.is_transient) for s in recording.sources]
+        sources = [
+            self._may_be_freed(side, generation, source, tensor)
+            if may_be_freed(tensor) and not source.is_copy
+            else SourceTensor(source.named, source.layout, source.value, source.is_copy, source.is_transient)
+            for source, tensor in zip(recording.sources, tensors, strict=True)
+        ]
         save = self._save_of(frame, generation, number, known, sources, recording.generator_states)
         save.wants_sketches = bool(found)
         save.superseded = superseded
         save.predecessors = [
-            Predecessor((known.address, source), weakref.ref(before.remote), output)
+            Predecessor(site.guesses, source, weakref.ref(before.remote), output)
             for source, before, output in frame.predecessors
             if isinstance(before.remote, SavedSegment)
             and before.remote.generation is generation
-            and side.chains.is_worth((known.address, source))
+            and site.guesses.is_worth(source)
         ]
         if was_sent:  # with the same copies
             save.queued_bytes = 0
@@ -118,7 +140,8 @@ class Dispatcher:
             i: tensor
             for i, (source, tensor) in enumerate(zip(sources, tensors, strict=True))
             if self._config.accumulate == "worker"
-            and frame.use_counts[i]
+            and not frame.is_staged  # a part of its contributions come with each stage
+            and any(frame.use_counts[i : i + 1])
             and tensor.is_leaf
             and isinstance(tensor, nn.Parameter)
         }
@@ -128,20 +151,27 @@ class Dispatcher:
             save,
             frame.log,
             _BACKWARD_FACTOR * forward_s,
-            lambda: self._backward_reached(side, number),
-            side.chains,
+            lambda: self._backward_reached(side, number, site),
             sum(
-                count * source.layout.gradient_bytes
-                for i, (count, source) in enumerate(zip(frame.use_counts, sources, strict=True))
+                count * layout.gradient_bytes
+                for i, (count, layout) in enumerate(zip(frame.use_counts, frame.used_layouts, strict=True))
                 if i not in parameters
             ),
             parameters,
         )
         beginning.is_saved = was_sent
-        with self._lock:
-            side.segments[number] = weakref.ref(saved, lambda _: side.segments.pop(number, None))
         side.uploader.save(save)
         return saved
+
+    def _may_be_freed(self, side: Side, generation: Generation, source: RecordedSource, tensor: Tensor) -> SourceTensor:
+        """A source whose memory FSDP may free: a copy, unless the worker has it already. NOTE [Sharded], Rule 3."""
+        address, layout = source.named, source.layout
+        if isinstance(address, bytes) and side.uploader.knows(generation, address):
+            return SourceTensor(address, layout, None, False, source.is_transient)
+        # FSDP preserves version counters, so an equal counter does not prove that an earlier copy is still right.
+        can_share = isinstance(address, bytes)
+        value = self._copies.hold(tensor, layout, address) if can_share else copy_exact(tensor, layout)
+        return SourceTensor(address, layout, value, True, source.is_transient)
 
     def _save_of(
         self,
@@ -167,7 +197,7 @@ class Dispatcher:
             count=lambda size: log.traffic(up_bytes=size),
             sent=log.uploaded,
             is_predicted=is_predicted,
-            made=marks(source.value for source in sources),
+            made=marks(source.value for source in sources if source.value is not None),
         )
 
     def _next_place(self) -> tuple[Side, Generation, int]:
@@ -194,9 +224,10 @@ class Dispatcher:
                 )
         return found
 
-    def _backward_reached(self, side: Side, number: int) -> list[int]:
+    def _backward_reached(self, side: Side, number: int, site: Site) -> list[int]:
         with self._lock:
             self._placement.backward()
+            self._sites.keep(site)
             return side.upcoming(number)
 
 

@@ -61,7 +61,7 @@ class EmbeddedWorker:
             raise ConnectError("the session is closed")
         arguments = ["worker", "--listen", self._address.text, "--parent", str(os.getpid())]
         if self._memory_bytes:
-            arguments += ["--memory", str(self._memory_bytes)]
+            arguments += ["--memory", f"{self._memory_bytes}B"]
         # Its settings are the session's, not those of workers elsewhere.
         environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
         try:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, S
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -36,14 +36,10 @@ from backhaul_runtime.errors import (
     WorkerError,
     WorkerLostError,
 )
-from backhaul_runtime.layout import layout_of, view_at
+from backhaul_runtime.layout import Layout, layout_of, view_at
 from backhaul_runtime.program import Program
 from backhaul_runtime.recording import Recording, SavedTensor, version_of
-from backhaul_runtime.replay import Contribution, Saved
-
-if TYPE_CHECKING:
-    from backhaul._local import Call
-
+from backhaul_runtime.replay import Contribution
 
 _RECOVERABLE = (WorkerError, WorkerLostError, CheckpointError, UnsupportedTensorError)
 """What ends a remote attempt and not the training: the trainer does it."""
@@ -53,7 +49,13 @@ class RemoteSegment(Protocol):
     """A segment that a worker holds. Each call waits, within bounds, and raises WorkerLostError or WorkerError."""
 
     def backward(
-        self, gradients: Mapping[int, Tensor], state: ambient.State, summed: Collection[int], *, checks_bytes: bool
+        self,
+        gradients: Mapping[int, Tensor],
+        state: ambient.State,
+        summed: Collection[int],
+        due: Sequence[tuple[int, Layout]],
+        *,
+        checks_bytes: bool,
     ) -> tuple[Recomputed, list[Contribution], Callable[[], None]]:
         """What the replay saved, the contributions, and what to call once these count.
 
@@ -63,14 +65,15 @@ class RemoteSegment(Protocol):
             gradients: Of the program's outputs, by position.
             state: Ambient settings that backward runs under.
             summed: Sources whose contributions are wanted as one, their sum in order; the others are None.
+            due: The source and the layout of the gradient of each contribution, in order.
             checks_bytes: Digest what comes back on both sides.
         """
 
     def drifted(self, drift: float) -> None:
         """Hears how far the worker's numbers were from forward's."""
 
-    def recompute(self, positions: Sequence[int]) -> "Incoming":
-        """The saved tensors of these positions, which come in this order."""
+    def recompute(self, wanted: Mapping[int, Layout]) -> "Incoming":
+        """The saved tensors of these positions, which come in this order and with these layouts."""
 
 
 class Incoming(Protocol):
@@ -111,16 +114,18 @@ class Frame:
         log: Where what happens to it is counted.
         options: Of the call.
         recording: From forward.
-        program: None where the call could not be recorded.
-        use_counts: Contributions that each source gets.
-        lineage: What the trainer recomputes it from by its program.
-        call: The call itself, only where there is no program.
+        program: What recomputes the segment: all of it, or what came before something that no program can carry. None
+            where nothing needs to be recomputed.
+        use_counts: Contributions that each source gets, then each cast, then each output.
+        used_layouts: Of each of these.
+        lineage: What the trainer recomputes it from.
+        aids: For recomputation here.
         remote: The worker's side, None where no worker has it.
         local_reason: Why the trainer recomputes it, where that is settled.
         predecessors: Other segments whose outputs are sources of this, while it is saved: source, frame, output.
         unshared: Which of these outputs nobody else can have used after this.
         so_far: Gives the program recorded so far, while the call runs.
-        saved_early: What autograd saved in a call that is no program any more, while it runs.
+        is_staged: Backward goes through it stage by stage, see `find_stages`.
         is_mutated: The call wrote to what a policy of its own keeps.
     """
 
@@ -130,60 +135,103 @@ class Frame:
     recording: Recording = field(default_factory=Recording)
     program: Program | None = None
     use_counts: list[int] = field(default_factory=list)
+    used_layouts: list[Layout] = field(default_factory=list)
     lineage: Lineage | None = None
-    call: "Call | None" = None
+    aids: _local.Aids = field(default_factory=_local.Aids)
     remote: RemoteSegment | None = None
     local_reason: str = ""
     predecessors: "list[tuple[int, Frame, int]]" = field(default_factory=list)
     unshared: Unshared = field(default_factory=Unshared)
     so_far: Callable[[], Program] | None = None
-    saved_early: dict[int, Saved] = field(default_factory=dict)
+    is_staged: bool = False
     is_mutated: bool = False
     _arguments: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)
-    _handles: list[weakref.ref[Handle]] = field(default_factory=list)
+    _handles: dict[int, weakref.ref[Handle]] = field(default_factory=dict)
     _here: dict[int, Callable[[], Tensor]] = field(default_factory=dict)
     _incoming: Incoming | None = None
     _wanted: set[int] = field(default_factory=set)
     _task: object = -1
     _lock: threading.RLock = field(default_factory=threading.RLock)  # threads may run backward over one graph
 
-    def handle(self) -> Handle:
-        """A handle for the next tensor that autograd saves."""
-        handle = Handle(self, len(self._handles))
-        self._handles.append(weakref.ref(handle))
+    def handle(self, index: int) -> Handle:
+        """A handle for a tensor that autograd saves. It takes the place of one for an op that failed."""
+        handle = Handle(self, index)
+        self._handles[index] = weakref.ref(handle)
         return handle
 
-    def gradients(self, gradients: Mapping[int, Tensor]) -> list[Contribution]:
-        """The segment's backward, on a worker if one can. Called by autograd, in the thread that runs backward.
+    def _awaited(self) -> list[int]:
+        """What backward can ask for that has to be recomputed, in the order in which it was saved."""
+        handles = [reference() for reference in self._handles.values()]
+        return [handle.index for handle in handles if handle is not None and handle.kept is None]
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether backward can ask for anything that has to be recomputed."""
+        return bool(self._awaited())
+
+    def gradients(self, gradients: Mapping[int, Tensor], ways: Mapping[int, Tensor]) -> list[Contribution]:
+        """The segment's backward or a stage of it, on a worker if one can do it.
+
+        Called by autograd, in the thread that runs backward.
 
         Args:
             gradients: Of the program's outputs, by position. Not kept.
+            ways: Tensors through which contributions go on, by place among what is returned.
+
+        Returns:
+            One contribution per use of sources, casts and outputs: see `Replay.backward`.
         """
         assert self.program is not None
         assert self.lineage is not None
         self._check_backward()
+        needs_graph = _needs_graph(gradients)
+        if needs_graph:
+            self._check_strict(needs_graph)
+            self.log.on_trainer(needs_graph)
         remote = self.remote
-        if remote is not None:
+        if remote is not None and not needs_graph:
             state = ambient.capture()
             started = perf_counter()
             try:
                 saved, contributions, commit = remote.backward(
-                    gradients, state, self.unshared.sources, checks_bytes=self.options.checks_bytes
+                    gradients, state, self.unshared.sources, self._due(), checks_bytes=self.options.checks_bytes
                 )
                 self._check(remote, saved)
-                check_uses(self.name, "on the worker", self.use_counts, contributions)
             except _RECOVERABLE as error:
                 self._lost(error)
             else:
                 commit()
                 self.log.add(Decision.GRADIENTS, perf_counter() - started)
                 return contributions
-        started = self._begin_local()
+        if not needs_graph:
+            self._check_strict(self.local_reason)
+        started = perf_counter()
         values = self.lineage.values()
-        contributions = _local.gradients_here(self.name, self.program, self.recording, values, gradients)
+        contributions = _local.gradients_here(
+            self.name,
+            self.program,
+            self.recording,
+            values,
+            gradients,
+            self.aids,
+            ways=self._ways_by_number(ways) if needs_graph else None,
+        )
         check_uses(self.name, "on the trainer", self.use_counts, contributions)
         self.log.add(Decision.TRAINER, perf_counter() - started)
         return contributions
+
+    def _ways_by_number(self, ways: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """By source or output, a tensor through which a gradient goes on to it. See `Contribution.source`."""
+        assert self.program is not None
+        numbers = [number for number, count in enumerate(self.use_counts) for _ in range(count)]
+        ends = [*range(len(self.use_counts))]
+        ends[len(self.program.sources) : len(self.program.sources) + len(self.program.casts)] = self.program.casts
+        return {ends[numbers[place]]: way for place, way in ways.items()}
+
+    def _due(self) -> list[tuple[int, Layout]]:
+        """The source and the layout of the gradient of each contribution that a backward gives, in order."""
+        used = enumerate(zip(self.use_counts, self.used_layouts, strict=True))
+        return [(index, layout) for index, (count, layout) in used for _ in range(count)]
 
     def unpack(self, handle: Handle) -> Tensor:
         """A tensor that autograd saved. The first of a backward begins the segment's recomputation."""
@@ -247,28 +295,24 @@ class Frame:
                 )
 
     def _checked(self, index: int, kept: Kept) -> Tensor:
-        """What a policy kept, which must be what autograd saved."""
+        """What was kept, which must be what autograd saved."""
         tensor = kept()
-        if kept.is_checked and not _holds(self.recording.saved[index], tensor):
+        if not kept.is_intact(tensor):
             raise CheckpointError(
-                f"segment {self.name}: saved tensor {index}, which a policy keeps, was written to unseen (NumPy, "
-                ".data) between forward and backward",
+                f"segment {self.name}: saved tensor {index}, which was kept here, was written to between forward and "
+                "backward in a way that autograd does not see (NumPy, .data)",
                 segment=self.name,
             )
         return tensor
 
     def _unpack_early(self, so_far: Program, index: int) -> Tensor:
         """A tensor that a backward inside the call needs."""
-        if index in self.saved_early:
-            return self.saved_early[index].unpack()
         with torch._C._DisablePythonDispatcher():  # else the recorder would note the replay
             return _local.saved_before(self.name, so_far, self.recording, index)
 
     def _begin(self) -> None:
         self._check_backward()
-        handles = [reference() for reference in self._handles]
-        wanted = [handle.index for handle in handles if handle is not None and handle.kept is None]
-        del handles
+        wanted = self._awaited()
         self._stop_incoming()
         self._wanted = set(wanted)
         self._here = {}
@@ -284,7 +328,9 @@ class Frame:
         if self.remote is not None:
             started = perf_counter()
             try:
-                self._incoming = self.remote.recompute(positions)
+                self._incoming = self.remote.recompute(
+                    {index: self.recording.saved[index].layout for index in positions}
+                )
                 self._check(self.remote, self._incoming.saved)
             except _RECOVERABLE as error:
                 self._lost(error)
@@ -331,14 +377,12 @@ class Frame:
             incoming.close()
 
     def _recompute_here(self, wanted: Set[int]) -> None:
-        started = self._begin_local()
-        if self.program is not None:
-            assert self.lineage is not None
-            values = self.lineage.values()
-            self._here = _local.saved_here(self.name, self.program, self.recording, values, sorted(wanted))
-        else:
-            assert self.call is not None
-            self._here = self.call.saved_again(self.name, self.recording)
+        assert self.program is not None
+        assert self.lineage is not None
+        self._check_strict(self.local_reason)
+        started = perf_counter()
+        values = self.lineage.values()
+        self._here = _local.saved_here(self.name, self.program, self.recording, values, sorted(wanted), self.aids)
         self.log.add(Decision.TRAINER, perf_counter() - started)
 
     def _present(self, saved: SavedTensor) -> Callable[[], Tensor] | None:
@@ -361,9 +405,8 @@ class Frame:
 
         Version counters miss `.data`.
         """
-        is_replayed = self.remote is None and self.program is not None
         is_private = saved.source < 0 or self.recording.sources[saved.source].is_copy
-        return (is_replayed and is_private) or _holds(saved, tensor)
+        return (self.remote is None and is_private) or saved.is_undefined or _is_equal(saved, tensor)
 
     def _lost(self, error: BackhaulError) -> None:
         error.__traceback__ = None  # leads to the segment, and the future that the segment waited for keeps the error
@@ -379,35 +422,42 @@ class Frame:
     def stay_here(self, reason: str) -> None:
         """Settles that the trainer recomputes the call. Raises NotRemoteError under `strict`."""
         self.local_reason = reason
-        self._check_strict()
-
-    def cannot_travel(self, reason: str) -> None:
-        """Settles in forward that the call can't be a program. Raises NotRemoteError under `strict`."""
-        self.stay_here(reason)
+        self._check_strict(reason)
         self.log.on_trainer(reason)
+
+    def keep_here(self, reason: str) -> None:
+        """Settles that activations that no program carries stay here. Raises NotRemoteError under `strict`."""
+        self.local_reason = reason
+        self._check_strict(reason)
+        self.log.kept(reason)
 
     def not_taken(self, refusal: Refusal) -> None:
         """Settles in forward that no worker takes the segment. Raises NotRemoteError under `strict`."""
-        self.stay_here(refusal.reason)
+        self.local_reason = refusal.reason
+        self._check_strict(refusal.reason)
         self.log.fallback(refusal.reason, is_said=refusal.is_said)
 
-    def _begin_local(self) -> float:
-        self._check_strict()
-        return perf_counter()
-
-    def _check_strict(self) -> None:
+    def _check_strict(self, reason: str) -> None:
         if self.options.strict:
             raise NotRemoteError(
-                f"segment {self.name} would be recomputed on the trainer: {self.local_reason}. Mend that, or drop "
+                f"segment {self.name} would not be recomputed on a worker: {reason}. Remove the cause, or drop "
                 "strict=True to let the trainer do it",
                 segment=self.name,
-                reason=self.local_reason,
+                reason=reason,
             )
 
 
-def _holds(saved: SavedTensor, tensor: Tensor) -> bool:
-    """Whether a tensor holds what was saved, as far as there is a digest of it."""
-    if saved.is_undefined or not saved.digest:
-        return True
+def _needs_graph(gradients: Mapping[int, Tensor]) -> str:
+    """Why a backward needs the graph of the segment's inside, which no worker returns; empty where it does not."""
+    if torch.is_grad_enabled():
+        return "create_graph=True needs the graph of its inside"
+    kinds = torch._C._functorch.is_functorch_wrapped_tensor, torch._C._functorch.is_legacy_batchedtensor
+    if any(is_kind(gradient) for gradient in gradients.values() for is_kind in kinds):
+        return "is_grads_batched=True needs the graph of its inside"
+    return ""
+
+
+def _is_equal(saved: SavedTensor, tensor: Tensor) -> bool:
+    """Whether a tensor is equal to what was saved, bit by bit."""
     layout = layout_of(tensor)
     return saved_digest(layout, content_digest(tensor, layout)) == saved.digest

@@ -18,26 +18,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import time
-from typing import Any
 
 import grpc
-from google.protobuf.descriptor import MethodDescriptor
-from google.protobuf.message_factory import GetMessageClass
 
 from backhaul._ahead import Ahead
 from backhaul._calls import Bearer, call_unary, close_channel
 from backhaul._shared_memory import SharedMemory
 from backhaul._short import ShortStream
-from backhaul_proto.v1 import (
-    program_pb2_grpc,
-    segment_pb2,
-    segment_pb2_grpc,
-    session_pb2,
-    session_pb2_grpc,
-    telemetry_pb2_grpc,
-    tensor_pb2,
-    tensor_pb2_grpc,
-)
+from backhaul_proto.v1 import program_pb2, segment_pb2, session_pb2, telemetry_pb2, tensor_pb2
 from backhaul_runtime.addresses import Address, is_private
 from backhaul_runtime.credentials import bearer, read_token
 from backhaul_runtime.errors import (
@@ -52,7 +40,7 @@ from backhaul_runtime.errors import (
 )
 from backhaul_runtime.logs import about
 from backhaul_runtime.protocol import CHANNEL_OPTIONS, PROTOCOL_VERSION
-from backhaul_runtime.splicing import deserializer, serialize
+from backhaul_runtime.stubs import stub
 from backhaul_runtime.version import version
 
 logger = logging.getLogger("backhaul")
@@ -99,21 +87,15 @@ class Stubs:
     """
 
     def __init__(self, channel: grpc.Channel, token: str, silence_s: float) -> None:
-        self.sessions = session_pb2_grpc.SessionServiceStub(channel)
-        self.programs = program_pb2_grpc.ProgramServiceStub(channel)
-        self.tensors = tensor_pb2_grpc.TensorServiceStub(channel)
-        self.segments = segment_pb2_grpc.SegmentServiceStub(channel)
-        self.telemetry = telemetry_pb2_grpc.TelemetryServiceStub(channel)
-        for stub, service in (
-            (self.tensors, tensor_pb2.DESCRIPTOR.services_by_name["TensorService"]),
-            (self.segments, segment_pb2.DESCRIPTOR.services_by_name["SegmentService"]),
-        ):
-            for method in service.methods:
-                setattr(stub, method.name, _spliced(channel, method))
+        self.sessions = stub(channel, session_pb2.DESCRIPTOR.services_by_name["SessionService"])
+        self.programs = stub(channel, program_pb2.DESCRIPTOR.services_by_name["ProgramService"])
+        self.tensors = stub(channel, tensor_pb2.DESCRIPTOR.services_by_name["TensorService"])
+        self.segments = stub(channel, segment_pb2.DESCRIPTOR.services_by_name["SegmentService"])
+        self.telemetry = stub(channel, telemetry_pb2.DESCRIPTOR.services_by_name["TelemetryService"])
         if token:
-            for stub in vars(self).values():
-                for name, method in vars(stub).items():
-                    setattr(stub, name, Bearer(method, bearer(token)))
+            for service in list(vars(self).values()):
+                for name, method in list(vars(service).items()):
+                    setattr(service, name, Bearer(method, bearer(token)))
         self.short_saves = ShortStream(self.segments.ShortSaves, silence_s)
         self.short_backwards = ShortStream(self.segments.ShortBackwards, silence_s)
         self.ahead = Ahead(self.segments.Ahead)
@@ -123,21 +105,6 @@ class Stubs:
         self.short_saves.close()
         self.short_backwards.close()
         self.ahead.close()
-
-
-def _spliced(channel: grpc.Channel, method: MethodDescriptor) -> Any:
-    """As the generated stub makes it, but with tensors read and written by `splicing`."""
-    make = {
-        (False, False): channel.unary_unary,
-        (False, True): channel.unary_stream,
-        (True, False): channel.stream_unary,
-        (True, True): channel.stream_stream,
-    }[method.client_streaming, method.server_streaming]
-    return make(
-        f"/{method.containing_service.full_name}/{method.name}",
-        request_serializer=serialize,
-        response_deserializer=deserializer(GetMessageClass(method.output_type)),
-    )
 
 
 class Clock:
@@ -268,7 +235,7 @@ class Link:
 
     def trouble(self, generation: Generation, error: WorkerLostError) -> None:
         """A call met silence or a broken connection: down until the keeper has looked."""
-        if self._generation is generation and error.status not in {"BUSY", "SLOW", "DOWN", "LOST"}:
+        if self._generation is generation and error.status not in {"BUSY", "SLOW", "DOWN", "LOST", "DAMAGED"}:
             self._down(error.message)
             self._wake.set()
 

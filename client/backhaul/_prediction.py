@@ -7,6 +7,7 @@ that or not; a wrong prediction costs work on the worker, nothing else.
 
 import functools
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -14,20 +15,23 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from backhaul._chains import Guesses
 from backhaul._link import Generation
+from backhaul._sharded import may_be_freed
 from backhaul._side import Side
 from backhaul._upload import SourceTensor
 from backhaul_runtime.digest import content_digest, tensor_address
 from backhaul_runtime.errors import UnsupportedTensorError
 from backhaul_runtime.generators import default_generator
 from backhaul_runtime.layout import Layout, layout_of
-from backhaul_runtime.program import Program
+from backhaul_runtime.program import Program, is_same
 from backhaul_runtime.program_codec import address_of_program, encode_program
 from backhaul_runtime.recording import Recording, version_of
 from backhaul_runtime.sources import Hold
 from backhaul_runtime.unread import Digest, read
 
-MAX_SITES = 1 << 14
+MAX_SITES = 1 << 12
+"""Most places of calls of functions that are kept; each takes some 16 kB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +87,14 @@ class Site:
     """A place that calls come from.
 
     Attributes:
-        last: The program that the last call from there was.
+        key: The key under which `Sites` keeps it, None if it is kept by module.
+        last: The program of the last call from there.
+        guesses: Counts of a worker's guesses of gradients for the segments called there.
     """
 
+    key: Hashable = None
     last: Encoded | None = None
+    guesses: Guesses = field(default_factory=Guesses)
     _sources: list[_Source] = field(default_factory=list)
     _is_steady: bool = False
     _trusts_versions: bool = True
@@ -108,7 +116,7 @@ class Site:
         """
         positions = {id(tensor): index for index, tensor in enumerate(arguments)}
         before = self.last
-        if before is None or before.program != program:
+        if before is None or not is_same(before.program, program):
             encoded = encode_program(program)
             self.last = Encoded(program, encoded, address_of_program(encoded))
         sources = [
@@ -124,18 +132,18 @@ class Site:
             for tensor, source in zip(tensors, recording.sources, strict=True)
         ]
         # A place where each call is another is not worth the work.
-        is_same = before is self.last and all(map(_Source.is_same, sources, self._sources))
-        self._is_steady = before is None or is_same
-        superseded = functools.partial(self._superseded, self._sources, sources, is_same)
+        is_steady = before is self.last and all(map(_Source.is_same, sources, self._sources))
+        self._is_steady = before is None or is_steady
+        superseded = functools.partial(self._superseded, self._sources, sources, is_steady)
         self._sources = sources
         assert self.last is not None
         return self.last, superseded
 
-    def _superseded(self, before: Sequence[_Source], now: Sequence[_Source], is_same: bool) -> list[bytes]:
-        if is_same and any(map(_Source.has_unseen_write, now, before)):
+    def _superseded(self, before: Sequence[_Source], now: Sequence[_Source], is_steady: bool) -> list[bytes]:
+        if is_steady and any(map(_Source.has_unseen_write, now, before)):
             self._trusts_versions = False  # fused optimizers write so
         named = {read(source.address) for source in now}
-        changed = [read(old.address) for new, old in zip(now, before, strict=is_same) if new.is_newer(old)]
+        changed = [read(old.address) for new, old in zip(now, before, strict=is_steady) if new.is_newer(old)]
         return [address for address in changed if address not in named]
 
     def predict(self, arguments: Sequence[Tensor], hold: Hold) -> "Predicted | None":
@@ -152,7 +160,7 @@ class Site:
             tensor = arguments[source.argument] if 0 <= source.argument < len(arguments) else None
             if source.captured is not None:
                 tensor = source.captured()
-            if tensor is None:
+            if tensor is None or may_be_freed(tensor):
                 return None
             try:
                 now = layout_of(tensor)
@@ -206,10 +214,10 @@ class Beginning:
 
 @dataclass
 class Sites:
-    """All places of a session."""
+    """All places of a session. The place of a function's call is kept once backward has reached a call from there."""
 
     _by_module: "weakref.WeakKeyDictionary[nn.Module, Site]" = field(default_factory=weakref.WeakKeyDictionary)
-    _others: dict[Hashable, Site] = field(default_factory=dict)
+    _others: OrderedDict[Hashable, Site] = field(default_factory=OrderedDict)
 
     def of(self, fn: Callable[..., Any], position: int) -> Site:
         """The place of a call.
@@ -226,6 +234,13 @@ class Sites:
             if site is None:
                 site = self._by_module[owner] = Site()
             return site
-        if len(self._others) >= MAX_SITES:
-            self._others.clear()
-        return self._others.setdefault((getattr(fn, "__code__", type(fn)), position), Site())
+        key = getattr(fn, "__code__", type(fn)), position
+        return self._others.get(key) or Site(key)
+
+    def keep(self, site: Site) -> None:
+        """Keeps a place once backward reaches a call from there. Of too many the least recently reached is dropped."""
+        if site.key is not None:
+            self._others[site.key] = site
+            self._others.move_to_end(site.key)
+            if len(self._others) > MAX_SITES:
+                self._others.popitem(last=False)

@@ -20,9 +20,10 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from backhaul._lineage import Input, Leaf, Lineage, Op, Output, Recipe, ends_of
 from backhaul_runtime.recording import RecordedSource, version_of
+from backhaul_runtime.uses import name_of
 
 _MOST_NODES = 16
-_LEAF = "torch::autograd::AccumulateGrad"
+_LEAF = "AccumulateGrad"
 _MARKS = "backhaul"
 
 
@@ -104,11 +105,12 @@ def _read(node: Node, output_nr: int, nodes_left: Iterator[int]) -> tuple[Recipe
     mark = _marks_of(node).get(output_nr)
     if mark is not None and (lineage := mark.lineage()) is not None:
         return mark.kind(lineage, mark.number), mark.version
-    if node.name() == _LEAF:
+    name = name_of(node)
+    if name == _LEAF:
         return Leaf(node.variable.detach()), 0  # type: ignore[attr-defined]
-    if node.name() not in _READERS or next(nodes_left, None) is None:
+    if name not in _READERS or next(nodes_left, None) is None:
         raise _UnreadableError
-    function, count = _READERS[node.name()](node)
+    function, count = _READERS[name](node)
     found = []
     for operand, operand_nr in node.next_functions[:count]:
         if operand is None:  # a number, or a tensor without gradient

@@ -3,6 +3,7 @@
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from backhaul._accumulate import kept_in
 from backhaul._calls import Stream, longest_run_s
-from backhaul._chains import Chains, Site
+from backhaul._chains import Guess
+from backhaul._endings import Ending
+from backhaul._expected import check_saved, contributions_in, saved_views
 from backhaul._link import Generation, Link, Stubs
 from backhaul._shared_memory import receiving
 from backhaul._telemetry import CallLog
@@ -19,11 +22,11 @@ from backhaul._upload import Save, Uploader
 from backhaul._value_check import Recomputed
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime import ambient
-from backhaul_runtime.bundle import decode_view, unbundle, view_of
+from backhaul_runtime.bundle import View, view_of
 from backhaul_runtime.digest import address_of, content_digest, tensor_address
 from backhaul_runtime.errors import TensorsMissingError, TransferError, WorkerLostError
 from backhaul_runtime.framing import PLACED_BYTES, Parcel, Receiver, batches
-from backhaul_runtime.layout import layout_of
+from backhaul_runtime.layout import Layout, layout_of
 from backhaul_runtime.program_codec import encode_state
 from backhaul_runtime.protocol import CHUNK_BYTES
 from backhaul_runtime.replay import Contribution
@@ -34,7 +37,7 @@ T = TypeVar("T")
 Answer = tuple[segment_pb2.BackwardResult, list[Tensor], list[bytes]]
 SHORT_BYTES = CHUNK_BYTES // 2
 """Gradients of so many bytes travel with the request."""
-_REPEATABLE = {"UNAVAILABLE", "CANCELLED", "UNKNOWN", "INTERNAL", ""}
+_REPEATABLE = {"UNAVAILABLE", "CANCELLED", "UNKNOWN", "INTERNAL", "DAMAGED", ""}
 
 
 def _recomputed(result: "segment_pb2.BackwardResult | segment_pb2.RecomputeResult") -> Recomputed:
@@ -52,38 +55,42 @@ class SavedTensors:
         self,
         stream: Stream[segment_pb2.RecomputeResult],
         result: segment_pb2.RecomputeResult,
+        views: Mapping[int, View],
+        layouts: Mapping[int, Layout],
         on_close: Callable[[Stream[Any]], None],
+        uploader: Uploader,
     ) -> None:
         self.saved = _recomputed(result)
         self._stream = stream
-        self._views = {view.position: decode_view(view) for view in result.views}
+        self._views = dict(views)
+        self._layouts = layouts
         self._left = Counter(view.parcel for view in self._views.values())
-        self._on_close = on_close
-        self._is_closed = False
+        self._close = partial(on_close, stream)
+        self._uploader = uploader
+        self._ending: Ending | None = uploader.do_after(self, self._close)
 
     def take(self, position: int) -> Tensor:
         """A tensor that was asked for, once; owned by the caller. Waits for it within the bounds of `_calls`.
 
         Raises:
+            TransferError: It is not what autograd saved.
             WorkerLostError: It does not come.
         """
-        view = self._views.pop(position, None)
-        if view is None:
-            raise WorkerLostError(f"the worker did not send saved tensor {position}")
+        view = self._views.pop(position)
         parcel = self._stream.tensor(view.parcel)
         self._left[view.parcel] -= 1
         if not self._left[view.parcel]:
             self._stream.forget(view.parcel)
-        return view_of(parcel, view)
+        tensor = view_of(parcel, view)
+        check_saved(position, tensor, self._layouts[position])
+        return tensor
 
     def close(self) -> None:
         """Wants no more of them. Safe to call twice."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._on_close(self._stream)
-
-    def __del__(self) -> None:
-        self.close()
+        if self._ending is not None:
+            self._close()
+            self._uploader.call_off(self._ending)
+            self._ending = None
 
 
 class SavedSegment:
@@ -96,12 +103,11 @@ class SavedSegment:
         log: Told of bytes and times.
         expected_s: What a replay with its backward should take.
         upcoming: Gives the segments that will be asked for after this one.
-        chains: Told whether its gradients were those that the worker went on from.
         answer_bytes: Of all gradients that a backward returns, those of `parameters` aside.
         parameters: Whose gradients may stay on the worker, by source.
 
     Attributes:
-        expected: The gradients that the worker went on from, by output, and where that was met.
+        expected: The gradients that the worker guessed, by output.
     """
 
     def __init__(
@@ -112,7 +118,6 @@ class SavedSegment:
         log: CallLog,
         expected_s: float,
         upcoming: Callable[[], list[int]],
-        chains: Chains,
         answer_bytes: int,
         parameters: Mapping[int, Tensor],
     ) -> None:
@@ -122,12 +127,12 @@ class SavedSegment:
         self._log = log
         self._expected_s = expected_s
         self._upcoming = upcoming
-        self._chains = chains
         self._answer_bytes = answer_bytes
         self._parameters = parameters
         self._device = save.made[0].device if save.made else None
-        self.expected: dict[int, tuple[bytes, Site]] = {}
+        self.expected: dict[int, Guess] = {}
         self._backwards = itertools.count(1)
+        save.owner = uploader.release_after(self, save.generation, save.segment)
 
     @property
     def generation(self) -> Generation:
@@ -139,19 +144,22 @@ class SavedSegment:
         """Of the segment in its session."""
         return self._save.segment
 
-    def __del__(self) -> None:
-        self._save.is_released = True
-        self._uploader.release(self._save.generation, self._save.segment)
-
     def backward(
-        self, gradients: Mapping[int, Tensor], state: ambient.State, summed: Collection[int], *, checks_bytes: bool
+        self,
+        gradients: Mapping[int, Tensor],
+        state: ambient.State,
+        summed: Collection[int],
+        due: Sequence[tuple[int, Layout]],
+        *,
+        checks_bytes: bool,
     ) -> tuple[Recomputed, list[Contribution], Callable[[], None]]:
         """See `RemoteSegment`."""
         parcels = {}
         for position, gradient in gradients.items():
             layout = layout_of(gradient)
             parcels[position] = Parcel(gradient, layout, tensor_address(layout, content_digest(gradient, layout)))
-        self._chains.check(self.expected, {position: parcel.address for position, parcel in parcels.items()})
+        for position, guess in self.expected.items():
+            guess.check(parcels[position].address if position in parcels else None)
         slots = kept_in(self._parameters)
         start = segment_pb2.Start(
             gradients=[
@@ -183,21 +191,10 @@ class SavedSegment:
         result, tensors, addresses = self._repeated(ask)
         if checks_bytes and list(map(address_of, tensors)) != list(result.tensor_digests):
             raise TransferError("gradients are not those that the worker computed: damaged on the way")
+        contributions = contributions_in(result, tensors, due, summed, slots)
+        kept = {contribution.source for contribution in result.contributions if contribution.kept}
         self._uploader.learn(self.generation, addresses)
         self._chained(result)
-        views = {
-            index: decode_view(contribution.view)
-            for index, contribution in enumerate(result.contributions)
-            if contribution.HasField("view")
-        }
-        found = unbundle(tensors, list(views.values()))
-        contributions = [
-            Contribution(contribution.source, found.get(index))
-            for index, contribution in enumerate(result.contributions)
-        ]
-        kept = {contribution.source for contribution in result.contributions if contribution.kept}
-        if not kept <= slots.keys():
-            raise TransferError(f"the worker kept gradients of sources {sorted(kept)}, of {sorted(slots)} it might")
 
         def commit() -> None:
             if kept:
@@ -270,17 +267,17 @@ class SavedSegment:
         for predecessor in self._save.predecessors:
             segment = predecessor.segment()
             if segment is not None and predecessor.source in found:
-                segment.expected[predecessor.output] = found[predecessor.source], predecessor.site
+                segment.expected[predecessor.output] = Guess(found[predecessor.source], predecessor)
 
     def drifted(self, drift: float) -> None:
         """See `RemoteSegment`."""
         self._link.drift = max(self._link.drift, drift)
 
-    def recompute(self, positions: Sequence[int]) -> "SavedTensors":
+    def recompute(self, wanted: Mapping[int, Layout]) -> "SavedTensors":
         """See `RemoteSegment`."""
         request = segment_pb2.RecomputeRequest(
             key=self._key(segment_pb2.OPERATION_RECOMPUTE),
-            positions=positions,
+            positions=wanted,
             upcoming_segments=self._upcoming(),
             expected_s=self._expected_s,
         )
@@ -296,7 +293,7 @@ class SavedSegment:
                     self._closed(stream)
                     self._log.answered(result.timing, self._link.ahead_s)
 
-                return SavedTensors(stream, result, close)
+                return SavedTensors(stream, result, saved_views(result.views, wanted), wanted, close, self._uploader)
             except BaseException:
                 self._closed(stream)
                 raise
@@ -312,10 +309,12 @@ class SavedSegment:
         )
 
     def _repeated(self, ask: Callable[[], T]) -> T:
-        """Asks once more where only the connection broke: the key makes it the same request to the worker."""
+        """Asks once more where only the connection failed: the key makes it the same request to the worker."""
         self._wait_until_saved()
         try:
             return ask()
+        except TransferError:  # a request that was damaged, or tensors of the answer
+            pass
         except WorkerLostError as error:
             self._link.trouble(self.generation, error)
             if error.status not in _REPEATABLE or not self._link.recovered(self.generation):

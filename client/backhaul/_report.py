@@ -12,11 +12,19 @@ logger = logging.getLogger("backhaul")
 
 
 class Decision(Enum):
-    """Who recomputed a segment, and what came back."""
+    """What became of a segment."""
 
     GRADIENTS = "gradients"
+    """A worker ran its backward and returned gradients."""
+
     ACTIVATIONS = "activations"
+    """A worker recomputed it and returned what autograd had saved."""
+
     TRAINER = "trainer"
+    """The trainer recomputed it."""
+
+    KEPT = "kept"
+    """Its activations stayed on the trainer, as without checkpointing, for no program carries all that is in it."""
 
 
 _COLUMNS = (
@@ -24,6 +32,7 @@ _COLUMNS = (
     ("gradients", 11),
     ("activations", 13),
     ("trainer", 9),
+    ("kept", 6),
     ("wait", 10),
     ("up", 11),
     ("down", 11),
@@ -37,10 +46,12 @@ class SegmentReport:
     Attributes:
         name: What was called.
         calls: Forward calls.
-        decisions: Recomputations by who did them.
+        decisions: Recomputations by who did them, and calls whose activations were kept.
         wait_s: What backward waited for them.
         fallbacks: Segments that a worker had, or should have had, and the trainer recomputed.
         reasons: Why the trainer recomputed, with counts.
+        kept: Why activations were kept, with counts.
+        inside: Why activations came back where gradients might have, with counts.
         up_bytes: Sent for these calls.
         down_bytes: Received for them.
         drift: The largest relative difference between what a worker computed and forward, 0 where bits are equal.
@@ -52,6 +63,8 @@ class SegmentReport:
     wait_s: float
     fallbacks: int
     reasons: dict[str, int]
+    kept: dict[str, int]
+    inside: dict[str, int]
     up_bytes: int
     down_bytes: int
     drift: float
@@ -70,7 +83,7 @@ class Report:
     @property
     def remote(self) -> int:
         """Recomputations done by workers."""
-        return sum(n for s in self.segments for d, n in s.decisions.items() if d is not Decision.TRAINER)
+        return sum(s.decisions.get(d, 0) for s in self.segments for d in (Decision.GRADIENTS, Decision.ACTIVATIONS))
 
     @property
     def fallbacks(self) -> int:
@@ -98,7 +111,7 @@ class Report:
         for segment in self.segments:
             counts = "".join(
                 f"{segment.decisions.get(decision, 0):>{width}}"
-                for decision, width in ((Decision.GRADIENTS, 11), (Decision.ACTIVATIONS, 13), (Decision.TRAINER, 9))
+                for decision, (_, width) in zip(Decision, _COLUMNS[1:], strict=False)
             )
             lines.append(
                 f"{segment.name[:31]:<32}{segment.calls:>7}{counts}{segment.wait_s * 1e3:>7.0f} ms"
@@ -106,7 +119,12 @@ class Report:
             )
             if segment.drift:
                 lines.append(f"  drift {segment.drift:.1e}: a worker computes other bits, compared within tolerances")
-            lines += [f"  {count} on the trainer: {reason}" for reason, count in segment.reasons.items()]
+            for where, reasons in (
+                ("on the trainer", segment.reasons),
+                ("kept on the trainer", segment.kept),
+                ("as activations", segment.inside),
+            ):
+                lines += [f"  {count} {where}: {reason}" for reason, count in reasons.items()]
         return "\n".join(lines)
 
 
@@ -126,6 +144,8 @@ class SegmentLog:
     _wait_s: float = 0.0
     _fallbacks: int = 0
     _reasons: Counter[str] = field(default_factory=Counter)
+    _kept: Counter[str] = field(default_factory=Counter)
+    _inside: Counter[str] = field(default_factory=Counter)
     _up_bytes: int = 0
     _down_bytes: int = 0
     _drift: float = 0.0
@@ -173,6 +193,27 @@ class SegmentLog:
             extra = about(self.session, self.name, step)
             logger.warning("segment %s is recomputed on the trainer: %s", self.name, reason, extra=extra)
 
+    def kept(self, reason: str, *, step: int | None = None) -> None:
+        """Notes why the trainer keeps activations, in the log only the first time.
+
+        Args:
+            reason: For people.
+            step: Of the call, if steps are counted.
+        """
+        with self._lock:
+            self._decisions[Decision.KEPT] += 1
+            self._kept[reason] += 1
+            first = self._kept[reason] == 1
+        if first:
+            extra = about(self.session, self.name, step)
+            text = "segment %s keeps its activations on the trainer, as without checkpointing: %s"
+            logger.warning(text, self.name, reason, extra=extra)
+
+    def inside(self, reason: str) -> None:
+        """Notes why activations come back rather than gradients."""
+        with self._lock:
+            self._inside[reason] += 1
+
     def fallback(self, reason: str, *, is_said: bool = False, step: int | None = None) -> None:
         """Notes that a worker was meant to recompute and could not."""
         with self._lock:
@@ -189,6 +230,8 @@ class SegmentLog:
                 self._wait_s,
                 self._fallbacks,
                 dict(self._reasons),
+                dict(self._kept),
+                dict(self._inside),
                 self._up_bytes,
                 self._down_bytes,
                 self._drift,

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import nn
 
+from backhaul._arguments import NAMES
+
 
 def checkpoint_sequential(
     checkpoint: Callable[..., Any],
@@ -23,8 +25,12 @@ def checkpoint_sequential(
         **kwargs: As for `checkpoint`; the functions take none.
 
     Raises:
-        ValueError: More segments than functions, or fewer than one.
+        ValueError: More segments than functions, or fewer than one; or keyword arguments that are no options, in
+            torch's words.
     """
+    unexpected = [name for name in kwargs if name not in NAMES]
+    if unexpected:
+        raise ValueError("Unexpected keyword arguments: " + ",".join(unexpected))
     row = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
     if not 1 <= segments <= len(row):
         raise ValueError(f"segments={segments} must be between 1 and the number of functions, {len(row)}")

@@ -13,12 +13,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from backhaul import _patched, _sequential, _wrap
-from backhaul._arguments import decorator, options_of
+from backhaul import _patched, _sequential, _sharded, _wrap
+from backhaul._arguments import Options, decorator, names_of_torch, options_of
 from backhaul._calls import call_unary
 from backhaul._checkpoint import run_segment
 from backhaul._config import SECRETS, Config
@@ -32,6 +33,7 @@ from backhaul._remote import SavedSegment
 from backhaul._report import Journal, Report
 from backhaul._side import Side
 from backhaul._telemetry import Telemetry
+from backhaul._warnings import warn_not_remote
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.addresses import Address, parse_addresses
 from backhaul_runtime.credentials import one_for_each
@@ -100,6 +102,7 @@ class Session:
             for link in links:
                 link.open(config.connect_timeout_s)
                 self._sides.append(Side(link, config.inflight_bytes, config.inflight_boundaries))
+            self._warn_if_useless()
         except BaseException:
             self.close()
             raise
@@ -133,7 +136,22 @@ class Session:
         options, rest = options_of(self.config, kwargs)
         if function is None:
             return decorator(self.checkpoint, args, rest, kwargs)
-        return run_segment(self, function, args, rest, options)
+        return self._run(function, args, rest, options)
+
+    def _instead_of_torchs(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Runs a call that `patched` redirected. Only the options of torch's function are taken as options.
+
+        What the decorator form returns calls torch's function, so it is redirected only while a block is open.
+        """
+        options, rest = options_of(self.config, kwargs, names_of_torch())
+        if function is None:
+            return decorator(torch.utils.checkpoint.checkpoint, args, rest, kwargs)
+        return self._run(function, args, rest, options)
+
+    def _run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+    ) -> Any:
+        return _sharded.call(partial(run_segment, self, options=options), function, args, kwargs)
 
     def checkpoint_sequential(
         self,
@@ -162,8 +180,18 @@ class Session:
 
     @contextmanager
     def patched(self) -> Iterator[Self]:
-        """Within it `torch.utils.checkpoint.checkpoint` is this session's, for code one can't edit."""
-        with _patched.patched(self.checkpoint):
+        """Within it calls of `torch.utils.checkpoint.checkpoint` are segments of this session, for code one can't edit.
+
+        This includes calls by code that took torch's function before the block, as a model does when its checkpointing
+        is switched on. The options are those of the installed torch's function; all other keyword arguments are the
+        checkpointed function's. All threads are affected.
+
+        If nothing called torch's function, leaving the block warns with `NotRemoteWarning`.
+
+        Raises:
+            NotRemoteError: Under `strict`, on leaving the block, if nothing called torch's function.
+        """
+        with _patched.patched(self._instead_of_torchs, strict=self.config.strict):
             yield self
 
     @property
@@ -277,6 +305,15 @@ class Session:
     def save(self, frame: Frame, beginning: Beginning, tensors: Sequence[Tensor], forward_s: float) -> SavedSegment:
         """See `Dispatcher`."""
         return self._dispatcher.save(frame, beginning, tensors, forward_s)
+
+    def _warn_if_useless(self) -> None:
+        if why := self._dispatcher.why_useless():
+            is_exact = self.config.numerics == "exact"
+            todo = 'Drop numerics="exact"' if is_exact else "Install the same torch on both sides"
+            warn_not_remote(
+                f"every segment will run on the trainer, because no worker computes the same bits: {why}. {todo}, "
+                "or connect to other workers"
+            )
 
     def _optimizer_stepped(self, *_: Any) -> None:
         if self.telemetry is not None and not self._closed:

@@ -17,7 +17,7 @@ from backhaul_proto.v1 import tensor_pb2
 from backhaul_runtime.errors import BackhaulError, TransferError, WorkerLostError
 from backhaul_runtime.framing import Parcel, Placing, Receiver
 from backhaul_runtime.layout import Layout
-from backhaul_runtime.shared_memory import Ask, Outbox, Place, Region, is_same_user, take_offer
+from backhaul_runtime.shared_memory import Ask, Outbox, Place, Region, checksum_of, is_same_user, take_offer
 
 logger = logging.getLogger("backhaul")
 _CONNECT_S = 1.0
@@ -90,14 +90,17 @@ class SharedMemory:
         self._say(Ask.ENDED, answer)
 
     def copied(self, location: tensor_pb2.Location, layout: Layout) -> Callable[[], Tensor]:
-        """What copies a tensor out of shared memory. Raises TransferError for one that can't be there."""
+        """What copies a tensor out of shared memory. Raises TransferError for one that can't be there.
+
+        What is returned raises TransferError for a tensor that is not as the worker wrote it.
+        """
         region = self._region(location, layout)
-        return lambda: region.copy(location, layout)
+        return lambda: _as_written(region.copy(location, layout), location, layout)
 
     def in_place(self, location: tensor_pb2.Location, layout: Layout) -> Callable[[], Tensor]:
         """As `copied`, but the tensor stays where it is."""
         region = self._region(location, layout)
-        return lambda: region.use(location, layout)
+        return lambda: _as_written(region.use(location, layout), location, layout)
 
     def _region(self, location: tensor_pb2.Location, layout: Layout) -> Region:
         if location.region not in self._inbox:
@@ -174,6 +177,13 @@ class SharedMemory:
             except (OSError, TransferError) as error:
                 logger.warning("memory is no longer shared through %s: %s", self._path, error)
                 self.forget()
+
+
+def _as_written(tensor: Tensor, location: tensor_pb2.Location, layout: Layout) -> Tensor:
+    """The tensor. Raises TransferError where it does not fit its checksum: Rule 5 of NOTE [Regions]."""
+    if checksum_of(tensor, layout) != location.checksum:
+        raise TransferError(f"a tensor in region {location.region} of shared memory is not what the worker wrote there")
+    return tensor
 
 
 @contextmanager

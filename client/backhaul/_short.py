@@ -1,8 +1,8 @@
 """Requests with short answers, one after the other on a stream that stays open.
 
 NOTE [Short]
-1. It is a short cut. Whatever does not go well here, an answer that is long or late included, ends in None, and the
-   caller makes the call, whose key makes it the same request to the worker.
+1. It is a short cut. Whatever does not go well here ends in None, an answer that is long, late or damaged included. The
+   caller then makes the call, whose key makes it the same request to the worker.
 2. But silence is silence: a worker that says nothing for as long as any may is taken for lost. A thread that lives as
    long as the stream looks every now and then, for the one that waits can't.
 3. Who finds the stream taken by another thread does not wait for it.
@@ -16,7 +16,8 @@ from typing import Any
 import grpc
 
 from backhaul._calls import SLICE_S
-from backhaul_runtime.errors import WorkerLostError
+from backhaul_runtime.errors import TransferError, WorkerLostError
+from backhaul_runtime.splicing import accepted
 
 
 class ShortStream:
@@ -47,7 +48,10 @@ class ShortStream:
             self._asked += 1
             self._is_waiting = True
             self._requests.put(request)
-            return next(call)
+            return accepted(next(call))
+        except TransferError:
+            self.close()
+            return None
         except (grpc.RpcError, StopIteration, ValueError):
             self.close()
             if self._is_silent:

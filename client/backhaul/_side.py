@@ -1,16 +1,13 @@
 """A worker of a session."""
 
 import logging
-import weakref
 from collections.abc import Callable, Mapping
 from time import monotonic
 
 from torch import Tensor
 
 from backhaul._calls import Stream, longest_run_s
-from backhaul._chains import Chains
 from backhaul._link import Generation, Link
-from backhaul._remote import SavedSegment
 from backhaul._upload import Uploader
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.errors import BackhaulError, WorkerLostError
@@ -25,14 +22,12 @@ class Side:
     def __init__(self, link: Link, inflight_bytes: int, inflight_boundaries: int) -> None:
         self.link = link
         self.uploader = Uploader(link, inflight_bytes, inflight_boundaries)
-        self.chains = Chains()
-        self.segments: dict[int, weakref.ref[SavedSegment]] = {}
         self.differences: dict[tuple[int, str], Mapping[str, tuple[str, str]]] = {}  # by generation and kind of device
         self._failed: Generation | None = None  # to give what it was asked for
 
     def upcoming(self, segment: int) -> list[int]:
         """The segment that backward reaches after this one: the last saved before it that is still there."""
-        earlier = [number for number in list(self.segments) if number < segment]
+        earlier = [number for number in self.uploader.segments() if number < segment]
         return [max(earlier)] if earlier else []
 
     def fetch(self, address: bytes, count: Callable[[int], None]) -> Tensor | None:

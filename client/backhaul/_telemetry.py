@@ -4,12 +4,11 @@ NOTE [Never in the way]
 1. Training adds numbers and appends to lists. What takes longer, and all that may fail, is the thread's.
 2. Lists are bounded. What does not fit, or can't be sent, is dropped and counted.
 3. A call is told once nobody can need its segment any more, or its step has ended after its recomputation.
-4. Destructors append to a deque and take no lock: they may run in the midst of anything.
+4. Frames die in the midst of anything. Their endings are appended to a deque: see `_endings`.
 """
 
 import logging
 import threading
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -19,9 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from backhaul._endings import Ending, Endings
 from backhaul._report import Decision, SegmentLog
 from backhaul_proto.v1 import segment_pb2, telemetry_pb2
 from backhaul_runtime.processes import resident_bytes
+from backhaul_runtime.protocol import MAX_NAME
+from backhaul_runtime.telemetry import MAX_SPANS
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -33,7 +35,10 @@ logger = logging.getLogger("backhaul")
 INTERVAL_S = 1.0
 MAX_CALLS = 4096
 MAX_STEPS = 1024
-CALLS_PER_REPORT = 1000
+CALLS_PER_REPORT = 200
+"""With these a report stays below the half MiB that a worker takes."""
+
+_SHOWN_OF_REASON = 1000
 _CLOSE_S = 1.0
 
 Lane = telemetry_pb2.Lane
@@ -73,15 +78,13 @@ class CallLog:
         reason: Why it is recomputed where it is, and what comes back.
         retries: Requests that were made again.
         mismatches: Recomputations whose values were refused.
-        is_gone: Nobody can need its segment any more.
     """
 
     def __init__(self, log: SegmentLog, telemetry: "Telemetry | None" = None) -> None:
         log.call()
         self._log = log
         self._telemetry = telemetry
-        self._frame: weakref.ref[Any] | None = None
-        self.is_gone = False
+        self._frame: Ending | None = None
         self.worker = ""
         self.decision: Decision | None = None
         self.reason = ""
@@ -111,18 +114,18 @@ class CallLog:
             return
         self.function_s, self.overhead_s = function_s, overhead_s
         self.spans.append((Lane.LANE_FORWARD, time() - function_s - overhead_s, function_s))
-        let_go = self._telemetry.hold(saved_bytes, overhead_s)
+        self._frame = self._telemetry.hold(frame, saved_bytes, overhead_s)
 
-        def gone(_: object) -> None:
-            self.is_gone = True
-            let_go()
-
-        self._frame = weakref.ref(frame, gone)
+    @property
+    def is_gone(self) -> bool:
+        """Whether its forward has ended and nobody can need its segment any more."""
+        return self._frame is not None and self._frame() is None
 
     def add(self, decision: Decision, took_s: float) -> None:
         """Counts a recomputation that has just ended, for which backward waited."""
         self._log.add(decision, took_s)
-        self.decision = decision
+        if self.decision is not Decision.KEPT:  # which says more than who recomputed what came before
+            self.decision = decision
         on_trainer = decision is Decision.TRAINER
         self._span(Lane.LANE_TRAINER if on_trainer else Lane.LANE_WAIT, time() - took_s, took_s)
         if self._telemetry is not None:
@@ -178,6 +181,17 @@ class CallLog:
         self.reason = reason
         self._log.on_trainer(reason, is_said=is_said, step=self._counted_step)
 
+    def kept(self, reason: str) -> None:
+        """See `SegmentLog`."""
+        self.reason, self.decision = reason, Decision.KEPT
+        self._log.kept(reason, step=self._counted_step)
+
+    def taken(self, needs_inside: str) -> None:
+        """Notes that a worker took the segment, and why activations will come back; empty where gradients will."""
+        self.reason = needs_inside or "only its gradients are needed"
+        if needs_inside:
+            self._log.inside(needs_inside)
+
     def fallback(self, reason: str, *, is_said: bool = False) -> None:
         """See `SegmentLog`."""
         self.reason, self.is_fallback = reason, True
@@ -190,15 +204,15 @@ class CallLog:
         return telemetry_pb2.SegmentCall(
             step=self.step,
             number=self.number,
-            name=self.name,
+            name=self.name[:MAX_NAME],
             position=self.position,
             worker=self.worker,
             decision=self.decision.value if self.decision else "",
-            reason=self.reason,
+            reason=self.reason[:_SHOWN_OF_REASON],
             is_fallback=self.is_fallback,
             spans=[
                 telemetry_pb2.Span(lane=lane, started_at_s=began_at_s, duration_s=took_s)
-                for lane, began_at_s, took_s in list(self.spans)
+                for lane, began_at_s, took_s in list(self.spans)[-MAX_SPANS:]
             ],
             up_bytes=self.up_bytes,
             down_bytes=self.down_bytes,
@@ -237,7 +251,8 @@ class Telemetry:
         self._steps: deque[tuple[telemetry_pb2.Step, Any, Context | None]] = deque()
         self._held_bytes = 0
         self._peak_held_bytes = 0
-        self._let_go: deque[int] = deque()  # Rule 4
+        self._let_go: deque[Ending] = deque()  # Rule 4
+        self._endings = Endings(self._let_go.append)
         self._dropped = 0
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="backhaul-telemetry", daemon=True)
@@ -270,15 +285,15 @@ class Telemetry:
                 self._dropped += 1
             return now.number, now.calls - 1, now.names[name] - 1
 
-    def hold(self, saved_bytes: int, overhead_s: float) -> Callable[[], None]:
-        """A forward ended. Returns what to call when its frame is gone, from a destructor if need be."""
+    def hold(self, frame: object, saved_bytes: int, overhead_s: float) -> Ending:
+        """A forward ended, which holds so many bytes until its frame is gone."""
         with self._lock:
             while self._let_go:
-                self._held_bytes -= self._let_go.popleft()
+                self._held_bytes -= self._endings.take(self._let_go.popleft())
             self._held_bytes += saved_bytes
             self._now.saved_bytes = max(self._now.saved_bytes, self._held_bytes)
             self._now.overhead_s += overhead_s
-        return lambda: self._let_go.append(saved_bytes)
+        return self._endings.watch(frame, saved_bytes)
 
     def recomputed(self, decision: Decision, wait_s: float, spared_s: float) -> None:
         """A segment was recomputed."""

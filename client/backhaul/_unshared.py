@@ -14,24 +14,25 @@ from torch._C._autograd import _get_sequence_nr
 
 
 class Unshared:
-    """Of one segment.
-
-    Attributes:
-        sources: Indices of those found so far.
-    """
+    """Of one segment."""
 
     def __init__(self) -> None:
-        self.sources: set[int] = set()
+        self._found: list[int] = []
         self._watched: list[weakref.ref[Tensor]] = []
+
+    @property
+    def sources(self) -> set[int]:
+        """Indices of those found so far."""
+        return set(self._found)
 
     def watch(self, tensors: Iterable[tuple[int, Tensor]]) -> None:
         """Watches sources, by index, once the segment's own nodes are made. Called by the thread that made them."""
-        sources, last = self.sources, (threading.get_ident(), _get_sequence_nr())
+        found, last = self._found, (threading.get_ident(), _get_sequence_nr())
 
         def watched(index: int, tensor: Tensor) -> weakref.ref[Tensor]:
             def died(_: object) -> None:
                 if (threading.get_ident(), _get_sequence_nr()) == last:  # each thread counts for itself
-                    sources.add(index)
+                    found.append(index)
 
             return weakref.ref(tensor, died)
 

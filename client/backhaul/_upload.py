@@ -20,6 +20,7 @@ from torch import Tensor
 from backhaul._accumulate import Uncollected
 from backhaul._calls import SLICE_S, Watch, call_unary, watched
 from backhaul._chains import Predecessor
+from backhaul._endings import Ending, Endings
 from backhaul._link import Generation, Link
 from backhaul._shared_memory import sending
 from backhaul._short import ShortStream
@@ -29,6 +30,7 @@ from backhaul_runtime.errors import BackhaulError, SegmentUnknownError, Transfer
 from backhaul_runtime.framing import Parcel, batches
 from backhaul_runtime.layout import Layout
 from backhaul_runtime.logs import about
+from backhaul_runtime.protocol import MAX_NAME
 from backhaul_runtime.splicing import Batch, encode_all
 from backhaul_runtime.staging import Mark, aside
 from backhaul_runtime.unread import Digest, read
@@ -48,16 +50,27 @@ class SourceTensor:
     Attributes:
         address: Of its contents at forward; empty: of those it has when it is sent.
         layout: Likewise.
-        value: Read when it is sent; if it has changed by then the worker refuses it.
+        value: Read when it is sent; if it has changed by then the worker refuses it. None if the worker is known to
+            hold the tensor and the memory here may be freed at any time.
         is_copy: Whether `value` is a copy that waits to be sent.
         is_transient: No later segment will name it.
     """
 
     address: Digest
     layout: Layout
-    value: Tensor
+    value: Tensor | None
     is_copy: bool
     is_transient: bool
+
+    def to_read(self) -> Tensor:
+        """The value. Raises WorkerLostError if it is None."""
+        if self.value is None:
+            raise WorkerLostError(
+                "the worker evicted a parameter that FSDP has freed on the trainer as well: give the worker more "
+                "--memory",
+                status="BUSY",
+            )
+        return self.value
 
 
 @dataclass(eq=False)
@@ -81,6 +94,7 @@ class Save:
         is_predicted: Its call has not run yet.
         superseded: Gives addresses that need not be kept for later.
         made: When the sources were, on their accelerators.
+        owner: Who will ask for the segment. If it has died, nobody will.
     """
 
     generation: Generation
@@ -99,13 +113,16 @@ class Save:
     superseded: Callable[[], Sequence[bytes]] = tuple
     made: Sequence[Mark] = ()
     saved: "Future[None]" = field(default_factory=Future)
-    is_released: bool = False
+    owner: Ending | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Release:
     generation: Generation
     segment: int
+
+
+_Item = Save | _Release | Callable[[], None]
 
 
 class _UnansweredError(Exception):
@@ -131,10 +148,10 @@ class Uploader:
         self._limit_boundaries = inflight_boundaries
         self.watch = Watch(link.silence_s)
         self.uncollected = Uncollected(link)
-        # put() of a SimpleQueue may be called from a destructor in the midst of another put().
-        self._queue: queue.SimpleQueue[Save | _Release | None] = queue.SimpleQueue()
-        self._queued_bytes = 0
-        self._queued_boundaries = 0
+        # put() of a SimpleQueue may be called by the garbage collector in the midst of another put().
+        self._queue: queue.SimpleQueue[_Item | Ending | None] = queue.SimpleQueue()
+        self._endings = Endings(self._queue.put)
+        self._waiting: set[Save] = set()  # those with copies
         self._sent: queue.SimpleQueue[Sequence[SourceTensor]] = queue.SimpleQueue()
         self._room = threading.Condition()
         self._known: OrderedDict[bytes, None] = OrderedDict()
@@ -151,13 +168,18 @@ class Uploader:
                 if self._link.up is not save.generation:
                     break
                 self._room.wait(SLICE_S)
-            self._queued_bytes += save.queued_bytes
-            self._queued_boundaries += bool(save.queued_bytes)
-        self._queue.put(save)
+            try:
+                if save.queued_bytes:
+                    self._waiting.add(save)
+                self._queue.put(save)
+            except BaseException:  # Ctrl-C, also after it was put
+                self._waiting.discard(save)
+                raise
 
     def _is_full(self, save: Save) -> bool:
-        too_large = self._queued_bytes and self._queued_bytes + save.queued_bytes > self._limit_bytes
-        return bool(too_large) or self._queued_boundaries >= self._limit_boundaries
+        queued_bytes = sum(waiting.queued_bytes for waiting in self._waiting)
+        too_large = queued_bytes and queued_bytes + save.queued_bytes > self._limit_bytes
+        return bool(too_large) or len(self._waiting) >= self._limit_boundaries
 
     def let_go(self) -> None:
         """Frees what has been sent. Called by the trainer's threads: a profiler does not see what others free."""
@@ -166,8 +188,24 @@ class Uploader:
                 self._sent.get_nowait()
 
     def release(self, generation: Generation, segment: int) -> None:
-        """Queues the release of a segment. Never waits, for destructors call it."""
+        """Queues the release of a segment."""
         self._queue.put(_Release(generation, segment))
+
+    def release_after(self, owner: object, generation: Generation, segment: int) -> Ending:
+        """Releases a segment when its owner has died. NOTE [Endings]."""
+        return self._endings.watch(owner, _Release(generation, segment))
+
+    def do_after(self, owner: object, then: Callable[[], None]) -> Ending:
+        """Has the sending thread do something when its owner has died. NOTE [Endings]."""
+        return self._endings.watch(owner, then)
+
+    def call_off(self, ending: Ending) -> None:
+        """Nothing more is to be done when the owner dies."""
+        self._endings.take(ending)
+
+    def segments(self) -> list[int]:
+        """The numbers of the segments whose owners are there."""
+        return [then.segment for then in self._endings.to_come() if isinstance(then, _Release)]
 
     def close(self) -> None:
         """Sends nothing more and ends the thread. Call it after the link was closed."""
@@ -198,7 +236,7 @@ class Uploader:
 
     def missing(self, generation: Generation, parcels: Iterable[Parcel]) -> list[Parcel]:
         """Those that the worker does not have, as far as is known."""
-        return [parcel for parcel in parcels if not self._knows(generation, parcel.address)]
+        return [parcel for parcel in parcels if not self.knows(generation, parcel.address)]
 
     def learn(self, generation: Generation, addresses: Iterable[bytes]) -> None:
         """Notes what the worker holds. It may give some up; then it says what is missing."""
@@ -223,19 +261,22 @@ class Uploader:
         with self._known_lock:
             return self._known_of if address in self._known else None
 
-    def _knows(self, generation: Generation, address: bytes) -> bool:
+    def knows(self, generation: Generation, address: bytes) -> bool:
+        """Whether the worker holds a tensor or program, as far as is known."""
         with self._known_lock:
             return self._known_of is generation and address in self._known
 
     def _serve(self) -> None:
         held: list[_Release] = []
         while True:
-            item: Save | _Release | None = None  # nothing of the last one stays until the next comes
+            item: _Item | Ending | None = None  # nothing of the last one stays until the next comes
             is_soon = True
             try:
                 item = self._queue.get(timeout=GATHER_S if held else None)
             except queue.Empty:
                 is_soon = False
+            if isinstance(item, Ending):
+                item = self._endings.take(item)
             if isinstance(item, _Release):
                 held.append(item)
             if held and (not isinstance(item, _Release) or len(held) == MOST_GATHERED):
@@ -243,12 +284,20 @@ class Uploader:
                 held = []
             if isinstance(item, Save):
                 self._save(item)
+            elif callable(item):
+                self._do(item)
             elif item is None and is_soon:
                 return
 
+    def _do(self, then: Callable[[], None]) -> None:
+        try:
+            then()
+        except Exception:  # a bug of ours must not end the thread that forward waits for
+            logger.exception("letting go failed", extra=about(self._link.run))
+
     def _save(self, save: Save) -> None:
         try:
-            if save.is_released:
+            if save.owner is not None and save.owner() is None:
                 raise SegmentUnknownError("released before it was sent")
             self._send(save)
             self._sent.put(save.sources)
@@ -267,8 +316,7 @@ class Uploader:
                 self._sent.put(save.sources)
                 save.sources = ()
             with self._room:
-                self._queued_bytes -= save.queued_bytes
-                self._queued_boundaries -= bool(save.queued_bytes)
+                self._waiting.discard(save)
                 self._room.notify_all()
 
     def _send(self, save: Save) -> None:
@@ -277,7 +325,7 @@ class Uploader:
             addresses = [
                 address
                 if (address := read(source.address)) or source.layout.device == "cpu"
-                else address_of(source.value)
+                else address_of(source.to_read())
                 for source in save.sources
             ]
         request = segment_pb2.SaveSegmentRequest(
@@ -287,7 +335,7 @@ class Uploader:
             program=save.program_address,
             transient_sources=[i for i, source in enumerate(save.sources) if source.is_transient],
             generator_states=save.generator_states,
-            name=save.name,
+            name=save.name[:MAX_NAME],
             wants_sketches=save.wants_sketches,
             predecessors=[
                 segment_pb2.Predecessor(source=each.source, segment=segment.number, output=each.output)
@@ -298,7 +346,7 @@ class Uploader:
             superseded=save.superseded(),
         )
         for _ in range(MAX_ATTEMPTS):
-            if not self._knows(generation, save.program_address):
+            if not self.knows(generation, save.program_address):
                 self._put_program(save)
             answer = self._ask_to_save(save, request, addresses)
             if not answer.program_missing and not answer.missing_tensors:
@@ -342,8 +390,8 @@ class Uploader:
         parcels: dict[bytes | int, Parcel] = {}
         with aside(save.made):
             for index, (address, source) in enumerate(zip(addresses, save.sources, strict=True)):
-                if not self._knows(generation, address):
-                    parcels[address or index] = Parcel(source.value, source.layout, address)
+                if not self.knows(generation, address):
+                    parcels[address or index] = Parcel(source.to_read(), source.layout, address)
         began, found, answer = perf_counter(), list[bytes](), None
         with sending(generation.memory, save.count) as place:
             sent = batches(parcels.values(), place)
@@ -355,12 +403,14 @@ class Uploader:
                 answer = short.ask(encoded)
                 if answer is None:
                     raise _UnansweredError
-                if len(answer.stored) < len(parcels):
-                    raise TransferError("the worker did not take what came with a segment")
                 found = list(answer.stored)
+                if parcels and not found:
+                    raise TransferError("the worker did not take what came with a segment")
                 self.watch.sign()
             elif begin:
                 found = self._put(generation, itertools.chain(begin, sent), save.count)
+            if len(found) != len(parcels):
+                raise WorkerLostError(f"the worker says that it took {len(found)} tensors of {len(parcels)}")
         for key, address in zip(parcels, found, strict=True):
             if isinstance(key, int):
                 addresses[key] = address

@@ -52,7 +52,7 @@ def check_recomputed(name: str, saved: Sequence[SavedTensor], found: Recomputed)
         return 0.0
     for given in (found.digests, found.sketches):
         check_count(name, _WORKER, saved, len(given))
-    different = [i for i, digest in enumerate(found.digests) if digest != saved[i].digest]
+    different = [i for i, digest in enumerate(found.digests) if not digest or digest != saved[i].digest]
     drifts = {i: drift(saved[i].sketch, found.sketches[i]) if saved[i].sketch else math.inf for i in different}
     off = [i for i, value in drifts.items() if value > tolerance(saved[i].layout.dtype)]
     if off:
@@ -75,7 +75,6 @@ def check_values(
     where: str,
     saved: Sequence[SavedTensor],
     digests: Sequence[bytes],
-    again: Sequence[SavedTensor] | None = None,
 ) -> None:
     """Compares everything forward saved with everything a recomputation did.
 
@@ -84,13 +83,12 @@ def check_values(
         where: Who recomputed, for the message.
         saved: From forward.
         digests: From the recomputation, in order.
-        again: All that is known of what it saved, for the message.
 
     Raises:
         CheckpointError: Naming both sides and the positions.
     """
     check_count(name, where, saved, len(digests))
-    check_digests(name, where, saved, dict(enumerate(digests)), again)
+    check_digests(name, where, saved, dict(enumerate(digests)))
 
 
 def check_count(name: str, where: str, saved: Sequence[SavedTensor], count: int) -> None:
@@ -98,7 +96,7 @@ def check_count(name: str, where: str, saved: Sequence[SavedTensor], count: int)
     if count != len(saved):
         raise CheckpointError(
             f"segment {name}: forward saved {len(saved)} tensors for backward, recomputation {where} saved {count}. "
-            "The function must do the same both times; run it once without checkpointing to compare",
+            "Please report it with the function: the same ops ran both times",
             segment=name,
             saved_forward=len(saved),
             saved_recomputed=count,
@@ -122,23 +120,21 @@ def check_digests(
     where: str,
     saved: Sequence[SavedTensor],
     digests: Mapping[int, bytes],
-    again: Sequence[SavedTensor] | None = None,
 ) -> None:
-    """Raises CheckpointError where tensors differ between forward and recomputation.
+    """Raises CheckpointError where tensors differ between forward and recomputation, or can't be compared.
 
     Args:
         name: Of the segment.
         where: Who recomputed, for the message.
         saved: From forward.
         digests: Of recomputed tensors, by position.
-        again: All that is known of what the recomputation saved, for the message.
     """
-    different = [i for i, digest in digests.items() if digest != saved[i].digest]
+    different = [i for i, digest in digests.items() if not digest or digest != saved[i].digest]
     if different:
         lines = [
             f"  tensor {index}, saved by {saved[index].op or 'a custom function'}: forward "
             f"{_shown(saved[index].layout, saved[index].digest)}, recomputed "
-            f"{_shown((again or saved)[index].layout, digests[index])}"
+            f"{_shown(saved[index].layout, digests[index])}"
             for index in different[:_SHOWN]
         ]
         more = f"\n  and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""

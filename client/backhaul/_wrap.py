@@ -2,10 +2,17 @@
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import partial
 from typing import Any, Self
 
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+
+from backhaul._arguments import NAMES
+from backhaul._sharded import is_sharded
+
+_TAKEN = NAMES | {"function", "session"}
+"""Keyword arguments that `checkpoint` would not pass on."""
 
 
 class SegmentModule(CheckpointWrapper):
@@ -23,9 +30,19 @@ class SegmentModule(CheckpointWrapper):
         super().__init__(module, checkpoint_fn=checkpoint)
         self.__dict__["_is_complete"] = True  # what is set from now on is set by its user
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module inside as a segment. All arguments are the module's own, whatever their names."""
+        checkpoint: Callable[..., Any] = self.checkpoint_fn
+        inside = self._checkpoint_wrapped_module
+        taken = {name: kwargs.pop(name) for name in _TAKEN & kwargs.keys()}
+        return checkpoint(partial(inside, **taken) if taken else inside, *args, **kwargs)
+
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute of the module inside, whose forward reads it, unless the wrapper was born with it."""
-        if "_is_complete" not in self.__dict__ or name in self.__dict__ or name in self._modules:
+        """Sets an attribute of the module inside, whose forward reads it, unless the wrapper was born with it.
+
+        fully_shard sets `__class__`, of the module that it is given.
+        """
+        if "_is_complete" not in self.__dict__ or name in {*self.__dict__, *self._modules, "__class__"}:
             super().__setattr__(name, value)
         else:
             setattr(self._checkpoint_wrapped_module, name, value)
@@ -84,9 +101,20 @@ def wrap(
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Undoes `wrap`, in place, and returns the model."""
-    for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):
-            if isinstance(child, SegmentModule):
-                parent._modules[name] = child._checkpoint_wrapped_module
+    """Undoes `wrap`, in place, and returns the model.
+
+    Raises:
+        ValueError: A wrapped module was given to fully_shard, which works by hooks of the wrapper.
+    """
+    found = [
+        (parent, f"{prefix}.{name}".lstrip("."), name, child)
+        for prefix, parent in model.named_modules()
+        for name, child in parent._modules.items()
+        if isinstance(child, SegmentModule)
+    ]
+    for _, path, _, child in found:
+        if is_sharded(child):
+            raise ValueError(f"{path} was sharded after wrap(): call unwrap() before fully_shard()")
+    for parent, _, name, child in found:
+        parent._modules[name] = child._checkpoint_wrapped_module
     return model

@@ -3,6 +3,7 @@
 A setting counts as state if it has a getter and a setter in torch. What has none is the fingerprint's business.
 """
 
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -93,7 +94,7 @@ class _DispatchModes(threading.local):
         if value != self.read():
             self.own = DispatchMode() if value else torch._C._DisableTorchDispatch()
             self.is_on = value
-            self.own.__enter__()  # type: ignore[no-untyped-call]
+            self.own.__enter__()
 
 
 _dispatch_modes = _DispatchModes()
@@ -142,18 +143,14 @@ def settings() -> Mapping[str, _Setting]:
     return found
 
 
-class _Clears(threading.local):
-    """How often a thread has cleared autocast's cache. Torch does so at the end of the outermost autocast region."""
-
-    count = 0
-
-
-_clears = _Clears()
+_clears = itertools.count(1)
+_cleared = 0
 _clear_autocast_cache = torch.clear_autocast_cache
 
 
 def _clear_and_count() -> None:
-    _clears.count += 1
+    global _cleared
+    _cleared = next(_clears)
     _clear_autocast_cache()
 
 
@@ -161,8 +158,8 @@ torch.clear_autocast_cache = _clear_and_count  # nothing else tells one region f
 
 
 def cleared_casts() -> int:
-    """How often the calling thread has cleared autocast's cache."""
-    return _clears.count
+    """How often autocast's cache was cleared, by any thread: torch does so as one leaves its outermost region."""
+    return _cleared
 
 
 @cache
@@ -173,6 +170,21 @@ def _readers() -> tuple[Callable[[], Any], ...]:
 def capture() -> State:
     """The settings of the calling thread, now."""
     return tuple([read() for read in _readers()])
+
+
+@cache
+def _autocast_switches() -> tuple[int, ...]:
+    return tuple(i for i, name in enumerate(settings()) if name in {"autocast_cpu", "autocast_cuda"})
+
+
+def is_autocast(state: State) -> bool:
+    """Whether autocast was on for any kind of device."""
+    return any(state[place] for place in _autocast_switches())
+
+
+def with_present_modes(state: State) -> State:
+    """The state, but with whatever dispatch modes the calling thread has now."""
+    return from_mapping({**to_mapping(state), "dispatch_mode": _dispatch_modes.read()})
 
 
 def apply(state: State, current: State) -> None:
@@ -193,6 +205,16 @@ def restored() -> Iterator[None]:
         if torch.autocast_increment_nesting() == 1:
             torch.clear_autocast_cache()
         torch.autocast_decrement_nesting()
+
+
+def threads_of(state: State) -> int:
+    """How many threads ops take in a state."""
+    return int(state[_place("threads")])
+
+
+@cache
+def _place(name: str) -> int:
+    return list(settings()).index(name)
 
 
 def to_mapping(state: State) -> dict[str, Value]:
@@ -227,9 +249,10 @@ def _check_values(values: Mapping[str, Value]) -> None:
         raise ProgramError(f"{values['threads']} threads are asked for, at most {max_threads()} are given")
     if values.get("deterministic", 0) not in {0, 1, 2}:
         raise ProgramError(f'the setting "deterministic" can\'t be {values["deterministic"]!r}')
-    order = str(values.get("sdp_priority", "0"))
-    if not all(part.isdigit() and int(part) < _SDP_KERNELS for part in order.split(",")):
-        raise ProgramError(f'the setting "sdp_priority" can\'t be {order!r}')
+    present = str(settings()["sdp_priority"].read())
+    order = str(values.get("sdp_priority", present))
+    if sorted(order.split(",")) != sorted(present.split(",")):  # torch writes a longer list past the end of its own
+        raise ProgramError(f'the setting "sdp_priority" can\'t be {order!r}: it is an order of {present}')
 
 
 def max_threads() -> int:
@@ -238,4 +261,3 @@ def max_threads() -> int:
 
 
 _FLOATING = {str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and dtype.is_floating_point}
-_SDP_KERNELS = 8

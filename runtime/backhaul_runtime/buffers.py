@@ -2,9 +2,9 @@
 
 NOTE [Buffers]
 1. A buffer is page-aligned and belongs to the tensor that was made on it, until that tensor's storage dies. Then it is
-   idle. So many bytes at most are idle: those that were so longest go back to the system.
-2. Storages die in any thread and in the midst of anything, also of `take`. So giving back waits for no lock: whoever
-   holds it looks again once it let go.
+   idle. So many bytes at most are idle: what comes on top goes back to the system, and where no idle buffer fits, those
+   that were idle longest make room for the one that is made.
+2. Storages die in any thread and in the midst of anything, also of `take`. So giving back takes no lock.
 3. Like all memory that comes from NumPy's side, such a storage can't be resized.
 """
 
@@ -36,26 +36,24 @@ class Buffers:
         """uint8 [size_bytes] with undefined elements, owned by the caller."""
         needed = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:
-            found = next((buffer for buffer in reversed(list(self._idle)) if len(buffer) == needed), None)
-            if found is not None:
-                self._idle.remove(found)
-        buffer = found or mmap.mmap(-1, needed, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            buffer = next((buffer for buffer in reversed(list(self._idle)) if len(buffer) == needed), None)
+            if buffer is not None:
+                self._idle.remove(buffer)
+            else:
+                while self._idle and needed <= self.idle_bytes and not self._has_room(needed):
+                    self._idle.popleft()
+        if buffer is None:
+            buffer = mmap.mmap(-1, needed, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         array = np.frombuffer(buffer, np.uint8)[:size_bytes]
         weakref.finalize(array, self._give_back, buffer).atexit = False
-        self._trim()
         return torch.from_numpy(array)
 
-    def _give_back(self, buffer: mmap.mmap) -> None:
-        self._idle.append(buffer)
-        self._trim()
+    def _has_room(self, size_bytes: int) -> bool:
+        return sum(map(len, list(self._idle))) + size_bytes <= self.idle_bytes
 
-    def _trim(self) -> None:
-        while sum(map(len, list(self._idle))) > self.idle_bytes and self._lock.acquire(blocking=False):  # Rule 2
-            try:
-                if self._idle:
-                    self._idle.popleft()
-            finally:
-                self._lock.release()
+    def _give_back(self, buffer: mmap.mmap) -> None:
+        if self._has_room(len(buffer)):
+            self._idle.append(buffer)
 
 
 BUFFERS = Buffers()

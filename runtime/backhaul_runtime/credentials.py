@@ -4,6 +4,7 @@ A token is a secret that a worker, or a dashboard, wants to see before it answer
 never in arguments of a command, in logs, reprs, messages or metrics.
 """
 
+import errno
 import hmac
 import logging
 import os
@@ -38,8 +39,9 @@ def read_token(file: str | os.PathLike[str]) -> str:
             _warn_of_readers(path, opened.fileno())
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
+        file = path / "token" if path.is_dir() else path
         raise SettingError(
-            f'the token file "{path}" can\'t be read: {reason}. `backhaul token {path}` makes one'
+            f'the token file "{path}" can\'t be read: {reason}. `backhaul token {file}` makes one'
         ) from None
     token = content.decode("latin-1").removesuffix("\n").removesuffix("\r")
     if not token:
@@ -79,6 +81,8 @@ def make_token(path: Path) -> bool:
     Raises:
         OSError: It can't be made there.
     """
+    if path.is_dir():  # "." and "/" have no name that a draft could be called by
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

@@ -1,6 +1,6 @@
 """Modes below autograd."""
 
-from typing import Any
+from typing import Any, Self
 
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,6 +14,10 @@ class DispatchMode(TorchDispatchMode):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]

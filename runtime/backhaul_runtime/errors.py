@@ -7,7 +7,6 @@
     ├── ProtocolVersionError      trainer and worker speak different versions
     ├── NotRemoteError            strict: a segment would have run on the trainer
     ├── UnsupportedTensorError    a kind of tensor that has no bytes to send
-    ├── DoubleBackwardError       (RuntimeError) create_graph=True through returns="gradients"
     ├── StaleTensorError          (RuntimeError) a captured tensor changed between forward and backward
     ├── GradientsLostError        (RuntimeError) a worker is gone with gradients that were not collected
     ├── SavedTensorModifiedError  (RuntimeError) an argument, or what fn's own backward needs, was written to
@@ -19,20 +18,24 @@
         ├── BudgetError           its memory budget has no room
         ├── CredentialError       it wants a token that was not shown, or another one
         ├── DrainingError         it is shutting down and takes nothing new
+        ├── LimitError            a request, or all that a trainer has there, goes beyond a fixed limit
         ├── ProgramError          (ValueError) a program that is malformed or not allowed
         ├── ReplayError           an op of a program failed while it ran
         ├── SessionUnknownError   the session never was, or its lease ran out
         ├── SegmentUnknownError   the segment never was, or was released
         ├── TensorsMissingError   tensors are named that the worker does not hold
-        └── TransferError         bytes that do not fit their declaration or checksum
+        └── TransferError         a message that does not fit its checksum, its declarations or what it answers
 
 The message says what happened, with which values, and what to do. Fields are attributes, and errors pickle.
 This module knows neither torch nor gRPC: the table at its end holds status names.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
+
+from backhaul_runtime.sealing import SEAL_BYTES, is_sealed, sealed
 
 __all__ = [
     "AddressError",
@@ -40,9 +43,9 @@ __all__ = [
     "BudgetError",
     "ConnectError",
     "CredentialError",
-    "DoubleBackwardError",
     "DrainingError",
     "GradientsLostError",
+    "LimitError",
     "NotRemoteError",
     "ProgramError",
     "ProtocolVersionError",
@@ -66,6 +69,8 @@ __all__ = [
 MAX_MESSAGE = 2_000
 """Characters of a message that travel. gRPC refuses metadata of more than 16 KiB."""
 
+_MAX_DETAIL_BYTES = 8 << 10
+
 
 class BackhaulError(Exception):
     """Root of the tree. Keyword arguments become attributes; they must be JSON values."""
@@ -80,9 +85,13 @@ class BackhaulError(Exception):
         return _rebuild, (type(self), self.message, self.fields)
 
     def to_bytes(self) -> bytes:
-        """The error as it travels in gRPC's trailing metadata."""
-        message = self.message[:MAX_MESSAGE]
-        return json.dumps({"kind": type(self).__name__, "message": message, "fields": self.fields}).encode()
+        """The error as it travels in gRPC's trailing metadata, sealed as messages are."""
+        kind, message = type(self).__name__, self.message[:MAX_MESSAGE]
+        detail = json.dumps({"kind": kind, "message": message, "fields": self.fields}).encode()
+        if len(detail) > _MAX_DETAIL_BYTES:  # JSON escapes what a client sent, such as a name, to six times its length
+            short = re.sub(r"[^ -~]", "?", message)
+            detail = json.dumps({"kind": kind, "message": short, "fields": {}}).encode()
+        return sealed([detail])
 
 
 def _rebuild(kind: type[BackhaulError], message: str, fields: Mapping[str, Any]) -> BackhaulError:
@@ -114,10 +123,6 @@ class NotRemoteError(BackhaulError):
 
 class UnsupportedTensorError(BackhaulError):
     """A kind of tensor that has no bytes to send: a subclass, sparse, quantized, without storage."""
-
-
-class DoubleBackwardError(BackhaulError, RuntimeError):
-    """create_graph=True through a segment with returns="gradients", which has no interior graph."""
 
 
 class StaleTensorError(BackhaulError, RuntimeError):
@@ -153,7 +158,8 @@ class SessionClosedError(BackhaulError):
 class WorkerLostError(BackhaulError):
     """No answer: the connection broke or the worker fell silent.
 
-    `status` is gRPC's, with its `details`, or SILENT, SLOW, BUSY, LOST or DOWN where we gave up ourselves.
+    `status` is gRPC's, with its `details`, or SILENT, SLOW, BUSY, LOST or DOWN where we gave up ourselves, or DAMAGED
+    where an answer did not fit its checksum.
     """
 
     status: str = ""
@@ -180,6 +186,17 @@ class DrainingError(WorkerError):
     """The worker is shutting down and takes nothing new."""
 
 
+class LimitError(WorkerError):
+    """A request, or all that a trainer has on the worker, goes beyond a fixed limit.
+
+    `limit` names it, `most` is its value and `found` what was met.
+    """
+
+    limit: str = ""
+    most: int = 0
+    found: int = 0
+
+
 class ProgramError(WorkerError, ValueError):
     """A program that is malformed or not allowed."""
 
@@ -201,7 +218,7 @@ class TensorsMissingError(WorkerError):
 
 
 class TransferError(WorkerError):
-    """Bytes that do not fit their declaration or checksum."""
+    """A message, or a tensor, that does not fit its checksum, its declaration or what it was to answer."""
 
 
 # Every error that a worker answers with, and the name of its gRPC status. Errors that are not here are bugs of the
@@ -210,6 +227,7 @@ STATUS_NAMES: Mapping[type[BackhaulError], str] = {
     BudgetError: "RESOURCE_EXHAUSTED",
     CredentialError: "UNAUTHENTICATED",
     DrainingError: "UNAVAILABLE",
+    LimitError: "RESOURCE_EXHAUSTED",
     ProgramError: "INVALID_ARGUMENT",
     ProtocolVersionError: "FAILED_PRECONDITION",
     ReplayError: "ABORTED",
@@ -227,8 +245,10 @@ _BY_NAME = {kind.__name__: kind for kind in STATUS_NAMES}
 
 def from_bytes(detail: bytes) -> BackhaulError | None:
     """The error a worker sent, or None where the bytes are not one. Only names of the table are looked up."""
+    if not is_sealed(detail):
+        return None
     try:
-        fields = json.loads(detail)
+        fields = json.loads(detail[:-SEAL_BYTES])
         return _BY_NAME[fields["kind"]](str(fields["message"]), **fields["fields"])
     except (ValueError, KeyError, TypeError):
         return None

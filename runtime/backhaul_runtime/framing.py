@@ -1,8 +1,8 @@
 """Tensors as a stream of messages, and back.
 
-A stream declares each tensor before its first byte, then carries its elements in chunks with checksums. Messages hold
-about 1 MiB: a large tensor takes many, small ones share one. The receiver checks declarations before it allocates,
-offsets and checksums as chunks arrive, and hands out a tensor only when its last byte is there.
+A stream declares each tensor before its first byte, then carries its elements in chunks. Messages hold about 1 MiB: a
+large tensor takes many, small ones share one. The receiver checks declarations before it allocates, and offsets as
+chunks arrive. It hands out a tensor only when its last byte is there. The seal of the messages covers the bytes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,8 +31,8 @@ from backhaul_runtime.layout import (
     payload,
     with_bits,
 )
-from backhaul_runtime.protocol import CHUNK_BYTES
-from backhaul_runtime.splicing import Batch, Carried, Chunk
+from backhaul_runtime.protocol import CHUNK_BYTES, MAX_DECLARED
+from backhaul_runtime.splicing import MAX_CHUNKS, Batch, Carried, Chunk, too_many_parts
 from backhaul_runtime.staging import Mark, host_pieces, is_staged, marks, to_device
 
 MOST_LAYOUTS = 1 << 10
@@ -120,6 +120,9 @@ def batches(parcels: Iterable[Parcel], place: Placing = lambda _: None) -> Itera
     batch = Batch()
     filled = placed = 0
     for index, parcel in enumerate(parcels):
+        if len(batch.declarations) == MAX_DECLARED:
+            yield batch
+            batch, filled, placed = Batch(), 0, 0
         size = parcel.layout.payload_bytes
         location = place(parcel)
         batch.declarations.append(
@@ -138,7 +141,7 @@ def batches(parcels: Iterable[Parcel], place: Placing = lambda _: None) -> Itera
             left = data
             while left:
                 piece = left[: CHUNK_BYTES - filled]
-                batch.chunks.append(Chunk(index, offset, xxhash.xxh3_64_intdigest(piece), piece))
+                batch.chunks.append(Chunk(index, offset, piece))
                 batch.held.append(held)
                 left = left[len(piece) :]
                 offset += len(piece)
@@ -187,8 +190,6 @@ class _Arrival:
                 f"chunk of bytes {chunk.offset_bytes} to {end} came where {self.received_bytes} of "
                 f"{self.layout.payload_bytes} were there"
             )
-        if xxhash.xxh3_64_intdigest(chunk.data) != chunk.checksum:
-            raise TransferError(f"checksum of bytes {chunk.offset_bytes} to {end} differs: damaged on the way")
         if self._content is not None:
             self._content.update(chunk.data)
         if self._is_staged:
@@ -295,7 +296,14 @@ class Receiver:
             self.add(carried.tensors)
 
     def add(self, batch: "Batch | tensor_pb2.TensorBatch") -> None:
-        """Takes a message in. Raises TransferError where it contradicts what came before."""
+        """Takes a message in.
+
+        Raises:
+            LimitError: It declares more tensors than one message may.
+            TransferError: It contradicts what came before.
+        """
+        if len(batch.declarations) > MAX_DECLARED or len(batch.chunks) > MAX_CHUNKS:
+            raise too_many_parts()
         for declaration in batch.declarations:
             layout = decode_layout(declaration.spec)
             if declaration.size_bytes != layout.payload_bytes:

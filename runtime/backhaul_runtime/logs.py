@@ -6,6 +6,8 @@ NOTE [Fields]
 2. session is the random name of the trainer's session, the same on the trainer and all its workers. It opens nothing:
    what a trainer proves itself with, and a worker's own name for the session, are never logged.
 3. The library logs to "backhaul" and configures nothing. What a process shows is its own business; a command's is here.
+4. A log call in the code writes at most `MOST_LINES` lines in `INTERVAL_S`. Further lines are counted, and the next
+   line of that call says how many were left out. Otherwise a client whose requests are refused could fill the disk.
 """
 
 import json
@@ -16,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from time import monotonic
 from typing import Any
 
 from backhaul_runtime.errors import SettingError
@@ -25,6 +28,8 @@ FORMAT_VARIABLE = variable_of("log", "format")
 LEVEL_VARIABLE = variable_of("log", "level")
 FORMATS = ("json", "text")
 ABOUT = ("session", "segment", "step")
+MOST_LINES, INTERVAL_S = 10, 10.0
+_SHOWN_OF_MESSAGE = 200
 
 
 def about(session: str = "", segment: str = "", step: int | None = None) -> dict[str, Any]:
@@ -45,7 +50,8 @@ def set_up(command: str) -> Iterator[None]:
     """
     level = _level()
     root, own = logging.getLogger(), logging.getLogger(f"backhaul.{command}")
-    handler = _ToStderr()
+    handler, seldom = _ToStderr(), _Seldom()
+    handler.addFilter(seldom)
     handler.setFormatter(_formatter(command))
     levels, hooks = (root.level, own.level), (threading.excepthook, sys.unraisablehook)
     root.addHandler(handler)
@@ -67,6 +73,9 @@ def set_up(command: str) -> Iterator[None]:
     finally:
         threading.excepthook, sys.unraisablehook = hooks
         logging.captureWarnings(False)
+        handler.removeFilter(seldom)
+        for record in seldom.last():
+            handler.handle(record)
         root.removeHandler(handler)
         root.setLevel(levels[0])
         own.setLevel(levels[1])
@@ -96,6 +105,56 @@ def parse(line: str) -> Line | None:
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return Line(level, message, {name: found[name] for name in ABOUT if name in found})
+
+
+@dataclass(slots=True)
+class _Place:
+    began_at_s: float
+    written: int = 0
+    left_out: int = 0
+    like: tuple[str, int, str] = ("", 0, "")
+
+
+class _Seldom(logging.Filter):
+    """Rule 4. Places are as many as the code has, so nothing that is said makes this grow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._places: dict[tuple[str, int], _Place] = {}
+        self._lock = threading.Lock()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a record is written. One that is says how many were left out before it."""
+        now = monotonic()
+        with self._lock:
+            place = self._places.setdefault((record.pathname, record.lineno), _Place(now))
+            if now - place.began_at_s >= INTERVAL_S:
+                place.began_at_s, place.written = now, 0
+            if place.written >= MOST_LINES:
+                place.left_out += 1
+                # Not the record: its arguments and traceback lead to requests and tensors.
+                place.like = record.name, record.levelno, str(record.msg)[:_SHOWN_OF_MESSAGE]
+                return False
+            place.written += 1
+            record.left_out, place.left_out = place.left_out, 0
+            return True
+
+    def last(self) -> list[logging.LogRecord]:
+        """What is still to be said of lines that were left out."""
+        return [
+            logging.makeLogRecord(
+                {
+                    "name": name,
+                    "levelno": level,
+                    "levelname": logging.getLevelName(level),
+                    "msg": "%d lines like this one were left out: %s",
+                    "args": (place.left_out, message),
+                }
+            )
+            for place in self._places.values()
+            if place.left_out
+            for name, level, message in [place.like]
+        ]
 
 
 class _ToStderr(logging.Handler):
@@ -136,15 +195,18 @@ class _Text(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  logging's name
         """The line, with what it is about behind it."""
+        record.message = _message(record)
         found = ", ".join(f"{name} {value}" for name, value in _about(record).items())
         return super().formatMessage(record) + (f" ({found})" if found else "")
 
 
 def _message(record: logging.LogRecord) -> str:
     try:
-        return record.getMessage()
+        message = record.getMessage()
     except (TypeError, ValueError):  # somebody's arguments don't fit their message: logging would print a traceback
-        return f"{record.msg} {record.args}"
+        message = f"{record.msg} {record.args}"
+    left_out = getattr(record, "left_out", 0)
+    return f"{message} ({left_out} like it were left out)" if left_out else message
 
 
 def _about(record: logging.LogRecord) -> dict[str, Any]:

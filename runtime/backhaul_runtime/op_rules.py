@@ -1,5 +1,6 @@
 """What must be known of single ops beyond their schema."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -164,7 +165,7 @@ def rules(op: OpOverload) -> OpRules:
     )
 
 
-def written_tensors(op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def written_tensors(op_rules: OpRules, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors among these arguments that the op will write to."""
     found: list[Tensor] = []
     for position, name in op_rules.written:

@@ -10,7 +10,7 @@ NOTE [Pinned]
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from backhaul_runtime.dispatch_mode import DispatchMode
-from backhaul_runtime.errors import Refusal, ReplayError
+from backhaul_runtime.errors import ProgramError, Refusal, ReplayError
 from backhaul_runtime.layout import copy_exact
 from backhaul_runtime.op_rules import DECIDE_IN_BACKWARD, UNDEFINED_SAVES, OpRules, rules, tensors_in
 from backhaul_runtime.sketch import sketches
@@ -176,14 +176,17 @@ class GivenValues(DispatchMode):
 
     Args:
         given: In the order they were noted, with the number of elements where they are packed, else 0.
+        lent: Keys of storages that must not be written to: see NOTE [Lent memory] in `replay`.
 
     Raises:
         ReplayError: When it is left while some were not asked for, or by an op that asks for more.
+        ProgramError: What would be overwritten is lent.
     """
 
-    def __init__(self, given: Sequence[tuple[Tensor, int]]) -> None:
+    def __init__(self, given: Sequence[tuple[Tensor, int]], lent: Container[int]) -> None:
         super().__init__()
         self._left = deque(given)
+        self._lent = lent
 
     def __torch_dispatch__(self, op: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an op and overwrites what it drew or decided."""
@@ -194,11 +197,11 @@ class GivenValues(DispatchMode):
             self._overwrite(tensor)
         if base == "native_dropout":
             scale = 1 / (1 - args[1]) if args[1] < 1 else 0.0
-            returned[0].copy_(args[0] * returned[1] * scale)
+            self._write(returned[0], args[0] * returned[1] * scale)
         elif base in GATHERED and isinstance(returned, tuple) and self._left:
             values, places = returned[0], returned[1]
             self._overwrite(places)
-            values.copy_(_gathered(op, args, kwargs, values, places))
+            self._write(values, _gathered(op, args, kwargs, values, places))
         return returned
 
     def _overwrite(self, tensor: Tensor) -> None:
@@ -211,6 +214,11 @@ class GivenValues(DispatchMode):
                 f"{value.dtype} {list(value.shape)} was drawn or decided when an op was recorded, on replay "
                 f"{tensor.dtype} {list(tensor.shape)}"
             )
+        self._write(tensor, value)
+
+    def _write(self, tensor: Tensor, value: Tensor) -> None:
+        if storage_key(tensor) in self._lent:
+            raise ProgramError("a draw or a decision is given for a view of a source")
         tensor.copy_(value)
 
     def decided(self, results: list[Tensor]) -> list[Tensor]:

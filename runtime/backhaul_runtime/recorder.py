@@ -4,11 +4,12 @@ NOTE [What the recorder relies on]
 1. Tensors are known by the address of their TensorImpl, storages by theirs. Weak references keep both from being reused
    while the recording lasts, without keeping a byte of memory.
 2. It never raises into the call. What can't be recorded sets `refusal` and the call goes on.
-3. After a refusal it still saves what ops write to and notes whose views and gradients they take, for the trainer's
-   own recomputation needs that.
+3. After a refusal the ops recorded before it are still a program. What autograd saved in them can be recomputed, and
+   what it saves from then on stays on the trainer. So sources of that program are still copied before an op writes to
+   them.
+4. What autograd saves in an op counts as recorded once the op is: noting it may fail after it has run.
 """
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -24,6 +25,7 @@ from torch._ops import OpOverload
 from torch.utils.hooks import RemovableHandle
 
 from backhaul_runtime import ambient
+from backhaul_runtime.casts import CASTS
 from backhaul_runtime.digest import read_digest, saved_digest, tensor_address
 from backhaul_runtime.errors import Refusal, UnsupportedTensorError
 from backhaul_runtime.generators import default_generator, drawing_device
@@ -45,7 +47,7 @@ from backhaul_runtime.sources import Hold, SourceLedger
 from backhaul_runtime.storages import StorageLedger, storage_key
 from backhaul_runtime.trace import described
 from backhaul_runtime.unread import ContentDigests, Digest, digest_of
-from backhaul_runtime.uses import is_custom
+from backhaul_runtime.uses import is_custom, name_of
 
 T = TypeVar("T")
 
@@ -58,6 +60,7 @@ class _Known:
     impl: _WeakTensorRef  # Rule 1
     data_ptr: int
     requires_grad: bool
+    has_no_history: bool  # a view made under no_grad, which requires a gradient all the same
 
 
 class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
@@ -68,6 +71,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         allowed: Names of ops a program may hold.
         hold: Makes the copies.
         pack: The hook that sees what autograd saves; any other on top of it is foreign.
+        op_ended: Called after each op, with whether it is part of the program (Rule 4).
         traces: Describe each op for people.
         pins: Note what a replay on other hardware needs, see NOTE [Pinned].
 
@@ -84,6 +88,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         allowed: frozenset[str],
         hold: Hold,
         pack: Callable[[Tensor], object] | None = None,
+        op_ended: Callable[[bool], None] = lambda _: None,
         *,
         traces: bool = False,
         pins: bool = False,
@@ -95,21 +100,23 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         self.sources = SourceLedger(self.recording.sources, arguments, hold)
         self._allowed = allowed
         self._pack = pack
+        self._op_ended = op_ended
         self._nodes: list[Node] = []
         self._states: dict[ambient.State, int] = {}
         self._state: tuple[ambient.State, int] = (), 0  # of the last op, which the next is likely to have
         self._known: dict[int, _Known] = {}
         self._interior = StorageLedger()
-        self._foreign_saves = False
         self._unwritten: set[int] = set()
         self._op = ""
         self._reads: bytes | None = None
+        self._drawn_from = b""  # the state of the generator before the op that runs
         self._cleared = ambient.cleared_casts()
         self._contents: dict[tuple[Any, ...], Digest] = {}
         self._digests = ContentDigests()
         self._hidden = StorageLedger()
         self._hidden_bytes: dict[int, int] = {}  # of storages that autograd saves and no op returns
         self._saving_nodes = 0  # up to the last that saved something
+        self._recorded_saves = self._recorded_sources = 0  # by the nodes noted so far
         self._left_out: tuple[Node, ...] = ()
         self._pins = Pins() if pins else None
         self.first_sequence = _get_sequence_nr()
@@ -118,6 +125,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         self._pack = None  # it refers to whoever made us
+        self._op_ended = lambda _: None  # so does this
 
     def around(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the op, noting it before and after."""
@@ -129,15 +137,25 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         try:
             with draws or nullcontext():
                 returned = op(*args, **kwargs)
+        except BaseException:
+            self._forget_op()
+            raise
         finally:
             self._op, self._reads = "", None
         began = perf_counter()
         with _DisableTorchDispatch():
             self._guarded(self._after, op, node, args, kwargs, returned, draws)
+            self._op_ended(not self.has_lost_track)
         if self.trace is not None:
             self.trace.append(described(op, args, kwargs, returned))
         self.own_s += perf_counter() - began
         return returned
+
+    def _forget_op(self) -> None:
+        """Takes back what was noted of an op that raised an exception. The function may go on without it."""
+        if self.recording.refusal is None:
+            del self.recording.saved[self._recorded_saves :]
+            del self.recording.generator_states[sum(node.draws for node in self._nodes) :]
 
     @property
     def op(self) -> str:
@@ -145,9 +163,14 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         return self._op
 
     @property
+    def used_autocast(self) -> bool:
+        """Whether an op ran under autocast."""
+        return any(map(ambient.is_autocast, self._states))
+
+    @property
     def has_lost_track(self) -> bool:
-        """Whether what autograd saves from now on is no longer what the ops noted so far would save."""
-        return self.recording.refusal is not None or self._foreign_saves
+        """Whether what autograd saves from now on can't be recomputed from the ops noted so far (Rule 3)."""
+        return self.recording.refusal is not None
 
     def refuse(self, reason: str) -> None:
         """Notes why this call can't be a program; the first reason stays."""
@@ -156,8 +179,6 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
 
     def _before(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node | None:
         node = self._guarded(self._begin, op, args, kwargs)
-        if self.recording.refusal is not None:
-            self._guarded(self._note_outside, op, args)
         self._guarded(self._save_before_writes, op, args, kwargs)
         return node
 
@@ -178,7 +199,10 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         if self.recording.refusal is not None:
             return None
         if self._pins is not None:
-            self._pins.begin(op_rules, tensors_in((args, tuple(kwargs.values()))))
+            try:
+                self._pins.begin(op_rules, tensors_in((args, tuple(kwargs.values()))))
+            except Refusal as refusal:
+                self._unpin(refusal)
         return self._node(op_rules, args, kwargs) if op_rules.leaves_traces else None
 
     def _node(self, op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
@@ -196,30 +220,25 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             self._state = state, self._states.setdefault(state, len(self._states))
         if op_rules.reads_values and self._unwritten:
             self._check_reads(op_rules, args, kwargs)
-        draws = op_rules.draws and self._pins is None
-        generator_state = self._generator_state(args, kwargs) if draws else None
+        self._drawn_from = self._generator_state(args, kwargs) if op_rules.draws else b""
         node = Node(
             op=op_rules.name,
             args=tuple([self._argument(value) for value in args]),
             kwargs=tuple([(name, self._argument(value)) for name, value in kwargs.items()]),
             ambient=self._state[1],
             result_bytes=(),
-            draws=draws,
+            draws=op_rules.draws and self._pins is None,
             fresh_casts=ambient.cleared_casts() != self._cleared,
         )
         self._cleared = ambient.cleared_casts()
-        if generator_state is not None:
-            self.recording.generator_states.append(generator_state)
+        if node.draws:
+            self.recording.generator_states.append(self._drawn_from)
         return node
 
-    def _note_outside(self, op: OpOverload, args: tuple[Any, ...]) -> None:
-        """Rule 3."""
-        op_rules = rules(op)
-        for position, value in enumerate(args):
-            for tensor in tensors_in(value):
-                wanted = position in op_rules.views or (tensor.requires_grad and tensor.is_leaf)
-                if wanted and tensor not in self._interior and not self.sources.at(storage_key(tensor)):
-                    self._source(tensor)
+    def _unpin(self, refusal: Refusal) -> None:
+        """Settles that no worker of other hardware can take the call. The trainer can still recompute it."""
+        self._pins = None
+        self.recording.is_pinned, self.recording.unpinned = False, refusal.reason
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -229,7 +248,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(value, (list, tuple)):
             return tuple([self._argument(item) for item in value])
         if isinstance(value, torch.Generator):
-            return GeneratorRef() if self._pins is None else None  # its draws are given
+            return GeneratorRef()
         raise Refusal(f"an argument of type {type(value).__name__} to {self._op}")
 
     def _ref(self, tensor: Tensor) -> Ref:
@@ -238,13 +257,22 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             return self._source(tensor)
         if known.data_ptr != tensor.data_ptr():
             raise Refusal("the memory of a tensor was replaced inside the function (.data =, resize_, set_)")
-        if known.requires_grad != tensor.requires_grad:
-            if known.requires_grad or tensor.grad_fn is None:
-                raise Refusal("requires_grad of a tensor was changed inside the function")
-            if is_custom(tensor.grad_fn):
-                raise Refusal(f"the custom autograd function {tensor.grad_fn.name().removesuffix('Backward')}")
-            known.requires_grad = True  # an op wrote something differentiable into a view of it
+        if known.requires_grad != tensor.requires_grad or known.has_no_history:
+            self._check_history(tensor, known)
         return known.ref
+
+    def _check_history(self, tensor: Tensor, known: _Known) -> None:
+        node = tensor.grad_fn
+        if known.requires_grad != tensor.requires_grad and (known.requires_grad or node is None):
+            raise Refusal("requires_grad of a tensor was changed inside the function")
+        if node is None:
+            return
+        if is_custom(node):
+            raise Refusal(f"the custom autograd function {name_of(node).removesuffix('Backward')}")
+        known.requires_grad, known.has_no_history = (
+            True,
+            False,
+        )  # an op wrote something differentiable into a view of it
 
     def _source(self, tensor: Tensor) -> SourceRef:
         try:
@@ -256,14 +284,20 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         # Each thread counts for itself, so an argument made by another may well have a later number.
         made = None if tensor.is_leaf or self.sources.is_argument(tensor) else tensor.grad_fn
         if made is not None and made._sequence_nr() >= self.first_sequence:
-            raise Refusal(f"a differentiable tensor made by no recorded op ({made.name()})")
+            raise Refusal(f"a differentiable tensor made by no recorded op ({name_of(made)})")
         address = digest_of(tensor_address, layout, self._content(tensor, layout))
+        if CASTS.has_stale_cast(tensor, address):
+            raise Refusal("autocast holds a cast of a weight from before it changed, or from a region of another dtype")
         ref = SourceRef(self.sources.add(tensor, layout, address))
         self._know(tensor, ref)
         return ref
 
     def _know(self, tensor: Tensor, ref: Ref) -> None:
-        self._known[tensor._cdata] = _Known(ref, _WeakTensorRef(tensor), tensor.data_ptr(), tensor.requires_grad)
+        requires_grad = tensor.requires_grad
+        has_no_history = requires_grad and not torch.is_grad_enabled() and isinstance(ref, ResultRef)
+        self._known[tensor._cdata] = _Known(
+            ref, _WeakTensorRef(tensor), tensor.data_ptr(), requires_grad, has_no_history
+        )
 
     def _content(self, tensor: Tensor, layout: Layout) -> Digest:
         """Content digest, taken once per op for a tensor that is both read and saved by it: nobody runs in between."""
@@ -297,9 +331,12 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
     def _save_before_write(self, tensor: Tensor) -> None:
         reason = unsupported_reason(tensor)
         if tensor.layout is not torch.strided or (reason and tensor not in self._interior):
-            self.recording.once_only = f"it writes into a {reason}"
-            raise Refusal(self.recording.once_only)
+            raise Refusal(f"it writes into a {reason}")
         key = storage_key(tensor)
+        if self.recording.refusal is not None:  # Rule 3
+            for index in self.sources.at(key):
+                self.sources.note_write(index)
+            return
         self._unwritten.discard(key)
         if tensor in self._interior:
             return
@@ -342,19 +379,39 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             self._unwritten.update(storage_key(result) for result in results if result.numel())
         node.result_bytes = tuple(sizes)
         if self._pins is not None:
-            noted = self._pins.noted(op, tensors_in((args, tuple(kwargs.values()))), results, draws)
-            node.given = tuple(map(self.sources.add_given, noted))
+            self._pin(self._pins, op, node, tensors_in((args, tuple(kwargs.values()))), results, draws)
         self._nodes.append(node)
+        self._recorded_saves, self._recorded_sources = len(self.recording.saved), len(self.recording.sources)
+
+    def _pin(
+        self,
+        pins: Pins,
+        op: OpOverload,
+        node: Node,
+        read: list[Tensor],
+        results: list[Tensor],
+        draws: NotedDraws | None,
+    ) -> None:
+        """Notes what a node drew and decided, or that nobody can tell."""
+        try:
+            noted = pins.noted(op, read, results, draws)
+        except Refusal as refusal:
+            if rules(op).draws:
+                node.draws = True
+                self.recording.generator_states.append(self._drawn_from)
+            self._unpin(refusal)
+        else:
+            node.given = tuple(map(self.sources.add_given, noted))
 
     def note_saved(self, tensor: Tensor) -> None:
         """Takes the digest of a tensor that autograd saves. Called by the pack hook."""
-        self._foreign_saves |= not self._op
+        if not self._op:
+            self.refuse(FUNCTION_SAVES)
         began = perf_counter()
         try:
             self._note_saved(tensor)
         except Exception as error:  # Rule 2
             self.refuse(Refusal.of(error).reason)
-            self.recording.unchecked.append((weakref.ref(tensor), version_of(tensor)))
             kind = Layout(tensor.dtype, () if tensor.is_nested else tuple(tensor.shape), (), device=tensor.device.type)
             self.recording.saved.append(SavedTensor(b"", self._op, kind, -1, 0))
         self.own_s += perf_counter() - began
@@ -369,7 +426,8 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         is_hidden = source < 0 and tensor not in self._interior and tensor not in self._hidden
         if is_hidden:
             self._hidden_bytes[storage_key(tensor)] = self._hidden.add(tensor)
-        self._saving_nodes = len(self._nodes) + 1
+        if self.recording.refusal is None:
+            self._saving_nodes = len(self._nodes) + 1
         digest, offset = digest_of(saved_digest, layout, content), int(tensor.storage_offset())
         saved = SavedTensor(digest, self._op, layout, source, offset, self._reads is not None)
         if self._pins is not None:
@@ -410,29 +468,36 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             if cdata not in expected
         )
 
-    def finish(self, outputs: Sequence[Tensor], *, early_stop: bool = False) -> Program | None:
-        """The program, once the call has ended; None where it was refused.
+    def why_not_cut(self, outputs: Sequence[Tensor]) -> str:
+        """Why the call's graph can't be replaced by a node with these outputs; empty where it can."""
+        if self.recording.refusal is not None:
+            return self.recording.refusal
+        if RemovableHandle.next_id != self._first_hook:
+            return "a hook was registered inside the function"
+        if not all(isinstance(self.ref_of(output), ResultRef) for output in outputs):
+            return "no recorded op returned one of its outputs"
+        if self._has_unwritten(outputs):
+            return "an output lies in memory that no op wrote (NumPy, or a kernel of its own)"
+        return ""
+
+    def finish(self, outputs: Sequence[Tensor] = (), casts: Sequence[int] = (), *, early_stop: bool = False) -> Program:
+        """The program, once the call has ended: of what came before a refusal, if there was one (Rule 3).
 
         Args:
-            outputs: The tensors whose gradients backward will be given.
+            outputs: The tensors whose gradients backward will be given; see `why_not_cut`.
+            casts: See `Program.casts`.
             early_stop: Leave out what comes after the last tensor that was saved.
         """
-        if RemovableHandle.next_id != self._first_hook:
-            self.refuse("a hook was registered inside the function")
-        if self._foreign_saves:
-            self.refuse("a custom autograd function saves a tensor")
-        refs = [self.ref_of(output) for output in outputs]
-        if not all(isinstance(ref, ResultRef) for ref in refs):
-            self.refuse("an output that no recorded op returned")
-        if self._has_unwritten(outputs):
-            self.refuse("an output in memory that no op wrote (NumPy, or a kernel of its own)")
         if self.recording.refusal is not None:
-            return None
+            early_stop = True
+            self.sources.cut(self._recorded_sources if self._recorded_saves else 0)
         if early_stop:
             self._left_out = tuple(self._nodes[self._saving_nodes :])
             del self._nodes[self._saving_nodes :]
             del self.recording.generator_states[sum(node.draws for node in self._nodes) :]
-        return self._program(tuple(ref for ref in refs if ref is not None))
+        return self._program(
+            tuple([ref for output in outputs if (ref := self.ref_of(output)) is not None]), tuple(casts)
+        )
 
     def whole(self, program: Program, outputs: Sequence[Tensor]) -> Program | None:
         """A program that `finish` stopped early, with what it left out and with outputs; None where it can't give them.
@@ -454,7 +519,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         """The ops noted so far, as a program without outputs."""
         return self._program(())
 
-    def _program(self, outputs: tuple[Ref, ...]) -> Program:
+    def _program(self, outputs: tuple[Ref, ...], casts: tuple[int, ...] = ()) -> Program:
         return Program(
             sources=tuple(
                 Source(source.requires_grad, source.is_leaf, source.is_written) for source in self.recording.sources
@@ -462,9 +527,13 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             nodes=tuple(self._nodes),
             ambient_states=tuple(self._states),
             outputs=outputs,
-            saved_count=len(self.recording.saved),
+            saved_count=self._recorded_saves,
             saved_bytes=sum(self._hidden_bytes.values()),
+            casts=casts,
         )
 
+
+FUNCTION_SAVES = "a custom autograd function saves a tensor"
+"""A refusal that does not name the function: while it saves nothing leads to it yet."""
 
 _CONSTANTS = frozenset({bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format, torch.device})

@@ -1,6 +1,5 @@
 """What a recorded call leaves behind: the tensors it started from, and what is known of those autograd saved."""
 
-import weakref
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -97,18 +96,16 @@ class Recording:
         sources: Everything from outside that ops read or wrote.
         saved: What autograd saved, in order.
         generator_states: One per node that draws.
-        unchecked: What autograd saved and has no digest, with its version.
-        once_only: Why the function can't be called again, empty where it can.
         is_pinned: Draws and decisions are sources, and saved tensors have sketches.
+        unpinned: Why a worker of other hardware can't be told all of them, empty where it can or was not to be.
     """
 
     refusal: str | None = None
     sources: list[RecordedSource] = field(default_factory=list)
     saved: list[SavedTensor] = field(default_factory=list)
     generator_states: list[bytes] = field(default_factory=list)
-    unchecked: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)
-    once_only: str = ""
     is_pinned: bool = False
+    unpinned: str = ""
 
 
 def version_of(tensor: Tensor) -> int:

@@ -1,45 +1,68 @@
 """Runs a program again: the forward of a recorded call on given sources, and its backward.
 
 The worker does this, and the trainer where no worker can. Both run this code, so both give the same bits.
+
+NOTE [Lent memory]
+1. The sources of a replay are lent: on a worker they lie in the store, where other segments and other sessions use the
+   same memory; on the trainer they are parameters and kept copies. Nothing that a program does may change them.
+2. A source that the program declares as written is copied first, into memory of the replay's own.
+3. Before an op runs, the storages of all that it will write to are looked up. If one of them is lent, the program is
+   refused. What an op writes to is known from its schema, and from HIDDEN_WRITES where the schema does not say so: a
+   test runs every op of the list and compares all that it was given before and after. Where a tensor lies is read off
+   the tensor itself, so it does not matter which ops return an alias of an argument.
+4. Ops that count from the start of a storage would reach past a lent tensor, and are refused it.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _DisableTorchDispatch
 from torch._C._autograd import _get_sequence_nr
 from torch._ops import OpOverload
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from backhaul_runtime import ambient, hostile
+from backhaul_runtime.casts import cached_casts
 from backhaul_runtime.digest import read_digest, saved_digest
-from backhaul_runtime.errors import ProgramError, Refusal, ReplayError, SavedTensorModifiedError
+from backhaul_runtime.errors import BackhaulError, ProgramError, Refusal, ReplayError, SavedTensorModifiedError
 from backhaul_runtime.footprint import Meter
 from backhaul_runtime.generators import default_generator, drawing_device
 from backhaul_runtime.layout import copy_exact, layout_of, with_memory
 from backhaul_runtime.op_list import resolve
 from backhaul_runtime.op_rules import (
+    ABSOLUTE,
     UNDEFINED_SAVES,
     UNWRITTEN_RESULTS,
     hides_write,
     rules,
     tensors_in,
+    written_tensors,
 )
 from backhaul_runtime.pinned import GivenValues
 from backhaul_runtime.program import GeneratorRef, Node, Program, ResultRef, SourceRef
 from backhaul_runtime.schedule import Footprint
 from backhaul_runtime.sketch import sketches
 from backhaul_runtime.storages import StorageLedger, storage_key
+from backhaul_runtime.trace import described
 from backhaul_runtime.unread import ContentDigests, Digest, digest_of, read
-from backhaul_runtime.uses import Use, find_uses
+from backhaul_runtime.uses import Target, Use, find_casts, find_uses
+
+_CHECKED_NODES = 64
+"""Backward calls `check` when it unpacks a saved tensor, and in one of so many nodes, as some nodes save nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one use of a source adds to its gradient; None where that use got no gradient."""
+    """What one use of a source, of a cast or of an output adds to its gradient; None where that use got no gradient.
+
+    Attributes:
+        source: Index of the source; sources are followed by casts, see `Program.casts`, and these by outputs.
+        gradient: What it adds.
+    """
 
     source: int
     gradient: Tensor | None
@@ -55,6 +78,24 @@ class _Entry(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise AssertionError("gradients are taken off before they reach an entry")
+
+
+class _Joined(torch.autograd.Function):
+    """Gives a value the history of another tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, way: Tensor, value: tuple[Tensor]) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return value[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        return gradient, None
+
+
+def _joined(history: Tensor, value: Tensor) -> Tensor:
+    with torch.enable_grad():
+        return _Joined.apply(history, (value,))  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Saved:
@@ -107,13 +148,14 @@ class _Packing:
 
     def __call__(self, tensor: Tensor) -> Saved:
         layout = layout_of(tensor)
-        content = self.reads if self.reads is not None else self._contents.take(tensor, layout)
-        self.digests.append(digest_of(saved_digest, layout, content))
-        if self.wants_sketches:
-            own = () if storage_key(tensor) in self._fixed else sketches([tensor])
-            self.sketches.append(own if self.reads is None else self.reads_sketch)
-        if hides_write(self.op, tensor):
-            tensor = copy_exact(tensor, layout)
+        with _DisableTorchDispatch():  # what we ask of tensors is not the business of modes around the ops
+            content = self.reads if self.reads is not None else self._contents.take(tensor, layout)
+            self.digests.append(digest_of(saved_digest, layout, content))
+            if self.wants_sketches:
+                own = () if storage_key(tensor) in self._fixed else sketches([tensor])
+                self.sketches.append(own if self.reads is None else self.reads_sketch)
+            if hides_write(self.op, tensor):
+                tensor = copy_exact(tensor, layout)
         if self._meter is not None:
             self._meter.saved(tensor)
         saved = Saved(len(self.digests) - 1, tensor)
@@ -135,6 +177,12 @@ class Replay:
         is_own: This process recorded the program, so its values did no harm then, and `hostile` need not look at them.
         wants_sketches: Take sketches of what autograd saves.
         is_measured: Find its `footprint`.
+        histories: By number of a source that takes gradients, or of an output that others follow from, a tensor whose
+            history ops see in its place; see `Contribution.source`. For contributions that are to be differentiated.
+        context: Ops run in it.
+        trace: Gets a line per op, for people.
+        check: Called between ops, forward and backward, in the thread that runs them. What it raises ends the run.
+        watched: Positions of outputs. The last node that writes to each is noted.
 
     Attributes:
         footprint: What it takes, if it was measured; copies of sources that are written included.
@@ -157,6 +205,11 @@ class Replay:
         is_own: bool = False,
         wants_sketches: bool = False,
         is_measured: bool = False,
+        histories: Mapping[int, Tensor] | None = None,
+        context: AbstractContextManager[Any] | None = None,
+        trace: list[str] | None = None,
+        check: Callable[[], None] | None = None,
+        watched: Collection[int] = (),
     ) -> None:
         if len(sources) != len(program.sources) or len(generator_states) != sum(n.draws for n in program.nodes):
             raise ProgramError(
@@ -165,36 +218,43 @@ class Replay:
             )
         self._program = program
         self._is_own = is_own
+        self._check = check
         self._states = iter(generator_states)
         self.drawn_from: list[bytes] = []
-        versions = [tensor._version for tensor in sources]
         self._sources = [
             copy_exact(tensor) if source.is_written else tensor.detach()
             for source, tensor in zip(program.sources, sources, strict=True)
         ]
         self._first_sequence = _get_sequence_nr()
+        self._histories = histories or {}
         self._sources = [
-            entry(tensor, source.is_leaf) if source.requires_grad else tensor
-            for source, tensor in zip(program.sources, self._sources, strict=True)
+            self._entered(index, tensor) if source.requires_grad else tensor
+            for index, (source, tensor) in enumerate(zip(program.sources, self._sources, strict=True))
         ]
+        self._lent = {
+            storage_key(tensor)
+            for source, tensor in zip(program.sources, self._sources, strict=True)
+            if not source.is_written
+        }
         meter = Meter(self._sources) if is_measured else None
-        self._packing = _Packing(keep_saved, self._unwritten() if wants_sketches else None, meter)
+        self._packing = _Packing(keep_saved, self._lent if wants_sketches else None, meter)
         # Taken before the run: where the program writes into a source, its history leads elsewhere afterwards.
-        self._edges = {
-            index: get_gradient_edge(tensor)
+        self._targets: dict[Target, int] = {
+            get_gradient_edge(tensor)[:2]: index
             for index, (source, tensor) in enumerate(zip(program.sources, self._sources, strict=True))
             if source.requires_grad
         }
-        with torch.autograd.graph.saved_tensors_hooks(self._packing, Saved.unpack):
-            results = self._run(meter)
+        self._trace = trace
+        self._watched, self._written = watched, dict[int, tuple[int, int]]()
+        self._cuts, self._cut = self._last_written(sources, generator_states), dict[int, Tensor]()
+        with torch.autograd.graph.saved_tensors_hooks(self._packing, _unpacking(check)), context or nullcontext():
+            results = self._run(meter, keeps_modes=context is not None)
         self._outputs = [self._value(ref, results) for ref in program.outputs]
-        if [tensor._version for tensor in sources] != versions:
-            raise ProgramError("a program wrote into a source that it does not declare as written")
+        for position, made in self._cut.items():
+            self._outputs[position] = made
+        if program.casts:
+            self._targets |= self._casts(has_history=histories is not None)
         self.footprint: Footprint | None = meter.footprint(self._outputs) if meter is not None else None
-
-    def _unwritten(self) -> set[int]:
-        pairs = zip(self._program.sources, self._sources, strict=True)
-        return {storage_key(tensor) for source, tensor in pairs if not source.is_written}
 
     @property
     def saved_digests(self) -> list[bytes]:
@@ -206,68 +266,134 @@ class Replay:
         """Of every tensor that autograd saved, in order, empty for parts of sources; see `sketch.sketches`."""
         return self._packing.sketches
 
-    def _run(self, meter: Meter | None) -> list[list[Tensor] | None]:
+    def _run(self, meter: Meter | None, *, keeps_modes: bool) -> list[list[Tensor] | None]:
         program = self._program
         last_use = _last_uses(program)
         ledger = StorageLedger()
         for source in self._sources:
             ledger.add(source)
         results: list[list[Tensor] | None] = []
-        present = ambient.capture()
+        present, states = ambient.capture(), program.ambient_states
+        if keeps_modes:
+            states = tuple(map(ambient.with_present_modes, states))
         for index, node in enumerate(program.nodes):
-            state = program.ambient_states[node.ambient]
+            state = states[node.ambient]
             if state != present:
                 ambient.apply(state, present)
                 present = state
             if node.fresh_casts:
                 torch.clear_autocast_cache()
-            results.append(self._call(node, results, ledger, meter))
+            if self._check is not None:
+                self._check()
+            made = self._call(node, results, ledger, meter)
+            if self._check is not None and index % _CHECKED_NODES == 0:
+                _check_in_backward(made, self._check)
+            results.append(made)
+            for position in self._watched:
+                self._note_written(position, index, results)
+            for position, written in self._cuts.items():
+                if written == index:
+                    self._cut_at(position, results)
             for freed in last_use.get(index, ()):
                 results[freed] = None
         return results
+
+    def _entered(self, number: int, value: Tensor) -> Tensor:
+        """What ops use for a source: a tensor without history, or with that of another."""
+        history = self._histories.get(number)
+        return entry(value, self._program.sources[number].is_leaf) if history is None else _joined(history, value)
+
+    def _last_written(self, sources: Sequence[Tensor], states: Sequence[bytes]) -> dict[int, int]:
+        """By position of each output whose history is given, the last node that makes it or writes to it."""
+        first = len(self._program.sources) + len(self._program.casts)
+        refs = enumerate(self._program.outputs, first)
+        positions = [number - first for number, ref in refs if number in self._histories and isinstance(ref, ResultRef)]
+        if not positions:
+            return {}
+        scout = Replay(self._program, sources, states, is_own=self._is_own, watched=positions)
+        return {position: index for position, (index, _) in scout._written.items()}
+
+    def _note_written(self, position: int, index: int, results: list[list[Tensor] | None]) -> None:
+        ref = self._program.outputs[position]
+        assert isinstance(ref, ResultRef)
+        if ref.node <= index:
+            version = self._value(ref, results)._version
+            if self._written.get(position, (0, -1))[1] != version:
+                self._written[position] = index, version
+
+    def _cut_at(self, position: int, results: list[list[Tensor] | None]) -> None:
+        """Lets later ops see an output with the history of another tensor."""
+        number = len(self._program.sources) + len(self._program.casts) + position
+        made = self._value(self._program.outputs[position], results)
+        cut = _joined(self._histories[number], made)
+        for found in results:
+            if found is not None:
+                found[:] = [cut if tensor is made else tensor for tensor in found]
+        self._targets[get_gradient_edge(cut)[:2]] = number
+        self._cut[position] = made
 
     def _call(
         self, node: Node, results: list[list[Tensor] | None], ledger: StorageLedger, meter: Meter | None
     ) -> list[Tensor]:
         args = [self._value(value, results) for value in node.args]
         kwargs = {name: self._value(value, results) for name, value in node.kwargs}
-        if node.draws:
-            generator = self._generator(node, args, kwargs)
+        op = resolve(node.op)
+        if rules(op).draws:
+            generator = self._generator(args, kwargs) if node.draws else None  # else its draws are given
             args = [generator if isinstance(value, GeneratorRef) else value for value in args]
             kwargs = {name: generator if isinstance(v, GeneratorRef) else v for name, v in kwargs.items()}
-        op = resolve(node.op)
         if not rules(op).reads_values:  # torch's own bindings call these below autograd, which knows not all of them
             args = [value.detach() if isinstance(value, Tensor) else value for value in args]
         self._packing.op = node.op
         read = tensors_in((args, list(kwargs.values()))) if node.op in UNDEFINED_SAVES else None
-        self._packing.reads = None if read is None else read_digest(read)
-        self._packing.reads_sketch = sketches(read) if read and self._packing.wants_sketches else ()
+        with _DisableTorchDispatch():
+            self._packing.reads = None if read is None else read_digest(read)
+            self._packing.reads_sketch = sketches(read) if read and self._packing.wants_sketches else ()
         try:
+            self._check_lent(op, args, kwargs)
             if not self._is_own:
                 hostile.check_values(node.op, op, args, kwargs)
             found = self._results(op, node, args, kwargs)
+            sizes = tuple([ledger.add(tensor) for tensor in found])
+        except ProgramError:
+            raise
         except Exception as error:  # ops raise what they like
             raise ReplayError(f"{node.op} failed on replay: {error}", op=node.op) from error
-        sizes = tuple([ledger.add(tensor) for tensor in found])
         if sizes != node.result_bytes:
             raise ReplayError(f"{node.op} took {sizes} bytes on replay, {node.result_bytes} when recorded", op=node.op)
+        if self._trace is not None:
+            self._trace.append(described(op, tuple(args), kwargs, found))
         if meter is not None:
             meter.ran(tensors_in((args, list(kwargs.values()))), found)
         if node.op in UNWRITTEN_RESULTS:
             for tensor in found:
-                tensor.detach().zero_()
+                with _DisableTorchDispatch():
+                    tensor.detach().zero_()
         return found
+
+    def _check_lent(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raises ProgramError for an op that would write into lent memory, or reach past it. NOTE [Lent memory]."""
+        op_rules = rules(op)
+        for tensor in written_tensors(op_rules, args, kwargs):
+            if storage_key(tensor) in self._lent:
+                raise ProgramError(
+                    f"{op_rules.name} would write into a source that the program does not declare as written",
+                    op=op_rules.name,
+                )
+        if op_rules.name in ABSOLUTE and storage_key(args[0]) in self._lent:
+            raise ProgramError(f"{op_rules.name} would reach past a source", op=op_rules.name)
 
     def _results(self, op: OpOverload, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         if not node.given:
             return tensors_in(op(*args, **kwargs))
-        values = GivenValues([(self._sources[given.source], given.packed_elements) for given in node.given])
+        given = [(self._sources[given.source], given.packed_elements) for given in node.given]
+        values = GivenValues(given, self._lent)
         with values:
             returned = op(*args, **kwargs)
         return values.decided(tensors_in(returned))
 
-    def _generator(self, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator:
-        """The generator a node draws from, in the state it was recorded with."""
+    def _generator(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator:
+        """The generator that the next node draws from, in the state it was recorded with."""
         given = next(self._states)
         device = drawing_device(args, kwargs)
         is_own = any(isinstance(value, GeneratorRef) for value in (*args, *kwargs.values()))
@@ -295,7 +421,13 @@ class Replay:
         return value
 
     def saved(self, index: int) -> Saved:
-        """The `index`-th tensor that autograd saved. Shares memory with the replay, and with sources."""
+        """The `index`-th tensor that autograd saved. Shares memory with the replay, and with sources.
+
+        Raises:
+            ProgramError: It saved fewer.
+        """
+        if index >= len(self._packing.kept):
+            raise ProgramError(f"saved tensor {index} is asked for of {len(self._packing.kept)}")
         return self._packing.kept[index]
 
     def output(self, position: int) -> Tensor:
@@ -304,22 +436,39 @@ class Replay:
         return output.detach()
 
     def uses(self) -> list[list[Use]]:
-        """The uses of each source, last first. Raises ProgramError for a graph that recording would have refused."""
-        outputs = [output for output in self._outputs if output.requires_grad]
+        """The uses of each source, cast and output, last first. Raises ProgramError for a graph no recording has."""
+        count = len(self._sources) + len(self._program.casts)
         try:
-            targets = {(edge.node, edge.output_nr): index for index, edge in self._edges.items()}
-            return find_uses(outputs, targets, self._first_sequence, len(self._sources))
+            return find_uses(self._outputs, self._targets, self._first_sequence, count)
         except Refusal as refusal:
             raise ProgramError(f"the replay's graph differs from a recorded one: {refusal.reason}") from refusal
 
-    def backward(self, gradients: Mapping[int, Tensor]) -> list[Contribution]:
-        """Runs the backward once; the graph is freed.
+    def _casts(self, *, has_history: bool) -> dict[Target, int]:
+        """Where gradients of the program's casts arrive.
+
+        Args:
+            has_history: The sources are no leaves, so autocast has cast them for each use anew.
+        """
+        casts = self._program.casts
+        if has_history:
+            made = find_casts(self._outputs, self._targets, self._first_sequence)
+        else:
+            cached = zip(casts, cached_casts([self._sources[source] for source in casts]), strict=True)
+            made = {s: [get_gradient_edge(c)[:2]] for s, c in cached if c is not None and c.requires_grad}
+        if not made.keys() >= {*casts}:
+            raise ProgramError(f"a program names casts of the sources {list(casts)[:8]}, and autocast made others")
+        return {target: len(self._sources) + i for i, source in enumerate(casts) for target in made[source]}
+
+    def backward(self, gradients: Mapping[int, Tensor], *, create_graph: bool = False) -> list[Contribution]:
+        """Runs the backward once; the graph is freed unless `create_graph`.
 
         Args:
             gradients: Gradient of an output by its position in `Program.outputs`; outputs without one are left out.
+            create_graph: Give contributions that can be differentiated themselves.
 
         Returns:
-            For each source that requires grad, one contribution per use, last use first; sources in order.
+            One contribution per use of sources, casts and outputs, in this order, last use first. Gradients end at
+            outputs that others follow from, and go on from there when these are given theirs.
         """
         uses = self.uses()
         collected: dict[tuple[int, int], Tensor | None] = {}
@@ -328,7 +477,9 @@ class Replay:
             for number, use in enumerate(found):
                 by_node.setdefault(use.node, []).append((use.input_index, (source, number)))
         handles = [node.register_hook(_collector(places, collected)) for node, places in by_node.items()]
-        inputs = [self._edges[index] for index, found in enumerate(uses) if found]
+        inputs = [GradientEdge(*target) for target, number in self._targets.items() if uses[number]]
+        of_outputs = zip(self._outputs, uses[len(uses) - len(self._outputs) :], strict=True)
+        inputs += [get_gradient_edge(output) for output, found in of_outputs if found]
         positions = [position for position in gradients if self._outputs[position].requires_grad]
         try:
             if inputs and positions:
@@ -336,9 +487,10 @@ class Replay:
                     [self._outputs[position] for position in positions],
                     inputs,
                     [gradients[position] for position in positions],
+                    create_graph=create_graph,
                     allow_unused=True,
                 )
-        except SavedTensorModifiedError:
+        except BackhaulError:  # of `check`, or a SavedTensorModifiedError
             raise
         except Exception as error:  # backward formulas raise what they like
             raise ReplayError(f"the backward of a replay failed: {error}") from error
@@ -350,6 +502,25 @@ class Replay:
             for source, found in enumerate(uses)
             for number in range(len(found))
         ]
+
+
+def _unpacking(check: Callable[[], None] | None) -> Callable[[Saved], Tensor]:
+    """The hook that gives backward a saved tensor. The graph keeps it, see `_Packing`."""
+    if check is None:
+        return Saved.unpack
+
+    def unpack(saved: Saved) -> Tensor:
+        check()
+        return saved.unpack()
+
+    return unpack
+
+
+def _check_in_backward(results: Sequence[Tensor], check: Callable[[], None]) -> None:
+    """Has the backward of the op that returned these call `check` first."""
+    made = next((tensor.grad_fn for tensor in results if tensor.grad_fn is not None), None)
+    if made is not None:
+        made.register_prehook(lambda _: check())
 
 
 def _collector(

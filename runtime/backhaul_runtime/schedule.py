@@ -13,10 +13,13 @@ NOTE [Order of need]
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 
 Key = tuple[Hashable, int]
 """A session and a segment in it."""
+
+MOST_AHEAD = 1024
+"""Segments of a session that are looked at for work ahead, however many it has: each turn looks at them anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,12 @@ class Footprint:
     def run_bytes(self) -> int:
         """At most, from nothing to gradients."""
         return max(self.replay_bytes, self.backward_bytes)
+
+    def beside(self, other_bytes: int) -> "Footprint":
+        """The footprint with so many bytes more that are taken all the time."""
+        return Footprint(
+            self.replay_bytes + other_bytes, self.ready_bytes + other_bytes, self.backward_bytes + other_bytes
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +93,7 @@ class _Segment:
 @dataclass(slots=True)
 class _Session:
     segments: dict[int, _Segment] = field(default_factory=dict)
+    with_replay: dict[int, _Segment] = field(default_factory=dict)  # those of them that hold something
     held_bytes: int = 0
     reached: int | None = None  # by backward; None while forward goes on
     saved: list[_Segment] = field(default_factory=list)  # by this forward
@@ -97,13 +107,18 @@ class _Session:
 
     def ready(self) -> list[tuple[int, int]]:
         """What can be given up, with its bytes, in order of need."""
-        return [(n, found.held_bytes) for n, found in self.in_order_of_need() if found.held_bytes is not None]
+        reached = self.reached
+        found = sorted(
+            self.with_replay.items(),
+            key=lambda each: (reached is not None and each[1].order > reached, -each[1].order),
+        )
+        return [(number, each.held_bytes or 0) for number, each in found]
 
     def to_be_kept(self, room_bytes: int) -> list[tuple[int, _Segment]]:
         """Rule 2."""
         found = []
         beside = 0
-        for number, segment in chain(self._to_come(), self.in_order_of_need()):
+        for number, segment in islice(chain(self._to_come(), self.in_order_of_need()), MOST_AHEAD):
             if number is not None and segment.held_bytes is None and not segment.is_wanted:
                 continue
             room_bytes -= segment.kept_bytes + (segment.source_bytes if number is None else 0)
@@ -181,6 +196,7 @@ class Schedule:
         """It runs: what was ready is in use."""
         segment = self._segment(key)
         self._count(key[0], -(segment.held_bytes or 0))
+        self._sessions[key[0]].with_replay.pop(key[1], None)
         segment.held_bytes, segment.is_done = None, False
 
     def ready(self, key: Key, held_bytes: int, *, is_done: bool = False) -> None:
@@ -188,6 +204,7 @@ class Schedule:
         segment = self._segment(key)
         segment.held_bytes, segment.is_done = held_bytes, is_done
         segment.is_guessed = segment.is_guessed and not is_done
+        self._sessions[key[0]].with_replay[key[1]] = segment
         self._count(key[0], held_bytes)
 
     def dropped(self, key: Key) -> None:
@@ -201,8 +218,9 @@ class Schedule:
         Args:
             room_bytes: For all replays together, those that are ready included.
         """
+        sharing = sum(1 for each in self._sessions.values() if each.segments)
         for name in self._sessions:
-            step = self._next_of(name, room_bytes)
+            step = self._next_of(name, room_bytes, sharing)
             if step is not None:
                 self._sessions.move_to_end(name)
                 return step
@@ -220,9 +238,9 @@ class Schedule:
         self._sessions[session].held_bytes += held_bytes
         self.held_bytes += held_bytes
 
-    def _next_of(self, name: Hashable, room_bytes: int) -> Step | None:
+    def _next_of(self, name: Hashable, room_bytes: int, sharing: int) -> Step | None:
         session = self._sessions[name]
-        share = room_bytes // sum(1 for each in self._sessions.values() if each.segments) if session.segments else 0
+        share = room_bytes // sharing if session.segments else 0
         kept = session.to_be_kept(max(share, room_bytes - self.held_bytes + session.held_bytes))
         if session.reached is None:
             kept.reverse()

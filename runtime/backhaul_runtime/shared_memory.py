@@ -13,6 +13,9 @@ NOTE [Regions]
    that gives it back.
 4. The worker uses tensors in place, and a trainer what autograd saved. Gradients, which its user keeps, it copies out:
    memory of a region can't be resized, and a child that the trainer forks would see what comes after it.
+5. The seal of a message does not cover elements that lie in a region. Before the worker stores a tensor it compares
+   the elements with the tensor's address. Before a trainer uses one it compares them with the checksum that the worker
+   took of the original and declared. After that they are memory like any other of the process.
 """
 
 import ctypes
@@ -31,12 +34,13 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from backhaul_proto.v1 import tensor_pb2
 from backhaul_runtime.errors import TransferError
 from backhaul_runtime.framing import Parcel
-from backhaul_runtime.layout import ALIGNMENT_BYTES, Layout, copy_exact, payload, with_bits
+from backhaul_runtime.layout import ALIGNMENT_BYTES, Layout, copy_exact, dense_bytes, payload, with_bits
 from backhaul_runtime.splicing import Batch
 
 LEAST_BYTES = 1 << 20
@@ -94,7 +98,6 @@ class Region:
     Attributes:
         size_bytes: Its table included.
         slots: How many tensors it can hold.
-        used_bytes: Of the tensors in it that this process uses in place.
         begin: Of the bytes behind the table.
 
     Raises:
@@ -112,9 +115,14 @@ class Region:
         # Every page is mapped now, instead of one by one when it is needed.
         self._memory = mmap.mmap(descriptor, self.size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._words = memoryview(self._memory).cast("Q")
-        self._used: dict[int, tuple[int, int, int]] = {}  # in place by us, the receiver: slots with ticket, begin, end
-        self._lock = threading.RLock()  # a destructor may let go in the midst of anything
-        self.used_bytes = 0
+        # In place by us, the receiver: begin and end, by slot and ticket. A destructor may let go in the midst of
+        # anything, so what is changed at once is all that changes.
+        self._used: dict[tuple[int, int], tuple[int, int]] = {}
+
+    @property
+    def used_bytes(self) -> int:
+        """Of the tensors in it that this process uses in place."""
+        return sum(end - begin for begin, end in list(self._used.values()))
 
     def raw(self, begin: int, size_bytes: int) -> Bytes:
         """A stretch of it, which keeps it mapped."""
@@ -154,18 +162,19 @@ class Region:
             problem = "is not aligned as declared"
         elif slot >= self.slots or self._words[_WORDS_PER_SLOT * slot] != ticket or self.is_back(slot, ticket):
             problem = f"is not what slot {slot} is used for"
-        elif slot in self._used or any(begin < last and first < end for _, first, last in list(self._used.values())):
+        elif any(begin < last and first < end for first, last in list(self._used.values())):
             problem = "overlaps one that is in use"
         if problem is not None:
             raise TransferError(f"a tensor at byte {begin} of region {self.number} {problem}: {layout}")
 
     def use(self, location: tensor_pb2.Location, layout: Layout) -> Tensor:
-        """A tensor that was checked, in place. Its slot is given back when its memory is let go."""
+        """A tensor that was checked, in place. Its slot is given back when its memory is let go.
+
+        The caller compares its elements (Rule 5).
+        """
         begin = location.offset_bytes
-        with self._lock:
-            self._used[location.slot] = location.ticket, begin, begin + layout.span_bytes
-            self.used_bytes += layout.span_bytes
-            self._words[_WORDS_PER_SLOT * location.slot + 1] = location.ticket | _IN_USE
+        self._used[location.slot, location.ticket] = begin, begin + layout.span_bytes
+        self._words[_WORDS_PER_SLOT * location.slot + 1] = location.ticket | _IN_USE
         raw = self._raw_of(location, layout)
         # Torch keeps the array, which keeps the mapping.
         weakref.finalize(raw, self.let_go, location.slot, location.ticket).atexit = False
@@ -173,16 +182,14 @@ class Region:
 
     def let_go(self, slot: int, ticket: int) -> None:
         """Gives the slot of a tensor in use back, also before its memory is let go: nobody will read it."""
-        with self._lock:
-            used, begin, end = self._used.get(slot, (0, 0, 0))
-            if used != ticket:
-                return
-            del self._used[slot]
-            self.used_bytes -= end - begin
-        self._give_back(slot, ticket)
+        if self._used.pop((slot, ticket), None) is not None:
+            self._give_back(slot, ticket)
 
     def copy(self, location: tensor_pb2.Location, layout: Layout) -> Tensor:
-        """A copy of a tensor that was checked, owned by the caller. Its slot is given back."""
+        """A copy of a tensor that was checked, owned by the caller. Its slot is given back.
+
+        The caller compares its elements (Rule 5).
+        """
         found = copy_exact(_tensor_in(self._raw_of(location, layout), layout), layout)
         self._give_back(location.slot, location.ticket)
         return found
@@ -193,6 +200,11 @@ class Region:
 
     def _give_back(self, slot: int, ticket: int) -> None:
         self._words[_WORDS_PER_SLOT * slot + 1] = ticket
+
+
+def checksum_of(tensor: Tensor, layout: Layout) -> int:
+    """The xxh3_64 of the elements of a tensor that shared memory takes."""
+    return xxhash.xxh3_64_intdigest(dense_bytes(tensor, layout))
 
 
 def _aligned(size_bytes: int) -> int:
@@ -224,10 +236,17 @@ class Place:
     size_bytes: int
     ticket: int
 
-    def location(self, layout: Layout) -> tensor_pb2.Location:
-        """As it stands in a declaration."""
+    def location(self, layout: Layout, checksum: int = 0) -> tensor_pb2.Location:
+        """As it stands in a declaration.
+
+        Args:
+            layout: Of the tensor.
+            checksum: `checksum_of` the tensor, where its receiver compares that (Rule 5).
+        """
         offset = self.begin + layout.alignment_bytes
-        return tensor_pb2.Location(region=self.region.number, slot=self.slot, offset_bytes=offset, ticket=self.ticket)
+        return tensor_pb2.Location(
+            region=self.region.number, slot=self.slot, offset_bytes=offset, ticket=self.ticket, checksum=checksum
+        )
 
 
 class _Sending:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from backhaul_runtime.digest import content_digest, tensor_address
-from backhaul_runtime.layout import Layout, copy_exact, layout_of
+from backhaul_runtime.layout import Layout, copy_exact, layout_of, unsupported_reason
 from backhaul_runtime.pinned import is_binary, pack_bits
 from backhaul_runtime.program import Given
 from backhaul_runtime.recording import RecordedSource
@@ -47,6 +47,11 @@ class SourceLedger:
     def is_argument(self, tensor: Tensor) -> bool:
         """Whether it was passed to the call."""
         return tensor._cdata in self._argument_ids
+
+    def is_of_argument(self, tensor: Tensor) -> bool:
+        """Whether it lies in the memory of an argument."""
+        key = storage_key(tensor)
+        return any(storage_key(found) == key for found in self.arguments if unsupported_reason(found) is None)
 
     def at(self, storage: int) -> Sequence[int]:
         """The sources that lie in a storage, given by its key."""
@@ -93,6 +98,10 @@ class SourceLedger:
         self._edges.append(edge)
         self._noted.append(source)
         return len(self.tensors) - 1
+
+    def cut(self, count: int) -> None:
+        """Drops all sources but the first, which alone the program names."""
+        del self.tensors[count:], self._edges[count:], self._noted[count:]
 
     def note_write(self, index: int) -> None:
         """Notes that an op is about to write into a source, and keeps what it holds."""

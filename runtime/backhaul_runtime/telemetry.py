@@ -10,3 +10,7 @@ more bucket takes what is longer."""
 def bucket_of(duration_s: float) -> int:
     """The bucket that counts a duration."""
     return bisect_left(BOUNDS_S, duration_s)
+
+
+MAX_SPANS = 64
+"""Spans of a call that are told. One has about seven, more where its graph is run backward several times."""

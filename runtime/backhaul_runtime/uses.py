@@ -5,7 +5,7 @@ by one, last use first. So a segment returns one contribution per use, in that o
 have. What counts as a use is read off the graph itself: an edge from a node of the call to the node of a source.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -24,27 +24,29 @@ class Use:
 
 
 Target = tuple[Node, int]
-"""Node and output number that gradients of a source arrive at."""
+"""A node and the number of one of its outputs: where the gradient of a tensor arrives."""
 
 
 def find_uses(
-    outputs: Sequence[Tensor], targets: Mapping[Target, int], first_sequence: int, source_count: int
+    outputs: Sequence[Tensor], targets: Mapping[Target, int], first_sequence: int, target_count: int
 ) -> list[list[Use]]:
     """Walks the graph of a call from its outputs to its sources.
 
     Args:
         outputs: Differentiable outputs of the call.
-        targets: Index of the source behind each target.
+        targets: The number of what takes gradients at each target: a source, or an autocast cast of one.
         first_sequence: Sequence number of autograd when the call began: older nodes belong to others.
-        source_count: Length of the result.
+        target_count: How many numbers there are.
 
     Returns:
-        The uses of each source, last first: the order in which backward reaches them.
+        By number, then by output, the uses of each, last first: the order in which backward reaches them. An output has
+        uses where others follow from it.
 
     Raises:
         Refusal: For nodes that no recorded op makes, and for graphs of others that are not a source's.
     """
-    uses: list[list[Use]] = [[] for _ in range(source_count)]
+    uses: list[list[Use]] = [[] for _ in range(target_count + len(outputs))]
+    numbers = {**_edges(outputs, target_count), **targets}
     seen: set[Node] = set()
     stack = [output.grad_fn for output in outputs]
     while stack:
@@ -53,15 +55,15 @@ def find_uses(
             continue
         seen.add(node)
         if is_custom(node):
-            raise Refusal(f"the custom autograd function {node.name().removesuffix('Backward')}")
+            raise Refusal(f"the custom autograd function {name_of(node).removesuffix('Backward')}")
         for index, (following, output_nr) in enumerate(node.next_functions):
             if following is None:
                 continue
-            source = targets.get((following, output_nr))
-            if source is not None:
-                uses[source].append(Use(node, index))
-            elif following._sequence_nr() < first_sequence and not _is_cached_cast(following, targets):
-                raise Refusal(f"its graph leads to one made before it ({following.name()})")
+            number = numbers.get((following, output_nr))
+            if number is not None:
+                uses[number].append(Use(node, index))
+            elif following._sequence_nr() < first_sequence:
+                raise Refusal(f"its graph leads to one made before it ({name_of(following)})")
             else:
                 stack.append(following)
     for found in uses:
@@ -69,11 +71,144 @@ def find_uses(
     return uses
 
 
+def _edges(outputs: Sequence[Tensor], first: int = 0) -> dict[Target, int]:
+    return {(o.grad_fn, o.output_nr): number for number, o in enumerate(outputs, first) if o.grad_fn is not None}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stage:
+    """A part of a call's backward.
+
+    Attributes:
+        outputs: Positions of the outputs whose gradients it starts from.
+        nodes: Of the call's graph, those that belong to it.
+    """
+
+    outputs: tuple[int, ...]
+    nodes: Set[Node]
+
+
+def find_stages(outputs: Sequence[Tensor], targets: Mapping[Target, int], uses: Sequence[Sequence[Use]]) -> list[Stage]:
+    """Divides a call's graph at those of its outputs that others follow from.
+
+    The gradient of such an output is complete, and people can see it, before anything behind it is computed. So
+    backward goes by stages: each computes what its outputs contribute to sources and to outputs of other stages. All
+    outputs of a stage must lead to all that the stage contributes to: autograd goes on to whatever a node leads to,
+    whichever of its outputs got a gradient.
+
+    Args:
+        outputs: As for `find_uses`.
+        targets: As for `find_uses`.
+        uses: As `find_uses` gives them.
+
+    Returns:
+        The stages, each after those whose outputs it uses.
+
+    Raises:
+        Refusal: Outputs have a part of their graph in common, and don't lead to the same things.
+    """
+    ends = _edges(outputs).keys() | targets.keys()
+    reached = [_reached(output, ends) for output in outputs]
+    stage_of = list(range(len(outputs)))
+    found: dict[Node, int] = {}
+    for position, nodes in enumerate(reached):
+        for node in nodes:
+            common = stage_of[found.setdefault(node, position)]
+            stage_of = [stage_of[position] if stage == common else stage for stage in stage_of]
+    for node in {use.node for used in uses for use in used}:
+        stage = stage_of[found[node]]
+        if any(stage_of[position] == stage and node not in nodes for position, nodes in enumerate(reached)):
+            raise Refusal("its outputs share a part of its inside, but lead to different inputs or to each other")
+    needs = {
+        (stage_of[found[use.node]], stage_of[position])
+        for position, used in enumerate(uses[len(uses) - len(outputs) :])
+        for use in used
+    }
+    order: list[int] = []
+    left = dict.fromkeys(stage_of)
+    while left:
+        ready = next(s for s in left if all(below in order for above, below in needs if above == s))
+        order.append(ready)
+        del left[ready]
+    return [
+        Stage(
+            tuple(position for position, own in enumerate(stage_of) if own == stage),
+            {node for node, position in found.items() if stage_of[position] == stage},
+        )
+        for stage in order
+    ]
+
+
+def _reached(output: Tensor, ends: Set[Target]) -> set[Node]:
+    """The nodes of a call's graph that an output leads to."""
+    reached: set[Node] = set()
+    stack = [output.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in reached:
+            reached.add(node)
+            stack += [following for following, number in node.next_functions if (following, number) not in ends]
+    return reached
+
+
+def find_casts(
+    outputs: Sequence[Tensor], targets: Mapping[Target, int], first_sequence: int
+) -> dict[int, list[Target]]:
+    """Finds where a call's graph casts what takes gradients: by autocast, or because the function said so.
+
+    Args:
+        outputs: As for `find_uses`.
+        targets: Likewise.
+        first_sequence: Likewise. Older casts are found too: autocast may have made one for an earlier call.
+
+    Returns:
+        The casts by the number of what they are of. They can be used as targets.
+    """
+    found: dict[int, list[Target]] = {}
+    seen: set[Node] = set()
+    stack = [output.grad_fn for output in outputs]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        is_cast = name_of(node) == "ToCopyBackward0"
+        for following, output_nr in node.next_functions:
+            if following is None:
+                continue
+            number = targets.get((following, output_nr))
+            if number is None and (is_cast or node._sequence_nr() >= first_sequence):
+                stack.append(following)
+            elif number is not None and is_cast:
+                found.setdefault(number, []).append((node, 0))
+    return found
+
+
+def custom_function(outputs: Sequence[Tensor], first_sequence: int) -> str:
+    """The name of a custom autograd function in a call's graph, empty where there is none.
+
+    Args:
+        outputs: What the call returned.
+        first_sequence: As for `find_uses`.
+    """
+    seen: set[Node] = set()
+    stack = [output.grad_fn for output in outputs]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen or node._sequence_nr() < first_sequence:
+            continue
+        if is_custom(node):
+            return name_of(node).removesuffix("Backward")
+        seen.add(node)
+        stack += [following for following, _ in node.next_functions]
+    return ""
+
+
 def is_custom(node: Node | None) -> bool:
     """Whether a node is a custom function's, which no op makes."""
     return isinstance(node, BackwardCFunction) or type(node).__name__ == "CppFunction"
 
 
-def _is_cached_cast(node: Node, targets: Mapping[Target, int]) -> bool:
-    """Whether this is autocast's cast of a source, made for an earlier call and found in its cache."""
-    return node.name() == "ToCopyBackward0" and node.next_functions[0] in targets
+def name_of(node: Node) -> str:
+    """The name of a node's kind. Not by `Node.name`: a custom function may have an attribute of that name."""
+    return type(node).__name__

@@ -10,10 +10,12 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from conftest import wait_until
+from support import reporting
 from support.dashboards import Dashboard
-from support.pages import SECTIONS, OpenPage, Training
+from support.pages import SECTIONS, OpenPage, Training, broken_rules
 from support.processes import WorkerProcess
 from support.reporting import FakeWorker
+from support.shown import NONE
 
 pytestmark = pytest.mark.browser
 NO_STORE = ("--store", ":memory:")
@@ -40,7 +42,7 @@ def test_a_killed_worker_turns_red_within_three_seconds(
     row = page.locator("#workers tbody tr", has_text=own_worker.address)
     expect(row.locator(".state")).to_have_text("serving")
     assert row.get_attribute("data-level") is None
-    own_worker.process.kill()
+    own_worker.kill()
     killed_s = time.monotonic()
     expect(row).to_have_attribute("data-level", "bad", timeout=3_000)
     expect(row.locator(".state")).to_have_text("unreachable")
@@ -102,7 +104,7 @@ def test_only_what_is_seen_is_asked_for(trained: Training, open_page: OpenPage) 
 
 def test_an_empty_dashboard_says_why_it_is_empty_and_what_to_do(open_page: OpenPage) -> None:
     with Dashboard("127.0.0.1:1", options=NO_STORE) as dashboard:
-        page = open_page(dashboard.url)
+        page = open_page(dashboard.url, may_be_refused=True)
         expect(page.locator("#workers .state")).to_have_text("unreachable")
         for section in SECTIONS:
             page.locator(f"#{section}").scroll_into_view_if_needed()
@@ -119,3 +121,54 @@ def test_an_empty_dashboard_says_why_it_is_empty_and_what_to_do(open_page: OpenP
         ):
             expect(page.locator(part)).to_be_visible()
             assert len(page.locator(part).inner_text()) > 40
+            card = page.locator(part).locator("xpath=ancestor::section").bounding_box()
+            box = page.locator(part).bounding_box()
+            assert card["y"] < box["y"] < box["y"] + box["height"] < card["y"] + card["height"], part
+        for name in ("sessions", "rate", "saved", "added", "remote", "fallbacks"):
+            expect(page.locator(f"[data-tile={name}] .figure")).to_have_text(NONE)
+            expect(page.locator(f"[data-tile={name}] .note")).to_have_text(re.compile("no (worker|step)"))
+
+
+def test_what_is_no_longer_known_is_a_dash_with_its_age(open_page: OpenPage) -> None:
+    with FakeWorker() as worker, Dashboard(worker.address, options=NO_STORE) as dashboard:
+        worker.tell(reporting.Training(began_at_s=time.time() - 600).report(range(3)))
+        page = open_page(dashboard.url, may_be_refused=True)
+        for name in ("saved", "added", "remote"):
+            expect(page.locator(f"[data-tile={name}] .note")).to_have_text("last known 10 min ago")
+            expect(page.locator(f"[data-tile={name}] .figure")).to_have_text(NONE)
+        expect(page.locator("[data-tile=rate] .figure")).to_have_text("0.00 /s")
+        worker.hung.set()
+        expect(page.locator("[data-tile=rate] .note")).to_have_text(re.compile(r"last known \d+ s ago"))
+        expect(page.locator("[data-tile=sessions] .figure")).to_have_text(NONE)
+
+
+def test_reasons_of_fallbacks_stay_and_are_filtered_by(open_page: OpenPage) -> None:
+    training = reporting.Training(segments=3, began_at_s=time.time() - 300)
+    report = training.report(range(2))
+    for call in report.calls:
+        if call.step == 0 and call.number < 2:
+            call.decision, call.reason, call.is_fallback = "trainer", f"reason {call.number}", True
+        elif call.number == 2:
+            call.decision, call.reason = "kept", "a custom function"
+    with FakeWorker() as worker, Dashboard(worker.address, options=NO_STORE) as dashboard:
+        worker.tell(report)
+        page = open_page(dashboard.url, may_be_refused=True)
+        page.locator("#segments").scroll_into_view_if_needed()
+        rows = page.locator("#segments-table tbody tr")
+        expect(rows).to_have_count(3)
+        why = rows.nth(1).locator("td.wrap")
+        expect(why).to_have_text("no output is used elsewherereason 11 call, last 5 min ago")
+        expect(rows.nth(1).locator(".badge")).to_have_text("gradients")
+        choice = page.locator("#segments-reason")
+        assert choice.locator("option").all_inner_texts() == ["any", "a custom function", "reason 0", "reason 1"]
+        choice.select_option("reason 1")
+        expect(rows).to_have_count(1)
+        expect(rows).to_contain_text("Block #1")
+        expect(page.locator("#segments-csv")).to_have_attribute("href", re.compile("reason=reason"))
+        choice.select_option("any")
+        expect(rows).to_have_count(3)
+        expect(rows.nth(2).locator(".badge[data-kind=kept]")).to_have_text("kept")
+        page.locator("#segments-filter").fill("kept")
+        expect(rows).to_have_count(1)
+        expect(rows.locator("td.wrap")).to_have_text(re.compile("a custom function2 calls"))
+        assert broken_rules(page) == []

@@ -20,13 +20,15 @@ SERVING = ["worker-1", "worker-2", "dashboard"]
 
 ASK = f"""
 import grpc
-from backhaul_proto.v1 import telemetry_pb2, telemetry_pb2_grpc
+from backhaul_proto.v1 import telemetry_pb2
+from backhaul_runtime.stubs import stub
 token = open("{WORKER_TOKEN}").read().strip()
 with grpc.insecure_channel("worker-2:50051") as channel:
+    services = stub(channel, telemetry_pb2.DESCRIPTOR.services_by_name["TelemetryService"])
     for shown in (), (("authorization", "Bearer " + token[::-1]),), (("authorization", "Bearer " + token),):
         try:
             request = telemetry_pb2.GetTelemetryRequest()
-            telemetry_pb2_grpc.TelemetryServiceStub(channel).GetTelemetry(request, timeout=60, metadata=shown)
+            services.GetTelemetry(request, timeout=60, metadata=shown)
             print("OK")
         except grpc.RpcError as error:
             print(error.code().name)

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 import grpc
 import pytest
 import torch
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message_factory import GetMessageClass
 
 import backhaul
 from backhaul import BudgetError, ProgramError, SessionUnknownError, TransferError, WorkerLostError
@@ -14,13 +16,9 @@ from backhaul._calls import Stream, call_unary, error_of
 from backhaul._link import Stubs
 from backhaul_proto.v1 import (
     program_pb2,
-    program_pb2_grpc,
     segment_pb2,
-    segment_pb2_grpc,
     session_pb2,
-    session_pb2_grpc,
     tensor_pb2,
-    tensor_pb2_grpc,
 )
 from backhaul_runtime import ambient, framing
 from backhaul_runtime.digest import address_of, content_digest, saved_digest
@@ -33,7 +31,7 @@ from backhaul_runtime.splicing import Carried
 from conftest import QUIET_S, wait_until
 from support.processes import WorkerProcess
 from support.proxy import SlowProxy
-from support.wire import plain
+from support.wire import METHODS, Services, plain
 
 
 class Wire:
@@ -42,13 +40,12 @@ class Wire:
     def __init__(self, address: str) -> None:
         # The window never grows, however fast the loopback: what is not read is not sent either.
         self.channel = grpc.insecure_channel(address, options=[("grpc.http2.bdp_probe", 0)])
-        sessions = session_pb2_grpc.SessionServiceStub(self.channel)
+        services = Services(self.channel)
+        sessions = services.sessions
         opened = sessions.OpenSession(session_pb2.OpenSessionRequest(protocol_version=PROTOCOL_VERSION), timeout=10)
         self.session = opened.session
         self.close = lambda: sessions.CloseSession(session_pb2.CloseSessionRequest(session=self.session), timeout=10)
-        self.programs = program_pb2_grpc.ProgramServiceStub(self.channel)
-        self.tensors = tensor_pb2_grpc.TensorServiceStub(self.channel)
-        self.segments = segment_pb2_grpc.SegmentServiceStub(self.channel)
+        self.programs, self.tensors, self.segments = services.programs, services.tensors, services.segments
 
     def put(self, *messages: tensor_pb2.TensorBatch, session: str | None = None) -> tensor_pb2.PutTensorsResponse:
         named = self.session if session is None else session
@@ -105,6 +102,31 @@ def test_a_flipped_bit_is_caught_and_nothing_of_it_is_kept(wire: Wire, worker: W
         damaged.chunks[0].data = bytes(data)
         assert isinstance(refused(wire.put, damaged), TransferError)
     assert worker.telemetry().memory.cached_bytes == before
+
+
+ANSWERED = ("ShortSaves", "ShortBackwards")
+"""Streams that answer a refused request, and leave it to the unary method to say what is wrong."""
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_a_request_without_a_checksum_is_refused_by_name(method: MethodDescriptor, wire: Wire) -> None:
+    kind = (False, False), (False, True), (True, False), (True, True)
+    make = dict(zip(kind, ("unary_unary", "unary_stream", "stream_unary", "stream_stream"), strict=True))
+    call = getattr(wire.channel, make[method.client_streaming, method.server_streaming])(
+        f"/{method.containing_service.full_name}/{method.name}"
+    )
+    data = GetMessageClass(method.input_type)().SerializeToString()
+
+    def answers() -> list[bytes]:
+        found = call(iter([data]) if method.client_streaming else data, timeout=10)
+        return list(found) if method.server_streaming else [found]
+
+    if method.name in ANSWERED:
+        assert answers() != []
+    else:
+        error = refused(answers)
+        assert isinstance(error, TransferError)
+        assert "do not fit its checksum: it was damaged on the way" in error.message
 
 
 def test_contents_under_another_address_are_refused(wire: Wire) -> None:
@@ -363,7 +385,7 @@ def test_a_short_cut_answers_what_is_short_and_leaves_the_rest_to_the_call(wire:
     requests = [unknown, backward(1, small.detach()), backward(2, large.detach())]
     _, short, empty = answers = list(wire.segments.ShortBackwards(iter(requests), timeout=30))
     assert [answer.HasField("result") for answer in answers] == [False, True, False]
-    assert empty == segment_pb2.BackwardResponse()
+    assert [field.name for field, _ in empty.ListFields()] == ["checksum"]
     called = wire.segments.Backward(requests[2], timeout=30)
     for x, found in ((small, [short]), (large, called)):
         receiver = Receiver()

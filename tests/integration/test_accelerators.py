@@ -94,8 +94,7 @@ def test_a_lost_worker_costs_no_gradient_where_digests_are_unread(
 ) -> None:
     def run(checkpoint: Checkpoint, model: nn.Module) -> tuple[Tensor, list[Tensor]]:
         loss, inputs = twice(checkpoint, model)
-        own_worker.process.kill()
-        own_worker.process.wait()
+        own_worker.kill()
         return loss, inputs
 
     with backhaul.connect(own_worker.address, silence_s=QUIET_S) as session:

@@ -116,3 +116,22 @@ def test_a_second_backward_through_a_chain(session: Session) -> None:
     ours = gradients(lambda f, *a: session.checkpoint(f, *a, returns="gradients"))
     assert differing(ours, gradients(plainly)) == []
     assert session.report().fallbacks == 0
+
+
+def test_programs_that_change_each_step_leave_nothing_behind(session: Session) -> None:
+    class Annealed(nn.Module):
+        scale = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(x) * self.scale
+
+    blocks = [Annealed() for _ in range(BLOCKS)]
+    for step in range(6):
+        x = inputs()
+        for block in blocks:
+            block.scale = 1 - step / 10
+            x = session.checkpoint(block, x, returns="gradients")
+        x.sum().backward()
+    counted = [session._dispatcher._sites.of(block, 0).guesses._misses for block in blocks]
+    assert [len(misses) for misses in counted] == [0, *[1] * (BLOCKS - 1)]
+    assert session.report().remote == 6 * BLOCKS

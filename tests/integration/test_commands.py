@@ -1,5 +1,6 @@
 """`backhaul token` and `backhaul health`, as people and probes run them."""
 
+import os
 import re
 import signal
 import socket
@@ -66,6 +67,11 @@ def test_a_place_where_no_token_can_be_is_named(tmp_path: Path) -> None:
     assert short.read_text() == "secret"
 
 
+@pytest.mark.parametrize("folder", [".", "/", "", ".."])
+def test_a_folder_is_no_place_for_a_token(folder: str) -> None:
+    assert run("token", folder) == (2, f"backhaul token: can't write {folder or '.'}: Is a directory\n")
+
+
 def test_a_worker_that_serves_is_well(worker: WorkerProcess) -> None:
     assert run("health", worker.address) == (0, f"{worker.address}: serving\n")
 
@@ -77,11 +83,11 @@ def test_a_worker_with_a_token_tells_probes_too(token_file: Path, tmp_path: Path
 
 
 def test_a_worker_that_is_stopped_is_not_well(own_worker: WorkerProcess) -> None:
-    own_worker.process.send_signal(signal.SIGSTOP)
+    os.kill(own_worker.pid, signal.SIGSTOP)
     try:
         code, said = run("health", own_worker.address, "--timeout", "0.5")
     finally:
-        own_worker.process.send_signal(signal.SIGCONT)
+        os.kill(own_worker.pid, signal.SIGCONT)
     assert (code, said) == (1, f"{own_worker.address}: DEADLINE_EXCEEDED: Deadline Exceeded\n")
 
 

@@ -32,7 +32,7 @@ def test_a_graph_breaks_cleanly_around_a_segment(loopback: Loopback) -> None:
 
 
 @pytest.mark.parametrize("returns", ["gradients", "activations"])
-def test_compiled_code_inside_a_segment_runs_on_the_trainer(returns: str, loopback: Loopback) -> None:
+def test_compiled_code_inside_a_segment_keeps_its_activations(returns: str, loopback: Loopback) -> None:
     layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     compiled = torch.compile(layers, backend="aot_eager")
     x = torch.randn(4, 8, requires_grad=True)
@@ -41,4 +41,4 @@ def test_compiled_code_inside_a_segment_runs_on_the_trainer(returns: str, loopba
     checkpointed = loopback.checkpoint(lambda x: compiled(x) * 2, x, returns=returns)
     assert differing(torch.autograd.grad(checkpointed.sum(), wanted), expected) == []
     (segment,) = loopback.report().segments
-    assert list(segment.reasons) == ["the custom autograd function CompiledFunction"]
+    assert list(segment.kept) == ["the custom autograd function CompiledFunction"]

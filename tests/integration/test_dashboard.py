@@ -43,6 +43,22 @@ def train(session: Session, steps: int) -> None:
         optimizer.zero_grad()
 
 
+def test_workers_may_be_named_in_several_options(worker: WorkerProcess) -> None:
+    options = ("--worker", "127.0.0.1:1,127.0.0.1:2", "127.0.0.1:3", "--worker", "127.0.0.1:4")
+    with Dashboard(worker.address, options=options) as dashboard:
+        watched = [found["address"] for found in dashboard.api("workers")]
+    assert watched == ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", "127.0.0.1:4", worker.address]
+
+
+@pytest.mark.parametrize("path", ["/", "/healthz", "/readyz", "/api", "/metrics"])
+def test_asked_for_no_more_than_the_head_it_answers_as_if_asked_for_all(dashboard: Dashboard, path: str) -> None:
+    all_of_it, head = dashboard.get(path), dashboard.head(path)
+    assert (head.status_code, head.text) == (200, "")
+    for name in ("content-type", "cache-control", "etag", "content-security-policy"):
+        assert head.headers.get(name) == all_of_it.headers.get(name)
+    assert dashboard.get(path).status_code == 200  # on the same connection
+
+
 def test_numbers_follow_a_training(dashboard: Dashboard, session: Session, worker: WorkerProcess) -> None:
     train(session, 5)
     name = session.telemetry._run.id

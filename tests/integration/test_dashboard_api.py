@@ -119,7 +119,7 @@ def test_what_is_unknown_is_named(path: str, dashboard: Dashboard) -> None:
 
 
 def test_columns_are_those_of_a_segment() -> None:
-    assert get_args(Column) == tuple(schemas.Segment.model_fields)
+    assert get_args(Column) == tuple(name for name in schemas.Segment.model_fields if name != "reasons")
 
 
 @pytest.mark.parametrize("column", get_args(Column))
@@ -135,6 +135,10 @@ def test_segments_are_filtered_and_paged(dashboard: Dashboard) -> None:
     assert dashboard.api("segments?filter=HEAD")["total"] == 1
     assert dashboard.api("segments?filter=custom")["rows"][0]["segment"] == "Head #0"
     assert dashboard.api("segments?filter=b:2")["total"] == 2
+    assert dashboard.api("segments?reason=a%20custom%20Function")["rows"][0]["segment"] == "Head #0"
+    assert dashboard.api("segments?reason=custom")["rows"] == []
+    (reason,) = dashboard.api("segments?filter=b:2")["reasons"]
+    assert (reason["reason"], reason["decision"], reason["calls"]) == ("a custom Function", "trainer", 1)
     page = dashboard.api("segments?offset=1&limit=2")
     assert page["total"] == 5
     assert [row["segment"] for row in page["rows"]] == ["=Block #1", "=Block #2"]
@@ -148,6 +152,7 @@ def test_the_csv_has_all_rows_and_no_formulas(dashboard: Dashboard, training: Tr
     assert tuple(rows[0]) == tuple(schemas.Segment.model_fields)
     assert [row["segment"] for row in rows] == [*(f"'=Block #{i}" for i in range(4)), "Head #0"]
     assert {row["run"] for row in rows} == {training.run}
+    assert [row["reasons"] for row in rows] == [*[""] * 4, "1 x a custom Function"]
     assert float(rows[0]["local_ms"]) > 0
 
 

@@ -44,6 +44,15 @@ def test_what_came_last_is_kept_when_the_dashboard_is_told_to_end(tmp_path: Path
         assert [run["steps"] for run in shown.api("runs")] == [3]
 
 
+def test_a_place_where_nothing_can_be_kept_is_said_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    store = tmp_path / "file/history.sqlite3"
+    with dashboard(store, NOBODY) as shown:
+        assert shown.logged().startswith(f'backhaul dashboard: runs are not kept over a restart: "{store}" can\'t be')
+    with dashboard(tmp_path / "history.sqlite3", NOBODY) as shown:
+        assert shown.logged() == ""
+
+
 def test_a_corrupt_file_costs_the_history_and_nothing_else(tmp_path: Path) -> None:
     store = tmp_path / "history.sqlite3"
     store.write_bytes(os.urandom(1 << 16))

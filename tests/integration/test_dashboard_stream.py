@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from backhaul_server.dashboard.feed import MOST_LISTENERS
 from conftest import wait_until
 from support.dashboards import Dashboard
 from support.reporting import FakeWorker, Fleet, Training
@@ -81,6 +82,24 @@ def test_a_listener_that_does_not_read_costs_nobody_anything() -> None:
         first, *_, last = islice(dashboard.live(), 5)
         assert 3 < last["overview"]["at_s"] - first["overview"]["at_s"] < 8
         assert dashboard.get("/healthz").status_code == 200
+
+
+def test_only_so_many_follow_the_stream_at_once(worker_of_the_test: FakeWorker) -> None:
+    with Dashboard(worker_of_the_test.address).ready() as dashboard, ExitStack() as streams:
+        followers = [streams.enter_context(deaf(dashboard, "/api/v1/live")) for _ in range(MOST_LISTENERS)]
+        for follower in followers:
+            assert follower.recv(15) == b"HTTP/1.1 200 OK"
+        refused = dashboard.get("/api/v1/live")
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "10")
+        assert "100 pages follow this stream already" in refused.json()["detail"]
+        assert dashboard.api("overview")["workers"] == 1
+        followers.pop().close()
+
+        def follows() -> bool:
+            with httpx.stream("GET", f"{dashboard.url}/api/v1/live") as stream:
+                return stream.status_code == 200
+
+        wait_until(follows, "there is room again")
 
 
 class Waiting:

@@ -22,9 +22,10 @@ from torch import nn
 import backhaul
 from backhaul import Session
 from backhaul._embedded import EmbeddedWorker
-from backhaul_proto.v1 import segment_pb2, segment_pb2_grpc
+from backhaul_proto.v1 import segment_pb2
 from conftest import QUIET_S, settle, wait_until
 from support.processes import WorkerProcess
+from support.wire import Services
 
 FAILING = (
     "import sys\n"
@@ -105,7 +106,7 @@ def test_what_a_worker_refuses_is_there_for_those_who_ask() -> None:
             assert generation is not None
             key = segment_pb2.OperationKey(session=generation.session, segment=999)
             with pytest.raises(grpc.RpcError):
-                list(segment_pb2_grpc.SegmentServiceStub(wire).Recompute(segment_pb2.RecomputeRequest(key=key)))
+                list(Services(wire).segments.Recompute(segment_pb2.RecomputeRequest(key=key)))
         logged = worker.end()
     (line,) = named(lines(logged), "refused: SegmentUnknownError")
     assert (line["level"], line["session"]) == ("DEBUG", session.run)
@@ -188,12 +189,12 @@ def test_the_trainers_log_says_which_session_segment_and_step(
             return 2 * gradients[0]
 
     def doubled(x: torch.Tensor) -> torch.Tensor:
-        return Twice.apply(x)
+        return Twice.apply(x).exp()
 
     train(session, calls=1)
     session.step()
     session.checkpoint(doubled, torch.randn(3, requires_grad=True)).sum().backward()
-    (record,) = [record for record in caplog.records if "is recomputed on the trainer" in record.getMessage()]
+    (record,) = [record for record in caplog.records if "keeps its activations on the trainer" in record.getMessage()]
     assert record.name == "backhaul"
     assert record.__dict__["session"] == session.run
     assert record.__dict__["segment"].endswith("doubled")

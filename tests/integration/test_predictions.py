@@ -1,5 +1,6 @@
 """Calls whose inputs are at the worker before they run: gradients are those of training without that."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 import backhaul
 from backhaul import Session
+from backhaul._prediction import Site, Sites
 from backhaul._upload import Save, Uploader
 from conftest import settle, wait_until
 from support.bits import Checkpoint, differing, plainly, train
@@ -111,6 +113,37 @@ def test_gradients_are_those_of_training_without_it(
     settle(session)
     after = worker.telemetry()
     assert after.wasted_guesses - before.wasted_guesses in wasted
+
+
+def test_calls_of_functions_without_a_backward_leave_nothing_behind(session: Session, saved: list[bool]) -> None:
+    linear = nn.Linear(4, 4)
+
+    def call() -> Tensor:
+        return session.checkpoint(lambda x: linear(x).tanh(), torch.randn(2, 4))
+
+    def places() -> int:
+        settle(session)  # else some wait to be sent
+        gc.collect()
+        return sum(isinstance(found, Site) for found in gc.get_objects())
+
+    before = places()
+    for _ in range(20):
+        loss = call()  # while that of the last call is alive
+    del loss
+    assert places() <= before + 1  # settling calls a function, now at another position
+    saved.clear()
+    for _ in range(4):
+        call().sum().backward()
+    assert saved.count(True) >= 2
+
+
+def test_of_too_many_places_the_least_recently_reached_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backhaul._prediction.MAX_SITES", 2)
+    sites = Sites()
+    found = [sites.of(torch.sin, position) for position in range(3)]
+    for site in (*found[:2], found[0], found[2]):
+        sites.keep(site)
+    assert [sites.of(torch.sin, position) is site for position, site in enumerate(found)] == [True, False, True]
 
 
 def test_a_call_that_fails_leaves_nothing_behind(session: Session, worker: WorkerProcess) -> None:

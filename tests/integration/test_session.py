@@ -6,23 +6,27 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import backhaul
 from backhaul import ConnectError, Decision, NotRemoteError, ProtocolVersionError, Session
-from backhaul_proto.v1 import session_pb2, session_pb2_grpc
+from backhaul_proto.v1 import session_pb2
 from backhaul_runtime.protocol import PROTOCOL_VERSION
 from conftest import QUIET_S, settle, wait_until
 from numerics.cases import blocks, stack
 from support.bits import differing, plainly, train
 from support.processes import WorkerProcess
+from support.wire import Services, serve
 
 connect = partial(backhaul.connect, silence_s=QUIET_S)
 
@@ -55,6 +59,70 @@ def test_module_level_functions_use_the_current_session(worker: WorkerProcess) -
         assert session.report().remote == 4
 
 
+@pytest.mark.parametrize("own", [{"strict": True}, {"returns": "loss"}, {"durability": 3}])
+def test_patched_takes_no_more_keyword_arguments_than_torch(own: dict[str, Any], session: Session) -> None:
+    given: list[dict[str, Any]] = []
+
+    def block(x: Tensor, **own: Any) -> Tensor:
+        given.append(own)
+        return x.sin()
+
+    x = torch.randn(3, requires_grad=True)
+    with session.patched():
+        torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, debug=False, **own).sum().backward()
+        with pytest.raises(ValueError, match=f"^Unexpected keyword arguments: {next(iter(own))}$"):
+            torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True, **own)
+    assert given == [own]
+    assert session.report().remote == 1
+
+
+def test_a_decorator_made_in_a_patched_block_is_torchs_afterwards(session: Session) -> None:
+    x = torch.randn(3, requires_grad=True)
+    with session.patched():
+        checkpointed = torch.utils.checkpoint.checkpoint(use_reentrant=False)(torch.sin)
+        checkpointed(x).sum().backward()
+        with pytest.raises(ValueError, match="no function"):
+            torch.utils.checkpoint.checkpoint(use_reentrant=False, strict=True)
+    checkpointed(x).sum().backward()
+    assert session.report().segments[0].calls == 1
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_patched_block_without_a_call_does_not_pass_in_silence(strict: bool, worker: WorkerProcess) -> None:
+    quiet = pytest.raises(backhaul.NotRemoteError) if strict else pytest.warns(backhaul.NotRemoteWarning)
+    with connect(worker.address, strict=strict), quiet as caught, backhaul.patched():
+        torch.sin(torch.randn(3, requires_grad=True)).sum().backward()
+    if not strict:
+        assert [warning.filename for warning in caught] == [__file__]
+
+
+ANOTHER_TORCH = (
+    "import sys, torch; torch.version.git_version = 'another'; from backhaul._cli import main; sys.exit(main())"
+)
+
+
+def test_connect_warns_where_no_segment_can_go_to_a_worker(worker: WorkerProcess) -> None:
+    threads = threading.active_count()
+    with WorkerProcess("--memory", "1GiB", program=("-c", ANOTHER_TORCH)) as another:
+        with pytest.warns(backhaul.NotRemoteWarning) as caught:
+            session = connect(another.address)
+        with session:
+            session.checkpoint(torch.sin, torch.randn(3, requires_grad=True)).sum().backward()
+            assert session.report().fallbacks == 1
+        with connect(f"{another.address},{worker.address}"):
+            pass  # one of them will do
+        with pytest.raises(backhaul.NotRemoteWarning):
+            connect(another.address)  # where warnings are errors nothing stays open
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", backhaul.NotRemoteWarning)
+            connect(another.address).close()
+    (warning,) = caught
+    assert warning.filename == __file__
+    assert f"of worker {another.address} torch is {torch.__version__.partition('+')[0]} " in str(warning.message)
+    assert "another there. Install the same torch on both sides" in str(warning.message)
+    wait_until(lambda: threading.active_count() <= threads, "threads end")
+
+
 def test_a_closed_session_still_trains() -> None:
     session = connect()
     linear = nn.Linear(3, 3)
@@ -70,7 +138,7 @@ def test_a_closed_session_still_trains() -> None:
 
 
 def test_a_worker_of_another_version_is_refused_by_name() -> None:
-    class Other(session_pb2_grpc.SessionServiceServicer):
+    class Other:
         def OpenSession(self, request: object, context: object) -> session_pb2.OpenSessionResponse:  # noqa: N802
             return session_pb2.OpenSessionResponse(protocol_version=99, worker_version="9.9")
 
@@ -82,7 +150,7 @@ def test_a_worker_of_another_version_is_refused_by_name() -> None:
 
     with ThreadPoolExecutor() as pool:
         server = grpc.server(pool)
-        session_pb2_grpc.add_SessionServiceServicer_to_server(Other(), server)
+        serve(server, session_pb2, Other())
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         server.start()
         with pytest.raises(
@@ -94,10 +162,10 @@ def test_a_worker_of_another_version_is_refused_by_name() -> None:
 
 
 def test_a_trainer_of_another_version_is_refused_by_name(worker: WorkerProcess) -> None:
-    with grpc.insecure_channel(worker.address) as channel:
-        stub = session_pb2_grpc.SessionServiceStub(channel)
-        with pytest.raises(grpc.RpcError) as caught:
-            stub.OpenSession(session_pb2.OpenSessionRequest(protocol_version=7, client_version="0.0.7"), timeout=10)
+    with grpc.insecure_channel(worker.address) as channel, pytest.raises(grpc.RpcError) as caught:
+        Services(channel).sessions.OpenSession(
+            session_pb2.OpenSessionRequest(protocol_version=7, client_version="0.0.7"), timeout=10
+        )
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert "protocol 7 (backhaul 0.0.7)" in caught.value.details()
 
@@ -152,8 +220,7 @@ def test_two_workers_get_a_contiguous_run_each(worker: WorkerProcess, own_worker
 def test_of_two_workers_one_that_dies_leaves_the_other(worker: WorkerProcess) -> None:
     with WorkerProcess() as doomed, connect(f"{doomed.address},{worker.address}") as session:
         compared(session)
-        doomed.process.kill()
-        doomed.process.wait()
+        doomed.kill()
         compared(session)
         wait_until(lambda: session._sides[0].link.up is None, "the death is noticed")
         before = session.report()

@@ -214,8 +214,7 @@ def test_sockets_are_their_users_alone_and_go_with_the_next_worker_where_one_is_
     with WorkerProcess() as first:
         (directory,) = sockets.iterdir()
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-        os.kill(first.pid, signal.SIGKILL)
-        first.process.wait()
+        first.kill()
         left = [path for path in sockets.rglob("*") if path.is_socket()]
         with WorkerProcess():
             assert len(left) == 2

@@ -99,9 +99,11 @@ def test_sums_are_those_of_autograd(session: Session, monkeypatch: pytest.Monkey
     found: list[int] = []
     backward = SavedSegment.backward
 
-    def noting(self: SavedSegment, gradients: object, state: object, summed: set[int], **options: object) -> object:
+    def noting(
+        self: SavedSegment, gradients: object, state: object, summed: set[int], *rest: object, **options: object
+    ) -> object:
         found.append(len(summed))
-        return backward(self, gradients, state, summed, **options)  # type: ignore[arg-type]
+        return backward(self, gradients, state, summed, *rest, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(SavedSegment, "backward", noting)
     ours = train(lambda f, *a: session.checkpoint(f, *a, returns="gradients"), build, run, steps=3)

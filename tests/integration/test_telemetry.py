@@ -9,6 +9,7 @@ from backhaul_proto.v1 import telemetry_pb2
 from backhaul_proto.v1.telemetry_pb2 import Lane
 from backhaul_runtime.version import version
 from conftest import QUIET_S, settle, wait_until
+from support.calls import TimesOne
 from support.processes import WorkerProcess
 
 REMOTE = [Lane.LANE_UPLOAD, Lane.LANE_RECOMPUTE, Lane.LANE_BACKWARD, Lane.LANE_WAIT]
@@ -78,6 +79,20 @@ def test_why_activations_come_back_is_told(session: Session, worker: WorkerProce
     assert [step.loss for step in steps] == [3.5]
 
 
+def test_why_activations_are_kept_is_told(session: Session, worker: WorkerProcess) -> None:
+    x = torch.randn(8, requires_grad=True)
+    session.checkpoint(lambda x: TimesOne.apply(x.exp()).sin(), x).sum().backward()
+    session.step()
+
+    def found() -> list[telemetry_pb2.SegmentCall]:
+        return [call for report in reports_of(session, worker) for call in report.calls]
+
+    wait_until(lambda: bool(found()), "it is told")
+    (call,) = found()
+    assert "TimesOne" in call.reason
+    assert (call.decision, call.is_fallback) == ("kept", False)
+
+
 def test_sessions_are_known_by_their_run_and_what_they_hold(session: Session, worker: WorkerProcess) -> None:
     held = session.checkpoint(torch.sin, torch.randn(1 << 18, requires_grad=True), returns="gradients")
     settle(session)
@@ -99,7 +114,7 @@ def test_without_telemetry_nothing_is_told(worker: WorkerProcess) -> None:
 def test_a_worker_that_is_gone_takes_no_telemetry_and_holds_nobody_up(own_worker: WorkerProcess) -> None:
     with backhaul.connect(own_worker.address, silence_s=QUIET_S) as session:
         train(session, 1)
-        own_worker.process.kill()
+        own_worker.kill()
         train(session, 2)
         assert session.report().fallbacks == 6
     assert session.telemetry is not None

@@ -16,8 +16,9 @@ from torch import nn
 
 import backhaul
 from backhaul import ConnectError
+from backhaul_runtime.version import version
 from conftest import QUIET_S, wait_until
-from support.processes import WorkerProcess
+from support.processes import WorkerProcess, is_running
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -25,9 +26,17 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_it_says_where_it_listens_on_one_line(worker: WorkerProcess) -> None:
-    assert worker.line.startswith("backhaul worker listening on 127.0.0.1:")
-    assert int(worker.address.rpartition(":")[2]) > 0
+def test_its_first_line_says_what_it_is_and_ends_with_its_address(worker: WorkerProcess) -> None:
+    wanted = f"backhaul worker {version()} on cpu, torch {torch.__version__}, budget 2 GiB, listening on 127.0.0.1:"
+    assert worker.line.startswith(wanted)
+    assert worker.line == f"{wanted}{int(worker.address.rpartition(':')[2])}"
+
+
+def test_a_budget_that_the_machine_does_not_have_is_said(worker: WorkerProcess) -> None:
+    with WorkerProcess("--memory", "64TiB") as generous:
+        assert "budget 64 TiB" in generous.line
+        assert "--memory 64 TiB is more than the " in generous.logged()
+    assert "is more than the" not in worker.logged()
 
 
 @pytest.mark.parametrize(
@@ -37,7 +46,10 @@ def test_it_says_where_it_listens_on_one_line(worker: WorkerProcess) -> None:
         (["--listen", "nowhere"], '"nowhere" can\'t be read'),
         (["--listen", "127.0.0.1:0", "--device", "abacus"], '--device "abacus" can\'t be used'),
         (["--listen", "unix:/no/such/folder/b.sock"], "can't listen on /no/such/folder/b.sock"),
-        (["--memory", "lots"], '"lots" is not a size: write bytes, or a number with K, M, G or T, as in 8GiB'),
+        (["--memory", "lots"], '"lots" is not a size: write a number with B, K, M, G or T, as in 8GiB'),
+        (["--memory", "64"], '"64" has no unit: write 64GiB, 64MiB or another'),
+        (["--memory", "0"], '"0" leaves no room: leave it out to take half of the memory'),
+        (["--token-file", "."], "can't be read: Is a directory. `backhaul token token` makes one"),
         (["--memory", "99999999T"], "more memory than any machine has"),
         (["--lease", "0"], '"0" is not a number of seconds above 0'),
     ],
@@ -76,8 +88,7 @@ def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
 def test_a_socket_left_behind_is_taken_over(tmp_path: Path) -> None:
     path = tmp_path / "b.sock"
     with WorkerProcess(listen=f"unix:{path}") as first:
-        os.kill(first.pid, signal.SIGKILL)
-        first.process.wait()
+        first.kill()
         assert path.exists()
         with WorkerProcess(listen=f"unix:{path}") as second:
             assert second.telemetry().draining is False
@@ -111,19 +122,50 @@ def test_sigterm_finishes_what_is_in_flight_and_ends_idle_streams() -> None:
             next(statuses)
 
 
-def test_the_first_process_of_a_container_ends_also_while_it_starts() -> None:
-    code = (
-        "import os, signal, sys\n"
-        "class Importing:\n"
-        "    def __getattr__(self, name):\n"
-        "        signal.raise_signal(signal.SIGTERM)\n"
-        "sys.modules['backhaul_server.worker.main'] = Importing()\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"  # as the kernel has it for a container's first process
-        "os.getpid = lambda: 1\n"
-        "from backhaul._cli import main\n"
-        "sys.exit(main(['worker', '--listen', '127.0.0.1:0']))\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 128 + signal.SIGTERM
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_ends_also_while_it_starts(number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "backhaul", "worker", "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as starting:
+        children = Path(f"/proc/{starting.pid}/task/{starting.pid}/children")
+        wait_until(lambda: children.read_text() != "", "the process that will serve is there")
+        starting.send_signal(number)
+        assert starting.communicate(timeout=60) == (b"", b"")
+    assert starting.returncode == 128 + number
+
+
+def serving_again(worker: WorkerProcess, before: int) -> None:
+    """Waits until the supervisor has another process that serves."""
+    wait_until(lambda: worker.serving() not in {0, before}, "another process is started", timeout_s=30)
+    assert not worker.telemetry().draining
+
+
+def test_a_worker_that_dies_is_started_again_at_the_same_address() -> None:
+    with WorkerProcess() as worker:
+        epoch, first = worker.telemetry().epoch, worker.pid
+        os.kill(first, signal.SIGSEGV)
+        serving_again(worker, first)
+        assert worker.telemetry().epoch != epoch
+        with backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+            session.checkpoint(torch.sin, torch.randn(3, requires_grad=True), returns="gradients").sum().backward()
+            assert session.report().remote == 1
+        second = worker.serving()
+        worker.process.terminate()
+        assert worker.process.wait(15) == 0
+        assert not is_running(second)
+        said = worker.logged()
+    assert "the worker was ended by SIGSEGV: starting another in 0 s" in said
+    assert f"there is a worker again, process {second}" in said
+    assert "Traceback" not in said
+
+
+def test_the_worker_ends_with_a_supervisor_that_is_killed() -> None:
+    with WorkerProcess() as worker:
+        mapped = Path(f"/proc/{worker.process.pid}/maps").read_text()
+        assert "/torch/" not in mapped
+        assert "cygrpc" not in mapped
+        worker.process.kill()
+        worker.process.wait()
+        wait_until(lambda: not is_running(worker.pid), "the worker is gone")
 
 
 def test_memory_that_a_step_freed_is_kept_until_the_last_trainer_has_gone(own_worker: WorkerProcess) -> None:

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
-from support.calls import SAVES_BY_CUSTOM_FUNCTION
-
 WIDTH = 32
 Step = Callable[[Any, nn.Module], tuple[Tensor, Sequence[Tensor]]]
 
@@ -22,13 +20,13 @@ class Case:
     Attributes:
         build: Makes the model.
         run: A step of it: loss and differentiable inputs.
-        local: Part of the reason why the trainer recomputes it, empty where a worker does.
+        kept: Part of the reason why its activations stay on the trainer, empty where they don't.
         activations: Whether it takes activations even where gradients are asked for.
     """
 
     build: Callable[[], nn.Module]
     run: Step
-    local: str = ""
+    kept: str = ""
     activations: bool = False
     optimizer: Any = field(default=functools.partial(torch.optim.AdamW, lr=1e-2))
 
@@ -412,18 +410,14 @@ CASES = {
     "recurrent": Case(recurrent, states),
     "buffer read and updated": Case(Averaging, averaging),
     "checkpoint inside": Case(blocks, own_checkpoint_inside),
-    "straight-through": Case(blocks, straight_through, local="custom autograd function"),
-    "straight-through with a buffer": Case(Averaging, averaging_with_rounding, local="custom autograd function"),
-    "hook inside": Case(blocks, interior_hook, local="hook was registered"),
-    "memory NumPy wrote": Case(blocks, written_by_numpy, local="no op wrote"),
-    "alias by .data": Case(blocks, data_alias, local="alias"),
-    "foreign hooks": Case(blocks, foreign_hooks, local="saved-tensor hooks"),
-    "torch's checkpoint inside": Case(
-        blocks,
-        torch_checkpoint_inside,
-        local="requires_grad" if SAVES_BY_CUSTOM_FUNCTION else "saved-tensor hooks",
-    ),
-    "gradient inside": Case(blocks, gradient_inside, local="is not on the list"),
-    "backward inside": Case(blocks, backward_inside, local="requires_grad"),
-    "requires_grad inside": Case(blocks, toggled_gradient, local="requires_grad"),
+    "straight-through": Case(blocks, straight_through, kept="custom autograd function"),
+    "straight-through with a buffer": Case(Averaging, averaging_with_rounding, activations=True),
+    "hook inside": Case(blocks, interior_hook, activations=True),
+    "memory NumPy wrote": Case(blocks, written_by_numpy, kept="no op wrote"),
+    "alias by .data": Case(blocks, data_alias, kept="alias"),
+    "foreign hooks": Case(blocks, foreign_hooks, kept="saved-tensor hooks"),
+    "torch's checkpoint inside": Case(blocks, torch_checkpoint_inside, kept="custom autograd function saves"),
+    "gradient inside": Case(blocks, gradient_inside, kept="is not on the list"),
+    "backward inside": Case(blocks, backward_inside, kept="requires_grad"),
+    "requires_grad inside": Case(blocks, toggled_gradient, kept="requires_grad"),
 }

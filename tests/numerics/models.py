@@ -4,7 +4,7 @@ transformers and diffusers are imported where a model is built, so that only the
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,7 +24,9 @@ class Family:
         segments: Classes of the layers that are segments, and how often a step calls them.
         draws: Whether a forward draws random numbers, which is whether it has dropout.
         keeps: What of a segment's inside is used outside, so that it returns activations when asked for gradients.
-        not_remote: Why the trainer recomputes its segments, as the report says it.
+        kept: Why the trainer keeps its segments' activations, as the report says it.
+        further: Calls of layers that return what others of their outputs follow from: backward goes through each in two
+            stages.
         autocast: The step runs under bfloat16 autocast.
     """
 
@@ -33,14 +35,23 @@ class Family:
     segments: Mapping[str, int]
     draws: bool = True
     keeps: str = ""
-    not_remote: str = ""
+    kept: str = ""
+    further: Mapping[str, int] = field(default_factory=dict)
     autocast: bool = False
 
-    def decision(self, returns: str) -> Decision:
-        """What becomes of its segments."""
-        if self.not_remote:
-            return Decision.TRAINER
-        return Decision.GRADIENTS if returns == "gradients" and not self.keeps else Decision.ACTIVATIONS
+    def decisions(self, returns: str) -> dict[str, dict[Decision, int]]:
+        """What becomes of its segments, by layer. What is kept may have a part that the trainer recomputes."""
+        if self.kept:
+            return {layer: {Decision.KEPT: calls, Decision.TRAINER: calls} for layer, calls in self.segments.items()}
+        if returns == "activations" or self.keeps:
+            return {layer: {Decision.ACTIVATIONS: calls} for layer, calls in self.segments.items()}
+        return {layer: {Decision.GRADIENTS: n + self.further.get(layer, 0)} for layer, n in self.segments.items()}
+
+    def returned(self, returns: str) -> str:
+        """What the documentation says of its segments."""
+        if self.kept:
+            return "kept"
+        return "activations" if self.keeps else returns
 
     def loss(self, model: nn.Module) -> Tensor:
         """A step's forward."""
@@ -188,14 +199,15 @@ FAMILIES: dict[str, Family] = {
         _llama_with_cache, _text, {"LlamaDecoderLayer": 2}, keeps="the cache keeps keys and values"
     ),
     "GPT-2": Family(_gpt2, _text, {"GPT2Block": 2}),
-    "BLOOM": Family(_bloom, _text, {"BloomBlock": 2}, not_remote="the custom autograd function GeLUFunction"),
+    "BLOOM": Family(_bloom, _text, {"BloomBlock": 2}, kept="the custom autograd function GeLUFunction"),
     "BERT": Family(_bert, _text, {"BertLayer": 2}),
     "BERT, bf16 autocast": Family(_bert, _text, {"BertLayer": 2}, autocast=True),
     # One layer's weights in two segments.
     "ALBERT": Family(_albert, _text, {"AlbertLayer": 2}),
-    # Two encoder and two decoder blocks; all of a stack share a position bias, the decoder's the encoder's states.
-    "T5": Family(_t5, _translation, {"T5Block": 4}),
-    "T5, bf16 autocast": Family(_t5, _translation, {"T5Block": 4}, autocast=True),
+    # Two encoder and two decoder blocks; all of a stack share a position bias, the decoder's the encoder's states. The
+    # first of each stack makes the bias and returns it.
+    "T5": Family(_t5, _translation, {"T5Block": 4}, further={"T5Block": 2}),
+    "T5, bf16 autocast": Family(_t5, _translation, {"T5Block": 4}, further={"T5Block": 2}, autocast=True),
     "ViT": Family(_vit, _images, {"ViTLayer": 2}),
     "Mixtral": Family(_mixtral, _text, {"MixtralDecoderLayer": 2}),
     "Mixtral, router loss": Family(
@@ -203,5 +215,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "ResNet": Family(_resnet, _images, {"ResNetBottleNeckLayer": 4}, draws=False),
     "Mamba": Family(_mamba, _text, {"MambaBlock": 2}, draws=False),
-    "U-Net": Family(_unet, _denoising, dict.fromkeys(_UNET_BLOCKS, 1)),
+    # Blocks on the way down return what they go on from, for those on the way up.
+    "U-Net": Family(_unet, _denoising, dict.fromkeys(_UNET_BLOCKS, 1), further={"DownBlock2D": 1}),
 }

@@ -1,5 +1,7 @@
-"""What a program can't carry is called again on the trainer: the same gradients, and nothing left twice."""
+"""What a program can't carry stays on the trainer: the gradients of no checkpointing, or a named error."""
 
+import random
+import threading
 from typing import Any
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
-from backhaul import CheckpointError, SavedTensorModifiedError, Session, StaleTensorError
+from backhaul import CheckpointError, Decision, SavedTensorModifiedError, Session, StaleTensorError
 from support.bits import Checkpoint, plainly
 from support.calls import WIDTH, inputs, same
 
@@ -26,6 +28,202 @@ class Rounded(torch.autograd.Function):
 
 class Opaque(Tensor):
     """A subclass: a kind of tensor that can't be digested."""
+
+
+class State:
+    """What a function reads besides its arguments. It may change before backward."""
+
+    scale = 1.0
+    draws_first = False
+
+
+INDICES = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 7, 0]])
+
+
+def sparse(h: Tensor, w: Tensor) -> Tensor:
+    matrix = torch.sparse_coo_tensor(INDICES, torch.arange(8.0) * State.scale * random.random(), (8, 8))
+    return torch.sparse.mm(matrix, (h @ w).T)
+
+
+def compressed(h: Tensor, w: Tensor) -> Tensor:
+    matrix = torch.sparse_coo_tensor(INDICES, torch.arange(8.0) * State.scale, (8, 8)).to_sparse_csr()
+    return matrix @ (h @ w).T
+
+
+def of_a_subclass(h: Tensor, w: Tensor) -> Tensor:
+    return (h @ w) * torch.full((8,), State.scale * random.random()).as_subclass(Opaque)
+
+
+def nested(h: Tensor, w: Tensor) -> Tensor:
+    rows = torch.nested.as_nested_tensor([(h @ w)[:1], (h @ w)[1:]], layout=torch.jagged)
+    return (rows * State.scale).values()
+
+
+def recurrent(h: Tensor, w: Tensor) -> Tensor:
+    if State.draws_first:
+        torch.rand(5)
+    torch.manual_seed(2)
+    lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.5)
+    return lstm(Rounded.apply(h * 4) @ w)[0]
+
+
+def leaky(h: Tensor, w: Tensor) -> Tensor:
+    if State.draws_first:
+        torch.rand(5)
+    return F.rrelu(Rounded.apply(h * 4) @ w, training=True)
+
+
+@pytest.mark.parametrize("fn", [sparse, compressed, of_a_subclass, nested, recurrent, leaky])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+def test_what_has_no_digest_is_that_of_forward(fn: Any, checkpoint: Checkpoint, session: Session) -> None:
+    """Whatever the function would read or draw if it were called again."""
+
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        State.scale, State.draws_first = 1.0, False
+        w, (x, h) = torch.randn(WIDTH, WIDTH, requires_grad=True), inputs()
+        y = checkpoint(fn, h, w)
+        State.scale, State.draws_first = 5.0, True
+        torch.rand(2)
+        y.as_subclass(Tensor).sin().sum().backward()
+        return [tensor.grad.as_subclass(Tensor) for tensor in (x, w)]
+
+    same(case, checkpoint)
+    assert Decision.KEPT in session.report().segments[0].decisions
+
+
+def test_gradients_that_another_thread_adds_meanwhile_are_there(checkpoint: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        w, (x, h) = torch.ones(WIDTH, requires_grad=True), inputs()
+
+        class Waits(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                return x * 1
+
+            @staticmethod
+            def backward(ctx: Any, gradient: Tensor) -> Tensor:
+                other = threading.Thread(target=lambda: (w * 10).sum().backward())
+                other.start()
+                other.join()
+                return gradient
+
+        checkpoint(lambda h: (Waits.apply(h).sin() * w).sin(), h).sum().backward()
+        return [x.grad, w.grad]
+
+    same(case, checkpoint)
+
+
+class Box:
+    """A container that pytree does not know."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def in_an_object(h: Tensor, linear: nn.Linear) -> Box:
+    return Box(linear(h).sin().exp())
+
+
+def in_an_attribute(h: Tensor, linear: Any) -> None:
+    linear.kept = linear(h).sin().exp()
+
+
+def in_a_list(h: Tensor, linear: nn.Linear, kept: list[Tensor]) -> int:
+    kept.append(linear(h).sin().exp())
+    return len(kept)
+
+
+@pytest.mark.parametrize("way", ["object", "attribute", "list", "beside a result"])
+def test_results_that_nobody_sees_returned(way: str, checkpoint: Checkpoint, session: Session) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        linear, (x, h), kept = nn.Linear(WIDTH, WIDTH), inputs(), []
+        if way == "object":
+            found = checkpoint(in_an_object, h, linear).tensor
+        elif way == "attribute":
+            checkpoint(in_an_attribute, h, linear)
+            found = linear.kept
+        elif way == "list":
+            checkpoint(in_a_list, h, linear, kept)
+            found = kept[0]
+        else:
+            found, box = checkpoint(lambda h: (linear(h).exp(), in_an_object(h, linear)), h)
+            found = found + box.tensor
+        found.sum().backward()
+        return [x.grad, linear.weight.grad]
+
+    same(case, checkpoint)
+    assert session.report().fallbacks == 0
+    assert session.report().remote == 1
+
+
+def test_an_argument_of_a_subclass(checkpoint: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()), torch.randn(2, WIDTH, requires_grad=True)
+        checkpoint(model, (x * 1).as_subclass(Opaque)).sum().backward()
+        return [tensor.grad.as_subclass(Tensor) for tensor in (x, *model.parameters())]
+
+    same(case, checkpoint)
+
+
+class Named(torch.autograd.Function):
+    """Sets an attribute that nodes of autograd have as a method."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.name = ctx.frame = ctx.positions = "mine"
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+@pytest.mark.parametrize("place", ["inside", "last inside", "before", "captured"])
+def test_a_custom_function_that_names_itself(place: str, checkpoint: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        x, h = inputs()
+        captured = Named.apply(h) if place == "captured" else torch.ones(WIDTH)
+        fn = {
+            "inside": lambda h: Named.apply(h).sin(),
+            "last inside": lambda h: Named.apply(h.sin()),
+            "before": lambda h: h.sin(),
+            "captured": lambda h: h.sin() * captured,
+        }[place]
+        checkpoint(fn, Named.apply(h) if place == "before" else h).sum().backward()
+        return [x.grad]
+
+    same(case, checkpoint)
+
+
+@pytest.mark.parametrize("build", [nn.LazyBatchNorm1d, lambda: nn.LazyLinear(WIDTH)])
+def test_the_first_call_of_a_lazy_module(build: Any, checkpoint: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        module = build()
+        found: list[Tensor | None] = []
+        for _ in range(3):
+            x, h = inputs()
+            checkpoint(module, h).square().sum().backward()
+            found += [x.grad, *(p.grad.clone() for p in module.parameters()), *module.buffers()]
+        return found
+
+    same(case, checkpoint)
+
+
+def test_an_op_that_fails_is_as_if_it_had_not_been_called(checkpoint: Checkpoint, session: Session) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+
+        def fn(h: Tensor) -> Tensor:
+            try:
+                return F.dropout(h @ h)  # of the wrong shape, noticed after autograd has saved both
+            except RuntimeError:
+                return F.dropout(linear(h)).sin()
+
+        checkpoint(fn, h).sum().backward()
+        return [x.grad, linear.weight.grad]
+
+    same(case, checkpoint)
+    assert session.report().remote == 1
 
 
 def test_weights_of_an_lstm_that_changed_are_an_error_on_the_trainer(checkpoint: Checkpoint) -> None:

@@ -38,14 +38,15 @@ def check(case: Case, remote: Loopback | Session, returns: str) -> None:
     assert differing(found, expected) == []
 
     report = remote.report()
-    reasons = [reason for segment in report.segments for reason in segment.reasons]
+    reasons = [reason for segment in report.segments for reason in segment.kept]
     assert report.fallbacks == 0
-    assert all(case.local and case.local in reason for reason in reasons), reasons
-    assert bool(reasons) == bool(case.local)
+    assert all(case.kept and case.kept in reason for reason in reasons), reasons
+    assert bool(reasons) == bool(case.kept)
+    assert all(not segment.reasons for segment in report.segments)
     done = {decision for segment in report.segments for decision in segment.decisions}
     expected_decision = Decision.GRADIENTS if returns == "gradients" and not case.activations else Decision.ACTIVATIONS
-    if case.local:
-        assert done <= {Decision.TRAINER}  # none at all where foreign hooks kept everything
+    if case.kept:
+        assert done - {Decision.TRAINER} == {Decision.KEPT}  # the trainer recomputes what came before the reason
     else:
         assert done == {expected_decision}
 

@@ -1,4 +1,4 @@
-"""Ways to run a checkpointed call: on a worker, with either thing coming back, and again on the trainer."""
+"""Ways to run a checkpointed call: recomputed on a worker, with either thing coming back, or kept on the trainer."""
 
 import functools
 import gc
@@ -25,20 +25,20 @@ def frozen(worker: WorkerProcess) -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.fixture(params=[*RETURNS, "called again"])
+@pytest.fixture(params=[*RETURNS, "kept"])
 def anywhere(request: pytest.FixtureRequest, session: Session) -> Checkpoint:
-    """Recomputes on the worker, or on the trainer by calling the function again."""
-    if request.param != "called again":
+    """Recomputes on the worker, or keeps activations here because of something that no program carries."""
+    if request.param != "kept":
         return partial(session.checkpoint, returns=request.param)
 
     mark = one()
 
     def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         @functools.wraps(function)
-        def again(*args: Any, **kwargs: Any) -> Any:
+        def with_mark(*args: Any, **kwargs: Any) -> Any:
             TimesOne.apply(mark)
             return function(*args, **kwargs)
 
-        return session.checkpoint(again, *args, **kwargs)
+        return session.checkpoint(with_mark, *args, **kwargs)
 
     return call

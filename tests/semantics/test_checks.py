@@ -1,7 +1,7 @@
 """What a recomputation that goes another way is told, and what selective checkpointing keeps."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -9,122 +9,86 @@ import pytest
 import torch
 import torch.utils.checkpoint as torchs
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 import backhaul
 from backhaul import CheckpointError, Decision, Session
+from backhaul._arguments import DETERMINISM_CHECKS
+from backhaul_runtime.replay import Replay
 from support.bits import Checkpoint, differing, plainly
-from support.calls import WIDTH, TimesOne, inputs, same, torch_checkpoint
+from support.calls import WIDTH, TimesOne, inputs, same, seed, torch_checkpoint
 
 SIN, MM = torch.ops.aten.sin.default, torch.ops.aten.mm.default
 Step = Callable[[Tensor], Tensor]
 
 
-class Changing:
-    """Goes one way the first time it is called and another way from then on."""
-
-    def __init__(self, first: Step, later: Step) -> None:
-        self._first, self._later = first, later
-        self._calls = 0
-
-    def __call__(self, x: Tensor) -> Tensor:
-        self._calls += 1
-        x = TimesOne.apply(x)
-        return (self._first if self._calls == 1 else self._later)(x)
+def unseen(x: Tensor) -> Tensor:
+    """Writes what no program tells: its recomputation gives other values."""
+    y = x.sin()
+    y.detach().numpy()[...] = 5
+    return y.exp().sin()
 
 
-def mismatch(checkpoint: Checkpoint, fn: Changing, **options: Any) -> torchs.CheckpointError:
+def mismatch(session: Session, fn: Step = unseen, **options: Any) -> CheckpointError:
     x, _ = inputs()
-    y = checkpoint(fn, x, **options)
+    y = session.checkpoint(fn, x, **options)
     with pytest.raises(torchs.CheckpointError) as caught:
         y.sum().backward()
     assert x.grad is None
+    assert isinstance(caught.value, CheckpointError)
     return caught.value
 
 
-def fewer() -> Changing:
-    return Changing(lambda x: x.sin().sin().exp(), lambda x: x.sin().exp())
+@pytest.mark.parametrize(("count", "change"), [(2, "fewer"), (4, "more")])
+def test_s34_fewer_or_more_tensors_on_recomputation(
+    count: int, change: str, session: Session, returns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = Replay.saved_digests.fget
+    assert digests is not None
+    found = (lambda replay: digests(replay)[:-1]) if change == "fewer" else (lambda replay: [*digests(replay), b"more"])
+    monkeypatch.setattr(Replay, "saved_digests", property(found))
+    session.close()  # the trainer recomputes
+    error = mismatch(session, lambda x: x.sin().sin().exp(), returns=returns)
+    assert (error.saved_forward, error.saved_recomputed) == (3, count)
+    assert "saved 3 tensors" in str(error)
+    assert f"saved {count}" in str(error)
 
 
-def more() -> Changing:
-    return Changing(lambda x: x.sin().exp(), lambda x: x.sin().sin().exp())
-
-
-def test_s34_fewer_tensors_on_recomputation(session: Session) -> None:
-    theirs, ours = str(mismatch(torch_checkpoint, fewer())), mismatch(session.checkpoint, fewer())
-    assert "saved during forward: 4" in theirs
-    assert "saved during recomputation: 3" in theirs
-    assert isinstance(ours, CheckpointError)
-    assert (ours.saved_forward, ours.saved_recomputed) == (4, 3)
-    assert "saved 4 tensors" in str(ours)
-    assert "saved 3" in str(ours)
-
-
-@pytest.mark.parametrize("early_stop", [True, False])
-def test_s34_more_tensors_on_recomputation(early_stop: bool, session: Session) -> None:
-    ours = mismatch(session.checkpoint, more(), early_stop=early_stop)
-    assert isinstance(ours, CheckpointError)
-    assert "saved 3 tensors" in str(ours)
-    assert "saved 4" in str(ours)
-    assert "more tensors during recomputation" in str(mismatch(torch_checkpoint, more(), early_stop=False))
-
-
-OTHER_METADATA: dict[str, tuple[Step, Step, str, str]] = {
-    "shape": (lambda x: x.sin().exp(), lambda x: x[:1].sin().exp(), "[2, 8]", "[1, 8]"),
-    "dtype": (lambda x: x.sin().exp(), lambda x: x.double().sin().exp(), "float32", "float64"),
-    "device": (lambda x: x.sin().exp(), lambda x: x.to("meta").sin().exp(), "cpu", "meta"),
-}
-
-
-@pytest.mark.parametrize("what", OTHER_METADATA)
-def test_s34_other_metadata_on_recomputation(what: str, session: Session) -> None:
-    first, later, forward, recomputed = OTHER_METADATA[what]
-    theirs = str(mismatch(torch_checkpoint, Changing(first, later)))
-    ours = mismatch(session.checkpoint, Changing(first, later))
-    assert isinstance(ours, CheckpointError)
-    assert all(side in message for side in (forward, recomputed) for message in (theirs, str(ours)))
-    assert "tensor at position 1" in theirs
-    assert ours.positions == [1, 2]  # the first is what TimesOne saved
-
-
-def test_s34_other_metadata_is_not_let_through_without_a_determinism_check(session: Session) -> None:
-    first, later, *_ = OTHER_METADATA["shape"]
-    error = mismatch(session.checkpoint, Changing(first, later), determinism_check="none")
-    assert isinstance(error, CheckpointError)
+@pytest.mark.parametrize("check", DETERMINISM_CHECKS)
+def test_s34_other_values_are_not_let_through_whatever_the_determinism_check(
+    check: str, session: Session, returns: str
+) -> None:
+    error = mismatch(session, returns=returns, determinism_check=check)
+    assert error.positions == [1, 2]  # sin saved what it was given, exp what it returned
+    assert "2 of 3 tensors differ between forward and recomputation on the trainer" in str(error)
+    assert str(error).count("saved by aten.") == 2
+    assert session.report().segments[0].fallbacks == 1  # after the worker's values had differed too
 
 
 @pytest.mark.parametrize("by_setting", [False, True])
 def test_s35_debug_shows_the_operators_of_both_runs(by_setting: bool, session: Session) -> None:
-    fn = Changing(lambda x: x.sin().exp().exp(), lambda x: x.cos().exp())
     with torchs.set_checkpoint_debug_enabled(True if by_setting else None):
-        error = mismatch(session.checkpoint, fn, debug=not by_setting)
-    assert isinstance(error, CheckpointError)
+        error = mismatch(session, debug=not by_setting)
     assert isinstance(error.__cause__, CheckpointError)
-    lines = str(error).lower().splitlines()
-    forward = [i for i, line in enumerate(lines) if "aten.sin.default" in line]
-    recomputed = [i for i, line in enumerate(lines) if "aten.cos.default" in line]
-    assert any("forward" in line for line in lines[: forward[0]])
-    assert any("recomputation" in line for line in lines[forward[-1] : recomputed[-1]])
+    lines = str(error).splitlines()
+    forward, recomputation = lines.index("Ops of forward:"), lines.index("Ops of recomputation:")
+    in_forward, in_recomputation = lines[forward:recomputation], lines[recomputation:]
+    for op in ("sin", "exp"):
+        assert any(f"aten.{op}.default(float32[2, 8]) -> float32[2, 8]  at {__file__}" in line for line in in_forward)
+        assert any(f"aten.{op}.default" in line for line in in_recomputation)
 
 
 def test_s35_the_setting_turns_it_off_too(session: Session) -> None:
-    for checkpoint in (torch_checkpoint, session.checkpoint):
-        with torchs.set_checkpoint_debug_enabled(False):
-            error = mismatch(checkpoint, fewer(), debug=True)
-        assert error.__cause__ is None
+    with torchs.set_checkpoint_debug_enabled(False):
+        error = mismatch(session, debug=True)
+    assert error.__cause__ is None
 
 
-def test_s35_debug_calls_fn_again_and_gives_the_same_gradients(session: Session, returns: str) -> None:
+def test_s35_debug_recomputes_on_the_trainer_and_gives_the_same_gradients(session: Session, returns: str) -> None:
     x, _ = inputs()
-    calls: list[int] = []
-
-    def fn(x: Tensor) -> Tensor:
-        calls.append(1)
-        return x.sin().exp()
-
-    session.checkpoint(fn, x, debug=True, returns=returns).sum().backward()
+    session.checkpoint(lambda x: x.sin().exp(), x, debug=True, returns=returns).sum().backward()
     assert torch.equal(x.grad, torch.autograd.grad(x.sin().exp().sum(), x)[0])
-    assert len(calls) == 2
     assert session.report().segments[0].decisions == {Decision.TRAINER: 1}
 
 
@@ -296,7 +260,7 @@ def test_s37_what_is_allowed_gives_no_wrong_gradient(checkpoint: Checkpoint) -> 
         return y
 
     y = checkpoint(fn, inputs()[0], context_fn=selective([SIN], allow_cache_entry_mutation=True))
-    with pytest.raises(CheckpointError, match="which a policy keeps"):
+    with pytest.raises(CheckpointError, match="which was kept here"):
         y.sum().backward()
 
 
@@ -341,6 +305,75 @@ def test_s37_a_second_backward_works(checkpoint: Checkpoint) -> None:
         theirs.sum().backward()
 
 
+@pytest.mark.parametrize("custom", [False, True], ids=["program", "kept from a custom function on"])
+def test_s37_what_must_be_saved_does_not_run_again_on_the_trainer(custom: bool, session: Session) -> None:
+    session.close()
+    ran = []
+    for call in (torch_checkpoint, session.checkpoint):
+        (x, w), seen = operands(), Operators()
+        fn = (lambda x: TimesOne.apply(products(x, w)).exp()) if custom else lambda x: products(x, w)  # noqa: B023
+        y = call(fn, x, context_fn=selective([MM]))
+        with seen:
+            y.sum().backward()
+        assert torch.equal(
+            x.grad, torch.autograd.grad(products(x, w).exp().sum() if custom else products(x, w).sum(), x)[0]
+        )
+        ran.append([seen.seen.count(str(op)) for op in (MM, SIN)])
+    theirs, ours = ran
+    assert theirs[0] == ours[0] == 4  # those of backward itself
+    assert ours[1] <= theirs[1]
+
+
+def with_a_cast_from_before(checkpoint: Checkpoint) -> list[Tensor | None]:
+    """Forward takes it from autocast's cache, a recomputation makes it."""
+    (x, w), policy = operands(), selective([torch.ops.aten._to_copy.default])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        before = x.detach() @ w
+        y = checkpoint(lambda x: (x @ w).float().sin(), x * 2, context_fn=policy)
+    (before.float() + y).sum().backward()
+    return [x.grad, w.grad]
+
+
+def with_an_op_that_fails(checkpoint: Checkpoint) -> list[Tensor | None]:
+    """Below autograd some of it has run by then."""
+    x, w = operands()
+
+    def fn(x: Tensor) -> Tensor:
+        with suppress(RuntimeError):
+            nn.functional.linear(x.unsqueeze(1), w * 2, torch.zeros(3))
+        return (x @ w).exp() @ w
+
+    checkpoint(fn, x * 1, context_fn=selective([MM])).sum().backward()
+    return [x.grad, w.grad]
+
+
+def with_a_kept_result_that_is_written_to(checkpoint: Checkpoint) -> list[Tensor | None]:
+    x, _ = operands()
+    policy = selective([torch.ops.aten.add.Tensor], allow_cache_entry_mutation=True)
+
+    def fn(x: Tensor) -> Tensor:
+        y = x * 2 + 1
+        before = y.exp()
+        return y.sin_() * before
+
+    checkpoint(fn, x * 1, context_fn=policy).sum().backward()
+    return [x.grad]
+
+
+@pytest.mark.parametrize(
+    "case", [with_a_cast_from_before, with_an_op_that_fails, with_a_kept_result_that_is_written_to]
+)
+def test_s37_where_kept_results_do_not_fit_the_ops_run_again(case: Any, session: Session) -> None:
+    def without_policy(fn: Step, x: Tensor, context_fn: object) -> Tensor:
+        return fn(x)
+
+    session.close()
+    seed()
+    expected = case(without_policy)
+    seed()
+    assert differing(case(session.checkpoint), expected) == []
+
+
 class Entered:
     """A context that counts, and sets a scale that the function reads."""
 
@@ -358,9 +391,9 @@ class Entered:
         Entered.scale = 1.0
 
 
-def test_s37_a_context_of_the_callers_own_calls_fn_again(session: Session, returns: str) -> None:
+def test_s37_contexts_of_the_callers_own_are_entered_once_each(session: Session, returns: str) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        forward, recomputation, calls = Entered(), Entered(), []
+        forward, recomputation, calls = Entered(), Entered(2.0), []
         linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
 
         def fn(h: Tensor) -> Tensor:
@@ -370,7 +403,7 @@ def test_s37_a_context_of_the_callers_own_calls_fn_again(session: Session, retur
         options = {} if checkpoint is plainly else {"context_fn": lambda: (forward, recomputation), "returns": returns}
         checkpoint(fn, h, **options).sum().backward()
         if checkpoint is not plainly:
-            assert (forward.count, recomputation.count, len(calls)) == (1, 1, 2)
+            assert (forward.count, recomputation.count, len(calls)) == (1, 1, 1)
         return [x.grad, linear.weight.grad]
 
     same(case, session.checkpoint)
@@ -379,9 +412,32 @@ def test_s37_a_context_of_the_callers_own_calls_fn_again(session: Session, retur
     assert any("context_fn" in reason for reason in segment.reasons)
 
 
-def test_s37_the_value_check_applies_to_it(session: Session) -> None:
-    x, _ = inputs()
-    y = session.checkpoint(lambda x: (x * Entered.scale).sin().exp(), x, context_fn=lambda: (Entered(), Entered(2.0)))
-    with pytest.raises(CheckpointError, match="differ between forward and recomputation"):
+class Operators(TorchDispatchMode):
+    """Notes what runs in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(op))
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("saved_here", [False, True], ids=["recomputed", "kept"])
+def test_s37_dispatch_modes_see_the_functions_ops_alone(saved_here: bool, session: Session) -> None:
+    """As under torch's checkpoint, which detaches what a recomputation saves. Nothing is recomputed of what is kept."""
+    seen = []
+    for call in (torch_checkpoint, session.checkpoint):
+        forward, recomputation = Operators(), Operators()
+        x, _ = inputs()
+        y = call(
+            lambda x: TimesOne.apply(x).exp() if saved_here else x.exp(),
+            x,
+            context_fn=lambda: (forward, recomputation),  # noqa: B023
+        )
+        seen.append(list(forward.seen))
         y.sum().backward()
-    assert x.grad is None
+        seen.append(list(recomputation.seen))
+    assert seen[2] == seen[0]
+    assert seen[3] == ([] if saved_here else seen[1])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from backhaul import CheckpointError, Decision, DoubleBackwardError, Session
+from backhaul import CheckpointError, Decision, Session
 from backhaul._value_check import Recomputed
 from conftest import settle, wait_until
 from support.bits import Checkpoint, plainly
@@ -102,13 +102,6 @@ def test_s38_an_interior_tensor_that_outlives_the_call(anywhere: Checkpoint) -> 
     same(case, anywhere)
 
 
-def test_s38_double_backward_is_never_silently_wrong(session: Session) -> None:
-    x, _ = inputs()
-    y = session.checkpoint(lambda x: x.sin().exp(), x, returns="auto")
-    with pytest.raises(DoubleBackwardError):
-        torch.autograd.grad(y.sum(), x, create_graph=True)
-
-
 def test_s39_captured_tensors_are_differentiated(anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         parameter = nn.Parameter(torch.randn(WIDTH))
@@ -154,11 +147,15 @@ def test_s40_the_worker_has_the_state_of_forward(check: str, checkpoint: Checkpo
 @pytest.mark.parametrize("check", CHECKS)
 def test_s40_values_are_verified_before_a_gradient_is_delivered(check: str, session: Session) -> None:
     x, _ = inputs()
-    state = {"scale": 1.0}
     hidden: list[Tensor] = []
     x.register_hook(hidden.append)
-    y = session.checkpoint(lambda x: (TimesOne.apply(x) * state["scale"]).sin(), x, determinism_check=check)
-    state["scale"] = 2.0
+
+    def fn(x: Tensor) -> Tensor:
+        y = x * 2
+        y.detach().numpy()[...] = 5  # what no program tells
+        return y.sin()
+
+    y = session.checkpoint(fn, x, determinism_check=check)
     with pytest.raises(CheckpointError):
         y.sum().backward()
     assert x.grad is None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from backhaul import Session
+from backhaul import Decision, Session
 from support.bits import Checkpoint, differing, plainly
 
 WIDTH = 8
@@ -23,7 +23,7 @@ torch_checkpoint: Checkpoint = partial(checkpoint, use_reentrant=False)
 
 
 class TimesOne(torch.autograd.Function):
-    """What a program can't carry: a function that uses it is called again, on the trainer."""
+    """What a program can't carry: activations of a function that begins with it stay on the trainer."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -75,7 +75,8 @@ def same(case: Callable[[Checkpoint], list[Tensor | None]], checkpoint: Checkpoi
 
 def recomputations(session: Session) -> int:
     """How many segments were recomputed so far, by whomever."""
-    return sum(sum(segment.decisions.values()) for segment in session.report().segments)
+    decisions = [item for segment in session.report().segments for item in segment.decisions.items()]
+    return sum(count for decision, count in decisions if decision is not Decision.KEPT)
 
 
 def recorded_ops(session: Session, patch: pytest.MonkeyPatch) -> list[list[str]]:

@@ -1,9 +1,11 @@
 """Dashboard processes that tests start and end."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from typing import Any, Self
 
@@ -28,10 +30,9 @@ class Dashboard:
     def __init__(self, *workers: str, options: tuple[str, ...] = (), store: str | None = ":memory:") -> None:
         kept = ("--store", store) if store is not None else ()
         command = [sys.executable, "-m", "backhaul", "dashboard", "--listen", "127.0.0.1:0", *kept, *options]
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  a pipe that nobody reads would fill
         self.process = subprocess.Popen(
-            [*command, "--worker", *workers],
-            stdout=subprocess.PIPE,
-            text=True,
+            [*command, "--worker", *workers], stdout=subprocess.PIPE, stderr=self._log, text=True
         )
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().rpartition(" ")[2].strip()
@@ -40,11 +41,18 @@ class Dashboard:
     def get(self, path: str) -> httpx.Response:
         return self._client.get(path)
 
+    def head(self, path: str) -> httpx.Response:
+        return self._client.head(path)
+
     def api(self, path: str) -> Any:
         """What a route of /api/v1 says."""
         answer = self.get(f"/api/v1/{path}")
         assert answer.status_code == 200, answer.text
         return json.loads(answer.text, parse_constant=_refuse)
+
+    def logged(self) -> str:
+        """What it wrote to stderr so far."""
+        return os.pread(self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0).decode()
 
     def live(self) -> Iterator[Any]:
         """Events as they come."""
@@ -69,6 +77,7 @@ class Dashboard:
         finally:
             self.process.kill()
             self.process.wait()
+            self._log.close()
 
     def __enter__(self) -> Self:
         return self

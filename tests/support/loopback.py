@@ -10,20 +10,24 @@ from torch import Tensor
 from backhaul._arguments import options_of
 from backhaul._checkpoint import run_segment
 from backhaul._config import Config
+from backhaul._expected import check_saved, contributions_in
 from backhaul._frame import Frame
 from backhaul._lineage import Copies
 from backhaul._prediction import Beginning, Site
 from backhaul._report import Journal, Report
 from backhaul._value_check import Recomputed
+from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime import ambient
 from backhaul_runtime.bundle import unbundle
+from backhaul_runtime.digest import address_of
 from backhaul_runtime.errors import Refusal, WorkerLostError
-from backhaul_runtime.layout import copy_exact
+from backhaul_runtime.layout import Layout, copy_exact
 from backhaul_runtime.program_codec import decode_program, encode_program
 from backhaul_runtime.recording import Recording
 from backhaul_runtime.replay import Contribution, isolated
 from backhaul_server.worker import runs
 from backhaul_server.worker.runs import Finished, Work
+from backhaul_server.worker.segment_service import encode_contributions
 
 
 class LoopbackSegment:
@@ -40,17 +44,27 @@ class LoopbackSegment:
             return perform(self.work, None)
 
     def backward(
-        self, gradients: Mapping[int, Tensor], state: ambient.State, summed: Collection[int], *, checks_bytes: bool
+        self,
+        gradients: Mapping[int, Tensor],
+        state: ambient.State,
+        summed: Collection[int],
+        due: Sequence[tuple[int, Layout]],
+        *,
+        checks_bytes: bool,
     ) -> tuple[Recomputed, list[Contribution], Callable[[], None]]:
         copies = {output: copy_exact(gradient) for output, gradient in gradients.items()}
+        self.remote.given |= {address_of(copy): copy for copy in copies.values()}
         found = self._run(partial(runs.backward, start=runs.Start((), state, summed=tuple(summed)), gradients=copies))
-        tensors = unbundle([copy_exact(parcel.tensor) for parcel in found.bundle.parcels], found.bundle.views)
+        result = segment_pb2.BackwardResult(contributions=encode_contributions(found))
+        tensors = [copy_exact(parcel.tensor) for parcel in found.bundle.parcels]
         saved = Recomputed(found.saved_digests, found.saved_sketches)
-        return saved, [Contribution(s, tensors.get(i)) for i, s in enumerate(found.sources)], lambda: None
+        return saved, contributions_in(result, tensors, due, summed, ()), lambda: None
 
-    def recompute(self, positions: Sequence[int]) -> "LoopbackTensors":
-        found = self._run(partial(runs.recompute, positions=positions))
+    def recompute(self, wanted: Mapping[int, Layout]) -> "LoopbackTensors":
+        found = self._run(partial(runs.recompute, positions=list(wanted)))
         tensors = unbundle([copy_exact(parcel.tensor) for parcel in found.bundle.parcels], found.bundle.views)
+        for position, tensor in tensors.items():
+            check_saved(position, tensor, wanted[position])
         return LoopbackTensors(Recomputed(found.saved_digests, found.saved_sketches), tensors)
 
     def drifted(self, drift: float) -> None:
@@ -80,7 +94,7 @@ class Loopback:
     Attributes:
         is_lost: All segments are lost, and none is taken.
         recordings: Of the segments taken, in order.
-        given: What they were given, by address.
+        given: What they and their backwards were given, by address.
     """
 
     def __init__(self, *, pins: bool = False) -> None:
@@ -93,6 +107,10 @@ class Loopback:
         self.given: dict[bytes, Tensor] = {}
         self.config = Config()
 
+    def changed(self) -> list[bytes]:
+        """Addresses of what it was given that no longer holds what it held. Nothing that runs may change it."""
+        return [address for address, tensor in self.given.items() if address_of(tensor) != address]
+
     def needs_pins(self, device: torch.device) -> bool:
         return self.pins
 
@@ -103,6 +121,8 @@ class Loopback:
         assert frame.program is not None
         if self.is_lost:
             raise Refusal("gone")
+        if frame.recording.unpinned:
+            raise Refusal(frame.recording.unpinned)
         self.recordings.append(frame.recording)
         program = decode_program(encode_program(frame.program), torch.device("cpu"))
         values = [copy_exact(source.value, source.layout) for source in frame.recording.sources]

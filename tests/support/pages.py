@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import ConsoleMessage, Page, Request
 
 from support.dashboards import Dashboard
@@ -69,3 +70,9 @@ class Heard:
 
     def _asked(self, request: Request) -> None:
         self.hosts.add(urlsplit(request.url).netloc)
+
+
+def broken_rules(page: Page) -> list[str]:
+    """Violations of axe-core's rules on a page, as "rule: HTML". The rules: https://dequeuniversity.com/rules/axe."""
+    found = Axe().run(page).response["violations"]
+    return [f"{rule['id']}: {node['html'][:100]}" for rule in found for node in rule["nodes"]]

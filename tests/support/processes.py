@@ -1,17 +1,23 @@
 """Worker processes that tests start and end."""
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
 import grpc
 
-from backhaul_proto.v1 import telemetry_pb2, telemetry_pb2_grpc
+from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.credentials import bearer
+from support.wire import Services
+
+_COMMAND = ("-m", "backhaul")
 
 
 class WorkerProcess:
@@ -19,7 +25,8 @@ class WorkerProcess:
 
     Attributes:
         address: Where it listens.
-        pid: Of the process.
+        process: What was started. It supervises the process that serves, unless a program of the test's own serves.
+        pid: Of the process that serves: whose memory and files are looked at, and which is stopped.
     """
 
     def __init__(
@@ -27,11 +34,13 @@ class WorkerProcess:
         *options: str,
         listen: str = "127.0.0.1:0",
         environment: Mapping[str, str] | None = None,
-        program: Sequence[str] = ("-m", "backhaul"),
+        program: Sequence[str] = _COMMAND,
     ) -> None:
+        supervised = program == _COMMAND
+        own = () if supervised else ("--supervisor", str(os.getpid()))
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  a pipe that nobody reads would fill
         self.process = subprocess.Popen(
-            [sys.executable, *program, "worker", "--listen", listen, *options],
+            [sys.executable, *program, "worker", "--listen", listen, *options, *own],
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
@@ -40,15 +49,32 @@ class WorkerProcess:
         assert self.process.stdout is not None
         self.line = self.process.stdout.readline().strip()
         self.address = self.line.rpartition(" ")[2]
-        self.pid = self.process.pid
+        self.pid = self.serving() if supervised and self.line else self.process.pid
+
+    def serving(self) -> int:
+        """The process that serves now; another one once the supervisor has started one."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(children[0]) if children else 0
+
+    def kill(self) -> None:
+        """Ends it at once and for good, as if its machine was gone."""
+        with suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGSTOP)  # or it would start another
+            os.kill(self.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+        while self.pid != self.process.pid and is_running(self.pid):
+            time.sleep(0.01)
 
     def telemetry(self, token: str = "") -> telemetry_pb2.GetTelemetryResponse:
         """The worker as it is now, with all reports that it holds."""
         with grpc.insecure_channel(self.address) as channel:
-            stub = telemetry_pb2_grpc.TelemetryServiceStub(channel)
+            services = Services(channel)
             request, reports = telemetry_pb2.GetTelemetryRequest(), []
             while True:
-                answer = stub.GetTelemetry(request, timeout=10, wait_for_ready=True, metadata=bearer(token))
+                answer = services.telemetry.GetTelemetry(
+                    request, timeout=60, wait_for_ready=True, metadata=bearer(token)
+                )
                 reports += answer.reports
                 if not answer.has_more_reports:
                     break
@@ -82,6 +108,14 @@ class WorkerProcess:
         assert self.process.stdout is not None
         self.process.stdout.close()
         self._log.close()
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process that has not ended. One that nobody has reaped yet has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def open_files() -> int:

@@ -11,10 +11,11 @@ from uuid import uuid4
 
 import grpc
 
-from backhaul_proto.v1 import telemetry_pb2, telemetry_pb2_grpc
+from backhaul_proto.v1 import telemetry_pb2
 from backhaul_proto.v1.telemetry_pb2 import Lane
 from backhaul_runtime.telemetry import BOUNDS_S, bucket_of
 from backhaul_runtime.version import version
+from support.wire import serve
 
 ANSWER_BYTES = 1 << 20
 
@@ -113,7 +114,7 @@ class Training:
         return telemetry_pb2.SegmentCall(**(fields | changed))
 
 
-class FakeWorker(telemetry_pb2_grpc.TelemetryServiceServicer):
+class FakeWorker:
     """A worker that has nothing but telemetry, on any free port. It listens when constructed; a context manager.
 
     Args:
@@ -134,7 +135,7 @@ class FakeWorker(telemetry_pb2_grpc.TelemetryServiceServicer):
         self._next = 1
         self.telemetry = _telemetry()
         self._server = grpc.server(ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
-        telemetry_pb2_grpc.add_TelemetryServiceServicer_to_server(self, self._server)
+        serve(self._server, telemetry_pb2, self)
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()
 

@@ -1,9 +1,46 @@
-"""What is written for the wire, as a peer with generated stubs sees it."""
+"""What is written for the wire, as a peer that knows no more than protobuf sees it."""
 
-from backhaul_proto.v1 import tensor_pb2
-from backhaul_runtime.splicing import Batch, encode
+from typing import Any
+
+import grpc
+from google.protobuf.message_factory import GetMessageClass
+
+from backhaul_proto.v1 import program_pb2, segment_pb2, session_pb2, telemetry_pb2, tensor_pb2
+from backhaul_runtime.splicing import Batch, encode, serialize
+from backhaul_runtime.stubs import as_protobuf, stub
+
+SERVICES = [
+    service
+    for file in (session_pb2, program_pb2, tensor_pb2, segment_pb2, telemetry_pb2)
+    for service in file.DESCRIPTOR.services_by_name.values()
+]
+METHODS = [method for service in SERVICES for method in service.methods]
 
 
 def plain(batch: Batch) -> tensor_pb2.TensorBatch:
     """The batch, read by protobuf."""
     return tensor_pb2.PutTensorsRequest.FromString(encode(batch, 2)).tensors
+
+
+class Services:
+    """A worker's services: requests are sealed, answers are messages of protobuf."""
+
+    def __init__(self, channel: Any) -> None:
+        self.sessions, self.programs, self.tensors, self.segments, self.telemetry = (
+            stub(channel, service, as_protobuf) for service in SERVICES
+        )
+
+
+def serve(server: grpc.Server, file: Any, servicer: object) -> None:
+    """Adds a service that a test plays to a server: it reads any request, and seals its answers."""
+    for service in file.DESCRIPTOR.services_by_name.values():
+        handlers = {
+            method.name: grpc.unary_unary_rpc_method_handler(
+                getattr(servicer, method.name),
+                request_deserializer=as_protobuf(GetMessageClass(method.input_type)),
+                response_serializer=serialize,
+            )
+            for method in service.methods
+            if hasattr(servicer, method.name)
+        }
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service.full_name, handlers)])

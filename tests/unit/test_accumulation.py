@@ -12,7 +12,7 @@ from backhaul_runtime.bundle import bundle
 from backhaul_server.worker.executor import Executor
 from backhaul_server.worker.runs import Finished
 from backhaul_server.worker.store import Store
-from backhaul_server.worker.sums import Keep, Sums
+from backhaul_server.worker.sums import SUM_BYTES, Keep, Sums
 
 SIZE = 64
 BYTES = SIZE * 4
@@ -21,7 +21,7 @@ BYTES = SIZE * 4
 def with_sums(test: Callable[[Sums, Store[Tensor]], Awaitable[None]], *, budget_bytes: int = 1 << 20) -> None:
     async def main() -> None:
         store: Store[Tensor] = Store(budget_bytes)
-        executor = Executor(lambda: None)
+        executor = Executor(lambda: None, lambda _: None, 60.0)
         sums = Sums("session", store, executor)
         try:
             await test(sums, store)
@@ -61,7 +61,7 @@ def test_passes_are_summed_one_after_the_other() -> None:
         assert sums.are_awaited
         a, b, c, d, e = found
         assert torch.equal((await collected(sums, 1, 5))[7], (((a + b) + c) + d) + e)
-        assert store.usage().results == BYTES
+        assert store.usage().results == BYTES + SUM_BYTES
 
     with_sums(test)
 

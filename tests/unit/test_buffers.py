@@ -31,3 +31,13 @@ def test_one_larger_than_the_bound_is_not_kept() -> None:
     buffers = Buffers(idle_bytes=PAGES)
     buffers.take(2 * PAGES)
     assert not buffers._idle
+
+
+def test_buffers_of_a_size_that_nobody_takes_any_more_make_room() -> None:
+    buffers = Buffers(idle_bytes=2 * PAGES)
+    del (held := [buffers.take(PAGES) for _ in range(2)])[:]
+    assert not held
+    buffers.take(2 * PAGES)
+    assert list(map(len, buffers._idle)) == [2 * PAGES]
+    buffers.take(3 * PAGES)
+    assert list(map(len, buffers._idle)) == [2 * PAGES]

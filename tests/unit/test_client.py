@@ -4,15 +4,11 @@ import copy
 import io
 import threading
 from concurrent.futures import Future
-from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import backhaul
 from backhaul import NotRemoteError, WorkerLostError, wrap
@@ -20,7 +16,6 @@ from backhaul._arguments import options_of
 from backhaul._calls import Watch
 from backhaul._checkpoint import name_of
 from backhaul._config import Config
-from backhaul._patched import patched
 from backhaul._sequential import checkpoint_sequential
 from backhaul._wrap import SegmentModule, unwrap
 from support.loopback import Loopback
@@ -76,7 +71,7 @@ def test_a_context_of_the_callers_own_runs_here(loopback: Loopback, caplog: pyte
     for _ in range(2):
         loopback.checkpoint(torch.sin, x, debug=True).sum().backward()
     assert [record.getMessage() for record in caplog.records] == [
-        "segment sin is recomputed on the trainer: debug=True traces it here"
+        "segment sin is recomputed on the trainer: debug=True traces its recomputation"
     ]
     with pytest.raises(NotRemoteError, match="debug=True"):
         loopback.checkpoint(torch.sin, x, debug=True, strict=True)
@@ -170,29 +165,6 @@ def test_sequential_with_a_number_that_can_not_be(segments: int, loopback: Loopb
         checkpoint_sequential(loopback.checkpoint, [torch.sin] * 5, segments, torch.randn(2))
 
 
-def test_patched_reaches_code_that_calls_torch(loopback: Loopback) -> None:
-    original = torch.utils.checkpoint.checkpoint
-    x = torch.randn(2, requires_grad=True)
-    with pytest.raises(ZeroDivisionError), patched(loopback.checkpoint):
-        torch.utils.checkpoint.checkpoint_sequential([torch.sin, torch.cos], 2, x, use_reentrant=False).sum().backward()
-        torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=True).sum().backward()
-        raise ZeroDivisionError
-    assert torch.utils.checkpoint.checkpoint is original
-    assert loopback.report().remote == 2
-
-
-def test_patched_reaches_code_that_imported_the_function_by_name(loopback: Loopback) -> None:
-    original = torch_checkpoint
-    x = torch.randn(2, requires_grad=True)
-    with patched(loopback.checkpoint):
-        kept = partial(torch_checkpoint, use_reentrant=False)
-        kept(torch.sin, x).sum().backward()
-        kept(torch.sin, x, context_fn=lambda: (nullcontext(), nullcontext())).sum().backward()  # torch's own work
-    assert torch_checkpoint is original
-    kept(torch.sin, x).sum().backward()
-    assert loopback.report().remote == 1
-
-
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -261,6 +233,20 @@ def test_attributes_of_a_wrapped_module_are_those_inside(loopback: Loopback) -> 
     assert not inside[0].training
 
 
+def test_arguments_of_a_wrapped_module_are_its_own_whatever_their_names(loopback: Loopback) -> None:
+    class Named(nn.Linear):
+        def forward(self, x: Tensor, **named: int) -> Tensor:
+            return super().forward(x) * sum(named.values())
+
+    model = nn.Sequential(Named(3, 3))
+    names = ("strict", "returns", "durability", "debug", "session", "function", "context_fn", "own")
+    given: dict[str, Any] = dict(zip(names, range(1, 9), strict=True))
+    x = torch.randn(2, 3)
+    expected = model[0](x, **given)
+    wrapped = wrap(model, Named, session=loopback, returns="gradients")
+    assert torch.equal(wrapped[0](x, **given), expected)
+
+
 def test_a_module_in_two_places_is_wrapped_in_both(loopback: Loopback) -> None:
     shared = nn.Sequential(nn.Linear(4, 4))
     model = wrap(nn.ModuleList([shared, shared]), nn.Sequential, session=loopback)
@@ -300,6 +286,6 @@ def test_a_report_reads_well(loopback: Loopback) -> None:
     loopback.checkpoint(torch.sin, x, returns="gradients").sum().backward()
     loopback.checkpoint(lambda x: (y := x * 2) * y.data, x).sum().backward()
     lines = str(loopback.report()).splitlines()
-    assert lines[0].split() == ["segment", "calls", "gradients", "activations", "trainer", "wait", "up", "down"]
-    assert lines[1].split()[:5] == ["sin", "1", "1", "0", "0"]
-    assert lines[3] == "  1 on the trainer: an alias of an interior tensor that no op made (.data, NumPy)"
+    assert lines[0].split() == ["segment", "calls", "gradients", "activations", "trainer", "kept", "wait", "up", "down"]
+    assert lines[1].split()[:6] == ["sin", "1", "1", "0", "0", "0"]
+    assert lines[3] == "  1 kept on the trainer: an alias of an interior tensor that no op made (.data, NumPy)"

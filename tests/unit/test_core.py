@@ -14,13 +14,12 @@ from backhaul import BudgetError, DrainingError, ProgramError, SegmentUnknownErr
 from backhaul_runtime import ambient
 from backhaul_runtime.digest import address_of
 from backhaul_runtime.layout import layout_of
-from backhaul_runtime.program import Node, Program, ResultRef, Source, SourceRef
+from backhaul_runtime.program import NODE_BYTES, Node, Program, ResultRef, Source, SourceRef
 from backhaul_runtime.program_codec import encode_program
 from backhaul_server.worker import runs
 from backhaul_server.worker.core import Worker
 from backhaul_server.worker.segment import Segment, Session
 from backhaul_server.worker.segment_machine import Key
-from backhaul_server.worker.segments import ENTRY_BYTES
 
 FIRST = Key("backward", 1)
 START = runs.Start(((0, address_of(torch.ones(4))),), ambient.capture())
@@ -54,15 +53,15 @@ def squaring() -> bytes:
     )
 
 
-def put(worker: Worker, tensor: torch.Tensor) -> bytes:
+def put(worker: Worker, session: Session, tensor: torch.Tensor) -> bytes:
     layout, address = layout_of(tensor), address_of(tensor)
-    worker.store.arrived(address, tensor, worker.expect_tensor(layout))
+    worker.store.arrived(session.id, address, tensor, worker.expect_tensor(layout))
     return address
 
 
 async def saved(worker: Worker, session: Session, number: int = 1, value: float = 3.0) -> Segment:
-    program = await worker.put_program(squaring())
-    address = put(worker, torch.full((4,), value))
+    program = await worker.put_program(session, squaring())
+    address = put(worker, session, torch.full((4,), value))
     assert worker.save(session, number, program, [address], [0], [], "square", False) == (False, [])
     return worker.segment(session, number)
 
@@ -82,8 +81,9 @@ def test_a_segment_from_save_to_release() -> None:
         assert [parcel.tensor.tolist() for parcel in found.bundle.parcels] == [[3.0] * 4] * 2  # each use of x
         assert found.sources == (0, 0)
         worker.release(session, [1])
+        worker.close_session(session.id)
         usage = worker.store.usage()
-        assert (usage.segments, usage.working, usage.results) == (0, 0, 0)
+        assert (usage.segments, usage.cached, usage.working, usage.results) == (0, 0, 0, 0)
         with pytest.raises(SegmentUnknownError):
             worker.segment(session, 1)
 
@@ -108,8 +108,9 @@ def test_a_repeated_save_changes_nothing() -> None:
     async def test(worker: Worker) -> None:
         session = worker.open_session("trainer")
         segment = await saved(worker, session)
+        before = worker.store.usage().segments
         assert await saved(worker, session) is segment
-        assert worker.store.usage().segments == 16 + ENTRY_BYTES
+        assert worker.store.usage().segments == before
 
     with_worker(test)
 
@@ -128,9 +129,9 @@ def test_what_is_missing_is_said() -> None:
 def test_lists_that_do_not_fit_the_program(sources: int, transient: list[int]) -> None:
     async def test(worker: Worker) -> None:
         session = worker.open_session("trainer")
-        addresses = [put(worker, torch.full((4,), float(i))) for i in range(sources)]
+        addresses = [put(worker, session, torch.full((4,), float(i))) for i in range(sources)]
         with pytest.raises(ProgramError):
-            worker.save(session, 1, await worker.put_program(squaring()), addresses, transient, [], "x", False)
+            worker.save(session, 1, await worker.put_program(session, squaring()), addresses, transient, [], "x", False)
 
     with_worker(test)
 
@@ -210,7 +211,7 @@ def test_more_segments_than_fit_are_refused_and_the_others_live() -> None:
         for segment in list(session.segments.values()):
             await backward(worker, session, segment)
 
-    with_worker(test, budget_bytes=30_000)
+    with_worker(test, budget_bytes=300_000)
 
 
 def test_a_small_budget_keeps_ready_what_backward_needs_first() -> None:
@@ -232,16 +233,63 @@ def test_a_small_budget_keeps_ready_what_backward_needs_first() -> None:
                 worker.release(session, [number])
         assert were_ready == {6, 7}  # by then it is known how many come
 
-    # What it was saved with, two results of 16 bytes, and two gradients while one of them runs.
-    with_worker(test, budget_bytes=4 * (16 + ENTRY_BYTES) + 2 * 16 + 2 * 16)
+    taken: list[int] = []
+
+    async def take(worker: Worker) -> None:
+        session = worker.open_session("trainer")
+        for number in range(4):
+            await saved(worker, session, number, float(number))
+        usage = worker.store.usage()
+        taken.append(usage.segments + usage.sessions)
+
+    with_worker(take)
+    # What four were saved with, two replays with 16 bytes and a node each, and two gradients while one of them runs.
+    with_worker(test, budget_bytes=taken[0] + 2 * (16 + NODE_BYTES) + 2 * 16)
 
 
 @pytest.mark.parametrize("states", [[b"state"], [bytes(1 << 20)]])
 def test_generator_states_nobody_draws_with_are_refused(states: list[bytes]) -> None:
     async def test(worker: Worker) -> None:
         session = worker.open_session("trainer")
-        program, address = await worker.put_program(squaring()), put(worker, torch.ones(4))
+        program, address = await worker.put_program(session, squaring()), put(worker, session, torch.ones(4))
         with pytest.raises(ProgramError, match="draws"):
             worker.save(session, 1, program, [address], [0], states, "square", False)
+
+    with_worker(test)
+
+
+@pytest.mark.parametrize("end", ["release", "close", "lease"])
+def test_what_ends_a_segment_cancels_its_run(end: str) -> None:
+    async def test(worker: Worker) -> None:
+        session = worker.open_session("trainer")
+        segment = await saved(worker, session)
+        segment.bounds.check()
+        if end == "release":
+            worker.release(session, [segment.id])
+        elif end == "close":
+            worker.close_session(session.id)
+        else:
+            while session.id in worker.sessions:
+                await asyncio.sleep(0.01)
+        with pytest.raises(SegmentUnknownError, match="was released meanwhile"):
+            segment.bounds.check()
+
+    with_worker(test, lease_s=0.05 if end == "lease" else 30.0)
+
+
+def test_names_and_states_are_charged_to_the_session_and_given_back() -> None:
+    async def test(worker: Worker) -> None:
+        before = worker.store.usage()
+        session = worker.open_session("\U0001f600" * 200)
+        assert worker.store.usage().sessions >= before.sessions + 800
+        program = await worker.put_program(session, squaring())
+        address = put(worker, session, torch.ones(4))
+        worker.save(session, 1, program, [address], [0], [], "x", False)
+        short = worker.store.usage().segments
+        worker.save(session, 2, program, [address], [0], [], "\U0001f600" * 1_000, False)
+        assert worker.store.usage().segments >= short + 4_000
+        worker.close_session(session.id)
+        after = worker.store.usage()
+        assert (after.sessions, after.segments, after.cached) == (0, 0, 0)
 
     with_worker(test)

@@ -128,7 +128,7 @@ def check(answers: Answers) -> None:
     for path, text in found.items():
         if path == "segments.csv":
             rows = list(csv.reader(io.StringIO(text)))
-            assert {len(row) for row in rows} == {16}
+            assert {len(row) for row in rows} == {17}
             assert not any(cell.startswith(("=", "@", "+")) for row in rows for cell in row)
         else:
             _check_values(json.loads(text, parse_constant=_refuse))

@@ -15,7 +15,7 @@ from backhaul_server.dashboard.intervals import common, length, rows_of, union
 from backhaul_server.dashboard.memory import memory_history
 from backhaul_server.dashboard.overview import overview
 from backhaul_server.dashboard.runs import STEPS
-from backhaul_server.dashboard.segments import SegmentTable, select
+from backhaul_server.dashboard.segments import REASONS, SegmentTable, reasons_of, select
 from backhaul_server.dashboard.series import Series
 from backhaul_server.dashboard.timeline import SHOWN_BARS, timeline
 from backhaul_server.dashboard.trainers import DETAILED_RUNS, Trainers
@@ -151,12 +151,17 @@ def watching(*reports: telemetry_pb2.TrainerReport) -> Watch:
     return watch
 
 
+def answered(watch: Watch) -> Watch:
+    watch.workers[0].answered(telemetry_pb2.GetTelemetryResponse(epoch="e"))
+    return watch
+
+
 def test_the_headline_adds_up() -> None:
     training = Training(segments=4, began_at_s=NOW_S - 10, step_s=0.5)
     report = training.report(range(20))
     for step in report.steps[-5:]:
         step.gradients, step.on_trainer, step.fallbacks = 2, 2, 1
-    found = overview(watching(report), NOW_S, "the disk is full")
+    found = overview(answered(watching(report)), NOW_S, "the disk is full")
     assert found.steps_per_s == pytest.approx(20 / 9.5, rel=0.1)
     assert found.wait_ms_per_step == pytest.approx(50)
     assert found.overhead_ms_per_step == pytest.approx(10)
@@ -165,12 +170,54 @@ def test_the_headline_adds_up() -> None:
     assert found.fallbacks == 5
     assert found.remote_share == pytest.approx(70 / 80)
     assert (found.saved_bytes, found.peak_saved_bytes) == (120_000_000, 124_000_000)
-    assert (found.workers, found.healthy_workers, found.history) == (2, 0, "the disk is full")
+    assert (found.workers, found.healthy_workers, found.history) == (2, 1, "the disk is full")
 
 
-def test_a_headline_without_a_trainer_has_no_share() -> None:
+UNSTEPPED = ("saved_bytes", "peak_saved_bytes", "added_ms_per_step", "wait_ms_per_step", "remote_share")
+UNHEARD = ("sessions", "steps_per_s", "fallbacks")
+
+
+def test_a_headline_knows_nothing_before_it_is_told() -> None:
     found = overview(watching(), NOW_S, "")
-    assert (found.remote_share, found.steps_per_s, found.added_ms_per_step) == (None, 0, 0)
+    assert {getattr(found, name) for name in (*UNSTEPPED, *UNHEARD, "heard_at_s", "stepped_at_s")} == {None}
+
+
+def test_a_headline_with_workers_and_no_trainer() -> None:
+    found = overview(answered(watching()), NOW_S, "")
+    assert [getattr(found, name) for name in UNHEARD] == [0, 0, 0]
+    assert {getattr(found, name) for name in UNSTEPPED} == {None}
+    assert found.heard_at_s is not None
+
+
+def test_what_is_no_longer_known_says_how_old_the_last_of_it_is() -> None:
+    training = Training(segments=4, began_at_s=NOW_S - 10, step_s=0.5)
+    watch = answered(watching(training.report(range(20))))
+    assert overview(watch, NOW_S + 30, "").added_ms_per_step is not None
+    found = overview(watch, NOW_S + 400, "")
+    assert {getattr(found, name) for name in UNSTEPPED} == {None}
+    assert found.stepped_at_s == pytest.approx(NOW_S)
+    assert (found.steps_per_s, found.fallbacks) == (0, 0)
+    watch.workers[0].failed("UNAVAILABLE: gone")
+    found = overview(watch, NOW_S + 400, "")
+    assert {getattr(found, name) for name in UNHEARD} == {None}
+    assert found.heard_at_s == watch.workers[0].answered_at_s
+
+
+def test_the_newest_run_is_the_one_that_began_last_whoever_told_something_last() -> None:
+    trainers = Trainers()
+    runs = {
+        name: Training(run=name, began_at_s=began_at_s) for name, began_at_s in (("b", NOW_S - 9), ("a", NOW_S - 5))
+    }
+    for number in range(4):
+        for training in runs.values():
+            trainers.take(training.report([number]), NOW_S + number, NOW_S)
+            newest = trainers.newest()
+            assert newest is not None
+            assert newest.id == ("b" if "a" not in {run.id for run in trainers} else "a")
+    ahead = Training(run="ahead", began_at_s=NOW_S + 1e6)  # by its own clock
+    trainers.take(ahead.report([0]), NOW_S + 10, NOW_S)
+    trainers.take(Training(run="last", began_at_s=NOW_S + 11).report([0]), NOW_S + 11, NOW_S)
+    assert [run.id for run in trainers if run is trainers.newest()] == ["last"]
 
 
 def test_a_point_of_memory_is_the_largest_of_what_it_stands_for() -> None:
@@ -191,10 +238,51 @@ def test_a_row_of_the_table_is_of_its_last_calls() -> None:
     lanes = [0.0] * 9
     for took_s in [9.0] * 5 + [0.002] * 9:
         lanes[telemetry_pb2.LANE_FORWARD] = took_s
-        table.take(training.call(0, 0, retries=1, drift=took_s), lanes)
+        table.take(training.call(0, 0, retries=1, drift=took_s), lanes, NOW_S)
     (row,) = select([table], "", "segment", descending=False)
     assert (row.calls, row.retries, row.drift, row.local_ms) == (14, 14, 9.0, 2.0)
     assert select([table], "nothing like it", "segment", descending=False) == []
+
+
+def test_a_row_keeps_every_reason_whatever_comes_later() -> None:
+    table, training = SegmentTable("r", lambda: True), Training(segments=1)
+
+    def take(at_s: float, **changed: object) -> None:
+        table.take(training.call(0, 0, **changed), [0.0] * 9, NOW_S + at_s)
+
+    gone = {"decision": "trainer", "reason": "the worker is gone", "is_fallback": True}
+    take(1, **gone)
+    take(3, **gone)
+    take(4, decision="activations", reason="held elsewhere")
+    take(5, decision="kept", reason="a custom autograd function")
+    for at_s in range(6, 9):
+        take(at_s)
+    (row,) = select([table], "", "segment", descending=False)
+    assert (row.decision, row.reason, row.fallbacks) == ("gradients", "no output is used elsewhere", 2)
+    assert [(each.reason, each.decision, each.calls, each.last_at_s - NOW_S) for each in row.reasons] == [
+        ("a custom autograd function", "kept", 1, 5),
+        ("held elsewhere", "activations", 1, 4),
+        ("the worker is gone", "trainer", 2, 3),
+    ]
+    assert select([table], "WORKER IS", "segment", descending=False) == [row]
+    assert select([table], "", "segment", descending=False, reason="the worker is gone") == [row]
+    assert select([table], "", "segment", descending=False, reason="the worker") == []
+    for number in range(REASONS):
+        take(9 + number, decision="trainer", reason=f"reason {number}")
+    assert [each.reason for each in row.reasons] == [f"reason {number}" for number in reversed(range(REASONS))]
+
+
+def test_reasons_of_all_rows_are_added_up() -> None:
+    training = Training(segments=2)
+    tables = [SegmentTable(run, lambda: True) for run in "rs"]
+    for at_s, table in enumerate(tables):
+        for number in range(2):
+            table.take(training.call(0, number, decision="trainer", reason="gone"), [0.0] * 9, NOW_S + at_s)
+    tables[0].take(training.call(0, 0, decision="trainer", reason="full", is_fallback=True), [0.0] * 9, NOW_S)
+    gone, full = reasons_of(tables)
+    assert (gone.reason, gone.calls, gone.last_at_s) == ("gone", 4, NOW_S + 1)
+    assert (full.reason, full.calls, full.is_fallback) == ("full", 1, True)
+    assert next(iter(tables[0])).reasons[0].calls == 1
 
 
 def test_a_timeline_shows_the_longest_bars_and_only_the_calls_they_are_of() -> None:

@@ -28,7 +28,7 @@ def test_it_merges_with_a_trace_of_torchs_profiler(tmp_path: Path) -> None:
     theirs = json.loads(file.read_text())
 
     training = Training(segments=1, began_at_s=began_s, step_s=time.time() - began_s)
-    run = TrainerRun(training.about())
+    run = TrainerRun(training.about(), time.time())
     report = training.report([0])
     report.calls.pop()
     span = Span(lane=Lane.LANE_FORWARD, started_at_s=started_s, duration_s=ended_s - started_s)
@@ -55,7 +55,7 @@ def test_the_base_changes_as_the_profilers_does() -> None:
 
 def test_steps_without_a_break_do_not_overlap() -> None:
     training = Training(segments=1, began_at_s=1_795_312_145.0012345, step_s=0.4)
-    run = TrainerRun(training.about())
+    run = TrainerRun(training.about(), time.time())
     run.take(training.report(range(60)), now_s=time.time(), since_s=0.0)
     events = [event for event in chrome_trace(last_steps(run, 60), base_ns=10**9)["traceEvents"] if event["ph"] == "X"]
     events.sort(key=lambda event: event["ts"])

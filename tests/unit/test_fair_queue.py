@@ -4,7 +4,7 @@ from backhaul_server.worker.fair_queue import FairQueue, Job
 
 
 def job(session: str, expected_s: float = 1.0, begin: Callable[[], bool] = lambda: True) -> Job:
-    return Job(session, begin, lambda: None, lambda: None, expected_s)
+    return Job(session, begin, lambda: None, lambda: None, expected_s, "")
 
 
 def drain(queue: FairQueue) -> list[Job]:

@@ -111,7 +111,6 @@ def damaged(change: Callable[[tensor_pb2.TensorBatch], object]) -> tensor_pb2.Te
 
 
 BAD = {
-    "flipped bit": lambda b: setattr(b.chunks[0], "data", b"\x01" + b.chunks[0].data[1:]),
     "byte too few": lambda b: setattr(b.chunks[0], "data", b.chunks[0].data[:-1]),
     "byte too many": lambda b: setattr(b.chunks[0], "data", b.chunks[0].data + b"\0"),
     "gap": lambda b: setattr(b.chunks[0], "offset_bytes", 4),

@@ -35,9 +35,9 @@ def short_s(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 async def chain(worker: Worker, values: list[float]) -> list[Segment]:
     """Segments that square, each fed by the one before. The second value is what the first squared, and so on."""
     session = worker.open_session("trainer")
-    program = await worker.put_program(squaring())
+    program = await worker.put_program(session, squaring())
     for number, value in enumerate(values, start=1):
-        address = put(worker, torch.full((4,), value))
+        address = put(worker, session, torch.full((4,), value))
         predecessors = {0: (number - 1, 0)} if number > 1 else {}
         assert worker.save(session, number, program, [address], [0], [], "square", False, predecessors) == (False, [])
     return [worker.segment(session, number) for number in range(1, len(values) + 1)]
@@ -123,7 +123,8 @@ def test_room_that_is_needed_is_taken_from_guesses() -> None:
         gradient = await backward(worker, segments[1], torch.ones(4), runs_anew=True)
         await idle(worker)
         usage = worker.store.usage()
-        worker.store.expect(usage.budget - usage.segments - segments[0].footprint.run_bytes)
+        held = usage.segments + usage.sessions
+        worker.store.expect(usage.budget - held - segments[0].footprint.run_bytes)
         assert segments[0].guess is None
         assert segments[0].machine.phase is Phase.SAVED
         assert torch.equal(await backward(worker, segments[0], gradient, runs_anew=True), gradient * 4)
@@ -136,7 +137,7 @@ def test_a_segment_released_while_its_guess_runs_leaves_nothing() -> None:
         segments = await chain(worker, [2.0, 4.0])
         await backward(worker, segments[1], torch.ones(4), runs_anew=True)
         session: Session = segments[0].session
-        worker.release(session, [1, 2])
+        worker.close_session(session.id)
         await idle(worker)
         usage = worker.store.usage()
         assert (usage.segments, usage.working, usage.results) == (0, 0, 0)
@@ -195,7 +196,7 @@ def test_a_segment_released_in_the_midst_of_its_chain(monkeypatch: pytest.Monkey
         await idle(worker)
         assert [each.guess is not None for each in found] == [False, gone == 1, True, False]
         assert found[gone - 1].ready is None
-        worker.release(found[0].session, [1, 2, 3, 4])
+        worker.close_session(found[0].session.id)
         usage = worker.store.usage()
         assert (usage.segments, usage.working, usage.results) == (0, 0, 0)
 
@@ -223,7 +224,7 @@ def test_a_request_in_the_midst_of_its_chain_is_answered(monkeypatch: pytest.Mon
         await backward(worker, found[2], torch.ones(4), runs_anew=True)
         await idle(worker)
         assert torch.equal(await asked[0], torch.full((4,), 2.0))
-        worker.release(found[0].session, [1, 2, 3])
+        worker.close_session(found[0].session.id)
         usage = worker.store.usage()
         assert (usage.segments, usage.working, usage.results) == (0, 0, 0)
 
@@ -279,8 +280,8 @@ def states() -> list[bytes]:
 def test_a_replay_that_began_before_its_call_had_ended(*, is_right: bool, is_early: bool) -> None:
     async def test(worker: Worker) -> None:
         session = worker.open_session("trainer")
-        program = await worker.put_program(drawing())
-        address = put(worker, torch.ones(4))
+        program = await worker.put_program(session, drawing())
+        address = put(worker, session, torch.ones(4))
         first, second = states()
         more = () if is_right else states()
 
@@ -302,6 +303,7 @@ def test_a_replay_that_began_before_its_call_had_ended(*, is_right: bool, is_ear
         assert segment.ready.replay.drawn_from == list(segment.work.generator_states)
         assert worker.segments.wasted == (not is_right and not is_early)
         worker.release(session, [1])
+        worker.close_session(session.id)
         usage = worker.store.usage()
         assert (usage.segments, usage.working, usage.cached) == (0, 0, 0)
 
@@ -311,8 +313,8 @@ def test_a_replay_that_began_before_its_call_had_ended(*, is_right: bool, is_ear
 def test_a_call_that_was_another_takes_the_place_of_what_was_predicted() -> None:
     async def test(worker: Worker) -> None:
         session = worker.open_session("trainer")
-        program = await worker.put_program(squaring())
-        two, three = put(worker, torch.full((4,), 2.0)), put(worker, torch.full((4,), 3.0))
+        program = await worker.put_program(session, squaring())
+        two, three = put(worker, session, torch.full((4,), 2.0)), put(worker, session, torch.full((4,), 3.0))
         worker.save(session, 1, program, [two], [0], [], "", False, is_predicted=True)
         await asyncio.sleep(0)  # its replay may run now
         assert worker.save(session, 1, program, [three], [0], [], "", False) == (False, [])
@@ -322,6 +324,7 @@ def test_a_call_that_was_another_takes_the_place_of_what_was_predicted() -> None
         assert worker.segments.wasted == 1
         await idle(worker)
         worker.release(session, [1])
+        worker.close_session(session.id)
         usage = worker.store.usage()
         assert (usage.segments, usage.working, usage.results, usage.cached) == (0, 0, 0, 0)
 

@@ -175,3 +175,27 @@ def test_what_was_logged_can_be_read_again(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize("line", ["", "Killed", "{}", "[1]", "3", '{"level": "LOUD", "message": ""}', '{"level": []}'])
 def test_other_lines_are_no_log(line: str) -> None:
     assert logs.parse(line) is None
+
+
+def test_a_place_that_says_much_is_written_seldom(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(logs, "monotonic", lambda: now[0])
+
+    def deny(times: int) -> None:
+        for _ in range(times):
+            logger.warning("denied")
+
+    with logs.set_up("worker"):
+        deny(13_000)
+        logger.warning("from elsewhere")
+        now[0] = logs.INTERVAL_S
+        deny(logs.MOST_LINES + 5)
+    messages = [str(line["message"]) for line in lines(capsys)]
+    assert messages[: logs.MOST_LINES] == ["denied"] * logs.MOST_LINES
+    elsewhere, first, *more, last = messages[logs.MOST_LINES :]
+    assert (elsewhere, more) == ("from elsewhere", ["denied"] * (logs.MOST_LINES - 1))
+    assert "denied" in first
+    assert f"{13_000 - logs.MOST_LINES}" in first
+    assert last == "5 lines like this one were left out: denied"

@@ -14,7 +14,7 @@ from backhaul._options import options_of, parse
 from backhaul_runtime.errors import SettingError
 from backhaul_runtime.settings import OTHERS, unknown
 
-KINDS = {"_StoreAction", "_StoreTrueAction", "_StoreFalseAction", "BooleanOptionalAction"}
+KINDS = {"_ExtendAction", "_StoreAction", "_StoreTrueAction", "_StoreFalseAction", "BooleanOptionalAction"}
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def read(*argv: str) -> argparse.Namespace:
     command.add_argument("canvas", nargs="?")
     command.add_argument("--coats", type=int, default=2)
     command.add_argument("--paint-colour", choices=["red", "blue"], default="red")
-    command.add_argument("--brush", nargs="+", required=True)
+    command.add_argument("--brush", nargs="+", action="extend", required=True)
     command.add_argument("--dry", action="store_true")
     command.add_argument("--varnish", action=argparse.BooleanOptionalAction, default=True)
     command.add_argument("--secret", default="kept", help=argparse.SUPPRESS)
@@ -44,6 +44,12 @@ def test_argument_over_environment_over_default(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("BACKHAUL_PAINT_COATS", "3")
     assert read("--brush", "a").coats == 3
     assert read("--brush", "a", "--coats", "2").coats == 2  # also one that says what the default says
+
+
+def test_a_list_may_be_given_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BACKHAUL_PAINT_BRUSH", "a b")
+    assert read("--brush", "c", "d", "--brush", "e").brush == ["c", "d", "e"]
+    assert read().brush == ["a", "b"]
 
 
 @pytest.mark.parametrize(

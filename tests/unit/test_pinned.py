@@ -37,7 +37,7 @@ def test_only_masks_are_packed() -> None:
 
 
 def given(values: list[Tensor]) -> GivenValues:
-    return GivenValues([(value, 0) for value in values])
+    return GivenValues([(value, 0) for value in values], lent=())
 
 
 def test_what_was_drawn_is_drawn_again() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from backhaul import ProgramError, ReplayError
 from backhaul_proto.v1 import program_pb2
 from backhaul_runtime import ambient
-from backhaul_runtime.program import GeneratorRef, Node, Program, ResultRef, Source, SourceRef
+from backhaul_runtime.program import GeneratorRef, Node, Program, ResultRef, Source, SourceRef, is_same
 from backhaul_runtime.program_codec import MAX_NODES, address_of_program, decode_program, encode_program
 from backhaul_runtime.replay import Replay
 
@@ -55,6 +55,20 @@ def test_numbers_that_compare_equal_make_other_programs() -> None:
     values = [1, 1.0, True, 0.0, -0.0, 1 + 0j]
     addresses = {address_of_program(encode_program(program(node("aten.mul.Tensor", X, value)))) for value in values}
     assert len(addresses) == len(values)
+
+
+NUMBERS = st.sampled_from([0, 0.0, -0.0, 1, 1.0, True, False, -1, 0j, complex(0, -0.0), 1 + 0j, float("inf")])
+ARGUMENTS = st.recursive(st.one_of(NUMBERS, st.sampled_from([None, "floor", torch.float32, X])), st.tuples)
+
+
+@given(ARGUMENTS, ARGUMENTS, st.booleans())
+def test_programs_are_the_same_where_their_encodings_are(one: Any, other: Any, by_name: bool) -> None:
+    made = [
+        node("aten.mul.Tensor", X, value=value) if by_name else node("aten.mul.Tensor", X, value)
+        for value in (one, other)
+    ]
+    first, second = map(program, made)
+    assert is_same(first, second) == (encode_program(first) == encode_program(second))
 
 
 def test_devices_become_the_workers_own() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F  # noqa: N812  torch's own name for it
 from torch.utils import _pytree as pytree
 
 from backhaul_runtime.layout import copy_exact
@@ -20,41 +21,50 @@ from backhaul_runtime.program_codec import encode_program
 from backhaul_runtime.recorder import Recorder
 
 
-def record(
-    fn: Callable[..., Any], *args: Any, allowed: frozenset[str] | None = None
-) -> tuple[Recorder, Program | None]:
+def record(fn: Callable[..., Any], *args: Any, allowed: frozenset[str] | None = None) -> tuple[Recorder, Program]:
     tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
     recorder = Recorder(tensors, allowed or allowed_ops(), lambda tensor, layout, _: copy_exact(tensor, layout))
-    with recorder:
+
+    def pack(tensor: Tensor) -> Tensor:
+        recorder.note_saved(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), recorder:
         returned = fn(*args)
     outputs = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, Tensor) and leaf.requires_grad]
     return recorder, recorder.finish(outputs)
 
 
 def refusal(fn: Callable[..., Any], *args: Any) -> str:
-    recorder, program = record(fn, *args)
-    assert program is None
+    recorder, _ = record(fn, *args)
     assert recorder.recording.refusal is not None
     return recorder.recording.refusal
 
 
+def why_not_cut(fn: Callable[..., Tensor], x: Tensor) -> str:
+    recorder = Recorder([x], allowed_ops(), lambda tensor, layout, _: copy_exact(tensor, layout))
+    with recorder:
+        returned = fn(x)
+    assert recorder.recording.refusal is None
+    return recorder.why_not_cut([returned])
+
+
 def test_composite_ops_are_noted_not_their_parts() -> None:
     _, program = record(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), torch.randn(2, 4))
-    assert program is not None
     assert [node.op for node in program.nodes] == ["aten.layer_norm.default", "aten.linear.default"]
     assert [source.requires_grad for source in program.sources] == [False, True, True, True, True]
 
 
 def test_equal_layers_have_one_program_whatever_their_weights() -> None:
     programs = [record(nn.TransformerEncoderLayer(8, 2, 16), torch.randn(3, 2, 8))[1] for _ in range(2)]
-    assert len({encode_program(program) for program in programs if program}) == 1
+    assert len({encode_program(program) for program in programs}) == 1
 
 
 @pytest.mark.parametrize("other", [2.0, 3, True])
 def test_another_number_makes_another_program(other: object) -> None:
     x = torch.randn(2, 4, requires_grad=True)
     programs = [record(lambda x, s=s: x * s, x)[1] for s in (2, other)]
-    assert len({encode_program(program) for program in programs if program}) == 2
+    assert len({encode_program(program) for program in programs}) == 2
 
 
 def test_nothing_of_the_call_is_changed() -> None:
@@ -79,16 +89,18 @@ def test_exceptions_of_the_call_leave_it_unchanged_and_nothing_switched_on() -> 
 
 
 def test_an_op_whose_exception_is_caught_is_not_noted() -> None:
+    weight = torch.ones(3)
+
     def fn(x: Tensor) -> Tensor:
         try:
             torch.mm(x, x)
         except RuntimeError:
-            return x * 2
+            return x * weight
         return x
 
-    _, program = record(fn, torch.randn(2, 3, requires_grad=True))
-    assert program is not None
+    recorder, program = record(fn, torch.randn(2, 3, requires_grad=True))
     assert [node.op for node in program.nodes] == ["aten.mul.Tensor"]
+    assert program.saved_count == len(recorder.recording.saved) == 1  # mm had saved its operands
 
 
 def test_arguments_are_copied_and_parameters_are_not() -> None:
@@ -101,8 +113,7 @@ def test_arguments_are_copied_and_parameters_are_not() -> None:
 
 def test_what_an_op_writes_to_is_copied_before() -> None:
     norm = nn.BatchNorm1d(4)
-    recorder, program = record(norm, torch.randn(8, 4))
-    assert program is not None
+    recorder, _ = record(norm, torch.randn(8, 4))
     written = [source for source in recorder.recording.sources if source.is_written]
     assert [tuple(source.value.shape) for source in written] == [(), (4,), (4,)]
     assert torch.equal(written[1].value, torch.zeros(4))
@@ -134,7 +145,7 @@ def test_what_the_recorder_does_not_see_takes_torchs_own_way() -> None:
     recorded = [record(function, x)[1] for _ in range(2)]
     traced = make_fx(torch.sin, pre_dispatch=True)(x)
     recorded.append(record(function, x)[1])
-    assert [[node.op for node in program.nodes] for program in recorded if program] == [["aten.sin.default"]] * 3
+    assert [[node.op for node in program.nodes] for program in recorded] == [["aten.sin.default"]] * 3
     assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [torch.ops.aten.sin.default]
 
 
@@ -190,13 +201,41 @@ def test_every_refusal_has_its_sign() -> None:
     assert "inference mode" in refusal(inference, x)
     assert "requires_grad of a tensor was changed" in refusal(changes_leafness, x)
     assert "alias of an interior tensor" in refusal(lambda x: (y := x * 2) * y.data, x)
-    assert "hook was registered" in refusal(lambda x: ((y := x * 2).register_hook(print), y)[1], x)
-    assert "an output that no recorded op returned" in refusal(lambda x: x, x)
+    assert "hook was registered" in why_not_cut(lambda x: ((y := x * 2).register_hook(print), y)[1], x)
+    assert "no recorded op returned one of its outputs" in why_not_cut(lambda x: x, x)
+
+
+def test_what_came_before_a_refusal_is_a_program() -> None:
+    weight, late = (torch.randn(4, requires_grad=True) for _ in range(2))
+
+    def fn(x: Tensor) -> Tensor:
+        y = F.dropout(x * weight).exp()
+        return (y * torch.ones(4).as_subclass(Subclass)) * F.dropout(late * 2)
+
+    recorder, program = record(fn, torch.randn(4))
+    assert [node.op for node in program.nodes] == ["aten.mul.Tensor", "aten.dropout.default", "aten.exp.default"]
+    assert program.outputs == ()
+    assert program.saved_count == 3  # x, the dropout's mask and exp's result
+    assert len(program.sources) == len(recorder.recording.sources) == 2
+    assert len(recorder.recording.generator_states) == 1
+
+
+def test_a_source_is_copied_before_it_is_written_to_also_after_a_refusal() -> None:
+    buffer = torch.ones(2 << 20)  # too large to be copied at first use
+
+    def fn(x: Tensor) -> Tensor:
+        y = (x * buffer).exp()
+        y = y * torch.ones(()).as_subclass(Subclass)
+        buffer.zero_()
+        return y
+
+    recorder, _ = record(fn, torch.ones((), requires_grad=True))
+    assert torch.equal(recorder.recording.sources[1].value, torch.ones(2 << 20))
 
 
 def test_an_op_off_the_list_is_named() -> None:
     recorder, program = record(torch.relu, torch.randn(2), allowed=frozenset(["aten.add.Tensor"]))
-    assert program is None
+    assert program.nodes == ()
     assert recorder.recording.refusal == "the op aten.relu.default is not on the list of ops a worker runs"
 
 
@@ -205,6 +244,5 @@ def test_higher_order_ops_run_and_are_refused() -> None:
     twice.py_impl(torch._C.DispatchKey.CompositeExplicitAutograd)(lambda x: x * 2)
     twice.py_impl(torch._C.DispatchKey.Autograd)(lambda x: x * 2)
     x = torch.randn(3, requires_grad=True)
-    recorder, program = record(lambda x: twice(x) + 1, x)
-    assert program is None
+    recorder, _ = record(lambda x: twice(x) + 1, x)
     assert recorder.recording.refusal == "the higher-order op twice"

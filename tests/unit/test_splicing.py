@@ -1,5 +1,7 @@
 """Messages written and read by hand are protobuf's own, to every byte that anybody may send."""
 
+from functools import partial
+
 import pytest
 import torch
 from google.protobuf.message import DecodeError
@@ -9,9 +11,10 @@ from hypothesis import strategies as st
 from backhaul_proto.v1 import segment_pb2, tensor_pb2
 from backhaul_runtime import splicing
 from backhaul_runtime.framing import Parcel, batches
-from backhaul_runtime.splicing import Batch, Carried, Chunk, deserializer, encode, encode_all, serialize
+from backhaul_runtime.sealing import sealed
+from backhaul_runtime.splicing import Batch, Carried, Chunk, decode, deserializer, encode, encode_all, serialize
 
-read = deserializer(tensor_pb2.PutTensorsRequest)
+read = partial(decode, kind=tensor_pb2.PutTensorsRequest, name="tensors")
 TENSORS = [torch.arange(30_000.0), torch.zeros(0), torch.tensor(2.0)]
 
 
@@ -59,17 +62,17 @@ def test_a_message_that_carries_nothing() -> None:
     carried = deserializer(segment_pb2.BackwardResponse)(serialize(segment_pb2.BackwardResponse(progress={})))
     assert carried.tensors is None
     assert carried.message.HasField("progress")
-    assert list(encode_all([], 2, tensor_pb2.PutTensorsRequest(session="s"))) == [b"\x0a\x01s"]
-    assert deserializer(tensor_pb2.PutTensorsResponse) == tensor_pb2.PutTensorsResponse.FromString
+    assert list(encode_all([], 2, tensor_pb2.PutTensorsRequest(session="s"))) == [sealed([b"\x0a\x01s"])]
+    assert isinstance(deserializer(segment_pb2.SaveSegmentResponse)(sealed([])), segment_pb2.SaveSegmentResponse)
 
 
 @pytest.mark.parametrize(
     "chunk",
     [
-        Chunk(1 << 32, 0, 0, b"x"),
-        Chunk(0, (1 << 64) - 1, (1 << 64) - 1, b""),
-        Chunk(0, 1 << 64, 0, b"x"),
-        Chunk((1 << 32) - 1, (1 << 63) - 1, 0, b"x" * 300),
+        Chunk(1 << 32, 0, b"x"),
+        Chunk(0, (1 << 64) - 1, b""),
+        Chunk(0, 1 << 64, b"x"),
+        Chunk((1 << 32) - 1, (1 << 63) - 1, b"x" * 300),
     ],
     ids=["tensor too large", "largest numbers", "eleven bits of a tenth byte", "large numbers"],
 )
@@ -88,7 +91,7 @@ def same_as_protobuf(data: bytes) -> None:
         assert as_message(read(data)) == expected
 
 
-SMALL = encode(Batch([tensor_pb2.TensorDeclaration(size_bytes=3)], [Chunk(0, 200, 7, b"abc")]), 2, b"\x0a\x01s")
+SMALL = encode(Batch([tensor_pb2.TensorDeclaration(size_bytes=3)], [Chunk(0, 200, b"abc")]), 2, b"\x0a\x01s")
 
 
 @given(st.data())

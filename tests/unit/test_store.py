@@ -3,21 +3,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backhaul import BudgetError
-from backhaul_server.worker.store import Store
+from backhaul_server.worker.store import ENTRY_BYTES, OWNER_BYTES, Store
+
+OWNER = "a session"
 
 
 def filled(budget: int, **tensors: int) -> Store[str]:
     store: Store[str] = Store(budget)
     for name, size in tensors.items():
         store.expect(size)
-        store.arrived(name.encode(), name, size)
+        store.arrived(OWNER, name.encode(), name, size)
     return store
 
 
 def test_tensors_are_cached_until_a_segment_names_them() -> None:
     store = filled(100, a=10, b=20)
-    assert store.missing([b"a", b"c", b"c"]) == [b"c"]
-    store.attach("s", [b"a"], [], 5)
+    assert store.missing(OWNER, [b"a", b"c", b"c"]) == [b"c"]
+    store.attach("s", OWNER, [b"a"], [], 5)
     assert (store.usage().segments, store.usage().cached) == (10, 20)
     store.detach("s")
     assert (store.usage().segments, store.usage().cached) == (0, 30)
@@ -25,20 +27,20 @@ def test_tensors_are_cached_until_a_segment_names_them() -> None:
 
 def test_transient_tensors_go_with_their_last_segment() -> None:
     store = filled(100, x=10)
-    store.attach("s", [b"x"], [b"x"], 0)
-    store.attach("t", [b"x", b"x"], [b"x"], 0)
+    store.attach("s", OWNER, [b"x"], [b"x"], 0)
+    store.attach("t", OWNER, [b"x", b"x"], [b"x"], 0)
     store.detach("s")
-    assert store.tensor(b"x") == "x"
+    assert store.value(b"x") == "x"
     store.detach("t")
-    assert store.missing([b"x"]) == [b"x"]
+    assert store.missing(OWNER, [b"x"]) == [b"x"]
     assert store.usage().cached == 0
 
 
 def test_oldest_cached_tensors_give_way() -> None:
     store = filled(30, a=10, b=10, c=10)
-    store.tensor(b"a")
+    store.value(b"a")
     store.expect(10)
-    assert store.missing([b"a", b"b", b"c"]) == [b"b"]
+    assert store.missing(OWNER, [b"a", b"b", b"c"]) == [b"b"]
 
 
 def test_a_tensor_is_charged_when_it_is_declared() -> None:
@@ -58,18 +60,18 @@ def test_a_tensor_beyond_the_whole_budget_will_never_fit() -> None:
 
 def test_a_segment_is_accepted_only_with_room_for_the_largest_run() -> None:
     store = filled(100, a=30, b=30)
-    store.attach("s", [b"a"], [], 50)
+    store.attach("s", OWNER, [b"a"], [], 50)
     with pytest.raises(BudgetError) as caught:
-        store.attach("t", [b"b"], [], 10)
+        store.attach("t", OWNER, [b"b"], [], 10)
     assert caught.value.retry_after_s > 0
     store.detach("s")
-    store.attach("t", [b"b"], [], 10)
+    store.attach("t", OWNER, [b"b"], [], 10)
 
 
 def test_a_segment_that_does_not_fit_alone_is_told_so() -> None:
     store = filled(100, a=60)
     with pytest.raises(BudgetError) as caught:
-        store.attach("s", [b"a"], [], 50)
+        store.attach("s", OWNER, [b"a"], [], 50)
     assert caught.value.retry_after_s == 0.0
     assert store.usage().refusals == 1
 
@@ -77,8 +79,8 @@ def test_a_segment_that_does_not_fit_alone_is_told_so() -> None:
 def test_a_run_makes_room_among_replays_and_results() -> None:
     store = filled(100, a=10, b=10)
     dropped: list[str] = []
-    store.attach("s", [b"a"], [], 40)
-    store.attach("t", [b"b"], [], 40)
+    store.attach("s", OWNER, [b"a"], [], 40)
+    store.attach("t", OWNER, [b"b"], [], 40)
     store.keep_ready("s", 30, lambda: dropped.append("s"))
     store.keep_result("r", 30, lambda: dropped.append("r"))
     assert store.start_run("t") == 40
@@ -92,7 +94,7 @@ def test_a_run_makes_room_among_replays_and_results() -> None:
 
 def test_a_run_takes_over_what_is_ready_for_it() -> None:
     store = filled(100, a=10)
-    store.attach("s", [b"a"], [], 80)
+    store.attach("s", OWNER, [b"a"], [], 80)
     store.keep_ready("s", 60, pytest.fail)
     assert store.start_run("s", 70) == 70
     assert store.usage().working == 70
@@ -110,7 +112,7 @@ def test_the_schedule_says_which_replay_gives_way() -> None:
 
 def test_tensors_are_let_in_beside_replays_but_not_beside_what_runs() -> None:
     store = filled(100, a=10)
-    store.attach("s", [b"a"], [], 50)
+    store.attach("s", OWNER, [b"a"], [], 50)
     store.keep_ready("s", 50, pytest.fail)
     store.expect(40)
     with pytest.raises(BudgetError):
@@ -119,19 +121,19 @@ def test_tensors_are_let_in_beside_replays_but_not_beside_what_runs() -> None:
 
 def test_what_came_for_a_segment_stays_longer_than_replays() -> None:
     store = filled(100, a=10, b=10)
-    store.attach("s", [b"a"], [], 20)
+    store.attach("s", OWNER, [b"a"], [], 20)
     store.detach("s")
     dropped: list[str] = []
     store.keep_ready("s", 60, lambda: dropped.append("s"))
     store.expect(30)
-    assert (store.missing([b"a", b"b"]), dropped) == ([b"a"], [])
+    assert (store.missing(OWNER, [b"a", b"b"]), dropped) == ([b"a"], [])
     store.expect(30)
-    assert (store.missing([b"a", b"b"]), dropped) == ([b"a"], ["s"])
+    assert (store.missing(OWNER, [b"a", b"b"]), dropped) == ([b"a"], ["s"])
 
 
 def test_a_run_waits_for_an_answer_that_is_being_sent() -> None:
     store = filled(100, a=10)
-    store.attach("s", [b"a"], [], 50)
+    store.attach("s", OWNER, [b"a"], [], 50)
     store.keep_result("r", 60, lambda: None)
     store.pin_result("r")
     assert store.start_run("s") is None
@@ -142,7 +144,7 @@ def test_a_run_waits_for_an_answer_that_is_being_sent() -> None:
 
 def test_a_run_of_a_released_segment_charges_nothing() -> None:
     store = filled(100, a=10)
-    store.attach("s", [b"a"], [], 50)
+    store.attach("s", OWNER, [b"a"], [], 50)
     store.detach("s")
     assert store.start_run("s") == 0
 
@@ -155,11 +157,11 @@ def test_nothing_ever_exceeds_the_budget(steps: list[tuple[str, int, int]]) -> N
     for kind, number, size in steps:
         name = bytes([number])
         try:
-            if kind == "p" and store.missing([name]):
+            if kind == "p" and store.missing(OWNER, [name]):
                 store.expect(size)
-                store.arrived(name, number, size)
-            elif kind == "a" and not store.missing([name]) and number not in store._segments:
-                store.attach(number, [name], [name] if size % 2 else [], size)
+                store.arrived(OWNER, name, number, size)
+            elif kind == "a" and not store.missing(OWNER, [name]) and number not in store._segments:
+                store.attach(number, OWNER, [name], [name] if size % 2 else [], size)
             elif kind == "d" and number in store._segments:
                 store.let_go(number)
                 store.detach(number)
@@ -193,11 +195,11 @@ def test_nothing_ever_exceeds_the_budget(steps: list[tuple[str, int, int]]) -> N
 
 def test_a_segment_is_not_accepted_beside_a_run_that_another_would_need() -> None:
     store = filled(1000, b=300)
-    store.attach("a", [], [], 800)
-    store.attach("c", [], [], 100)
+    store.attach("a", OWNER, [], [], 800)
+    store.attach("c", OWNER, [], [], 100)
     store.start_run("c")
     with pytest.raises(BudgetError):
-        store.attach("b", [b"b"], [], 10)
+        store.attach("b", OWNER, [b"b"], [], 10)
 
 
 def test_a_result_that_is_being_read_stays_charged() -> None:
@@ -220,17 +222,17 @@ def test_what_is_free_in_shared_memory_is_taken_too() -> None:
     free = 60
     store.expect(20)
     free -= 20  # it came in shared memory
-    store.arrived(b"shared", "tensor", 20, is_shared=True)
-    store.cache(b"own", "tensor", 30)
+    store.arrived(OWNER, b"shared", "tensor", 20, is_shared=True)
+    store.cache(OWNER, b"own", "tensor", 30)
     assert store.usage().cached == 90
     assert not store.has_room(11)
     # Giving up what lies in shared memory makes no room; giving up the other does.
     store.expect(40)
-    assert store.missing([b"shared", b"own"]) == [b"own"]
+    assert store.missing(OWNER, [b"shared", b"own"]) == [b"own"]
     with pytest.raises(BudgetError):
         store.expect(1)
     store.abandon(40)
-    assert store.attach("segment", [b"shared"], [b"shared"], 40) == 20
+    assert store.attach("segment", OWNER, [b"shared"], [b"shared"], 40) == 20
     store.detach("segment")
     free += 20
     assert store.usage().cached == 60
@@ -241,9 +243,145 @@ def test_a_copy_takes_the_place_of_a_tensor_in_shared_memory() -> None:
     free = 30
     store: Store[str] = Store(100, free_shared_bytes=lambda: free)
     store.expect(20)
-    store.arrived(b"a", (shared := "tensor"), 20, is_shared=True)
+    store.arrived(OWNER, b"a", (shared := "tensor"), 20, is_shared=True)
     assert store.oldest_shared(lambda tensor: tensor is shared) == (b"a", shared)
     store.replace(b"a", shared, "copy")
     free += 20
     store.expect(50)  # the copy can be given up
-    assert store.missing([b"a"]) == [b"a"]
+    assert store.missing(OWNER, [b"a"]) == [b"a"]
+
+
+def equal(budget: int, *owners: str, size: int = ENTRY_BYTES) -> Store[str]:
+    """A store that each of these has sent the same tensor to."""
+    store: Store[str] = Store(budget)
+    for owner in owners:
+        store.expect(size)
+        store.arrived(owner, b"w", "tensor", size)
+    return store
+
+
+def test_equal_tensors_of_several_owners_are_stored_once() -> None:
+    store = equal(1 << 20, "a", "b")
+    assert store.usage().cached == ENTRY_BYTES + OWNER_BYTES
+    assert [store.missing(owner, [b"w"]) for owner in "abc"] == [[], [], [b"w"]]
+
+
+def test_what_another_owner_has_looks_like_what_nobody_has() -> None:
+    store = equal(1 << 20, "a")
+    store.attach("s", "a", [b"w"], [], 0)
+    assert store.missing("b", [b"w", b"x"]) == [b"w", b"x"]
+    assert not store.is_named("b", b"w")
+    store.give_up("b", [b"w"])
+    store.leave("b")
+    assert store.missing("a", [b"w"]) == []
+
+
+def test_what_one_owner_gives_up_stays_for_the_other() -> None:
+    store = equal(1 << 20, "a", "b")
+    store.give_up("a", [b"w"])
+    assert [store.missing(owner, [b"w"]) for owner in "ab"] == [[b"w"], []]
+    assert store.usage().cached == ENTRY_BYTES
+    store.leave("b")
+    assert store.usage().cached == 0
+
+
+def test_a_segment_keeps_what_its_owner_gave_up_until_it_is_gone() -> None:
+    store = equal(1 << 20, "a")
+    store.attach("s", "a", [b"w"], [], 0)
+    store.give_up("a", [b"w"])
+    assert store.missing("a", [b"w"]) == []
+    store.detach("s")
+    assert store.missing("a", [b"w"]) == [b"w"]
+    assert store.usage().cached == 0
+
+
+def test_a_tensor_that_is_transient_for_one_owner_stays_for_the_other() -> None:
+    store = equal(1 << 20, "a", "b")
+    store.attach("s", "a", [b"w"], [b"w"], 0)
+    store.attach("t", "b", [b"w"], [], 0)
+    store.detach("t")
+    store.detach("s")
+    assert [store.missing(owner, [b"w"]) for owner in "ab"] == [[b"w"], []]
+    assert (store.usage().segments, store.usage().cached) == (0, ENTRY_BYTES)
+
+
+def test_for_want_of_room_a_tensor_goes_for_all() -> None:
+    store = equal(4 * ENTRY_BYTES, "a", "b")
+    store.expect(4 * ENTRY_BYTES)
+    assert [store.missing(owner, [b"w"]) for owner in "ab"] == [[b"w"], [b"w"]]
+    assert store.usage().cached == 4 * ENTRY_BYTES
+
+
+def test_an_owner_may_leave_while_something_of_it_is_being_sent() -> None:
+    store = equal(1 << 20, "a")
+    store.attach("answer", "a", [b"w"], [b"w"], 0)
+    store.leave("a")
+    assert store.value(b"w") == "tensor"
+    store.detach("answer")
+    assert store.usage().cached == store.usage().segments == 0
+    assert store._owners == {}
+
+
+def test_a_segment_is_charged_for_itself_too() -> None:
+    store = filled(100, a=10)
+    store.attach("s", OWNER, [b"a"], [], 0, own_bytes=30)
+    assert store.usage().segments == 40
+    store.resize("s", 20)
+    assert store.usage().segments == 30
+    with pytest.raises(BudgetError):
+        store.resize("s", 91)
+    store.detach("s")
+    assert store.usage().segments == 0
+
+
+def test_what_a_segment_names_is_not_given_up_for_the_segment_itself() -> None:
+    store = filled(100, a=40, b=40)
+    store.attach("s", OWNER, [b"a"], [], 0, own_bytes=50)
+    assert store.missing(OWNER, [b"a", b"b"]) == [b"b"]
+
+
+def test_one_answer_is_always_sent_and_others_where_there_is_room() -> None:
+    store: Store[str] = Store(100)
+    store.charge("everything", 100)
+    store.start_sending(30)
+    with pytest.raises(BudgetError):
+        store.start_sending(30)
+    store.end_sending(30)
+    store.start_sending(30)
+
+
+@given(st.lists(st.tuples(st.sampled_from("pPaAdgl"), st.integers(0, 3), st.integers(0, 3)), max_size=80))
+def test_possessions_and_bytes_always_agree(steps: list[tuple[str, int, int]]) -> None:
+    """Whatever two owners do, each names only what it sent, and nothing is left of those who have left."""
+    store: Store[int] = Store(20 * ENTRY_BYTES)
+    attached: dict[tuple[int, str], int] = {}
+    sent: dict[str, set[bytes]] = {"a": set(), "b": set()}
+    for kind, number, other in steps:
+        owner, name = "ab"[other % 2], bytes([number])
+        if kind in "pP":
+            store.expect(ENTRY_BYTES)
+            store.arrived(owner, name, number, ENTRY_BYTES)
+            sent[owner].add(name)
+        elif kind in "aA" and not store.missing(owner, [name]) and (number, owner) not in attached:
+            store.attach((number, owner), owner, [name], [name] if kind == "A" else [], other)
+            attached[number, owner] = other
+        elif kind == "d" and (number, owner) in attached:
+            del attached[number, owner]
+            store.detach((number, owner))
+        elif kind == "g":
+            store.give_up(owner, [name])
+        elif kind == "l":
+            for key in [key for key in attached if key[1] == owner]:
+                del attached[key]
+                store.detach(key)
+            store.leave(owner)
+            sent[owner].clear()
+        for each, names in sent.items():
+            assert {bytes([n]) for n in range(4)} - set(store.missing(each, [bytes([n]) for n in range(4)])) <= names
+            assert all(store.is_named(each, bytes([n])) == ((n, each) in attached) for n in range(4))
+    for key in attached:
+        store.detach(key)
+    for owner in "ab":
+        store.leave(owner)
+    assert store._entries == store._owners == {}
+    assert sum(store._bytes.values()) == 0

@@ -93,6 +93,19 @@ def test_what_the_trainer_did_spares_it_nothing() -> None:
     assert [span.lane for span in found.spans] == [Lane.LANE_FORWARD, Lane.LANE_TRAINER]
 
 
+def test_a_call_that_keeps_activations_is_kept_whoever_recomputes_what_comes_before() -> None:
+    told, frame = Told(), Frame()
+    call = told.call()
+    call.kept("a custom autograd function")
+    call.forward(frame, 0.5, 0.0, 0)
+    call.add(Decision.TRAINER, 0.25)
+    told.telemetry.step()
+    told.close()
+    (step,), (found,) = told.steps, told.calls
+    assert (found.decision, found.reason, found.is_fallback) == ("kept", "a custom autograd function", False)
+    assert (step.on_trainer, step.fallbacks) == (1, 0)
+
+
 def test_once_the_loop_tells_its_steps_those_of_optimizers_do_not_count() -> None:
     told = Told()
     told.call()
@@ -220,12 +233,18 @@ def test_the_quickest_answer_tells_how_far_a_clock_is_ahead() -> None:
     assert clock.ahead_s == 505.0
 
 
+def after(reports: Reports, number: int) -> tuple[list[telemetry_pb2.Report], bool]:
+    """Those that came after a report, decoded."""
+    found, has_more = reports.after(number)
+    return [telemetry_pb2.Report.FromString(report) for report in found], has_more
+
+
 def test_reports_are_found_by_what_came_before_them() -> None:
     reports = Reports()
     for number in range(5):
         reports.put(telemetry_pb2.TrainerReport(dropped=number))
-    assert [report.number for report in reports.after(0)[0]] == [1, 2, 3, 4, 5]
-    assert [report.report.dropped for report in reports.after(3)[0]] == [3, 4]
+    assert [report.number for report in after(reports, 0)[0]] == [1, 2, 3, 4, 5]
+    assert [report.report.dropped for report in after(reports, 3)[0]] == [3, 4]
     assert reports.after(5) == reports.after(99) == ([], False)
 
 
@@ -236,7 +255,7 @@ def test_reports_are_bounded_in_bytes_and_come_in_parts() -> None:
         reports.put(telemetry_pb2.TrainerReport(run=telemetry_pb2.Run(id="x" * (HELD_BYTES // 16)), dropped=number))
     seen, last, more = 0, 0, True
     while more:
-        found, more = reports.after(last)
+        found, more = after(reports, last)
         assert len(found) == 1 or sum(report.ByteSize() for report in found) <= ANSWER_BYTES
         seen, last = seen + len(found), found[-1].number
     assert 8 < seen < 16
@@ -247,9 +266,9 @@ def test_a_report_larger_than_a_message_still_comes() -> None:
     reports = Reports()
     reports.put(telemetry_pb2.TrainerReport(run=telemetry_pb2.Run(id="x" * (2 * ANSWER_BYTES))))
     reports.put(telemetry_pb2.TrainerReport(dropped=1))
-    found, more = reports.after(0)
+    found, more = after(reports, 0)
     assert ([report.number for report in found], more) == ([1], True)
-    assert [report.number for report in reports.after(1)[0]] == [2]
+    assert [report.number for report in after(reports, 1)[0]] == [2]
 
 
 @pytest.mark.parametrize(("duration_s", "bucket"), [(0.0, 0), (1e-4, 0), (1.01e-4, 1), (1e9, len(BOUNDS_S))])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from backhaul._link import Generation
 from backhaul._upload import Save, SourceTensor, Uploader
@@ -205,14 +206,20 @@ def test_a_segment_released_before_it_was_sent_is_not_sent() -> None:
     link = FakeLink()
     uploader = Uploader(link, inflight_bytes=1 << 20, inflight_boundaries=4)
     first, second = save_of(torch.zeros(10)), save_of(torch.ones(10), 2)
-    uploader.save(first)
-    uploader.save(second)
-    second.is_released = True
+    owners = [nn.Identity(), nn.Identity()]
+    for number, (owner, save) in enumerate(zip(owners, (first, second), strict=True), 1):
+        save.owner = uploader.release_after(owner, GENERATION, number)
+        uploader.save(save)
+    assert uploader.segments() == [1, 2]
+    del owner, owners[1]
+    assert uploader.segments() == [1]
     link.gate.set()
+    first.saved.result(10)
     assert "released before it was sent" in str(second.saved.exception(10))
-    uploader.release(GENERATION, 1)
-    wait_until(lambda: "release" in link.log, "the release is sent")
+    wait_until(lambda: "release" in link.log, "the second is released")
     assert link.log == ["program", "save with tensors", "release"]
+    owners.clear()
+    wait_until(lambda: link.log.count("release") == 2, "the first is released")
     uploader.close()
 
 

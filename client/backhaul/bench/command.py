@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only",
         nargs="+",
+        action="extend",
         default=[],
         metavar="NAME",
         help=f"only these figures, of: {names}",

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Sequence
 
 import grpc
 
-from backhaul_proto.v1 import telemetry_pb2, telemetry_pb2_grpc
+from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.addresses import parse_address
+from backhaul_runtime.splicing import accepted
+from backhaul_runtime.stubs import stub
 
 Lane = telemetry_pb2.Lane
 TOLD_WITHIN_S = 2.5
@@ -19,10 +21,10 @@ def told_calls(worker: str) -> list[telemetry_pb2.SegmentCall]:
     time.sleep(TOLD_WITHIN_S)
     found: list[telemetry_pb2.SegmentCall] = []
     with grpc.insecure_channel(parse_address(worker).target) as channel:
-        ask = telemetry_pb2_grpc.TelemetryServiceStub(channel).GetTelemetry
+        ask = stub(channel, telemetry_pb2.DESCRIPTOR.services_by_name["TelemetryService"]).GetTelemetry
         request = telemetry_pb2.GetTelemetryRequest()
         while True:
-            answer = ask(request)
+            answer: telemetry_pb2.GetTelemetryResponse = accepted(ask(request))
             found += [call for report in answer.reports for call in report.report.calls]
             if not answer.has_more_reports:
                 break

@@ -12,17 +12,9 @@ from pathlib import Path
 
 import grpc
 
-from backhaul_proto.v1 import (
-    program_pb2,
-    program_pb2_grpc,
-    segment_pb2,
-    segment_pb2_grpc,
-    session_pb2,
-    session_pb2_grpc,
-    tensor_pb2,
-    tensor_pb2_grpc,
-)
+from backhaul_proto.v1 import program_pb2, segment_pb2, session_pb2, tensor_pb2
 from backhaul_runtime.protocol import CHANNEL_OPTIONS, PROTOCOL_VERSION
+from backhaul_runtime.stubs import as_protobuf, stub
 from backhaul_runtime.version import version
 
 CLIENT_S = 1.5
@@ -32,13 +24,18 @@ class Client:
     """One session with one segment."""
 
     def __init__(self, channel: grpc.Channel, prepared: Path) -> None:
-        self._segments = segment_pb2_grpc.SegmentServiceStub(channel)
+        services = [
+            stub(channel, service, as_protobuf)
+            for file in (session_pb2, program_pb2, tensor_pb2, segment_pb2)
+            for service in file.DESCRIPTOR.services_by_name.values()
+        ]
+        sessions, programs, tensors, self._segments = services
         request = session_pb2.OpenSessionRequest(protocol_version=PROTOCOL_VERSION, client_version=version())
-        self._session = session_pb2_grpc.SessionServiceStub(channel).OpenSession(request).session
+        self._session = sessions.OpenSession(request).session
         program = program_pb2.PutProgramRequest.FromString((prepared / "program").read_bytes())
         program.session = self._session
-        program_pb2_grpc.ProgramServiceStub(channel).PutProgram(program)
-        tensor_pb2_grpc.TensorServiceStub(channel).PutTensors(self._tensors(prepared))
+        programs.PutProgram(program)
+        tensors.PutTensors(self._tensors(prepared))
         segment = segment_pb2.SaveSegmentRequest.FromString((prepared / "segment").read_bytes())
         segment.key.CopyFrom(self._key(segment_pb2.OPERATION_SAVE, 0))
         missing = self._segments.SaveSegment(segment)

@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--worker-token-file",
         nargs="+",
+        action="extend",
         default=[],
         metavar="FILE",
         help="with the token that the workers want, one for all or one for each in their order",

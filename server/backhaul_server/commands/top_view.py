@@ -38,15 +38,17 @@ def view(watch: Watch, now_s: float) -> RenderableType:
 
 def _headline(watch: Watch, now_s: float) -> Text:
     found = overview(watch, now_s, "")
-    parts = [
-        f"{found.healthy_workers} of {found.workers} workers serve",
-        f"{found.steps_per_s:.3g} steps/s",
-        f"{_size(found.saved_bytes)} saved",
-        f"{found.added_ms_per_step:+.3g} ms per step",
-    ]
+    parts = [f"{found.healthy_workers} of {found.workers} workers serve"]  # then what is known
+    if found.steps_per_s is not None:
+        parts.append(f"{found.steps_per_s:.3g} steps/s")
+    if found.saved_bytes is not None:
+        parts.append(f"{_size(found.saved_bytes)} saved")
+    if found.added_ms_per_step is not None:
+        parts.append(f"{found.added_ms_per_step:+.3g} ms per step")
     if found.remote_share is not None:
         parts.append(f"{found.remote_share:.0%} recomputed on workers")
-    parts.append(f"{found.fallbacks:,} fallbacks in 5 min")
+    if found.fallbacks is not None:
+        parts.append(f"{found.fallbacks:,} fallbacks in 5 min")
     return Text(" · ".join(parts), "bold" if found.healthy_workers == found.workers else "bold red")
 
 

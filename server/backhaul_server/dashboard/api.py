@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from fastapi import FastAPI, HTTPException, Path, Query, Response
+from fastapi import Depends, FastAPI, HTTPException, Path, Query, Response
 from fastapi.responses import StreamingResponse
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from pydantic import BaseModel
@@ -16,12 +16,12 @@ from backhaul_server.dashboard import schemas
 from backhaul_server.dashboard.alerts import Alerts
 from backhaul_server.dashboard.archive import Archive
 from backhaul_server.dashboard.durations import KEPT_S as KEPT_DURATIONS_S
-from backhaul_server.dashboard.feed import Feed
+from backhaul_server.dashboard.feed import MOST_LISTENERS, Feed
 from backhaul_server.dashboard.latency import latency
 from backhaul_server.dashboard.memory import memory_history
 from backhaul_server.dashboard.overview import overview
 from backhaul_server.dashboard.runs import TrainerRun
-from backhaul_server.dashboard.segments import Column, Row, SegmentTable, as_csv, select
+from backhaul_server.dashboard.segments import Column, Row, SegmentTable, as_csv, reasons_of, select
 from backhaul_server.dashboard.steps import run_series
 from backhaul_server.dashboard.timeline import last_steps, timeline
 from backhaul_server.dashboard.trace import chrome_trace, file_name
@@ -29,6 +29,7 @@ from backhaul_server.dashboard.watch import Watch
 from backhaul_server.dashboard.watched import KEPT_S, Watched
 
 _TOLD_LATELY_S = 60.0
+_RETRY_FULL_S = 10
 _RUN = "9f86d081884c7d65"
 _CSV = "run,segment,calls,up_bytes,…\r\n9f86d081884c7d65,Block #3,1043,5577572352,…\r\n"
 _EVENT = f"event: live\ndata: {json.dumps(schemas.example_of(schemas.Live))}\nretry: 1000\n\n"
@@ -53,7 +54,10 @@ _TRACE = {
 OneRun = Annotated[
     str,
     Query(
-        alias="run", max_length=64, description="A run's id; the one heard of last where none is given", examples=[_RUN]
+        alias="run",
+        max_length=64,
+        description="A run's id; the one that began last where none is given",
+        examples=[_RUN],
     ),
 ]
 AnyRun = Annotated[
@@ -65,8 +69,16 @@ Filter = Annotated[
     Query(
         alias="filter",
         max_length=200,
-        description="Text in the segment, decision, reason or worker",
+        description="Text in the segment, decision, any of the reasons or worker",
         examples=["Block"],
+    ),
+]
+Reason = Annotated[
+    str,
+    Query(
+        max_length=300,
+        description="A reason that calls of the segment had, word for word",
+        examples=["the worker is gone"],
     ),
 ]
 Sort = Annotated[Column, Query(description="The column to sort by", examples=["wait_ms"])]
@@ -101,8 +113,8 @@ class Sources:
 
     def live(self) -> schemas.Live:
         """An event of the stream."""
-        now_s, last = time.time(), self.watch.trainers.latest()
-        told = [run for run in self.watch.trainers if run is last or now_s - run.heard_at_s <= _TOLD_LATELY_S]
+        now_s, newest = time.time(), self.watch.trainers.newest()
+        told = [run for run in self.watch.trainers if run is newest or now_s - run.heard_at_s <= _TOLD_LATELY_S]
         return schemas.Live(
             overview=self.overview(),
             workers=self.workers(),
@@ -118,9 +130,9 @@ class Sources:
             raise HTTPException(404, f'no run "{name}" has been heard of since the dashboard began: see /api/v1/runs')
         return found
 
-    def latest(self, name: str) -> TrainerRun | None:
-        """The run of that name, without one the run that was heard of last."""
-        return self.run(name) if name else self.watch.trainers.latest()
+    def run_or_newest(self, name: str) -> TrainerRun | None:
+        """The run of that name, without one the run that began last."""
+        return self.run(name) if name else self.watch.trainers.newest()
 
     def tables(self, name: str) -> list[SegmentTable]:
         """Of the run of that name, without one of all runs."""
@@ -138,11 +150,19 @@ class Sources:
 def add_routes(app: FastAPI, sources: Sources, feed: Feed) -> None:
     """Adds all of /api/v1."""
 
+    async def seat() -> AsyncIterator[None]:
+        if feed.is_full:
+            detail = f"{MOST_LISTENERS} pages follow this stream already: close some, or ask /api/v1/overview"
+            raise HTTPException(503, detail, {"Retry-After": str(_RETRY_FULL_S)})
+        with feed.joined():
+            yield
+
     @app.get(
         "/api/v1/live",
         response_class=EventSourceResponse,
         tags=["now"],
-        responses=_shows_text(_EVENT, "text/event-stream"),
+        dependencies=[Depends(seat)],
+        responses={**_shows_text(_EVENT, "text/event-stream"), **_FULL},
     )
     async def live() -> AsyncIterator[ServerSentEvent]:
         """Everything that is shown at a glance, once a second, the first at once: events named "live", each a Live."""
@@ -194,7 +214,7 @@ def add_routes(app: FastAPI, sources: Sources, feed: Feed) -> None:
     @app.get("/api/v1/timeline", tags=["steps and segments"], responses={**_shows(schemas.Timeline), **_MISSING})
     async def last(run: OneRun = "", steps: Steps = 3) -> schemas.Timeline:
         """The last steps as lanes of bars; bars of one row never overlap."""
-        return timeline(sources.latest(run), steps)
+        return timeline(sources.run_or_newest(run), steps)
 
     @app.get("/api/v1/timeline/trace", tags=["steps and segments"], responses={**_shows_json(_TRACE), **_MISSING})
     async def trace(
@@ -211,7 +231,7 @@ def add_routes(app: FastAPI, sources: Sources, feed: Feed) -> None:
         ] = None,
     ) -> Response:
         """The same as a file for Perfetto or chrome://tracing. Its traceEvents may join those of torch.profiler's."""
-        found = sources.latest(run)
+        found = sources.run_or_newest(run)
         if found is None:
             raise HTTPException(404, "no trainer has told of a step yet: train with a session on one of the workers")
         shown = last_steps(found, steps)
@@ -225,14 +245,21 @@ def add_routes(app: FastAPI, sources: Sources, feed: Feed) -> None:
     async def segments(
         run: AnyRun = "",
         text: Filter = "",
+        reason: Reason = "",
         sort: Sort = "segment",
         descending: Descending = False,
         offset: Annotated[int, Query(ge=0, lt=2**31, description="Rows to leave out", examples=[0])] = 0,
         limit: Annotated[int, Query(ge=1, le=1_000, description="Rows at most", examples=[100])] = 100,
     ) -> schemas.Segments:
         """What each segment costs, where it is recomputed, and why there."""
-        rows = select(sources.tables(run), text, sort, descending=descending)
-        return schemas.Segments(total=len(rows), rows=[row.shown() for row in rows[offset : offset + limit]])
+        tables = sources.tables(run)
+        rows = select(tables, text, sort, descending=descending, reason=reason)
+        return schemas.Segments(
+            at_s=time.time(),
+            total=len(rows),
+            rows=[row.shown() for row in rows[offset : offset + limit]],
+            reasons=reasons_of(tables),
+        )
 
     @app.get(
         "/api/v1/segments.csv",
@@ -241,10 +268,14 @@ def add_routes(app: FastAPI, sources: Sources, feed: Feed) -> None:
         responses={**_shows_text(_CSV, "text/csv"), **_MISSING},
     )
     async def segments_csv(
-        run: AnyRun = "", text: Filter = "", sort: Sort = "segment", descending: Descending = False
+        run: AnyRun = "",
+        text: Filter = "",
+        reason: Reason = "",
+        sort: Sort = "segment",
+        descending: Descending = False,
     ) -> CsvResponse:
         """All rows of the same table, for spreadsheets."""
-        rows = select(sources.tables(run), text, sort, descending=descending)
+        rows = select(sources.tables(run), text, sort, descending=descending, reason=reason)
         name = f"backhaul-segments-{run}.csv" if run else "backhaul-segments.csv"
         headers = {"Content-Disposition": f'attachment; filename="{name}"'}
         return CsvResponse(_lines(rows), headers=headers)
@@ -304,5 +335,11 @@ _MISSING: dict[int | str, dict[str, Any]] = {
     404: {
         "description": "A run or worker that is not known",
         "content": {"application/json": {"example": {"detail": 'no worker "a:1" is watched: see /api/v1/workers'}}},
+    }
+}
+_FULL: dict[int | str, dict[str, Any]] = {
+    503: {
+        "description": "Too many listen already",
+        "content": {"application/json": {"example": {"detail": f"{MOST_LISTENERS} pages follow this stream already"}}},
     }
 }

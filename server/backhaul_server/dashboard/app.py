@@ -31,6 +31,7 @@ logger = logging.getLogger("backhaul.dashboard")
 
 STATIC = Path(__file__).parent / "static"
 _FRESH = {"Cache-Control": "no-cache"}
+_READING = ["GET", "HEAD"]
 _ALERTS_S = 1.0
 _GZIP_BYTES = 1_000
 _GZIP_LEVEL = 4  # of JSON a sixth is left, as with the slowest, in a third of the time
@@ -109,27 +110,27 @@ def create_app(
     app.add_middleware(access)  # by a function: the application shows arguments of its middleware
     add_routes(app, sources, feed)
 
-    @app.get("/metrics", include_in_schema=False)
+    @app.api_route("/metrics", methods=_READING, include_in_schema=False)
     async def exposition() -> Response:
         text = await asyncio.to_thread(metrics.exposition, metrics.Collected(watch))
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/healthz", include_in_schema=False)
+    @app.api_route("/healthz", methods=_READING, include_in_schema=False)
     async def healthz() -> PlainTextResponse:
         return PlainTextResponse("ok\n")
 
-    @app.get("/readyz", include_in_schema=False)
+    @app.api_route("/readyz", methods=_READING, include_in_schema=False)
     async def readyz() -> PlainTextResponse:
         waiting = [worker.address.text for worker in watch.workers if not worker.was_asked]
         if waiting:
             return PlainTextResponse(f"no answer yet, nor a failure, of {', '.join(waiting)}\n", 503)
         return PlainTextResponse("ok\n")
 
-    @app.get("/", include_in_schema=False)
+    @app.api_route("/", methods=_READING, include_in_schema=False)
     async def page() -> FileResponse:
         return FileResponse(STATIC / "index.html", headers=_FRESH)
 
-    @app.get("/api", include_in_schema=False)
+    @app.api_route("/api", methods=_READING, include_in_schema=False)
     async def api_page() -> FileResponse:
         return FileResponse(STATIC / "api.html", headers=_FRESH)
 

@@ -15,7 +15,12 @@ HELP = "watch workers in a browser"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument(
-        "--worker", nargs="+", required=True, metavar="ADDR", help="workers to watch, as host:port or unix:/path"
+        "--worker",
+        nargs="+",
+        action="extend",
+        required=True,
+        metavar="ADDR",
+        help="workers to watch, as host:port or unix:/path; may be given more than once",
     )
     parser.add_argument(
         "--listen",
@@ -32,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--worker-token-file",
         nargs="+",
+        action="extend",
         default=[],
         metavar="FILE",
         help="with the token that the workers want, one for all or one for each in their order",
@@ -73,7 +79,10 @@ def run(arguments: argparse.Namespace) -> int:
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     print(f"backhaul dashboard on http://{shown}:{port}", flush=True)
-    app = create_app(workers, tokens, token, address.host, History(arguments.store, arguments.retention))
+    history = History(arguments.store, arguments.retention)
+    if trouble := history.trouble():
+        print(f"backhaul dashboard: runs are not kept over a restart: {trouble}", file=sys.stderr)
+    app = create_app(workers, tokens, token, address.host, history)
     serve(app, listener)
     return 0
 

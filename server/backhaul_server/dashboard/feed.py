@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 
 from fastapi.sse import ServerSentEvent
 
@@ -13,10 +14,12 @@ logger = logging.getLogger("backhaul.dashboard")
 
 INTERVAL_S = 1.0
 RETRY_MS = 1_000
+MOST_LISTENERS = 100
+"""Most listeners at once. For one that does not read, up to an event and 64 KiB wait in memory."""
 
 
 class Feed:
-    """Events for any number of listeners. One that is slow misses events: none is kept for it.
+    """Events for up to MOST_LISTENERS listeners. A slow listener misses events: none is kept for it.
 
     Args:
         build: Puts the state together. Called once a second while anybody listens.
@@ -43,19 +46,29 @@ class Feed:
             async with self._news:
                 self._news.notify_all()
 
-    async def listen(self) -> AsyncIterator[ServerSentEvent]:
-        """Events, the first at once, until the feed is closed."""
+    @property
+    def is_full(self) -> bool:
+        """Whether no further listener may join."""
+        return self._listeners >= MOST_LISTENERS
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Counts a listener, from before its stream begins until after it has ended."""
         self._listeners += 1
         try:
-            if time.monotonic() - self._built_s >= INTERVAL_S:
-                self._renew()
-            while not self._is_closed:
-                seen_s = self._built_s
-                yield self._event
-                async with self._news:
-                    await self._news.wait_for(lambda: self._is_closed or self._built_s > seen_s)  # noqa: B023
+            yield
         finally:
             self._listeners -= 1
+
+    async def listen(self) -> AsyncIterator[ServerSentEvent]:
+        """Events for a listener inside `joined`, the first at once, until the feed is closed."""
+        if time.monotonic() - self._built_s >= INTERVAL_S:
+            self._renew()
+        while not self._is_closed:
+            seen_s = self._built_s
+            yield self._event
+            async with self._news:
+                await self._news.wait_for(lambda: self._is_closed or self._built_s > seen_s)  # noqa: B023
 
     async def close(self) -> None:
         """Ends all streams."""

@@ -63,6 +63,14 @@ class History:
         self._is_stopping = False
         self._thread = threading.Thread(target=self._serve, name="backhaul-history", daemon=True)
 
+    def trouble(self) -> str:
+        """Why the file can't be written now; empty if it can be. Called before `start`."""
+        try:
+            HistoryFile(self._path).close()
+        except (OSError, sqlite3.Error, HistoryRefusedError) as error:
+            return self._reason(error)
+        return ""
+
     def start(self) -> None:
         """Begins to write. What was put before is written too."""
         self._thread.start()

@@ -16,7 +16,7 @@ from backhaul_server.dashboard.series import LARGEST
 
 T = TypeVar("T")
 
-DECISIONS = frozenset({"gradients", "activations", "trainer", ""})
+DECISIONS = frozenset({"gradients", "activations", "trainer", "kept", ""})
 LANES = frozenset(telemetry_pb2.Lane.values()) - {telemetry_pb2.LANE_UNSPECIFIED}
 LATEST_S = 4e9
 """In the year 2096."""

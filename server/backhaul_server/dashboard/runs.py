@@ -69,7 +69,9 @@ class TrainerRun:
 
     Attributes:
         about: What it says of itself.
+        began_at_s: When it was opened, in seconds since 1970; not later than when it was first heard of.
         heard_at_s: When it was last heard of, by this process's clock.
+        stepped_at_s: When its last reported step ended, in seconds since 1970; 0 before the first.
         dropped: Steps and calls it did not tell, and calls that were not taken.
         steps: How many it told.
         peak_bytes: Its own memory's, so far.
@@ -81,9 +83,11 @@ class TrainerRun:
         calls_bytes: Of the calls kept.
     """
 
-    def __init__(self, about: telemetry_pb2.Run) -> None:
+    def __init__(self, about: telemetry_pb2.Run, now_s: float) -> None:
         self.about = telemetry_pb2.Run()
         self.about.CopyFrom(about)
+        self.began_at_s = min(now_s, about.started_at_s)
+        self.stepped_at_s = 0.0
         self.heard_at_s = 0.0
         self.first_step_at_s = 0.0
         self.dropped = 0
@@ -131,8 +135,9 @@ class TrainerRun:
                 heard_at_s.append(at_s)
                 self._take_step(told, at_s)
             else:
-                ends_s = max((span.started_at_s + span.duration_s for span in told.spans), default=0.0)
-                by_second.setdefault(int(max(since_s, min(now_s, ends_s))), []).append(self._take_call(told))
+                ends_s = max((span.started_at_s + span.duration_s for span in told.spans), default=now_s)
+                ended_at_s = max(since_s, min(now_s, ends_s))
+                by_second.setdefault(int(ended_at_s), []).append(self._take_call(told, ended_at_s))
         for second, sums in by_second.items():
             self._count(Sums.of_all(sums), float(second))
         self.heard_at_s = max(self.heard_at_s, since_s, min(now_s, max(heard_at_s)))
@@ -156,6 +161,7 @@ class TrainerRun:
         told.step.CopyFrom(step)  # alone, the report it came in goes
         self.steps += 1
         self.first_step_at_s = self.first_step_at_s or at_s
+        self.stepped_at_s = max(self.stepped_at_s, at_s)
         if step.number >= self.last_step.number:
             self.last_step = told.step
         self.peak_bytes = max(self.peak_bytes, step.peak_bytes)
@@ -164,7 +170,7 @@ class TrainerRun:
         if self.detail is not None:
             self.detail.steps.append(step.started_at_s + step.duration_s, step_row(step))
 
-    def _take_call(self, call: telemetry_pb2.SegmentCall) -> Sums:
+    def _take_call(self, call: telemetry_pb2.SegmentCall, at_s: float) -> Sums:
         """Keeps a call. Returns what it adds, which is nothing the second time."""
         told = self._told(call.step)
         if told is None or told.seen >> call.number & 1:
@@ -178,7 +184,7 @@ class TrainerRun:
             lanes_s[span.lane] += span.duration_s
         told.lanes_s = list(map(add, told.lanes_s, lanes_s))
         if self.detail is not None:
-            self.detail.segments.take(call, lanes_s)
+            self.detail.segments.take(call, lanes_s, at_s)
             told.calls[call.number] = call.SerializeToString()
             self.calls_bytes += len(told.calls[call.number])
         return Sums.of_call(call, lanes_s)

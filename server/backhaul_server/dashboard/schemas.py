@@ -6,7 +6,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 State = Literal["serving", "draining", "unreachable"]
 Lane = Literal["forward", "upload", "queue", "recompute", "backward", "download", "wait", "trainer"]
-Decision = Literal["gradients", "activations", "trainer", ""]
+Decision = Literal["gradients", "activations", "trainer", "kept", ""]
+"""What became of a call: what a worker returned; "trainer" if the trainer recomputed it; "kept" if its activations
+stayed on the trainer, as without checkpointing; "" if nothing was recomputed."""
 
 
 def example_of(model: type[BaseModel]) -> dict[str, Any]:
@@ -41,27 +43,39 @@ class Overview(Schema):
     at_s: float = Field(examples=[1763769600.0])
     workers: int = Field(examples=[2])
     healthy_workers: int = Field(description="Serving, and heard of in the last 3 seconds", examples=[2])
-    sessions: int = Field(description="Runs with an open session on some worker", examples=[1])
-    steps_per_s: float = Field(description="Of all runs together, over the last 30 seconds", examples=[1.1])
-    saved_bytes: int = Field(
-        description="Packed by autograd less what trainers kept of it, the most in their last steps",
+    heard_at_s: float | None = Field(
+        description="When a worker last answered, None if none ever did", examples=[1763769599.6]
+    )
+    stepped_at_s: float | None = Field(
+        description="When the last step ended that any run told, None before the first", examples=[1763769599.2]
+    )
+    sessions: int | None = Field(
+        description="Runs with an open session on some worker, None while no worker answers", examples=[1]
+    )
+    steps_per_s: float | None = Field(
+        description="Of all runs together, over the last 30 seconds; None while no worker answers", examples=[1.1]
+    )
+    saved_bytes: int | None = Field(
+        description="Packed by autograd less what trainers kept of it, the most in their last steps; None while no run "
+        "is running",
         examples=[233_700_000],
     )
-    peak_saved_bytes: int = Field(description="The same, the most since the runs began", examples=[241_200_000])
-    added_ms_per_step: float = Field(
+    peak_saved_bytes: int | None = Field(description="The same, the most since the runs began", examples=[241_200_000])
+    added_ms_per_step: float | None = Field(
         description="Exposed wait and own overhead less the forward time that recomputing here would have cost; mean "
-        "of the steps of the last minute, negative where a step is faster than with a local recomputation",
+        "of the steps of the last minute, negative where a step is faster than with a local recomputation. None where "
+        "no step ended in that minute, as for the three that follow",
         examples=[24.1],
     )
-    wait_ms_per_step: float = Field(examples=[188.0])
-    overhead_ms_per_step: float = Field(examples=[30.6])
-    spared_ms_per_step: float = Field(
+    wait_ms_per_step: float | None = Field(examples=[188.0])
+    overhead_ms_per_step: float | None = Field(examples=[30.6])
+    spared_ms_per_step: float | None = Field(
         description="Forward time that recomputing here would have cost", examples=[194.5]
     )
     remote_share: float | None = Field(
         description="Of the recomputations of the last 5 minutes, None without any", examples=[1.0]
     )
-    fallbacks: int = Field(description="In the last 5 minutes", examples=[0])
+    fallbacks: int | None = Field(description="In the last 5 minutes, None while no worker answers", examples=[0])
     dropped_reports: int = Field(
         description="Steps and calls that trainers did not tell for want of room", examples=[0]
     )
@@ -288,6 +302,16 @@ class Timeline(Schema):
     left_out: int = Field(description="The shortest spans, where there are more than 4,000", examples=[0])
 
 
+class SegmentReason(Schema):
+    """Calls that did not get gradients from a worker, for one reason."""
+
+    reason: str = Field(examples=["the worker is gone"])
+    decision: Decision = Field(description="Of the last of them", examples=["trainer"])
+    is_fallback: bool = Field(description="Whether a worker had been meant to recompute the last", examples=[True])
+    calls: int = Field(examples=[3])
+    last_at_s: float = Field(description="When the last of them ended", examples=[1763769540.0])
+
+
 class Segment(Schema):
     """All calls of one segment of a run that were told."""
 
@@ -302,6 +326,9 @@ class Segment(Schema):
     overhead_ms: float = Field(description="Median that recording, digests and sending took", examples=[5.1])
     decision: Decision = Field(description="Of the last call", examples=["gradients"])
     reason: str = Field(description="Why it was that", examples=[""])
+    reasons: list[SegmentReason] = Field(
+        description="Why calls so far, not only the last, got no gradients from a worker; the latest first, 8 at most"
+    )
     worker: str = Field(description="Of the last call", examples=["127.0.0.1:50051"])
     fallbacks: int = Field(examples=[0])
     mismatches: int = Field(examples=[0])
@@ -312,8 +339,12 @@ class Segment(Schema):
 class Segments(Schema):
     """A page of the table."""
 
-    total: int = Field(description="That match the filter", examples=[1])
+    at_s: float = Field(description="Now, by the dashboard's clock", examples=[1763769600.0])
+    total: int = Field(description="That match the filters", examples=[1])
     rows: list[Segment]
+    reasons: list[SegmentReason] = Field(
+        description="Of all rows of the runs, also those that don't match; the most frequent first, 50 at most"
+    )
 
 
 class Run(Schema):
@@ -358,4 +389,4 @@ class Live(Schema):
     workers: list[Worker]
     sessions: list[Session]
     alerts: list[Alert]
-    runs: list[Run] = Field(description="Those that told something in the last minute, and the last one")
+    runs: list[Run] = Field(description="Those that told something in the last minute, and the newest one")

@@ -35,9 +35,9 @@ class Trainers:
         """The run of that id, None where it is not known."""
         return self._runs.get(run)
 
-    def latest(self) -> TrainerRun | None:
-        """The one heard of last, None before the first."""
-        return max(self, key=lambda run: run.heard_at_s, default=None)
+    def newest(self) -> TrainerRun | None:
+        """The run that began last, None before the first. It stays the same while several runs report."""
+        return max(self, key=lambda run: (run.began_at_s, run.id), default=None)
 
     @property
     def totals(self) -> Sums:
@@ -89,7 +89,7 @@ class Trainers:
             self._gone = self._gone.plus(over.totals)
             self._gone_dropped += over.dropped
             del self._runs[over.id]
-        run = self._runs[about.id] = TrainerRun(about)
+        run = self._runs[about.id] = TrainerRun(about, now_s)
         return run
 
     def _has_detail_left(self, now_s: float) -> bool:

@@ -3,14 +3,18 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import grpc
 
-from backhaul_proto.v1 import telemetry_pb2, telemetry_pb2_grpc
+from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.addresses import Address
 from backhaul_runtime.credentials import bearer
+from backhaul_runtime.errors import TransferError
 from backhaul_runtime.protocol import CHANNEL_OPTIONS
+from backhaul_runtime.splicing import accepted
+from backhaul_runtime.stubs import stub
 from backhaul_server.dashboard.durations import Tally
 from backhaul_server.dashboard.held import Held
 from backhaul_server.dashboard.reports import clean_report
@@ -78,24 +82,19 @@ class Watch:
     async def _follow(self, worker: Watched, token: str | None) -> None:
         while True:
             async with grpc.aio.insecure_channel(worker.address.target, options=CHANNEL_OPTIONS) as channel:
-                stub: telemetry_pb2_grpc.TelemetryServiceAsyncStub = telemetry_pb2_grpc.TelemetryServiceStub(channel)
+                ask = stub(channel, telemetry_pb2.DESCRIPTOR.services_by_name["TelemetryService"]).GetTelemetry
                 silent = 0
                 while silent < _SILENT_CALLS:
                     due_s = time.monotonic() + INTERVAL_S
-                    silent = 0 if await self._ask(worker, stub, token) else silent + 1
+                    silent = 0 if await self._ask(worker, ask, token) else silent + 1
                     await asyncio.sleep(max(0.0, due_s - time.monotonic()))
 
-    async def _ask(
-        self,
-        worker: Watched,
-        stub: "telemetry_pb2_grpc.TelemetryServiceAsyncStub",
-        token: str | None,
-    ) -> bool:
+    async def _ask(self, worker: Watched, ask: Callable[..., Awaitable[Any]], token: str | None) -> bool:
         """Asks once, and again for what did not fit the answer. Returns False where there was no sign of life."""
         try:
             for _ in range(_PAGES):
                 request = telemetry_pb2.GetTelemetryRequest(after_report=worker.after_report, epoch=worker.epoch)
-                answer = await stub.GetTelemetry(request, timeout=ANSWER_S, metadata=bearer(token))
+                answer = accepted(await ask(request, timeout=ANSWER_S, metadata=bearer(token)))
                 has_more = answer.has_more_reports and len(answer.reports) > 0
                 await self._take(worker, answer)
                 if not has_more:
@@ -104,6 +103,8 @@ class Watch:
         except grpc.aio.AioRpcError as error:
             worker.failed(f"{error.code().name}: {error.details()}")
             return error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+        except TransferError as error:
+            worker.failed(error.message)
         except Exception as error:  # what one worker says must not end the watch over the others
             logger.exception("the answer of %s was not understood", worker.address.text)
             worker.failed(f"its answer was not understood: {type(error).__name__}: {error}")

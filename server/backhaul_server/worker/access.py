@@ -10,7 +10,6 @@ NOTE [Access]
 import enum
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from time import monotonic
 from typing import Any, TypeAlias
 
 import grpc
@@ -21,7 +20,6 @@ from backhaul_runtime.errors import ERROR_METADATA_KEY, STATUS_NAMES, Credential
 logger = logging.getLogger("backhaul.worker")
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-_SAID_EVERY_S = 10.0
 
 
 class Needs(enum.Enum):
@@ -62,8 +60,6 @@ class Access(grpc.aio.ServerInterceptor):
         self._token = token
         # For unary methods too: a stream of requests is one that need not be read.
         self._denial: Handler = grpc.stream_stream_rpc_method_handler(self._deny)
-        self._denied = 0
-        self._said_at_s = -_SAID_EVERY_S
 
     async def intercept_service(
         self,
@@ -81,14 +77,7 @@ class Access(grpc.aio.ServerInterceptor):
         return await continuation(handler_call_details)
 
     async def _deny(self, _: object, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
-        self._say(context.peer())
+        logger.warning("denied a request without this worker's token from %s", context.peer())
         error = CredentialError("the worker wants a token, and the request shows none or a wrong one")
         context.set_trailing_metadata(((ERROR_METADATA_KEY, error.to_bytes()),))
         await context.abort(grpc.StatusCode[STATUS_NAMES[CredentialError]], error.message)
-
-    def _say(self, peer: str) -> None:
-        """Logs denials, now and then: nobody may fill a disk by knocking."""
-        self._denied += 1
-        if monotonic() - self._said_at_s >= _SAID_EVERY_S:
-            logger.warning("denied %d requests without this worker's token, the last from %s", self._denied, peer)
-            self._denied, self._said_at_s = 0, monotonic()

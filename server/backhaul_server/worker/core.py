@@ -3,8 +3,9 @@
 import asyncio
 import logging
 import secrets
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from hashlib import sha256
 from time import monotonic
 
 import torch
@@ -20,17 +21,27 @@ from backhaul_runtime.errors import (
 from backhaul_runtime.layout import Layout, layout_of
 from backhaul_runtime.logs import about
 from backhaul_runtime.program import Program
-from backhaul_runtime.program_codec import address_of_program, decode_program
+from backhaul_runtime.program_codec import DECODED_FACTOR, MAX_PROGRAM_BYTES, address_of_program, decode_program
 from backhaul_runtime.schedule import Schedule
+from backhaul_server.worker.bounds import Bounds, RunMemory
+from backhaul_server.worker.config import RUN_LIMIT_S
+from backhaul_server.worker.fair_queue import Job
 from backhaul_server.worker.heap import return_freed_memory
+from backhaul_server.worker.limits import ALL_SEGMENTS, ALL_STREAMS, SEGMENTS, SESSIONS, STREAMS
 from backhaul_server.worker.runs import Work
 from backhaul_server.worker.segment import Segment, Session
-from backhaul_server.worker.segments import ENTRY_BYTES, Segments
-from backhaul_server.worker.store import Store
+from backhaul_server.worker.segments import Held, Segments
+from backhaul_server.worker.store import ENTRY_BYTES, Store
 
 logger = logging.getLogger("backhaul.worker")
-MAX_GENERATOR_BYTES = 16 << 10  # of a state; torch's largest has 5 KiB
-_LEAST_PROGRAM_BYTES = 4 << 20
+_SESSION_BYTES, _PASS_BYTES = 12 << 10, 512
+"""What a session takes beside its names, and what it takes for each segment of the largest number that it ever had at
+once: the schedule remembers the last pass."""
+
+_SEGMENT_BYTES, _NAMED_BYTES = 4 << 10, 256
+"""What a segment takes beside its name and generator states, and for each of its sources, predecessors and states."""
+
+_PROGRAM_BYTES, _LONG_BYTES = 4 << 10, 64 << 10
 
 
 class Worker:
@@ -40,32 +51,48 @@ class Worker:
         device: Programs run there.
         budget_bytes: For everything held, see `Store`.
         lease_s: A session silent for longer is freed.
+        run_limit_s: No run may take longer.
+        overdue: Called with a job that goes on nevertheless: only the end of the process ends it.
+        run_memory: Bounds what a run takes; None where something else does.
 
     Attributes:
         memory_path: Of the socket that hands out shared memory, empty without one.
         socket_path: Of a Unix socket beside a TCP address, empty without one.
         last_error: Of the last request that failed by a fault of the worker's own, and when, in seconds since 1970.
+        streams: How many are open that stay so, of all sessions.
     """
 
-    def __init__(self, device: torch.device, budget_bytes: int, lease_s: float) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        budget_bytes: int,
+        lease_s: float,
+        run_limit_s: float = RUN_LIMIT_S,
+        overdue: Callable[[Job], None] = lambda _: None,
+        run_memory: RunMemory | None = None,
+    ) -> None:
         self.device = device
         self.lease_s = lease_s
         self.epoch = secrets.token_hex(8)
         schedule = Schedule()
-        self.store: Store[Tensor] = Store(budget_bytes, schedule.last_needed)
-        self.segments = Segments(self.store, schedule)
+        self.store: Store[Held] = Store(budget_bytes, schedule.last_needed)
+        self.segments = Segments(self.store, schedule, run_limit_s, overdue)
         self.sessions: dict[str, Session] = {}
         self.draining = False
         self.memory_path = self.socket_path = ""
         self.last_error = ("", 0.0)
-        self._programs: OrderedDict[bytes, tuple[Program, int]] = OrderedDict()
-        self._program_bytes = 0
+        self.streams = 0
+        self._run_memory = run_memory
+        self._run_limit_s = run_limit_s
         self._expiry = asyncio.create_task(self._expire())
 
     async def close(self) -> None:
-        """Frees everything. What the executor runs is waited for."""
+        """Frees everything. What the executor runs is ended between two ops, and waited for."""
         self._expiry.cancel()
         await asyncio.gather(self._expiry, return_exceptions=True)
+        for session in self.sessions.values():
+            for segment in session.segments.values():
+                segment.bounds.set(DrainingError("this worker has ended"))
         await self.segments.executor.close()
         for session_id in list(self.sessions):
             self.close_session(session_id)
@@ -73,10 +100,12 @@ class Worker:
     # Sessions
 
     def open_session(self, trainer: str, run: str = "", client_version: str = "") -> Session:
-        """A new session. Raises DrainingError."""
+        """A new session. Raises BudgetError, DrainingError or LimitError."""
         self._check_draining()
+        SESSIONS.check(len(self.sessions) + 1)
         expires_at = monotonic() + self.lease_s
         session = Session(secrets.token_hex(16), trainer, expires_at, run=run, client_version=client_version)
+        self._charge(session, _SESSION_BYTES + 4 * (len(trainer) + len(run) + len(client_version)))  # 4 a character
         self.sessions[session.id] = session
         logger.info("%s (backhaul %s) opened a session", trainer, client_version, extra=about(run))
         return session
@@ -97,16 +126,21 @@ class Worker:
         session = self.sessions.pop(session_id, None)
         if session is not None:
             logger.info("the session of %s is closed", session.trainer, extra=about(session.run))
+            session.is_closed = True
             for segment in list(session.segments.values()):
                 self.segments.release(segment)
             self.segments.closed(session)
-            self.store.uncache(session.gradients)
+            self.store.leave(session.id)
+            self.store.refund(session.own_bytes)
             session.stop_telling()
             if session.memory is not None:
                 session.memory.close()
         if not self.sessions:
-            self.store.clear_cache()
             return_freed_memory()
+
+    def _charge(self, session: Session, size_bytes: int) -> None:
+        self.store.charge(f"{size_bytes} bytes of a session", size_bytes)
+        session.own_bytes += size_bytes
 
     async def _expire(self) -> None:
         while True:
@@ -118,20 +152,25 @@ class Worker:
 
     # Programs and tensors
 
-    async def put_program(self, encoded: bytes) -> bytes:
-        """Checks and keeps a program. Returns its address. Raises ProgramError."""
+    async def put_program(self, session: Session, encoded: bytes) -> bytes:
+        """Checks and keeps a program for a session. Returns its address. Raises BudgetError or ProgramError."""
         self._check_draining()
-        address = address_of_program(encoded)
-        if address not in self._programs:
-            program = await asyncio.to_thread(decode_program, encoded, self.device)  # a long one takes a second
-            if address not in self._programs:
-                self._programs[address] = program, len(encoded)
-                self._program_bytes += len(encoded)
-            # Decoded they take some twenty times as much.
-            most = max(_LEAST_PROGRAM_BYTES, self.store.budget_bytes // 256)
-            while self._program_bytes > most and len(self._programs) > 1:
-                _, (_, size) = self._programs.popitem(last=False)
-                self._program_bytes -= size
+        if len(encoded) > MAX_PROGRAM_BYTES:
+            raise ProgramError(f"a program of {len(encoded)} bytes, at most {MAX_PROGRAM_BYTES} are taken")
+        # Both take long for a large one: in a thread.
+        is_long = len(encoded) > _LONG_BYTES
+        address = await asyncio.to_thread(address_of_program, encoded) if is_long else address_of_program(encoded)
+        if self.store.missing(session.id, [address]):
+            size = _PROGRAM_BYTES + DECODED_FACTOR * len(encoded)
+            self.store.expect(size)
+            try:
+                async with session.reading:  # one at a time: they slow all other threads down
+                    program = await asyncio.to_thread(decode_program, encoded, self.device)
+                self.session(session.id)  # which may have ended meanwhile
+            except BaseException:
+                self.store.abandon(size)
+                raise
+            self.store.arrived(session.id, address, program, size)
         return address
 
     def expect_tensor(self, layout: Layout) -> int:
@@ -174,35 +213,47 @@ class Worker:
         present = session.segments.get(segment_id)
         if present is not None and (is_predicted or present.is_confirmed):
             return False, []
+        if present is None:
+            SEGMENTS.check(len(session.segments) + 1)
+            ALL_SEGMENTS.check(len(self.segments) + 1)
         made_of = (program_address, *addresses)
         if present is not None and (present.made_of != made_of or wants_sketches):
             self.segments.wasted += 1
             self.segments.release(present)
             present = None
-        missing = self.store.missing(addresses)
-        if program_address not in self._programs or missing:
-            return program_address not in self._programs, missing
-        self._programs.move_to_end(program_address)
-        program, _ = self._programs[program_address]
-        if len(addresses) != len(program.sources) or max(transient, default=0) >= max(1, len(addresses)):
+        missing = self.store.missing(session.id, addresses)
+        program_missing = bool(self.store.missing(session.id, [program_address]))
+        if program_missing or missing:
+            return program_missing, missing
+        program, sources = self._held(program_address, addresses)
+        if len(addresses) != len(program.sources) or max(transient, default=-1) >= len(addresses):
             raise ProgramError(f"{len(addresses)} tensors are named for a program of {len(program.sources)} sources")
-        drawn = sum(node.draws for node in program.nodes)
-        if len(generator_states) != drawn or max(map(len, generator_states), default=0) > MAX_GENERATOR_BYTES:
-            raise ProgramError(f"{len(generator_states)} generator states came for {drawn} draws, or too large")
+        if len(generator_states) != program.draws:
+            raise ProgramError(f"{len(generator_states)} generator states came for {program.draws} draws")
         if not is_predicted and b"" in generator_states:
             raise ProgramError("a generator state is empty")
-        if max(predecessors, default=0) >= max(1, len(addresses)):
+        if max(predecessors, default=-1) >= len(addresses):
             raise ProgramError(f"predecessors are named for sources {sorted(predecessors)} of {len(addresses)}")
+        own_bytes = _SEGMENT_BYTES + 4 * len(name) + sum(map(len, generator_states))
+        own_bytes += _NAMED_BYTES * (len(addresses) + len(generator_states) + len(predecessors))
         if present is not None:
+            self.store.resize(present.key, own_bytes)
             self.segments.confirm(present, generator_states, predecessors)
             return False, []
-        sources = [self.store.tensor(address) for address in addresses]
-        source_bytes = tuple([layout_of(tensor).gradient_bytes for tensor in sources])
-        need = program.run_bytes(source_bytes) + sum(map(len, generator_states))
-        work = Work(program, sources, generator_states, wants_sketches, (program_address, source_bytes))
-        segment = Segment(session, segment_id, work, name, predecessors, made_of, not is_predicted)
-        added = self.store.attach(segment.key, addresses, [addresses[position] for position in transient], need)
+        layouts = [layout_of(tensor) for tensor in sources]
+        need = program.run_bytes([layout.gradient_bytes for layout in layouts])
+        kind = sha256(program_address + b"".join(layout.full_header for layout in layouts)).digest()
+        bounds = Bounds(self._run_limit_s, self._run_memory)
+        work = Work(program, sources, generator_states, wants_sketches, kind, bounds)
+        segment = Segment(session, segment_id, work, name, predecessors, made_of, not is_predicted, bounds=bounds)
+        passing = [addresses[position] for position in transient]
+        remembered = _PASS_BYTES if len(session.segments) == session.most_segments else 0
+        added = self.store.attach(segment.key, session.id, made_of, passing, need, own_bytes + remembered)
+        if remembered:  # also when the segment is gone
+            self.store.resize(segment.key, own_bytes)
+            self._charge(session, remembered)
         session.segments[segment_id] = segment
+        session.most_segments = max(session.most_segments, len(session.segments))
         self.segments.add(segment, need, added)
         if not is_predicted or program_address not in session.unpredictable:
             self.segments.ahead(segment)
@@ -217,12 +268,28 @@ class Worker:
 
     def gradients(self, session: Session, addresses: Mapping[int, bytes]) -> dict[int, Tensor]:
         """The tensors a backward starts from. Raises TensorsMissingError."""
-        missing = self.store.missing(addresses.values())
+        missing = self.store.missing(session.id, addresses.values())
         if missing:
-            raise TensorsMissingError(f"{len(missing)} gradients are named that this worker does not hold: send them")
-        found = {output: self.store.tensor(address) for output, address in addresses.items()}
+            raise TensorsMissingError(
+                f"{len(missing)} gradients are named that this worker does not hold for this session: send them"
+            )
+        found = {}
+        for output, address in addresses.items():
+            value = self.store.value(address)
+            if not isinstance(value, Tensor):
+                raise ProgramError("a program is named where a gradient is expected")
+            found[output] = value
         self.segments.remember(session, addresses.values())
         return found
+
+    def _held(self, program_address: bytes, addresses: Sequence[bytes]) -> tuple[Program, list[Tensor]]:
+        """A program and tensors that are here. Raises ProgramError where one is named in the place of the other."""
+        program = self.store.value(program_address)
+        values = [self.store.value(address) for address in addresses]
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        if not isinstance(program, Program) or len(tensors) < len(values):
+            raise ProgramError("a segment names a tensor as its program, or a program as a source")
+        return program, tensors
 
     def replay_ahead(self, session: Session, segment_ids: Sequence[int]) -> None:
         """Starts on segments that will be asked for, as far as room allows. Unknown ones are passed over."""
@@ -237,6 +304,19 @@ class Worker:
             segment = session.segments.get(segment_id)
             if segment is not None:
                 self.segments.release(segment)
+
+    @contextmanager
+    def streaming(self, session: Session) -> Iterator[None]:
+        """Around a stream that stays open. Raises LimitError for too many."""
+        STREAMS.check(session.streams + 1)
+        ALL_STREAMS.check(self.streams + 1)
+        session.streams += 1
+        self.streams += 1
+        try:
+            yield
+        finally:
+            session.streams -= 1
+            self.streams -= 1
 
     @property
     def is_busy(self) -> bool:

@@ -8,16 +8,25 @@ from time import monotonic
 
 from backhaul_server.worker.fair_queue import FairQueue, Job
 
+GRACE_S = 2.0
+"""Seconds that the op which runs at a deadline has to end by itself."""
+
 
 class Executor:
     """Runs jobs one by one. Construct and use it in a running event loop's thread; `close` ends it.
 
     Args:
         ahead: Gives a job that has begun, for when none waits that can begin.
+        overdue: Called with a job that still runs after `limit_s` and `GRACE_S`: a single op takes that long, which
+            nothing in this process can cancel.
+        limit_s: Seconds that a job may take. It ends by itself then, unless a single op takes longer.
     """
 
-    def __init__(self, ahead: Callable[[], Job | None]) -> None:
+    def __init__(self, ahead: Callable[[], Job | None], overdue: Callable[[Job], None], limit_s: float) -> None:
+        self._limit_s = limit_s
         self._ahead = ahead
+        self._overdue = overdue
+        self._watch: asyncio.TimerHandle | None = None
         self._queue = FairQueue()
         self._running: Job | None = None
         self._running_since = 0.0
@@ -35,6 +44,11 @@ class Executor:
         """Adds a job to its session's line."""
         self._queue.push(job)
         self.wake()
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether jobs wait. Any thread may ask."""
+        return bool(self._queue)
 
     def wake(self) -> None:
         """There may be something to do ahead, or room for a job that waits."""
@@ -69,6 +83,7 @@ class Executor:
             self._running = self._queue.pop() or self._ahead()
             if self._running is not None:
                 self._running_since = monotonic()
+                self._watch = self._loop.call_later(self._limit_s + GRACE_S, self._overdue, self._running)
                 self._next.put(self._running)
 
     def _work(self) -> None:
@@ -79,6 +94,8 @@ class Executor:
 
     def _end(self) -> None:
         job, self._running = self._running, None
+        if self._watch is not None:
+            self._watch.cancel()
         if job is not None and not self._is_closed:
             try:
                 job.end()

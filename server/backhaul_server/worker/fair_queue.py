@@ -15,6 +15,7 @@ class Job:
         work: Called in the executor's thread. Must not raise.
         end: Called in the event loop when it has run.
         expected_s: What its trainer thinks it takes.
+        name: Of the segment, for the log.
     """
 
     session: str
@@ -22,6 +23,7 @@ class Job:
     work: Callable[[], None]
     end: Callable[[], None]
     expected_s: float
+    name: str
 
 
 class FairQueue:
@@ -32,6 +34,9 @@ class FairQueue:
 
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._lines)
 
     def push(self, job: Job) -> None:
         """Adds a job at the end of its session's line."""

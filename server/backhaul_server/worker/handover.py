@@ -33,6 +33,7 @@ from backhaul_runtime.shared_memory import (
     Outbox,
     Place,
     Region,
+    checksum_of,
     is_same_user,
     make_memory,
     offer,
@@ -40,6 +41,7 @@ from backhaul_runtime.shared_memory import (
 )
 from backhaul_server.worker.core import Worker
 from backhaul_server.worker.heap import return_freed_memory
+from backhaul_server.worker.limits import SHARED_ANSWERS
 from backhaul_server.worker.listening import ListenError, SocketPath
 from backhaul_server.worker.segment import Session
 
@@ -49,6 +51,10 @@ UP_PART, DOWN_PART = 4, 16
 """Of the budget, for tensors that come up, and that go down. Of a small one nothing goes down this way: its room is for
 replays."""
 _LONGEST_NAME = 64
+_NAMED_IN_S = 5.0
+_MOST_UNNAMED = 64
+_MOST_READ = 64
+"""Messages of one trainer that are read in a turn of the event loop."""
 
 
 class Handover:
@@ -71,6 +77,7 @@ class Handover:
         self._regions: dict[bool, list[weakref.ref[Region]]] = {False: [], True: []}  # asked at every turn of the store
         worker.store.free_shared_bytes = self._free_bytes
         self._tasks: set[asyncio.Task[object]] = set()
+        self._unnamed: set[socket.socket] = set()
         self._path = path
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.setblocking(False)
@@ -88,6 +95,8 @@ class Handover:
         """Takes no more trainers, and removes the socket. Sessions close their own."""
         self._loop.remove_reader(self._listener)
         self._listener.close()
+        for peer in list(self._unnamed):
+            self._give_up(peer)
         self._path.release()
         for task in self._tasks:
             task.cancel()
@@ -125,11 +134,24 @@ class Handover:
             logger.warning("a process of another user asked for shared memory: refused")
             peer.close()
             return
+        if len(self._unnamed) >= _MOST_UNNAMED:
+            peer.close()
+            return
         peer.setblocking(False)
+        self._unnamed.add(peer)
         self._loop.add_reader(peer, self._name, peer)
+        self._loop.call_later(_NAMED_IN_S, self._give_up, peer)
+
+    def _give_up(self, peer: socket.socket) -> None:
+        """Closes a connection that has named no session yet."""
+        if peer in self._unnamed:
+            self._unnamed.discard(peer)
+            self._loop.remove_reader(peer)
+            peer.close()
 
     def _name(self, peer: socket.socket) -> None:
         """The first message names the session."""
+        self._unnamed.discard(peer)
         self._loop.remove_reader(peer)
         try:
             session = self.worker.session(peer.recv(_LONGEST_NAME).decode())
@@ -153,6 +175,7 @@ class Sharing:
         self._answers: dict[int, list[Place]] = {}
         self._growing: set[bool] = set()
         self._moving = asyncio.Lock()
+        self._is_making_room = False
         self._closed = False
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(peer, self._read)
@@ -167,7 +190,9 @@ class Sharing:
 
     def answering(self, answer: int) -> Placing:
         """Puts tensors of an answer where its trainer finds them, until that has ended it."""
-        self._answers[answer] = []
+        if answer not in self._answers and len(self._answers) >= SHARED_ANSWERS.most:
+            return lambda _: None
+        self._answers.setdefault(answer, [])
 
         def place(parcel: Parcel) -> tensor_pb2.Location | None:
             layout, places = parcel.layout, self._answers.get(answer)
@@ -178,7 +203,7 @@ class Sharing:
                 self._grow(layout.span_bytes, is_down=True)
                 return None
             places.append(found)
-            return found.location(layout)
+            return found.location(layout, checksum_of(parcel.tensor, layout))
 
         return place
 
@@ -197,19 +222,37 @@ class Sharing:
 
     def _read(self) -> None:
         try:
-            while message := self._peer.recv(_LONGEST_NAME):
+            for _ in range(_MOST_READ):  # what is left is read in the next turn
+                message = self._peer.recv(_LONGEST_NAME)
+                if not message:
+                    break
                 kind, number = Ask.read(message)
                 if kind is Ask.MORE:
                     self._grow(number, is_down=False)
                 elif kind is Ask.ROOM:
-                    self._handover.run(self._move_out(list(self._up.values()), number))
+                    self._make_room(number)
                 else:
                     self._down.end(self._answers.pop(number, []))
+            else:
+                return
         except BlockingIOError:
             return
         except (OSError, TransferError) as error:
             logger.info("shared memory: %s", error, extra=about(self._session.run))
         self.close()
+
+    def _make_room(self, wanted_bytes: int) -> None:
+        """Makes room in the regions there are; who asks while that goes on has been heard."""
+
+        async def make() -> None:
+            try:
+                await self._move_out(list(self._up.values()), wanted_bytes)
+            finally:
+                self._is_making_room = False
+
+        if not self._is_making_room:
+            self._is_making_room = True
+            self._handover.run(make())
 
     def _grow(self, least_bytes: int, *, is_down: bool) -> None:
         if is_down not in self._growing and not self._closed:
@@ -250,10 +293,14 @@ class Sharing:
         store, moved = self._handover.worker.store, 0
         async with self._moving:
             while moved < wanted_bytes:
-                found = store.oldest_shared(lambda tensor: any(region.holds(tensor) for region in regions))
-                if found is None or not store.has_room(found[1].nbytes):
+                found = store.oldest_shared(
+                    lambda held: isinstance(held, Tensor) and any(region.holds(held) for region in regions)
+                )
+                if found is None:
                     return
                 address, tensor = found
+                if not isinstance(tensor, Tensor) or not store.has_room(tensor.nbytes):
+                    return
                 store.replace(address, tensor, await asyncio.to_thread(copy_exact, tensor))
                 moved += tensor.nbytes
                 del found, tensor

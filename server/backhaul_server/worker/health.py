@@ -1,6 +1,11 @@
 """gRPC's own health and reflection services, where the packages of the `server` extra are installed."""
 
+from typing import Any
+
 import grpc
+
+from backhaul_proto.v1 import program_pb2, segment_pb2, session_pb2, telemetry_pb2, tensor_pb2
+from backhaul_server.worker.limits import WATCHES
 
 try:
     from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -10,7 +15,23 @@ except ImportError:  # the core runs without them: an embedded worker is watched
 else:
     INSTALLED = True
 
-from backhaul_proto.v1 import program_pb2, segment_pb2, session_pb2, telemetry_pb2, tensor_pb2
+    class _BoundedServicer(health.aio.HealthServicer):
+        """Lets so many watch at the same time: they need no token, and stay."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._watching = 0
+
+        async def Watch(self, request: Any, context: Any) -> None:  # noqa: N802  gRPC's name
+            """Streams the status of a service."""
+            if self._watching >= WATCHES.most:
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{WATCHES.most} watch already")
+            self._watching += 1
+            try:
+                await super().Watch(request, context)
+            finally:
+                self._watching -= 1
+
 
 SERVICES = tuple(
     service.full_name
@@ -30,7 +51,7 @@ class Health:
     def __init__(self, server: grpc.aio.Server, *, reflects: bool) -> None:
         self._servicer: health.aio.HealthServicer | None = None
         if INSTALLED:
-            self._servicer = health.aio.HealthServicer()
+            self._servicer = _BoundedServicer()
             health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
             if reflects:
                 reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

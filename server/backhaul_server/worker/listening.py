@@ -7,20 +7,56 @@ are taken exclusively, and a lock beside a socket's path is held for as long as 
 import errno
 import fcntl
 import os
+import resource
 import socket
+import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 import grpc
 
 from backhaul_runtime.addresses import Address, is_private
+from backhaul_runtime.protocol import MAX_MESSAGE_BYTES
 
-SERVER_OPTIONS = (
-    ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", 16 << 20),
-    ("grpc.max_send_message_length", 16 << 20),
-)
+MOST_FILES = 1 << 16
+"""Descriptors that a worker asks for where its limit allows. Each connection takes one."""
+
+_MOST_CONNECTIONS = 8_192  # an idle one takes 10 KiB
+_HANDSHAKE_S, _IDLE_S = 5, 60  # trainers say something every second
+_MOST_CALLS = 32  # of a connection; a trainer has some twenty
+
+
+def raise_file_limit() -> int:
+    """Lets this process open as many files as it may, and returns how many. Many systems begin with 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(MOST_FILES, hard)
+    if most > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return max(soft, most)
+
+
+def server_options(files: int) -> tuple[tuple[str, int], ...]:
+    """GRPC's options for a server that may open so many files."""
+    return (
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", 16 << 20),
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_S * 1000),
+        ("grpc.max_connection_idle_ms", _IDLE_S * 1000),
+        ("grpc.max_concurrent_streams", _MOST_CALLS),
+        ("grpc.max_allowed_incoming_connections", _most_connections(files)),
+    )
+
+
+def connections_of_a_peer(files: int) -> int:
+    """How many connections one address may hold at a server that may open so many files."""
+    return _most_connections(files) // 4
+
+
+def _most_connections(files: int) -> int:
+    return min(_MOST_CONNECTIONS, files // 2)
 
 
 class ListenError(Exception):
@@ -38,7 +74,7 @@ class SocketPath:
         if path.exists() and not path.is_socket():
             raise ListenError(f"can't listen on {path}: a file that is no socket is there")
         try:
-            lock = path.with_name(path.name + ".lock").open("w")
+            lock = _lock_file(path.with_name(path.name + ".lock"))
         except OSError as error:
             raise ListenError(f"can't listen on {path}: {error}") from None
         try:
@@ -53,9 +89,22 @@ class SocketPath:
 
     def release(self) -> None:
         """Removes the socket and its lock."""
-        for path in (self.path, Path(self._lock.name)):
+        for path in (self.path, self.path.with_name(self.path.name + ".lock")):
             path.unlink(missing_ok=True)
         self._lock.close()
+
+
+def _lock_file(path: Path) -> IO[bytes]:
+    """Opens a file to be locked, made if need be. Somebody else's link to another file is not followed.
+
+    Raises:
+        OSError: It can't be opened, or is a link or no file.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "what is to be locked is no file", str(path))
+    return os.fdopen(descriptor, "r+b")
 
 
 def take_beside(address: str, kind: str) -> SocketPath:
@@ -73,9 +122,8 @@ def take_beside(address: str, kind: str) -> SocketPath:
     directory.mkdir(mode=0o700, exist_ok=True)
     if not is_private(directory):
         raise ListenError(f"{directory} is not a directory of this user alone")
-    with (directory / "lock").open(
-        "w"
-    ) as turn:  # else a lock that was made and not taken yet looks like a dead worker's
+    # Else a lock that was made and not taken yet looks like a dead worker's.
+    with _lock_file(directory / "lock") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
         for left in directory.glob("*.lock"):
             with suppress(ListenError):

@@ -14,16 +14,30 @@ import grpc
 import torch
 
 from backhaul_runtime.ambient import max_threads
+from backhaul_runtime.logs import about
 from backhaul_runtime.processes import resident_bytes
 from backhaul_runtime.shared_memory import IS_AVAILABLE
 from backhaul_server.worker.access import Access
-from backhaul_server.worker.config import WorkerConfig, host_memory_bytes
+from backhaul_server.worker.announcement import announcement
+from backhaul_server.worker.bounds import RunMemory
+from backhaul_server.worker.config import WorkerConfig, host_memory_bytes, size_text
 from backhaul_server.worker.core import Worker
+from backhaul_server.worker.executor import GRACE_S
+from backhaul_server.worker.fair_queue import Job
 from backhaul_server.worker.handover import Handover
 from backhaul_server.worker.health import Health
 from backhaul_server.worker.heap import keep_freed_memory
-from backhaul_server.worker.listening import SERVER_OPTIONS, Listener, ListenError, take_beside
+from backhaul_server.worker.listening import (
+    Listener,
+    ListenError,
+    connections_of_a_peer,
+    raise_file_limit,
+    server_options,
+    take_beside,
+)
+from backhaul_server.worker.peers import Peers
 from backhaul_server.worker.service import add_services
+from backhaul_server.worker.supervisor import OVERDUE_CODE
 
 logger = logging.getLogger("backhaul.worker")
 
@@ -36,6 +50,7 @@ _HEADROOM_BYTES = 1 << 30  # gRPC's buffers, programs and torch's own tables, be
 _STACK_BYTES = 8 << 20  # of each thread that a trainer may have ops run on
 _NO_LIMIT = 1 << 62
 _PARENT_POLL_S = 1.0
+_PULSE_S, _STANDSTILL_S = 1.0, 60.0
 
 
 def serve(config: WorkerConfig) -> int:
@@ -62,22 +77,39 @@ def serve(config: WorkerConfig) -> int:
 
 
 async def _serve(config: WorkerConfig, device: torch.device) -> None:
-    budget = config.memory_bytes or _memory_bytes(device) // 2
+    memory = _memory_bytes(device)
+    budget = config.memory_bytes or memory // 2
+    if budget > memory:
+        sizes = size_text(budget), size_text(memory)
+        logger.warning("--memory %s is more than the machine's %s: the operating system may kill the worker", *sizes)
+    _warm_up()
     keep_freed_memory(budget)
     _limit_memory(device, budget)
-    server = grpc.aio.server(interceptors=[Access(config.token)] if config.token else [], options=SERVER_OPTIONS)
+    files = raise_file_limit()
+    options = server_options(files)
+    server = grpc.aio.server(interceptors=[Access(config.token)] if config.token else [], options=options)
     listener = Listener(config.address)
-    worker = Worker(device, budget, config.lease_s)
+    run_memory = RunMemory(budget) if device.type == "cpu" else None
+
+    def overdue(job: Job) -> None:
+        _end_because_of(job, worker, config.run_limit_s)
+
+    worker = Worker(device, budget, config.lease_s, config.run_limit_s, overdue, run_memory)
     offers: list[Callable[[], None]] = []
     health = Health(server, reflects=not config.token)
     add_services(server, worker)
+    tasks: list[asyncio.Task[None]] = []
     try:
         address = listener.bind(server)
         offers.extend(_offer(config, server, worker, address))
         await server.start()
-        stop = _Stop(config.parent)
+        stop = _Stop(config.parent or config.supervisor)
+        tasks.append(asyncio.create_task(_beat(config.run_limit_s + GRACE_S + _STANDSTILL_S)))
+        if not config.address.unix_path:
+            peers = Peers(int(address.rpartition(":")[2]), connections_of_a_peer(files))
+            tasks.append(asyncio.create_task(peers.watch()))
         await health.serving(True)
-        print(f"backhaul worker listening on {address}", flush=True)
+        print(announcement(address, device, budget), flush=True)
         await stop.asked.wait()
         logger.info("ending: what is in flight is finished, nothing new is taken")
         worker.draining = True
@@ -96,6 +128,8 @@ async def _serve(config: WorkerConfig, device: torch.device) -> None:
         except TimeoutError:
             logger.warning("a run does not end: leaving it behind")
             os._exit(1)  # its thread would be waited for
+        for task in tasks:
+            task.cancel()
 
 
 def _offer(config: WorkerConfig, server: grpc.aio.Server, worker: Worker, address: str) -> Iterator[Callable[[], None]]:
@@ -112,6 +146,37 @@ def _offer(config: WorkerConfig, server: grpc.aio.Server, worker: Worker, addres
             worker.memory_path = handover.path
     except (ListenError, OSError, RuntimeError) as error:
         logger.info("trainers on this machine are offered no more than others: %s", error)
+
+
+def _warm_up() -> None:
+    """Runs a backward. Torch's first imports 500 modules, which must not count as a trainer's time and memory."""
+    x = torch.ones((), requires_grad=True)
+    torch.autograd.grad(x * x, x, torch.ones(()))
+
+
+async def _beat(longest_s: float) -> None:
+    """Has the system end this process (SIGALRM) if the event loop stands still for so long, whatever holds it up."""
+    try:
+        while True:
+            signal.setitimer(signal.ITIMER_REAL, longest_s)
+            await asyncio.sleep(_PULSE_S)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _end_because_of(job: Job, worker: Worker, limit_s: float) -> None:
+    """Ends this process: a thread that is in the midst of an op can't be ended without it."""
+    session = worker.sessions.get(job.session)
+    logger.error(
+        "an op of %s for %s still runs after %g s; a run may take %g s, and a single op can't be cancelled. This "
+        "process ends now",
+        job.name or "a segment",
+        session.trainer if session is not None else "a trainer that has left",
+        limit_s + GRACE_S,
+        limit_s,
+        extra=about(session.run if session is not None else "", job.name),
+    )
+    os._exit(OVERDUE_CODE)
 
 
 async def _drained(worker: Worker, stop: "_Stop") -> None:

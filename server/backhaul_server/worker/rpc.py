@@ -1,6 +1,10 @@
-"""Calls on their way through a worker: measured, their errors as statuses, tensors spliced. Knows no call by name."""
+"""Calls on their way through a worker: limited, measured, their errors as statuses, messages sealed.
+
+Knows no call by name.
+"""
 
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import wraps
 from time import perf_counter, time
@@ -16,18 +20,26 @@ from backhaul_runtime.errors import (
     MAX_MESSAGE,
     STATUS_NAMES,
     BackhaulError,
+    LimitError,
     WorkerError,
 )
 from backhaul_runtime.logs import about
-from backhaul_runtime.splicing import deserializer, serialize
+from backhaul_runtime.splicing import accepted, deserializer, serialize
 from backhaul_server.worker.core import Worker
+from backhaul_server.worker.limits import MOST_FIELDS, check_fields, check_size
 from backhaul_server.worker.meter import Meter
 
 logger = logging.getLogger("backhaul.worker")
 
+_KEPT_OF_ERROR = 500
+
+_MAX_DETAILS = 1_000
+_UNPRINTABLE = re.compile(r"[^ -~]")
+"""Each takes up to nine bytes of metadata, of which gRPC takes 16 KiB in all."""
+
 Context = grpc.aio.ServicerContext[Any, Any]
 M = TypeVar("M", bound=Message)
-Unary = Callable[[Any, Any, Context], Awaitable[M]]
+Unary = Callable[[Any, Any, Context], Awaitable[M | bytes]]
 Stream = Callable[[Any, Any, Context], AsyncIterator[M | bytes]]
 
 
@@ -37,17 +49,17 @@ async def _abort(context: Context, error: Exception) -> None:
         error = WorkerError(f"the worker failed: {type(error).__name__}: {error}")
     status = next((STATUS_NAMES[kind] for kind in type(error).__mro__ if kind in STATUS_NAMES), "INTERNAL")
     context.set_trailing_metadata(((ERROR_METADATA_KEY, error.to_bytes()),))
-    await context.abort(grpc.StatusCode[status], error.message[:MAX_MESSAGE])
+    await context.abort(grpc.StatusCode[status], _UNPRINTABLE.sub("?", error.message[:_MAX_DETAILS]))
 
 
 def unary(method: Unary[M]) -> Unary[M]:
     """Measures a method that answers once, and maps its errors."""
 
     @wraps(method)
-    async def call(self: "Servicer", request: Any, context: Context) -> M:
+    async def call(self: "Servicer", request: Any, context: Context) -> M | bytes:
         started, failed = perf_counter(), False
         try:
-            return await method(self, request, context)
+            return await method(self, accepted(request), context)
         except Exception as error:  # every error of ours has a status
             failed = True
             self.failed(request, error)
@@ -66,7 +78,7 @@ def stream(method: Stream[M]) -> Stream[M]:
     async def call(self: "Servicer", request: Any, context: Context) -> AsyncIterator[M | bytes]:
         started, failed = perf_counter(), False  # a client that has enough and leaves is no failure
         try:
-            async for answer in method(self, request, context):
+            async for answer in method(self, accepted(request), context):
                 yield answer
         except Exception as error:  # every error of ours has a status
             failed = True
@@ -74,6 +86,21 @@ def stream(method: Stream[M]) -> Stream[M]:
             await _abort(context, error)
         finally:
             self.meter.call(method.__name__, perf_counter() - started, failed=failed)
+
+    return call
+
+
+def open_stream(method: Stream[M]) -> Stream[M]:
+    """Maps the errors of a method that stays open, and measures what is asked on it by itself."""
+
+    @wraps(method)
+    async def call(self: "Servicer", request: Any, context: Context) -> AsyncIterator[M | bytes]:
+        try:
+            async for answer in method(self, accepted(request), context):
+                yield answer
+        except Exception as error:  # every error of ours has a status
+            self.failed(request, error)
+            await _abort(context, error)
 
     return call
 
@@ -101,7 +128,7 @@ class Servicer:
         session = self.worker.sessions.get(getattr(key, "session", ""))
         extra = {}
         if session is not None:
-            session.last_error = said
+            session.last_error = said[:_KEPT_OF_ERROR]
             segment = session.segments.get(getattr(key, "segment", 0))
             extra = about(session.run, segment.name if segment else getattr(request, "name", ""))
         if isinstance(error, BackhaulError):
@@ -122,12 +149,24 @@ _MAKERS: Mapping[tuple[bool, bool], Any] = {
 
 
 def handler_of(method: MethodDescriptor, servicer: Servicer) -> Any:
-    """As the generated stubs make them, but with tensors read and written by `splicing`, and bytes counted."""
-    read, meter = deserializer(GetMessageClass(method.input_type)), servicer.meter
+    """As the generated stubs make them, but messages are read and written by `splicing`, and their bytes counted.
+
+    A request that is refused comes as the error that says why, see NOTE [Seal]. `unary` and `stream` raise it. A method
+    that takes a stream of requests calls `accepted` on each.
+    """
+    kind, meter = GetMessageClass(method.input_type), servicer.meter
+    read = deserializer(kind, MOST_FIELDS)
 
     def received(data: bytes) -> Any:
         meter.received(len(data))
-        return read(data)
+        try:
+            check_size(kind, data)
+            request = read(data)
+            if not isinstance(request, BackhaulError):
+                check_fields(getattr(request, "message", request))
+        except LimitError as error:
+            return error.with_traceback(None)  # the traceback would keep the message alive
+        return request
 
     def sent(message: Message | bytes) -> bytes:
         data = serialize(message)

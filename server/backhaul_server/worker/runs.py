@@ -13,6 +13,14 @@ from backhaul_runtime.digest import address_of, content_digest, tensor_address
 from backhaul_runtime.framing import Parcel
 from backhaul_runtime.program import Program
 from backhaul_runtime.replay import Contribution, Replay
+from backhaul_runtime.storages import storage_key
+from backhaul_server.worker.bounds import Bounds
+
+RESULT_BYTES = 4 << 10
+"""What a result and its request take beside their lists."""
+
+PART_BYTES, NUMBER_BYTES = 512, 64
+"""What each thing in a list of a result takes, and each number of a sketch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +50,7 @@ class Work:
         generator_states: One per node that draws.
         wants_sketches: Sketch what autograd saves.
         kind: Equal for those whose replays take the same memory.
+        bounds: Of its runs.
     """
 
     program: Program
@@ -49,19 +58,23 @@ class Work:
     generator_states: Sequence[bytes]
     wants_sketches: bool = False
     kind: Hashable = None
+    bounds: Bounds = field(default_factory=Bounds)
 
     def replay(self, *, keep_saved: bool, is_measured: bool = False) -> Ready:
         """Runs the program forward. Measured, its `Replay.footprint` is found."""
         began_at_s = time()
+        states = self.program.ambient_states
         try:
-            replay = Replay(
-                self.program,
-                self.sources,
-                self.generator_states,
-                keep_saved=keep_saved,
-                wants_sketches=self.wants_sketches,
-                is_measured=is_measured,
-            )
+            with self.bounds.working(ambient.threads_of(states[0]) if states else torch.get_num_threads()):
+                replay = Replay(
+                    self.program,
+                    self.sources,
+                    self.generator_states,
+                    keep_saved=keep_saved,
+                    wants_sketches=self.wants_sketches,
+                    is_measured=is_measured,
+                    check=self.bounds.check,
+                )
             return Ready(replay, keep_saved, began_at_s, time() - began_at_s)
         finally:
             torch.clear_autocast_cache()
@@ -91,7 +104,7 @@ class Finished:
     Attributes:
         bundle: Tensors to send: contributions by position in `sources`, or saved tensors by saved position.
         saved_digests: What the replay saved, in order.
-        sources: Source of each contribution; empty for a recompute.
+        sources: Of each contribution, see `Contribution.source`; empty for a recompute.
         tensor_digests: Of the bundle's parcels, if they were asked for.
         saved_sketches: What the replay saved, if they were asked for.
         chained: Gradients of sources that are outputs of predecessors, by source.
@@ -115,9 +128,25 @@ class Finished:
     backward_s: float = 0.0
 
     @property
-    def size_bytes(self) -> int:
-        """Of the tensors that it holds."""
-        return self.bundle.size_bytes + sum(parcel.layout.span_bytes for parcel in self.chained.values())
+    def parts(self) -> int:
+        """Digests, views and gradients in it: how much there is to do to write it."""
+        return len(self.saved_digests) + len(self.saved_sketches) + len(self.sources) + len(self.bundle.views)
+
+    def kept_bytes(self, sources: Sequence[Tensor]) -> int:
+        """What is kept with it: the whole memory behind its tensors, and all else in it.
+
+        Args:
+            sources: Of the segment, which the store holds.
+        """
+        held = {storage_key(tensor) for tensor in sources}
+        found = 0
+        for parcel in (*self.bundle.parcels, *self.chained.values()):
+            if (key := storage_key(parcel.tensor)) not in held:
+                held.add(key)
+                found += parcel.tensor.untyped_storage().nbytes()
+        sketched = sum(map(len, self.saved_sketches))
+        parts = self.parts + len(self.chained) + len(self.bundle.parcels)
+        return found + RESULT_BYTES + PART_BYTES * parts + NUMBER_BYTES * sketched
 
 
 def backward(
@@ -139,12 +168,13 @@ def backward(
     ready = ready or work.replay(keep_saved=False)
     began_at_s = time()
     ambient.apply(start.state, ambient.capture())
-    contributions = ready.replay.backward(gradients)
-    sums = _sums(contributions, {*start.summed, *chained})
+    with work.bounds.working(ambient.threads_of(start.state)):
+        contributions = ready.replay.backward(gradients)
+        sums = _sums(contributions, {*start.summed, *chained})
     contributions = _summed(contributions, {source: sums[source] for source in start.summed if source in sums})
-    sources = work.program.sources
+    boundaries = {i for i, source in enumerate(work.program.sources) if not source.is_leaf}
     found = [(i, c.gradient) for i, c in enumerate(contributions) if c.gradient is not None]
-    sent = _addressed(bundle(found), {i for i, c in enumerate(contributions) if not sources[c.source].is_leaf})
+    sent = _addressed(bundle(found), {i for i, c in enumerate(contributions) if c.source in boundaries})
     return Finished(
         bundle=sent,
         saved_digests=tuple(ready.replay.saved_digests),

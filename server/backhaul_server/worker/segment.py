@@ -1,7 +1,7 @@
 """What a worker has of a segment, and of the trainer whose it is."""
 
 import asyncio
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from torch import Tensor
 from backhaul_runtime.logs import about
 from backhaul_runtime.schedule import Footprint
 from backhaul_runtime.schedule import Key as ScheduleKey
+from backhaul_server.worker.bounds import Bounds
 from backhaul_server.worker.fair_queue import Job
 from backhaul_server.worker.runs import Finished, Ready, Start, Work
 from backhaul_server.worker.segment_machine import (
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from backhaul_server.worker.handover import Sharing
 
 MOST_UNTOLD = 64
+MOST_UNPREDICTABLE = 32
 _NOTHING = Footprint(0, 0, 0)
 
 Perform = Callable[[Work, Ready | None], Finished]
@@ -81,6 +83,7 @@ class Segment:
         is_confirmed: Its call has ended, and was what `work` says.
         guess: What its backward will probably start from, and its result once that has run.
         footprint: What its run takes; once one of its kind was replayed, by measurement.
+        bounds: Of its runs.
         queued_at_s: When it could be replayed ahead, in seconds since 1970.
     """
 
@@ -95,6 +98,7 @@ class Segment:
     guess: Guess | None = None
     ready: Ready | None = None
     footprint: Footprint = _NOTHING
+    bounds: Bounds = field(default_factory=Bounds)
     queued_at_s: float = 0.0
     job: Job | None = None
     requests: dict[Key, Request] = field(default_factory=dict)
@@ -146,11 +150,18 @@ class Session:
         segments: By the trainer's number.
         gradients: Addresses of the last gradients that came or went, which are cached.
         answers: How many are being sent.
+        requests: How many have no answer yet.
+        streams: How many are open that stay so.
+        own_bytes: What it is charged with in the store, beside what its segments are.
+        most_segments: The most that it had at once.
+        is_closed: Nothing may be kept for it any more.
+        reading: Taken while a program of it is read.
         drift: The largest its trainer measured between its numbers and ours.
         run: The trainer's session, which may have others on other workers.
         client_version: Of the trainer.
         last_error: Of the last request that was refused or failed.
-        unpredictable: Programs that draw from other generator states than the replay of a prediction does.
+        unpredictable: Programs that draw from other generator states than the replay of a prediction does, the last
+            `MOST_UNPREDICTABLE` of them.
         memory: What is shared with its trainer, if that is on this machine.
         telling: Segments whose guess has run, for a trainer that wants to be told; None ends that.
     """
@@ -159,15 +170,27 @@ class Session:
     trainer: str
     expires_at: float
     segments: dict[int, Segment] = field(default_factory=dict)
-    gradients: deque[bytes] = field(default_factory=deque)
+    gradients: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     answers: int = 0
+    requests: int = 0
+    streams: int = 0
+    own_bytes: int = 0
+    most_segments: int = 0
+    is_closed: bool = False
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)
     drift: float = 0.0
     run: str = ""
     client_version: str = ""
     last_error: str = ""
-    unpredictable: set[bytes] = field(default_factory=set)
+    unpredictable: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     memory: "Sharing | None" = None
     telling: "asyncio.Queue[Segment | None] | None" = None
+
+    def mispredicted(self, program: bytes) -> None:
+        """A replay of a prediction drew from other generator states than the call."""
+        self.unpredictable[program] = None
+        while len(self.unpredictable) > MOST_UNPREDICTABLE:
+            self.unpredictable.popitem(last=False)
 
     def tell(self, segment: Segment) -> None:
         """Has a trainer that wants to be told, and listens, told of a guess that has run."""

@@ -2,29 +2,35 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from time import perf_counter, time
+from typing import Any
 
 from backhaul_proto.v1 import segment_pb2, tensor_pb2
 from backhaul_runtime.bundle import encode_view
 from backhaul_runtime.errors import (
     BackhaulError,
+    BudgetError,
     ProgramError,
 )
 from backhaul_runtime.framing import PLACED_BYTES, Parcel, Placing, batches
 from backhaul_runtime.program_codec import decode_state, encode_state
 from backhaul_runtime.protocol import CHUNK_BYTES, PROGRESS_INTERVAL_S
+from backhaul_runtime.sealing import sealed
 from backhaul_runtime.shared_memory import shared_bytes
-from backhaul_runtime.splicing import SPLICED_BYTES, Carried, encode_all, field_of
+from backhaul_runtime.splicing import SPLICED_BYTES, Carried, accepted, encode_all, field_of
 from backhaul_server.worker import runs
-from backhaul_server.worker.rpc import Context, Servicer, stream, unary
+from backhaul_server.worker.rpc import Context, Servicer, open_stream, stream, unary
 from backhaul_server.worker.runs import Finished, Start
 from backhaul_server.worker.segment import Perform, Request, Segment, Session
 from backhaul_server.worker.segment_machine import Key
 from backhaul_server.worker.sums import Keep
 from backhaul_server.worker.tensor_service import Arriving
+
+MANY_PARTS = 2_048
+"""Of an answer: one with more digests, views and gradients is not written in the event loop, nor sent ahead."""
 
 
 class Segments(Servicer):
@@ -37,29 +43,45 @@ class Segments(Servicer):
         """Answers what is missing, or saves."""
         return self._save(carried, self._take_in(carried))
 
+    @open_stream
     async def ShortSaves(  # noqa: N802  gRPC's name
-        self, requests: AsyncIterator[Carried[segment_pb2.SaveSegmentRequest]], context: Context
+        self, requests: AsyncIterator[Carried[segment_pb2.SaveSegmentRequest] | BackhaulError], context: Context
     ) -> AsyncIterator[segment_pb2.SaveSegmentResponse]:
         """Answers each as SaveSegment does, but leaves it to that to say what is wrong."""
-        async for carried in requests:
-            started, stored = perf_counter(), list[bytes]()
-            try:
-                stored = self._take_in(carried)
-                answer = self._save(carried, stored)
-            except BackhaulError as error:
-                self.failed(carried, error)
-                answer = segment_pb2.SaveSegmentResponse(refused=True)
-            answer.stored[:] = stored
-            yield answer
-            if not answer.refused:
-                self.meter.call("SaveSegment", perf_counter() - started, failed=False)
+        with ExitStack() as opened:
+            async for received in self._each(requests, opened):
+                started, stored = perf_counter(), list[bytes]()
+                try:
+                    carried = accepted(received)
+                    stored = self._take_in(carried)
+                    answer = self._save(carried, stored)
+                except BackhaulError as error:
+                    self.failed(received, error)
+                    answer = segment_pb2.SaveSegmentResponse(refused=True)
+                answer.stored[:] = stored
+                yield answer
+                if not answer.refused:
+                    self.meter.call("SaveSegment", perf_counter() - started, failed=False)
+
+    async def _each(
+        self, requests: AsyncIterator[Carried[Any] | BackhaulError], opened: ExitStack
+    ) -> AsyncIterator[Carried[Any] | BackhaulError]:
+        """The requests of a stream, which counts among the streams of the first session that one of them names."""
+        is_counted = False
+        async for received in requests:
+            if not is_counted and isinstance(received, Carried):
+                session = self.worker.sessions.get(received.message.key.session)
+                if session is not None:
+                    opened.enter_context(self.worker.streaming(session))
+                    is_counted = True
+            yield received
 
     def _take_in(
         self, carried: "Carried[segment_pb2.SaveSegmentRequest] | Carried[segment_pb2.BackwardRequest]"
     ) -> list[bytes]:
         """Stores what came with a request, all or nothing. Returns the addresses."""
         with Arriving(self.worker) as arriving:
-            arriving.memory = self.worker.session(carried.message.key.session).memory
+            arriving.come_from(self.worker.session(carried.message.key.session))
             arriving.add(carried)
             self.meter.received(shared_bytes(carried.tensors))
             return arriving.stored()
@@ -72,7 +94,7 @@ class Segments(Servicer):
         unnamed = (found for found, declared in zip(stored, declarations, strict=True) if not declared.address)
         sources = [address or next(unnamed, b"") for address in request.sources]
         session = self.worker.session(request.key.session)
-        self.worker.store.uncache(request.superseded)
+        self.worker.store.give_up(session.id, request.superseded)
         program_missing, missing = self.worker.save(
             session,
             request.key.segment,
@@ -95,24 +117,20 @@ class Segments(Servicer):
         session = self.worker.session(request.key.session)
         segment = self.worker.segment(session, request.key.segment)
         key = Key("recompute", request.key.backward)
-        perform = partial(runs.recompute, positions=tuple(request.positions))
+        positions = tuple(request.positions)
+        if len(set(positions)) < len(positions):
+            raise ProgramError(f"a saved tensor of {segment.name} is asked for twice in one request")
+        perform = partial(runs.recompute, positions=positions)
         with self.worker.segments.answering(segment, key):
             asked = self.worker.segments.request(segment, key, lambda: perform, request.expected_s)
             self.worker.replay_ahead(session, request.upcoming_segments)
             async for progress in self._wait(segment, asked.answer):
                 yield segment_pb2.RecomputeResponse(progress=progress)
             found = asked.answer.result()
-            views = [encode_view(view) for view in found.bundle.views]
-            result = segment_pb2.RecomputeResult(
-                saved_digests=found.saved_digests,
-                views=views,
-                saved_sketches=_sketches(found),
-                timing=_timing(segment, asked.came_at_s, found),
-            )
-            response = segment_pb2.RecomputeResponse(result=result)
-            parcels = batches(found.bundle.parcels, self._placing(session, request.answer))
-            for message in encode_all(parcels, response.TENSORS_FIELD_NUMBER, response):
-                yield message
+            place = self._placing(session, request.answer)
+            with self.worker.segments.sending(found.bundle.size_bytes):
+                for message in await self._made(found, lambda: _recompute_answer(segment, asked, place)):
+                    yield message
 
     @stream
     async def Backward(  # noqa: N802  gRPC's name
@@ -122,23 +140,27 @@ class Segments(Servicer):
         with self._backward(carried) as (segment, asked):
             async for progress in self._wait(segment, asked.answer):
                 yield segment_pb2.BackwardResponse(progress=progress)
+            found = asked.answer.result()
             place = self._placing(segment.session, carried.message.answer)
-            for message in _backward_answer(segment, asked, place):
-                yield message
+            with self.worker.segments.sending(found.bundle.size_bytes):
+                for message in await self._made(found, lambda: _backward_answer(segment, asked, place)):
+                    yield message
 
+    @open_stream
     async def ShortBackwards(  # noqa: N802  gRPC's name
-        self, requests: AsyncIterator[Carried[segment_pb2.BackwardRequest]], context: Context
+        self, requests: AsyncIterator[Carried[segment_pb2.BackwardRequest] | BackhaulError], context: Context
     ) -> AsyncIterator[segment_pb2.BackwardResponse | bytes]:
         """Answers what it can with one message, soon. All else, errors too, is left to `Backward`."""
-        async for carried in requests:
-            started = perf_counter()
-            try:
-                answer = await self._short_answer(carried)
-            except BackhaulError:
-                answer = None
-            yield segment_pb2.BackwardResponse() if answer is None else answer
-            if answer is not None:
-                self.meter.call("Backward", perf_counter() - started, failed=False)
+        with ExitStack() as opened:
+            async for received in self._each(requests, opened):
+                started, answer = perf_counter(), None
+                with suppress(Exception):  # a bug of ours too: `Backward` meets it again, and logs it
+                    carried = accepted(received)
+                    answer = await self._short_answer(carried)
+                with self.worker.segments.sending(len(answer or b"")):
+                    yield segment_pb2.BackwardResponse() if answer is None else answer
+                if answer is not None:
+                    self.meter.call("Backward", perf_counter() - started, failed=False)
 
     async def _short_answer(self, carried: Carried[segment_pb2.BackwardRequest]) -> bytes | None:
         with self._backward(carried) as (segment, asked):
@@ -146,10 +168,13 @@ class Segments(Servicer):
             most = PLACED_BYTES if carried.message.answer else CHUNK_BYTES
             if not asked.answer.done() or asked.answer.result().bundle.size_bytes > most:
                 return None
+            if asked.answer.result().parts > MANY_PARTS:
+                return None
             place = self._placing(segment.session, carried.message.answer)
             first, *more = itertools.islice(_backward_answer(segment, asked, place), 2)
             return None if more else first
 
+    @open_stream
     async def Ahead(  # noqa: N802  gRPC's name
         self, request: segment_pb2.AheadRequest, context: Context
     ) -> AsyncIterator[bytes]:
@@ -157,19 +182,29 @@ class Segments(Servicer):
         session = self.worker.sessions.get(request.session)
         if session is None:
             return
-        queue = session.start_telling()
-        try:
-            while (segment := await queue.get()) is not None:
-                segments = itertools.chain((segment,), _waiting(queue))
-                for message in _together(filter(None, map(self._told, segments))):
-                    yield message
-        finally:
-            if session.telling is queue:
-                session.stop_telling()
+        with self.worker.streaming(session):
+            queue = session.start_telling()
+            try:
+                while (segment := await queue.get()) is not None:
+                    segments = itertools.chain((segment,), _waiting(queue))
+                    for message in _together(filter(None, map(self._told, segments))):
+                        with suppress(BudgetError), self.worker.segments.sending(len(message)):
+                            yield message  # or not: who misses it asks
+            finally:
+                if session.telling is queue:
+                    session.stop_telling()
+
+    async def _made(self, found: Finished, make: Callable[[], Iterator[bytes]]) -> Iterator[bytes]:
+        """The messages of an answer. What a long one says is written beside the event loop, by another thread."""
+        messages = make()
+        if found.parts <= MANY_PARTS:
+            return messages
+        first = await asyncio.to_thread(next, messages)
+        return itertools.chain((first,), messages)
 
     def _told(self, segment: Segment) -> bytes | None:
         """The guess about a segment as it is told, None where there is none or a larger one."""
-        found = self.worker.segments.told(segment, CHUNK_BYTES)
+        found = self.worker.segments.told(segment, CHUNK_BYTES, MANY_PARTS)
         return None if found is None else _ahead_answer(segment, *found)
 
     @contextmanager
@@ -179,8 +214,10 @@ class Segments(Servicer):
         session = self.worker.session(request.key.session)
         segment = self.worker.segment(session, request.key.segment)
         addresses = {gradient.output: gradient.tensor for gradient in request.start.gradients}
-        if segment.work is None or any(output >= len(segment.work.program.outputs) for output in addresses):
-            raise ProgramError(f"gradients are given for outputs {sorted(addresses)} of {segment.name}")
+        if segment.work is None or max(addresses, default=-1) >= len(segment.work.program.outputs):
+            raise ProgramError(
+                f"a gradient is given for output {max(addresses, default=0)}, past the last of {segment.name}"
+            )
         self._take_in(carried)
         start = Start(
             tuple(sorted(addresses.items())),
@@ -189,8 +226,8 @@ class Segments(Servicer):
             tuple(request.start.summed_sources),
         )
         slots = {each.source: each.slot for each in request.slots}
-        if max(slots, default=0) >= max(1, len(segment.work.sources)):
-            raise ProgramError(f"slots are named for sources {sorted(slots)} of {segment.name}")
+        if max(slots, default=-1) >= len(segment.work.sources):
+            raise ProgramError(f"a slot is named for source {max(slots)} of {segment.name}")
         keep = Keep(slots, request.pass_number) if slots else None
 
         def prepare() -> Perform:
@@ -220,10 +257,9 @@ class Segments(Servicer):
     ) -> AsyncIterator[segment_pb2.CollectGradientsResponse | bytes]:
         """Streams progress, then the sums."""
         session = self.worker.session(request.session)
-        self._commit(session, request.commits)
-        answer = self.worker.segments.sums(session).collect(request.commits.round, request.count)
-        session.answers += 1
-        try:
+        with self.worker.segments.collecting(session):
+            self._commit(session, request.commits)
+            answer = self.worker.segments.sums(session).collect(request.commits.round, request.count)
             while not answer.done():
                 self.worker.session(session.id)
                 yield segment_pb2.CollectGradientsResponse(progress=segment_pb2.Progress())
@@ -232,10 +268,9 @@ class Segments(Servicer):
             result = segment_pb2.CollectGradientsResult(slots=found)
             response = segment_pb2.CollectGradientsResponse(result=result)
             parcels = batches(found.values(), self._placing(session, request.answer))
-            for message in encode_all(parcels, response.TENSORS_FIELD_NUMBER, response):
-                yield message
-        finally:
-            session.answers -= 1
+            with self.worker.segments.sending(sum(parcel.layout.span_bytes for parcel in found.values())):
+                for message in encode_all(parcels, response.TENSORS_FIELD_NUMBER, response):
+                    yield message
 
     @stream
     async def FetchSources(  # noqa: N802  gRPC's name
@@ -246,8 +281,9 @@ class Segments(Servicer):
         response = segment_pb2.FetchSourcesResponse(result=segment_pb2.FetchSourcesResult())
         with self.worker.segments.reading(session, request.addresses) as parcels:
             placed = batches(parcels, self._placing(session, request.answer))
-            for message in encode_all(placed, response.TENSORS_FIELD_NUMBER, response):
-                yield message
+            with self.worker.segments.sending(sum(parcel.layout.span_bytes for parcel in parcels)):
+                for message in encode_all(placed, response.TENSORS_FIELD_NUMBER, response):
+                    yield message
 
     def _commit(self, session: Session, commits: segment_pb2.Commits) -> None:
         backwards = [(key.segment, key.backward) for key in commits.backwards]
@@ -276,17 +312,30 @@ class Segments(Servicer):
             await asyncio.wait([answer], timeout=PROGRESS_INTERVAL_S)
 
 
+def _recompute_answer(segment: Segment, asked: Request, place: Placing) -> Iterator[bytes]:
+    found = asked.answer.result()
+    result = segment_pb2.RecomputeResult(
+        saved_digests=found.saved_digests,
+        views=[encode_view(view) for view in found.bundle.views],
+        saved_sketches=_sketches(found),
+        timing=_timing(segment, asked.came_at_s, found),
+    )
+    response = segment_pb2.RecomputeResponse(result=result)
+    yield from encode_all(batches(found.bundle.parcels, place), response.TENSORS_FIELD_NUMBER, response)
+
+
 def _backward_answer(segment: Segment, asked: Request, place: Placing = lambda _: None) -> Iterator[bytes]:
     found = asked.answer.result()
     response = segment_pb2.BackwardResponse(result=_backward_result(segment, found, asked.came_at_s))
-    return encode_all(batches(found.bundle.parcels, place), response.TENSORS_FIELD_NUMBER, response)
+    yield from encode_all(batches(found.bundle.parcels, place), response.TENSORS_FIELD_NUMBER, response)
 
 
 def _ahead_answer(segment: Segment, start: Start, found: Finished) -> bytes:
+    """Not sealed: several go in one message."""
     result = _backward_result(segment, found, time())
     response = segment_pb2.AheadResponse(segment=segment.id, start=_encoded(start), result=result)
-    (message,) = encode_all(batches(found.bundle.parcels), response.TENSORS_FIELD_NUMBER, response)
-    return message
+    (part,) = encode_all(batches(found.bundle.parcels), response.TENSORS_FIELD_NUMBER, response, b"".join)
+    return part
 
 
 def _waiting(queue: "asyncio.Queue[Segment | None]") -> Iterator[Segment]:
@@ -298,27 +347,35 @@ def _waiting(queue: "asyncio.Queue[Segment | None]") -> Iterator[Segment]:
 
 
 def _together(answers: Iterable[bytes]) -> Iterator[bytes]:
-    """Short ones as one message: it takes longer to send than what it holds. Reads no further than it has written."""
+    """Short ones, not sealed yet, as one message: it takes longer to send than what it holds.
+
+    Reads no further than it has written.
+    """
     number, held = segment_pb2.AheadResponse.MORE_FIELD_NUMBER, list[bytes]()
     for answer in answers:
         held.append(field_of(number, answer) if held else answer)
         if sum(map(len, held)) >= SPLICED_BYTES:
-            yield b"".join(held)
+            yield sealed(held)
             held = []
     if held:
-        yield b"".join(held)
+        yield sealed(held)
 
 
-def _backward_result(segment: Segment, found: Finished, asked_at_s: float) -> segment_pb2.BackwardResult:
+def encode_contributions(found: Finished) -> list[segment_pb2.Contribution]:
+    """The contributions of a backward as they stand in its answer, in order."""
     contributions = [
         segment_pb2.Contribution(source=source, kept=position in found.kept)
         for position, source in enumerate(found.sources)
     ]
     for view in found.bundle.views:
         contributions[view.position].view.CopyFrom(encode_view(view))
+    return contributions
+
+
+def _backward_result(segment: Segment, found: Finished, asked_at_s: float) -> segment_pb2.BackwardResult:
     return segment_pb2.BackwardResult(
         saved_digests=found.saved_digests,
-        contributions=contributions,
+        contributions=encode_contributions(found),
         tensor_digests=found.tensor_digests,
         saved_sketches=_sketches(found),
         timing=_timing(segment, asked_at_s, found),

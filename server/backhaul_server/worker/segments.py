@@ -10,19 +10,21 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import zip_longest
-from time import time
+from time import monotonic, time
 
 from torch import Tensor
 
 from backhaul_runtime.errors import BackhaulError, BudgetError, SegmentUnknownError, WorkerError
 from backhaul_runtime.framing import Parcel
 from backhaul_runtime.layout import layout_of
+from backhaul_runtime.program import NODE_BYTES, Program
 from backhaul_runtime.schedule import Footprint, Schedule
 from backhaul_runtime.schedule import Key as ScheduleKey
 from backhaul_server.worker import runs
 from backhaul_server.worker.executor import Executor
 from backhaul_server.worker.fair_queue import Job
-from backhaul_server.worker.runs import Finished, Ready, Start, Work
+from backhaul_server.worker.limits import ALL_REQUESTS, ANSWERS, REQUESTS
+from backhaul_server.worker.runs import PART_BYTES, Finished, Ready, Start, Work
 from backhaul_server.worker.segment import Guess, Perform, Request, Segment, Session
 from backhaul_server.worker.segment_machine import (
     Answer,
@@ -37,14 +39,21 @@ from backhaul_server.worker.segment_machine import (
     ReplayAhead,
     Run,
 )
-from backhaul_server.worker.store import Store
+from backhaul_server.worker.store import ENTRY_BYTES, Store
 from backhaul_server.worker.sums import Keep, Sums
 
 logger = logging.getLogger("backhaul.worker")
+Held = Tensor | Program
+"""What the store of a worker holds under addresses."""
+
 KEPT_GRADIENTS = 8
-MAX_ANSWERS = 16  # of one session, read at the same time
-ENTRY_BYTES = 2 << 10  # what a tensor takes beside its elements
 MOST_FOOTPRINTS = 4096
+SENDING_BYTES = 2 << 20
+"""Of an answer that is being sent: a message that is written, and one in gRPC's buffers."""
+
+AHEAD_S = 10.0
+"""A run that nobody asked for is cancelled after this many seconds if a request waits."""
+
 SHORT_S = 0.001
 """Guesses whose replays took no longer together run without a turn of the event loop between them, and are told in one
 message: both take about as long as the guess. Longer ones would only be told later."""
@@ -56,6 +65,8 @@ class Segments:
     Args:
         store: Of what they are made of.
         schedule: Decides what is done ahead.
+        run_limit_s: No run may take longer.
+        overdue: See `Executor`.
 
     Attributes:
         executor: Of the device.
@@ -64,8 +75,16 @@ class Segments:
         wasted: How many guesses ran and were not.
     """
 
-    def __init__(self, store: Store[Tensor], schedule: Schedule) -> None:
-        self.executor = Executor(self._next_ahead)
+    def __init__(
+        self,
+        store: Store[Held],
+        schedule: Schedule,
+        run_limit_s: float,
+        overdue: Callable[[Job], None],
+    ) -> None:
+        self.executor = Executor(self._next_ahead, overdue, run_limit_s)
+        self._run_limit_s = run_limit_s
+        self._requests = 0
         self.recomputed = 0
         self.guessed = 0
         self.wasted = 0
@@ -73,6 +92,7 @@ class Segments:
         self._schedule = schedule
         self._sums: dict[str, Sums] = {}
         self._by_key: dict[ScheduleKey, Segment] = {}
+        self._by_kind: dict[Hashable, dict[ScheduleKey, Segment]] = {}
         self._footprints: OrderedDict[Hashable, Footprint] = OrderedDict()
 
     def add(self, segment: Segment, need_bytes: int, source_bytes: int) -> None:
@@ -87,6 +107,7 @@ class Segments:
         unknown = Footprint(need_bytes, need_bytes, need_bytes)
         segment.footprint = self._footprints.get(segment.work.kind, unknown)
         self._by_key[segment.key] = segment
+        self._by_kind.setdefault(segment.work.kind, {})[segment.key] = segment
         self._schedule.saved(segment.key, segment.footprint, source_bytes)
 
     def ahead(self, segment: Segment) -> None:
@@ -111,7 +132,7 @@ class Segments:
 
     def _mispredicted(self, segment: Segment) -> None:
         self.wasted += 1
-        segment.session.unpredictable.add(segment.made_of[0])
+        segment.session.mispredicted(segment.made_of[0])
 
     def release(self, segment: Segment) -> None:
         """Frees a segment."""
@@ -121,15 +142,22 @@ class Segments:
         self._carry_out(segment, segment.machine.released())
         self.executor.wake()
 
+    def __len__(self) -> int:
+        return len(self._by_key)
+
     def closed(self, session: Session) -> None:
         """Forgets a session whose segments were released."""
         self._schedule.closed(session.id)
-        self.sums(session).close()
-        del self._sums[session.id]
+        sums = self._sums.pop(session.id, None)
+        if sums is not None:
+            sums.close()
 
     def sums(self, session: Session) -> Sums:
         """Of gradients that a session's trainer has not collected."""
-        return self._sums.setdefault(session.id, Sums(session.id, self._store, self.executor))
+        found = self._sums.get(session.id)
+        if found is None:
+            found = self._sums[session.id] = Sums(session.id, self._store, self.executor)
+        return found
 
     @property
     def has_sums(self) -> bool:
@@ -154,11 +182,19 @@ class Segments:
             expected_s: What the trainer thinks it takes.
             start: Of a backward.
             keep: What a backward may keep here.
+
+        Raises:
+            LimitError: Too many requests have no answer yet.
         """
         request = segment.requests.get(key)
         if request is None:
+            REQUESTS.check(segment.session.requests + 1)
+            ALL_REQUESTS.check(self._requests + 1)
+            expected_s = expected_s if 0 <= expected_s <= self._run_limit_s else self._run_limit_s
             request = Request(prepare(), start, keep, expected_s, time(), asyncio.get_running_loop().create_future())
             segment.requests[key] = request
+            segment.session.requests += 1
+            self._requests += 1
             if segment.work is not None:
                 self._schedule.demanded(segment.key)
         self._carry_out(segment, segment.machine.requested(key))
@@ -178,20 +214,37 @@ class Segments:
     @contextmanager
     def reading(self, session: Session, addresses: Iterable[bytes]) -> Iterator[list[Parcel]]:
         """Around the sending of those tensors that a session's segments name. Otherwise as `answering`."""
-        named = {address for segment in session.segments.values() for address in segment.made_of[1:]}
-        found = [address for address in dict.fromkeys(addresses) if address in named]
+        found = [address for address in dict.fromkeys(addresses) if self._store.is_named(session.id, address)]
+        values = {address: self._store.value(address) for address in found}
+        tensors = {address: value for address, value in values.items() if isinstance(value, Tensor)}
         reader = object()
         with self._sending(session):
-            self._store.attach(reader, found, found, 0)
+            self._store.attach(reader, session.id, list(tensors), list(tensors), 0)
             try:
-                tensors = [self._store.tensor(address) for address in found]
-                yield [Parcel(t, layout_of(t), address) for t, address in zip(tensors, found, strict=True)]
+                yield [Parcel(tensor, layout_of(tensor), address) for address, tensor in tensors.items()]
             finally:
                 self._store.detach(reader)
 
     @contextmanager
+    def sending(self, size_bytes: int) -> Iterator[None]:
+        """Around the sending of messages with so many bytes in all. Raises BudgetError."""
+        charged = min(size_bytes, SENDING_BYTES)
+        self._store.start_sending(charged)
+        try:
+            yield
+        finally:
+            self._store.end_sending(charged)
+            self.executor.wake()
+
+    @contextmanager
+    def collecting(self, session: Session) -> Iterator[None]:
+        """Around the sending of a session's sums. Otherwise as `answering`."""
+        with self._sending(session):
+            yield
+
+    @contextmanager
     def _sending(self, session: Session) -> Iterator[None]:
-        if session.answers >= MAX_ANSWERS:
+        if session.answers >= ANSWERS.most:
             raise BudgetError(
                 f"{session.answers} answers are being sent to this trainer already: read them first",
                 needed_bytes=0,
@@ -207,11 +260,12 @@ class Segments:
 
     def remember(self, session: Session, addresses: Iterable[bytes]) -> None:
         """Keeps gradients for the next segment of the chain, and lets go of those before them."""
-        session.gradients.extend(addresses)
+        for address in addresses:
+            session.gradients[address] = None
+            session.gradients.move_to_end(address)
         while len(session.gradients) > KEPT_GRADIENTS:
-            oldest = session.gradients.popleft()
-            if oldest not in session.gradients:
-                self._store.uncache([oldest])
+            oldest, _ = session.gradients.popitem(last=False)
+            self._store.give_up(session.id, [oldest])
 
     def _carry_out(self, segment: Segment, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:
@@ -234,7 +288,13 @@ class Segments:
                     self._store.forget_result((segment.key, key))
                     segment.requests.pop(key, None)
                 case Free():
+                    segment.bounds.set(SegmentUnknownError(f"segment {segment.id} was released meanwhile"))
+                    kind = segment.work.kind if segment.work is not None else None
                     segment.work = segment.guess = None  # a job of it may still wait its turn
+                    same_kind = self._by_kind[kind]
+                    del same_kind[segment.key]
+                    if not same_kind:
+                        del self._by_kind[kind]
                     self._store.let_go(segment.key)
                     self._store.detach(segment.key)
                     self._schedule.released(segment.key)
@@ -247,10 +307,12 @@ class Segments:
             before.guess = guess
             self._schedule.guessed(before.key)
 
-    def told(self, segment: Segment, most_bytes: int) -> tuple[Start, Finished] | None:
+    def told(self, segment: Segment, most_bytes: int, most_parts: int) -> tuple[Start, Finished] | None:
         """The guess about a segment, to be sent to its trainer; None where there is none, or a larger one."""
         guess = segment.guess
-        if guess is None or guess.finished is None or guess.finished.bundle.size_bytes > most_bytes:
+        if guess is None or guess.finished is None or guess.finished.parts > most_parts:
+            return None
+        if guess.finished.bundle.size_bytes > most_bytes:
             return None
         segment.guess = replace(guess, was_told=True)
         self._share(segment.session, guess.finished)
@@ -258,9 +320,12 @@ class Segments:
 
     def _share(self, session: Session, found: Finished) -> None:
         """Keeps the gradients that a trainer may name from now on."""
+        if session.is_closed:
+            return
         addressed = [parcel for parcel in (*found.bundle.parcels, *found.chained.values()) if parcel.address]
         for parcel in addressed:
-            self._store.cache(parcel.address, parcel.tensor, ENTRY_BYTES + parcel.layout.span_bytes)
+            held_bytes = parcel.tensor.untyped_storage().nbytes()  # of which the tensor may be a part
+            self._store.cache(session.id, parcel.address, parcel.tensor, ENTRY_BYTES + held_bytes)
         self.remember(session, [parcel.address for parcel in addressed])
 
     def _next_ahead(self) -> Job | None:
@@ -269,7 +334,7 @@ class Segments:
         if step is None:
             return None
         for key in step.gives_way:
-            self._store.give_up(key)
+            self._store.drop_ready(key)
         segment = self._by_key[step.key]
         self._carry_out(segment, segment.machine.guess() or segment.machine.ahead())
         return segment.job
@@ -284,15 +349,17 @@ class Segments:
             chain.append(before)
             charged.append(self._start_run(before, before.footprint.run_bytes) or 0)
         made: list[Guess] = []
+        gives_way = self._gives_way()
 
         def work() -> None:
             guess = segment.guess
             try:
-                for each in chain:
+                for each, charge in zip(chain, charged, strict=True):
                     (ready, each.ready), found = (each.ready, None), each.work
                     if found is None or ready is None or guess is None:
                         each.ready = ready
                         break
+                    each.bounds.begin(charge, gives_way)
                     finished = runs.backward(found, ready, guess.start, guess.gradients, each.predecessors)
                     made.append(replace(guess, finished=finished))
                     guess = next((following for _, following in _guesses(each, finished, guess.start)), None)
@@ -309,14 +376,14 @@ class Segments:
                 each.guess = guess
                 held_bytes = None if each.ready is None else each.footprint.ready_bytes
                 if guess is not None and guess.finished is not None:
-                    held_bytes = guess.finished.size_bytes
+                    held_bytes = guess.finished.kept_bytes(each.work.sources)
                 self._ended_ahead(each, held_bytes, is_done=guess is not None)
             for each, guess in zip(chain, made, strict=False):
                 if each.work is not None and guess.finished is not None:
                     self._go_on(each, guess.finished, guess.start)
                     each.session.tell(each)
 
-        job = Job(segment.session.id, lambda: True, work, end, 0.0)
+        job = Job(segment.session.id, lambda: True, work, end, 0.0, segment.name)
         for each in chain:
             each.job = job
         return job
@@ -325,9 +392,11 @@ class Segments:
         charged = self._start_run(segment, segment.footprint.replay_bytes) or 0
         made: list[Ready] = []
         is_measured = segment.work is not None and segment.work.kind not in self._footprints
+        gives_way = self._gives_way()
 
         def work() -> None:
             found = segment.work
+            segment.bounds.begin(charged, gives_way)
             try:
                 if found is not None:
                     made.append(found.replay(keep_saved=not found.program.outputs, is_measured=is_measured))
@@ -341,7 +410,8 @@ class Segments:
             if made and not is_other and segment.work is not None:
                 segment.ready = made.pop()
                 if segment.ready.replay.footprint is not None:
-                    self._measured(segment.work.kind, segment.ready.replay.footprint)
+                    nodes_bytes = NODE_BYTES * len(segment.work.program.nodes)
+                    self._measured(segment.work.kind, segment.ready.replay.footprint.beside(nodes_bytes))
             else:
                 segment.guess = None
             self._ended_ahead(segment, segment.footprint.ready_bytes if segment.ready is not None else None)
@@ -349,7 +419,12 @@ class Segments:
                 self._mispredicted(segment)
                 self.ahead(segment)
 
-        return Job(segment.session.id, lambda: True, work, end, 0.0)
+        return Job(segment.session.id, lambda: True, work, end, 0.0, segment.name)
+
+    def _gives_way(self) -> Callable[[], bool]:
+        """What tells a run ahead that begins now whether it has taken too long for those who wait."""
+        executor, until_s = self.executor, monotonic() + AHEAD_S
+        return lambda: executor.has_waiting and monotonic() > until_s
 
     def _start_run(self, segment: Segment, most_bytes: int) -> int | None:
         """Charges what runs next. None where there is no room until an answer has been sent."""
@@ -378,10 +453,9 @@ class Segments:
         self._footprints[kind] = found
         while len(self._footprints) > MOST_FOOTPRINTS:
             self._footprints.popitem(last=False)
-        for segment in self._by_key.values():
-            if segment.work is not None and segment.work.kind == kind:
-                segment.footprint = found
-                self._schedule.measured(segment.key, found)
+        for segment in self._by_kind.get(kind, {}).values():
+            segment.footprint = found
+            self._schedule.measured(segment.key, found)
 
     def _run(self, segment: Segment, key: Key) -> None:
         request = segment.requests[key]
@@ -408,6 +482,7 @@ class Segments:
             ready, segment.ready = segment.ready, None
             perform, request.perform = request.perform, None
             found = segment.work
+            segment.bounds.begin(charged[0])
             if perform is None or found is None:
                 outcome.append(SegmentUnknownError(f"segment {segment.id} was released meanwhile"))
             else:
@@ -426,12 +501,13 @@ class Segments:
             if isinstance(found, Finished) and request.start is not None:
                 self._go_on(segment, found, request.start)
 
-        segment.job = Job(segment.session.id, begin, work, end, request.expected_s)
+        segment.job = Job(segment.session.id, begin, work, end, request.expected_s, segment.name)
         self.executor.submit(segment.job)
 
     def _done(self, segment: Segment, key: Key, request: Request, found: Finished) -> None:
         """Answers a request and keeps the answer for those who ask again."""
         self.recomputed += 1
+        self._answered(segment)
         if request.keep is not None and segment.work is not None:
             sums = self.sums(segment.session)
             found = sums.keep(segment.id, key.backward, request.keep, found, segment.work.sources)
@@ -440,7 +516,9 @@ class Segments:
             segment.machine.forgot(key)
             segment.requests.pop(key, None)
 
-        self._store.keep_result((segment.key, key), found.bundle.size_bytes, drop)
+        sources = segment.work.sources if segment.work is not None else ()
+        started = PART_BYTES * len(request.start.addresses) if request.start is not None else 0
+        self._store.keep_result((segment.key, key), found.kept_bytes(sources) + started, drop)
         self._share(segment.session, found)
         request.answer.set_result(found)
 
@@ -448,8 +526,13 @@ class Segments:
         """Answers a request with an error and forgets it, so that a repeated one tries again."""
         request = segment.requests.pop(key, None)
         if request is not None and not request.answer.done():
+            self._answered(segment)
             request.answer.set_exception(error)
             request.answer.exception()  # seen, also where nobody waits any more
+
+    def _answered(self, segment: Segment) -> None:
+        segment.session.requests -= 1
+        self._requests -= 1
 
 
 def _short_before(segment: Segment) -> Iterator[Segment]:

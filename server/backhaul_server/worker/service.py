@@ -1,5 +1,6 @@
 """All that a worker answers: protobuf in, protobuf out. All decisions are the core's."""
 
+import math
 from time import time
 
 import grpc
@@ -59,7 +60,8 @@ class Sessions(Servicer):
     ) -> session_pb2.KeepSessionResponse:
         """Renews the lease."""
         session = self.worker.session(request.session)
-        session.drift = max(session.drift, request.drift)
+        if math.isfinite(request.drift):
+            session.drift = max(session.drift, request.drift)
         return session_pb2.KeepSessionResponse(draining=self.worker.draining, clock_s=time())
 
     @unary
@@ -79,8 +81,8 @@ class Programs(Servicer):
         self, request: program_pb2.PutProgramRequest, context: Context
     ) -> program_pb2.PutProgramResponse:
         """Checks it before keeping it."""
-        self.worker.session(request.session)
-        return program_pb2.PutProgramResponse(address=await self.worker.put_program(request.program))
+        session = self.worker.session(request.session)
+        return program_pb2.PutProgramResponse(address=await self.worker.put_program(session, request.program))
 
 
 def add_services(server: grpc.aio.Server, worker: Worker) -> None:

@@ -16,6 +16,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -28,7 +29,16 @@ from backhaul_server.worker.fair_queue import Job
 from backhaul_server.worker.runs import Finished
 from backhaul_server.worker.store import Store
 
+if TYPE_CHECKING:
+    from backhaul_server.worker.segments import Held
+
 logger = logging.getLogger("backhaul.worker")
+
+SUM_BYTES = 2 << 10
+"""What each tensor that is kept takes beside its elements, and what is noted of it."""
+
+MOST_SHARED = 1 << 16
+"""Parameters that are remembered as used by several segments of a pass. Beyond it all are forgotten, and noted anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +82,9 @@ class _Round:
 
     @property
     def size_bytes(self) -> int:
-        """Of all tensors it holds."""
+        """Of all tensors it holds, with what they take beside."""
         held = [tensor for found in self._sums.values() for tensor in (found.total, found.last_pass)]
-        return sum(tensor.nbytes for tensor in held if tensor is not None)
+        return sum(SUM_BYTES + tensor.nbytes for tensor in held if tensor is not None)
 
     def add(self, pending: _Pending) -> None:
         for slot, contributions in pending.contributions.items():
@@ -88,6 +98,8 @@ class _Round:
                 if slot not in self._shared:
                     _fold(found)
             else:
+                if len(self._shared) >= MOST_SHARED:
+                    self._shared.clear()
                 self._shared.add(slot)
                 if found.last_pass is None:
                     found.total = _added(found.total, contributions)
@@ -121,11 +133,12 @@ class Sums:
         executor: Adds.
     """
 
-    def __init__(self, session: str, store: Store[Tensor], executor: Executor) -> None:
+    def __init__(self, session: str, store: "Store[Held]", executor: Executor) -> None:
         self._session = session
         self._store = store
         self._executor = executor
-        self._pending: dict[tuple[int, int], _Pending] = {}
+        self._collecting: tuple[int, asyncio.Future[dict[int, Parcel]]] | None = None  # with the commits in it
+        self._pending: dict[int, dict[int, _Pending]] = {}  # by segment and request
         self._shared: set[int] = set()
         self._round = _Round(0, self._shared)
         self._is_collected = True
@@ -147,17 +160,17 @@ class Sums:
         """
         left, contributions = _without(found, keep.slots, sources)
         sizes = [tensor.nbytes for tensors in contributions.values() for tensor in tensors]
-        charged = sum(sizes) + max(sizes, default=0)
+        charged = sum(sizes) + max(sizes, default=0) + SUM_BYTES * (1 + len(sizes))
         if not sizes or not self._store.keep_sums(charged):
             return found
-        self._drop((segment, backward))
-        self._pending[segment, backward] = _Pending(contributions, keep.pass_number, charged)
+        self._drop(segment, backward)
+        self._pending.setdefault(segment, {})[backward] = _Pending(contributions, keep.pass_number, charged)
         return left
 
     def released(self, segment: int) -> None:
         """Drops what is pending of a segment."""
-        for key in [key for key in self._pending if key[0] == segment]:
-            self._drop(key)
+        for backward in list(self._pending.get(segment, ())):
+            self._drop(segment, backward)
 
     def commit(self, number: int, first: int, backwards: Sequence[tuple[int, int]]) -> None:
         """Counts what backwards kept, each once (Rule 2).
@@ -169,21 +182,22 @@ class Sums:
         """
         if number > self._round.number:
             self._end_round()
-            self._round = _Round(number, self._shared)
+            self._round, self._collecting = _Round(number, self._shared), None
         if number < self._round.number:
             return
         found, taken = self._round, []
-        for key in backwards[max(0, found.count + 1 - first) :] if first <= found.count + 1 else ():
-            if key not in self._pending:
+        for segment, backward in backwards[max(0, found.count + 1 - first) :] if first <= found.count + 1 else ():
+            pending = self._taken(segment, backward)
+            if pending is None:
                 break
-            taken.append(self._pending.pop(key))
+            taken.append(pending)
             found.count += 1
         if taken:
             self._is_collected = False
             self._submit(found, taken)
 
     def collect(self, number: int, count: int) -> "asyncio.Future[dict[int, Parcel]]":
-        """The sums of a round by slot, once all that was committed is added.
+        """The sums of a round by slot, once all that was committed is added. Who asks meanwhile shares the answer.
 
         Raises:
             SegmentUnknownError: Not all of its commits were taken.
@@ -194,20 +208,31 @@ class Sums:
                 f"{count} backwards of round {number} were committed, of which this worker has "
                 f"{found.count if found.number == number else 0}"
             )
-        answer: asyncio.Future[dict[int, Parcel]] = asyncio.get_running_loop().create_future()
-        self._submit(found, [], answer)
+        taken, answer = self._collecting or (0, None)
+        if answer is None or answer.done() or taken != count:
+            answer = asyncio.get_running_loop().create_future()
+            self._collecting = count, answer
+            self._submit(found, [], answer)
         self._is_collected = True
         return answer
 
     def close(self) -> None:
         """Lets go of everything."""
-        for key in list(self._pending):
-            self._drop(key)
+        for segment in list(self._pending):
+            self.released(segment)
         self._end_round()
 
-    def _drop(self, key: tuple[int, int]) -> None:
-        if key in self._pending:
-            self._store.drop_sums(self._pending.pop(key).charged_bytes)
+    def _taken(self, segment: int, backward: int) -> _Pending | None:
+        of_segment = self._pending.get(segment, {})
+        pending = of_segment.pop(backward, None)
+        if not of_segment:
+            self._pending.pop(segment, None)
+        return pending
+
+    def _drop(self, segment: int, backward: int) -> None:
+        pending = self._taken(segment, backward)
+        if pending is not None:
+            self._store.drop_sums(pending.charged_bytes)
 
     def _end_round(self) -> None:
         self._store.drop_sums(self._round.charged_bytes)
@@ -219,6 +244,7 @@ class Sums:
     ) -> None:
         charged = sum(pending.charged_bytes for pending in taken)
         totals: dict[int, Parcel] = {}
+        sizes: list[int] = []
 
         def work() -> None:
             try:
@@ -230,13 +256,13 @@ class Sums:
             except Exception:  # out of memory, say: the trainer learns it when it collects
                 logger.exception("adding gradients failed")
                 found.is_whole = False
+            sizes.append(found.size_bytes)
 
         def end() -> None:
             self._store.drop_sums(charged)
             if not found.is_dropped:
-                size = found.size_bytes
-                self._store.drop_sums(found.charged_bytes - size)
-                found.charged_bytes = size
+                self._store.drop_sums(found.charged_bytes - sizes[0])
+                found.charged_bytes = sizes[0]
             if answer is not None and not answer.done():
                 if found.is_whole:
                     answer.set_result(totals)
@@ -244,7 +270,7 @@ class Sums:
                     answer.set_exception(SegmentUnknownError("this worker could not add gradients up"))
                     answer.exception()  # seen, also where nobody waits any more
 
-        self._executor.submit(Job(self._session, lambda: True, work, end, 0.0))
+        self._executor.submit(Job(self._session, lambda: True, work, end, 0.0, "a sum of gradients"))
 
 
 def _without(

@@ -1,5 +1,6 @@
 """What a worker tells of itself, and of what trainers told it."""
 
+from collections import Counter
 from time import monotonic
 
 from backhaul_proto.v1 import (
@@ -7,8 +8,11 @@ from backhaul_proto.v1 import (
 )
 from backhaul_runtime.fingerprint import fingerprint
 from backhaul_runtime.processes import resident_bytes
+from backhaul_runtime.sealing import sealed
+from backhaul_runtime.splicing import field_of
 from backhaul_runtime.version import version
 from backhaul_server.worker.core import Worker
+from backhaul_server.worker.limits import ALL_LOOKS, LOOKS
 from backhaul_server.worker.meter import Meter
 from backhaul_server.worker.reports import Reports
 from backhaul_server.worker.rpc import Context, Servicer, unary
@@ -21,6 +25,7 @@ class Telemetry(Servicer):
         super().__init__(worker, meter)
         self._started = monotonic()
         self._reports = Reports()
+        self._looks: Counter[str] = Counter()  # unread answers, by connection
 
     @unary
     async def PutReports(  # noqa: N802  gRPC's name
@@ -34,12 +39,18 @@ class Telemetry(Servicer):
     @unary
     async def GetTelemetry(  # noqa: N802  gRPC's name
         self, request: telemetry_pb2.GetTelemetryRequest, context: Context
-    ) -> telemetry_pb2.GetTelemetryResponse:
+    ) -> bytes:
         """The worker as it is now."""
+        peer = context.peer()
+        LOOKS.check(self._looks[peer] + 1)
+        ALL_LOOKS.check(self._looks.total() + 1)
+        self._looks[peer] += 1
+        # Called once the answer was read, not once it was made. gRPC's stub asks for a class, gRPC for a callable.
+        context.add_done_callback(lambda _: self._looked(peer))  # type: ignore[arg-type]
         worker, usage, now = self.worker, self.worker.store.usage(), monotonic()
         reports, has_more = self._reports.after(request.after_report if request.epoch == worker.epoch else 0)
         last_error, last_error_at_s = worker.last_error
-        return telemetry_pb2.GetTelemetryResponse(
+        answer = telemetry_pb2.GetTelemetryResponse(
             worker_version=version(),
             epoch=worker.epoch,
             device=str(worker.device),
@@ -62,7 +73,7 @@ class Telemetry(Servicer):
                     idle_s=max(0.0, now - (session.expires_at - worker.lease_s)),
                     drift=session.drift,
                     run=session.run,
-                    held_bytes=worker.store.held_bytes(segment.key for segment in session.segments.values()),
+                    held_bytes=worker.store.held_bytes(session.id),
                     client_version=session.client_version,
                     last_error=session.last_error,
                 )
@@ -81,8 +92,14 @@ class Telemetry(Servicer):
             fingerprint=fingerprint(worker.device),
             last_error=last_error,
             last_error_at_s=last_error_at_s,
-            reports=reports,
             has_more_reports=has_more,
             guessed_segments=worker.segments.guessed,
             wasted_guesses=worker.segments.wasted,
         )
+        number = telemetry_pb2.GetTelemetryResponse.REPORTS_FIELD_NUMBER
+        return sealed((answer.SerializeToString(), *(field_of(number, report) for report in reports)))
+
+    def _looked(self, peer: str) -> None:
+        self._looks[peer] -= 1
+        if not self._looks[peer]:
+            del self._looks[peer]

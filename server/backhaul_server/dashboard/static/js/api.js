@@ -5,10 +5,10 @@ import { boundsText, exampleOf, modelsOf, resolve, typeText } from "./schema.js"
 
 const ORDER = ["live", "overview", "memory", "latency", "timeline", "segments", "workers", "sessions", "alerts", "runs"];
 
-function table(caption, titles, rows) {
+function table(caption, titles, rows, label = caption) {
   return element(
     "div",
-    { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
+    { class: "scroll", tabindex: "0", role: "region", "aria-label": label },
     element(
       "table",
       {},
@@ -23,7 +23,7 @@ function code(text) {
   return element("code", { class: "mono" }, text);
 }
 
-function parameters(document_, list) {
+function parameters(document_, path, list) {
   return table(
     "Parameters",
     ["Name", "Type", "Default", "Bounds", "Meaning"],
@@ -32,6 +32,7 @@ function parameters(document_, list) {
       const standard = parameter.required ? "required" : schema.default === undefined || schema.default === null || schema.default === "" ? "none" : JSON.stringify(schema.default);
       return [code(parameter.name), typeText(document_, schema), standard, boundsText(schema) || "–", parameter.description ?? schema.description ?? "–"];
     }),
+    `Parameters of ${path}`,
   );
 }
 
@@ -70,7 +71,7 @@ function route(document_, path, operation) {
       { class: "card", id, "aria-labelledby": `${id}-title` },
       element("h2", { id: `${id}-title` }, element("span", { class: "badge", "data-kind": "gradients" }, "GET"), " ", title),
       element("p", { class: "lead" }, lead),
-      ...(list.length ? [parameters(document_, list)] : []),
+      ...(list.length ? [parameters(document_, path, list)] : []),
       ...answer(document_, operation),
     ),
   };

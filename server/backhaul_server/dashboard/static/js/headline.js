@@ -19,6 +19,16 @@ function tile(name, figure, note, level = null) {
   setAttribute(found, "data-level", level);
 }
 
+/** In the place of a value that is not known now: how old the last one is. */
+function lastKnown(overview, atS, never) {
+  return atS === null ? never : `last known ${duration(overview.at_s - atS)} ago`;
+}
+
+function partsOf(overview) {
+  const [wait, own, spared] = ["wait", "overhead", "spared"].map((part) => threeDigits(overview[`${part}_ms_per_step`]));
+  return `wait ${wait} + own ${own} − spared ${spared} ms`;
+}
+
 export function showOverview(overview) {
   const missing = overview.workers - overview.healthy_workers;
   tile(
@@ -27,15 +37,21 @@ export function showOverview(overview) {
     missing > 0 ? `${count(missing)} not healthy` : "all healthy",
     missing > 0 ? "bad" : null,
   );
-  tile("sessions", [count(overview.sessions)], overview.sessions === 0 ? "no trainer connected" : "open now");
-  tile("rate", [threeDigits(overview.steps_per_s), "/s"], "all runs, last 30 s");
-  tile("saved", bytes(overview.saved_bytes).split(" "), `peak ${bytes(overview.peak_saved_bytes)}`);
-  const added = overview.added_ms_per_step;
-  const parts = `wait ${threeDigits(overview.wait_ms_per_step)} + own ${threeDigits(overview.overhead_ms_per_step)} − spared ${threeDigits(overview.spared_ms_per_step)} ms`;
-  tile("added", [`${added > 0 ? "+" : ""}${threeDigits(added)}`, "ms"], parts);
-  const isKnown = overview.remote_share !== null;
-  tile("remote", isKnown ? percent(overview.remote_share).split(" ") : [NONE], isKnown ? "last 5 min" : "nothing recomputed yet");
-  tile("fallbacks", [count(overview.fallbacks)], "last 5 min", overview.fallbacks > 0 ? "bad" : null);
+  const unheard = lastKnown(overview, overview.heard_at_s, "no worker ever answered");
+  const unstepped = lastKnown(overview, overview.stepped_at_s, "no step was told yet");
+  const { sessions, steps_per_s: rate, saved_bytes: saved, added_ms_per_step: added, remote_share: share, fallbacks } = overview;
+  if (sessions === null) tile("sessions", [NONE], unheard);
+  else tile("sessions", [count(sessions)], sessions === 0 ? "no trainer connected" : "open now");
+  if (rate === null) tile("rate", [NONE], unheard);
+  else tile("rate", [threeDigits(rate), "/s"], "all runs, last 30 s");
+  if (saved === null) tile("saved", [NONE], unstepped);
+  else tile("saved", bytes(saved).split(" "), `peak ${bytes(overview.peak_saved_bytes)}`);
+  if (added === null) tile("added", [NONE], unstepped);
+  else tile("added", [`${added > 0 ? "+" : ""}${threeDigits(added)}`, "ms"], partsOf(overview));
+  if (share === null) tile("remote", [NONE], unstepped);
+  else tile("remote", percent(share).split(" "), "last 5 min");
+  if (fallbacks === null) tile("fallbacks", [NONE], unheard);
+  else tile("fallbacks", [count(fallbacks)], "last 5 min", fallbacks > 0 ? "bad" : null);
   const dropped = overview.dropped_reports;
   setText(
     byId("history"),

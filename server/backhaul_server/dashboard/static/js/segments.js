@@ -1,16 +1,18 @@
 // The table of segments. The dashboard sorts, filters and pages, so that ten thousand are as quick as ten.
 
 import { byId, element, explain, setOptions, setText } from "./dom.js";
-import { bytes, count, drift, milliseconds, NONE, runName } from "./format.js";
+import { bytes, count, drift, duration, milliseconds, NONE, runName } from "./format.js";
 import { ask, pathTo, Poll } from "./poll.js";
 import { Table } from "./table.js";
 
 const PAGE = 50;
 const DEBOUNCE_MS = 200;
-const state = { run: "", filter: "", sort: "segment", descending: false, offset: 0 };
+const LONGEST_REASON = 70; // in the list to choose from
+const state = { run: "", filter: "", reason: "", sort: "segment", descending: false, offset: 0 };
 let table = null;
 let poll = null;
 let total = 0;
+let nowS = 0;
 
 const problem = (field) => (cell, row) => {
   setText(cell, count(row[field]));
@@ -27,7 +29,7 @@ const COLUMNS = [
   { title: "Wait", sort: "wait_ms", cell: (row) => milliseconds(row.wait_ms), hint: "Median that backward stood still for it" },
   { title: "Overhead", sort: "overhead_ms", cell: (row) => milliseconds(row.overhead_ms), hint: "Median of recording, digests and sending" },
   { title: "Decision", sort: "decision", isText: true, paint: paintDecision },
-  { title: "Why", sort: "reason", isText: true, className: "wrap", cell: (row) => row.reason || NONE },
+  { title: "Why", sort: "reason", isText: true, className: "wrap", paint: paintWhy, hint: "Of the last call, and of earlier ones that got no gradients from a worker" },
   { title: "Worker", sort: "worker", isText: true, cell: (row) => row.worker || NONE },
   { title: "Fallbacks", sort: "fallbacks", paint: problem("fallbacks") },
   { title: "Mismatches", sort: "mismatches", paint: problem("mismatches"), hint: "Recomputations whose values were refused" },
@@ -41,6 +43,23 @@ function paintName(cell, row) {
   setText(cell.lastChild, runName(row.run));
 }
 
+/** The reason of the last call, then every other reason, each with its calls and when the last was. */
+function paintWhy(cell, row) {
+  const kept = new Map(row.reasons.map((one) => [one.reason, one]));
+  const reasons = [...new Set([...(row.reason ? [row.reason] : []), ...kept.keys()])];
+  const lines = reasons.map((reason) => {
+    const one = kept.get(reason);
+    return [reason, one ? `${count(one.calls)} ${one.calls === 1 ? "call" : "calls"}, last ${duration(nowS - one.last_at_s)} ago` : "", one?.is_fallback ?? false];
+  });
+  const signature = JSON.stringify(lines);
+  if (cell.dataset.shown === signature) return;
+  cell.dataset.shown = signature;
+  const nodes = lines.map(([reason, calls, isFallback]) =>
+    element("span", { class: "why" }, element("span", isFallback ? { class: "errors" } : {}, reason), ...(calls ? [element("span", { class: "sub" }, calls)] : [])),
+  );
+  cell.replaceChildren(...(nodes.length ? nodes : [NONE]));
+}
+
 function paintDecision(cell, row) {
   if (cell.dataset.shown === row.decision) return;
   cell.dataset.shown = row.decision;
@@ -48,8 +67,8 @@ function paintDecision(cell, row) {
 }
 
 function query() {
-  const { run, filter, sort, descending } = state;
-  return { run, filter, sort, descending };
+  const { run, filter, reason, sort, descending } = state;
+  return { run, filter, reason, sort, descending };
 }
 
 /** Answers at once with what is known already; rows follow. */
@@ -72,6 +91,8 @@ function showPages() {
 async function refresh(signal) {
   const found = await ask("/api/v1/segments", { ...query(), offset: state.offset, limit: PAGE }, signal);
   total = found.total;
+  nowS = found.at_s;
+  offerReasons(found.reasons);
   if (state.offset >= total && state.offset > 0) state.offset = Math.max(0, Math.floor((total - 1) / PAGE) * PAGE);
   table.update(found.rows);
   byId("segments-table").setAttribute("aria-busy", "false");
@@ -80,11 +101,19 @@ async function refresh(signal) {
     byId("segments").querySelector(":scope > .empty"),
     total > 0
       ? ""
-      : state.filter || state.run
-        ? "No segment matches. Take another word, or another run."
+      : state.filter || state.run || state.reason
+        ? "No segment matches. Take another word, another reason, or another run."
         : "No segment was told yet. Checkpoint a block with session.checkpoint(block, x) and run a step.",
   );
   showPages();
+}
+
+/** Reasons to choose from. One that was chosen stays in the list. */
+function offerReasons(list) {
+  const known = list.map((one) => one.reason);
+  if (state.reason && !known.includes(state.reason)) known.push(state.reason);
+  const short = (reason) => (reason.length > LONGEST_REASON ? `${reason.slice(0, LONGEST_REASON - 1)}…` : reason);
+  setOptions(byId("segments-reason"), [["", "any"], ...known.map((reason) => [reason, short(reason)])]);
 }
 
 /** Runs to choose from; of each live event. */
@@ -99,6 +128,7 @@ export function startSegments() {
   });
   poll = new Poll(byId("segments"), 2000, refresh);
   byId("segments-run").addEventListener("change", (event) => change({ run: event.target.value }));
+  byId("segments-reason").addEventListener("change", (event) => change({ reason: event.target.value }));
   let timer = 0;
   byId("segments-filter").addEventListener("input", (event) => {
     clearTimeout(timer);

@@ -44,7 +44,7 @@ function pick(bar) {
   const entries = [
     ["Step", String(call.step)],
     ["Worker", call.worker || "none"],
-    ["Recomputed as", call.decision || "not recomputed"],
+    ["Decision", call.decision || "not recomputed"],
     ["Sent", bytes(call.up_bytes)],
     ["Received", bytes(call.down_bytes)],
     ["Own overhead", milliseconds(call.overhead_ms)],
@@ -82,7 +82,7 @@ function show(timeline) {
   const isEmpty = timeline.steps.length === 0;
   explain(note, isEmpty ? "No step was told yet. Trainers report each step once their optimizer has stepped: start one with backhaul.connect()." : "");
   canvas.hidden = isEmpty;
-  byId("steps").hidden = isEmpty;
+  byId("steps").closest(".side").hidden = isEmpty;
   showSteps(timeline);
   byId("timeline-export").href = pathTo("/api/v1/timeline/trace", { run: timeline.run, steps: byId("timeline-steps").value });
 }

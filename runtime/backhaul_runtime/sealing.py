@@ -1,0 +1,41 @@
+"""The checksum that ends every message between a trainer and a worker.
+
+NOTE [Seal]
+1. A sealed message is an encoded protobuf message followed by one more of its fields, `fixed64 checksum`, which holds
+   the xxh3_64 of all bytes before that field. So it still is a message of its kind, and any stub can read it.
+2. The receiver looks at the field's tag and at the checksum before it parses anything. It refuses a message that does
+   not end with the field: otherwise one flipped bit in the tag would turn the check off.
+3. gRPC replaces whatever a deserializer raises by an error that names nothing. So the deserializers of `splicing`
+   return a refused message as a TransferError, and the code that takes the message raises it with `accepted`.
+
+This module knows neither torch nor gRPC.
+"""
+
+from collections.abc import Iterable
+
+import xxhash
+
+FIELD_NUMBER = 1000
+"""Of `checksum`, in every request and response of every service."""
+
+_KEY = FIELD_NUMBER << 3 | 1  # wire type 1: eight bytes follow
+_TAG = bytes([_KEY & 0x7F | 0x80, _KEY >> 7])
+_CHECKSUM_BYTES = 8
+SEAL_BYTES = len(_TAG) + _CHECKSUM_BYTES
+
+
+def sealed(parts: Iterable[bytes | memoryview]) -> bytes:
+    """The parts joined, with the seal behind them. Copies each byte once, and hashes it once."""
+    parts, checksum = list(parts), xxhash.xxh3_64()
+    for part in parts:
+        checksum.update(part)
+    return b"".join((*parts, _TAG, checksum.intdigest().to_bytes(_CHECKSUM_BYTES, "little")))
+
+
+def is_sealed(data: bytes) -> bool:
+    """Whether the bytes end with the seal of what comes before it."""
+    end = len(data) - SEAL_BYTES
+    if end < 0 or data[end : end + len(_TAG)] != _TAG:
+        return False
+    found = int.from_bytes(data[end + len(_TAG) :], "little")
+    return xxhash.xxh3_64_intdigest(memoryview(data)[:end]) == found

@@ -1,0 +1,184 @@
+"""How much a client may ask of a worker: sizes, counts and lengths, each with its reason. docs/limits.md lists them.
+
+NOTE [Limits]
+1. The budget bounds memory: what a client makes the worker keep is charged to its session, with a constant for each
+   object (see NOTE [Room] of the store). Limits bound what the budget can't: the work that one message causes in the
+   event loop, where all other calls wait, and things without bytes of their own, such as streams.
+2. A request is checked in this order: its size and its number of fields, before protobuf parses it; the lengths of its
+   lists and names, before a method sees it; then what depends on the worker's state.
+3. A request beyond a limit fails with a LimitError that names the limit. The trainer then recomputes the segment.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from google.protobuf.message import Message
+
+from backhaul_proto.v1 import program_pb2, segment_pb2, session_pb2, telemetry_pb2, tensor_pb2
+from backhaul_runtime.errors import LimitError
+from backhaul_runtime.program_codec import MAX_SOURCES
+from backhaul_runtime.protocol import MAX_MESSAGE_BYTES, MAX_NAME
+from backhaul_runtime.telemetry import MAX_SPANS
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A limit.
+
+    Attributes:
+        what: The things that are counted, in words.
+        most: The largest number of them that is allowed.
+        why: The reason for this number.
+    """
+
+    what: str
+    most: int
+    why: str
+
+    def check(self, found: int) -> None:
+        """Raises LimitError for more than is allowed."""
+        if found > self.most:
+            raise LimitError(
+                f"{found} {self.what}, a worker takes at most {self.most}", limit=self.what, most=self.most, found=found
+            )
+
+
+SESSIONS = Limit("sessions on a worker", 1_024, "32 trainers that reconnect 30 times within a lease")
+SEGMENTS = Limit("segments of a session", 4_096, "48 layers of 80 micro-batches")
+ALL_SEGMENTS = Limit("segments on a worker", 32_768, "deciding what to replay next takes 20 ms for so many")
+REQUESTS = Limit("unanswered requests of a session", 16, "a trainer has one for each thread that runs backward")
+ALL_REQUESTS = Limit(
+    "unanswered requests on a worker", 512, "32 trainers with 16 each; each is told its place in the queue"
+)
+ANSWERS = Limit("answers that are being sent to a session", 16, "each holds two messages of 1 MiB in gRPC's buffers")
+STREAMS = Limit("open streams of a session", 12, "a trainer has three, and as many again after its network broke")
+ALL_STREAMS = Limit("open streams on a worker", 512, "each may hold a message of 1 MiB in gRPC's buffers")
+UPLOADED = Limit(
+    "tensors of an upload",
+    MAX_SOURCES,
+    "a trainer sends the sources of one segment; the event loop stores all of them at once",
+)
+LOOKS = Limit(
+    "unread answers with telemetry on a connection", 4, "a dashboard waits for one before it asks for the next"
+)
+ALL_LOOKS = Limit("unread answers with telemetry", 128, "each may hold 256 KiB in gRPC's buffers")
+WATCHES = Limit("open health watches", 256, "they need no token; a load balancer has one")
+SHARED_ANSWERS = Limit("answers in shared memory that a trainer has not ended", 256, "a trainer has one per request")
+
+_NAME = Limit("characters of a name", MAX_NAME, "names are for people")
+_ID = Limit("characters of a run, session or version", 128, "those of Backhaul have 32")
+_SOURCES = Limit(
+    "sources of a segment", MAX_SOURCES, "the event loop looks at each when the segment is saved: 80 ms for so many"
+)
+_OUTPUTS = Limit("gradients that a backward starts from", MAX_SOURCES, "as for sources")
+_POSITIONS = Limit("saved tensors asked for at once", 8_192, "the answer describes each")
+_STATES = Limit("generator states of a segment", 4_096, "each has 5 KiB, so a message has room for fewer")
+_STATE = Limit("bytes of a generator state", 16 << 10, "the largest of torch has 5 KiB")
+_SUPERSEDED = Limit("superseded tensors in a request", MAX_SOURCES, "as for sources")
+_UPCOMING = Limit("upcoming segments in a request", 64, "a trainer names one")
+_KEYS = Limit("segments released at once", 1_024, "a trainer releases 16 at once")
+_COMMITS = Limit("commits in a request", 4_096, "a trainer repeats those that were not acknowledged")
+_FETCHED = Limit("tensors fetched at once", 256, "a trainer fetches one")
+_STEPS = Limit("steps in a report", 1_024, "a trainer keeps no more until they are sent")
+_CALLS = Limit("calls in a report", 1_024, "a trainer sends 200")
+_SPANS = Limit("spans of a call in a report", MAX_SPANS, "a call has seven, more if its graph is run backward again")
+_PROPERTIES = Limit("settings in a report", 256, "a run has about fifty")
+
+_SMALL, _LISTS, _REPORT, _TENSORS = 4 << 10, 1 << 20, 512 << 10, 2 << 20
+"""Bytes of requests: with a few names; with lists of numbers and addresses; with reports; with tensors."""
+
+
+MOST_FIELDS = 16_384
+"""Fields of a large request, with those of the messages in it. Counting them takes 30 ms. Trainers send hundreds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a kind of request may hold.
+
+    Attributes:
+        most_bytes: Of the whole message. Protobuf takes 60 ms for the worst MiB.
+        fields: Limits by path: how many a list has, how long a text or bytes are. A path goes through lists.
+    """
+
+    most_bytes: int
+    fields: Mapping[str, Limit] = field(default_factory=dict)
+
+
+REQUESTS_BY_KIND: Mapping[type[Message], Request] = {
+    session_pb2.OpenSessionRequest: Request(_SMALL, {"trainer": _NAME, "run": _ID, "client_version": _ID}),
+    session_pb2.KeepSessionRequest: Request(_SMALL),
+    session_pb2.CloseSessionRequest: Request(_SMALL),
+    program_pb2.PutProgramRequest: Request(MAX_MESSAGE_BYTES),
+    tensor_pb2.PutTensorsRequest: Request(_TENSORS),
+    segment_pb2.SaveSegmentRequest: Request(
+        MAX_MESSAGE_BYTES,
+        {
+            "sources": _SOURCES,
+            "transient_sources": _SOURCES,
+            "generator_states": _STATES,
+            "generator_states.": _STATE,
+            "name": _NAME,
+            "program": _ID,
+            "predecessors": _SOURCES,
+            "superseded": _SUPERSEDED,
+        },
+    ),
+    segment_pb2.RecomputeRequest: Request(_LISTS, {"positions": _POSITIONS, "upcoming_segments": _UPCOMING}),
+    segment_pb2.BackwardRequest: Request(
+        _TENSORS,
+        {
+            "start.gradients": _OUTPUTS,
+            "start.summed_sources": _SOURCES,
+            "upcoming_segments": _UPCOMING,
+            "slots": _SOURCES,
+        },
+    ),
+    segment_pb2.AheadRequest: Request(_SMALL),
+    segment_pb2.ReleaseSegmentsRequest: Request(_LISTS, {"keys": _KEYS, "commits.backwards": _COMMITS}),
+    segment_pb2.CollectGradientsRequest: Request(_LISTS, {"commits.backwards": _COMMITS}),
+    segment_pb2.FetchSourcesRequest: Request(_LISTS, {"addresses": _FETCHED}),
+    telemetry_pb2.GetTelemetryRequest: Request(_SMALL),
+    telemetry_pb2.PutReportsRequest: Request(
+        _REPORT,
+        {
+            "report.steps": _STEPS,
+            "report.calls": _CALLS,
+            "report.calls.spans": _SPANS,
+            "report.run.settings": _PROPERTIES,
+            "report.run.fingerprint": _PROPERTIES,
+            "report.run.workers": _PROPERTIES,
+        },
+    ),
+}
+"""Of every request; a test holds that none is left out. Tensors that come with one are limited by `splicing`."""
+
+
+def check_size(kind: type[Message], data: bytes) -> None:
+    """Raises LimitError for a request that is larger than its kind may be. Called before it is read."""
+    most = REQUESTS_BY_KIND[kind].most_bytes
+    if len(data) > most:
+        what = f"bytes of a {kind.DESCRIPTOR.name}"
+        raise LimitError(f"{len(data)} {what}, a worker takes at most {most}", limit=what, most=most, found=len(data))
+
+
+def check_fields(message: Message) -> None:
+    """Raises LimitError for a request with a list or a name that is longer than it may be."""
+    for path, limit in REQUESTS_BY_KIND[type(message)].fields.items():
+        for found in _lengths(message, path.split(".")):
+            limit.check(found)
+
+
+def _lengths(message: Any, path: list[str]) -> Iterator[int]:
+    """The lengths of what a path leads to. An empty last name stands for the items of a list."""
+    value = getattr(message, path[0])
+    if len(path) == 1:
+        yield len(value)
+    elif path[1] == "":
+        yield from map(len, value)
+    elif isinstance(value, Message):
+        yield from _lengths(value, path[1:])
+    else:
+        for each in value:
+            yield from _lengths(each, path[1:])

@@ -1,0 +1,181 @@
+"""The parent process of `backhaul worker`: starts the process that serves, and restarts it when it dies.
+
+It imports neither torch nor gRPC, so it starts at once and nothing that kills a worker can kill it.
+
+NOTE [Supervision]
+1. The worker is a child process. Its log goes to the same standard error. The line that says that it is ready is
+   printed for the first worker only.
+2. SIGTERM and SIGINT are passed to the worker as SIGTERM. The worker finishes what is in flight, and this process ends
+   with the worker's exit code.
+3. A worker that exits with code 0, or before any worker was ever ready, is not restarted. One that dies later is
+   restarted at once. If the next one lives shorter than `STEADY_S`, the delay before each further start doubles.
+   Trainers recompute meanwhile and reconnect by themselves.
+4. The address stays the same: this process keeps the TCP port bound by sockets that do not listen.
+5. The worker ends when this process ends, however that happens. As the first process of a container, this process also
+   reaps orphans.
+"""
+
+import errno
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from time import monotonic
+from types import FrameType
+from typing import IO
+
+from backhaul_runtime.addresses import Address
+
+logger = logging.getLogger("backhaul.worker")
+
+OVERDUE_CODE = 70
+"""Exit code of a worker that ended itself because an op does not end; its log says which run it was."""
+
+STEADY_S = 10.0
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 10.0
+_MOST_FAILURES = 20
+"""Workers in a row that died before they were ready: then it is for others to see what is wrong."""
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def supervise(address: Address, command: Callable[[str], Sequence[str]]) -> int:
+    """Keeps a worker running until it ends well or is told to. Returns the exit code.
+
+    Args:
+        address: Where it listens; of port 0 a free port is taken.
+        command: What starts it, by the address as text.
+    """
+    with ExitStack() as held:
+        try:
+            text = address.text if address.unix_path else _held_address(address, held)
+        except OSError as error:
+            sys.stderr.write(f'backhaul worker: can\'t listen on "{address.text}": {error.strerror or error}\n')
+            return 2
+        return _Supervisor(command(text)).run()
+
+
+class _Supervisor:
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = command
+        self._asked = threading.Event()
+        self._asked_by = signal.SIGTERM
+        self._child: subprocess.Popen[str] | None = None
+        self._was_ready = False
+
+    def run(self) -> int:
+        before = {number: signal.signal(number, self._pass_on) for number in _SIGNALS}
+        try:
+            return self._run()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _run(self) -> int:
+        failures = short_lives = 0
+        while not self._asked.wait(_delay_s(short_lives)):
+            began_at_s, is_ready = monotonic(), threading.Event()
+            code = self._life(is_ready)
+            if self._asked.is_set() and code == -signal.SIGTERM:  # it had not begun to serve
+                return 128 + self._asked_by
+            if self._asked.is_set() or code == 0 or not self._was_ready:
+                return code if code >= 0 else 128 - code
+            failures = 0 if is_ready.is_set() else failures + 1
+            if failures == _MOST_FAILURES:
+                logger.error("%d workers in a row died before they were ready: giving up", failures)
+                return code if code >= 0 else 128 - code
+            is_steady = is_ready.is_set() and monotonic() - began_at_s >= STEADY_S
+            short_lives = 0 if is_steady else short_lives + 1
+            logger.error("the worker %s: starting another in %g s", _said_of(code), _delay_s(short_lives))
+        return 0
+
+    def _life(self, is_ready: threading.Event) -> int:
+        """Starts a worker and waits for its end. Returns its exit code, negative for a signal."""
+        child = subprocess.Popen(
+            self._command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # a terminal's Ctrl-C comes to us, and is passed on once
+        )
+        self._child = child
+        if self._asked.is_set():  # between the look at it and the start
+            child.terminate()
+        assert child.stdout is not None
+        printing = threading.Thread(target=self._print, args=(child.stdout, child.pid, is_ready), daemon=True)
+        printing.start()
+        child.returncode = _reaped(child.pid)
+        self._child = None
+        printing.join()
+        child.stdout.close()
+        return child.returncode
+
+    def _print(self, pipe: IO[str], pid: int, is_ready: threading.Event) -> None:
+        """Runs in a thread. Prints what a worker prints; of its first line, which says that it is ready, once."""
+        for line in pipe:
+            if self._was_ready and not is_ready.is_set():
+                logger.warning("there is a worker again, process %d", pid)
+            else:
+                sys.stdout.write(line)
+                sys.stdout.flush()
+            self._was_ready = True
+            is_ready.set()
+
+    def _pass_on(self, number: int, _: FrameType | None) -> None:
+        self._asked_by = signal.Signals(number)
+        self._asked.set()
+        child = self._child
+        if child is not None:
+            with suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGTERM)
+
+
+def _reaped(pid: int) -> int:
+    """Waits for a child, and for whatever else this process has to wait for. Returns the child's exit code."""
+    while True:
+        found, status = os.waitpid(-1, 0)
+        if found == pid:
+            return os.waitstatus_to_exitcode(status)
+
+
+def _delay_s(short_lives: int) -> float:
+    """Seconds before the next start, after so many workers in a row that did not live long (Rule 3)."""
+    return 0.0 if short_lives <= 1 else min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2 ** (short_lives - 2))
+
+
+def _said_of(code: int) -> str:
+    if code == OVERDUE_CODE:
+        return "ended itself because an op did not end"
+    if code == -signal.SIGALRM:
+        return "was ended because its event loop stood still"
+    if code < 0:
+        with suppress(ValueError):
+            return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with code {code}"
+
+
+def _held_address(address: Address, held: ExitStack) -> str:
+    """Takes a TCP address, and returns it with its port. Raises OSError where it can't be had.
+
+    The sockets share the port with one that listens there later, as all of them say that they may.
+    """
+    port = address.port
+    found = socket.getaddrinfo(address.host, port, type=socket.SOCK_STREAM)
+    for family, kind, protocol, _, target in found:
+        try:
+            taken = held.enter_context(socket.socket(family, kind, protocol))
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                taken.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            taken.bind((target[0], port, *target[2:]))
+            port = taken.getsockname()[1]
+        except OSError as error:
+            # localhost names ::1 also where there is no IPv6: gRPC takes what there is.
+            if error.errno not in {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}:
+                raise
+    return f"{address.text.rpartition(':')[0]}:{port}"

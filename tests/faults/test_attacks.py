@@ -1,0 +1,150 @@
+"""What a client that holds the token can do to a worker: nothing that lasts, and nothing to others."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import grpc
+import pytest
+import torch
+from torch import nn
+
+import backhaul
+from backhaul import ProgramError
+from backhaul._calls import error_of
+from backhaul_proto.v1 import segment_pb2, session_pb2, telemetry_pb2
+from conftest import QUIET_S, wait_until
+from support.fuzz import Fuzzer
+from support.hostile import ATTACKS, MIB, OPTIONS, Hostile, Memory, Stalled, chain, reports
+from support.processes import WorkerProcess
+from support.wire import Services
+
+BUDGET_BYTES = 64 * MIB
+MOST_BYTES = BUDGET_BYTES * 11 // 10 + 150 * MIB
+
+
+def gradients(session: "backhaul.Session | None") -> list[torch.Tensor]:
+    """Those of two steps of a small model, with a worker or without."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.5), nn.Linear(32, 8))
+    for _ in range(2):
+        x = torch.randn(4, 8, requires_grad=True)
+        y = model(x) if session is None else session.checkpoint(model, x, returns="gradients")
+        y.square().sum().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def check_honest(worker: WorkerProcess) -> None:
+    """A strict session gets the gradients that it gets without a worker, bit for bit."""
+    wait_until(lambda: not worker.telemetry().queued_requests, "what runs has ended", timeout_s=60)
+    with backhaul.connect(worker.address, strict=True, silence_s=QUIET_S) as session:
+        assert all(map(torch.equal, gradients(session), gradients(None)))
+
+
+@pytest.fixture(scope="module")
+def victim() -> WorkerProcess:
+    """A worker with a small budget, on which nothing has run but one segment."""
+    with WorkerProcess("--memory", f"{BUDGET_BYTES}B", "--lease", "20") as process:
+        check_honest(process)
+        yield process
+        process.kill()  # a worker that is asked to end waits for what hostile sessions have not collected
+
+
+def attacked(worker: WorkerProcess, attack: Callable[[Hostile, int], None], times: int) -> None:
+    """Does an attack so many times over, and looks at what becomes of the worker."""
+    process, memory = worker.serving(), Memory(worker)
+    with Hostile(worker.address) as client:
+        attack(client, times)
+        assert memory.peak_bytes <= MOST_BYTES
+    check_honest(worker)
+    assert worker.serving() == process
+
+
+@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
+def test_memory_stays_within_the_budget(victim: WorkerProcess, attack: Callable[[Hostile, int], None]) -> None:
+    attacked(victim, attack, 1)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
+def test_it_does_so_however_long_it_lasts(victim: WorkerProcess, attack: Callable[[Hostile, int], None]) -> None:
+    attacked(victim, attack, 5)
+
+
+def fuzz(worker: WorkerProcess, seed: int, attempts: int) -> None:
+    """Makes so many attempts, each session's for a while, and looks at the worker all the time."""
+    process, memory = worker.serving(), Memory(worker)
+    for part in range(0, attempts, 1_000):
+        with Hostile(worker.address) as client:
+            fuzzer = Fuzzer(client, seed + part)
+            for number in range(part, min(part + 1_000, attempts)):
+                fuzzer.attempt()
+                assert worker.serving() == process, f"attempt {number} ended the worker"
+        assert fuzzer.accepted > 0
+        assert memory.peak_bytes <= MOST_BYTES
+    check_honest(worker)
+    assert worker.serving() == process
+
+
+def test_fuzzed_requests_and_programs(victim: WorkerProcess) -> None:
+    fuzz(victim, seed=0, attempts=300)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7_200)
+def test_a_hundred_thousand_fuzzed_requests_and_programs(victim: WorkerProcess) -> None:
+    fuzz(victim, seed=1_000_000, attempts=100_000)
+
+
+def test_a_session_names_only_what_it_has_sent_or_been_sent(worker: WorkerProcess) -> None:
+    with Hostile(worker.address) as owner, Hostile(worker.address) as thief:
+        program = chain("aten.sin.default", 1, 16)
+        (address,) = owner.ready(program, torch.tensor([3.0, 1.0, 4.0, 1.0]))
+        answer = thief.segments.SaveSegment(
+            segment_pb2.SaveSegmentRequest(
+                key=thief.key(1), program=thief.program(program), sources=[address], superseded=[address]
+            ),
+            timeout=10,
+        )
+        assert list(answer.missing_tensors) == [address]  # as it is said of one that nobody has
+        fetch = segment_pb2.FetchSourcesRequest(session=thief.session, addresses=[address])
+        assert [list(found.tensors.chunks) for found in thief.segments.FetchSources(fetch, timeout=10)] == [[]]
+        assert list(owner.recompute(1))[-1].tensors.chunks[0].data != b""  # what it superseded was not its own
+        before = worker.telemetry().memory
+        thief.ready(program, torch.tensor([3.0, 1.0, 4.0, 1.0]))
+        after = worker.telemetry().memory
+        assert list(thief.recompute(1)) != []
+        taken = [memory.segment_bytes + memory.cached_bytes for memory in (before, after)]
+        assert taken[1] - taken[0] < 10_000  # the segment itself; the tensor is shared
+        for client in (owner, thief):
+            request = session_pb2.CloseSessionRequest(session=client.session)
+            client.sessions.CloseSession(request, timeout=10)
+
+
+def test_a_backward_of_a_segment_without_outputs_is_refused(worker: WorkerProcess) -> None:
+    with Hostile(worker.address) as client:
+        no_outputs = replace(chain("aten.sin.default", 1, 16), outputs=())
+        (address,) = client.ready(no_outputs, torch.ones(4))
+        with pytest.raises(grpc.RpcError) as caught:
+            list(client.segments.Backward(client.backward(1, address), timeout=10))
+        assert isinstance(error_of(caught.value), ProgramError)
+
+
+def test_telemetry_that_nobody_reads_is_bounded(worker: WorkerProcess) -> None:
+    with Hostile(worker.address) as client:
+        way = Stalled(worker.address)
+        channel = grpc.insecure_channel(way.address, options=OPTIONS)
+        client.held += [way, channel]
+        services, request = Services(channel), telemetry_pb2.GetTelemetryRequest()
+        services.telemetry.GetTelemetry(request, timeout=10)
+        reports(client, 1)
+        way.is_deaf = True
+        unread = [services.telemetry.GetTelemetry.future(request) for _ in range(20)]
+        wait_until(lambda: refusals(worker, "GetTelemetry") > 0, "more than a few are refused")
+        assert worker.telemetry().epoch  # which others are not kept from
+        for call in unread:
+            call.cancel()
+
+
+def refusals(worker: WorkerProcess, method: str) -> int:
+    return sum(rpc.errors for rpc in worker.telemetry().rpcs if rpc.method == method)

@@ -1,0 +1,85 @@
+"""What ends a run that would go on: its session's end, its deadline, and for a single op the end of the process."""
+
+from collections.abc import Callable
+
+import grpc
+import pytest
+import torch
+
+import backhaul
+from backhaul import ReplayError, SegmentUnknownError
+from backhaul._calls import error_of
+from backhaul_proto.v1 import segment_pb2, session_pb2
+from backhaul_runtime.program import Node, SourceRef
+from conftest import QUIET_S, wait_until
+from support.hostile import Hostile, of_nodes
+from support.processes import WorkerProcess
+
+X = SourceRef(0)
+LONG = of_nodes(*[Node("aten.cdist.default", (X, X, 1.5, None), (), 0, (4 * 64 * 64,), draws=False)] * 2_000)
+"""Ops that take minutes together, with 64 rows of 8,192 numbers, and far less than a second each."""
+
+ENDLESS = of_nodes(Node("aten.cdist.default", (X, X, 1.5, None), (), 0, (4 * 2_048 * 2_048,), draws=False))
+"""One op that takes minutes, with 2,048 rows of 8,192 numbers."""
+
+
+def start(client: Hostile) -> "grpc.Future":
+    """Asks for a long run, and returns once it runs."""
+    client.ready(LONG, torch.rand(64, 8_192))
+    call = client.recompute(1, positions=())
+    while not next(call).progress.running:
+        pass
+    return call
+
+
+def step(session: backhaul.Session) -> backhaul.Report:
+    """Trains a little, wherever segments run now."""
+    x = torch.randn(3, requires_grad=True)
+    session.checkpoint(torch.sin, x, returns="gradients").sum().backward()
+    assert torch.equal(x.grad, x.detach().cos())
+    return session.report()
+
+
+def error_from(call: "grpc.Future") -> backhaul.BackhaulError:
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call)
+    return error_of(caught.value)
+
+
+def close(client: Hostile) -> None:
+    client.sessions.CloseSession(session_pb2.CloseSessionRequest(session=client.session), timeout=10)
+
+
+def release(client: Hostile) -> None:
+    request = segment_pb2.ReleaseSegmentsRequest(keys=[client.key(1)])
+    client.segments.ReleaseSegments(request, timeout=10)
+
+
+@pytest.mark.parametrize("end", [close, release])
+def test_a_run_is_cancelled_with_its_segment(worker: WorkerProcess, end: Callable[[Hostile], None]) -> None:
+    with Hostile(worker.address) as client:
+        call = start(client)
+        end(client)
+        assert isinstance(error_from(call), SegmentUnknownError | backhaul.SessionUnknownError)
+        wait_until(lambda: worker.telemetry().queued_requests == 0, "nothing runs")
+        close(client)
+
+
+def test_a_run_ends_at_its_deadline_and_an_op_that_does_not_ends_the_process() -> None:
+    with WorkerProcess("--run-limit", "1", "--memory", "1GiB") as worker:
+        with Hostile(worker.address) as client:
+            error = error_from(start(client))
+            assert isinstance(error, ReplayError)
+            assert "the run was ended after 1 s: make segments smaller" in error.message
+            process = worker.serving()
+            assert process == worker.pid
+            with backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+                client.ready(ENDLESS, torch.rand(2_048, 8_192), segment=2)
+                error_from(client.recompute(2, positions=()))
+                step(session)
+                assert session.report().fallbacks == 1
+                wait_until(lambda: worker.serving() not in {0, process}, "another process is started")
+                wait_until(lambda: step(session).remote > 0, "segments are remote again", timeout_s=30)
+        said = worker.logged()
+    assert "an op of a segment for hostile still runs after 3 s; a run may take 1 s" in said
+    assert "the worker ended itself because an op did not end: starting another in 0 s" in said

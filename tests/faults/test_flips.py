@@ -1,0 +1,208 @@
+"""Fault F14: a bit flipped anywhere in any message, in both directions, in every mode and on every path."""
+
+import itertools
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable, Container, Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import backhaul
+from backhaul import BackhaulError, ConnectError, Session
+from backhaul_proto.v1 import telemetry_pb2
+from backhaul_runtime.digest import address_of
+from conftest import QUIET_S, RETURNS
+from support.bits import Checkpoint, differing, plainly
+from support.flips import Flips, Kind, on_every_channel
+from support.processes import WorkerProcess
+
+MODES = list(itertools.product(RETURNS, ("default", "bytes"), (False, True)))
+SOME_MODES = [MODES[0], MODES[3], MODES[5], MODES[6]]
+"""In which any two settings meet."""
+
+WARM_STEPS = 4
+MOST_STEPS = 100
+"""A message of some kinds does not pass in every step, or is none of those that are damaged together."""
+AT_ONCE = 8
+"""Messages damaged in a step, where there is no time for a step each."""
+
+SESSIONS = {"OpenSession", "KeepSession", "CloseSession"}
+SAVES = {"PutProgram", "PutTensors", "ShortSaves", "SaveSegment", "ReleaseSegments"}
+ANSWERS = {"Recompute", "Backward", "ShortBackwards", "Ahead", "CollectGradients", "FetchSources", "PutReports"}
+ALL = SESSIONS | SAVES | ANSWERS | {"region"}
+
+Outcomes = Counter[str]
+
+
+class Net(nn.Module):
+    """Segments with short answers, which go ahead and on open streams, and one with a long one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(*size) for size in ((8, 8), (8, 400), (400, 700), (700, 8), (8, 8)))
+
+    def run(self, checkpoint: Checkpoint, x: Tensor, factor: float) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(lambda x, layer=layer: layer(x * factor).tanh(), x)
+        return x.sum()
+
+
+class Steps:
+    """Training steps of a session, each compared with the same step without checkpointing.
+
+    Args:
+        session: Trains.
+        options: Of the checkpointed calls.
+        collects: It accumulates gradients on the worker.
+    """
+
+    def __init__(self, session: Session, *, collects: bool = False, **options: str) -> None:
+        self.session = session
+        self.checkpoint = partial(session.checkpoint, **options)
+        self.net = Net()
+        self.inputs = [torch.randn(2, 8, requires_grad=True), *self.net.parameters()]
+        self.collects = collects
+        self.count = itertools.count()
+
+    def __call__(self) -> str:
+        """Who recomputed, or which error was raised."""
+        with torch.no_grad():
+            for tensor in self.inputs:
+                tensor.add_(torch.randn_like(tensor), alpha=0.01)
+        factor = 1.0 + next(self.count) // 2 / 1024  # another number is another program
+        expected = self.gradients(plainly, factor)
+        before = self.session.report().fallbacks
+        try:
+            found = self.gradients(self.checkpoint, factor)
+        except BackhaulError as error:
+            return type(error).__name__
+        assert differing(found, expected) == []
+        self.session._deliver(telemetry_pb2.TrainerReport())
+        return "the trainer" if self.session.report().fallbacks > before else "the worker"
+
+    def gradients(self, checkpoint: Checkpoint, factor: float) -> list[Tensor]:
+        y = self.net.run(checkpoint, self.inputs[0], factor)
+        if not self.collects or checkpoint is plainly:
+            return list(torch.autograd.grad(y, self.inputs))
+        for tensor in self.inputs:
+            tensor.grad = None
+        y.backward()
+        self.session.collect()
+        return [tensor.grad for tensor in self.inputs]
+
+
+def flipped(flips: Flips, step: Callable[[], str], count: int, at_once: int, methods: Container[str] = ALL) -> Outcomes:
+    """Flips so many bits in messages that a step makes, all kinds in turns, and counts what came of the steps."""
+    before = flips.passed.copy()
+    for _ in range(WARM_STEPS):
+        assert step() == "the worker"
+    met = [(kind, passed) for kind, passed in sorted((flips.passed - before).items()) if kind[1] in methods]
+    kinds, done, outcomes = itertools.cycle(met), flips.flipped.total() + count, Outcomes()
+    for _ in range(MOST_STEPS * count):
+        for kind, passed in itertools.islice(kinds, min(at_once, done - flips.flipped.total())):
+            flips.arm(kind, flips.random.randrange(max(1, passed // WARM_STEPS)))
+        outcomes[step()] += 1
+        flips.disarm()
+        if flips.flipped.total() == done:
+            return outcomes
+    raise AssertionError(f"{done - flips.flipped.total()} flips of {count} did not happen")
+
+
+def while_training(worker: WorkerProcess, flips: Flips, count: int, at_once: int) -> Iterator[Outcomes]:
+    modes = MODES if at_once == 1 else SOME_MODES
+    for returns, check, shares_memory in modes:
+        with (
+            on_every_channel(flips.on_its_way),
+            backhaul.connect(worker.address, silence_s=QUIET_S, shared_memory=shares_memory) as session,
+            flips.in_shared_memory(),
+        ):
+            yield flipped(flips, Steps(session, returns=returns, determinism_check=check), count // len(modes), at_once)
+
+
+def while_accumulating(worker: WorkerProcess, flips: Flips, count: int, at_once: int) -> Iterator[Outcomes]:
+    with (
+        on_every_channel(flips.on_its_way),
+        backhaul.connect(worker.address, silence_s=QUIET_S, accumulate="worker") as session,
+        flips.in_shared_memory(),
+    ):
+        yield flipped(flips, Steps(session, collects=True), count, at_once, ANSWERS | {"ReleaseSegments", "region"})
+
+
+def while_connecting(worker: WorkerProcess, flips: Flips, count: int) -> Iterator[Outcomes]:
+    """Of the messages that a session begins and ends with, one in each session."""
+
+    def step() -> str:
+        try:
+            with backhaul.connect(worker.address, silence_s=QUIET_S, shared_memory=False) as session:
+                steps = Steps(session, returns="gradients")
+                return steps() if steps() == "the worker" else "the trainer"
+        except ConnectError as error:
+            return type(error).__name__
+
+    with on_every_channel(flips.on_its_way):
+        yield flipped(flips, step, count, 1, SESSIONS | {"Ahead"})
+
+
+def while_fetching(worker: WorkerProcess, flips: Flips, count: int) -> Iterator[Outcomes]:
+    """Of what a trainer fetches that has lost another worker."""
+    with (
+        on_every_channel(flips.on_its_way),
+        backhaul.connect(worker.address, silence_s=QUIET_S) as session,
+        flips.in_shared_memory(),
+    ):
+        xs = [torch.randn(size, requires_grad=True) for size in (4, 1 << 19)]
+        held = [session.checkpoint(torch.sin, x) for x in xs]
+        (side,) = session._sides
+        while any(side.uploader.holder_of(address_of(x)) is None for x in xs):
+            session.checkpoint(torch.sin, torch.randn(3, requires_grad=True)).sum().backward()
+
+        def step() -> str:
+            found = [session._fetch(address_of(x)) for x in xs]
+            side._failed = None
+            assert all(f is None or torch.equal(f, x) for f, x in zip(found, xs, strict=True))
+            return "the trainer" if None in found else "the worker"
+
+        yield flipped(flips, step, count, 1, {"FetchSources", "region"})
+        del held
+
+
+def flip_everywhere(
+    worker: WorkerProcess, count: int, at_once: int, caplog: pytest.LogCaptureFixture
+) -> tuple[Counter[Kind], Outcomes]:
+    """Flips so many bits while training, and a quarter of that otherwise. Returns the flips by kind, and what came of
+    the steps.
+    """
+    flips, logged, outcomes = Flips(random.Random(0)), len(worker.logged()), Outcomes()
+    with caplog.at_level(logging.WARNING):
+        for found in itertools.chain(
+            while_training(worker, flips, count, at_once),
+            while_accumulating(worker, flips, count // 8, at_once),
+            while_connecting(worker, flips, count // 16),
+            while_fetching(worker, flips, count // 16),
+        ):
+            outcomes += found
+    unnamed = [record for record in caplog.records if record.levelno >= logging.ERROR or record.exc_info]
+    assert unnamed == []  # neither of ours nor of gRPC's
+    assert "a request failed" not in worker.logged()[logged:]
+    return flips.flipped, outcomes
+
+
+def test_no_flipped_bit_changes_a_gradient(worker: WorkerProcess, caplog: pytest.LogCaptureFixture) -> None:
+    found, outcomes = flip_everywhere(worker, 192, AT_ONCE, caplog)
+    assert found.keys() == set(itertools.product(("up", "down"), ALL))
+    assert outcomes["the worker"] > outcomes.total() / 2
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_ten_thousand_flipped_bits(caplog: pytest.LogCaptureFixture) -> None:
+    with WorkerProcess("--memory", "3GiB") as worker:
+        found, outcomes = flip_everywhere(worker, 8_000, 1, caplog)
+    assert found.total() >= 10_000
+    for (direction, method), count in sorted(found.items()):
+        print(direction, method, count)  # noqa: T201  shown by -s
+    print(dict(outcomes))  # noqa: T201  likewise

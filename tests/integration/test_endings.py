@@ -1,0 +1,242 @@
+"""What happens when an object dies: nothing that waits for a lock, and nothing that Ctrl-C can cut in half."""
+
+import ast
+import gc
+import mmap
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CellType, FrameType, FunctionType, MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from backhaul import Session
+from backhaul._endings import Ending, Endings
+from backhaul._frame import Frame
+from backhaul._remote import SavedSegment, SavedTensors
+from backhaul._unshared import Unshared
+from backhaul_runtime.buffers import Buffers
+from backhaul_runtime.framing import Parcel
+from backhaul_runtime.layout import layout_of
+from backhaul_runtime.shared_memory import LEAST_BYTES, Outbox, Region, make_memory
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("client", "runtime", "server")
+
+
+def segment(session: Session) -> torch.Tensor:
+    weights = [nn.Parameter(torch.randn(16, 16)) for _ in range(3)]
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(torch.tanh(x @ weights[0]) @ weights[1]) @ weights[2]
+
+    y: torch.Tensor = session.checkpoint(fn, torch.randn(16, 16, requires_grad=True) * 1, returns="activations")
+    torch.autograd.grad(y.sum(), [weights[2]], retain_graph=True)  # begins a recomputation and leaves the rest of it
+    return y
+
+
+def of_kind(kind: type) -> Any:
+    (found,) = [o for o in gc.get_objects() if type(o) is kind]
+    return found
+
+
+def a_frame(session: Session) -> tuple[list[Any], Any]:
+    """Also the saved segment and the saved tensors that it holds."""
+    y = segment(session)
+    return [y], of_kind(Frame)
+
+
+def a_watched_input(session: Session) -> tuple[list[Any], Any]:
+    unshared, tensor = Unshared(), torch.ones(2)
+    unshared.watch([(0, tensor)])
+    return [tensor], unshared
+
+
+def a_buffer(session: Session) -> tuple[list[Any], Any]:
+    buffers = Buffers()
+    return [buffers.take(mmap.PAGESIZE)], buffers
+
+
+def a_tensor_in_shared_memory(session: Session) -> tuple[list[Any], Any]:
+    descriptor = make_memory(8 * LEAST_BYTES)
+    outbox, theirs = Outbox(), Region(1, descriptor)
+    outbox.add(Region(1, descriptor))
+    os.close(descriptor)
+    tensor = torch.zeros(LEAST_BYTES, dtype=torch.uint8)
+    place = outbox.put(Parcel.of(tensor))
+    assert place is not None
+    return [theirs.use(place.location(layout_of(tensor)), layout_of(tensor))], theirs
+
+
+DEATHS: dict[str, Callable[[Session], tuple[list[Any], Any]]] = {
+    "client/backhaul/_endings.py: Ending(of, self._put)": a_frame,
+    "client/backhaul/_unshared.py: weakref.ref(tensor, died)": a_watched_input,
+    "runtime/backhaul_runtime/buffers.py: weakref.finalize(array, self._give_back, buffer)": a_buffer,
+    "runtime/backhaul_runtime/shared_memory.py: "
+    "weakref.finalize(raw, self.let_go, location.slot, location.ticket)": a_tensor_in_shared_memory,
+}
+"""All that runs when an object dies, and what makes such an object: holders of it, to be emptied, and what it tells."""
+
+
+def destructors() -> Iterator[str]:
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                where = str(path.relative_to(ROOT))
+                if isinstance(node, ast.FunctionDef) and node.name == "__del__":
+                    yield f"{where}: __del__"
+                elif isinstance(node, ast.Call):
+                    name = ast.unparse(node.func).rsplit(".")[-1]
+                    makes_weak = name in ("ref", "WeakMethod", "Ending", "proxy") and len(node.args) > 1
+                    if makes_weak or name == "finalize":
+                        yield f"{where}: {ast.unparse(node)}"
+
+
+def test_all_that_runs_when_an_object_dies_is_known() -> None:
+    assert sorted(destructors()) == sorted(DEATHS)
+
+
+CONTAINERS = (dict, list, tuple, set, deque, MethodType, CellType)
+
+
+def reachable(start: Any) -> Iterator[Any]:
+    """All that our objects lead to from one of them, also by what their methods close over."""
+    seen: dict[int, Any] = {}
+    todo = [start]
+    while todo:
+        found = todo.pop()
+        if id(found) in seen:
+            continue
+        seen[id(found)] = found
+        yield found
+        if isinstance(found, FunctionType):
+            todo += found.__closure__ or ()
+        elif type(found).__module__.startswith("backhaul") or isinstance(found, CONTAINERS):
+            todo += gc.get_referents(found)
+
+
+LOCKS = (type(threading.Lock()), type(threading.RLock()))
+
+
+@contextmanager
+def all_locks_held(start: Any) -> Iterator[int]:
+    """Another thread holds every lock that can be reached."""
+    locks = [found for found in reachable(start) if isinstance(found, LOCKS)]
+    locks += [found._lock for found in reachable(start) if isinstance(found, threading.Condition)]  # type: ignore[attr-defined]
+    are_held, is_over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held = [lock for lock in locks if lock.acquire(timeout=5)]
+        are_held.set()
+        is_over.wait()
+        for lock in held:
+            lock.release()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    are_held.wait()
+    try:
+        yield len(locks)
+    finally:
+        is_over.set()
+        holder.join()
+
+
+@pytest.mark.parametrize("make", DEATHS.values(), ids=DEATHS.keys())
+def test_what_dies_waits_for_no_lock(make: Callable[[Session], tuple[list[Any], Any]], session: Session) -> None:
+    holders, told = make(session)
+    ended = threading.Event()
+
+    def die() -> None:
+        holders.clear()
+        gc.collect()
+        ended.set()
+
+    with all_locks_held(told) as count:
+        del told
+        dying = threading.Thread(target=die, daemon=True)
+        dying.start()
+        assert ended.wait(30)
+    dying.join()
+    assert count or make is not a_frame
+
+
+@contextmanager
+def interrupted() -> Iterator[None]:
+    """Ctrl-C comes with the first code of ours that runs."""
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        if event == "call" and frame.f_globals.get("__name__", "").startswith("backhaul"):
+            raise KeyboardInterrupt
+        return None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def test_an_interrupt_loses_no_release(session: Session) -> None:
+    y = segment(session)
+    uploader = of_kind(SavedSegment)._uploader
+    assert len(uploader.segments()) == 1
+    assert of_kind(SavedTensors)
+    with interrupted():
+        del y
+        gc.collect()
+    queued: Callable[[], bool] = uploader._queue.empty
+    session.close()
+    assert queued()
+    assert uploader._endings._held == {}
+
+
+def test_an_ending_that_was_called_off_does_not_come() -> None:
+    come: deque[Ending] = deque()
+    endings, owner = Endings(come.append), nn.Identity()
+    endings.take(endings.watch(owner, 1))
+    kept = endings.watch(owner, 2)
+    assert endings.to_come() == [2]
+    del owner
+    assert list(come) == [kept]
+    assert endings.to_come() == []
+    assert endings.take(come.popleft()) == 2
+
+
+def test_an_interrupt_while_a_segment_is_queued_leaves_its_room(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it comes before the segment was put or after."""
+    y = segment(session)
+    uploader = of_kind(SavedSegment)._uploader
+    put = uploader._queue.put
+
+    class Interrupted:
+        get = uploader._queue.get
+        empty = uploader._queue.empty
+        is_put = False
+
+        def put(self, item: object) -> None:
+            if self.is_put:
+                put(item)
+            raise KeyboardInterrupt
+
+    interrupted, queue = Interrupted(), uploader._queue
+    x = torch.randn(16, 16, requires_grad=True)
+    monkeypatch.setattr(uploader, "_queue", interrupted)
+    for number in range(2 * uploader._limit_boundaries):
+        interrupted.is_put = bool(number % 2)
+        with pytest.raises(KeyboardInterrupt):
+            session.checkpoint(lambda x: (x * 2).sin(), x * number)
+    monkeypatch.setattr(uploader, "_queue", queue)
+    session.checkpoint(lambda x: (x * 2).sin(), x * 1, strict=True).sum().backward()
+    assert torch.equal(x.grad, (x.detach() * 2).cos() * 2)
+    del y

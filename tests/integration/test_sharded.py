@@ -1,0 +1,230 @@
+"""FSDP2, torch.distributed.fsdp.fully_shard: gradients are those without checkpointing, and workers recompute."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.functional import gelu
+
+import backhaul
+from backhaul import Decision, Session, unwrap
+from backhaul._upload import Save, Uploader
+from conftest import QUIET_S, RETURNS, settle
+from support.bits import differing
+from support.processes import WorkerProcess
+
+WIDTH, BLOCKS, STEPS = 16, 3, 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return x + scale * self.down(gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, checkpoint: Callable[..., Any] | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.checkpoint = checkpoint
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) if self.checkpoint is None else self.checkpoint(block, x)
+        return x
+
+
+def shard(model: Net) -> Net:
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return model
+
+
+def wrapped(session: Session, checkpoint: Callable[..., Any]) -> Net:
+    model = Net()
+    session.wrap(model, Block, **getattr(checkpoint, "keywords", {}))
+    return shard(model)
+
+
+def wrapped_last(session: Session, checkpoint: Callable[..., Any]) -> Net:
+    model = shard(Net())
+    session.wrap(model, Block, **getattr(checkpoint, "keywords", {}))
+    return model
+
+
+def wrapped_by_torch(_: Session, checkpoint: Callable[..., Any]) -> Net:
+    model = Net()
+    model.blocks = nn.ModuleList(checkpoint_wrapper(block, checkpoint_fn=checkpoint) for block in model.blocks)
+    return shard(model)
+
+
+def called(_: Session, checkpoint: Callable[..., Any]) -> Net:
+    return shard(Net(checkpoint))
+
+
+def called_in_a_partial(_: Session, checkpoint: Callable[..., Any]) -> Net:
+    return shard(Net(lambda block, x: checkpoint(partial(block, scale=1.0), x)))
+
+
+WAYS = [wrapped, wrapped_last, wrapped_by_torch, called, called_in_a_partial]
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def trained(
+    build: Callable[[], Net], steps: int = STEPS, after_forward: Callable[[], None] = lambda: None
+) -> list[Tensor]:
+    """Losses and gradients of steps whose optimizer moves the weights; two backwards in each."""
+    torch.manual_seed(0)
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    found = []
+    for _ in range(steps):
+        for _ in range(2):
+            loss = model(torch.randn(4, WIDTH)).square().mean()
+            after_forward()
+            loss.backward()
+        found += [loss.detach(), *[parameter.grad.to_local().clone() for parameter in model.parameters()]]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("returns", RETURNS)
+@pytest.mark.parametrize("build", WAYS)
+def test_sharded_blocks_are_recomputed_by_a_worker(
+    alone: None, session: Session, build: Callable[..., Net], returns: str
+) -> None:
+    checkpoint = partial(session.checkpoint, returns=returns, strict=True)
+    assert differing(trained(lambda: build(session, checkpoint)), trained(lambda: shard(Net()))) == []
+    (segment,) = session.report().segments
+    assert segment.decisions == {Decision(returns): 2 * STEPS * BLOCKS}
+
+
+@pytest.mark.parametrize("build", [wrapped, called])
+def test_weights_that_are_freed_before_they_are_sent(
+    alone: None, worker: WorkerProcess, build: Callable[..., Net], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is sent before the whole forward has ended."""
+    may_send, send = threading.Event(), Uploader._send
+
+    def late(self: Uploader, save: Save) -> None:
+        assert may_send.wait(30)
+        send(self, save)
+
+    monkeypatch.setattr(Uploader, "_send", late)
+    with backhaul.connect(worker.address, silence_s=QUIET_S, inflight_boundaries=BLOCKS, strict=True) as session:
+        found = trained(lambda: build(session, session.checkpoint), 1, may_send.set)
+        assert session.report().remote == 2 * BLOCKS
+    assert differing(found, trained(lambda: shard(Net()), 1)) == []
+
+
+def test_copies_of_weights_go_once_they_are_sent(alone: None, session: Session) -> None:
+    model = called(session, session.checkpoint)
+    model(torch.randn(4, WIDTH)).sum().backward()  # the first forward makes what stays
+    settle(session)
+    held = len(session.copies._tensors)
+    out = model(torch.randn(4, WIDTH))
+    settle(session)
+    assert len(session.copies._tensors) - held <= BLOCKS  # boundaries, and no weight
+    out.sum().backward()
+
+
+class Around(nn.Module):
+    """Contains a sharded module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.block, self.after = nn.Linear(WIDTH, WIDTH), Block(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.block(self.before(x).sin()).tanh())
+
+
+def test_a_segment_that_contains_a_sharded_module_keeps_its_activations(alone: None, session: Session) -> None:
+    def build(checkpoint: Callable[..., Any] | None) -> Net:
+        model = Net(checkpoint)
+        model.blocks = nn.ModuleList(Around() for _ in range(BLOCKS))
+        for around in model.blocks:
+            fully_shard(around.block)
+        return fully_shard(model)
+
+    assert differing(trained(lambda: build(session.checkpoint)), trained(lambda: build(None))) == []
+    (segment,) = session.report().segments
+    assert segment.decisions[Decision.KEPT] == 2 * STEPS * BLOCKS
+
+
+def test_without_its_worker_a_sharded_segment_is_recomputed_here(alone: None, own_worker: WorkerProcess) -> None:
+    with backhaul.connect(own_worker.address, silence_s=QUIET_S) as session:
+        found = trained(lambda: called(session, session.checkpoint), 1, own_worker.process.kill)
+        assert session.report().fallbacks == 2 * BLOCKS
+    assert differing(found, trained(lambda: shard(Net()), 1)) == []
+
+
+def test_a_weight_that_the_worker_gave_up_is_not_read_here(
+    alone: None, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = called(session, session.checkpoint), torch.randn(4, WIDTH)
+    model(x).sum().backward()
+    settle(session)
+    (side,) = session._sides
+    knows = side.uploader.knows
+    monkeypatch.setattr(side.uploader, "knows", lambda *given: knows(*given) and threading.current_thread() is MAIN)
+    model(x).sum().backward()
+    assert session.report().fallbacks == BLOCKS
+    (reason,) = session.report().segments[0].reasons
+    assert reason.startswith("the worker evicted a parameter that FSDP has freed on the trainer as well")
+
+
+MAIN = threading.main_thread()
+
+
+def test_wrapping_changes_neither_names_nor_what_is_sharded(alone: None, session: Session) -> None:
+    plain, ours = shard(Net()), wrapped(session, session.checkpoint)
+    assert list(ours.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in ours.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert all(isinstance(block, FSDPModule) for block in ours.blocks)
+    assert not isinstance(ours.blocks[0]._checkpoint_wrapped_module, FSDPModule)
+    with pytest.raises(ValueError, match=r"blocks\.0 was sharded after wrap\(\)"):
+        unwrap(ours)
+
+
+def test_forward_is_the_modules_own_again(alone: None, session: Session) -> None:
+    block = shard(Net()).blocks[0]
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        session.checkpoint(block, torch.randn(3, 5))
+    assert "forward" not in vars(block)
+    block.forward = own = lambda x: x * 2
+    x = torch.ones(2, requires_grad=True)
+    session.checkpoint(block, x).sum().backward()
+    assert x.grad.tolist() == [2, 2]
+    assert block.forward is own
+
+
+def test_two_processes(worker: WorkerProcess, tmp_path: Path) -> None:
+    program = Path(__file__).parents[1] / "support/sharded_trainer.py"
+    subprocess.run([sys.executable, program, worker.address, tmp_path], check=True, timeout=100)
+    for rank in ("0", "1"):
+        found = json.loads((tmp_path / rank).read_text())
+        assert found == {way.__name__: [[], 2 * STEPS * BLOCKS] for way in (wrapped, wrapped_by_torch, called)}

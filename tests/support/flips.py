@@ -1,0 +1,136 @@
+"""Messages of a session with a bit flipped on their way, and what became of each flip."""
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import grpc
+import pytest
+
+from backhaul._link import Link
+from backhaul._shared_memory import SharedMemory
+from backhaul_runtime.shared_memory import Outbox, Region
+
+ENDS_BYTES = 256
+"""Half of the flips go so close to the beginning or the end of a message, where its fields are and not its tensors."""
+
+Kind: TypeAlias = tuple[str, str]
+"""Direction and method of a message."""
+
+
+OnItsWay: TypeAlias = Callable[[str, str, bytes], bytes]
+"""Given direction, method and bytes of a message, returns what arrives."""
+
+
+@contextmanager
+def on_every_channel(on_its_way: OnItsWay) -> Iterator[None]:
+    """Messages of sessions that connect meanwhile pass through a function, sealed as they are."""
+    make = Link._channel_to
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Link, "_channel_to", lambda link, target: _Channel(make(link, target), on_its_way))
+        yield
+
+
+@dataclass
+class Flips:
+    """Flips one bit of a message of each kind that it is armed for.
+
+    Attributes:
+        random: Chooses.
+        passed: Messages so far, by kind.
+        flipped: Flips so far, by kind.
+    """
+
+    random: random.Random
+    passed: Counter[Kind] = field(default_factory=Counter)
+    flipped: Counter[Kind] = field(default_factory=Counter)
+    _armed: dict[Kind, int] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def arm(self, kind: Kind, skipped: int = 0) -> None:
+        """The next message of a kind will be damaged, once so many have passed."""
+        with self._lock:
+            self._armed[kind] = skipped
+
+    def disarm(self) -> None:
+        """Damages nothing more."""
+        with self._lock:
+            self._armed.clear()
+
+    def on_its_way(self, direction: str, method: str, data: bytes) -> bytes:
+        """A message as it arrives."""
+        with self._lock:
+            kind = direction, method
+            self.passed[kind] += 1
+            if kind not in self._armed:
+                return data
+            if self._armed[kind]:
+                self._armed[kind] -= 1
+                return data
+            del self._armed[kind]
+            self.flipped[kind] += 1
+            return self._damaged(data)
+
+    def _damaged(self, data: bytes) -> bytes:
+        place = self.random.randrange(len(data))
+        if self.random.random() < 0.5:
+            at = self.random.randrange(min(len(data), ENDS_BYTES))
+            place = self.random.choice([at, len(data) - 1 - at])
+        damaged = bytearray(data)
+        damaged[place] ^= 1 << self.random.randrange(8)
+        return bytes(damaged)
+
+    @contextmanager
+    def in_shared_memory(self) -> Iterator[None]:
+        """Tensors that go through shared memory are messages too, of the method "region"."""
+        put, locate = Outbox.put, SharedMemory._region
+
+        def damaged_up(outbox: Outbox, parcel: Any) -> Any:
+            place = put(outbox, parcel)
+            if place is not None:
+                self._flip_in(place.region, "up", place.begin + parcel.layout.alignment_bytes, parcel.layout.span_bytes)
+            return place
+
+        def damaged_down(memory: SharedMemory, location: Any, layout: Any) -> Region:
+            region = locate(memory, location, layout)
+            self._flip_in(region, "down", location.offset_bytes, layout.span_bytes)
+            return region
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Outbox, "put", damaged_up)
+            patch.setattr(SharedMemory, "_region", damaged_down)
+            yield
+
+    def _flip_in(self, region: Region, direction: str, begin: int, size_bytes: int) -> None:
+        raw = region.raw(begin, size_bytes)
+        flipped = self.on_its_way(direction, "region", raw.tobytes())
+        raw[:] = memoryview(flipped)
+
+
+class _Channel:
+    """A channel whose messages pass through a function."""
+
+    def __init__(self, channel: grpc.Channel, on_its_way: OnItsWay) -> None:
+        self._channel = channel
+        self._on_its_way = on_its_way
+
+    def __getattr__(self, name: str) -> Any:
+        made = getattr(self._channel, name)
+        return self._passing(made) if name.startswith(("unary_", "stream_")) else made
+
+    def _passing(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        on_its_way = self._on_its_way
+
+        def made(path: str, request_serializer: Any, response_deserializer: Any) -> Any:
+            method = path.rpartition("/")[2]
+            return make(
+                path,
+                request_serializer=lambda message: on_its_way("up", method, request_serializer(message)),
+                response_deserializer=lambda data: response_deserializer(on_its_way("down", method, data)),
+            )
+
+        return made

@@ -1,0 +1,96 @@
+"""What ends a run between two of its ops."""
+
+import math
+
+import pytest
+import torch
+
+from backhaul import BackhaulError, DrainingError, ReplayError
+from backhaul_runtime.replay import Replay
+from backhaul_server.worker import bounds
+from backhaul_server.worker.bounds import Bounds
+from support.hostile import chain
+
+NOTHING_SAVED = chain("aten.neg.default", 500, 16)
+ALL_SAVED = chain("aten.sin.default", 500, 16)
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    time = [0.0]
+    monkeypatch.setattr(bounds, "monotonic", lambda: time[0])
+    return time
+
+
+def test_a_run_has_a_deadline_and_the_next_one_another(now: list[float]) -> None:
+    limited = Bounds(5.0)
+    limited.begin(0)
+    now[0] = 5.0
+    limited.check()
+    now[0] = 5.1
+    with pytest.raises(ReplayError, match=r"ended after 5 s: make segments smaller, .* larger --run-limit"):
+        limited.check()
+    limited.begin(0)
+    limited.check()
+
+
+def test_a_run_ahead_ends_for_those_who_wait() -> None:
+    waits = False
+    ahead = Bounds(math.inf)
+    ahead.begin(0, lambda: waits)
+    ahead.check()
+    waits = True
+    with pytest.raises(ReplayError, match="requests wait"):
+        ahead.check()
+    ahead.begin(0)  # one that was asked for
+    ahead.check()
+
+
+def test_what_was_cancelled_stays_so() -> None:
+    cancelled = Bounds(math.inf)
+    cancelled.set(DrainingError("ended"))
+    for _ in range(2):
+        cancelled.begin(0)
+        with pytest.raises(DrainingError):
+            cancelled.check()
+
+
+def test_forward_is_cancelled_between_its_ops() -> None:
+    calls = 0
+
+    def check() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise DrainingError("enough")
+
+    with pytest.raises(DrainingError):
+        Replay(NOTHING_SAVED, [torch.ones(4)], [], keep_saved=False, check=check)
+    assert calls == 3
+
+
+@pytest.mark.parametrize("program", [NOTHING_SAVED, ALL_SAVED], ids=["nothing is saved", "all is saved"])
+def test_backward_is_cancelled_between_its_ops_and_keeps_the_errors_name(program: object) -> None:
+    cancelled = False
+    calls = 0
+
+    def check() -> None:
+        nonlocal calls
+        calls += cancelled
+        if calls == 3:
+            raise DrainingError("enough")
+
+    replay = Replay(program, [torch.ones(4)], [], keep_saved=False, check=check)
+    cancelled = True
+    with pytest.raises(BackhaulError) as caught:
+        replay.backward({0: torch.ones(4)})
+    assert isinstance(caught.value, DrainingError)
+
+
+def test_an_op_that_takes_far_more_memory_than_its_run_fails_alone() -> None:
+    memory = bounds.RunMemory(64 << 20)
+    most = memory.begin(1 << 20)
+    x = torch.ones(1 << 10)
+    with memory.limited(most, torch.get_num_threads()), pytest.raises(RuntimeError, match="memory"):
+        x.repeat(1 << 20)
+    assert x.repeat(1 << 16).sum() == 1 << 26  # 256 MiB, which nothing limits any more
