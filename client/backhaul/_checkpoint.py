@@ -10,38 +10,32 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._C import _DisableTorchDispatch
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
 from backhaul._arguments import Options
-from backhaul._frame import Frame, Handle, RemoteSegment
+from backhaul._cut import find_used, named
+from backhaul._frame import Frame, RemoteSegment
 from backhaul._graft import graft, origin_of
 from backhaul._held import held_elsewhere
 from backhaul._lineage import Copies, Lineage, Recipe
 from backhaul._local import Aids, nesting
+from backhaul._pack import Pack, unpack
 from backhaul._prediction import Beginning
 from backhaul._recipes import mark_given, mark_returned, recipe_of
 from backhaul._report import Journal
-from backhaul._selection import Hooks, Kept, Selection
+from backhaul._selection import Hooks, Selection
 from backhaul._telemetry import CallLog, Telemetry
-from backhaul_runtime.casts import cached_casts
-from backhaul_runtime.digest import content_digest, saved_digest, tensor_address
-from backhaul_runtime.errors import Refusal, SavedTensorModifiedError
-from backhaul_runtime.layout import copy_exact, layout_of, unsupported_reason
+from backhaul_runtime.errors import Refusal
+from backhaul_runtime.layout import layout_of
 from backhaul_runtime.op_list import allowed_ops
-from backhaul_runtime.op_rules import hides_write
-from backhaul_runtime.recorder import FUNCTION_SAVES, Recorder
-from backhaul_runtime.recording import version_of
-from backhaul_runtime.sources import Hold
-from backhaul_runtime.storages import StorageLedger
-from backhaul_runtime.uses import Stage, Use, custom_function, find_casts, find_stages, find_uses
+from backhaul_runtime.recorder import Recorder
 
 
 class Remote(Protocol):
@@ -113,7 +107,7 @@ def _run_segment(
         inside = "its policy chooses what the trainer keeps"
     elif frame.local_reason:
         inside = frame.local_reason
-    pack = _Pack(frame, remote.copies.hold, selection, hooks)
+    pack = Pack(frame, remote.copies.hold, selection, hooks)
     recorder = pack.recorder = Recorder(
         arguments,
         allowed_ops(),
@@ -131,7 +125,7 @@ def _run_segment(
         started = perf_counter()
         nesting.active = True
         try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, _unpack), recorder, context:
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack), recorder, context:
                 returned.append(fn(*args, **kwargs))
         finally:
             nesting.active = False
@@ -189,109 +183,6 @@ def _check_ended(returned: list[Any], options: Options, had_cuda: bool) -> None:
         )
 
 
-class _Pack:
-    """The hook that autograd calls for each tensor it saves.
-
-    Autograd keeps it as long as the handles, so it lets go of the recorder, and with it of the call's tensors.
-
-    Attributes:
-        recorder: Of the call, while it runs.
-        packed_bytes: What autograd saved and nobody keeps, each storage once, leaves not.
-    """
-
-    def __init__(self, frame: Frame, hold: Hold, selection: Selection | None, hooks: Hooks | None) -> None:
-        self._frame = frame
-        self._hold = hold
-        self._selection = selection
-        self._hooks = hooks
-        self.recorder: Recorder | None = None
-        self.packed_bytes = 0
-        self._packed = StorageLedger()
-        self._of_this_op: list[tuple[Handle, Tensor]] = []
-        self._undefined: list[tuple[Kept, Tensor]] = []
-
-    def __call__(self, tensor: Tensor) -> Handle:
-        recorder = self.recorder
-        assert recorder is not None
-        recorder.note_saved(tensor)
-        handle = self._frame.handle(len(recorder.recording.saved) - 1)
-        if self._selection is not None:
-            handle.kept = self._selection.keep(tensor)
-            if handle.kept is not None:
-                self._expect(handle.kept, handle.index, tensor)
-        if handle.kept is not None:
-            return handle
-        if recorder.has_lost_track:
-            handle.kept = self._keep(handle.index, tensor)
-            return handle
-        self._of_this_op.append((handle, tensor))
-        saved = recorder.recording.saved[-1]
-        is_leaf = saved.source >= 0 and recorder.recording.sources[saved.source].is_leaf
-        if not is_leaf:
-            self.packed_bytes += self._packed.add(tensor)
-        return handle
-
-    def op_ended(self, is_recorded: bool) -> None:
-        """Lets go of what the op that ends saved, or keeps it where it can't be recomputed."""
-        if not is_recorded:
-            for handle, tensor in self._of_this_op:
-                handle.kept = self._keep(handle.index, tensor)
-        self._of_this_op.clear()
-        for kept, tensor in self._undefined:
-            layout = layout_of(tensor)
-            kept.digest = saved_digest(layout, content_digest(tensor, layout))
-        self._undefined.clear()
-
-    def let_go(self) -> None:
-        """Lets go of all that belongs to the call, which has ended."""
-        self._undefined.clear()
-        self.recorder = self._selection = self._hooks = None
-        self._of_this_op.clear()
-
-    def _expect(self, kept: Kept, index: int, tensor: Tensor) -> None:
-        """Notes what a tensor that is kept must hold when it is asked for."""
-        assert self.recorder is not None
-        saved = self.recorder.recording.saved[index]
-        kept.digest = saved.noted
-        if saved.is_undefined:  # the op may still write to it, and what was noted is what it reads
-            kept.digest = b""
-            self._undefined.append((kept, tensor))
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        """What an argument holds, for the caller may write to it. Shared with others who keep the same."""
-        layout = layout_of(tensor)
-        address = None if layout.is_on_accelerator else tensor_address(layout, content_digest(tensor, layout))
-        return self._hold(tensor, layout, address)
-
-    def _keep(self, index: int, tensor: Tensor) -> Kept:
-        assert self.recorder is not None
-        is_plain = unsupported_reason(tensor) is None
-        # Neither the recorder nor modes around the call are to see this. Subclasses have to, to stay what they are.
-        with torch._C._DisablePythonDispatcher(), _DisableTorchDispatch() if is_plain else nullcontext():
-            if is_plain and hides_write(self.recorder.op, tensor):
-                tensor = copy_exact(tensor)
-            elif is_plain and self.recorder.sources.is_of_argument(tensor):
-                tensor = self._copy(tensor)
-            version, shape = version_of(tensor), list(tensor.shape) if is_plain else type(tensor).__name__
-
-            def error(found: Tensor) -> Exception:
-                return SavedTensorModifiedError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"a tensor {shape} is at version {version_of(found)}, it was saved at {version}. Without "
-                    "checkpointing this fails too: use the out-of-place op"
-                )
-
-            kept = Kept(tensor.detach(), version, error)
-            self._expect(kept, index, tensor)
-            if self._hooks is not None:
-                kept.pack(*self._hooks)
-        return kept
-
-
-def _unpack(handle: Handle) -> Tensor:
-    return handle.frame.unpack(handle)
-
-
 def _keep(
     remote: Remote,
     frame: Frame,
@@ -306,8 +197,8 @@ def _keep(
     Args:
         remote: Where segments go.
         frame: Of the call, which has ended.
-        recorder: Of it.
-        beginning: Of it.
+        recorder: Recorded the call.
+        beginning: What was sent when the call began.
         returned: What it returned, as the only item.
         needs_inside: Why the trainer needs the graph of its inside, if that is settled.
         forward_s: What the call took.
@@ -323,7 +214,7 @@ def _keep(
     used = None
     try:
         if not needs_inside:
-            used = _used(recorder, edges, outputs, tensors, is_held=is_held)
+            used = find_used(recorder, edges, outputs, tensors, is_held=is_held)
     except Refusal as refusal:
         needs_inside = refusal.reason
     if used is not None:
@@ -335,7 +226,7 @@ def _keep(
     else:
         program = recorder.finish(early_stop=frame.options.early_stop)
         if frame.recording.refusal is not None:
-            frame.keep_here(_named(frame.recording.refusal, outputs, recorder.first_sequence))
+            frame.keep_here(named(frame.recording.refusal, outputs, recorder.first_sequence))
         if not (program.saved_count and frame.is_awaited):
             return returned[0]
         frame.program = program
@@ -418,73 +309,6 @@ def _replaced(value: Any, grafted: Mapping[int, Tensor]) -> Any:
     if all(new is old for new, old in zip(replaced, children, strict=True)):
         return value
     return node.unflatten_fn(replaced, context)
-
-
-def _named(refusal: str, outputs: list[Tensor], first_sequence: int) -> str:
-    """A refusal, with the name of the custom function that it is about if the graph has it."""
-    name = custom_function(outputs, first_sequence) if refusal is FUNCTION_SAVES else ""
-    return f"the custom autograd function {name}" if name else refusal
-
-
-class _Used(NamedTuple):
-    """What takes gradients from a segment.
-
-    Attributes:
-        tensors: The caller's object behind each source, then the casts of sources that autocast shares.
-        casts: The sources that these are of.
-        uses: Of each of the tensors, then of each output, as `find_uses` gives them.
-        stages: As `find_stages` gives them.
-    """
-
-    tensors: list[Tensor]
-    casts: tuple[int, ...]
-    uses: list[list[Use]]
-    stages: list[Stage]
-
-
-def _used(
-    recorder: Recorder,
-    edges: Sequence[GradientEdge | None],
-    outputs: list[Tensor],
-    tensors: list[Tensor],
-    *,
-    is_held: bool,
-) -> _Used:
-    """Finds what takes gradients from a segment. Raises Refusal where the graph of its inside has to stay.
-
-    Args:
-        recorder: Of the call.
-        edges: Of its sources.
-        outputs: What it returned and made, where that requires a gradient.
-        tensors: All that it returned.
-        is_held: An output is held by somebody else than the caller.
-    """
-    if reason := recorder.why_not_cut(outputs):
-        raise Refusal(reason)
-    if not recorder.recording.saved:
-        raise Refusal("autograd saves nothing in it")
-    targets = {(edge.node, edge.output_nr): i for i, edge in enumerate(edges) if edge is not None}
-    taking, casts = list(recorder.sources.tensors), list[int]()
-    if recorder.used_autocast:
-        made = find_casts(outputs, targets, recorder.first_sequence)
-        cached = cached_casts([taking[source] for source in made])
-        for (source, found), cast in zip(made.items(), cached, strict=True):
-            if cast is not None and cast.grad_fn is not None and (cast.grad_fn, cast.output_nr) in found:
-                targets[cast.grad_fn, cast.output_nr] = len(taking)
-                taking.append(cast)
-                casts.append(source)
-    uses = find_uses(outputs, targets, recorder.first_sequence, len(taking))
-    if not any(uses[: len(taking)]) or any(output.grad_fn is None for output in outputs):
-        raise Refusal("no gradient leaves it through what it returns")
-    if recorder.sources.rewrites_autograd():
-        raise Refusal("it changes what tensors from outside depend on")
-    if recorder.shares_storage(outputs, tensors):
-        raise Refusal("an output shares memory with an input, a captured tensor or another output")
-    if is_held or recorder.outlived(outputs):
-        raise Refusal(
-            "a tensor made inside is held elsewhere when it returns, as by a key-value cache (use_cache=True)"
-        )
-    return _Used(taking, tuple(casts), uses, find_stages(outputs, targets, uses))
 
 
 def _runs_plainly() -> bool:

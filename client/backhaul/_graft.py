@@ -29,6 +29,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from backhaul._frame import Frame
 from backhaul_runtime.ambient import is_autocast
+from backhaul_runtime.entries import is_joined, joined
 from backhaul_runtime.layout import with_memory
 from backhaul_runtime.uses import Stage, Use
 
@@ -51,19 +52,6 @@ class _StandIn(torch.autograd.Function):
 def _without_memory(tensor: Tensor) -> Tensor:
     """A tensor of the same dtype, shape and device, all elements of which are one."""
     return torch.empty_strided(tensor.shape, [0] * tensor.dim(), dtype=tensor.dtype, device=tensor.device)
-
-
-class _Output(torch.autograd.Function):
-    """Rule 6."""
-
-    @staticmethod
-    def forward(ctx: Any, of_graft: Tensor, output: tuple[Tensor]) -> Tensor:
-        ctx.set_materialize_grads(False)
-        return output[0].detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> Any:
-        return gradient, None
 
 
 class _Graft(torch.autograd.Function):
@@ -98,7 +86,7 @@ def origin_of(edge: GradientEdge) -> tuple[Frame, int] | None:
     """The frame and the position among its outputs of a tensor that a graft returned, if the frame is still there."""
     graft: Any = edge.node
     number = edge.output_nr
-    if type(edge.node) is _Output._backward_cls:
+    if is_joined(edge.node):
         graft, number = graft.next_functions[0]
     if not isinstance(graft, _GraftNode):
         return None
@@ -119,7 +107,7 @@ def graft(
         frame: Of the segment; from now on autograd holds it.
         outputs: Differentiable, none sharing storage with a source or with another.
         used: The sources, then the casts.
-        uses: Of each of these, then of each output, in the order of `Frame.gradients`.
+        uses: For each of these, then for each output, where the call used it, in the order of `Frame.gradients`.
         stages: At least one.
     """
     assert frame.program is not None
@@ -143,11 +131,12 @@ def graft(
 
 
 def _own_node(of_graft: Tensor, output: Tensor) -> Tensor:
-    found: Tensor = _Output.apply(of_graft, (output,))  # type: ignore[no-untyped-call]
-    assert found.grad_fn is not None
+    """An output with a node of its own (Rule 6)."""
+    made = joined(output, of_graft)
+    assert made.grad_fn is not None
     assert output.grad_fn is not None
-    found.grad_fn._set_sequence_nr(output.grad_fn._sequence_nr())  # type: ignore[attr-defined]
-    return found
+    made.grad_fn._set_sequence_nr(output.grad_fn._sequence_nr())  # type: ignore[attr-defined]
+    return made
 
 
 def _stand_ins(used: Sequence[tuple[Tensor, Use]], *, in_order: bool) -> list[Tensor]:

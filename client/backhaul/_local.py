@@ -1,8 +1,9 @@
 """Recomputation on the trainer, by the program of a segment: where no worker can do it, or none is to."""
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from backhaul_runtime.errors import ReplayError, StaleTensorError, UnsupportedTe
 from backhaul_runtime.program import Program
 from backhaul_runtime.recording import RecordedSource, Recording
 from backhaul_runtime.replay import Contribution, Replay, isolated
+
+logger = logging.getLogger("backhaul")
 
 _WHERE = "on the trainer"
 _VMAP = torch._C._dispatch_key_parse("VmapMode")
@@ -55,10 +58,10 @@ def replay_here(
 
     Args:
         name: Of the segment.
-        program: Of it.
-        recording: Of its forward.
-        values: Of its sources.
-        aids: Of the call.
+        program: What the segment's forward ran.
+        recording: What was recorded of that forward.
+        values: One tensor per source of the program.
+        aids: What the call brought for this.
         keep_saved: As for `Replay`.
         histories: As for `Replay`.
 
@@ -75,40 +78,33 @@ def replay_here(
             "backward has run",
             segment=name,
         ) from error
+
+    def replayed(context: AbstractContextManager[Any] | None) -> Replay:
+        trace: list[str] | None = None if aids.trace is None else []
+        replay = Replay(
+            program,
+            values,
+            recording.generator_states,
+            keep_saved=keep_saved,
+            is_own=True,
+            histories=histories,
+            context=context,
+            trace=trace,
+        )
+        try:
+            check_values(name, _WHERE, recording.saved[: program.saved_count], replay.saved_digests)
+        except CheckpointError as error:
+            if aids.trace is None or trace is None:
+                raise
+            raise with_traces(error, aids.trace, trace) from error
+        return replay
+
     if aids.again is not None:
-        with suppress(ReplayError, CheckpointError):
-            return _replayed(name, program, recording, values, aids, keep_saved, histories, aids.again)
-    return _replayed(name, program, recording, values, aids, keep_saved, histories, aids.context)
-
-
-def _replayed(
-    name: str,
-    program: Program,
-    recording: Recording,
-    values: Sequence[Tensor],
-    aids: Aids,
-    keep_saved: bool,
-    histories: Mapping[int, Tensor] | None,
-    context: AbstractContextManager[Any] | None,
-) -> Replay:
-    trace: list[str] | None = None if aids.trace is None else []
-    replay = Replay(
-        program,
-        values,
-        recording.generator_states,
-        keep_saved=keep_saved,
-        is_own=True,
-        histories=histories,
-        context=context,
-        trace=trace,
-    )
-    try:
-        check_values(name, _WHERE, recording.saved[: program.saved_count], replay.saved_digests)
-    except CheckpointError as error:
-        if aids.trace is None or trace is None:
-            raise
-        raise with_traces(error, aids.trace, trace) from error
-    return replay
+        try:
+            return replayed(aids.again)
+        except (ReplayError, CheckpointError) as error:
+            logger.info("segment %s: all ops run again, as results that its policy kept do not fit: %s", name, error)
+    return replayed(aids.context)
 
 
 def _check_unchanged(name: str, source: RecordedSource) -> None:
@@ -135,11 +131,11 @@ def gradients_here(
 
     Args:
         name: Of the segment.
-        program: Of it.
-        recording: Of its forward.
-        values: Of its sources.
+        program: What the segment's forward ran.
+        recording: What was recorded of that forward.
+        values: One tensor per source of the program.
         gradients: Of the program's outputs, by position.
-        aids: Of the call.
+        aids: What the call brought for this.
         ways: By source, or by output that others follow from, a tensor through which gradients reach it, for a backward
             that is batched or to be differentiated itself. Its values are not read. See `Contribution.source`.
     """

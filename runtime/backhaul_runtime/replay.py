@@ -27,28 +27,29 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from backhaul_runtime import ambient, hostile
 from backhaul_runtime.casts import cached_casts
-from backhaul_runtime.digest import read_digest, saved_digest
-from backhaul_runtime.errors import BackhaulError, ProgramError, Refusal, ReplayError, SavedTensorModifiedError
+from backhaul_runtime.digest import read_digest
+from backhaul_runtime.entries import entry, joined
+from backhaul_runtime.errors import BackhaulError, ProgramError, Refusal, ReplayError
 from backhaul_runtime.footprint import Meter
 from backhaul_runtime.generators import default_generator, drawing_device
-from backhaul_runtime.layout import copy_exact, layout_of, with_memory
+from backhaul_runtime.layout import copy_exact, with_memory
 from backhaul_runtime.op_list import resolve
 from backhaul_runtime.op_rules import (
     ABSOLUTE,
     UNDEFINED_SAVES,
     UNWRITTEN_RESULTS,
-    hides_write,
     rules,
     tensors_in,
     written_tensors,
 )
+from backhaul_runtime.packing import Packing, Saved, unpacking
 from backhaul_runtime.pinned import GivenValues
 from backhaul_runtime.program import GeneratorRef, Node, Program, ResultRef, SourceRef
 from backhaul_runtime.schedule import Footprint
 from backhaul_runtime.sketch import sketches
 from backhaul_runtime.storages import StorageLedger, storage_key
 from backhaul_runtime.trace import described
-from backhaul_runtime.unread import ContentDigests, Digest, digest_of, read
+from backhaul_runtime.unread import read
 from backhaul_runtime.uses import Target, Use, find_casts, find_uses
 
 _CHECKED_NODES = 64
@@ -66,102 +67,6 @@ class Contribution:
 
     source: int
     gradient: Tensor | None
-
-
-class _Entry(torch.autograd.Function):
-    """Makes a value a differentiable non-leaf, as an argument was on the trainer."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: tuple[Tensor]) -> Tensor:
-        return value[0].detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise AssertionError("gradients are taken off before they reach an entry")
-
-
-class _Joined(torch.autograd.Function):
-    """Gives a value the history of another tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, way: Tensor, value: tuple[Tensor]) -> Tensor:
-        ctx.set_materialize_grads(False)
-        return value[0].detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> Any:
-        return gradient, None
-
-
-def _joined(history: Tensor, value: Tensor) -> Tensor:
-    with torch.enable_grad():
-        return _Joined.apply(history, (value,))  # type: ignore[no-any-return, no-untyped-call]
-
-
-class Saved:
-    """A tensor that autograd saved, and the version it had then: hooks turn torch's own check off."""
-
-    __slots__ = ("index", "tensor", "version")
-
-    def __init__(self, index: int, tensor: Tensor) -> None:
-        self.index = index
-        self.tensor = tensor.detach()  # an output would hold the node that saves it, and neither would ever go
-        self.version = tensor._version
-
-    def unpack(self) -> Tensor:
-        """The tensor. Raises SavedTensorModifiedError if an op wrote to it since."""
-        if self.tensor._version != self.version:
-            raise SavedTensorModifiedError(
-                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"saved tensor {self.index} of shape {list(self.tensor.shape)} is at version {self.tensor._version}, "
-                f"it was saved at {self.version}. Without checkpointing this fails too: use the out-of-place op",
-                index=self.index,
-            )
-        return self.tensor
-
-
-class _Packing:
-    """The hook for what autograd saves. The graph keeps it, so it must not lead back to whoever holds the graph.
-
-    Attributes:
-        digests: Of each tensor saved so far.
-        kept: The tensors, if they are to be kept.
-        op: The op that runs.
-        reads: Digest of all it reads, if what it saves may be undefined.
-        reads_sketch: Likewise.
-        wants_sketches: Take sketches of what is saved.
-        sketches: Of each tensor saved so far; empty for parts of sources that nobody writes to.
-    """
-
-    def __init__(self, keep_saved: bool, fixed: Collection[int] | None, meter: Meter | None) -> None:
-        self._keep_saved = keep_saved
-        self._meter = meter
-        self._fixed = fixed or ()
-        self.wants_sketches = fixed is not None
-        self.reads_sketch: tuple[float, ...] = ()
-        self.sketches: list[tuple[float, ...]] = []
-        self.digests: list[Digest] = []
-        self._contents = ContentDigests()
-        self.kept: list[Saved] = []
-        self.op = ""
-        self.reads: bytes | None = None
-
-    def __call__(self, tensor: Tensor) -> Saved:
-        layout = layout_of(tensor)
-        with _DisableTorchDispatch():  # what we ask of tensors is not the business of modes around the ops
-            content = self.reads if self.reads is not None else self._contents.take(tensor, layout)
-            self.digests.append(digest_of(saved_digest, layout, content))
-            if self.wants_sketches:
-                own = () if storage_key(tensor) in self._fixed else sketches([tensor])
-                self.sketches.append(own if self.reads is None else self.reads_sketch)
-            if hides_write(self.op, tensor):
-                tensor = copy_exact(tensor, layout)
-        if self._meter is not None:
-            self._meter.saved(tensor)
-        saved = Saved(len(self.digests) - 1, tensor)
-        if self._keep_saved:
-            self.kept.append(saved)
-        return saved
 
 
 class Replay:
@@ -185,10 +90,8 @@ class Replay:
         watched: Positions of outputs. The last node that writes to each is noted.
 
     Attributes:
+        drawn_from: The generator state of every draw so far, also where none was given.
         footprint: What it takes, if it was measured; copies of sources that are written included.
-
-    Attributes:
-        drawn_from: The generator states, all of them.
 
     Raises:
         ProgramError: An op is not allowed, or the lists do not fit the program.
@@ -211,7 +114,7 @@ class Replay:
         check: Callable[[], None] | None = None,
         watched: Collection[int] = (),
     ) -> None:
-        if len(sources) != len(program.sources) or len(generator_states) != sum(n.draws for n in program.nodes):
+        if len(sources) != len(program.sources) or len(generator_states) != program.draws:
             raise ProgramError(
                 f"a program of {len(program.sources)} sources was given {len(sources)}, with "
                 f"{len(generator_states)} generator states"
@@ -237,7 +140,7 @@ class Replay:
             if not source.is_written
         }
         meter = Meter(self._sources) if is_measured else None
-        self._packing = _Packing(keep_saved, self._lent if wants_sketches else None, meter)
+        self._packing = Packing(keep_saved, self._lent if wants_sketches else None, meter)
         # Taken before the run: where the program writes into a source, its history leads elsewhere afterwards.
         self._targets: dict[Target, int] = {
             get_gradient_edge(tensor)[:2]: index
@@ -247,7 +150,7 @@ class Replay:
         self._trace = trace
         self._watched, self._written = watched, dict[int, tuple[int, int]]()
         self._cuts, self._cut = self._last_written(sources, generator_states), dict[int, Tensor]()
-        with torch.autograd.graph.saved_tensors_hooks(self._packing, _unpacking(check)), context or nullcontext():
+        with torch.autograd.graph.saved_tensors_hooks(self._packing, unpacking(check)), context or nullcontext():
             results = self._run(meter, keeps_modes=context is not None)
         self._outputs = [self._value(ref, results) for ref in program.outputs]
         for position, made in self._cut.items():
@@ -301,7 +204,9 @@ class Replay:
     def _entered(self, number: int, value: Tensor) -> Tensor:
         """What ops use for a source: a tensor without history, or with that of another."""
         history = self._histories.get(number)
-        return entry(value, self._program.sources[number].is_leaf) if history is None else _joined(history, value)
+        if history is None:
+            return entry(value, is_leaf=self._program.sources[number].is_leaf)
+        return joined(value, history)
 
     def _last_written(self, sources: Sequence[Tensor], states: Sequence[bytes]) -> dict[int, int]:
         """By position of each output whose history is given, the last node that makes it or writes to it."""
@@ -325,7 +230,7 @@ class Replay:
         """Lets later ops see an output with the history of another tensor."""
         number = len(self._program.sources) + len(self._program.casts) + position
         made = self._value(self._program.outputs[position], results)
-        cut = _joined(self._histories[number], made)
+        cut = joined(made, self._histories[number])
         for found in results:
             if found is not None:
                 found[:] = [cut if tensor is made else tensor for tensor in found]
@@ -504,18 +409,6 @@ class Replay:
         ]
 
 
-def _unpacking(check: Callable[[], None] | None) -> Callable[[Saved], Tensor]:
-    """The hook that gives backward a saved tensor. The graph keeps it, see `_Packing`."""
-    if check is None:
-        return Saved.unpack
-
-    def unpack(saved: Saved) -> Tensor:
-        check()
-        return saved.unpack()
-
-    return unpack
-
-
 def _check_in_backward(results: Sequence[Tensor], check: Callable[[], None]) -> None:
     """Has the backward of the op that returned these call `check` first."""
     made = next((tensor.grad_fn for tensor in results if tensor.grad_fn is not None), None)
@@ -537,14 +430,6 @@ def _collector(
         return tuple(remaining)
 
     return hook
-
-
-def entry(tensor: Tensor, is_leaf: bool) -> Tensor:
-    """A differentiable tensor that shares the memory of a detached one: a leaf, or as good as some op's result."""
-    if is_leaf:
-        return tensor.requires_grad_()
-    with torch.enable_grad():
-        return _Entry.apply(torch.empty(0, requires_grad=True), (tensor,))  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _last_uses(program: Program) -> dict[int, list[int]]:

@@ -5,7 +5,7 @@ by one, last use first. So a segment returns one contribution per use, in that o
 have. What counts as a use is read off the graph itself: an edge from a node of the call to the node of a source.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -47,13 +47,8 @@ def find_uses(
     """
     uses: list[list[Use]] = [[] for _ in range(target_count + len(outputs))]
     numbers = {**_edges(outputs, target_count), **targets}
-    seen: set[Node] = set()
     stack = [output.grad_fn for output in outputs]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in _each_once(stack):
         if is_custom(node):
             raise Refusal(f"the custom autograd function {name_of(node).removesuffix('Backward')}")
         for index, (following, output_nr) in enumerate(node.next_functions):
@@ -143,11 +138,9 @@ def _reached(output: Tensor, ends: Set[Target]) -> set[Node]:
     """The nodes of a call's graph that an output leads to."""
     reached: set[Node] = set()
     stack = [output.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in reached:
-            reached.add(node)
-            stack += [following for following, number in node.next_functions if (following, number) not in ends]
+    for node in _each_once(stack):
+        reached.add(node)
+        stack += [following for following, number in node.next_functions if (following, number) not in ends]
     return reached
 
 
@@ -158,20 +151,15 @@ def find_casts(
 
     Args:
         outputs: As for `find_uses`.
-        targets: Likewise.
-        first_sequence: Likewise. Older casts are found too: autocast may have made one for an earlier call.
+        targets: As for `find_uses`.
+        first_sequence: As for `find_uses`. Older casts are found too: autocast may have made one for an earlier call.
 
     Returns:
         The casts by the number of what they are of. They can be used as targets.
     """
     found: dict[int, list[Target]] = {}
-    seen: set[Node] = set()
     stack = [output.grad_fn for output in outputs]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in _each_once(stack):
         is_cast = name_of(node) == "ToCopyBackward0"
         for following, output_nr in node.next_functions:
             if following is None:
@@ -191,17 +179,24 @@ def custom_function(outputs: Sequence[Tensor], first_sequence: int) -> str:
         outputs: What the call returned.
         first_sequence: As for `find_uses`.
     """
-    seen: set[Node] = set()
     stack = [output.grad_fn for output in outputs]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen or node._sequence_nr() < first_sequence:
+    for node in _each_once(stack):
+        if node._sequence_nr() < first_sequence:
             continue
         if is_custom(node):
             return name_of(node).removesuffix("Backward")
-        seen.add(node)
         stack += [following for following, _ in node.next_functions]
     return ""
+
+
+def _each_once(stack: list[Node | None]) -> Iterator[Node]:
+    """The nodes on a stack, and those that its user puts there meanwhile, each once."""
+    seen: set[Node] = set()
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
 
 
 def is_custom(node: Node | None) -> bool:

@@ -1,6 +1,5 @@
 """`backhaul demo` as a process that tests start and end."""
 
-import signal
 import subprocess
 import sys
 import threading
@@ -39,7 +38,7 @@ class Demo:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.process.send_signal(signal.SIGINT)
+        self.process.terminate()  # not by SIGINT, which a shell has its background jobs ignore
         self.process.wait(15)
         self._reader.join()
         assert self.process.stdout is not None

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from backhaul import CheckpointError, SavedTensorModifiedError, StaleTensorError
 from backhaul._frame import Frame
-from backhaul_runtime import replay as replaying
 from backhaul_runtime.errors import Refusal
+from backhaul_runtime.packing import Packing, Saved
+from backhaul_runtime.replay import Replay
 from support.loopback import Loopback
 
 
@@ -119,7 +120,7 @@ def test_memory_written_past_torch_never_becomes_a_gradient() -> None:
 @pytest.mark.parametrize("remote", [Loopback, Unreachable])
 def test_nothing_is_left_when_a_step_is_over(block: nn.Module, returns: str, remote: type[Loopback]) -> None:
     gc.collect()
-    left = (replaying.Saved, replaying.Replay, replaying._Packing)
+    left = (Saved, Replay, Packing)
     others = {id(o) for o in gc.get_objects() if type(o) in (Frame, *left)}  # in tracebacks of earlier tests
     gc.disable()
     try:
