@@ -15,8 +15,8 @@ NOTE [Graft]
    the later stage leads to the outputs of the earlier one, so their hooks see what comes from there.
 6. Of several outputs of a stage, each has a node of its own before the graft, with the sequence number of the node that
    made it: so hooks on outputs run in the order they would have.
-7. The graft keeps what a stand-in returned in forward: a tensor without memory, through which a backward that is to be
-   differentiated itself reaches the source.
+7. The graft keeps what a stand-in returned in forward: a tensor without memory of its own, through which a backward
+   that is to be differentiated itself reaches the source.
 """
 
 import weakref
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from backhaul._frame import Frame
@@ -147,11 +147,18 @@ def _stand_ins(used: Sequence[tuple[Tensor, Use]], *, in_order: bool) -> list[Te
     made: dict[int, Tensor] = {}
     for node, group in groups.items():
         group.sort()
-        stand_ins = _StandIn.apply(*[used[place][0] for _, place in group])  # type: ignore[no-untyped-call]
+        tensors = [used[place][0] for _, place in group]
+        if len(group) == 1 and type(tensors[0]) in _PARAMETERS and tensors[0].is_leaf:
+            stand_ins = (torch.ops.aten.alias.default(tensors[0]),)  # the same, but ten times as fast
+        else:
+            stand_ins = _StandIn.apply(*tensors)  # type: ignore[no-untyped-call]
         if node is not None:
             stand_ins[0].grad_fn._set_sequence_nr(node._sequence_nr())
         made |= {place: stand_in for (_, place), stand_in in zip(group, stand_ins, strict=True)}
     return [made[place] for place in range(len(used))]
+
+
+_PARAMETERS = (Tensor, nn.Parameter)
 
 
 def _shows_order(tensor: Tensor) -> bool:

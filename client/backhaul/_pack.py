@@ -62,10 +62,13 @@ class Pack:
 
     def op_ended(self, is_recorded: bool) -> None:
         """Lets go of what the op that ends saved, or keeps it where it can't be recomputed."""
-        if not is_recorded:
-            for handle, tensor in self._of_this_op:
-                handle.kept = self._keep(handle.index, tensor)
-        self._of_this_op.clear()
+        if self._of_this_op:
+            if not is_recorded:
+                for handle, tensor in self._of_this_op:
+                    handle.kept = self._keep(handle.index, tensor)
+            self._of_this_op.clear()
+        if not self._undefined:
+            return
         for kept, tensor in self._undefined:
             layout = layout_of(tensor)
             kept.digest = saved_digest(layout, content_digest(tensor, layout))

@@ -24,7 +24,7 @@ from backhaul_runtime.digest import content_digest, tensor_address
 from backhaul_runtime.errors import UnsupportedTensorError
 from backhaul_runtime.generators import default_generator
 from backhaul_runtime.layout import Layout, layout_of
-from backhaul_runtime.program import Program, is_same
+from backhaul_runtime.program import Program, numbers_in
 from backhaul_runtime.program_codec import address_of_program, encode_program
 from backhaul_runtime.recording import Recording, version_of
 from backhaul_runtime.sources import Hold
@@ -36,9 +36,14 @@ MAX_SITES = 1 << 12
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A program as it travels."""
+    """A program as it travels.
+
+    Attributes:
+        numbers: `numbers_in` the program.
+    """
 
     program: Program
+    numbers: str
     encoded: bytes
     address: bytes
 
@@ -116,9 +121,10 @@ class Site:
         """
         positions = {id(tensor): index for index, tensor in enumerate(arguments)}
         before = self.last
-        if before is None or not is_same(before.program, program):
+        numbers = numbers_in(program)
+        if before is None or before.program != program or before.numbers != numbers:
             encoded = encode_program(program)
-            self.last = Encoded(program, encoded, address_of_program(encoded))
+            self.last = Encoded(program, numbers, encoded, address_of_program(encoded))
         sources = [
             _Source(
                 argument := positions.get(id(tensor), -1),

@@ -137,13 +137,12 @@ class Program:
         return 2 * self.working_bytes + own + NODE_BYTES * len(self.nodes)
 
 
-def is_same(one: Program, other: Program) -> bool:
-    """Whether two programs have the same encoding. `==` alone takes 0.0 for -0.0, and 1 for 1.0 and True."""
-    return one == other and _numbers(one) == _numbers(other)
+def numbers_in(program: Program) -> str:
+    """The numbers in a program, in order, told apart by type and sign.
 
-
-def _numbers(program: Program) -> str:
-    """The numbers in a program, in order, told apart by type and sign. Only those of equal programs can be compared."""
+    Two programs have the same encoding if they are equal and their numbers are, too: `==` alone takes 0.0 for -0.0, and
+    1 for 1.0 and True.
+    """
     numbers: list[Any] = [program.ambient_states]
 
     def visit(value: Any) -> None:

@@ -27,7 +27,9 @@ import socket
 import struct
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeAlias
@@ -116,13 +118,18 @@ class Region:
         self._memory = mmap.mmap(descriptor, self.size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._words = memoryview(self._memory).cast("Q")
         # In place by us, the receiver: its bytes, by slot and ticket. A destructor may let go in the midst of anything,
-        # so what is changed at once is all that changes.
+        # so it takes an entry out and leaves the sum to those who ask for it.
         self._used: dict[tuple[int, int], range] = {}
+        self._let_go = deque[int]()
+        self._used_bytes = 0
 
     @property
     def used_bytes(self) -> int:
-        """Of the tensors in it that this process uses in place."""
-        return sum(map(len, list(self._used.values())))
+        """Of the tensors in it that this process uses in place. To be asked by the thread that calls `use`."""
+        while self._let_go:
+            with suppress(IndexError):  # threads of a trainer, none of which asks, may be here at once
+                self._used_bytes -= self._let_go.popleft()
+        return self._used_bytes
 
     def raw(self, begin: int, size_bytes: int) -> Bytes:
         """A stretch of it, which keeps it mapped."""
@@ -174,6 +181,7 @@ class Region:
         """
         begin = location.offset_bytes
         self._used[location.slot, location.ticket] = range(begin, begin + layout.span_bytes)
+        self._used_bytes = self.used_bytes + layout.span_bytes
         self._words[_WORDS_PER_SLOT * location.slot + 1] = location.ticket | _IN_USE
         raw = self._raw_of(location, layout)
         # Torch keeps the array, which keeps the mapping.
@@ -182,7 +190,9 @@ class Region:
 
     def let_go(self, slot: int, ticket: int) -> None:
         """Gives the slot of a tensor in use back, also before its memory is let go: nobody will read it."""
-        if self._used.pop((slot, ticket), None) is not None:
+        used = self._used.pop((slot, ticket), None)
+        if used is not None:
+            self._let_go.append(len(used))
             self._give_back(slot, ticket)
 
     def copy(self, location: tensor_pb2.Location, layout: Layout) -> Tensor:

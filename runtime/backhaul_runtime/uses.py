@@ -76,7 +76,7 @@ class Stage:
 
     Attributes:
         outputs: Positions of the outputs whose gradients it starts from.
-        nodes: Of the call's graph, those that belong to it.
+        nodes: Those nodes of the call's graph which belong to the stage, at least all that use something.
     """
 
     outputs: tuple[int, ...]
@@ -102,6 +102,8 @@ def find_stages(outputs: Sequence[Tensor], targets: Mapping[Target, int], uses: 
     Raises:
         Refusal: Outputs have a part of their graph in common, and don't lead to the same things.
     """
+    if len(outputs) == 1:
+        return [Stage((0,), {use.node for used in uses for use in used})]
     ends = _edges(outputs).keys() | targets.keys()
     reached = [_reached(output, ends) for output in outputs]
     stage_of = list(range(len(outputs)))

@@ -527,6 +527,8 @@ class Store(Generic[T]):
     def _fits(self, size_bytes: int, *, only_cached: bool = False) -> bool:
         """Whether so many bytes are free, after giving up what Rule 3 lets go, or only cached tensors."""
         free = self._free_bytes
+        if free() >= size_bytes:
+            return True
         while free() < size_bytes and self._cached:
             self._evict(next(iter(self._cached)))
         while free() < size_bytes and self._ready and not only_cached:
