@@ -110,7 +110,7 @@ def crowd() -> Iterator[Crowd]:
             workers[0].tell(training.report([step]))
         dashboard = stack.enter_context(Dashboard(*addresses, options=NO_STORE))
         wait_until(lambda: dashboard.api("segments?limit=1")["total"] == MANY_SEGMENTS, "all segments are known", 60)
-        wait_until(lambda: dashboard.api("overview")["healthy_workers"] == MANY_WORKERS, "all workers are known", 20)
+        wait_until(lambda: dashboard.api("overview")["healthy_workers"] == MANY_WORKERS, "all workers are known")
         for number, worker in enumerate(workers):
             for method in ("Backward", "PutTensors", "SaveSegment"):
                 worker.served(method, [0.001 * (number + 1)] * 5)

@@ -59,10 +59,10 @@ def test_live_numbers_move_while_a_demo_trains(training: Training, open_page: Op
     page = open_page(training.dashboard.url)
     expect(page.locator("#status")).to_have_attribute("data-state", "live")
     rate = page.locator("[data-tile=rate] .figure")
-    wait_until(lambda: rate.inner_text() > "0.1", "steps are told", 40)
+    wait_until(lambda: rate.inner_text() > "0.1", "steps are told")
     recomputed = page.locator("#workers tbody tr:not(.more)").first.locator("td").nth(5)
     before = int(recomputed.inner_text().replace(",", ""))
-    wait_until(lambda: int(recomputed.inner_text().replace(",", "")) > before, "more is recomputed", 20)
+    wait_until(lambda: int(recomputed.inner_text().replace(",", "")) > before, "more is recomputed")
 
 
 def test_the_headline(page: Page, trained: Training) -> None:

@@ -35,7 +35,9 @@ def gradients(session: "backhaul.Session | None") -> list[torch.Tensor]:
 
 def check_honest(worker: WorkerProcess) -> None:
     """A strict session gets the gradients that it gets without a worker, bit for bit."""
-    wait_until(lambda: not worker.telemetry().queued_requests, "what runs has ended", timeout_s=60)
+    wait_until(lambda: not worker.telemetry().queued_requests, "what runs has ended")
+    # Hostile sessions are not closed. What their segments name is held until their leases end.
+    wait_until(lambda: worker.telemetry().memory.segment_bytes < BUDGET_BYTES // 2, "there is room for others")
     with backhaul.connect(worker.address, strict=True, silence_s=QUIET_S) as session:
         assert all(map(torch.equal, gradients(session), gradients(None)))
 
@@ -104,11 +106,11 @@ def test_a_session_names_only_what_it_has_sent_or_been_sent(worker: WorkerProces
             segment_pb2.SaveSegmentRequest(
                 key=thief.key(1), program=thief.program(program), sources=[address], superseded=[address]
             ),
-            timeout=10,
+            timeout=60,
         )
         assert list(answer.missing_tensors) == [address]  # as it is said of one that nobody has
         fetch = segment_pb2.FetchSourcesRequest(session=thief.session, addresses=[address])
-        assert [list(found.tensors.chunks) for found in thief.segments.FetchSources(fetch, timeout=10)] == [[]]
+        assert [list(found.tensors.chunks) for found in thief.segments.FetchSources(fetch, timeout=60)] == [[]]
         assert list(owner.recompute(1))[-1].tensors.chunks[0].data != b""  # what it superseded was not its own
         before = worker.telemetry().memory
         thief.ready(program, torch.tensor([3.0, 1.0, 4.0, 1.0]))
@@ -118,7 +120,7 @@ def test_a_session_names_only_what_it_has_sent_or_been_sent(worker: WorkerProces
         assert taken[1] - taken[0] < 10_000  # the segment itself; the tensor is shared
         for client in (owner, thief):
             request = session_pb2.CloseSessionRequest(session=client.session)
-            client.sessions.CloseSession(request, timeout=10)
+            client.sessions.CloseSession(request, timeout=60)
 
 
 def test_a_backward_of_a_segment_without_outputs_is_refused(worker: WorkerProcess) -> None:
@@ -126,7 +128,7 @@ def test_a_backward_of_a_segment_without_outputs_is_refused(worker: WorkerProces
         no_outputs = replace(chain("aten.sin.default", 1, 16), outputs=())
         (address,) = client.ready(no_outputs, torch.ones(4))
         with pytest.raises(grpc.RpcError) as caught:
-            list(client.segments.Backward(client.backward(1, address), timeout=10))
+            list(client.segments.Backward(client.backward(1, address), timeout=60))
         assert isinstance(error_of(caught.value), ProgramError)
 
 
@@ -136,7 +138,7 @@ def test_telemetry_that_nobody_reads_is_bounded(worker: WorkerProcess) -> None:
         channel = grpc.insecure_channel(way.address, options=OPTIONS)
         client.held += [way, channel]
         services, request = Services(channel), telemetry_pb2.GetTelemetryRequest()
-        services.telemetry.GetTelemetry(request, timeout=10)
+        services.telemetry.GetTelemetry(request, timeout=60)
         reports(client, 1)
         way.is_deaf = True
         unread = [services.telemetry.GetTelemetry.future(request) for _ in range(20)]

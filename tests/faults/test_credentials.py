@@ -90,14 +90,14 @@ def asked(channel: grpc.Channel, path: str, metadata: Metadata) -> grpc.Call:
     kind = getattr(channel, f"{'stream' if is_stream else 'unary'}_{'stream' if answers_stream else 'unary'}")
 
     def never() -> Iterator[bytes]:
-        ended.wait(30)
+        ended.wait(60)
         yield from ()
 
     try:
         multicallable: Any = kind(path)
         request = never() if is_stream else b""
         with pytest.raises(grpc.RpcError) as caught:
-            answer = multicallable(request, timeout=10, metadata=metadata)
+            answer = multicallable(request, timeout=60, metadata=metadata)
             list(answer)
     finally:
         ended.set()
@@ -124,7 +124,7 @@ def test_a_request_that_does_not_show_the_token_is_denied(
 
 @pytest.mark.parametrize("path", [path for path, method in METHODS.items() if not method.client_streaming])
 def test_a_request_that_shows_it_gets_to_the_service(path: str, channel: grpc.Channel, token: str) -> None:
-    call = channel.unary_stream(path)(sealed([]), timeout=10, metadata=(("authorization", f"Bearer {token}"),))
+    call = channel.unary_stream(path)(sealed([]), timeout=60, metadata=(("authorization", f"Bearer {token}"),))
     try:
         list(call)
     except grpc.RpcError:  # an empty request is refused as such
@@ -134,7 +134,7 @@ def test_a_request_that_shows_it_gets_to_the_service(path: str, channel: grpc.Ch
 
 @pytest.mark.parametrize("path", [REFLECTION, "/no.such.Service/Method"])
 def test_there_is_no_reflection_for_anybody(path: str, channel: grpc.Channel, token: str) -> None:
-    call = channel.stream_stream(path)(iter([]), timeout=10, metadata=(("authorization", f"Bearer {token}"),))
+    call = channel.stream_stream(path)(iter([]), timeout=60, metadata=(("authorization", f"Bearer {token}"),))
     with pytest.raises(grpc.RpcError) as caught:
         list(call)
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
@@ -143,15 +143,15 @@ def test_there_is_no_reflection_for_anybody(path: str, channel: grpc.Channel, to
 @pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer wrong"),)])
 def test_probes_need_no_token(metadata: Metadata, channel: grpc.Channel) -> None:
     health, serving = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckResponse.SERVING
-    assert health.Check(health_pb2.HealthCheckRequest(), timeout=10, metadata=metadata).status == serving
-    watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=10, metadata=metadata)
+    assert health.Check(health_pb2.HealthCheckRequest(), timeout=60, metadata=metadata).status == serving
+    watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=60, metadata=metadata)
     assert next(watch).status == serving
     watch.cancel()
 
 
 def test_who_is_denied_learns_of_no_session(guarded: WorkerProcess, channel: grpc.Channel, token: str) -> None:
     request = serialize(session_pb2.KeepSessionRequest(session="guessed"))
-    ask = partial(channel.unary_unary("/backhaul_proto.v1.SessionService/KeepSession"), request, timeout=10)
+    ask = partial(channel.unary_unary("/backhaul_proto.v1.SessionService/KeepSession"), request, timeout=60)
     for metadata, kind in (((), "CredentialError"), (shown("twice", token)[:1], "SessionUnknownError")):
         with pytest.raises(grpc.RpcError) as caught:
             ask(metadata=metadata)

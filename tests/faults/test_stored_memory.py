@@ -177,24 +177,24 @@ def attack(wire: Wire, nodes: tuple[Node, ...]) -> BackhaulError:
     tensors = [*STORED.values(), GIVEN]
     wire.put(*batches(map(parcel, tensors)))
     request = program_pb2.PutProgramRequest(session=wire.session, program=program_of(nodes))
-    address = wire.programs.PutProgram(request, timeout=10).address
+    address = wire.programs.PutProgram(request, timeout=60).address
     key = segment_pb2.OperationKey(session=wire.session, segment=1, backward=1)
     states = [torch.Generator().get_state().numpy().tobytes()] * sum(node.draws for node in nodes)
     saved = wire.segments.SaveSegment(
         segment_pb2.SaveSegmentRequest(
             key=key, program=address, sources=list(map(address_of, tensors)), generator_states=states
         ),
-        timeout=10,
+        timeout=60,
     )
     assert not saved.program_missing
     assert not saved.missing_tensors
     try:
-        error = refused(lambda: list(wire.segments.Recompute(segment_pb2.RecomputeRequest(key=key), timeout=10)))
+        error = refused(lambda: list(wire.segments.Recompute(segment_pb2.RecomputeRequest(key=key), timeout=60)))
         held = fetched(wire, *map(address_of, tensors))  # by address, which is compared
         assert len(held) == len(tensors)
         return error
     finally:
-        wire.segments.ReleaseSegments(segment_pb2.ReleaseSegmentsRequest(keys=[key]), timeout=10)
+        wire.segments.ReleaseSegments(segment_pb2.ReleaseSegmentsRequest(keys=[key]), timeout=60)
 
 
 @pytest.mark.parametrize("nodes", ATTACKS.values(), ids=ATTACKS.keys())

@@ -42,9 +42,9 @@ class Wire:
         self.channel = grpc.insecure_channel(address, options=[("grpc.http2.bdp_probe", 0)])
         services = Services(self.channel)
         sessions = services.sessions
-        opened = sessions.OpenSession(session_pb2.OpenSessionRequest(protocol_version=PROTOCOL_VERSION), timeout=10)
+        opened = sessions.OpenSession(session_pb2.OpenSessionRequest(protocol_version=PROTOCOL_VERSION), timeout=60)
         self.session = opened.session
-        self.close = lambda: sessions.CloseSession(session_pb2.CloseSessionRequest(session=self.session), timeout=10)
+        self.close = lambda: sessions.CloseSession(session_pb2.CloseSessionRequest(session=self.session), timeout=60)
         self.programs, self.tensors, self.segments = services.programs, services.tensors, services.segments
 
     def put(self, *messages: tensor_pb2.TensorBatch, session: str | None = None) -> tensor_pb2.PutTensorsResponse:
@@ -59,12 +59,12 @@ class Wire:
         last = (ResultRef(len(nodes) - 1, 0),)
         program = encode_program(Program((source,), tuple(nodes), (ambient.capture(),), last, saved_count, 0))
         request = program_pb2.PutProgramRequest(session=self.session, program=program)
-        address = self.programs.PutProgram(request, timeout=10).address
+        address = self.programs.PutProgram(request, timeout=60).address
         self.last_program = address
         self.put(*batches([parcel(x)]))
         key = segment_pb2.OperationKey(session=self.session, segment=number, backward=1)
         request = segment_pb2.SaveSegmentRequest(key=key, program=address, sources=[address_of(x)])
-        answer = self.segments.SaveSegment(request, timeout=10)
+        answer = self.segments.SaveSegment(request, timeout=60)
         assert not answer.program_missing
         assert not answer.missing_tensors
         return key
@@ -118,7 +118,7 @@ def test_a_request_without_a_checksum_is_refused_by_name(method: MethodDescripto
     data = GetMessageClass(method.input_type)().SerializeToString()
 
     def answers() -> list[bytes]:
-        found = call(iter([data]) if method.client_streaming else data, timeout=10)
+        found = call(iter([data]) if method.client_streaming else data, timeout=60)
         return list(found) if method.server_streaming else [found]
 
     if method.name in ANSWERED:
@@ -159,7 +159,7 @@ def test_sessions_can_not_be_guessed(session: str, wire: Wire) -> None:
         (wire.segments.SaveSegment, segment_pb2.SaveSegmentRequest(key=key)),
         (wire.segments.ReleaseSegments, segment_pb2.ReleaseSegmentsRequest(keys=[key])),
     ):
-        assert isinstance(refused(call, request, timeout=10), SessionUnknownError)
+        assert isinstance(refused(call, request, timeout=60), SessionUnknownError)
     assert isinstance(refused(wire.put, batch, session=session), SessionUnknownError)
     for call, request in (
         (wire.segments.Backward, segment_pb2.BackwardRequest(key=key)),
@@ -167,7 +167,7 @@ def test_sessions_can_not_be_guessed(session: str, wire: Wire) -> None:
         (wire.segments.CollectGradients, segment_pb2.CollectGradientsRequest(session=session)),
         (wire.segments.FetchSources, segment_pb2.FetchSourcesRequest(session=session)),
     ):
-        assert isinstance(refused(lambda c=call, r=request: next(c(r, timeout=10))), SessionUnknownError)
+        assert isinstance(refused(lambda c=call, r=request: next(c(r, timeout=60))), SessionUnknownError)
 
 
 def test_a_save_on_a_stream_says_what_it_took_and_goes_on(wire: Wire, worker: WorkerProcess) -> None:
@@ -187,7 +187,7 @@ def test_a_save_on_a_stream_says_what_it_took_and_goes_on(wire: Wire, worker: Wo
                 segment_pb2.SaveSegmentRequest(key=key, program=bytes(16), sources=[address], tensors=batch),
             ]
         ),
-        timeout=10,
+        timeout=60,
     )
     said = [
         (answer.refused, list(answer.stored), answer.program_missing, list(answer.missing_tensors))
@@ -210,25 +210,25 @@ def test_a_source_may_be_named_by_the_tensor_that_comes_with_it(wire: Wire) -> N
     (unnamed,) = batches([Parcel.of(x)])
     for sources, missing in (([b""], []), ([b"", b""], [b""])):
         request = segment_pb2.SaveSegmentRequest(key=key, program=program, sources=sources, tensors=unnamed)
-        answer = wire.segments.SaveSegment(request, timeout=10)
+        answer = wire.segments.SaveSegment(request, timeout=60)
         assert list(answer.missing_tensors) == missing
         key.segment += 1
     key.segment = 2
-    found = list(wire.segments.Recompute(segment_pb2.RecomputeRequest(key=key), timeout=10))
+    found = list(wire.segments.Recompute(segment_pb2.RecomputeRequest(key=key), timeout=60))
     assert found[-1].result.saved_digests == [saved_digest(layout_of(x), content_digest(x, layout_of(x)))]
 
 
 def test_a_program_that_is_none_is_refused(wire: Wire) -> None:
     request = program_pb2.PutProgramRequest(session=wire.session, program=b"\xff\xff")
-    assert isinstance(refused(wire.programs.PutProgram, request, timeout=10), ProgramError)
+    assert isinstance(refused(wire.programs.PutProgram, request, timeout=60), ProgramError)
 
 
 def test_released_and_unknown_segments_look_alike(wire: Wire) -> None:
     for number in (1, 1 << 60):
         key = segment_pb2.OperationKey(session=wire.session, segment=number)
-        wire.segments.ReleaseSegments(segment_pb2.ReleaseSegmentsRequest(keys=[key]), timeout=10)
+        wire.segments.ReleaseSegments(segment_pb2.ReleaseSegmentsRequest(keys=[key]), timeout=60)
         error = refused(
-            lambda key=key: next(wire.segments.Recompute(segment_pb2.RecomputeRequest(key=key), timeout=10))
+            lambda key=key: next(wire.segments.Recompute(segment_pb2.RecomputeRequest(key=key), timeout=60))
         )
         assert error.message == f"this worker has no segment {number} of this session"
 
@@ -241,7 +241,7 @@ def test_a_program_that_takes_far_more_than_it_says_fails_alone(own_worker: Work
         program_pb2.PutProgramRequest(session=wire.session, program=program), timeout=10
     ).address
     key = segment_pb2.OperationKey(session=wire.session, segment=1, backward=1)
-    wire.segments.SaveSegment(segment_pb2.SaveSegmentRequest(key=key, program=address), timeout=10)
+    wire.segments.SaveSegment(segment_pb2.SaveSegmentRequest(key=key, program=address), timeout=60)
     error = refused(lambda: list(wire.segments.Recompute(segment_pb2.RecomputeRequest(key=key), timeout=60)))
     assert isinstance(error, backhaul.ReplayError)
     assert own_worker.telemetry().memory.resident_bytes < 1 << 30
@@ -271,7 +271,7 @@ def test_answers_that_are_being_read_are_finished(own_worker: WorkerProcess) -> 
             time.sleep(1.5)  # longer than idle streams are given
         received += sum(len(chunk.data) for chunk in message.tensors.chunks)
     assert received == 5 * x.nbytes
-    assert own_worker.process.wait(10) == 0
+    assert own_worker.process.wait(60) == 0
     wire.channel.close()
 
 
@@ -296,7 +296,7 @@ def test_too_many_answers_at_once_are_refused(wire: Wire) -> None:
     answers, errors = [], []
     for number in range(20):
         key = wire.save(number, chain("aten.tanh.default", 2, x.nbytes), 2, x)
-        answer = wire.segments.Recompute(segment_pb2.RecomputeRequest(key=key, positions=[0, 1]), timeout=30)
+        answer = wire.segments.Recompute(segment_pb2.RecomputeRequest(key=key, positions=[0, 1]), timeout=60)
         answers.append(answer)
         try:
             while not next(answer).HasField("result"):
@@ -312,7 +312,7 @@ def test_too_many_answers_at_once_are_refused(wire: Wire) -> None:
 def fetched(wire: Wire, *addresses: bytes) -> list[torch.Tensor]:
     receiver = Receiver()
     request = segment_pb2.FetchSourcesRequest(session=wire.session, addresses=addresses)
-    for answer in wire.segments.FetchSources(request, timeout=30):
+    for answer in wire.segments.FetchSources(request, timeout=60):
         receiver.add(answer.tensors)
     assert all(address in addresses for address in receiver.addresses())
     return [tensor for _, tensor in receiver.stored()]
@@ -326,7 +326,7 @@ def test_only_what_segments_of_the_session_name_is_fetched(wire: Wire, worker: W
     addresses = [address_of(x), address_of(cached), address_of(others), bytes(16), b"", address_of(x)]
     assert [torch.equal(found, x) for found in fetched(wire, *addresses)] == [True]
     assert fetched(wire) == fetched(wire, *addresses[1:-1]) == []
-    wire.segments.ReleaseSegments(segment_pb2.ReleaseSegmentsRequest(keys=[key]), timeout=10)
+    wire.segments.ReleaseSegments(segment_pb2.ReleaseSegmentsRequest(keys=[key]), timeout=60)
     assert fetched(wire, address_of(x)) == []
     other.close()
     other.channel.close()
@@ -336,12 +336,12 @@ def test_what_is_being_fetched_is_held_until_then_and_counts_as_an_answer(own_wo
     wire, x = Wire(own_worker.address), torch.randn(4 << 20)
     key = wire.save(1, chain("aten.tanh.default", 1, x.nbytes), 1, x)
     request = segment_pb2.FetchSourcesRequest(session=wire.session, addresses=[address_of(x)])
-    answers = [wire.segments.FetchSources(request, timeout=30) for _ in range(16)]
+    answers = [wire.segments.FetchSources(request, timeout=60) for _ in range(16)]
     receivers = [Receiver() for _ in answers]
     for receiver, answer in zip(receivers, answers, strict=True):
         receiver.add(next(answer).tensors)
-    assert isinstance(refused(lambda: next(wire.segments.FetchSources(request, timeout=30))), BudgetError)
-    wire.segments.ReleaseSegments(segment_pb2.ReleaseSegmentsRequest(keys=[key]), timeout=10)
+    assert isinstance(refused(lambda: next(wire.segments.FetchSources(request, timeout=60))), BudgetError)
+    wire.segments.ReleaseSegments(segment_pb2.ReleaseSegmentsRequest(keys=[key]), timeout=60)
     assert own_worker.telemetry().memory.segment_bytes >= x.nbytes
     for message in answers.pop():
         receivers[-1].add(message.tensors)
@@ -383,10 +383,10 @@ def test_a_short_cut_answers_what_is_short_and_leaves_the_rest_to_the_call(wire:
     small, large = torch.randn(4, requires_grad=True), torch.randn(1 << 19, requires_grad=True)
     unknown = segment_pb2.BackwardRequest(key=segment_pb2.OperationKey(session=wire.session, segment=99))
     requests = [unknown, backward(1, small.detach()), backward(2, large.detach())]
-    _, short, empty = answers = list(wire.segments.ShortBackwards(iter(requests), timeout=30))
+    _, short, empty = answers = list(wire.segments.ShortBackwards(iter(requests), timeout=60))
     assert [answer.HasField("result") for answer in answers] == [False, True, False]
     assert [field.name for field, _ in empty.ListFields()] == ["checksum"]
-    called = wire.segments.Backward(requests[2], timeout=30)
+    called = wire.segments.Backward(requests[2], timeout=60)
     for x, found in ((small, [short]), (large, called)):
         receiver = Receiver()
         for answer in found:
@@ -396,9 +396,9 @@ def test_a_short_cut_answers_what_is_short_and_leaves_the_rest_to_the_call(wire:
 
 def test_what_comes_ahead_ends_with_its_session_and_with_another_that_asks(wire: Wire) -> None:
     request = segment_pb2.AheadRequest(session=wire.session)
-    calls = [wire.segments.Ahead(request, timeout=30) for _ in range(2)]
+    calls = [wire.segments.Ahead(request, timeout=60) for _ in range(2)]
     wait_until(lambda: [call.done() for call in calls].count(True) == 1, "one makes way for the other")
-    assert list(wire.segments.Ahead(segment_pb2.AheadRequest(session="nobody's"), timeout=30)) == []
+    assert list(wire.segments.Ahead(segment_pb2.AheadRequest(session="nobody's"), timeout=60)) == []
     wire.close()
     assert [list(call) for call in calls] == [[], []]
 
@@ -411,7 +411,7 @@ def test_half_an_upload_is_not_waited_for_longer_than_a_lease() -> None:
 
     with WorkerProcess("--lease", "1") as worker:
         wire = Wire(worker.address)
-        error = refused(wire.tensors.PutTensors, halted(), timeout=20)
+        error = refused(wire.tensors.PutTensors, halted(), timeout=60)
         assert isinstance(error, TransferError | SessionUnknownError)
         assert worker.telemetry().memory.cached_bytes == 0
         wire.channel.close()

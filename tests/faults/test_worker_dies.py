@@ -204,7 +204,7 @@ def test_an_embedded_worker_that_dies_is_started_again(caplog: pytest.LogCapture
         assert session._embedded is not None
         first = session._embedded.pid
         train_through(session, "gradients", "backward", lambda: os.kill(first, signal.SIGKILL))
-        wait_until(lambda: session._sides[0].link.up is not None, "a new worker is up", timeout_s=30)
+        wait_until(lambda: session._sides[0].link.up is not None, "a new worker is up")
         assert session._embedded.pid not in {None, first}
         before = session.report()
         assert before.fallbacks > 0
@@ -224,7 +224,7 @@ def test_a_worker_started_anew_at_the_same_address_is_a_new_one() -> None:
         y = session.checkpoint(linear, x, returns="gradients")
         first.kill()
         with WorkerProcess(listen=first.address):
-            wait_until(lambda: session._sides[0].link.up is not None, "the new worker is found", timeout_s=30)
+            wait_until(lambda: session._sides[0].link.up is not None, "the new worker is found")
             y.sum().backward()
             assert torch.equal(x.grad, torch.autograd.grad(linear(x).sum(), x)[0])
             assert (session.report().remote, session.report().fallbacks) == (0, 1)

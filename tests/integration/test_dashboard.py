@@ -27,7 +27,7 @@ def dashboard(worker: WorkerProcess) -> Iterator[Dashboard]:
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "backhaul", "dashboard", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 def train(session: Session, steps: int) -> None:

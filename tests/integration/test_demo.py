@@ -77,7 +77,7 @@ def test_it_shows_its_dashboard_and_serves_until_it_is_stopped() -> None:
     assert worker["state"] == "serving"
     assert len(children) == 2
     process.terminate()
-    process.communicate(timeout=30)
+    process.communicate(timeout=60)
     wait_until(lambda: not any(path.exists() for path in children), "worker and dashboard end")
     assert process.returncode == 130
 

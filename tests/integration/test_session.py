@@ -313,7 +313,7 @@ def test_the_child_of_a_fork_trains_without_the_session(session: Session) -> Non
     results = context.SimpleQueue()
     child = context.Process(target=_train_in_child, args=(session, results))
     child.start()
-    child.join(30)
+    child.join(60)
     assert results.get() == (True, 1)
     assert child.exitcode == 0
     compared(session)

@@ -190,13 +190,13 @@ def test_a_terminal_is_refreshed_and_left_as_it_was(fake: FakeWorker, number: si
     files = open_files()
     terminal = Terminal(fake.address)
     try:
-        wait_until(lambda: terminal.shows(fake.address) and terminal.shows("serving"), "the worker is shown", 30)
+        wait_until(lambda: terminal.shows(fake.address) and terminal.shows("serving"), "the worker is shown")
         with fake.lock:
             fake.telemetry.draining = True
         wait_until(lambda: terminal.shows("draining"), "it is shown again")
         fake.hung.set()  # what is asked for at that moment does not hold it up
         terminal.process.send_signal(number)
-        assert terminal.process.wait(2) == 0
+        assert terminal.process.wait(60) == 0
         assert terminal.shows("\x1b[?25h") and terminal.shows("\x1b[?1049l")  # the cursor, and the screen as it was
     finally:
         terminal.close()

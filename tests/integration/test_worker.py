@@ -135,7 +135,7 @@ def test_it_ends_also_while_it_starts(number: signal.Signals) -> None:
 
 def serving_again(worker: WorkerProcess, before: int) -> None:
     """Waits until the supervisor has another process that serves."""
-    wait_until(lambda: worker.serving() not in {0, before}, "another process is started", timeout_s=30)
+    wait_until(lambda: worker.serving() not in {0, before}, "another process is started")
     assert not worker.telemetry().draining
 
 

@@ -117,7 +117,7 @@ def running(command: list[str]) -> Iterator[None]:
         finally:
             process.terminate()
             try:
-                process.wait(10)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
                 raise
@@ -131,7 +131,7 @@ def scraping(worker: WorkerProcess, folder: Path) -> Iterator[Scraped]:
         configuration = configured(folder, dashboard.url.removeprefix("http://"), token)
         server = [program("prometheus"), f"--config.file={configuration}", f"--storage.tsdb.path={folder / 'data'}"]
         with running([*server, f"--web.listen-address={address}", "--log.level=warn"]):
-            wait_until(lambda: answers(f"http://{address}/-/ready"), "Prometheus is up", 30)
+            wait_until(lambda: answers(f"http://{address}/-/ready"), "Prometheus is up")
             yield Scraped(f"http://{address}", dashboard.url, worker.address)
 
 
@@ -146,7 +146,7 @@ def answers(url: str) -> bool:
 def scraped(worker: WorkerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
     """For tests that change nothing of it."""
     with scraping(worker, tmp_path_factory.mktemp("prometheus")) as found:
-        wait_until(lambda: found.value("backhaul_worker_up") == 1, "it is scraped", 30)
+        wait_until(lambda: found.value("backhaul_worker_up") == 1, "it is scraped")
         yield found
 
 
@@ -174,11 +174,11 @@ def test_prometheus_understands_each_query_of_the_grafana_dashboard(scraped: Scr
 
 def test_a_worker_that_dies_is_an_alert(own_worker: WorkerProcess, tmp_path: Path) -> None:
     with scraping(own_worker, tmp_path) as scraped:
-        wait_until(lambda: scraped.value("backhaul_worker_up") == 1, "it is scraped", 30)
+        wait_until(lambda: scraped.value("backhaul_worker_up") == 1, "it is scraped")
         own_worker.end()
 
         def alerts() -> dict[str, str]:
             return {found["labels"]["alertname"]: found["state"] for found in scraped.ask("alerts")["alerts"]}
 
-        wait_until(lambda: alerts() == {"WorkerUnreachable": "pending"}, "it is pending", 30)
+        wait_until(lambda: alerts() == {"WorkerUnreachable": "pending"}, "it is pending")
         wait_until(lambda: alerts() == {"WorkerUnreachable": "firing"}, "it fires", 60)

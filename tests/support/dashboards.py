@@ -36,7 +36,7 @@ class Dashboard:
         )
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().rpartition(" ")[2].strip()
-        self._client = httpx.Client(base_url=self.url, timeout=10)
+        self._client = httpx.Client(base_url=self.url, timeout=60)
 
     def get(self, path: str) -> httpx.Response:
         return self._client.get(path)
@@ -56,7 +56,7 @@ class Dashboard:
 
     def live(self) -> Iterator[Any]:
         """Events as they come."""
-        with httpx.stream("GET", f"{self.url}/api/v1/live", timeout=10) as stream:
+        with httpx.stream("GET", f"{self.url}/api/v1/live", timeout=60) as stream:
             for line in stream.iter_lines():
                 if line.startswith("data: "):
                     yield json.loads(line.removeprefix("data: "), parse_constant=_refuse)
@@ -73,7 +73,7 @@ class Dashboard:
         assert self.process.stdout is not None
         self.process.stdout.close()
         try:
-            assert self.process.wait(10) in {0, -signal.SIGTERM}
+            assert self.process.wait(60) in {0, -signal.SIGTERM}
         finally:
             self.process.kill()
             self.process.wait()

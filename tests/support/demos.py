@@ -39,7 +39,7 @@ class Demo:
 
     def __exit__(self, *exception: object) -> None:
         self.process.terminate()  # not by SIGINT, which a shell has its background jobs ignore
-        self.process.wait(15)
+        self.process.wait(60)
         self._reader.join()
         assert self.process.stdout is not None
         self.process.stdout.close()

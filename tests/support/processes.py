@@ -83,7 +83,7 @@ class WorkerProcess:
             answer.reports.extend(reports)
             return answer
 
-    def end(self, timeout_s: float = 15) -> str:
+    def end(self, timeout_s: float = 60) -> str:
         """SIGTERM; returns what it logged."""
         self.process.terminate()
         try:

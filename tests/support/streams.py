@@ -12,7 +12,7 @@ import torch
 from backhaul_runtime import staging
 from backhaul_runtime.layout import Layout
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class FakeStream:
