@@ -92,7 +92,7 @@ class Watch:
         """The worker did something: a message came, or one of ours was taken. Called by any thread."""
         self._signs += 1
 
-    def wait(self, future: "Future[T]", check: Callable[[], None] = lambda: None) -> T:
+    def wait(self, future: "Future[T]", check: Callable[[], object] = lambda: None) -> T:
         """The future's result. Raises WorkerLostError after too much silence, and what `check` raises (Rule 1)."""
         if future.done():
             return future.result()
@@ -136,7 +136,13 @@ def close_channel(channel: grpc.Channel) -> None:
 
 
 def call_unary(
-    method: Any, request: Any, silence_s: float, watch: Watch | None = None, *, wait_for_ready: bool = False
+    method: Any,
+    request: Any,
+    silence_s: float,
+    watch: Watch | None = None,
+    *,
+    wait_for_ready: bool = False,
+    check: Callable[[], object] = lambda: None,
 ) -> Any:
     """One answer to a message, or to a stream of them whose progress counts as a sign of life.
 
@@ -146,22 +152,30 @@ def call_unary(
         silence_s: See NOTE [Bounds].
         watch: Counts the signs of life of a stream.
         wait_for_ready: Wait for the connection instead of failing while there is none.
+        check: Called every SLICE_S seconds while the answer is awaited. What it raises ends the call.
     """
     try:
-        return _called(method, request, silence_s, watch, wait_for_ready)
+        return _called(method, request, silence_s, watch, wait_for_ready, check)
     except (TransferError, WorkerLostError) as error:
         if not isinstance(request, Message) or not is_damage(error):
             raise
-    return _called(method, request, silence_s, watch, wait_for_ready)
+    return _called(method, request, silence_s, watch, wait_for_ready, check)
 
 
-def _called(method: Any, request: Any, silence_s: float, watch: Watch | None, wait_for_ready: bool) -> Any:
+def _called(
+    method: Any,
+    request: Any,
+    silence_s: float,
+    watch: Watch | None,
+    wait_for_ready: bool,
+    check: Callable[[], object],
+) -> Any:
     try:
         future = method.future(request, timeout=LONGEST_S, wait_for_ready=wait_for_ready)
     except ValueError:
         raise closed_error() from None
     try:
-        answer = (watch or Watch(silence_s)).wait(future)
+        answer = (watch or Watch(silence_s)).wait(future, check)
     except grpc.RpcError as error:
         raise error_of(error) from None
     except grpc.FutureCancelledError:

@@ -365,11 +365,11 @@ class Link:
             address=self.name,
         )
 
-    def _ask(self, generation: Generation, silence_s: float = 0.0) -> None:
+    def _ask(self, generation: Generation, silence_s: float = 0.0, check: Callable[[], object] = lambda: None) -> None:
         request = session_pb2.KeepSessionRequest(session=generation.session, drift=self.drift)
         method = self._stubs.sessions.KeepSession
         asked_at_s = time()
-        answer = call_unary(method, request, silence_s or self.silence_s, wait_for_ready=True)
+        answer = call_unary(method, request, silence_s or self.silence_s, wait_for_ready=True, check=check)
         self._clock.compare(asked_at_s, answer.clock_s, time())
         self._draining = answer.draining
 
@@ -412,7 +412,8 @@ class Link:
         address = self._find()
         if generation is not None:
             try:
-                self._ask(generation)
+                # The connection ends before the process does: a worker of our own may be found dead only now.
+                self._ask(generation, check=self._find)
                 self._up = True
             except (SessionUnknownError, CredentialError) as error:  # Rules 2 and 4
                 self._down(error.message)

@@ -84,6 +84,7 @@ def encode_layout(layout: Layout) -> tensor_pb2.TensorSpec:
 
 def decode_layout(spec: tensor_pb2.TensorSpec) -> Layout:
     """The layout a message describes. Raises TransferError for one that no tensor can have."""
+    spec.DiscardUnknownFields()  # the encoding is kept
     return _decoded(spec.SerializeToString())
 
 

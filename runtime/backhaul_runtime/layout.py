@@ -168,6 +168,7 @@ def check_layout(layout: Layout) -> None:
         (f"more than {MAX_RANK} dimensions", len(layout.shape) > MAX_RANK),
         ("a negative size or stride", min((*layout.shape, *layout.strides), default=0) < 0),
         ("a quantized dtype", layout.dtype in _QUANTIZED),
+        ("a device that torch does not have", layout.device not in _DEVICES),
         ("an address that does not fit the dtype", layout.alignment_bytes % layout.dtype.itemsize != 0),
         (f"an alignment of {ALIGNMENT_BYTES} or more", layout.alignment_bytes >= ALIGNMENT_BYTES),
         ("a conjugate bit without a complex dtype", layout.conjugate and not layout.dtype.is_complex),
@@ -177,6 +178,9 @@ def check_layout(layout: Layout) -> None:
     if layout.span_bytes > MAX_SPAN_BYTES or math.prod(layout.shape) * layout.dtype.itemsize > MAX_SPAN_BYTES:
         raise TransferError(f"a tensor is declared with more than 2**62 bytes: {layout}")
 
+
+_DEVICES = {"cpu", "cuda", "mps", "xpu", "mtia", "hpu", "npu", "xla", "privateuseone"}
+"""Kinds of devices with tensors that have memory. A trainer's may be any of them."""
 
 _QUANTIZED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 

@@ -88,6 +88,7 @@ def decode_state(message: program_pb2.AmbientState) -> ambient.State:
     settings = message.settings
     if len(settings) > MAX_SETTINGS or any(len(settings[name].text) > MAX_SETTING for name in settings):
         raise ProgramError(f"more than {MAX_SETTINGS} ambient settings, or one of more than {MAX_SETTING} characters")
+    message.DiscardUnknownFields()  # the encoding is kept
     return _decoded_state(message.SerializeToString(deterministic=True))
 
 

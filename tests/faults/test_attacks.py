@@ -1,7 +1,10 @@
 """What a client that holds the token can do to a worker: nothing that lasts, and nothing to others."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import pytest
@@ -9,9 +12,11 @@ import torch
 from torch import nn
 
 import backhaul
-from backhaul import ProgramError
+from backhaul import LimitError, ProgramError
 from backhaul._calls import error_of
 from backhaul_proto.v1 import segment_pb2, session_pb2, telemetry_pb2
+from backhaul_server.worker.limits import UNNAMED_STREAMS
+from backhaul_server.worker.segments import ReadProgram, is_same
 from conftest import QUIET_S, wait_until
 from support.fuzz import Fuzzer
 from support.hostile import ATTACKS, MIB, OPTIONS, Hostile, Memory, Stalled, chain, reports
@@ -121,6 +126,38 @@ def test_a_session_names_only_what_it_has_sent_or_been_sent(worker: WorkerProces
         for client in (owner, thief):
             request = session_pb2.CloseSessionRequest(session=client.session)
             client.sessions.CloseSession(request, timeout=60)
+
+
+def test_tensors_and_programs_of_one_address_are_compared_bit_by_bit() -> None:
+    x = torch.tensor([0.0, float("nan")])
+    program = chain("aten.sin.default", 1, 16)
+    assert is_same(x, x.clone())
+    assert not is_same(x, torch.tensor([-0.0, float("nan")]))
+    assert not is_same(x, x.view(1, 2))
+    assert is_same(ReadProgram(program, b"1"), ReadProgram(program, b"1"))
+    assert not is_same(ReadProgram(program, b"1"), ReadProgram(program, b"2"))
+    assert not is_same(x, ReadProgram(program, b"1"))
+
+
+def test_streams_that_name_no_session_are_bounded(worker: WorkerProcess) -> None:
+    ended = threading.Event()
+
+    def nothing() -> Iterator[Any]:
+        ended.wait(60)
+        yield from ()
+
+    with ExitStack() as opened:
+        found = []
+        for _ in range(3):  # of one connection gRPC takes 32
+            client = opened.enter_context(Hostile(worker.address))
+            found += [client.segments.ShortSaves(nothing()) for _ in range(30)]
+        opened.callback(ended.set)
+
+        def refused() -> list[Any]:
+            return [call for call in found if call.done()]
+
+        wait_until(lambda: len(refused()) == len(found) - UNNAMED_STREAMS.most, "what is too much is refused")
+        assert all(isinstance(error_of(call), LimitError) for call in refused())
 
 
 def test_a_backward_of_a_segment_without_outputs_is_refused(worker: WorkerProcess) -> None:

@@ -149,6 +149,14 @@ def test_probes_need_no_token(metadata: Metadata, channel: grpc.Channel) -> None
     watch.cancel()
 
 
+def test_probes_with_long_names_are_ended(channel: grpc.Channel) -> None:
+    health, request = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest(service="a" * 300)
+    for call in (lambda: health.Check(request, timeout=60), lambda: next(health.Watch(request, timeout=60))):
+        with pytest.raises(grpc.RpcError) as caught:
+            call()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 def test_who_is_denied_learns_of_no_session(guarded: WorkerProcess, channel: grpc.Channel, token: str) -> None:
     request = serialize(session_pb2.KeepSessionRequest(session="guessed"))
     ask = partial(channel.unary_unary("/backhaul_proto.v1.SessionService/KeepSession"), request, timeout=60)

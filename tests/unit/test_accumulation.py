@@ -107,6 +107,19 @@ def test_what_was_released_does_not_count() -> None:
     with_sums(test)
 
 
+def test_gradients_of_other_shapes_are_not_broadcast() -> None:
+    async def test(sums: Sums, store: Store[Tensor]) -> None:
+        for number, shape in enumerate([(SIZE, 1), (1, SIZE)], 1):
+            gradient = torch.ones(shape)
+            sums.keep(number, 1, Keep({0: 7}, 0), finished(gradient), [gradient])
+        sums.commit(1, 1, [(1, 1), (2, 1)])
+        with pytest.raises(SegmentUnknownError):
+            await collected(sums, 1, 2)
+        assert store.usage().results < 5 * SUM_BYTES + 3 * 4 * SIZE
+
+    with_sums(test)
+
+
 def test_a_round_drops_the_one_before() -> None:
     async def test(sums: Sums, store: Store[Tensor]) -> None:
         a, b, c = values(3)

@@ -10,7 +10,7 @@ from backhaul import TransferError, UnsupportedTensorError
 from backhaul_proto.v1 import tensor_pb2
 from backhaul_runtime.bundle import bundle, decode_view, encode_view, unbundle
 from backhaul_runtime.digest import address_of, content_digest
-from backhaul_runtime.framing import Parcel, Receiver, batches, encode_layout
+from backhaul_runtime.framing import Parcel, Receiver, batches, decode_layout, encode_layout
 from backhaul_runtime.layout import _DTYPES, _QUANTIZED, Layout, copy_exact, layout_of
 from backhaul_runtime.protocol import CHUNK_BYTES
 from backhaul_runtime.splicing import deserializer, encode_all
@@ -132,6 +132,7 @@ BAD = {
     ),
     "alignment off the dtype": lambda b: setattr(b.declarations[0].spec, "alignment_bytes", 2),
     "alignment of 64": lambda b: setattr(b.declarations[0].spec, "alignment_bytes", 64),
+    "device that torch does not have": lambda b: setattr(b.declarations[0].spec, "device", "x" * 100_000),
     "conjugate reals": lambda b: setattr(b.declarations[0].spec, "conjugate", True),
 }
 
@@ -142,6 +143,14 @@ def test_what_contradicts_itself_is_refused(change: Callable[[tensor_pb2.TensorB
         receiver = Receiver()
         receiver.add(damaged(change))
         receiver.tensors()
+
+
+def test_what_a_layout_holds_beside_it_is_not_kept() -> None:
+    plain_spec = encode_layout(layout_of(torch.ones(2)))
+    spec = tensor_pb2.TensorSpec.FromString(plain_spec.SerializeToString() + b"\xc2\x3e\x7d" + bytes(125))
+    assert spec.ByteSize() > plain_spec.ByteSize() + 125
+    decode_layout(spec)
+    assert spec.SerializeToString() == plain_spec.SerializeToString()  # which is the key of a cache
 
 
 def test_memory_is_asked_for_before_it_is_taken() -> None:

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backhaul import BudgetError
+from backhaul import BudgetError, TransferError
 from backhaul_server.worker.store import ENTRY_BYTES, OWNER_BYTES, Store
 
 OWNER = "a session"
@@ -34,6 +34,19 @@ def test_transient_tensors_go_with_their_last_segment() -> None:
     store.detach("t")
     assert store.missing(OWNER, [b"x"]) == [b"x"]
     assert store.usage().cached == 0
+
+
+def test_nobody_is_given_what_another_made_to_collide() -> None:
+    store = filled(2000, a=10)
+    store.expect(10)
+    with pytest.raises(TransferError, match="another session"):
+        store.arrived("another", b"a", "forged", 10)
+    store.cache("another", b"a", "forged", 10)
+    assert store.missing("another", [b"a"]) == [b"a"]
+    assert (store.value(b"a"), store.usage().cached) == ("a", 10)
+    store.expect(10)
+    store.arrived("another", b"a", "a", 10)
+    assert store.missing("another", [b"a"]) == []
 
 
 def test_oldest_cached_tensors_give_way() -> None:

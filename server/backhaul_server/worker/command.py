@@ -89,6 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     if not config.parent and not config.supervisor:
         return supervise(config.address, partial(command_of, arguments))
+    # What kernels warn of goes past `logging` to standard error, once for each op of whoever's program.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from backhaul_server.worker.main import serve
 
     return serve(config)

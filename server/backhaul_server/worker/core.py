@@ -27,10 +27,18 @@ from backhaul_server.worker.bounds import Bounds, RunMemory
 from backhaul_server.worker.config import RUN_LIMIT_S
 from backhaul_server.worker.fair_queue import Job
 from backhaul_server.worker.heap import return_freed_memory
-from backhaul_server.worker.limits import ALL_SEGMENTS, ALL_STREAMS, SEGMENTS, SESSIONS, STREAMS
+from backhaul_server.worker.limits import (
+    ALL_SEGMENTS,
+    ALL_STREAMS,
+    NAMED,
+    SEGMENTS,
+    SESSIONS,
+    STREAMS,
+    UNNAMED_STREAMS,
+)
 from backhaul_server.worker.runs import Work
 from backhaul_server.worker.segment import Segment, Session
-from backhaul_server.worker.segments import Held, Segments
+from backhaul_server.worker.segments import Held, ReadProgram, Segments, is_same
 from backhaul_server.worker.store import ENTRY_BYTES, Store
 
 logger = logging.getLogger("backhaul.worker")
@@ -41,7 +49,7 @@ once: the schedule remembers the last pass."""
 _SEGMENT_BYTES, _NAMED_BYTES = 4 << 10, 256
 """What a segment takes beside its name and generator states, and for each of its sources, predecessors and states."""
 
-_PROGRAM_BYTES, _LONG_BYTES = 4 << 10, 64 << 10
+_PROGRAM_BYTES, _LONG_BYTES = 4 << 10, 16 << 10
 
 
 class Worker:
@@ -60,6 +68,7 @@ class Worker:
         socket_path: Of a Unix socket beside a TCP address, empty without one.
         last_error: Of the last request that failed by a fault of the worker's own, and when, in seconds since 1970.
         streams: How many are open that stay so, of all sessions.
+        unnamed_streams: How many more are open and have named no session yet.
     """
 
     def __init__(
@@ -75,13 +84,14 @@ class Worker:
         self.lease_s = lease_s
         self.epoch = secrets.token_hex(8)
         schedule = Schedule()
-        self.store: Store[Held] = Store(budget_bytes, schedule.last_needed)
+        self.store: Store[Held] = Store(budget_bytes, schedule.last_needed, is_same=is_same)
         self.segments = Segments(self.store, schedule, run_limit_s, overdue)
         self.sessions: dict[str, Session] = {}
         self.draining = False
         self.memory_path = self.socket_path = ""
         self.last_error = ("", 0.0)
-        self.streams = 0
+        self.streams = self.unnamed_streams = 0
+        self._reading = asyncio.Lock()
         self._run_memory = run_memory
         self._run_limit_s = run_limit_s
         self._expiry = asyncio.create_task(self._expire())
@@ -157,20 +167,23 @@ class Worker:
         self._check_draining()
         if len(encoded) > MAX_PROGRAM_BYTES:
             raise ProgramError(f"a program of {len(encoded)} bytes, at most {MAX_PROGRAM_BYTES} are taken")
-        # Both take long for a large one: in a thread.
+        # Both take long for a large one: in a thread. Short ones don't wait for those of others.
         is_long = len(encoded) > _LONG_BYTES
         address = await asyncio.to_thread(address_of_program, encoded) if is_long else address_of_program(encoded)
         if self.store.missing(session.id, [address]):
             size = _PROGRAM_BYTES + DECODED_FACTOR * len(encoded)
             self.store.expect(size)
             try:
-                async with session.reading:  # one at a time: they slow all other threads down
-                    program = await asyncio.to_thread(decode_program, encoded, self.device)
+                if is_long:
+                    async with self._reading:  # one at a time: they slow all other threads down
+                        program = await asyncio.to_thread(decode_program, encoded, self.device)
+                else:
+                    program = decode_program(encoded, self.device)
                 self.session(session.id)  # which may have ended meanwhile
             except BaseException:
                 self.store.abandon(size)
                 raise
-            self.store.arrived(session.id, address, program, size)
+            self.store.arrived(session.id, address, ReadProgram(program, sha256(encoded).digest()), size)
         return address
 
     def expect_tensor(self, layout: Layout) -> int:
@@ -216,6 +229,7 @@ class Worker:
         if present is None:
             SEGMENTS.check(len(session.segments) + 1)
             ALL_SEGMENTS.check(len(self.segments) + 1)
+            NAMED.check(session.named + len(addresses))
         made_of = (program_address, *addresses)
         if present is not None and (present.made_of != made_of or wants_sketches):
             self.segments.wasted += 1
@@ -253,6 +267,7 @@ class Worker:
             self.store.resize(segment.key, own_bytes)
             self._charge(session, remembered)
         session.segments[segment_id] = segment
+        session.named += len(addresses)
         session.most_segments = max(session.most_segments, len(session.segments))
         self.segments.add(segment, need, added)
         if not is_predicted or program_address not in session.unpredictable:
@@ -284,12 +299,12 @@ class Worker:
 
     def _held(self, program_address: bytes, addresses: Sequence[bytes]) -> tuple[Program, list[Tensor]]:
         """A program and tensors that are here. Raises ProgramError where one is named in the place of the other."""
-        program = self.store.value(program_address)
+        read = self.store.value(program_address)
         values = [self.store.value(address) for address in addresses]
         tensors = [value for value in values if isinstance(value, Tensor)]
-        if not isinstance(program, Program) or len(tensors) < len(values):
+        if not isinstance(read, ReadProgram) or len(tensors) < len(values):
             raise ProgramError("a segment names a tensor as its program, or a program as a source")
-        return program, tensors
+        return read.program, tensors
 
     def replay_ahead(self, session: Session, segment_ids: Sequence[int]) -> None:
         """Starts on segments that will be asked for, as far as room allows. Unknown ones are passed over."""
@@ -317,6 +332,16 @@ class Worker:
         finally:
             session.streams -= 1
             self.streams -= 1
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """Around the time until an open stream names its session. Raises LimitError if too many wait for that."""
+        UNNAMED_STREAMS.check(self.unnamed_streams + 1)
+        self.unnamed_streams += 1
+        try:
+            yield
+        finally:
+            self.unnamed_streams -= 1
 
     @property
     def is_busy(self) -> bool:

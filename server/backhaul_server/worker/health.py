@@ -8,22 +8,34 @@ from backhaul_proto.v1 import program_pb2, segment_pb2, session_pb2, telemetry_p
 from backhaul_server.worker.limits import WATCHES
 
 try:
-    from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+    from grpc_health.v1 import health, health_pb2
     from grpc_reflection.v1alpha import reflection
 except ImportError:  # the core runs without them: an embedded worker is watched by its trainer
     INSTALLED = False
 else:
     INSTALLED = True
 
+    _MOST_NAME_BYTES = 256
+
+    def _read(data: bytes) -> Any:
+        """A request, None if the name in it is longer than any service's."""
+        return None if len(data) > _MOST_NAME_BYTES else health_pb2.HealthCheckRequest.FromString(data)
+
     class _BoundedServicer(health.aio.HealthServicer):
-        """Lets so many watch at the same time: they need no token, and stay."""
+        """Lets so many watch at the same time, and ends calls with long names: they need no token, and stay."""
 
         def __init__(self) -> None:
             super().__init__()
             self._watching = 0
 
+        async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802  gRPC's name
+            """Answers with the status of a service."""
+            await self._refuse_long(request, context)
+            return await super().Check(request, context)
+
         async def Watch(self, request: Any, context: Any) -> None:  # noqa: N802  gRPC's name
             """Streams the status of a service."""
+            await self._refuse_long(request, context)
             if self._watching >= WATCHES.most:
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{WATCHES.most} watch already")
             self._watching += 1
@@ -31,6 +43,10 @@ else:
                 await super().Watch(request, context)
             finally:
                 self._watching -= 1
+
+        async def _refuse_long(self, request: Any, context: Any) -> None:
+            if request is None:  # gRPC holds what came for as long as the call lasts
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no service has so long a name")
 
 
 SERVICES = tuple(
@@ -52,7 +68,12 @@ class Health:
         self._servicer: health.aio.HealthServicer | None = None
         if INSTALLED:
             self._servicer = _BoundedServicer()
-            health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+            to_bytes = health_pb2.HealthCheckResponse.SerializeToString
+            handlers = {
+                "Check": grpc.unary_unary_rpc_method_handler(self._servicer.Check, _read, to_bytes),
+                "Watch": grpc.unary_stream_rpc_method_handler(self._servicer.Watch, _read, to_bytes),
+            }
+            server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(health.SERVICE_NAME, handlers)])
             if reflects:
                 reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
 

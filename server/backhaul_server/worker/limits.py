@@ -46,6 +46,9 @@ class Limit:
 
 SESSIONS = Limit("sessions on a worker", 1_024, "32 trainers that reconnect 30 times within a lease")
 SEGMENTS = Limit("segments of a session", 4_096, "48 layers of 80 micro-batches")
+NAMED = Limit(
+    "sources of the segments of a session", 1 << 19, "128 for each of its segments; to release so many takes 300 ms"
+)
 ALL_SEGMENTS = Limit("segments on a worker", 32_768, "deciding what to replay next takes 20 ms for so many")
 REQUESTS = Limit("unanswered requests of a session", 16, "a trainer has one for each thread that runs backward")
 ALL_REQUESTS = Limit(
@@ -54,6 +57,7 @@ ALL_REQUESTS = Limit(
 ANSWERS = Limit("answers that are being sent to a session", 16, "each holds two messages of 1 MiB in gRPC's buffers")
 STREAMS = Limit("open streams of a session", 12, "a trainer has three, and as many again after its network broke")
 ALL_STREAMS = Limit("open streams on a worker", 512, "each may hold a message of 1 MiB in gRPC's buffers")
+UNNAMED_STREAMS = Limit("open streams that have named no session yet", 64, "a trainer opens one with its first request")
 UPLOADED = Limit(
     "tensors of an upload",
     MAX_SOURCES,

@@ -155,7 +155,7 @@ class Session:
         own_bytes: What it is charged with in the store, beside what its segments are.
         most_segments: The most that it had at once.
         is_closed: Nothing may be kept for it any more.
-        reading: Taken while a program of it is read.
+        named: Sources that its segments name, in all.
         drift: The largest its trainer measured between its numbers and ours.
         run: The trainer's session, which may have others on other workers.
         client_version: Of the trainer.
@@ -177,7 +177,7 @@ class Session:
     own_bytes: int = 0
     most_segments: int = 0
     is_closed: bool = False
-    reading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    named: int = 0
     drift: float = 0.0
     run: str = ""
     client_version: str = ""

@@ -67,14 +67,17 @@ class Segments(Servicer):
         self, requests: AsyncIterator[Carried[Any] | BackhaulError], opened: ExitStack
     ) -> AsyncIterator[Carried[Any] | BackhaulError]:
         """The requests of a stream, which counts among the streams of the first session that one of them names."""
-        is_counted = False
-        async for received in requests:
-            if not is_counted and isinstance(received, Carried):
-                session = self.worker.sessions.get(received.message.key.session)
-                if session is not None:
-                    opened.enter_context(self.worker.streaming(session))
-                    is_counted = True
-            yield received
+        with ExitStack() as opening:
+            opening.enter_context(self.worker.opening())
+            is_counted = False
+            async for received in requests:
+                if not is_counted and isinstance(received, Carried):
+                    session = self.worker.sessions.get(received.message.key.session)
+                    if session is not None:
+                        opening.close()
+                        opened.enter_context(self.worker.streaming(session))
+                        is_counted = True
+                yield received
 
     def _take_in(
         self, carried: "Carried[segment_pb2.SaveSegmentRequest] | Carried[segment_pb2.BackwardRequest]"

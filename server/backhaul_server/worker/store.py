@@ -23,15 +23,19 @@ NOTE [Possession]
 3. An entry lives as long as a session possesses it or a segment names it. A session that gives up its possession does
    not touch that of another session.
 4. A cached tensor that is evicted is missing for all its owners. They learn that when they name it, and send it again.
+5. Addresses are made against accidents: another tensor with the same address can be computed in seconds. So what an
+   owner sends is compared with what others have stored there, and is refused if it is something else. Otherwise an
+   owner could be given what another made to collide.
 """
 
+import operator
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from backhaul_runtime.errors import BudgetError
+from backhaul_runtime.errors import BudgetError, TransferError
 
 T = TypeVar("T")
 RETRY_AFTER_S = 1.0
@@ -110,11 +114,13 @@ class Store(Generic[T]):
         budget_bytes: Limit of all tiers together.
         last_needed: Says which of the replays that are ready gives way (Rule 3). The oldest unless given.
         free_shared_bytes: What is free in memory that is shared with trainers (Rule 5).
+        is_same: Whether two values of one address are equal, bit by bit.
     """
 
     budget_bytes: int
     last_needed: Callable[[], Hashable] | None = None
     free_shared_bytes: Callable[[], int] = lambda: 0
+    is_same: Callable[[T, T], bool] = operator.eq
     _entries: dict[bytes, _Entry[T]] = field(default_factory=dict)
     _owners: dict[Hashable, _Owner] = field(default_factory=dict)
     # What no segment names, by how it can be given up; oldest first.
@@ -191,8 +197,13 @@ class Store(Generic[T]):
             value: Itself.
             size_bytes: As charged.
             is_shared: It lies in shared memory.
+
+        Raises:
+            TransferError: Another owner sent something else with the same address.
         """
         self.abandon(size_bytes)
+        if self._collides(owner, address, value):
+            raise TransferError(f"another session has sent something else with the address {address.hex()}")
         self.cache(owner, address, value, size_bytes, is_shared=is_shared, is_awaited=True)
 
     def cache(
@@ -205,9 +216,9 @@ class Store(Generic[T]):
         is_shared: bool = False,
         is_awaited: bool = False,
     ) -> None:
-        """Stores what is here already as part of something else, if there is room; else forgets it."""
+        """Stores what is here already as part of something else; forgets it without room, or if it collides."""
         entry = self._entries.get(address)
-        if entry is not None and owner in entry.owners:
+        if (entry is not None and owner in entry.owners) or self._collides(owner, address, value):
             return
         if entry is not None and self._fits(OWNER_BYTES, only_cached=True):
             entry = self._entries.get(address)  # room may have been made by giving it up
@@ -220,6 +231,11 @@ class Store(Generic[T]):
             return
         entry.owners.add(owner)
         self._owners.setdefault(owner, _Owner()).possessions[address] = _Possession()
+
+    def _collides(self, owner: Hashable, address: bytes, value: T) -> bool:
+        """Whether others possess something else with that address (Rule 5 of NOTE [Possession])."""
+        entry = self._entries.get(address)
+        return entry is not None and owner not in entry.owners and not self.is_same(entry.value, value)
 
     def give_up(self, owner: Hashable, addresses: Iterable[bytes]) -> None:
         """An owner will not name these again. What its segments name stays until they are gone."""

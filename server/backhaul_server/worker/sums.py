@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from backhaul_runtime.bundle import Bundle
-from backhaul_runtime.errors import SegmentUnknownError
+from backhaul_runtime.errors import ProgramError, SegmentUnknownError
 from backhaul_runtime.framing import Parcel
 from backhaul_runtime.layout import ALIGNMENT_BYTES
 from backhaul_server.worker.executor import Executor
@@ -37,7 +37,7 @@ logger = logging.getLogger("backhaul.worker")
 SUM_BYTES = 2 << 10
 """What each tensor that is kept takes beside its elements, and what is noted of it."""
 
-MOST_SHARED = 1 << 16
+MOST_SHARED = 1 << 14
 """Parameters that are remembered as used by several segments of a pass. Beyond it all are forgotten, and noted anew."""
 
 
@@ -114,6 +114,11 @@ class _Round:
 
 def _added(to: Tensor | None, contributions: Sequence[Tensor]) -> Tensor:
     for contribution in contributions:
+        if to is not None and (to.shape, to.dtype) != (contribution.shape, contribution.dtype):
+            raise ProgramError(  # it would be broadcast, to more than was charged
+                f"gradients of one parameter have shapes {list(to.shape)} and {list(contribution.shape)}, and dtypes "
+                f"{to.dtype} and {contribution.dtype}"
+            )
         to = contribution if to is None else to + contribution
     assert to is not None
     return to
