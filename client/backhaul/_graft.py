@@ -7,7 +7,7 @@ NOTE [Graft]
    It has the sequence number of that node, so autograd runs it when it would have run the node. Thus parameters get
    their gradients in the order they would have without checkpointing, and contributions to one tensor are added in that
    order too (see `backhaul_runtime.uses`).
-3. Where there is one parameter at most, and no autocast, there is no order to keep, and one stand-in hands on
+3. Where there is one parameter at most, and no autocast, a thread has no order to keep, and one stand-in hands on
    everything. Autocast may have made a cast in the midst of the call that others use after it.
 4. Autograd alone holds the frame, as the packed form of a saved tensor. So the frame goes when autograd lets go of what
    it saved, a second backward meets torch's own error, and retain_graph works.
