@@ -196,7 +196,7 @@ def _keep(
 
     Args:
         remote: Where segments go.
-        frame: Of the call, which has ended.
+        frame: What stands for the segment until backward. The call has ended.
         recorder: Recorded the call.
         beginning: What was sent when the call began.
         returned: What it returned, as the only item.

@@ -27,7 +27,8 @@ class Endings:
     """Of the objects that one queue is about.
 
     Args:
-        put: Of the queue, or `append` of a deque. Must be a built-in function that takes no lock twice.
+        put: Adds an ending to the queue: `SimpleQueue.put` or `deque.append`. It must be a built-in function that can
+            be called in the midst of another call of itself.
     """
 
     def __init__(self, put: Callable[[Ending], None]) -> None:

@@ -89,7 +89,7 @@ def saved_views(views: Iterable[segment_pb2.View], wanted: Collection[int]) -> d
     """What an answer to a recompute says of each saved tensor, by its position.
 
     Args:
-        views: Of the answer.
+        views: Where each saved tensor lies in the tensors that came with the answer.
         wanted: The positions that were asked for.
 
     Raises:

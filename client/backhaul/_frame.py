@@ -117,7 +117,7 @@ class Frame:
         program: What recomputes the segment: all of it, or what came before something that no program can carry. None
             where nothing needs to be recomputed.
         use_counts: Contributions that each source gets, then each cast, then each output.
-        used_layouts: Of each of these.
+        used_layouts: The layouts of the sources, casts and outputs, in the order of `use_counts`.
         lineage: What the trainer recomputes it from.
         aids: For recomputation here.
         remote: The worker's side, None where no worker has it.

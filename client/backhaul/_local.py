@@ -57,7 +57,7 @@ def replay_here(
     """Replays a segment on the trainer's own devices and checks its values.
 
     Args:
-        name: Of the segment.
+        name: The name of the segment, for messages.
         program: What the segment's forward ran.
         recording: What was recorded of that forward.
         values: One tensor per source of the program.
@@ -130,7 +130,7 @@ def gradients_here(
     """The contributions of a segment, computed on the trainer. Called in backward.
 
     Args:
-        name: Of the segment.
+        name: The name of the segment, for messages.
         program: What the segment's forward ran.
         recording: What was recorded of that forward.
         values: One tensor per source of the program.

@@ -37,7 +37,7 @@ def check_recomputed(name: str, saved: Sequence[SavedTensor], found: Recomputed)
     """Compares everything forward saved with what a worker did: bit by bit, or computed numbers within tolerances.
 
     Args:
-        name: Of the segment.
+        name: The name of the segment, for messages.
         saved: From forward.
         found: From the worker.
 
@@ -79,7 +79,7 @@ def check_values(
     """Compares everything forward saved with everything a recomputation did.
 
     Args:
-        name: Of the segment.
+        name: The name of the segment, for messages.
         where: Who recomputed, for the message.
         saved: From forward.
         digests: From the recomputation, in order.
@@ -124,7 +124,7 @@ def check_digests(
     """Raises CheckpointError where tensors differ between forward and recomputation, or can't be compared.
 
     Args:
-        name: Of the segment.
+        name: The name of the segment, for messages.
         where: Who recomputed, for the message.
         saved: From forward.
         digests: Of recomputed tensors, by position.

@@ -269,10 +269,8 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             return
         if is_custom(node):
             raise Refusal(f"the custom autograd function {name_of(node).removesuffix('Backward')}")
-        known.requires_grad, known.has_no_history = (
-            True,
-            False,
-        )  # an op wrote something differentiable into a view of it
+        # An op wrote something differentiable into a view of it.
+        known.requires_grad, known.has_no_history = True, False
 
     def _source(self, tensor: Tensor) -> SourceRef:
         try:

@@ -15,8 +15,8 @@ import backhaul
 from backhaul import LimitError, ProgramError
 from backhaul._calls import error_of
 from backhaul_proto.v1 import segment_pb2, session_pb2, telemetry_pb2
+from backhaul_server.worker.held import ReadProgram, is_same
 from backhaul_server.worker.limits import UNNAMED_STREAMS
-from backhaul_server.worker.segments import ReadProgram, is_same
 from conftest import QUIET_S, wait_until
 from support.fuzz import Fuzzer
 from support.hostile import ATTACKS, MIB, OPTIONS, Hostile, Memory, Stalled, chain, reports

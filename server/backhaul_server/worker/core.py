@@ -27,6 +27,7 @@ from backhaul_server.worker.bounds import Bounds, RunMemory
 from backhaul_server.worker.config import RUN_LIMIT_S
 from backhaul_server.worker.fair_queue import Job
 from backhaul_server.worker.heap import return_freed_memory
+from backhaul_server.worker.held import Held, ReadProgram, is_same
 from backhaul_server.worker.limits import (
     ALL_SEGMENTS,
     ALL_STREAMS,
@@ -38,7 +39,7 @@ from backhaul_server.worker.limits import (
 )
 from backhaul_server.worker.runs import Work
 from backhaul_server.worker.segment import Segment, Session
-from backhaul_server.worker.segments import Held, ReadProgram, Segments, is_same
+from backhaul_server.worker.segments import Segments
 from backhaul_server.worker.store import ENTRY_BYTES, Store
 
 logger = logging.getLogger("backhaul.worker")

@@ -8,22 +8,22 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import zip_longest
 from time import monotonic, time
 
-import torch
 from torch import Tensor
 
 from backhaul_runtime.errors import BackhaulError, BudgetError, SegmentUnknownError, WorkerError
 from backhaul_runtime.framing import Parcel
-from backhaul_runtime.layout import layout_of, payload
-from backhaul_runtime.program import NODE_BYTES, Program
+from backhaul_runtime.layout import layout_of
+from backhaul_runtime.program import NODE_BYTES
 from backhaul_runtime.schedule import Footprint, Schedule
 from backhaul_runtime.schedule import Key as ScheduleKey
 from backhaul_server.worker import runs
 from backhaul_server.worker.executor import Executor
 from backhaul_server.worker.fair_queue import Job
+from backhaul_server.worker.held import Held
 from backhaul_server.worker.limits import ALL_REQUESTS, ANSWERS, REQUESTS
 from backhaul_server.worker.runs import PART_BYTES, Finished, Ready, Start, Work
 from backhaul_server.worker.segment import Guess, Perform, Request, Segment, Session
@@ -44,33 +44,6 @@ from backhaul_server.worker.store import ENTRY_BYTES, Store
 from backhaul_server.worker.sums import Keep, Sums
 
 logger = logging.getLogger("backhaul.worker")
-
-
-@dataclass(frozen=True, slots=True)
-class ReadProgram:
-    """A program that was sent.
-
-    Attributes:
-        program: The program, checked.
-        digest: The SHA-256 of its encoding: two programs of one address are compared by it.
-    """
-
-    program: Program
-    digest: bytes
-
-
-Held = Tensor | ReadProgram
-
-
-def is_same(one: Held, other: Held) -> bool:
-    """Whether two that have the same address are equal, bit by bit."""
-    if isinstance(one, ReadProgram) or isinstance(other, ReadProgram):
-        return isinstance(one, ReadProgram) and isinstance(other, ReadProgram) and one.digest == other.digest
-    layout = layout_of(one)
-    return layout == layout_of(other) and torch.equal(payload(one.detach(), layout), payload(other.detach(), layout))
-
-
-"""What the store of a worker holds under addresses."""
 
 KEPT_GRADIENTS = 8
 MOST_FOOTPRINTS = 4096

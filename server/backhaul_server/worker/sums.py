@@ -16,7 +16,6 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -26,11 +25,9 @@ from backhaul_runtime.framing import Parcel
 from backhaul_runtime.layout import ALIGNMENT_BYTES
 from backhaul_server.worker.executor import Executor
 from backhaul_server.worker.fair_queue import Job
+from backhaul_server.worker.held import Held
 from backhaul_server.worker.runs import Finished
 from backhaul_server.worker.store import Store
-
-if TYPE_CHECKING:
-    from backhaul_server.worker.segments import Held
 
 logger = logging.getLogger("backhaul.worker")
 
@@ -138,7 +135,7 @@ class Sums:
         executor: Adds.
     """
 
-    def __init__(self, session: str, store: "Store[Held]", executor: Executor) -> None:
+    def __init__(self, session: str, store: Store[Held], executor: Executor) -> None:
         self._session = session
         self._store = store
         self._executor = executor
