@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import backhaul
-from backhaul import LimitError, ProgramError
+from backhaul import LimitError, ProgramError, TransferError
 from backhaul._calls import error_of
 from backhaul_proto.v1 import segment_pb2, session_pb2, telemetry_pb2
 from backhaul_server.worker.held import ReadProgram, is_same
@@ -158,6 +158,20 @@ def test_streams_that_name_no_session_are_bounded(worker: WorkerProcess) -> None
 
         wait_until(lambda: len(refused()) == len(found) - UNNAMED_STREAMS.most, "what is too much is refused")
         assert all(isinstance(error_of(call), LimitError) for call in refused())
+
+
+def test_a_stream_that_names_no_session_is_ended() -> None:
+    ended = threading.Event()
+
+    def nothing() -> Iterator[Any]:
+        ended.wait(60)
+        yield from ()
+
+    with WorkerProcess("--lease", "1") as worker, Hostile(worker.address) as client, ExitStack() as after:
+        after.callback(ended.set)
+        with pytest.raises(grpc.RpcError) as caught:
+            next(client.segments.ShortSaves(nothing()))
+        assert isinstance(error_of(caught.value), TransferError)
 
 
 def test_a_backward_of_a_segment_without_outputs_is_refused(worker: WorkerProcess) -> None:

@@ -10,11 +10,7 @@ from typing import Any
 
 from backhaul_proto.v1 import segment_pb2, tensor_pb2
 from backhaul_runtime.bundle import encode_view
-from backhaul_runtime.errors import (
-    BackhaulError,
-    BudgetError,
-    ProgramError,
-)
+from backhaul_runtime.errors import BackhaulError, BudgetError, ProgramError, TransferError
 from backhaul_runtime.framing import PLACED_BYTES, Parcel, Placing, batches
 from backhaul_runtime.program_codec import decode_state, encode_state
 from backhaul_runtime.protocol import CHUNK_BYTES, PROGRESS_INTERVAL_S
@@ -69,8 +65,16 @@ class Segments(Servicer):
         """The requests of a stream, which counts among the streams of the first session that one of them names."""
         with ExitStack() as opening:
             opening.enter_context(self.worker.opening())
-            is_counted = False
-            async for received in requests:
+            is_counted, coming = False, aiter(requests)
+            while True:
+                try:
+                    received = await (
+                        anext(coming) if is_counted else asyncio.wait_for(anext(coming), self.worker.lease_s)
+                    )
+                except StopAsyncIteration:
+                    return
+                except TimeoutError:
+                    raise TransferError(f"a stream named no session for {self.worker.lease_s:g} s") from None
                 if not is_counted and isinstance(received, Carried):
                     session = self.worker.sessions.get(received.message.key.session)
                     if session is not None:
