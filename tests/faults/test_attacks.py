@@ -103,8 +103,8 @@ def test_a_hundred_thousand_fuzzed_requests_and_programs(victim: WorkerProcess) 
     fuzz(victim, seed=1_000_000, attempts=100_000)
 
 
-def test_a_session_names_only_what_it_has_sent_or_been_sent(worker: WorkerProcess) -> None:
-    with Hostile(worker.address) as owner, Hostile(worker.address) as thief:
+def test_a_session_names_only_what_it_has_sent_or_been_sent(victim: WorkerProcess) -> None:
+    with Hostile(victim.address) as owner, Hostile(victim.address) as thief:
         program = chain("aten.sin.default", 1, 16)
         (address,) = owner.ready(program, torch.tensor([3.0, 1.0, 4.0, 1.0]))
         answer = thief.segments.SaveSegment(
@@ -117,9 +117,9 @@ def test_a_session_names_only_what_it_has_sent_or_been_sent(worker: WorkerProces
         fetch = segment_pb2.FetchSourcesRequest(session=thief.session, addresses=[address])
         assert [list(found.tensors.chunks) for found in thief.segments.FetchSources(fetch, timeout=60)] == [[]]
         assert list(owner.recompute(1))[-1].tensors.chunks[0].data != b""  # what it superseded was not its own
-        before = worker.telemetry().memory
+        before = victim.telemetry().memory
         thief.ready(program, torch.tensor([3.0, 1.0, 4.0, 1.0]))
-        after = worker.telemetry().memory
+        after = victim.telemetry().memory
         assert list(thief.recompute(1)) != []
         taken = [memory.segment_bytes + memory.cached_bytes for memory in (before, after)]
         assert taken[1] - taken[0] < 10_000  # the segment itself; the tensor is shared
@@ -139,7 +139,7 @@ def test_tensors_and_programs_of_one_address_are_compared_bit_by_bit() -> None:
     assert not is_same(x, ReadProgram(program, b"1"))
 
 
-def test_streams_that_name_no_session_are_bounded(worker: WorkerProcess) -> None:
+def test_streams_that_name_no_session_are_bounded(victim: WorkerProcess) -> None:
     ended = threading.Event()
 
     def nothing() -> Iterator[Any]:
@@ -149,7 +149,7 @@ def test_streams_that_name_no_session_are_bounded(worker: WorkerProcess) -> None
     with ExitStack() as opened:
         found = []
         for _ in range(3):  # of one connection gRPC takes 32
-            client = opened.enter_context(Hostile(worker.address))
+            client = opened.enter_context(Hostile(victim.address))
             found += [client.segments.ShortSaves(nothing()) for _ in range(30)]
         opened.callback(ended.set)
 
@@ -174,8 +174,8 @@ def test_a_stream_that_names_no_session_is_ended() -> None:
         assert isinstance(error_of(caught.value), TransferError)
 
 
-def test_a_backward_of_a_segment_without_outputs_is_refused(worker: WorkerProcess) -> None:
-    with Hostile(worker.address) as client:
+def test_a_backward_of_a_segment_without_outputs_is_refused(victim: WorkerProcess) -> None:
+    with Hostile(victim.address) as client:
         no_outputs = replace(chain("aten.sin.default", 1, 16), outputs=())
         (address,) = client.ready(no_outputs, torch.ones(4))
         with pytest.raises(grpc.RpcError) as caught:
@@ -183,18 +183,19 @@ def test_a_backward_of_a_segment_without_outputs_is_refused(worker: WorkerProces
         assert isinstance(error_of(caught.value), ProgramError)
 
 
-def test_telemetry_that_nobody_reads_is_bounded(worker: WorkerProcess) -> None:
-    with Hostile(worker.address) as client:
-        way = Stalled(worker.address)
+def test_telemetry_that_nobody_reads_is_bounded(victim: WorkerProcess) -> None:
+    with Hostile(victim.address) as client:
+        way = Stalled(victim.address)
         channel = grpc.insecure_channel(way.address, options=OPTIONS)
         client.held += [way, channel]
         services, request = Services(channel), telemetry_pb2.GetTelemetryRequest()
+        before = refusals(victim, "GetTelemetry")
         services.telemetry.GetTelemetry(request, timeout=60)
         reports(client, 1)
         way.is_deaf = True
         unread = [services.telemetry.GetTelemetry.future(request) for _ in range(20)]
-        wait_until(lambda: refusals(worker, "GetTelemetry") > 0, "more than a few are refused")
-        assert worker.telemetry().epoch  # which others are not kept from
+        wait_until(lambda: refusals(victim, "GetTelemetry") > before, "more than a few are refused")
+        assert victim.telemetry().epoch  # which others are not kept from
         for call in unread:
             call.cancel()
 

@@ -49,9 +49,6 @@ def guarded(token_file: Path, token: str) -> Iterator[WorkerProcess]:
         assert token not in Path(f"/proc/{process.pid}/environ").read_text()
         logged = process.end()
     assert token not in process.line + logged
-    assert "denied a request without this worker's token from ipv4:127.0.0.1" in logged
-    assert "lines like this one were left out: denied a request" in logged
-    assert len(logged.splitlines()) < 100  # of some hundred denials, by as many as 10 in 10 seconds
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +117,17 @@ def test_a_request_that_does_not_show_the_token_is_denied(
     said = f"{call.details()} {call.trailing_metadata()}"
     assert said == said.replace(token, "").replace(token[:-1], "")
     assert call.details() == "the worker wants a token, and the request shows none or a wrong one"
+
+
+def test_denials_are_logged_but_not_each(token_file: Path) -> None:
+    with WorkerProcess("--memory", "256MiB", "--token-file", str(token_file)) as process:
+        with grpc.insecure_channel(process.address) as channel:
+            for _ in range(50):
+                asked(channel, REFLECTION, ())
+        logged = process.end()
+    assert "denied a request without this worker's token from ipv4:127.0.0.1" in logged
+    assert "lines like this one were left out: denied a request" in logged
+    assert len(logged.splitlines()) < 40
 
 
 @pytest.mark.parametrize("path", [path for path, method in METHODS.items() if not method.client_streaming])

@@ -1,6 +1,8 @@
 """What ends a run between two of its ops."""
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -53,6 +55,28 @@ def test_what_was_cancelled_stays_so() -> None:
         cancelled.begin(0)
         with pytest.raises(DrainingError):
             cancelled.check()
+
+
+def test_a_cancelled_run_keeps_no_memory() -> None:
+    cancelled = Bounds(math.inf)
+    nodes_run = 0
+
+    def cancel_later() -> bool:
+        nonlocal nodes_run
+        nodes_run += 1
+        if nodes_run == 300:  # by then the graph has hooks that check
+            cancelled.set(DrainingError("ended"))
+        return False
+
+    cancelled.begin(0, cancel_later)
+    source = torch.ones(4)
+    source_ref = weakref.ref(source)
+    with pytest.raises(DrainingError) as caught:
+        Replay(ALL_SAVED, [source], [], keep_saved=True, check=cancelled.check)
+    del caught, source
+    gc.collect()
+    assert nodes_run == 300
+    assert source_ref() is None
 
 
 def test_forward_is_cancelled_between_its_ops() -> None:

@@ -18,6 +18,7 @@ import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from time import monotonic
 
 import torch
@@ -112,7 +113,8 @@ class Bounds:
     def check(self) -> None:
         """Raises the error given to `set`, or ReplayError for a run that ends for another reason (Rule 1)."""
         if self._error is not None:
-            raise self._error
+            # A copy: a raised error leads to the run's graph, whose hooks lead here, and nothing frees such a cycle.
+            raise copy(self._error)
         if monotonic() > self._deadline:
             raise ReplayError(
                 f"the run was ended after {self._limit_s:g} s: make segments smaller, or start the worker with a "
