@@ -42,6 +42,12 @@ class Saved:
 class Packing:
     """The hook for what autograd saves. The graph keeps it, so it must not lead back to whoever holds the graph.
 
+    Args:
+        keep_saved: Keep the tensors.
+        contents: Takes their digests.
+        fixed: Storages of sources that nobody writes to, if sketches are to be taken.
+        meter: Told of each tensor.
+
     Attributes:
         digests: Of each tensor saved so far.
         kept: The tensors, if they are to be kept.
@@ -52,7 +58,9 @@ class Packing:
         sketches: Of each tensor saved so far; empty for parts of sources that nobody writes to.
     """
 
-    def __init__(self, keep_saved: bool, fixed: Collection[int] | None, meter: Meter | None) -> None:
+    def __init__(
+        self, keep_saved: bool, contents: ContentDigests, fixed: Collection[int] | None, meter: Meter | None
+    ) -> None:
         self._keep_saved = keep_saved
         self._meter = meter
         self._fixed = fixed or ()
@@ -60,7 +68,7 @@ class Packing:
         self.reads_sketch: tuple[float, ...] = ()
         self.sketches: list[tuple[float, ...]] = []
         self.digests: list[Digest] = []
-        self._contents = ContentDigests()
+        self._contents = contents
         self.kept: list[Saved] = []
         self.op = ""
         self.reads: bytes | None = None

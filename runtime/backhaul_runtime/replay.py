@@ -11,6 +11,8 @@ NOTE [Lent memory]
    test runs every op of the list and compares all that it was given before and after. Where a tensor lies is read off
    the tensor itself, so it does not matter which ops return an alias of an argument.
 4. Ops that count from the start of a storage would reach past a lent tensor, and are refused it.
+5. So the digest of a stored tensor that one replay saved is that which the next one would take: `KnownDigests`. What
+   damages memory all the same is seen in the tensors that are computed from it, and after `KNOWN_USES` in itself.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -49,7 +51,7 @@ from backhaul_runtime.schedule import Footprint
 from backhaul_runtime.sketch import sketches
 from backhaul_runtime.storages import StorageLedger, storage_key
 from backhaul_runtime.trace import described
-from backhaul_runtime.unread import read
+from backhaul_runtime.unread import ContentDigests, KnownDigests, read
 from backhaul_runtime.uses import Target, Use, find_casts, find_uses
 
 _CHECKED_NODES = 64
@@ -88,6 +90,7 @@ class Replay:
         trace: Gets a line per op, for people.
         check: Called between ops, forward and backward, in the thread that runs them. What it raises ends the run.
         watched: Positions of outputs. The last node that writes to each is noted.
+        known: Digests of sources from the replays before.
 
     Attributes:
         drawn_from: The generator state of every draw so far, also where none was given.
@@ -113,6 +116,7 @@ class Replay:
         trace: list[str] | None = None,
         check: Callable[[], None] | None = None,
         watched: Collection[int] = (),
+        known: KnownDigests | None = None,
     ) -> None:
         if len(sources) != len(program.sources) or len(generator_states) != program.draws:
             raise ProgramError(
@@ -140,7 +144,9 @@ class Replay:
             if not source.is_written
         }
         meter = Meter(self._sources) if is_measured else None
-        self._packing = Packing(keep_saved, self._lent if wants_sketches else None, meter)
+        stored = [tensor for source, tensor in zip(program.sources, sources, strict=True) if not source.is_written]
+        contents = ContentDigests(known, stored if known is not None else ())
+        self._packing = Packing(keep_saved, contents, self._lent if wants_sketches else None, meter)
         # Taken before the run: where the program writes into a source, its history leads elsewhere afterwards.
         self._targets: dict[Target, int] = {
             get_gradient_edge(tensor)[:2]: index

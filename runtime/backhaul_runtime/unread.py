@@ -5,15 +5,22 @@ digest is its bytes; see NOTE [Staging] for how those of a device are read.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from backhaul_runtime.digest import content_digest, device_sums
-from backhaul_runtime.layout import Layout, payload
+from backhaul_runtime.layout import Layout, layout_of, payload
 from backhaul_runtime.staging import Mark, aside, marks
+
+KNOWN_BYTES = 1 << 16
+"""Of a smaller tensor another digest takes no longer than to find the one that was taken."""
+
+KNOWN_USES = 64
+"""Then a digest is taken anew: memory that was damaged is noticed."""
 
 
 class Unread:
@@ -47,10 +54,36 @@ def digest_of(make: Callable[[Layout, bytes], bytes], layout: Layout, content: D
     return Unread(lambda: make(layout, content.read()))
 
 
-class ContentDigests:
-    """Takes digests of contents in one call or replay. Those of accelerators are read together, when one is needed."""
+class KnownDigests:
+    """Digests of the contents of stored tensors, which stay as they are: NOTE [Lent memory], Rule 5.
+
+    Used by one thread; the tensors may be freed in any.
+    """
 
     def __init__(self) -> None:
+        self._found: MutableMapping[Tensor, tuple[Digest, int]] = WeakTensorKeyDictionary()
+
+    def of(self, tensor: Tensor, take: Callable[[], Digest]) -> Digest:
+        """That of a stored tensor, which is taken where it is not known."""
+        digest, uses = self._found.get(tensor, (b"", 0))
+        if uses % KNOWN_USES == 0:
+            digest = take()
+        self._found[tensor] = digest, uses + 1
+        return digest
+
+
+class ContentDigests:
+    """Takes digests of contents in one call or replay. Those of accelerators are read together, when one is needed.
+
+    Args:
+        known: Digests of `stored` from calls before.
+        stored: Tensors whose contents stay as they are.
+    """
+
+    def __init__(self, known: KnownDigests | None = None, stored: Iterable[Tensor] = ()) -> None:
+        self._known = known
+        places = ((_place(tensor, layout_of(tensor)), tensor) for tensor in stored if tensor.nbytes >= KNOWN_BYTES)
+        self._stored = {place: tensor for place, tensor in places if place is not None}
         self._lock = threading.Lock()
         self._count = 0
         self._on_device: dict[int, tuple[Tensor, Sequence[Mark]]] = {}
@@ -58,6 +91,12 @@ class ContentDigests:
 
     def take(self, tensor: Tensor, layout: Layout) -> Digest:
         """As `content_digest`, but nobody waits for an accelerator. The tensor may change once this returns."""
+        place = _place(tensor, layout) if self._stored else None
+        if self._known is None or place not in self._stored:
+            return self._take(tensor, layout)
+        return self._known.of(self._stored[place], lambda: self._take(tensor, layout))
+
+    def _take(self, tensor: Tensor, layout: Layout) -> Digest:
         if not layout.is_on_accelerator:
             return content_digest(tensor, layout)
         sums = device_sums(payload(tensor.detach(), layout))
@@ -81,3 +120,8 @@ class ContentDigests:
                 self._read |= {number: row.numpy().tobytes() for number, row in zip(here, rows, strict=True)}
         for number in waiting:
             del self._on_device[number]
+
+
+def _place(tensor: Tensor, layout: Layout) -> tuple[int, int] | None:
+    """The bytes that the digest of a content is of; None where gaps are left out of them."""
+    return (tensor.data_ptr(), layout.span_bytes) if layout.payload_bytes == layout.span_bytes else None

@@ -1,11 +1,14 @@
 """Digests that stay on an accelerator until they are needed. It is a fake one; its tensors are the host's."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from backhaul_runtime.digest import weighted_sums
+from backhaul_runtime import unread
+from backhaul_runtime.digest import content_digest, weighted_sums
 from backhaul_runtime.layout import layout_of, payload
-from backhaul_runtime.unread import ContentDigests, Unread, read
+from backhaul_runtime.unread import KNOWN_BYTES, KNOWN_USES, ContentDigests, KnownDigests, Unread, read
 from support.streams import FakeCuda
 from unit.test_framing import SHAPES
 
@@ -50,3 +53,43 @@ def test_a_device_that_fails_while_digests_are_read_fails_each_of_them(
 def test_on_the_host_they_are_bytes_at_once() -> None:
     tensor = torch.ones(3)
     assert isinstance(ContentDigests().take(tensor, layout_of(tensor)), bytes)
+
+
+def taken_of(tensor: torch.Tensor, known: KnownDigests, stored: list[torch.Tensor]) -> bytes:
+    return read(ContentDigests(known, stored).take(tensor, layout_of(tensor)))
+
+
+def test_the_digest_of_what_is_stored_is_taken_once_and_later_anew() -> None:
+    known, stored = KnownDigests(), torch.zeros(KNOWN_BYTES // 64, 16)
+    before = content_digest(stored, layout_of(stored))
+    assert taken_of(stored.t(), known, [stored]) == before
+    stored.numpy()[-1, -1] = 1  # damaged behind torch's back
+    after = content_digest(stored, layout_of(stored))
+    assert [taken_of(stored.detach(), known, [stored]) for _ in range(KNOWN_USES)] == [before] * (KNOWN_USES - 1) + [
+        after
+    ]
+
+
+def test_no_digest_is_known_of_parts_and_of_what_lies_elsewhere() -> None:
+    known, stored = KnownDigests(), torch.arange(KNOWN_BYTES).view(-1, 16).float()
+    taken_of(stored, known, [stored])
+    views = [stored[1:], stored[:-1], stored[:, 1:], stored[::2], stored.clone(), stored + 1, stored.view(-1)[:1]]
+    for view in views:
+        assert taken_of(view, known, [stored]) == content_digest(view, layout_of(view))
+
+
+@pytest.mark.parametrize("make", SHAPES.values(), ids=SHAPES)
+def test_known_digests_are_those_of_each_layout(make: Callable[[], torch.Tensor]) -> None:
+    known, stored = KnownDigests(), make()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unread, "KNOWN_BYTES", 0)
+        for _ in range(2):
+            assert taken_of(stored, known, [stored]) == content_digest(stored, layout_of(stored))
+
+
+def test_what_is_freed_is_known_no_more() -> None:
+    known, stored = KnownDigests(), torch.zeros(KNOWN_BYTES)
+    taken_of(stored, known, [stored])
+    assert len(known._found) == 1
+    del stored
+    assert len(known._found) == 0

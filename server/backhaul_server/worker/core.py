@@ -23,6 +23,7 @@ from backhaul_runtime.logs import about
 from backhaul_runtime.program import Program
 from backhaul_runtime.program_codec import DECODED_FACTOR, MAX_PROGRAM_BYTES, address_of_program, decode_program
 from backhaul_runtime.schedule import Schedule
+from backhaul_runtime.unread import KnownDigests
 from backhaul_server.worker.bounds import Bounds, RunMemory
 from backhaul_server.worker.config import RUN_LIMIT_S
 from backhaul_server.worker.fair_queue import Job
@@ -93,6 +94,7 @@ class Worker:
         self.last_error = ("", 0.0)
         self.streams = self.unnamed_streams = 0
         self._reading = asyncio.Lock()
+        self._known = KnownDigests()
         self._run_memory = run_memory
         self._run_limit_s = run_limit_s
         self._expiry = asyncio.create_task(self._expire())
@@ -259,7 +261,7 @@ class Worker:
         need = program.run_bytes([layout.gradient_bytes for layout in layouts])
         kind = sha256(program_address + b"".join(layout.full_header for layout in layouts)).digest()
         bounds = Bounds(self._run_limit_s, self._run_memory)
-        work = Work(program, sources, generator_states, wants_sketches, kind, bounds)
+        work = Work(program, sources, generator_states, wants_sketches, kind, bounds, self._known)
         segment = Segment(session, segment_id, work, name, predecessors, made_of, not is_predicted, bounds=bounds)
         passing = [addresses[position] for position in transient]
         remembered = _PASS_BYTES if len(session.segments) == session.most_segments else 0

@@ -14,6 +14,7 @@ from backhaul_runtime.framing import Parcel
 from backhaul_runtime.program import Program
 from backhaul_runtime.replay import Contribution, Replay
 from backhaul_runtime.storages import storage_key
+from backhaul_runtime.unread import KnownDigests
 from backhaul_server.worker.bounds import Bounds
 
 RESULT_BYTES = 4 << 10
@@ -51,6 +52,7 @@ class Work:
         wants_sketches: Sketch what autograd saves.
         kind: Equal for those whose replays take the same memory.
         bounds: Of its runs.
+        known: Digests of sources from the runs of others.
     """
 
     program: Program
@@ -59,6 +61,7 @@ class Work:
     wants_sketches: bool = False
     kind: Hashable = None
     bounds: Bounds = field(default_factory=Bounds)
+    known: KnownDigests | None = None
 
     def replay(self, *, keep_saved: bool, is_measured: bool = False) -> Ready:
         """Runs the program forward. Measured, its `Replay.footprint` is found."""
@@ -74,6 +77,7 @@ class Work:
                     wants_sketches=self.wants_sketches,
                     is_measured=is_measured,
                     check=self.bounds.check,
+                    known=self.known,
                 )
             return Ready(replay, keep_saved, began_at_s, time() - began_at_s)
         finally:
