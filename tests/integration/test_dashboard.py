@@ -78,7 +78,8 @@ def test_numbers_follow_a_training(dashboard: Dashboard, session: Session, worke
     timeline = dashboard.api(f"timeline?run={name}&steps=2")
     assert [step["number"] for step in timeline["steps"]] == [3, 4]
     lanes = {span["lane"] for span in timeline["spans"]}
-    assert lanes >= {"forward", "upload", "recompute", "backward", "download", "wait"}
+    # No download may be known: it is short, and begins by the worker's clock, which the trainer can only estimate.
+    assert lanes >= {"forward", "upload", "recompute", "backward", "wait"}
     rows = {(rpc["method"]): rpc for rpc in dashboard.api("latency")["rpcs"]}
     assert rows["Backward"]["calls"] >= 5  # one for each step at least: the rest may come ahead
     assert 0 < rows["Backward"]["p50_ms"] <= rows["Backward"]["p90_ms"] <= rows["Backward"]["p99_ms"]
