@@ -12,7 +12,7 @@ NOTE [Lent memory]
    the tensor itself, so it does not matter which ops return an alias of an argument.
 4. Ops that count from the start of a storage would reach past a lent tensor, and are refused it.
 5. So the digest of a stored tensor that one replay saved is that which the next one would take: `KnownDigests`. What
-   damages memory all the same is seen in the tensors that are computed from it, and after `KNOWN_USES` in itself.
+   damages memory all the same is seen after `KNOWN_USES` at the latest.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -84,10 +84,7 @@ class ContentDigests:
         self._known = known
         places = ((_place(tensor, layout_of(tensor)), tensor) for tensor in stored if tensor.nbytes >= KNOWN_BYTES)
         self._stored = {place: tensor for place, tensor in places if place is not None}
-        self._lock = threading.Lock()
-        self._count = 0
-        self._on_device: dict[int, tuple[Tensor, Sequence[Mark]]] = {}
-        self._read: dict[int, bytes] = {}
+        self._sums = _DeviceSums()
 
     def take(self, tensor: Tensor, layout: Layout) -> Digest:
         """As `content_digest`, but nobody waits for an accelerator. The tensor may change once this returns."""
@@ -99,6 +96,19 @@ class ContentDigests:
     def _take(self, tensor: Tensor, layout: Layout) -> Digest:
         if not layout.is_on_accelerator:
             return content_digest(tensor, layout)
+        return self._sums.take(tensor, layout)
+
+
+class _DeviceSums:
+    """Sums of tensors on accelerators, read together. A digest leads here, so this must not lead to the tensors."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._on_device: dict[int, tuple[Tensor, Sequence[Mark]]] = {}
+        self._read: dict[int, bytes] = {}
+
+    def take(self, tensor: Tensor, layout: Layout) -> Unread:
         sums = device_sums(payload(tensor.detach(), layout))
         number = self._count
         self._count += 1

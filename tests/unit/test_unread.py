@@ -1,5 +1,7 @@
 """Digests that stay on an accelerator until they are needed. It is a fake one; its tensors are the host's."""
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -85,6 +87,16 @@ def test_known_digests_are_those_of_each_layout(make: Callable[[], torch.Tensor]
         patch.setattr(unread, "KNOWN_BYTES", 0)
         for _ in range(2):
             assert taken_of(stored, known, [stored]) == content_digest(stored, layout_of(stored))
+
+
+def test_a_digest_that_nobody_reads_holds_nothing_that_is_stored(cuda: FakeCuda) -> None:
+    known, stored = KnownDigests(), [torch.zeros(KNOWN_BYTES), torch.zeros(KNOWN_BYTES)]
+    freed = [weakref.ref(tensor) for tensor in stored]
+    assert isinstance(ContentDigests(known, stored).take(stored[0], layout_of(stored[0])), Unread)
+    stored.clear()
+    gc.collect()
+    assert [ref() for ref in freed] == [None, None]
+    assert len(known._found) == 0
 
 
 def test_what_is_freed_is_known_no_more() -> None:
