@@ -11,8 +11,8 @@ NOTE [Lent memory]
    test runs every op of the list and compares all that it was given before and after. Where a tensor lies is read off
    the tensor itself, so it does not matter which ops return an alias of an argument.
 4. Ops that count from the start of a storage would reach past a lent tensor, and are refused it.
-5. So the digest of a stored tensor that one replay saved is that which the next one would take: `KnownDigests`. What
-   damages memory all the same is seen after `KNOWN_USES` at the latest.
+5. So a stored tensor has the same digest in every replay, and a worker keeps it (`KnownDigests`). It computes it
+   again once in `KNOWN_USES` uses, which finds memory that a fault of the machine has damaged.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -17,10 +17,10 @@ from backhaul_runtime.layout import Layout, layout_of, payload
 from backhaul_runtime.staging import Mark, aside, marks
 
 KNOWN_BYTES = 1 << 16
-"""Of a smaller tensor another digest takes no longer than to find the one that was taken."""
+"""Looking up the digest of a smaller tensor takes as long as computing it."""
 
 KNOWN_USES = 64
-"""Then a digest is taken anew: memory that was damaged is noticed."""
+"""After so many uses a digest is computed again, so that damaged memory is noticed."""
 
 
 class Unread:
@@ -64,7 +64,7 @@ class KnownDigests:
         self._found: MutableMapping[Tensor, tuple[Digest, int]] = WeakTensorKeyDictionary()
 
     def of(self, tensor: Tensor, take: Callable[[], Digest]) -> Digest:
-        """That of a stored tensor, which is taken where it is not known."""
+        """The digest of a stored tensor. `take` makes it where it is not known, and once in `KNOWN_USES` uses."""
         digest, uses = self._found.get(tensor, (b"", 0))
         if uses % KNOWN_USES == 0:
             digest = take()

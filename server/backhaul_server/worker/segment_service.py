@@ -66,11 +66,11 @@ class Segments(Servicer):
         with ExitStack() as opening:
             opening.enter_context(self.worker.opening())
             is_counted, coming = False, aiter(requests)
+            named_until_s = asyncio.get_running_loop().time() + self.worker.lease_s
             while True:
                 try:
-                    received = await (
-                        anext(coming) if is_counted else asyncio.wait_for(anext(coming), self.worker.lease_s)
-                    )
+                    async with asyncio.timeout_at(None if is_counted else named_until_s):
+                        received = await anext(coming)
                 except StopAsyncIteration:
                     return
                 except TimeoutError:

@@ -204,9 +204,14 @@ class Store(Generic[T]):
         self.abandon(size_bytes)
         if self._collides(owner, address, value):
             raise TransferError(f"another session has sent something else with the address {address.hex()}")
-        self.cache(owner, address, value, size_bytes, is_shared=is_shared, is_awaited=True)
+        self._possess(owner, address, value, size_bytes, is_shared=is_shared, is_awaited=True)
 
-    def cache(
+    def cache(self, owner: Hashable, address: bytes, value: T, size_bytes: int) -> None:
+        """Stores what is here already as part of something else; forgets it without room, or if it collides."""
+        if not self._collides(owner, address, value):
+            self._possess(owner, address, value, size_bytes)
+
+    def _possess(
         self,
         owner: Hashable,
         address: bytes,
@@ -216,9 +221,9 @@ class Store(Generic[T]):
         is_shared: bool = False,
         is_awaited: bool = False,
     ) -> None:
-        """Stores what is here already as part of something else; forgets it without room, or if it collides."""
+        """Makes an owner possess what does not collide, if there is room."""
         entry = self._entries.get(address)
-        if (entry is not None and owner in entry.owners) or self._collides(owner, address, value):
+        if entry is not None and owner in entry.owners:
             return
         if entry is not None and self._fits(OWNER_BYTES, only_cached=True):
             entry = self._entries.get(address)  # room may have been made by giving it up
