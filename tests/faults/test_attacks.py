@@ -160,17 +160,18 @@ def test_streams_that_name_no_session_are_bounded(victim: WorkerProcess) -> None
         assert all(isinstance(error_of(call), LimitError) for call in refused())
 
 
-def test_a_stream_that_names_no_session_is_ended() -> None:
+@pytest.mark.parametrize("guesses", [False, True], ids=["says nothing", "guesses names"])
+def test_a_stream_that_names_no_session_is_ended(*, guesses: bool) -> None:
     ended = threading.Event()
 
-    def nothing() -> Iterator[Any]:
-        ended.wait(60)
-        yield from ()
+    def guessing() -> Iterator[segment_pb2.SaveSegmentRequest]:
+        while not ended.wait(0.2 if guesses else 60):
+            yield segment_pb2.SaveSegmentRequest(key=segment_pb2.OperationKey(session="guessed"))
 
     with WorkerProcess("--lease", "1") as worker, Hostile(worker.address) as client, ExitStack() as after:
         after.callback(ended.set)
         with pytest.raises(grpc.RpcError) as caught:
-            next(client.segments.ShortSaves(nothing()))
+            list(client.segments.ShortSaves(guessing()))
         assert isinstance(error_of(caught.value), TransferError)
 
 
