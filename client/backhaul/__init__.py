@@ -51,11 +51,11 @@ if TYPE_CHECKING:
     )
 
     from backhaul._api import checkpoint, checkpoint_sequential, connect, current_session, patched, wrap
-    from backhaul._report import Decision, Report, SegmentReport
+    from backhaul._backward.value_check import CheckpointError
+    from backhaul._observe.report import Decision, Report, SegmentReport
+    from backhaul._observe.warnings import NotRemoteWarning
     from backhaul._session import Session
-    from backhaul._value_check import CheckpointError
-    from backhaul._warnings import NotRemoteWarning
-    from backhaul._wrap import SegmentModule, unwrap
+    from backhaul._torch_api.wrap import SegmentModule, unwrap
 
 __all__ = [
     "AddressError",
@@ -109,15 +109,15 @@ __all__ = [
 
 _TORCHS = "torch.utils.checkpoint"
 _HOMES = {
-    "CheckpointError": "backhaul._value_check",
+    "CheckpointError": "backhaul._backward.value_check",
     "CheckpointPolicy": _TORCHS,
-    "Decision": "backhaul._report",
+    "Decision": "backhaul._observe.report",
     "DefaultDeviceType": _TORCHS,
     "GraphExecGroup": _TORCHS,
-    "NotRemoteWarning": "backhaul._warnings",
-    "Report": "backhaul._report",
-    "SegmentModule": "backhaul._wrap",
-    "SegmentReport": "backhaul._report",
+    "NotRemoteWarning": "backhaul._observe.warnings",
+    "Report": "backhaul._observe.report",
+    "SegmentModule": "backhaul._torch_api.wrap",
+    "SegmentReport": "backhaul._observe.report",
     "SelectiveCheckpointContext": _TORCHS,
     "Session": "backhaul._session",
     "checkpoint": "backhaul._api",
@@ -129,7 +129,7 @@ _HOMES = {
     "patched": "backhaul._api",
     "set_checkpoint_debug_enabled": _TORCHS,
     "set_checkpoint_early_stop": _TORCHS,
-    "unwrap": "backhaul._wrap",
+    "unwrap": "backhaul._torch_api.wrap",
     "wrap": "backhaul._api",
 }
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from backhaul._cli import main
+from backhaul._cli.main import main
 
 sys.exit(main())

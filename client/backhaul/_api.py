@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from backhaul import _wrap
-from backhaul._arguments import decorator, options_of
+from backhaul._cli.typos import warn_of_unknown
 from backhaul._config import Accumulate, Config, Durability, Numerics, Returns, resolve
-from backhaul._misspelt import warn_of_unknown
 from backhaul._session import Session
+from backhaul._torch_api import wrap as modules
+from backhaul._torch_api.options import decorator, options_of
 from backhaul_runtime.errors import SessionClosedError
 
 _opened: list[Session] = []
@@ -157,4 +157,4 @@ def wrap(
     Raises:
         ValueError: The model has no module of these classes.
     """
-    return _wrap.wrap(model, layers, partial(checkpoint, session=session, **options))
+    return modules.wrap(model, layers, partial(checkpoint, session=session, **options))

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from backhaul_runtime.errors import SettingError
-from backhaul_runtime.settings import boolean, in_environment, variable_of
+from backhaul_runtime.process.settings import boolean, in_environment, variable_of
 
 Returns = Literal["auto", "gradients", "activations"]
 RETURNS: tuple[str, ...] = ("auto", "gradients", "activations")
@@ -24,7 +24,10 @@ SECRETS = frozenset({"token_file"})
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How a session works. Each field can be set by the environment, see NOTE [Names] in backhaul_runtime.settings."""
+    """How a session works.
+
+    The environment can set each field, see NOTE [Names] in backhaul_runtime.process.settings.
+    """
 
     worker: str = ""
     """Addresses of workers with commas between; empty starts one on this machine."""

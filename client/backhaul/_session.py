@@ -18,32 +18,32 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from backhaul import _patched, _sequential, _sharded, _wrap
-from backhaul._arguments import Options, decorator, names_of_torch, options_of
-from backhaul._calls import call_unary
-from backhaul._checkpoint import run_segment
+from backhaul._backward.frame import Frame
+from backhaul._backward.lineage import Copies
 from backhaul._config import SECRETS, Config
-from backhaul._dispatcher import Dispatcher
-from backhaul._embedded import EmbeddedWorker
-from backhaul._frame import Frame
-from backhaul._lineage import Copies
-from backhaul._link import Link, trainer_name
-from backhaul._prediction import Beginning
-from backhaul._remote import SavedSegment
-from backhaul._report import Journal, Report
-from backhaul._side import Side
-from backhaul._telemetry import Telemetry
-from backhaul._warnings import warn_not_remote
+from backhaul._dispatch.dispatcher import Dispatcher
+from backhaul._dispatch.prediction import Beginning
+from backhaul._dispatch.worker_handle import Side
+from backhaul._forward.checkpoint import run_segment
+from backhaul._observe.report import Journal, Report
+from backhaul._observe.telemetry import Telemetry
+from backhaul._observe.warnings import warn_not_remote
+from backhaul._torch_api import fsdp, patched, sequential, wrap
+from backhaul._torch_api.options import Options, decorator, names_of_torch, options_of
+from backhaul._worker_client.connection import Link, trainer_name
+from backhaul._worker_client.deadlines import call_unary
+from backhaul._worker_client.embedded import EmbeddedWorker
+from backhaul._worker_client.remote_segment import SavedSegment
 from backhaul_proto.v1 import telemetry_pb2
-from backhaul_runtime.addresses import Address, parse_addresses
-from backhaul_runtime.credentials import one_for_each
 from backhaul_runtime.errors import BackhaulError, GradientsLostError
-from backhaul_runtime.fingerprint import fingerprint
-from backhaul_runtime.logs import about
+from backhaul_runtime.process.addresses import Address, parse_addresses
+from backhaul_runtime.process.credentials import one_for_each
+from backhaul_runtime.process.fingerprint import fingerprint
+from backhaul_runtime.process.logs import about
 from backhaul_runtime.version import version
 
 if TYPE_CHECKING:
-    from backhaul._otel import Traces
+    from backhaul._observe.opentelemetry import Traces
 
 logger = logging.getLogger("backhaul")
 
@@ -151,7 +151,7 @@ class Session:
     def _run(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     ) -> Any:
-        return _sharded.call(partial(run_segment, self, options=options), function, args, kwargs)
+        return fsdp.call(partial(run_segment, self, options=options), function, args, kwargs)
 
     def checkpoint_sequential(
         self,
@@ -170,13 +170,13 @@ class Session:
         Raises:
             ValueError: More segments than functions, or fewer than one.
         """
-        return _sequential.checkpoint_sequential(self.checkpoint, functions, segments, input, *inputs, **kwargs)
+        return sequential.checkpoint_sequential(self.checkpoint, functions, segments, input, *inputs, **kwargs)
 
     def wrap(
         self, model: nn.Module, layers: type[nn.Module] | tuple[type[nn.Module], ...], **options: Any
     ) -> nn.Module:
         """Checkpoints each module of the given classes in the model, in place. See `backhaul.wrap`."""
-        return _wrap.wrap(model, layers, partial(self.checkpoint, **options))
+        return wrap.wrap(model, layers, partial(self.checkpoint, **options))
 
     @contextmanager
     def patched(self) -> Iterator[Self]:
@@ -191,7 +191,7 @@ class Session:
         Raises:
             NotRemoteError: Under `strict`, on leaving the block, if nothing called torch's function.
         """
-        with _patched.patched(self._instead_of_torchs, strict=self.config.strict):
+        with patched.patched(self._instead_of_torchs, strict=self.config.strict):
             yield self
 
     @property
@@ -384,7 +384,7 @@ class Session:
 
 
 def _traces() -> "Traces":
-    from backhaul._otel import Traces  # whose package is an extra
+    from backhaul._observe.opentelemetry import Traces  # whose package is an extra
 
     return Traces()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from backhaul_runtime.credentials import make_token, read_token
+from backhaul_runtime.process.credentials import make_token, read_token
 from support.dashboards import Dashboard
 from support.pages import SECTIONS, OpenPage, Training, broken_rules
 

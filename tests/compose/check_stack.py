@@ -21,7 +21,7 @@ SERVING = ["worker-1", "worker-2", "dashboard"]
 ASK = f"""
 import grpc
 from backhaul_proto.v1 import telemetry_pb2
-from backhaul_runtime.stubs import stub
+from backhaul_runtime.wire.stubs import stub
 token = open("{WORKER_TOKEN}").read().strip()
 with grpc.insecure_channel("worker-2:50051") as channel:
     services = stub(channel, telemetry_pb2.DESCRIPTOR.services_by_name["TelemetryService"])

@@ -9,11 +9,11 @@ from inspect import getsource
 from pathlib import Path
 from typing import Any
 
-from backhaul._commands import build
+from backhaul._cli.options import options_of
+from backhaul._cli.registry import build
 from backhaul._config import Config
-from backhaul._options import options_of
-from backhaul_runtime.logs import FORMAT_VARIABLE, FORMATS, LEVEL_VARIABLE
-from backhaul_runtime.settings import variable_of
+from backhaul_runtime.process.logs import FORMAT_VARIABLE, FORMATS, LEVEL_VARIABLE
+from backhaul_runtime.process.settings import variable_of
 
 PAGE = Path(__file__).parents[2] / "docs/configuration.md"
 _MIB = 1 << 20

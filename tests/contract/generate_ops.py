@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from backhaul_runtime.layout import copy_exact
-from backhaul_runtime.recorder import Recorder
+from backhaul_runtime.record.recorder import Recorder
+from backhaul_runtime.tensors.layout import copy_exact
 
-OPS_FILE = Path(__file__).parents[2] / "runtime/backhaul_runtime/ops.txt"
+OPS_FILE = Path(__file__).parents[2] / "runtime/backhaul_runtime/program/ops.txt"
 
 # Nothing that builds a graph's backward, makes tensors of memory or files it is told of, or belongs to other backends.
 DENIED = re.compile(

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from backhaul_server.worker.access import POLICY, Needs
-from backhaul_server.worker.core import Worker
-from backhaul_server.worker.health import Health
-from backhaul_server.worker.service import add_services
+from backhaul_server.worker.engine.worker import Worker
+from backhaul_server.worker.rpc.access import POLICY, Needs
+from backhaul_server.worker.rpc.health import Health
+from backhaul_server.worker.rpc.service import add_services
 
 
 class Recorder:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from backhaul._commands import GROUP
+from backhaul._cli.registry import GROUP
 
 ROOT = Path(__file__).parents[2]
 FILE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())

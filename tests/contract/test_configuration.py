@@ -3,8 +3,8 @@
 import re
 from dataclasses import fields
 
+from backhaul._cli.typos import variables_of_commands, variables_of_sessions
 from backhaul._config import Config
-from backhaul._misspelt import variables_of_commands, variables_of_sessions
 from contract.generate_configuration import PAGE, page
 
 

@@ -84,7 +84,7 @@ def modules_after(code: str) -> set[str]:
     return set(found.stdout.splitlines()[-1].split())
 
 
-HELP = "from contextlib import suppress\nfrom backhaul._cli import main\nwith suppress(SystemExit):\n    main({})"
+HELP = "from contextlib import suppress\nfrom backhaul._cli.main import main\nwith suppress(SystemExit):\n    main({})"
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ HELP = "from contextlib import suppress\nfrom backhaul._cli import main\nwith su
         HELP.format(["simulate", "--help"]),
         "import backhaul.simulate.predictions",
         HELP.format(["--version"]),
-        "import backhaul_server.dashboard.app",
+        "import backhaul_server.dashboard.http.app",
         "import backhaul_server.dashboard.command",
     ],
 )

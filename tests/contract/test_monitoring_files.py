@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from backhaul_server.dashboard.alerts import ALERTS
-from backhaul_server.dashboard.metric_definitions import METRICS
+from backhaul_server.dashboard.metrics.alerts import ALERTS
+from backhaul_server.dashboard.metrics.definitions import METRICS
 from backhaul_server.monitoring import prometheus
 from backhaul_server.monitoring.files import PAGE, files
 from backhaul_server.monitoring.panels import ROWS

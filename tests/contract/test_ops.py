@@ -11,8 +11,14 @@ import torch
 from torch._ops import OpOverload
 
 from backhaul import ProgramError
-from backhaul_runtime.op_list import allowed_ops, resolve
-from backhaul_runtime.op_rules import DECIDE_IN_BACKWARD, HIDDEN_WRITES, UNDEFINED_SAVES, UNWRITTEN_RESULTS, rules
+from backhaul_runtime.program.op_list import allowed_ops, resolve
+from backhaul_runtime.program.op_rules import (
+    DECIDE_IN_BACKWARD,
+    HIDDEN_WRITES,
+    UNDEFINED_SAVES,
+    UNWRITTEN_RESULTS,
+    rules,
+)
 from contract import generate_ops
 from contract.generate_ops import DENIED, OPS_FILE, admitted, from_idioms, from_modules, from_op_db
 from support.writes import Memory, sample_of
@@ -99,7 +105,7 @@ def test_what_must_not_run_does_not(name: str) -> None:
 
 
 def test_every_listed_op_has_a_schema_that_can_be_checked() -> None:
-    from backhaul_runtime.schema import _ACCEPTED
+    from backhaul_runtime.program.schema import _ACCEPTED
 
     for name, op in listed():
         for argument in op._schema.arguments:

@@ -24,7 +24,7 @@ def test_a_wheel_holds_all_that_runs_and_nothing_else(tmp_path: Path) -> None:
         "backhaul/py.typed",
         "backhaul_proto/v1/segment.proto",
         "backhaul_proto/v1/segment_pb2.pyi",
-        "backhaul_runtime/ops.txt",
+        "backhaul_runtime/program/ops.txt",
         "backhaul_server/dashboard/static/index.html",
         "backhaul_server/dashboard/static/js/page.js",
         "backhaul_server/dashboard/static/vendor/inter/LICENSE",

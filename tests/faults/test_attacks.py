@@ -13,9 +13,9 @@ from torch import nn
 
 import backhaul
 from backhaul import LimitError, ProgramError, TransferError
-from backhaul._calls import error_of
+from backhaul._worker_client.deadlines import error_of
 from backhaul_proto.v1 import segment_pb2, session_pb2, telemetry_pb2
-from backhaul_server.worker.held import ReadProgram, is_same
+from backhaul_server.worker.engine.stored_values import ReadProgram, is_same
 from backhaul_server.worker.limits import UNNAMED_STREAMS
 from conftest import QUIET_S, wait_until
 from support.fuzz import Fuzzer

@@ -11,10 +11,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from backhaul_proto.v1 import program_pb2, segment_pb2, session_pb2, telemetry_pb2, tensor_pb2
-from backhaul_runtime.credentials import make_token, read_token
 from backhaul_runtime.errors import ERROR_METADATA_KEY, from_bytes
+from backhaul_runtime.process.credentials import make_token, read_token
 from backhaul_runtime.sealing import sealed
-from backhaul_runtime.splicing import serialize
+from backhaul_runtime.wire.splicing import serialize
 from support.processes import WorkerProcess
 
 METHODS = {

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import backhaul
 from backhaul import BackhaulError, ConnectError, Session
 from backhaul_proto.v1 import telemetry_pb2
-from backhaul_runtime.digest import address_of
+from backhaul_runtime.tensors.digest import address_of
 from conftest import QUIET_S, RETURNS
 from support.bits import Checkpoint, differing, plainly
 from support.flips import Flips, Kind, on_every_channel

@@ -12,7 +12,7 @@ from torch import nn
 import backhaul
 from backhaul import Session
 from backhaul_proto.v1 import segment_pb2
-from backhaul_runtime.splicing import serialize
+from backhaul_runtime.wire.splicing import serialize
 from conftest import QUIET_S
 from support.bits import differing, plainly
 from support.flips import on_every_channel

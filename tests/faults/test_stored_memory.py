@@ -9,12 +9,12 @@ import torch
 import backhaul
 from backhaul import BackhaulError, ProgramError, Session
 from backhaul_proto.v1 import program_pb2, segment_pb2
-from backhaul_runtime import ambient
-from backhaul_runtime.digest import address_of
-from backhaul_runtime.program import GeneratorRef, Given, Node, Program, Ref, ResultRef, Source, SourceRef
-from backhaul_runtime.program_codec import encode_program
-from backhaul_runtime.replay import Replay, isolated
-from backhaul_runtime.storages import storage_key
+from backhaul_runtime.program.codec import encode_program
+from backhaul_runtime.program.program import GeneratorRef, Given, Node, Program, Ref, ResultRef, Source, SourceRef
+from backhaul_runtime.replay.replay import Replay, isolated
+from backhaul_runtime.tensors.digest import address_of
+from backhaul_runtime.torch_internals import ambient_state
+from backhaul_runtime.torch_internals.storages import storage_key
 from conftest import QUIET_S
 from faults.test_wire import Wire, batches, fetched, parcel, refused
 from support.processes import WorkerProcess
@@ -151,7 +151,7 @@ ATTACKS: dict[str, tuple[Node, ...]] = {
 
 def program_of(nodes: tuple[Node, ...]) -> bytes:
     sources = [Source(requires_grad=False, is_leaf=True, is_written=False)] * (len(NAMES) + 1)
-    return encode_program(Program(tuple(sources), nodes, (ambient.capture(),), (), 0, 0))
+    return encode_program(Program(tuple(sources), nodes, (ambient_state.capture(),), (), 0, 0))
 
 
 GIVEN = torch.tensor([[9, 9], [9, 9]])
@@ -215,7 +215,7 @@ def test_each_alias_is_one(alias: Node) -> None:
     """Else an attack through it would be none."""
     tensors = [*(tensor.clone() for tensor in STORED.values()), GIVEN]
     sources = [Source(requires_grad=False, is_leaf=True, is_written=False)] * len(tensors)
-    program = Program(tuple(sources), (alias,), (ambient.capture(),), (FIRST,), 0, 0)
+    program = Program(tuple(sources), (alias,), (ambient_state.capture(),), (FIRST,), 0, 0)
     states = [torch.Generator().get_state().numpy().tobytes()] * alias.draws
     with isolated([]):
         output = Replay(program, tensors, states).output(0)
@@ -227,7 +227,7 @@ def test_the_trainers_own_replay_changes_nothing_of_the_trainers(write: Callable
     tensors = [torch.nn.Parameter(tensor.clone(), requires_grad=False) for tensor in (*STORED.values(), GIVEN)]
     sources = [Source(requires_grad=False, is_leaf=True, is_written=False)] * len(tensors)
     written = write(source("two") if len(write(X).args) > 4 else X)
-    program = Program(tuple(sources), (written,), (ambient.capture(),), (), 0, 0)
+    program = Program(tuple(sources), (written,), (ambient_state.capture(),), (), 0, 0)
     states = [torch.Generator().get_state().numpy().tobytes()] * written.draws
     with isolated([]), pytest.raises(ProgramError, match="does not declare as written|reach past"):
         Replay(program, tensors, states, is_own=True)
@@ -238,7 +238,7 @@ def test_a_source_that_is_declared_as_written_is_copied_first() -> None:
     tensor = torch.tensor([1.0, 2.0])
     sources = (Source(requires_grad=False, is_leaf=True, is_written=True),)
     nodes = (node("dropout.default", SourceRef(0), 0.5, False), WRITES["fill_"](FIRST))
-    program = Program(sources, nodes, (ambient.capture(),), (FIRST,), 0, 0)
+    program = Program(sources, nodes, (ambient_state.capture(),), (FIRST,), 0, 0)
     with isolated([]):
         replay = Replay(program, [tensor], [torch.Generator().get_state().numpy().tobytes()])
     assert replay.output(0).tolist() == [5.0, 5.0]

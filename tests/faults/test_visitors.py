@@ -6,9 +6,9 @@ import httpx
 import pytest
 from starlette.routing import BaseRoute, Mount, Route
 
-from backhaul_runtime.addresses import parse_address
-from backhaul_server.dashboard.access import COOKIE, OPEN
-from backhaul_server.dashboard.app import create_app
+from backhaul_runtime.process.addresses import parse_address
+from backhaul_server.dashboard.http.access import COOKIE, OPEN
+from backhaul_server.dashboard.http.app import create_app
 
 TOKEN = "correct-horse-battery-staple"
 APP = create_app([parse_address("127.0.0.1:1")], token=TOKEN)  # it asks nobody before it runs

@@ -12,22 +12,23 @@ from google.protobuf.message_factory import GetMessageClass
 
 import backhaul
 from backhaul import BudgetError, ProgramError, SessionUnknownError, TransferError, WorkerLostError
-from backhaul._calls import Stream, call_unary, error_of
-from backhaul._link import Stubs
+from backhaul._worker_client.connection import Stubs
+from backhaul._worker_client.deadlines import Stream, call_unary, error_of
 from backhaul_proto.v1 import (
     program_pb2,
     segment_pb2,
     session_pb2,
     tensor_pb2,
 )
-from backhaul_runtime import ambient, framing
-from backhaul_runtime.digest import address_of, content_digest, saved_digest
-from backhaul_runtime.framing import Parcel, Receiver
-from backhaul_runtime.layout import layout_of
-from backhaul_runtime.program import Node, Program, ResultRef, Source, SourceRef
-from backhaul_runtime.program_codec import encode_program, encode_state
-from backhaul_runtime.protocol import PROTOCOL_VERSION
-from backhaul_runtime.splicing import Carried
+from backhaul_runtime.program.codec import encode_program, encode_state
+from backhaul_runtime.program.program import Node, Program, ResultRef, Source, SourceRef
+from backhaul_runtime.tensors.digest import address_of, content_digest, saved_digest
+from backhaul_runtime.tensors.layout import layout_of
+from backhaul_runtime.torch_internals import ambient_state
+from backhaul_runtime.wire import tensor_stream
+from backhaul_runtime.wire.protocol import PROTOCOL_VERSION
+from backhaul_runtime.wire.splicing import Carried
+from backhaul_runtime.wire.tensor_stream import Parcel, Receiver
 from conftest import QUIET_S, wait_until
 from support.processes import WorkerProcess
 from support.proxy import SlowProxy
@@ -57,7 +58,7 @@ class Wire:
         """Saves a segment of one source, which takes a gradient. Returns the key of its first backward."""
         source = Source(requires_grad=True, is_leaf=False, is_written=False)
         last = (ResultRef(len(nodes) - 1, 0),)
-        program = encode_program(Program((source,), tuple(nodes), (ambient.capture(),), last, saved_count, 0))
+        program = encode_program(Program((source,), tuple(nodes), (ambient_state.capture(),), last, saved_count, 0))
         request = program_pb2.PutProgramRequest(session=self.session, program=program)
         address = self.programs.PutProgram(request, timeout=60).address
         self.last_program = address
@@ -89,7 +90,7 @@ def parcel(tensor: torch.Tensor) -> Parcel:
 
 
 def batches(parcels: Iterable[Parcel]) -> Iterator[tensor_pb2.TensorBatch]:
-    return map(plain, framing.batches(parcels))
+    return map(plain, tensor_stream.batches(parcels))
 
 
 def test_a_flipped_bit_is_caught_and_nothing_of_it_is_kept(wire: Wire, worker: WorkerProcess) -> None:
@@ -236,7 +237,7 @@ def test_released_and_unknown_segments_look_alike(wire: Wire) -> None:
 def test_a_program_that_takes_far_more_than_it_says_fails_alone(own_worker: WorkerProcess) -> None:
     wire = Wire(own_worker.address)
     huge = Node("aten.ones.default", ((1 << 34,),), (("dtype", torch.uint8),), 0, (16,), draws=False)
-    program = encode_program(Program((), (huge,), (ambient.capture(),), (ResultRef(0, 0),), 0, 0))
+    program = encode_program(Program((), (huge,), (ambient_state.capture(),), (ResultRef(0, 0),), 0, 0))
     address = wire.programs.PutProgram(
         program_pb2.PutProgramRequest(session=wire.session, program=program), timeout=10
     ).address
@@ -376,7 +377,7 @@ def test_a_short_cut_answers_what_is_short_and_leaves_the_rest_to_the_call(wire:
             key=wire.save(number, chain("aten.tanh.default", 1, x.nbytes), 1, x),
             start=segment_pb2.Start(
                 gradients=[segment_pb2.OutputGradient(output=0, tensor=address_of(gradient))],
-                ambient_state=encode_state(ambient.capture()),
+                ambient_state=encode_state(ambient_state.capture()),
             ),
         )
 

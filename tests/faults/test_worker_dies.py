@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import backhaul
-from backhaul import Session, _lineage
-from backhaul._local import outputs_here
+from backhaul import Session
+from backhaul._backward import lineage
+from backhaul._backward.local_recompute import outputs_here
 from conftest import QUIET_S, wait_until
 from numerics.cases import blocks, inputs
 from support.bits import differing, plainly, train
@@ -117,7 +118,7 @@ def test_boundaries_that_the_survivor_has_are_not_computed_again(
         wait_until_sent(session)
         other.kill()
 
-    monkeypatch.setattr(_lineage, "outputs_here", noted)
+    monkeypatch.setattr(lineage, "outputs_here", noted)
     before = fetches()
     with (
         WorkerProcess() as other,

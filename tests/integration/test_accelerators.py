@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import backhaul
 from backhaul import Session
-from backhaul_runtime import unread
-from backhaul_runtime.layout import Layout, host_bytes
-from backhaul_runtime.unread import Unread
+from backhaul_runtime.tensors import deferred_digest
+from backhaul_runtime.tensors.deferred_digest import Unread
+from backhaul_runtime.tensors.layout import Layout, host_bytes
 from conftest import QUIET_S
 from support.bits import Checkpoint, differing, plainly, train
 from support.processes import WorkerProcess
@@ -74,7 +74,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
         return torch.frombuffer(bytearray(xxhash.xxh3_128_digest(host_bytes(data))), dtype=torch.int64)
 
     monkeypatch.setattr(Layout, "is_on_accelerator", True)
-    monkeypatch.setattr(unread, "device_sums", sums)  # the worker takes the host's
+    monkeypatch.setattr(deferred_digest, "device_sums", sums)  # the worker takes the host's
     monkeypatch.setattr(Unread, "read", reading)
     yield found
 

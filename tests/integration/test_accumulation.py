@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import backhaul
 from backhaul import Session
-from backhaul._accumulate import Uncollected
-from backhaul._frame import Frame
+from backhaul._backward.frame import Frame
+from backhaul._worker_client.accumulation import Uncollected
 from backhaul_proto.v1 import session_pb2
 from conftest import QUIET_S, wait_until
 from support.bits import Checkpoint, differing, plainly

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from backhaul_runtime.credentials import read_token
+from backhaul_runtime.process.credentials import read_token
 from conftest import wait_until
 from support.processes import WorkerProcess
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import backhaul
 from backhaul import CredentialError, NotRemoteError, Session, SettingError
-from backhaul_runtime.credentials import make_token, read_token
+from backhaul_runtime.process.credentials import make_token, read_token
 from conftest import QUIET_S, wait_until
 from numerics.cases import blocks, stack
 from support.bits import differing, plainly, train

@@ -9,8 +9,8 @@ from typing import Any, get_args
 
 import pytest
 
-from backhaul_server.dashboard import schemas
-from backhaul_server.dashboard.segments import Column
+from backhaul_server.dashboard.collect.segments import Column
+from backhaul_server.dashboard.views import schemas
 from conftest import wait_until
 from support.dashboards import Dashboard
 from support.reporting import FakeWorker, Training

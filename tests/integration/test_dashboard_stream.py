@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from backhaul_server.dashboard.feed import MOST_LISTENERS
+from backhaul_server.dashboard.http.feed import MOST_LISTENERS
 from conftest import wait_until
 from support.dashboards import Dashboard
 from support.reporting import FakeWorker, Fleet, Training

@@ -18,14 +18,14 @@ import torch
 from torch import nn
 
 from backhaul import Session
-from backhaul._endings import Ending, Endings
-from backhaul._frame import Frame
-from backhaul._remote import SavedSegment, SavedTensors
-from backhaul._unshared import Unshared
-from backhaul_runtime.buffers import Buffers
-from backhaul_runtime.framing import Parcel
-from backhaul_runtime.layout import layout_of
-from backhaul_runtime.shared_memory import LEAST_BYTES, Outbox, Region, make_memory
+from backhaul._backward.frame import Frame
+from backhaul._backward.sole_consumers import Unshared
+from backhaul._worker_client.remote_segment import SavedSegment, SavedTensors
+from backhaul_runtime.process.death_queue import Ending, Endings
+from backhaul_runtime.tensors.buffer_pool import Buffers
+from backhaul_runtime.tensors.layout import layout_of
+from backhaul_runtime.wire.shared_memory import LEAST_BYTES, Outbox, Region, make_memory
+from backhaul_runtime.wire.tensor_stream import Parcel
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("client", "runtime", "server")
@@ -76,10 +76,10 @@ def a_tensor_in_shared_memory(session: Session) -> tuple[list[Any], Any]:
 
 
 DEATHS: dict[str, Callable[[Session], tuple[list[Any], Any]]] = {
-    "client/backhaul/_endings.py: Ending(of, self._put)": a_frame,
-    "client/backhaul/_unshared.py: weakref.ref(tensor, died)": a_watched_input,
-    "runtime/backhaul_runtime/buffers.py: weakref.finalize(array, self._give_back, buffer)": a_buffer,
-    "runtime/backhaul_runtime/shared_memory.py: "
+    "runtime/backhaul_runtime/process/death_queue.py: Ending(of, self._put)": a_frame,
+    "client/backhaul/_backward/sole_consumers.py: weakref.ref(tensor, died)": a_watched_input,
+    "runtime/backhaul_runtime/tensors/buffer_pool.py: weakref.finalize(array, self._give_back, buffer)": a_buffer,
+    "runtime/backhaul_runtime/wire/shared_memory.py: "
     "weakref.finalize(raw, self.let_go, location.slot, location.ticket)": a_tensor_in_shared_memory,
 }
 """All that runs when an object dies, and what makes such an object: holders of it, to be emptied, and what it tells."""

@@ -21,7 +21,7 @@ from torch import nn
 
 import backhaul
 from backhaul import Session
-from backhaul._embedded import EmbeddedWorker
+from backhaul._worker_client.embedded import EmbeddedWorker
 from backhaul_proto.v1 import segment_pb2
 from conftest import QUIET_S, settle, wait_until
 from support.processes import WorkerProcess
@@ -29,8 +29,8 @@ from support.wire import Services
 
 FAILING = (
     "import sys\n"
-    "from backhaul._cli import main\n"
-    "from backhaul_server.worker.core import Worker\n"
+    "from backhaul._cli.main import main\n"
+    "from backhaul_server.worker.engine.worker import Worker\n"
     "def fail(*_, **__):\n"
     "    raise ZeroDivisionError('a bug\\nof two lines')\n"
     "Worker.gradients = fail\n"
@@ -41,7 +41,7 @@ FAILING = (
 FAILING_PAGE = (
     "import sys\n"
     "from starlette.staticfiles import StaticFiles\n"
-    "from backhaul._cli import main\n"
+    "from backhaul._cli.main import main\n"
     "def fail(*_, **__):\n"
     "    raise ZeroDivisionError('a bug')\n"
     "StaticFiles.get_response = fail\n"

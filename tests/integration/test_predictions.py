@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import backhaul
 from backhaul import Session
-from backhaul._prediction import Site, Sites
-from backhaul._upload import Save, Uploader
+from backhaul._dispatch.prediction import Site, Sites
+from backhaul._worker_client.uploader import Save, Uploader
 from conftest import settle, wait_until
 from support.bits import Checkpoint, differing, plainly, train
 from support.processes import WorkerProcess
@@ -138,7 +138,7 @@ def test_calls_of_functions_without_a_backward_leave_nothing_behind(session: Ses
 
 
 def test_of_too_many_places_the_least_recently_reached_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backhaul._prediction.MAX_SITES", 2)
+    monkeypatch.setattr("backhaul._dispatch.prediction.MAX_SITES", 2)
     sites = Sites()
     found = [sites.of(torch.sin, position) for position in range(3)]
     for site in (*found[:2], found[0], found[2]):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import backhaul
 from backhaul import ConnectError, Decision, NotRemoteError, ProtocolVersionError, Session
 from backhaul_proto.v1 import session_pb2
-from backhaul_runtime.protocol import PROTOCOL_VERSION
+from backhaul_runtime.wire.protocol import PROTOCOL_VERSION
 from conftest import QUIET_S, settle, wait_until
 from numerics.cases import blocks, stack
 from support.bits import differing, plainly, train
@@ -97,7 +97,7 @@ def test_a_patched_block_without_a_call_does_not_pass_in_silence(strict: bool, w
 
 
 ANOTHER_TORCH = (
-    "import sys, torch; torch.version.git_version = 'another'; from backhaul._cli import main; sys.exit(main())"
+    "import sys, torch; torch.version.git_version = 'another'; from backhaul._cli.main import main; sys.exit(main())"
 )
 
 

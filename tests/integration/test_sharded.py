@@ -19,7 +19,7 @@ from torch.nn.functional import gelu
 
 import backhaul
 from backhaul import Decision, Session, unwrap
-from backhaul._upload import Save, Uploader
+from backhaul._worker_client.uploader import Save, Uploader
 from conftest import QUIET_S, RETURNS, settle
 from support.bits import differing
 from support.processes import WorkerProcess

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import backhaul
 from backhaul import Session
-from backhaul_runtime.shared_memory import LEAST_BYTES
+from backhaul_runtime.wire.shared_memory import LEAST_BYTES
 from conftest import QUIET_S, settle, wait_until
 from support.bits import Checkpoint, plainly
 from support.processes import WorkerProcess

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from backhaul import Session
-from backhaul._remote import SavedSegment
+from backhaul._worker_client.remote_segment import SavedSegment
 from support.bits import Checkpoint, differing, plainly, train
 
 BLOCKS = 3

@@ -147,7 +147,7 @@ def test_a_bad_option_is_named(arguments: list[str], message: str) -> None:
 
 def test_it_needs_neither_torch_nor_fastapi(nobody: str) -> None:
     code = (
-        "from contextlib import redirect_stdout\nimport io\nfrom backhaul._cli import main\n"
+        "from contextlib import redirect_stdout\nimport io\nfrom backhaul._cli.main import main\n"
         f"with redirect_stdout(io.StringIO()):\n    assert main(['top', '{nobody}']) == 1"
     )
     assert not modules_after(code) & {"torch", "numpy", "fastapi", "starlette", "uvicorn", "prometheus_client"}

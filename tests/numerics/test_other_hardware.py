@@ -13,11 +13,11 @@ from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
 import backhaul
 from backhaul import CheckpointError, Decision, Session
-from backhaul._frame import Frame
-from backhaul._value_check import Recomputed, check_recomputed
-from backhaul_runtime.layout import layout_of
-from backhaul_runtime.recording import SavedTensor
-from backhaul_runtime.sketch import sketch
+from backhaul._backward.frame import Frame
+from backhaul._backward.value_check import Recomputed, check_recomputed
+from backhaul_runtime.record.recording import SavedTensor
+from backhaul_runtime.tensors.layout import layout_of
+from backhaul_runtime.tensors.random_projection import sketch
 from conftest import QUIET_S, RETURNS, wait_until
 from numerics.cases import CASES, WIDTH, Case
 from support.bits import Checkpoint, differing, plainly, train

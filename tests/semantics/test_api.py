@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint_sequential as sequential_of_torch
 
 import backhaul
 from backhaul import Decision, NotRemoteError, Session
-from backhaul_runtime.framing import _Arrival
+from backhaul_runtime.wire.tensor_stream import _Arrival
 from support.bits import Checkpoint, differing, plainly
 from support.calls import WIDTH, Counted, TimesOne, inputs, one, same
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointError, GraphExecGroup, set_checkpoi
 from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
 from backhaul import Decision, NotRemoteError, Session
-from backhaul._frame import Frame
+from backhaul._backward.frame import Frame
 from support.bits import Checkpoint, differing, plainly
 from support.calls import (
     SAVES_BY_CUSTOM_FUNCTION,

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import backhaul
 from backhaul import CheckpointError, Decision, Session
-from backhaul._arguments import DETERMINISM_CHECKS
-from backhaul_runtime.replay import Replay
+from backhaul._torch_api.options import DETERMINISM_CHECKS
+from backhaul_runtime.replay.replay import Replay
 from support.bits import Checkpoint, differing, plainly
 from support.calls import WIDTH, TimesOne, inputs, same, seed, torch_checkpoint
 

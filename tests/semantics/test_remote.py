@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from backhaul import CheckpointError, Decision, Session
-from backhaul._value_check import Recomputed
+from backhaul._backward.value_check import Recomputed
 from conftest import settle, wait_until
 from support.bits import Checkpoint, plainly
 from support.calls import WIDTH, TimesOne, inputs, memory_of, nodes_behind, same

@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 import grpc
 import pytest
 
-from backhaul._link import Link
-from backhaul._shared_memory import SharedMemory
-from backhaul_runtime.shared_memory import Outbox, Region
+from backhaul._worker_client.connection import Link
+from backhaul._worker_client.shared_memory import SharedMemory
+from backhaul_runtime.wire.shared_memory import Outbox, Region
 
 ENDS_BYTES = 256
 """Half of the flips go so close to the beginning or the end of a message, where its fields are and not its tensors."""

@@ -15,11 +15,11 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from backhaul_proto.v1 import program_pb2, segment_pb2, session_pb2, telemetry_pb2, tensor_pb2
-from backhaul_runtime import ambient
 from backhaul_runtime.errors import STATUS_NAMES, DrainingError, WorkerError
-from backhaul_runtime.op_list import allowed_ops, resolve
-from backhaul_runtime.program import GeneratorRef, Node, Program, ResultRef, Source, SourceRef
-from backhaul_runtime.program_codec import encode_program
+from backhaul_runtime.program.codec import encode_program
+from backhaul_runtime.program.op_list import allowed_ops, resolve
+from backhaul_runtime.program.program import GeneratorRef, Node, Program, ResultRef, Source, SourceRef
+from backhaul_runtime.torch_internals import ambient_state
 from support.hostile import TIMEOUT_S, Hostile, chain, seal
 from support.wire import METHODS
 
@@ -229,7 +229,7 @@ class Fuzzer:
             for tensor in SOURCES
         )
         outputs = (ResultRef(len(nodes) - 1, 0),) if nodes[-1].result_bytes else ()
-        program = Program(sources, tuple(nodes), (ambient.capture(),), outputs, 0, 0)
+        program = Program(sources, tuple(nodes), (ambient_state.capture(),), outputs, 0, 0)
         self._segment += 1
         number, gradient = self._segment, self._draw.choice(self._addresses)
         asked = client.backward(number, gradient)

@@ -19,7 +19,7 @@ import grpc
 import torch
 from torch import Tensor
 
-from backhaul._shared_memory import SharedMemory
+from backhaul._worker_client.shared_memory import SharedMemory
 from backhaul_proto.v1 import (
     program_pb2,
     segment_pb2,
@@ -27,16 +27,17 @@ from backhaul_proto.v1 import (
     telemetry_pb2,
     tensor_pb2,
 )
-from backhaul_runtime import ambient, framing
-from backhaul_runtime.digest import address_of
-from backhaul_runtime.framing import Parcel
-from backhaul_runtime.layout import layout_of
-from backhaul_runtime.program import Given, Node, Program, ResultRef, Source, SourceRef
-from backhaul_runtime.program_codec import encode_program, encode_state
-from backhaul_runtime.protocol import MAX_MESSAGE_BYTES, MAX_NAME, PROTOCOL_VERSION
+from backhaul_runtime.program.codec import encode_program, encode_state
+from backhaul_runtime.program.program import Given, Node, Program, ResultRef, Source, SourceRef
 from backhaul_runtime.sealing import sealed
-from backhaul_runtime.shared_memory import Ask
-from backhaul_runtime.splicing import field_of
+from backhaul_runtime.tensors.digest import address_of
+from backhaul_runtime.tensors.layout import layout_of
+from backhaul_runtime.torch_internals import ambient_state
+from backhaul_runtime.wire import tensor_stream
+from backhaul_runtime.wire.protocol import MAX_MESSAGE_BYTES, MAX_NAME, PROTOCOL_VERSION
+from backhaul_runtime.wire.shared_memory import Ask
+from backhaul_runtime.wire.splicing import field_of
+from backhaul_runtime.wire.tensor_stream import Parcel
 from support.processes import WorkerProcess
 from support.wire import Services, plain
 
@@ -105,7 +106,7 @@ class Hostile:
         parcels = [Parcel(tensor, layout_of(tensor), address_of(tensor)) for tensor in tensors]
         messages = [
             tensor_pb2.PutTensorsRequest(session=self.session, tensors=plain(batch))
-            for batch in framing.batches(parcels)
+            for batch in tensor_stream.batches(parcels)
         ]
         self.tensors.PutTensors(iter(messages), timeout=TIMEOUT_S)
         return [parcel.address for parcel in parcels]
@@ -124,7 +125,7 @@ class Hostile:
             key=self.key(segment, backward),
             start=segment_pb2.Start(
                 gradients=[segment_pb2.OutputGradient(output=0, tensor=gradient)],
-                ambient_state=encode_state(ambient.capture()),
+                ambient_state=encode_state(ambient_state.capture()),
             ),
             **more,
         )
@@ -145,13 +146,13 @@ def chain(op: str, length: int, size_bytes: int, *more: Any) -> Program:
     """An op on the result of the one before, of one source, which takes a gradient."""
     refs = [SourceRef(0), *(ResultRef(index, 0) for index in range(length - 1))]
     nodes = tuple([Node(op, (ref, *more), (), 0, (size_bytes,), draws=False) for ref in refs])
-    return Program((TAKES_GRADIENT,), nodes, (ambient.capture(),), (ResultRef(length - 1, 0),), length, 0)
+    return Program((TAKES_GRADIENT,), nodes, (ambient_state.capture(),), (ResultRef(length - 1, 0),), length, 0)
 
 
 def of_nodes(*nodes: Node, sources: int = 1, saved: int = 0, saved_bytes: int = 0) -> Program:
     """A program of these nodes, whose output is the last one's."""
     outputs = (ResultRef(len(nodes) - 1, 0),)
-    return Program((TAKES_GRADIENT,) * sources, nodes, (ambient.capture(),), outputs, saved, saved_bytes)
+    return Program((TAKES_GRADIENT,) * sources, nodes, (ambient_state.capture(),), outputs, saved, saved_bytes)
 
 
 def over_and_over(times: int, attempt: Callable[[int], object]) -> None:

@@ -7,31 +7,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backhaul._arguments import options_of
-from backhaul._checkpoint import run_segment
+from backhaul._backward.frame import Frame
+from backhaul._backward.lineage import Copies
+from backhaul._backward.value_check import Recomputed
 from backhaul._config import Config
-from backhaul._expected import check_saved, contributions_in
-from backhaul._frame import Frame
-from backhaul._lineage import Copies
-from backhaul._prediction import Beginning, Site
-from backhaul._report import Journal, Report
-from backhaul._value_check import Recomputed
+from backhaul._dispatch.prediction import Beginning, Site
+from backhaul._forward.checkpoint import run_segment
+from backhaul._observe.report import Journal, Report
+from backhaul._torch_api.options import options_of
+from backhaul._worker_client.answer_checks import check_saved, contributions_in
 from backhaul_proto.v1 import segment_pb2
-from backhaul_runtime import ambient
-from backhaul_runtime.bundle import unbundle
-from backhaul_runtime.digest import address_of
 from backhaul_runtime.errors import Refusal, WorkerLostError
-from backhaul_runtime.layout import Layout, copy_exact
-from backhaul_runtime.program_codec import decode_program, encode_program
-from backhaul_runtime.recording import Recording
-from backhaul_runtime.replay import Contribution, isolated
-from backhaul_server.worker import runs
-from backhaul_server.worker.runs import Finished, Work
-from backhaul_server.worker.segment_service import encode_contributions
+from backhaul_runtime.program.codec import decode_program, encode_program
+from backhaul_runtime.record.recording import Recording
+from backhaul_runtime.replay.replay import Contribution, isolated
+from backhaul_runtime.tensors.digest import address_of
+from backhaul_runtime.tensors.layout import Layout, copy_exact
+from backhaul_runtime.torch_internals import ambient_state
+from backhaul_runtime.wire.bundle import unbundle
+from backhaul_server.worker.engine import runs
+from backhaul_server.worker.engine.runs import Finished, Work
+from backhaul_server.worker.rpc.segment_service import encode_contributions
 
 
 class LoopbackSegment:
-    """See `backhaul._frame.RemoteSegment`."""
+    """See `backhaul._backward.frame.RemoteSegment`."""
 
     def __init__(self, work: Work, remote: "Loopback") -> None:
         self.work = work
@@ -46,7 +46,7 @@ class LoopbackSegment:
     def backward(
         self,
         gradients: Mapping[int, Tensor],
-        state: ambient.State,
+        state: ambient_state.State,
         summed: Collection[int],
         due: Sequence[tuple[int, Layout]],
         *,
@@ -72,7 +72,7 @@ class LoopbackSegment:
 
 
 class LoopbackTensors:
-    """See `backhaul._frame.Incoming`."""
+    """See `backhaul._backward.frame.Incoming`."""
 
     def __init__(self, saved: Recomputed, tensors: dict[int, Tensor]) -> None:
         self.saved = saved

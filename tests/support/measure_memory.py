@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import backhaul
 from backhaul.demo.memory import peak_live_bytes
 from backhaul.demo.model import LanguageModel
-from backhaul_runtime.processes import resident_bytes
+from backhaul_runtime.process.resources import resident_bytes
 
 
 def resident_peak(step: object) -> int:

@@ -4,8 +4,8 @@ import sys
 
 import torch
 
-from backhaul._cli import main
-from backhaul_runtime.replay import Replay
+from backhaul._cli.main import main
+from backhaul_runtime.replay.replay import Replay
 
 _results = Replay._results
 

@@ -14,7 +14,7 @@ from typing import Self
 import grpc
 
 from backhaul_proto.v1 import telemetry_pb2
-from backhaul_runtime.credentials import bearer
+from backhaul_runtime.process.credentials import bearer
 from support.wire import Services
 
 _COMMAND = ("-m", "backhaul")

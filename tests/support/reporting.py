@@ -13,8 +13,8 @@ import grpc
 
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_proto.v1.telemetry_pb2 import Lane
-from backhaul_runtime.telemetry import BOUNDS_S, bucket_of
 from backhaul_runtime.version import version
+from backhaul_runtime.wire.telemetry import BOUNDS_S, bucket_of
 from support.wire import serve
 
 ANSWER_BYTES = 1 << 20

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 from backhaul_proto.v1 import telemetry_pb2
-from backhaul_runtime.addresses import Address, parse_address
-from backhaul_runtime.telemetry import BOUNDS_S, bucket_of
-from backhaul_server.dashboard.metric_sources import TrainerSums
+from backhaul_runtime.process.addresses import Address, parse_address
+from backhaul_runtime.wire.telemetry import BOUNDS_S, bucket_of
+from backhaul_server.dashboard.metrics.sources import TrainerSums
 
 SUMS = {name: 0.0 for name in dir(TrainerSums) if not name.startswith("_")}
 

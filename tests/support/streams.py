@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from backhaul_runtime import staging
-from backhaul_runtime.layout import Layout
+from backhaul_runtime.tensors import staging
+from backhaul_runtime.tensors.layout import Layout
 
 WAIT_S = 60.0
 

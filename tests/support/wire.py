@@ -6,8 +6,8 @@ import grpc
 from google.protobuf.message_factory import GetMessageClass
 
 from backhaul_proto.v1 import program_pb2, segment_pb2, session_pb2, telemetry_pb2, tensor_pb2
-from backhaul_runtime.splicing import Batch, encode, serialize
-from backhaul_runtime.stubs import as_protobuf, stub
+from backhaul_runtime.wire.splicing import Batch, encode, serialize
+from backhaul_runtime.wire.stubs import as_protobuf, stub
 
 SERVICES = [
     service

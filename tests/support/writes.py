@@ -8,9 +8,9 @@ from torch import Tensor
 from torch._C import _DisableTorchDispatch  # type: ignore[attr-defined]
 from torch._ops import OpOverload
 
-from backhaul_runtime.op_rules import tensors_in
-from backhaul_runtime.recorder import Recorder
-from backhaul_runtime.storages import storage_key
+from backhaul_runtime.program.op_rules import tensors_in
+from backhaul_runtime.record.recorder import Recorder
+from backhaul_runtime.torch_internals.storages import storage_key
 
 CALLS_OF_A_KIND = 2
 """Calls of an op with dtypes and flags that are looked at."""

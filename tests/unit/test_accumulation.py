@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from backhaul import SegmentUnknownError
-from backhaul_runtime.bundle import bundle
-from backhaul_server.worker.executor import Executor
-from backhaul_server.worker.runs import Finished
-from backhaul_server.worker.store import Store
-from backhaul_server.worker.sums import SUM_BYTES, Keep, Sums
+from backhaul_runtime.wire.bundle import bundle
+from backhaul_server.worker.engine.executor import Executor
+from backhaul_server.worker.engine.gradient_sums import SUM_BYTES, Keep, Sums
+from backhaul_server.worker.engine.runs import Finished
+from backhaul_server.worker.engine.store import Store
 
 SIZE = 64
 BYTES = SIZE * 4

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from backhaul import AddressError
-from backhaul_runtime.addresses import is_private, parse_address, parse_addresses
+from backhaul_runtime.process.addresses import is_private, parse_address, parse_addresses
 
 
 @pytest.mark.parametrize(

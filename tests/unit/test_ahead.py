@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 import grpc
 import pytest
 
-from backhaul import _ahead
-from backhaul._ahead import Ahead
+from backhaul._worker_client import pushed_results
+from backhaul._worker_client.pushed_results import Ahead
 from backhaul_proto.v1 import segment_pb2
-from backhaul_runtime.splicing import Carried
+from backhaul_runtime.wire.splicing import Carried
 from conftest import wait_until
 
 START = segment_pb2.Start(wants_digests=True)
@@ -68,7 +68,7 @@ def played() -> Played:
 @pytest.fixture
 def take(played: Played, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], int | None]]:
     """Takes a segment's result from an open stream: its number, or None."""
-    monkeypatch.setattr(_ahead, "PATIENCE_S", 10.0)  # nothing here is decided by it, unless it fails
+    monkeypatch.setattr(pushed_results, "PATIENCE_S", 10.0)  # nothing here is decided by it, unless it fails
     before = threading.active_count()
     ahead = Ahead(played)
     assert ahead.take("a", 0, START) is None
@@ -125,7 +125,7 @@ def test_several_in_one_message(take: Callable[[int], int | None], played: Playe
 
 def test_nothing_more_is_read_than_there_is_room_for(take: Callable[[int], int | None], played: Played) -> None:
     for segment in range(6):
-        played.send(segment, size_bytes=_ahead.HELD_BYTES // 2)
+        played.send(segment, size_bytes=pushed_results.HELD_BYTES // 2)
     came(played, 3)  # two are held, and one waits for room
     assert take(0) == 0
     came(played, 4)

@@ -4,28 +4,28 @@ import pytest
 import torch
 
 from backhaul import ProgramError
-from backhaul_runtime import ambient
+from backhaul_runtime.torch_internals import ambient_state
 
 
 def test_a_state_is_put_back() -> None:
-    before = ambient.capture()
-    with ambient.restored():
+    before = ambient_state.capture()
+    with ambient_state.restored():
         torch.set_default_dtype(torch.float64)
         torch.set_num_threads(2)
         torch.use_deterministic_algorithms(True)
         torch.set_autocast_enabled("cpu", True)
         torch.backends.mkldnn.set_flags(_enabled=False)
-        assert ambient.capture() != before
-    assert ambient.capture() == before
+        assert ambient_state.capture() != before
+    assert ambient_state.capture() == before
 
 
 def test_a_state_is_applied_in_another_thread() -> None:
     with torch.autocast("cpu", dtype=torch.float16), torch.no_grad():
-        state = ambient.capture()
+        state = ambient_state.capture()
     seen: list[object] = []
 
     def apply() -> None:
-        ambient.apply(state, ambient.capture())
+        ambient_state.apply(state, ambient_state.capture())
         seen.extend([torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")])
 
     thread = threading.Thread(target=apply)
@@ -35,9 +35,9 @@ def test_a_state_is_applied_in_another_thread() -> None:
 
 
 def test_a_state_travels_by_name() -> None:
-    state = ambient.capture()
-    assert ambient.from_mapping(ambient.to_mapping(state)) == state
-    assert ambient.from_mapping({"threads": 7})[list(ambient.settings()).index("threads")] == 7
+    state = ambient_state.capture()
+    assert ambient_state.from_mapping(ambient_state.to_mapping(state)) == state
+    assert ambient_state.from_mapping({"threads": 7})[list(ambient_state.settings()).index("threads")] == 7
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,6 @@ def test_a_state_travels_by_name() -> None:
         ("mkldnn_matmul_precision", "fastest"),
     ],
 )
-def test_values_that_can_not_be(name: str, value: ambient.Value) -> None:
+def test_values_that_can_not_be(name: str, value: ambient_state.Value) -> None:
     with pytest.raises(ProgramError):
-        ambient.from_mapping({name: value})
+        ambient_state.from_mapping({name: value})

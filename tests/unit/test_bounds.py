@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from backhaul import BackhaulError, DrainingError, ReplayError
-from backhaul_runtime.replay import Replay
-from backhaul_server.worker import bounds
-from backhaul_server.worker.bounds import Bounds
+from backhaul_runtime.replay.replay import Replay
+from backhaul_server.worker.engine import bounds
+from backhaul_server.worker.engine.bounds import Bounds
 from support.hostile import chain
 
 NOTHING_SAVED = chain("aten.neg.default", 500, 16)

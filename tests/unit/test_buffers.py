@@ -1,6 +1,6 @@
 import torch
 
-from backhaul_runtime.buffers import Buffers
+from backhaul_runtime.tensors.buffer_pool import Buffers
 
 PAGES = 1 << 20
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 import backhaul
 from backhaul import NotRemoteError, WorkerLostError, wrap
-from backhaul._arguments import options_of
-from backhaul._calls import Watch
-from backhaul._checkpoint import name_of
 from backhaul._config import Config
-from backhaul._sequential import checkpoint_sequential
-from backhaul._wrap import SegmentModule, unwrap
+from backhaul._forward.checkpoint import name_of
+from backhaul._torch_api.options import options_of
+from backhaul._torch_api.sequential import checkpoint_sequential
+from backhaul._torch_api.wrap import SegmentModule, unwrap
+from backhaul._worker_client.deadlines import Watch
 from support.loopback import Loopback
 
 

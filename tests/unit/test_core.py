@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from backhaul import BudgetError, DrainingError, ProgramError, SegmentUnknownError, SessionUnknownError
-from backhaul_runtime import ambient
-from backhaul_runtime.digest import address_of
-from backhaul_runtime.layout import layout_of
-from backhaul_runtime.program import NODE_BYTES, Node, Program, ResultRef, Source, SourceRef
-from backhaul_runtime.program_codec import encode_program
-from backhaul_server.worker import runs
-from backhaul_server.worker.core import Worker
-from backhaul_server.worker.segment import Segment, Session
-from backhaul_server.worker.segment_machine import Key
+from backhaul_runtime.program.codec import encode_program
+from backhaul_runtime.program.program import NODE_BYTES, Node, Program, ResultRef, Source, SourceRef
+from backhaul_runtime.tensors.digest import address_of
+from backhaul_runtime.tensors.layout import layout_of
+from backhaul_runtime.torch_internals import ambient_state
+from backhaul_server.worker.engine import runs
+from backhaul_server.worker.engine.segment import Segment, Session
+from backhaul_server.worker.engine.segment_machine import Key
+from backhaul_server.worker.engine.worker import Worker
 
 FIRST = Key("backward", 1)
-START = runs.Start(((0, address_of(torch.ones(4))),), ambient.capture())
+START = runs.Start(((0, address_of(torch.ones(4))),), ambient_state.capture())
 
 
 def with_worker(
@@ -45,7 +45,7 @@ def squaring() -> bytes:
         Program(
             sources=(Source(requires_grad=True, is_leaf=False, is_written=False),),
             nodes=(Node("aten.mul.Tensor", (x, x), (), 0, (16,), draws=False),),
-            ambient_states=(ambient.capture(),),
+            ambient_states=(ambient_state.capture(),),
             outputs=(ResultRef(0, 0),),
             saved_count=2,
             saved_bytes=0,

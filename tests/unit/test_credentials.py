@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from backhaul import SettingError
-from backhaul_runtime.credentials import bearer, make_token, one_for_each, read_token, shows
+from backhaul_runtime.process.credentials import bearer, make_token, one_for_each, read_token, shows
 
 TOKEN = "correct-horse-battery-staple"
 

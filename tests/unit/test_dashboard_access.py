@@ -9,9 +9,9 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 
-from backhaul_server.dashboard import access, login_form
-from backhaul_server.dashboard.access import COOKIE, HEADERS, Access
-from backhaul_server.dashboard.logins import LASTS_S, MOST, Logins
+from backhaul_server.dashboard.http import access, login_form
+from backhaul_server.dashboard.http.access import COOKIE, HEADERS, Access
+from backhaul_server.dashboard.http.logins import LASTS_S, MOST, Logins
 
 TOKEN = "correct-horse-battery-staple"
 HTML = {"accept": "text/html,application/xhtml+xml"}

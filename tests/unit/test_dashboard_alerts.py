@@ -7,9 +7,9 @@ import pytest
 
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_proto.v1.telemetry_pb2 import Lane
-from backhaul_runtime.addresses import parse_addresses
-from backhaul_server.dashboard.alerts import ALERTS, Alerts
-from backhaul_server.dashboard.watch import Watch
+from backhaul_runtime.process.addresses import parse_addresses
+from backhaul_server.dashboard.collect.watch import Watch
+from backhaul_server.dashboard.metrics.alerts import ALERTS, Alerts
 from support.reporting import Training
 
 GIB = 1 << 30

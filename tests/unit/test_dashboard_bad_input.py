@@ -17,17 +17,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backhaul_proto.v1 import telemetry_pb2
-from backhaul_runtime.addresses import parse_addresses
-from backhaul_server.dashboard.alerts import Alerts
-from backhaul_server.dashboard.api import Sources, add_routes
-from backhaul_server.dashboard.archive import NoArchive
-from backhaul_server.dashboard.feed import Feed
-from backhaul_server.dashboard.metrics import Collected, exposition
-from backhaul_server.dashboard.reports import CALLS, clean_report
-from backhaul_server.dashboard.segments import ROWS
-from backhaul_server.dashboard.series import LARGEST
-from backhaul_server.dashboard.trainers import CALLS_BYTES, DETAILED_RUNS, ROWS_IN_ALL, RUNS, Trainers
-from backhaul_server.dashboard.watch import Watch
+from backhaul_runtime.process.addresses import parse_addresses
+from backhaul_server.dashboard.collect.sanitize import CALLS, clean_report
+from backhaul_server.dashboard.collect.segments import ROWS
+from backhaul_server.dashboard.collect.series import LARGEST
+from backhaul_server.dashboard.collect.trainers import CALLS_BYTES, DETAILED_RUNS, ROWS_IN_ALL, RUNS, Trainers
+from backhaul_server.dashboard.collect.watch import Watch
+from backhaul_server.dashboard.history.archive import NoArchive
+from backhaul_server.dashboard.http.api import Sources, add_routes
+from backhaul_server.dashboard.http.feed import Feed
+from backhaul_server.dashboard.metrics.alerts import Alerts
+from backhaul_server.dashboard.metrics.exposition import Collected, exposition
 from support.reporting import Training
 
 PATHS = [

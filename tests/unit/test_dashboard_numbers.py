@@ -8,18 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backhaul_proto.v1 import telemetry_pb2
-from backhaul_runtime.addresses import parse_addresses
-from backhaul_runtime.telemetry import BOUNDS_S, bucket_of
-from backhaul_server.dashboard.durations import Durations, Tally
-from backhaul_server.dashboard.intervals import common, length, rows_of, union
-from backhaul_server.dashboard.memory import memory_history
-from backhaul_server.dashboard.overview import overview
-from backhaul_server.dashboard.runs import STEPS
-from backhaul_server.dashboard.segments import REASONS, SegmentTable, reasons_of, select
-from backhaul_server.dashboard.series import Series
-from backhaul_server.dashboard.timeline import SHOWN_BARS, timeline
-from backhaul_server.dashboard.trainers import DETAILED_RUNS, Trainers
-from backhaul_server.dashboard.watch import Watch
+from backhaul_runtime.process.addresses import parse_addresses
+from backhaul_runtime.wire.telemetry import BOUNDS_S, bucket_of
+from backhaul_server.dashboard.collect.durations import Durations, Tally
+from backhaul_server.dashboard.collect.intervals import common, length, rows_of, union
+from backhaul_server.dashboard.collect.runs import STEPS
+from backhaul_server.dashboard.collect.segments import REASONS, SegmentTable, reasons_of, select
+from backhaul_server.dashboard.collect.series import Series
+from backhaul_server.dashboard.collect.trainers import DETAILED_RUNS, Trainers
+from backhaul_server.dashboard.collect.watch import Watch
+from backhaul_server.dashboard.views.memory import memory_history
+from backhaul_server.dashboard.views.overview import overview
+from backhaul_server.dashboard.views.timeline import SHOWN_BARS, timeline
 from support.reporting import Training
 
 NOW_S = 1_763_769_600.0

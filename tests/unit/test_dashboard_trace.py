@@ -9,9 +9,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from backhaul_proto.v1.telemetry_pb2 import Lane, SegmentCall, Span
-from backhaul_server.dashboard.runs import Detail, TrainerRun
-from backhaul_server.dashboard.timeline import last_steps
-from backhaul_server.dashboard.trace import base_of, chrome_trace
+from backhaul_server.dashboard.collect.runs import Detail, TrainerRun
+from backhaul_server.dashboard.views.timeline import last_steps
+from backhaul_server.dashboard.views.trace import base_of, chrome_trace
 from support.reporting import Training
 
 

@@ -1,7 +1,7 @@
 import torch
 
-from backhaul_runtime.digest import address_of, content_digest, saved_digest, weighted_sums
-from backhaul_runtime.layout import layout_of
+from backhaul_runtime.tensors.digest import address_of, content_digest, saved_digest, weighted_sums
+from backhaul_runtime.tensors.layout import layout_of
 
 
 def digest(tensor: torch.Tensor) -> bytes:

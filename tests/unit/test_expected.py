@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from backhaul import TransferError
-from backhaul._expected import check_saved, contributions_in, saved_views
+from backhaul._worker_client.answer_checks import check_saved, contributions_in, saved_views
 from backhaul_proto.v1 import segment_pb2
-from backhaul_runtime.bundle import bundle, encode_view
-from backhaul_runtime.layout import Layout, layout_of
+from backhaul_runtime.tensors.layout import Layout, layout_of
+from backhaul_runtime.wire.bundle import bundle, encode_view
 
 WEIGHT, BIAS, X = torch.randn(4, 3), torch.randn(4), torch.randn(2, 3)
 DUE = [(0, layout_of(X)), (0, layout_of(X)), (1, layout_of(WEIGHT)), (2, layout_of(BIAS)), (3, layout_of(X))]

@@ -1,6 +1,6 @@
 from collections.abc import Callable
 
-from backhaul_server.worker.fair_queue import FairQueue, Job
+from backhaul_server.worker.engine.fair_queue import FairQueue, Job
 
 
 def job(session: str, expected_s: float = 1.0, begin: Callable[[], bool] = lambda: True) -> Job:

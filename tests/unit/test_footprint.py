@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from backhaul.demo.memory import live_bytes
 from backhaul.demo.model import Block
-from backhaul_runtime.replay import Replay
-from backhaul_runtime.schedule import Footprint
+from backhaul_runtime.replay.replay import Replay
+from backhaul_runtime.replay.schedule import Footprint
 from unit.test_recorder import record
 
 

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from backhaul import TransferError, UnsupportedTensorError
 from backhaul_proto.v1 import tensor_pb2
-from backhaul_runtime.bundle import bundle, decode_view, encode_view, unbundle
-from backhaul_runtime.digest import address_of, content_digest
-from backhaul_runtime.framing import Parcel, Receiver, batches, decode_layout, encode_layout
-from backhaul_runtime.layout import _DTYPES, _QUANTIZED, Layout, copy_exact, layout_of
-from backhaul_runtime.protocol import CHUNK_BYTES
-from backhaul_runtime.splicing import deserializer, encode_all
+from backhaul_runtime.tensors.digest import address_of, content_digest
+from backhaul_runtime.tensors.layout import _DTYPES, _QUANTIZED, Layout, copy_exact, layout_of
+from backhaul_runtime.wire.bundle import bundle, decode_view, encode_view, unbundle
+from backhaul_runtime.wire.protocol import CHUNK_BYTES
+from backhaul_runtime.wire.splicing import deserializer, encode_all
+from backhaul_runtime.wire.tensor_stream import Parcel, Receiver, batches, decode_layout, encode_layout
 from support.wire import plain
 
 SHAPES: dict[str, Callable[[], Tensor]] = {

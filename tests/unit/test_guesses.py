@@ -10,25 +10,26 @@ import torch
 
 from backhaul import SegmentUnknownError
 from backhaul_proto.v1 import segment_pb2
-from backhaul_runtime import ambient
-from backhaul_runtime.digest import address_of
-from backhaul_runtime.program import Node, Program, ResultRef, Source, SourceRef
-from backhaul_runtime.program_codec import encode_program
-from backhaul_runtime.splicing import SPLICED_BYTES
-from backhaul_server.worker import runs, segment_service, segments
-from backhaul_server.worker.core import Worker
-from backhaul_server.worker.segment import Segment, Session
-from backhaul_server.worker.segment_machine import GuessAhead, Key, Phase, ReplayAhead, Run, SegmentMachine
+from backhaul_runtime.program.codec import encode_program
+from backhaul_runtime.program.program import Node, Program, ResultRef, Source, SourceRef
+from backhaul_runtime.tensors.digest import address_of
+from backhaul_runtime.torch_internals import ambient_state
+from backhaul_runtime.wire.splicing import SPLICED_BYTES
+from backhaul_server.worker.engine import runs, segment_engine
+from backhaul_server.worker.engine.segment import Segment, Session
+from backhaul_server.worker.engine.segment_machine import GuessAhead, Key, Phase, ReplayAhead, Run, SegmentMachine
+from backhaul_server.worker.engine.worker import Worker
+from backhaul_server.worker.rpc import segment_service
 from unit.test_core import put, squaring, with_worker
 
 FIRST = Key("backward", 1)
-STATE = ambient.capture()
+STATE = ambient_state.capture()
 
 
 @pytest.fixture(autouse=True, params=[0.0, 10.0], ids=["one by one", "in one go"])
 def short_s(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
     """How long guesses may take that run in one go: whatever it is, they are the same."""
-    monkeypatch.setattr(segments, "SHORT_S", request.param)
+    monkeypatch.setattr(segment_engine, "SHORT_S", request.param)
     return float(request.param)
 
 
@@ -65,10 +66,10 @@ async def idle(worker: Worker) -> None:
 
 def test_a_guess_that_is_right_is_the_answer() -> None:
     async def test(worker: Worker) -> None:
-        segments = await chain(worker, [2.0, 4.0, 16.0])
-        gradient = await backward(worker, segments[2], torch.ones(4), runs_anew=True)
+        segment_engine = await chain(worker, [2.0, 4.0, 16.0])
+        gradient = await backward(worker, segment_engine[2], torch.ones(4), runs_anew=True)
         await idle(worker)
-        for segment, value in ((segments[1], 4.0), (segments[0], 2.0)):
+        for segment, value in ((segment_engine[1], 4.0), (segment_engine[0], 2.0)):
             expected = gradient * 2 * value
             gradient = await backward(worker, segment, gradient, runs_anew=False)
             assert torch.equal(gradient, expected)
@@ -80,10 +81,10 @@ def test_a_guess_that_is_right_is_the_answer() -> None:
 
 def test_a_guess_that_is_wrong_is_thrown_away() -> None:
     async def test(worker: Worker) -> None:
-        segments = await chain(worker, [2.0, 4.0])
-        await backward(worker, segments[1], torch.ones(4), runs_anew=True)
+        segment_engine = await chain(worker, [2.0, 4.0])
+        await backward(worker, segment_engine[1], torch.ones(4), runs_anew=True)
         await idle(worker)
-        gradient = await backward(worker, segments[0], torch.full((4,), 0.5), runs_anew=True)
+        gradient = await backward(worker, segment_engine[0], torch.full((4,), 0.5), runs_anew=True)
         assert torch.equal(gradient, torch.full((4,), 2.0))
         assert (worker.segments.guessed, worker.segments.wasted) == (0, 1)
         assert worker.store.usage().working == 0
@@ -93,25 +94,25 @@ def test_a_guess_that_is_wrong_is_thrown_away() -> None:
 
 def test_a_request_that_comes_while_its_guess_runs_waits_for_it() -> None:
     async def test(worker: Worker) -> None:
-        segments = await chain(worker, [2.0, 4.0])
+        segment_engine = await chain(worker, [2.0, 4.0])
         await idle(worker)  # both replays are there
-        gradient = await backward(worker, segments[1], torch.ones(4), runs_anew=True)
-        assert segments[0].guess is not None
-        assert segments[0].guess.finished is None
-        await backward(worker, segments[0], gradient, runs_anew=False)
+        gradient = await backward(worker, segment_engine[1], torch.ones(4), runs_anew=True)
+        assert segment_engine[0].guess is not None
+        assert segment_engine[0].guess.finished is None
+        await backward(worker, segment_engine[0], gradient, runs_anew=False)
 
     with_worker(test)
 
 
 def test_other_ambient_settings_are_another_request() -> None:
     async def test(worker: Worker) -> None:
-        segments = await chain(worker, [2.0, 4.0])
-        gradient = await backward(worker, segments[1], torch.ones(4), runs_anew=True)
+        segment_engine = await chain(worker, [2.0, 4.0])
+        gradient = await backward(worker, segment_engine[1], torch.ones(4), runs_anew=True)
         await idle(worker)
         with torch.autocast("cpu", torch.bfloat16):
-            start = runs.Start(((0, address_of(gradient)),), ambient.capture())
+            start = runs.Start(((0, address_of(gradient)),), ambient_state.capture())
         perform = partial(runs.backward, start=start, gradients={0: gradient})
-        await worker.segments.request(segments[0], FIRST, lambda: perform, 0.1, start).answer
+        await worker.segments.request(segment_engine[0], FIRST, lambda: perform, 0.1, start).answer
         assert (worker.segments.guessed, worker.segments.wasted) == (0, 1)
 
     with_worker(test)
@@ -119,29 +120,29 @@ def test_other_ambient_settings_are_another_request() -> None:
 
 def test_room_that_is_needed_is_taken_from_guesses() -> None:
     async def test(worker: Worker) -> None:
-        segments = await chain(worker, [2.0, 4.0])
-        gradient = await backward(worker, segments[1], torch.ones(4), runs_anew=True)
+        segment_engine = await chain(worker, [2.0, 4.0])
+        gradient = await backward(worker, segment_engine[1], torch.ones(4), runs_anew=True)
         await idle(worker)
         usage = worker.store.usage()
         held = usage.segments + usage.sessions
-        worker.store.expect(usage.budget - held - segments[0].footprint.run_bytes)
-        assert segments[0].guess is None
-        assert segments[0].machine.phase is Phase.SAVED
-        assert torch.equal(await backward(worker, segments[0], gradient, runs_anew=True), gradient * 4)
+        worker.store.expect(usage.budget - held - segment_engine[0].footprint.run_bytes)
+        assert segment_engine[0].guess is None
+        assert segment_engine[0].machine.phase is Phase.SAVED
+        assert torch.equal(await backward(worker, segment_engine[0], gradient, runs_anew=True), gradient * 4)
 
     with_worker(test)
 
 
 def test_a_segment_released_while_its_guess_runs_leaves_nothing() -> None:
     async def test(worker: Worker) -> None:
-        segments = await chain(worker, [2.0, 4.0])
-        await backward(worker, segments[1], torch.ones(4), runs_anew=True)
-        session: Session = segments[0].session
+        segment_engine = await chain(worker, [2.0, 4.0])
+        await backward(worker, segment_engine[1], torch.ones(4), runs_anew=True)
+        session: Session = segment_engine[0].session
         worker.close_session(session.id)
         await idle(worker)
         usage = worker.store.usage()
         assert (usage.segments, usage.working, usage.results) == (0, 0, 0)
-        assert segments[0].guess is None
+        assert segment_engine[0].guess is None
         assert session.segments == {}
 
     with_worker(test)
@@ -149,9 +150,9 @@ def test_a_segment_released_while_its_guess_runs_leaves_nothing() -> None:
 
 def test_a_predecessor_that_is_gone_is_passed_over() -> None:
     async def test(worker: Worker) -> None:
-        segments = await chain(worker, [2.0, 4.0])
-        worker.release(segments[0].session, [1])
-        await backward(worker, segments[1], torch.ones(4), runs_anew=True)
+        segment_engine = await chain(worker, [2.0, 4.0])
+        worker.release(segment_engine[0].session, [1])
+        await backward(worker, segment_engine[1], torch.ones(4), runs_anew=True)
         await idle(worker)
         assert worker.segments.recomputed == 1
 
@@ -258,7 +259,7 @@ def drawing() -> bytes:
         Program(
             sources=(Source(requires_grad=True, is_leaf=False, is_written=False),),
             nodes=(draw, draw, product),
-            ambient_states=(ambient.capture(),),
+            ambient_states=(ambient_state.capture(),),
             outputs=(ResultRef(2, 0),),
             saved_count=1,
             saved_bytes=0,

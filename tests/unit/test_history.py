@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 
 from backhaul_proto.v1 import telemetry_pb2
-from backhaul_server.dashboard import history, history_file, schemas
-from backhaul_server.dashboard.history import History
-from backhaul_server.dashboard.history_options import default_path, parse_retention
+from backhaul_server.dashboard.history import sqlite, writer
+from backhaul_server.dashboard.history.options import default_path, parse_retention
+from backhaul_server.dashboard.history.writer import History
+from backhaul_server.dashboard.views import schemas
 from conftest import wait_until
 from support.processes import open_files
 
@@ -70,7 +71,7 @@ def report_of(*steps: telemetry_pb2.Step, run: telemetry_pb2.Run | None = None) 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Writes at once rather than every second; nothing is left open."""
-    monkeypatch.setattr(history, "WRITE_S", 0.01)
+    monkeypatch.setattr(writer, "WRITE_S", 0.01)
     before = threading.active_count(), open_files()
     yield
     assert (threading.active_count(), open_files()) == before
@@ -138,7 +139,7 @@ def test_it_survives_a_restart_and_what_stop_finds_is_written(path: str) -> None
 
 
 def test_who_asks_gets_what_was_put_before(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "WRITE_S", 60.0)
+    monkeypatch.setattr(writer, "WRITE_S", 60.0)
     with kept(path) as found:
         for number in range(1, 4):
             found.put(report_of(step_of(number)))
@@ -215,7 +216,7 @@ def test_numbers_that_no_trainer_means_do_no_harm(path: str) -> None:
 def test_retention_forgets_runs_and_the_old_steps_of_those_that_go_on(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(history_file, "FORGOTTEN_AT_ONCE", 3)
+    monkeypatch.setattr(sqlite, "FORGOTTEN_AT_ONCE", 3)
     now_s = time.time()
     old = [step_of(n, started_at_s=now_s - 40 * DAY_S) for n in range(1, 12)]
     with kept(path, retention_days=1000) as found:
@@ -230,7 +231,7 @@ def test_retention_forgets_runs_and_the_old_steps_of_those_that_go_on(
 
 
 def test_retention_is_applied_again_while_it_runs(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "FORGET_S", 0.05)
+    monkeypatch.setattr(writer, "FORGET_S", 0.05)
     with kept(path, retention_days=2 / DAY_S) as found:
         found.put(report_of(step_of(1, started_at_s=time.time(), duration_s=0)))
         wait_until(lambda: len(runs(found)) == 1, "it is written")
@@ -437,7 +438,7 @@ def test_what_has_no_room_is_counted_and_nobody_waits(tmp_path: Path) -> None:
         for _ in range(25):
             found.put(report_of(*steps))
         assert found.dropped_steps == 6000
-        assert found._queued_rows <= history.QUEUED_ROWS
+        assert found._queued_rows <= writer.QUEUED_ROWS
         wait_until(lambda: "can't be opened" in found.error, "it says so")
 
 

@@ -5,15 +5,15 @@ from typing import Any
 import pytest
 import torch
 
-from backhaul_runtime import hostile
-from backhaul_runtime.op_list import resolve
+from backhaul_runtime.program import unsafe_arguments
+from backhaul_runtime.program.op_list import resolve
 
 LSTM = "aten.lstm.input"
 LEAST = -(1 << 63)
 
 
 def check(name: str, *args: Any, **kwargs: Any) -> None:
-    hostile.check_values(name, resolve(name), args, kwargs)
+    unsafe_arguments.check_values(name, resolve(name), args, kwargs)
 
 
 def lstm(module: torch.nn.LSTM, batch_first: bool = False) -> list[Any]:

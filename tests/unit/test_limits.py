@@ -5,10 +5,10 @@ from google.protobuf.message_factory import GetMessageClass
 
 from backhaul import LimitError
 from backhaul_proto.v1 import segment_pb2, telemetry_pb2, tensor_pb2
-from backhaul_runtime.protocol import MAX_DECLARED, MAX_NAME
 from backhaul_runtime.sealing import sealed
-from backhaul_runtime.splicing import deserializer, field_of
-from backhaul_runtime.wire_fields import has_more_fields
+from backhaul_runtime.wire.fields import has_more_fields
+from backhaul_runtime.wire.protocol import MAX_DECLARED, MAX_NAME
+from backhaul_runtime.wire.splicing import deserializer, field_of
 from backhaul_server.worker import limits
 from support.wire import METHODS
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backhaul import SegmentLostError, StaleTensorError, _lineage
-from backhaul_runtime.layout import layout_of
+from backhaul import SegmentLostError, StaleTensorError
+from backhaul._backward import lineage
+from backhaul_runtime.tensors.layout import layout_of
 from conftest import RETURNS
 from support.bits import Checkpoint, differing, plainly
 from support.loopback import Loopback
@@ -20,7 +21,7 @@ Run = Callable[[Checkpoint, list[nn.Module], Tensor], Tensor]
 
 
 def test_copies_of_unknown_content_are_shared_by_tensor_and_version() -> None:
-    copies, tensor = _lineage.Copies(), torch.zeros(4)
+    copies, tensor = lineage.Copies(), torch.zeros(4)
     layout = layout_of(tensor)
     first = copies.hold(tensor, layout, None)
     assert copies.hold(tensor.view(4), layout, None) is first
@@ -29,7 +30,7 @@ def test_copies_of_unknown_content_are_shared_by_tensor_and_version() -> None:
 
 
 def test_a_copy_is_not_taken_for_that_of_a_tensor_in_the_same_place() -> None:
-    copies, held = _lineage.Copies(), []
+    copies, held = lineage.Copies(), []
     for number in range(50):  # each likely where the one before was
         tensor = torch.full((4,), float(number))
         held.append(copies.hold(tensor, layout_of(tensor), None))
@@ -251,7 +252,7 @@ def test_a_segment_whose_predecessor_ran_backward_before_is_still_rebuilt(loopba
 def test_a_long_chain_is_rebuilt_in_small_steps(loopback: Loopback, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     count = 36  # two roots of it are 12
     held: list[int] = []
-    replay = _lineage.outputs_here
+    replay = lineage.outputs_here
 
     def noted(*args: Any) -> dict[int, Tensor]:
         held.append(len(loopback.copies._tensors))
@@ -262,7 +263,7 @@ def test_a_long_chain_is_rebuilt_in_small_steps(loopback: Loopback, monkeypatch:
         loopback.recordings.clear()  # they go with their segments
         loopback.is_lost = True
 
-    monkeypatch.setattr(_lineage, "outputs_here", noted)
+    monkeypatch.setattr(lineage, "outputs_here", noted)
     ours = gradients(partial(loopback.checkpoint, returns="gradients"), KEPT_FIRST[name], lose, count)
     assert differing(ours, gradients(plainly, KEPT_FIRST[name], count=count)) == []
     assert len(held) < 2 * count
@@ -285,7 +286,7 @@ def test_what_a_worker_still_has_is_used_if_it_is_what_it_was(
 ) -> None:
     sent, expected_replays = FETCHED[name]
     replays: list[str] = []
-    replay = _lineage.outputs_here
+    replay = lineage.outputs_here
 
     def noted(name: str, *args: Any) -> dict[int, Tensor]:
         replays.append(name)
@@ -295,7 +296,7 @@ def test_what_a_worker_still_has_is_used_if_it_is_what_it_was(
         loopback.is_lost = True
         loopback.copies.fetch = lambda address: sent(loopback.given[address])
 
-    monkeypatch.setattr(_lineage, "outputs_here", noted)
+    monkeypatch.setattr(lineage, "outputs_here", noted)
     ours = gradients(partial(loopback.checkpoint, returns="gradients"), KEPT_FIRST["residual"], lose)
     assert differing(ours, gradients(plainly, KEPT_FIRST["residual"])) == []
     assert len(replays) == expected_replays

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from backhaul_server.worker.listening import ListenError, SocketPath, connections_of_a_peer, server_options
-from backhaul_server.worker.peers import Peers
+from backhaul_server.worker.rpc.peers import Peers
 
 
 @pytest.mark.parametrize("exists", [True, False])

@@ -9,8 +9,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from backhaul_runtime import logs
 from backhaul_runtime.errors import SettingError
+from backhaul_runtime.process import logs
 
 logger = logging.getLogger("backhaul.worker")
 

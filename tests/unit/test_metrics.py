@@ -7,9 +7,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from backhaul_proto.v1 import telemetry_pb2
-from backhaul_runtime.telemetry import BOUNDS_S
-from backhaul_server.dashboard.metric_definitions import BUCKETS_S, METRICS, histogram
-from backhaul_server.dashboard.metrics import Collected, exposition
+from backhaul_runtime.wire.telemetry import BOUNDS_S
+from backhaul_server.dashboard.metrics.definitions import BUCKETS_S, METRICS, histogram
+from backhaul_server.dashboard.metrics.exposition import Collected, exposition
 from support.source import SUMS, FakeSource, FakeTrainers, FakeWorker, telemetry_of
 
 BASE_UNITS = {"bytes", "seconds", "ratio"}

@@ -8,11 +8,11 @@ from collections import Counter
 
 import pytest
 
-from backhaul._commands import build
-from backhaul._misspelt import variables_of_commands, variables_of_sessions
-from backhaul._options import options_of, parse
+from backhaul._cli.options import options_of, parse
+from backhaul._cli.registry import build
+from backhaul._cli.typos import variables_of_commands, variables_of_sessions
 from backhaul_runtime.errors import SettingError
-from backhaul_runtime.settings import OTHERS, unknown
+from backhaul_runtime.process.settings import OTHERS, unknown
 
 KINDS = {"_ExtendAction", "_StoreAction", "_StoreTrueAction", "_StoreFalseAction", "BooleanOptionalAction"}
 

@@ -9,7 +9,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from backhaul._otel import KEPT_CALLS, KEPT_STEPS, Traces
+from backhaul._observe.opentelemetry import KEPT_CALLS, KEPT_STEPS, Traces
 from backhaul_proto.v1 import telemetry_pb2 as pb
 
 LANES = [

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint as by_name
 from torch.utils.checkpoint import checkpoint_sequential
 
 from backhaul import NotRemoteError, NotRemoteWarning
-from backhaul._patched import patched
+from backhaul._torch_api.patched import patched
 from support.loopback import Loopback
 
 LAYER = nn.Linear(3, 3)

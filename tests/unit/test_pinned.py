@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from backhaul_runtime.errors import ReplayError
-from backhaul_runtime.pinned import GivenValues, NotedDraws, is_binary, pack_bits, unpack_bits
-from backhaul_runtime.sketch import SIZE, drift, sketch, tolerance
+from backhaul_runtime.replay.recorded_choices import GivenValues, NotedDraws, is_binary, pack_bits, unpack_bits
+from backhaul_runtime.tensors.random_projection import SIZE, drift, sketch, tolerance
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16])

@@ -1,4 +1,4 @@
-from backhaul._placement import FIRST_RUN, Placement
+from backhaul._dispatch.placement import FIRST_RUN, Placement
 
 
 def one_pass(placement: Placement, segments: int, workers: int) -> list[int]:

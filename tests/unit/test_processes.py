@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from backhaul_runtime import processes
+from backhaul_runtime.process import resources
 
 
 @pytest.mark.parametrize(
@@ -21,14 +21,14 @@ def test_no_more_cores_than_the_container_has_time_for(
     quota: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(processes, "_CPU_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(resources, "_CPU_QUOTA", tmp_path / "cpu.max")
     (tmp_path / "cpu.max").write_text(f"{quota}\n")
-    assert processes.usable_cores() == cores
+    assert resources.usable_cores() == cores
 
 
 def test_without_a_container_it_is_what_this_process_may_run_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3})
-    monkeypatch.setattr(processes, "_CPU_QUOTA", tmp_path / "nothing")
-    assert processes.usable_cores() == 2
+    monkeypatch.setattr(resources, "_CPU_QUOTA", tmp_path / "nothing")
+    assert resources.usable_cores() == 2

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from backhaul import ProgramError, ReplayError
 from backhaul_proto.v1 import program_pb2
-from backhaul_runtime import ambient
-from backhaul_runtime.program import GeneratorRef, Node, Program, ResultRef, Source, SourceRef, numbers_in
-from backhaul_runtime.program_codec import MAX_NODES, address_of_program, decode_program, encode_program
-from backhaul_runtime.replay import Replay
+from backhaul_runtime.program.codec import MAX_NODES, address_of_program, decode_program, encode_program
+from backhaul_runtime.program.program import GeneratorRef, Node, Program, ResultRef, Source, SourceRef, numbers_in
+from backhaul_runtime.replay.replay import Replay
+from backhaul_runtime.torch_internals import ambient_state
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ def program(*nodes: Node, sources: int = 1, outputs: tuple[Any, ...] = ()) -> Pr
     return Program(
         sources=tuple(Source(requires_grad=True, is_leaf=True, is_written=False) for _ in range(sources)),
         nodes=nodes,
-        ambient_states=(ambient.capture(),),
+        ambient_states=(ambient_state.capture(),),
         outputs=outputs,
         saved_count=0,
         saved_bytes=0,

@@ -14,11 +14,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
 from torch.utils import _pytree as pytree
 
-from backhaul_runtime.layout import copy_exact
-from backhaul_runtime.op_list import allowed_ops
-from backhaul_runtime.program import Program
-from backhaul_runtime.program_codec import encode_program
-from backhaul_runtime.recorder import Recorder
+from backhaul_runtime.program.codec import encode_program
+from backhaul_runtime.program.op_list import allowed_ops
+from backhaul_runtime.program.program import Program
+from backhaul_runtime.record.recorder import Recorder
+from backhaul_runtime.tensors.layout import copy_exact
 
 
 def record(fn: Callable[..., Any], *args: Any, allowed: frozenset[str] | None = None) -> tuple[Recorder, Program]:
@@ -154,7 +154,7 @@ def test_no_compiler_is_imported() -> None:
     import subprocess
 
     code = (
-        "import torch; from backhaul_runtime.recorder import Recorder; import sys\n"
+        "import torch; from backhaul_runtime.record.recorder import Recorder; import sys\n"
         "with Recorder([], frozenset(['aten.ones.default']), None): torch.ones(2)\n"
         "sys.exit('torch._dynamo' in sys.modules or 'torch._inductor' in sys.modules)"
     )

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from backhaul import CheckpointError, SavedTensorModifiedError, StaleTensorError
-from backhaul._frame import Frame
+from backhaul._backward.frame import Frame
 from backhaul_runtime.errors import Refusal
-from backhaul_runtime.packing import Packing, Saved
-from backhaul_runtime.replay import Replay
+from backhaul_runtime.replay.replay import Replay
+from backhaul_runtime.replay.saved_tensors import Packing, Saved
 from support.loopback import Loopback
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backhaul_runtime.schedule import Footprint, Key, Schedule, Step
+from backhaul_runtime.replay.schedule import Footprint, Key, Schedule, Step
 
 SIZE = Footprint(replay_bytes=12, ready_bytes=10, backward_bytes=14)
 

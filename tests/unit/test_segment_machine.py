@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backhaul_server.worker.segment_machine import (
+from backhaul_server.worker.engine.segment_machine import (
     Answer,
     AnswerError,
     DropReplay,

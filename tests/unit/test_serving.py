@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from backhaul_server.dashboard import serving
-from backhaul_server.dashboard.serving import STUCK_S, Server
+from backhaul_server.dashboard.http import serving
+from backhaul_server.dashboard.http.serving import STUCK_S, Server
 
 PART = b"x" * (1 << 16)
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from backhaul import TransferError
 from backhaul_proto.v1 import tensor_pb2
-from backhaul_runtime.digest import address_of
-from backhaul_runtime.framing import Parcel, Receiver, batches, encode_layout
-from backhaul_runtime.layout import Layout, layout_of
-from backhaul_runtime.shared_memory import LEAST_BYTES, Outbox, Place, Region, Room, make_memory, shared_bytes
+from backhaul_runtime.tensors.digest import address_of
+from backhaul_runtime.tensors.layout import Layout, layout_of
+from backhaul_runtime.wire.shared_memory import LEAST_BYTES, Outbox, Place, Region, Room, make_memory, shared_bytes
+from backhaul_runtime.wire.tensor_stream import Parcel, Receiver, batches, encode_layout
 
 SIZE = 4 * LEAST_BYTES + (64 << 10)
 

@@ -7,11 +7,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from backhaul._cli import main
+from backhaul._cli.main import main
 from backhaul.simulate.costs import Costs, Setup, step_of_torch_s, step_without_checkpointing_s
 from backhaul.simulate.engine import Carry, Core, Event, Link, Simulation, Thread, Work
 from backhaul.simulate.model import predict
-from backhaul_runtime.schedule import Footprint
+from backhaul_runtime.replay.schedule import Footprint
 
 FREE = Costs(
     forward_s=1.0,

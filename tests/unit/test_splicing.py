@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backhaul_proto.v1 import segment_pb2, tensor_pb2
-from backhaul_runtime import splicing
-from backhaul_runtime.framing import Parcel, batches
 from backhaul_runtime.sealing import sealed
-from backhaul_runtime.splicing import Batch, Carried, Chunk, decode, deserializer, encode, encode_all, serialize
+from backhaul_runtime.wire import splicing
+from backhaul_runtime.wire.splicing import Batch, Carried, Chunk, decode, deserializer, encode, encode_all, serialize
+from backhaul_runtime.wire.tensor_stream import Parcel, batches
 
 read = partial(decode, kind=tensor_pb2.PutTensorsRequest, name="tensors")
 TENSORS = [torch.arange(30_000.0), torch.zeros(0), torch.tensor(2.0)]

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from backhaul_proto.v1 import tensor_pb2
-from backhaul_runtime import staging
-from backhaul_runtime.framing import Parcel, Receiver, batches
-from backhaul_runtime.layout import layout_of, payload
-from backhaul_runtime.splicing import deserializer, encode_all
-from backhaul_runtime.staging import aside, host_pieces, marks
+from backhaul_runtime.tensors import staging
+from backhaul_runtime.tensors.layout import layout_of, payload
+from backhaul_runtime.tensors.staging import aside, host_pieces, marks
+from backhaul_runtime.wire.splicing import deserializer, encode_all
+from backhaul_runtime.wire.tensor_stream import Parcel, Receiver, batches
 from support.streams import FakeCuda
 from unit.test_framing import SHAPES
 

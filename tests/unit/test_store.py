@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backhaul import BudgetError, TransferError
-from backhaul_server.worker.store import ENTRY_BYTES, OWNER_BYTES, Store
+from backhaul_server.worker.engine.store import ENTRY_BYTES, OWNER_BYTES, Store
 
 OWNER = "a session"
 

@@ -29,8 +29,8 @@ def supervised(tmp_path: Path, worker: str, listen: str = "127.0.0.1:0") -> "Ite
     imports = f"import os, signal, sys; lives = {str(lives)!r}; "
     code = (
         "import sys\n"
-        "from backhaul_runtime import logs\n"
-        "from backhaul_runtime.addresses import parse_address\n"
+        "from backhaul_runtime.process import logs\n"
+        "from backhaul_runtime.process.addresses import parse_address\n"
         "from backhaul_server.worker import supervisor\n"
         "supervisor._FIRST_DELAY_S = supervisor._LONGEST_DELAY_S = 0.01\n"
         "with logs.set_up('worker'):\n"

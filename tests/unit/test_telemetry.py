@@ -6,14 +6,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from backhaul._link import Clock
-from backhaul._report import Decision, SegmentLog
-from backhaul._telemetry import MAX_CALLS, MAX_STEPS, CallLog, Telemetry
+from backhaul._observe.report import Decision, SegmentLog
+from backhaul._observe.telemetry import MAX_CALLS, MAX_STEPS, CallLog, Telemetry
+from backhaul._worker_client.connection import Clock
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_proto.v1.segment_pb2 import Timing
 from backhaul_proto.v1.telemetry_pb2 import Lane
-from backhaul_runtime.telemetry import BOUNDS_S, bucket_of
-from backhaul_server.worker.reports import ANSWER_BYTES, HELD_BYTES, Reports
+from backhaul_runtime.wire.telemetry import BOUNDS_S, bucket_of
+from backhaul_server.worker.rpc.trainer_reports import ANSWER_BYTES, HELD_BYTES, Reports
 from conftest import wait_until
 
 

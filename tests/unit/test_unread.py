@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from backhaul_runtime import unread
-from backhaul_runtime.digest import content_digest, weighted_sums
-from backhaul_runtime.layout import layout_of, payload
-from backhaul_runtime.unread import KNOWN_BYTES, KNOWN_USES, ContentDigests, KnownDigests, Unread, read
+from backhaul_runtime.tensors import deferred_digest
+from backhaul_runtime.tensors.deferred_digest import KNOWN_BYTES, KNOWN_USES, ContentDigests, KnownDigests, Unread, read
+from backhaul_runtime.tensors.digest import content_digest, weighted_sums
+from backhaul_runtime.tensors.layout import layout_of, payload
 from support.streams import FakeCuda
 from unit.test_framing import SHAPES
 
@@ -84,7 +84,7 @@ def test_no_digest_is_known_of_parts_and_of_what_lies_elsewhere() -> None:
 def test_known_digests_are_those_of_each_layout(make: Callable[[], torch.Tensor]) -> None:
     known, stored = KnownDigests(), make()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unread, "KNOWN_BYTES", 0)
+        patch.setattr(deferred_digest, "KNOWN_BYTES", 0)
         for _ in range(2):
             assert taken_of(stored, known, [stored]) == content_digest(stored, layout_of(stored))
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from backhaul._link import Generation
-from backhaul._upload import Save, SourceTensor, Uploader
+from backhaul._worker_client.connection import Generation
+from backhaul._worker_client.uploader import Save, SourceTensor, Uploader
 from backhaul_proto.v1 import program_pb2, segment_pb2, tensor_pb2
-from backhaul_runtime.digest import address_of
 from backhaul_runtime.errors import WorkerLostError
-from backhaul_runtime.framing import Receiver
-from backhaul_runtime.layout import layout_of
-from backhaul_runtime.staging import marks, past
+from backhaul_runtime.tensors.digest import address_of
+from backhaul_runtime.tensors.layout import layout_of
+from backhaul_runtime.tensors.staging import marks, past
+from backhaul_runtime.wire.tensor_stream import Receiver
 from conftest import wait_until
 from support.streams import FakeCuda
 

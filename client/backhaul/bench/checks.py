@@ -18,11 +18,11 @@ from backhaul.bench.rounds import Plan, Round, Variant, interleave
 from backhaul.bench.stage import Stage
 from backhaul.bench.training import DROPOUT, LARGE, SMALL, WIDTH, compare_gradients
 from backhaul.demo.model import Block
-from backhaul_runtime.digest import address_of, content_digest, saved_digest
-from backhaul_runtime.layout import copy_exact, layout_of
-from backhaul_runtime.op_list import allowed_ops
-from backhaul_runtime.recorder import Recorder
-from backhaul_runtime.recording import Recording
+from backhaul_runtime.program.op_list import allowed_ops
+from backhaul_runtime.record.recorder import Recorder
+from backhaul_runtime.record.recording import Recording
+from backhaul_runtime.tensors.digest import address_of, content_digest, saved_digest
+from backhaul_runtime.tensors.layout import copy_exact, layout_of
 
 BLOCKS = 4
 PLAN = Plan(most=15, warm=1, limit_s=20.0)

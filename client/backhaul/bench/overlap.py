@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 import grpc
 
 from backhaul_proto.v1 import telemetry_pb2
-from backhaul_runtime.addresses import parse_address
-from backhaul_runtime.splicing import accepted
-from backhaul_runtime.stubs import stub
+from backhaul_runtime.process.addresses import parse_address
+from backhaul_runtime.wire.splicing import accepted
+from backhaul_runtime.wire.stubs import stub
 
 Lane = telemetry_pb2.Lane
 TOLD_WITHIN_S = 2.5

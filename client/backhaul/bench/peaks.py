@@ -8,7 +8,7 @@ from backhaul.bench.outcomes import Outcome, of_counts
 from backhaul.bench.stage import Stage
 from backhaul.bench.training import LARGE, Checkpoint, Training, checkpoint_of_torch, compare
 from backhaul.demo.memory import peak_live_bytes
-from backhaul_runtime.processes import resident_bytes
+from backhaul_runtime.process.resources import resident_bytes
 
 FEW, MANY = 8, 64
 BLOCKS, PER_SEGMENT = 16, 2

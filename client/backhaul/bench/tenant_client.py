@@ -13,9 +13,9 @@ from pathlib import Path
 import grpc
 
 from backhaul_proto.v1 import program_pb2, segment_pb2, session_pb2, tensor_pb2
-from backhaul_runtime.protocol import CHANNEL_OPTIONS, PROTOCOL_VERSION
-from backhaul_runtime.stubs import as_protobuf, stub
 from backhaul_runtime.version import version
+from backhaul_runtime.wire.protocol import CHANNEL_OPTIONS, PROTOCOL_VERSION
+from backhaul_runtime.wire.stubs import as_protobuf, stub
 
 CLIENT_S = 1.5
 

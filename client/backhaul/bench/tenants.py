@@ -19,14 +19,14 @@ from backhaul.bench.tenant_client import CLIENT_S
 from backhaul.bench.training import SMALL, WIDTH, compare_gradients
 from backhaul.demo.model import Block
 from backhaul_proto.v1 import program_pb2, segment_pb2, tensor_pb2
-from backhaul_runtime import ambient
-from backhaul_runtime.digest import content_digest, tensor_address
-from backhaul_runtime.framing import Parcel, Receiver, batches
-from backhaul_runtime.layout import copy_exact, layout_of
-from backhaul_runtime.op_list import allowed_ops
-from backhaul_runtime.program_codec import address_of_program, encode_program, encode_state
-from backhaul_runtime.recorder import Recorder
-from backhaul_runtime.splicing import encode_all
+from backhaul_runtime.program.codec import address_of_program, encode_program, encode_state
+from backhaul_runtime.program.op_list import allowed_ops
+from backhaul_runtime.record.recorder import Recorder
+from backhaul_runtime.tensors.digest import content_digest, tensor_address
+from backhaul_runtime.tensors.layout import copy_exact, layout_of
+from backhaul_runtime.torch_internals import ambient_state
+from backhaul_runtime.wire.splicing import encode_all
+from backhaul_runtime.wire.tensor_stream import Parcel, Receiver, batches
 
 CLIENTS = 8
 LEAST_WORK_S = 0.010
@@ -110,7 +110,7 @@ def prepare(directory: Path) -> Tensor:
         "backward": segment_pb2.BackwardRequest(
             start=segment_pb2.Start(
                 gradients=[segment_pb2.OutputGradient(output=0, tensor=address)],
-                ambient_state=encode_state(ambient.capture()),
+                ambient_state=encode_state(ambient_state.capture()),
             ),
             expected_s=0.05,
         ),

@@ -10,7 +10,7 @@ from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
 from backhaul_runtime.errors import AddressError, ConnectError, CredentialError, ProtocolVersionError, SettingError
-from backhaul_runtime.processes import usable_cores
+from backhaul_runtime.process.resources import usable_cores
 
 if TYPE_CHECKING:
     from backhaul._session import Session

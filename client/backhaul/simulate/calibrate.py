@@ -17,11 +17,11 @@ from backhaul.bench.stage import Stage
 from backhaul.bench.training import DROPOUT, LARGE, WIDTH, Training
 from backhaul.demo.model import Block
 from backhaul.simulate.costs import Costs
-from backhaul_runtime.layout import copy_exact
-from backhaul_runtime.op_list import allowed_ops
-from backhaul_runtime.recorder import Recorder
-from backhaul_runtime.replay import Replay
-from backhaul_runtime.schedule import Footprint
+from backhaul_runtime.program.op_list import allowed_ops
+from backhaul_runtime.record.recorder import Recorder
+from backhaul_runtime.replay.replay import Replay
+from backhaul_runtime.replay.schedule import Footprint
+from backhaul_runtime.tensors.layout import copy_exact
 
 BLOCKS = 3
 ROUNDS = 7

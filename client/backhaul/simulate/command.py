@@ -12,7 +12,7 @@ from typing import Any
 from backhaul.bench.machine import describe
 from backhaul.simulate.costs import Costs
 from backhaul.simulate.predictions import as_svg, as_table, measurable, others, rows
-from backhaul_runtime.schedule import Footprint
+from backhaul_runtime.replay.schedule import Footprint
 
 HELP = "predict the time of a step with other depths, budgets, networks and workers"
 _CORES = 2

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from backhaul_runtime.schedule import Footprint
+from backhaul_runtime.replay.schedule import Footprint
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ caches that cores share.
 from collections import deque
 from dataclasses import dataclass, field
 
-from backhaul._placement import Placement
+from backhaul._dispatch.placement import Placement
 from backhaul.simulate.costs import Costs, Setup
 from backhaul.simulate.engine import Carry, Core, Event, Link, Simulation, Thread, Work
-from backhaul_runtime.schedule import Key, Schedule
+from backhaul_runtime.replay.schedule import Key, Schedule
 
 STEPS = 3
 """The first does not know how many segments there are, the last is told of."""
@@ -45,7 +45,7 @@ class _Segment:
 
 
 class _Worker:
-    """Executes segments one at a time, as `backhaul_server.worker.segments` does."""
+    """Executes segments one at a time, as `backhaul_server.worker.engine.segment_engine` does."""
 
     def __init__(self, simulation: Simulation, costs: Costs, setup: Setup, core: Core) -> None:
         self.core = core

@@ -6,8 +6,8 @@ import sys
 from http.client import HTTPException
 from urllib.request import ProxyHandler, build_opener
 
-from backhaul_runtime.addresses import parse_address
 from backhaul_runtime.errors import AddressError
+from backhaul_runtime.process.addresses import parse_address
 
 HELP = "ask a worker, or a dashboard, whether it is well"
 
@@ -43,7 +43,7 @@ def _worker(address: str, timeout_s: float) -> str:
     target = parse_address(address).target
     import grpc
 
-    from backhaul_runtime.protocol import CHANNEL_OPTIONS
+    from backhaul_runtime.wire.protocol import CHANNEL_OPTIONS
 
     try:
         from grpc_health.v1 import health_pb2

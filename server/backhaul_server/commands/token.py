@@ -4,8 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from backhaul_runtime.credentials import make_token, read_token
 from backhaul_runtime.errors import SettingError
+from backhaul_runtime.process.credentials import make_token, read_token
 
 HELP = "make the token that a worker or a dashboard wants to be shown"
 

@@ -9,14 +9,14 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from backhaul_runtime.addresses import parse_addresses
-from backhaul_runtime.credentials import one_for_each, read_token
 from backhaul_runtime.errors import BackhaulError
+from backhaul_runtime.process.addresses import parse_addresses
+from backhaul_runtime.process.credentials import one_for_each, read_token
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from backhaul_server.dashboard.watch import Watch
+    from backhaul_server.dashboard.collect.watch import Watch
 
 HELP = "watch workers in a terminal"
 
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         from rich.console import Console
 
-        from backhaul_server.dashboard.watch import Watch
+        from backhaul_server.dashboard.collect.watch import Watch
     except ImportError as error:
         print(f"backhaul top: {error}; pip install 'backhaul[server]' brings it", file=sys.stderr)
         return 2

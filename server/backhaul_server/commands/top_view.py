@@ -6,11 +6,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from backhaul_server.dashboard.alerts import MOST_MEMORY, Alerts
-from backhaul_server.dashboard.overview import overview
-from backhaul_server.dashboard.runs import TrainerRun
-from backhaul_server.dashboard.watch import Watch
-from backhaul_server.dashboard.watched import Watched
+from backhaul_server.dashboard.collect.runs import TrainerRun
+from backhaul_server.dashboard.collect.watch import Watch
+from backhaul_server.dashboard.collect.watched import Watched
+from backhaul_server.dashboard.metrics.alerts import MOST_MEMORY, Alerts
+from backhaul_server.dashboard.views.overview import overview
 
 RECENT_S = 60.0
 """Trainers are shown for so long after they fell silent, and errors after they happened."""

@@ -4,10 +4,10 @@ import argparse
 import socket
 import sys
 
-from backhaul_runtime.addresses import Address, parse_address, parse_addresses
-from backhaul_runtime.credentials import one_for_each, read_token
 from backhaul_runtime.errors import AddressError
-from backhaul_server.dashboard.history_options import RETENTION_DAYS, default_path, parse_retention
+from backhaul_runtime.process.addresses import Address, parse_address, parse_addresses
+from backhaul_runtime.process.credentials import one_for_each, read_token
+from backhaul_server.dashboard.history.options import RETENTION_DAYS, default_path, parse_retention
 
 HELP = "watch workers in a browser"
 
@@ -71,8 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"backhaul dashboard: {error}", file=sys.stderr)
         return 2
     try:
-        from backhaul_server.dashboard.app import create_app, serve
-        from backhaul_server.dashboard.history import History
+        from backhaul_server.dashboard.history.writer import History
+        from backhaul_server.dashboard.http.app import create_app, serve
     except ImportError as error:
         print(f"backhaul dashboard: {error}; pip install 'backhaul[server]' brings it", file=sys.stderr)
         return 2

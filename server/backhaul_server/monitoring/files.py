@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from backhaul_server.dashboard.metric_definitions import METRICS
+from backhaul_server.dashboard.metrics.definitions import METRICS
 from backhaul_server.monitoring import grafana, prometheus
 
 PAGE = Path("docs/monitoring.md")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from backhaul_server.dashboard.alerts import ALERTS, MOST_MEMORY
+from backhaul_server.dashboard.metrics.alerts import ALERTS, MOST_MEMORY
 
 Kind = Literal["timeseries", "stat", "heatmap", "table"]
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from backhaul_server.dashboard.alerts import ALERTS
+from backhaul_server.dashboard.metrics.alerts import ALERTS
 
 
 @dataclass(frozen=True, slots=True)

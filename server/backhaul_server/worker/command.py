@@ -5,10 +5,10 @@ import os
 import sys
 from functools import partial
 
-from backhaul_runtime.addresses import parse_address
-from backhaul_runtime.credentials import read_token
 from backhaul_runtime.errors import AddressError, SettingError
-from backhaul_runtime.protocol import LEASE_S
+from backhaul_runtime.process.addresses import parse_address
+from backhaul_runtime.process.credentials import read_token
+from backhaul_runtime.wire.protocol import LEASE_S
 from backhaul_server.worker.config import RUN_LIMIT_S, WorkerConfig, parse_seconds, parse_size
 from backhaul_server.worker.supervisor import supervise
 

@@ -6,8 +6,8 @@ from argparse import ArgumentTypeError
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from backhaul_runtime.addresses import Address
-from backhaul_runtime.protocol import LEASE_S
+from backhaul_runtime.process.addresses import Address
+from backhaul_runtime.wire.protocol import LEASE_S
 
 RUN_LIMIT_S = 120.0
 """No run may take longer. Trainers wait for one at most four times as long as they think it takes, and 5 s at least."""

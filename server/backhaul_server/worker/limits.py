@@ -17,9 +17,9 @@ from google.protobuf.message import Message
 
 from backhaul_proto.v1 import program_pb2, segment_pb2, session_pb2, telemetry_pb2, tensor_pb2
 from backhaul_runtime.errors import LimitError
-from backhaul_runtime.program_codec import MAX_SOURCES
-from backhaul_runtime.protocol import MAX_MESSAGE_BYTES, MAX_NAME
-from backhaul_runtime.telemetry import MAX_SPANS
+from backhaul_runtime.program.codec import MAX_SOURCES
+from backhaul_runtime.wire.protocol import MAX_MESSAGE_BYTES, MAX_NAME
+from backhaul_runtime.wire.telemetry import MAX_SPANS
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from typing import IO
 
 import grpc
 
-from backhaul_runtime.addresses import Address, is_private
-from backhaul_runtime.protocol import MAX_MESSAGE_BYTES
+from backhaul_runtime.process.addresses import Address, is_private
+from backhaul_runtime.wire.protocol import MAX_MESSAGE_BYTES
 
 MOST_FILES = 1 << 16
 """Descriptors that a worker asks for where its limit allows. Each connection takes one."""

@@ -13,20 +13,17 @@ from pathlib import Path
 import grpc
 import torch
 
-from backhaul_runtime.ambient import max_threads
-from backhaul_runtime.logs import about
-from backhaul_runtime.processes import resident_bytes
-from backhaul_runtime.shared_memory import IS_AVAILABLE
-from backhaul_server.worker.access import Access
+from backhaul_runtime.process.logs import about
+from backhaul_runtime.process.resources import resident_bytes
+from backhaul_runtime.torch_internals.ambient_state import max_threads
+from backhaul_runtime.wire.shared_memory import IS_AVAILABLE
 from backhaul_server.worker.announcement import announcement
-from backhaul_server.worker.bounds import RunMemory
 from backhaul_server.worker.config import WorkerConfig, host_memory_bytes, size_text
-from backhaul_server.worker.core import Worker
-from backhaul_server.worker.executor import GRACE_S
-from backhaul_server.worker.fair_queue import Job
-from backhaul_server.worker.handover import Handover
-from backhaul_server.worker.health import Health
-from backhaul_server.worker.heap import keep_freed_memory
+from backhaul_server.worker.engine.bounds import RunMemory
+from backhaul_server.worker.engine.executor import GRACE_S
+from backhaul_server.worker.engine.fair_queue import Job
+from backhaul_server.worker.engine.heap import keep_freed_memory
+from backhaul_server.worker.engine.worker import Worker
 from backhaul_server.worker.listening import (
     Listener,
     ListenError,
@@ -35,8 +32,11 @@ from backhaul_server.worker.listening import (
     server_options,
     take_beside,
 )
-from backhaul_server.worker.peers import Peers
-from backhaul_server.worker.service import add_services
+from backhaul_server.worker.memory_sharing.handover import Handover
+from backhaul_server.worker.rpc.access import Access
+from backhaul_server.worker.rpc.health import Health
+from backhaul_server.worker.rpc.peers import Peers
+from backhaul_server.worker.rpc.service import add_services
 from backhaul_server.worker.supervisor import OVERDUE_CODE
 
 logger = logging.getLogger("backhaul.worker")

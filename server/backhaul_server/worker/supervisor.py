@@ -29,7 +29,7 @@ from time import monotonic
 from types import FrameType
 from typing import IO
 
-from backhaul_runtime.addresses import Address
+from backhaul_runtime.process.addresses import Address
 
 logger = logging.getLogger("backhaul.worker")
 

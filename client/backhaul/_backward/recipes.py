@@ -1,0 +1,198 @@
+"""Reads off autograd's graph how a tensor follows from what segments returned or were given.
+
+Only what the graph tells in full is read: residual adds, scalar factors, views. A norm, a dropout mask, a gate, or a
+tensor without gradient is not in it; what depends on them is kept. See NOTE [Lineage].
+
+Nodes are told which of the tensors they made a segment returned or was given: whatever is between two segments, the
+inside of a segment that returns activations included, reading ends there.
+"""
+
+import operator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from backhaul._backward.lineage import Input, Leaf, Lineage, Op, Output, Recipe, ends_of
+from backhaul_runtime.record.recording import RecordedSource, version_of
+from backhaul_runtime.torch_internals.graph_uses import name_of
+
+_MOST_NODES = 16
+_LEAF = "AccumulateGrad"
+_MARKS = "backhaul"
+
+
+class _UnreadableError(Exception):
+    """The graph does not tell how a tensor came about."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """That a segment returned or was given what a node made.
+
+    Attributes:
+        kind: Which of the two.
+        lineage: Of the segment. Weakly: the graph must not keep what only a backward needs that may be over.
+        number: Position or index there.
+        version: Version counter of the tensor when the call had ended.
+    """
+
+    kind: type[Output | Input]
+    lineage: "weakref.ref[Lineage]"
+    number: int
+    version: int
+
+
+def mark_returned(lineage: Lineage, outputs: Sequence[Tensor]) -> None:
+    """Tells the graph that a segment returned these, by position among the outputs of its program."""
+    for position, output in enumerate(outputs):
+        _mark(get_gradient_edge(output), Output, lineage, position, output)
+
+
+def mark_given(lineage: Lineage, tensors: Sequence[Tensor], edges: Sequence[GradientEdge | None]) -> None:
+    """Tells the graph which tensors a segment was given, as far as it took copies.
+
+    Args:
+        lineage: Of the segment.
+        tensors: The caller's object behind each source.
+        edges: Their places in the graph.
+    """
+    for index, (source, edge) in enumerate(zip(lineage.recording.sources, edges, strict=True)):
+        if edge is not None and source.is_copy and not source.is_written:
+            _mark(edge, Input, lineage, index, tensors[index])
+
+
+def _mark(edge: GradientEdge, kind: type[Output | Input], lineage: Lineage, number: int, tensor: Tensor) -> None:
+    if lineage.durability != "none":
+        _marks_of(edge.node)[edge.output_nr] = _Mark(kind, weakref.ref(lineage), number, version_of(tensor))
+
+
+def _marks_of(node: Any) -> dict[int, _Mark]:
+    """By output of a node. Lives as long as that."""
+    marks: dict[int, _Mark] = node.metadata.setdefault(_MARKS, {})
+    return marks
+
+
+def recipe_of(tensor: Tensor, source: RecordedSource, edge: GradientEdge) -> Recipe | None:
+    """How a tensor follows from what segments returned or were given; None where it does not, or it can't be read.
+
+    Args:
+        tensor: Met by a call that has just ended.
+        source: What the call met.
+        edge: Its place in the graph.
+    """
+    layout = source.layout
+    if layout.dtype.is_complex or layout.negative or layout.memory_order is None:
+        return None
+    try:
+        recipe, version = _read(edge.node, edge.output_nr, iter(range(_MOST_NODES)))
+    except (_UnreadableError, RuntimeError, AttributeError):  # the latter from a graph that was freed
+        return None
+    if version != version_of(tensor) or all(isinstance(end, Leaf) for end in ends_of(recipe)):
+        return None
+    if isinstance(recipe, Input) and (layout.is_on_accelerator or recipe.source.address != source.address):
+        return None  # it may hold something else by now; for an accelerator to tell, forward would have to wait
+    return recipe
+
+
+def _read(node: Node, output_nr: int, nodes_left: Iterator[int]) -> tuple[Recipe, int]:
+    """The recipe of a node's output, and the version counter that it has if nobody wrote to it since."""
+    mark = _marks_of(node).get(output_nr)
+    if mark is not None and (lineage := mark.lineage()) is not None:
+        return mark.kind(lineage, mark.number), mark.version
+    name = name_of(node)
+    if name == _LEAF:
+        return Leaf(node.variable.detach()), 0  # type: ignore[attr-defined]
+    if name not in _READERS or next(nodes_left, None) is None:
+        raise _UnreadableError
+    function, count = _READERS[name](node)
+    found = []
+    for operand, operand_nr in node.next_functions[:count]:
+        if operand is None:  # a number, or a tensor without gradient
+            raise _UnreadableError
+        found.append(_read(operand, operand_nr, nodes_left))
+    # A view shares the counter of what it is a view of.
+    version = found[0][1] if isinstance(function, _View) else 0
+    return Op(function, tuple(recipe for recipe, _ in found)), version
+
+
+class _View(partial[Tensor]):
+    """A function whose result may share its operand's memory."""
+
+
+Reader = Callable[[Any], tuple[Callable[..., Tensor], int]]
+"""Gives for a node of autograd's graph what it did to its first so many operands."""
+
+
+def _sum(function: Callable[..., Tensor]) -> Reader:
+    return lambda node: (partial(function, alpha=node._saved_alpha), 2)
+
+
+def _factor(function: Callable[..., Tensor]) -> Reader:
+    def read(node: Any) -> tuple[Callable[..., Tensor], int]:
+        if node.next_functions[1][0] is not None:
+            raise _UnreadableError
+        saved = node._raw_saved_other
+        # Where hooks packed it, asking for it would run them: a segment's would recompute it.
+        if getattr(saved, "unpack_hook", saved) is not None or not _is_number(saved.data):
+            raise _UnreadableError
+        factor = saved.data.item()
+        return lambda operand: function(operand, factor), 1
+
+    return read
+
+
+def _is_number(value: Tensor | None) -> bool:
+    return value is not None and value.dim() == 0 and value.device.type == "cpu"
+
+
+def _reshaped(node: Any) -> tuple[Callable[..., Tensor], int]:
+    shape = tuple(node._input_metadata[0].shape)
+    return _View(lambda operand: operand.reshape(shape)), 1
+
+
+def _signed(value: int) -> int:
+    """Autograd shows negative dimensions as unsigned."""
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _view(function: Callable[..., Tensor], *names: str) -> Reader:
+    def read(node: Any) -> tuple[Callable[..., Tensor], int]:
+        values = [getattr(node, f"_saved_{name}") for name in names]
+        signed = [list(map(_signed, v)) if isinstance(v, tuple) else _signed(int(v)) for v in values]
+        return _View(lambda operand: function(operand, *signed)), 1
+
+    return read
+
+
+_READERS: dict[str, Reader] = {
+    "AddBackward0": _sum(torch.add),
+    "SubBackward0": _sum(torch.sub),
+    "MulBackward0": _factor(torch.mul),
+    "DivBackward0": _factor(torch.div),
+    "NegBackward0": lambda node: (operator.neg, 1),
+    "CloneBackward0": lambda node: (torch.clone, 1),
+    **dict.fromkeys(
+        (
+            "AliasBackward0",
+            "ReshapeAliasBackward0",
+            "SqueezeBackward0",
+            "SqueezeBackward1",
+            "SqueezeBackward2",
+            "UnsafeViewBackward0",
+            "UnsqueezeBackward0",
+            "ViewBackward0",
+        ),
+        _reshaped,
+    ),
+    "PermuteBackward0": _view(torch.permute, "dims"),
+    "SelectBackward0": _view(torch.select, "dim", "index"),
+    "SliceBackward0": _view(torch.ops.aten.slice.Tensor, "dim", "start", "end", "step"),
+    "TBackward0": _view(torch.t),
+    "TransposeBackward0": _view(torch.transpose, "dim0", "dim1"),
+}

@@ -1,0 +1,161 @@
+"""The value check: no gradient counts before every tensor autograd saved was computed again with the same bits."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.utils.checkpoint
+
+from backhaul_runtime.errors import ValueCheckError
+from backhaul_runtime.record.recording import SavedTensor
+from backhaul_runtime.replay.replay import Contribution
+from backhaul_runtime.tensors.layout import Layout
+from backhaul_runtime.tensors.random_projection import drift, tolerance
+
+_SHOWN = 5
+_WORKER = "on the worker"
+
+
+class CheckpointError(ValueCheckError, torch.utils.checkpoint.CheckpointError):
+    """A recomputation gave other tensors than forward. Also torch's CheckpointError, and so a RuntimeError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """What a worker's replay saved.
+
+    Attributes:
+        digests: In order.
+        sketches: Likewise, where the worker computes other bits than this trainer; else empty.
+    """
+
+    digests: Sequence[bytes]
+    sketches: Sequence[Sequence[float]] = ()
+
+
+def check_recomputed(name: str, saved: Sequence[SavedTensor], found: Recomputed) -> float:
+    """Compares everything forward saved with what a worker did: bit by bit, or computed numbers within tolerances.
+
+    Args:
+        name: The name of the segment, for messages.
+        saved: From forward.
+        found: From the worker.
+
+    Returns:
+        The drift, 0 where all bits are equal.
+
+    Raises:
+        CheckpointError: Naming both sides and the positions.
+    """
+    if not found.sketches:
+        check_values(name, _WORKER, saved, found.digests)
+        return 0.0
+    for given in (found.digests, found.sketches):
+        check_count(name, _WORKER, saved, len(given))
+    different = [i for i, digest in enumerate(found.digests) if not digest or digest != saved[i].digest]
+    drifts = {i: drift(saved[i].sketch, found.sketches[i]) if saved[i].sketch else math.inf for i in different}
+    off = [i for i, value in drifts.items() if value > tolerance(saved[i].layout.dtype)]
+    if off:
+        lines = [
+            f"  tensor {i}, saved by {saved[i].op}: {_shown(saved[i].layout, saved[i].digest)}, drift {drifts[i]:.2e}, "
+            f"allowed {tolerance(saved[i].layout.dtype) if saved[i].sketch else 0:.0e}"
+            for i in off[:_SHOWN]
+        ]
+        raise CheckpointError(
+            f"segment {name}: {len(off)} of {len(saved)} tensors differ between forward and recomputation on the "
+            "worker by more than rounding on other hardware does:\n" + "\n".join(lines),
+            segment=name,
+            positions=off,
+        )
+    return max(drifts.values(), default=0.0)
+
+
+def check_values(
+    name: str,
+    where: str,
+    saved: Sequence[SavedTensor],
+    digests: Sequence[bytes],
+) -> None:
+    """Compares everything forward saved with everything a recomputation did.
+
+    Args:
+        name: The name of the segment, for messages.
+        where: Who recomputed, for the message.
+        saved: From forward.
+        digests: From the recomputation, in order.
+
+    Raises:
+        CheckpointError: Naming both sides and the positions.
+    """
+    check_count(name, where, saved, len(digests))
+    check_digests(name, where, saved, dict(enumerate(digests)))
+
+
+def check_count(name: str, where: str, saved: Sequence[SavedTensor], count: int) -> None:
+    """Raises CheckpointError where a recomputation saved more or fewer tensors than forward."""
+    if count != len(saved):
+        raise CheckpointError(
+            f"segment {name}: forward saved {len(saved)} tensors for backward, recomputation {where} saved {count}. "
+            "Please report it with the function: the same ops ran both times",
+            segment=name,
+            saved_forward=len(saved),
+            saved_recomputed=count,
+        )
+
+
+def check_uses(name: str, where: str, use_counts: Sequence[int], contributions: Sequence[Contribution]) -> None:
+    """Raises CheckpointError where a recomputation's graph takes its sources up at other places than forward's."""
+    found = [contribution.source for contribution in contributions]
+    due = [source for source, count in enumerate(use_counts) for _ in range(count)]
+    if found != due:
+        raise CheckpointError(
+            f"segment {name}: recomputation {where} gave gradients for the sources {found}, one per use, where forward "
+            f"had {due}. Please report it with the function",
+            segment=name,
+        )
+
+
+def check_digests(
+    name: str,
+    where: str,
+    saved: Sequence[SavedTensor],
+    digests: Mapping[int, bytes],
+) -> None:
+    """Raises CheckpointError where tensors differ between forward and recomputation, or can't be compared.
+
+    Args:
+        name: The name of the segment, for messages.
+        where: Who recomputed, for the message.
+        saved: From forward.
+        digests: Of recomputed tensors, by position.
+    """
+    different = [i for i, digest in digests.items() if not digest or digest != saved[i].digest]
+    if different:
+        lines = [
+            f"  tensor {index}, saved by {saved[index].op or 'a custom function'}: forward "
+            f"{_shown(saved[index].layout, saved[index].digest)}, recomputed "
+            f"{_shown(saved[index].layout, digests[index])}"
+            for index in different[:_SHOWN]
+        ]
+        more = f"\n  and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
+        raise CheckpointError(
+            f"segment {name}: {len(different)} of {len(saved)} tensors differ between forward and recomputation "
+            f"{where}, so its gradients would be wrong:\n" + "\n".join(lines) + more + "\nLook for memory written "
+            "outside torch (NumPy, .data), randomness from outside torch, and state that changed after forward",
+            segment=name,
+            positions=different,
+        )
+
+
+def _shown(layout: Layout, digest: bytes) -> str:
+    return f"{layout.dtype_name} {list(layout.shape)} on {layout.device} {digest.hex()[:12] or 'without digest'}"
+
+
+def with_traces(error: CheckpointError, forward: Sequence[str], recomputation: Sequence[str]) -> CheckpointError:
+    """The error with every op of both runs, each with the line of code that called it."""
+    traces = f"Ops of forward:\n{_numbered(forward)}\n\nOps of recomputation:\n{_numbered(recomputation)}"
+    return CheckpointError(f"{error.message}\n\n{traces}", **error.fields)
+
+
+def _numbered(trace: Sequence[str]) -> str:
+    return "\n".join(f"  {number:>4}  {line}" for number, line in enumerate(trace)) or "  none"

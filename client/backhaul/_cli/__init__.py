@@ -1,0 +1,1 @@
+"""The `backhaul` command, its subcommands and their options. Does not import torch."""

@@ -1,0 +1,95 @@
+"""Options of commands, which the environment can give too: argument over environment over default (NOTE [Names])."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from backhaul_runtime.errors import SettingError
+from backhaul_runtime.process.settings import boolean, in_environment, items, variable_of
+
+Options = Mapping[str, argparse.Action]
+"""Options of a command by their variables."""
+
+FOOTNOTE = (
+    "A variable in brackets gives an option too, unless the command line does: lists with commas or spaces between, "
+    "switches as true or false."
+)
+
+
+def options_of(command: str, parser: argparse.ArgumentParser) -> Options:
+    """What the environment can give a command: all options but --help and hidden ones."""
+    found = {}
+    for action in parser._actions:  # argparse has no other way to list them
+        if action.option_strings and action.dest != "help" and action.help != argparse.SUPPRESS:
+            long = [option for option in action.option_strings if option.startswith("--")]
+            found[variable_of(command, (long or action.option_strings)[0])] = action
+    return found
+
+
+def explain(options: Options, parser: argparse.ArgumentParser) -> None:
+    """Names each option's variable in the command's help."""
+    for variable, action in options.items():
+        action.help = f"{action.help or ''} [{variable}]".lstrip()
+    if options:
+        parser.epilog = FOOTNOTE
+
+
+def parse(
+    parser: argparse.ArgumentParser, options: Mapping[str, Options], argv: Sequence[str] | None
+) -> tuple[argparse.Namespace, list[str]]:
+    """Reads a command line, and for what it doesn't give the environment. The parser is used up.
+
+    Args:
+        parser: Of all commands. What it parses says as `command` which one it is.
+        options: By command.
+        argv: Without the program's name; None for the process's own.
+
+    Returns:
+        The values, and the variables that gave some of them.
+
+    Raises:
+        SettingError: Naming a variable and why it can't be read.
+        SystemExit: As argparse does.
+    """
+    for found in options.values():
+        for variable, action in found.items():
+            if in_environment(variable) is not None:
+                action.required = False
+    arguments = parser.parse_args(argv)
+    for action in options[arguments.command].values():
+        action.default = argparse.SUPPRESS
+    given = parser.parse_args(argv)  # nothing but what the command line gives
+    read = []
+    for variable, action in options[arguments.command].items():
+        text = in_environment(variable)
+        if text is not None and not hasattr(given, action.dest):
+            try:
+                setattr(arguments, action.dest, _value(action, text, getattr(arguments, action.dest)))
+            except (ValueError, argparse.ArgumentTypeError) as error:
+                raise SettingError(f"{variable}: {error}") from None
+            read.append(variable)
+    return arguments, read
+
+
+def _value(action: argparse.Action, text: str, default: Any) -> Any:
+    if isinstance(action, argparse.BooleanOptionalAction):
+        return boolean(text)
+    if action.nargs == 0:  # a switch
+        return action.const if boolean(text) else default
+    if action.nargs is None:
+        return _item(action, text)
+    found = [_item(action, item) for item in items(text)]
+    if not found:
+        raise ValueError(f'"{text}" has no item')
+    return found
+
+
+def _item(action: argparse.Action, text: str) -> Any:
+    kind: Any = action.type or str
+    try:
+        value = kind(text)
+    except ValueError:
+        raise ValueError(f'"{text}" is no {getattr(kind, "__name__", "value")}') from None
+    if action.choices is not None and value not in action.choices:
+        raise ValueError(f'"{text}" is not one of {", ".join(map(str, action.choices))}')
+    return value

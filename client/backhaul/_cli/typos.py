@@ -1,0 +1,43 @@
+"""Variables that look like settings and are none, said once."""
+
+import logging
+import os
+from dataclasses import fields
+
+from backhaul._cli.options import options_of
+from backhaul._cli.registry import build
+from backhaul._config import Config
+from backhaul_runtime.process import logs
+from backhaul_runtime.process.settings import PREFIX, unknown, variable_of
+
+logger = logging.getLogger("backhaul")
+_said: set[str] = set()
+
+
+def variables_of_sessions() -> list[str]:
+    """Those that connect() reads."""
+    return [variable_of(field.name) for field in fields(Config)]
+
+
+def variables_of_commands() -> list[str]:
+    """Those that commands read, of which connect() knows nothing else."""
+    _, commands = build()
+    own = [variable for name, command in commands.items() for variable in options_of(name, command)]
+    return [*own, logs.FORMAT_VARIABLE, logs.LEVEL_VARIABLE]
+
+
+def warn_of_unknown() -> None:
+    """Says in the log which variables are read by nobody, once in a process."""
+    known = variables_of_sessions()
+    if not any(name.startswith(PREFIX) and name not in known for name in os.environ):
+        return
+    try:
+        known += variables_of_commands()
+    except Exception:  # a command of somebody else's that can't be imported is no reason not to train
+        logger.debug("commands can't be listed", exc_info=True)
+        return
+    for variable, nearest in unknown(os.environ, known).items():
+        if variable not in _said:
+            _said.add(variable)
+            hint = f"did you mean {nearest}?" if nearest else "docs/configuration.md lists them"
+            logger.warning("%s is set, which is no setting: %s", variable, hint)

@@ -1,0 +1,1 @@
+"""Chooses a worker for each segment, and sends ahead what a segment will probably need."""

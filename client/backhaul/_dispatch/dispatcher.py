@@ -1,0 +1,235 @@
+"""Gives segments to a session's workers: which gets one, what it is sent before the call has ended, and after."""
+
+import itertools
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _DisableTorchDispatch
+
+from backhaul._backward.frame import Frame
+from backhaul._backward.lineage import Copies
+from backhaul._config import Config
+from backhaul._dispatch.placement import Placement
+from backhaul._dispatch.prediction import Beginning, Encoded, Site, Sites
+from backhaul._dispatch.worker_handle import Side
+from backhaul._torch_api.fsdp import may_be_freed
+from backhaul._worker_client.backward_chains import Predecessor
+from backhaul._worker_client.connection import Generation
+from backhaul._worker_client.remote_segment import SavedSegment
+from backhaul._worker_client.uploader import Save, SourceTensor
+from backhaul_runtime.errors import Refusal
+from backhaul_runtime.process.fingerprint import DECISIVE, differences, fingerprint
+from backhaul_runtime.process.logs import about
+from backhaul_runtime.record.recording import RecordedSource
+from backhaul_runtime.tensors.layout import copy_exact
+from backhaul_runtime.tensors.staging import marks
+
+logger = logging.getLogger("backhaul")
+_BACKWARD_FACTOR = 3.0  # a recomputed forward and a backward of twice its cost
+
+
+class Dispatcher:
+    """See `_checkpoint.Remote`. Any thread may call it.
+
+    Args:
+        config: Of the session.
+        run: Names the session.
+        sides: Its workers, which may still come.
+        copies: Of the session.
+        is_closed: Whether the session is, or this process is the child of a fork.
+    """
+
+    def __init__(
+        self, config: Config, run: str, sides: Sequence[Side], copies: Copies, is_closed: Callable[[], bool]
+    ) -> None:
+        self._config = config
+        self._run = run
+        self._sides = sides
+        self._copies = copies
+        self._is_closed = is_closed
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._placement = Placement()
+        self._sites = Sites()
+
+    def needs_pins(self, device: torch.device) -> bool:
+        """Whether a worker that is up computes other bits than this trainer does on a device, and may."""
+        if self._config.numerics == "exact" or self._is_closed():
+            return False
+        up = [(side, generation) for side in self._sides if (generation := side.link.up) is not None]
+        found = [self._differences(side, generation, device.type) for side, generation in up]
+        return any(different and not different.keys() & DECISIVE for different in found)
+
+    def why_useless(self) -> str:
+        """Why no worker that is up can be given any segment of this trainer; empty if one can."""
+        reasons: dict[str, str] = {}
+        for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
+            for side in self._sides:
+                if (generation := side.link.up) is not None:
+                    found = differences(fingerprint(torch.device(device)), generation.fingerprint)
+                    if not found or (self._config.numerics != "exact" and not found.keys() & DECISIVE):
+                        return ""
+                    reasons.setdefault(side.link.name, _in_words(found))
+        return "; ".join(f"of worker {name} {reason}" for name, reason in reasons.items())
+
+    def begin(self, frame: Frame, fn: Callable[..., Any], arguments: list[Tensor]) -> Beginning:
+        """Sends what a call that begins now will probably be, if that is known."""
+        beginning = Beginning(self._sites.of(fn, self._placement.position), arguments)
+        if self._is_closed() or frame.local_reason or frame.recording.is_pinned:
+            return beginning
+        with _DisableTorchDispatch():  # what we ask of tensors is not the business of modes around us
+            predicted = beginning.site.predict(arguments, self._copies.hold)
+        if predicted is not None:
+            with suppress(Refusal):
+                beginning.place = side, generation, number = self._next_place()
+                side.uploader.save(self._save_of(frame, generation, number, *predicted, is_predicted=True))
+        return beginning
+
+    def save(self, frame: Frame, beginning: Beginning, tensors: Sequence[Tensor], forward_s: float) -> SavedSegment:
+        """Queues a segment for a worker. Raises Refusal where none takes it."""
+        assert frame.program is not None
+        recording = frame.recording
+        if self._is_closed():  # first: in the child of a fork the lock may be held for ever
+            raise Refusal("the session is closed")
+        place = beginning.place
+        was_sent = place is not None and place[0].link.up is place[1]
+        side, generation, number = place if place is not None and was_sent else self._next_place()
+        found = self._differences(side, generation, recording.sources[0].layout.device if recording.sources else "cpu")
+        if found and (not recording.is_pinned or found.keys() & DECISIVE):
+            other = f"the worker {side.link.name} computes other bits than this trainer: {_in_words(found)}"
+            raise Refusal(recording.unpinned or other)
+        need = frame.program.run_bytes([source.layout.gradient_bytes for source in recording.sources])
+        total = need + sum(source.layout.span_bytes for source in recording.sources)
+        if total > generation.budget_bytes:
+            raise Refusal(
+                f"it needs {total} bytes on the worker, whose budget is {generation.budget_bytes}: give it more "
+                "--memory, or make the segment smaller"
+            )
+        if len({source.value.device for source in recording.sources if source.layout.is_on_accelerator}) > 1:
+            raise Refusal("its tensors are on several accelerators, and a worker has one")
+        # Only now: what no worker takes is not to be predicted.
+        site = beginning.site
+        known, superseded = site.learn(frame.program, recording, tensors, beginning.arguments)
+        frame.program = known.program
+        sources = [
+            self._may_be_freed(side, generation, source, tensor)
+            if may_be_freed(tensor) and not source.is_copy
+            else SourceTensor(source.named, source.layout, source.value, source.is_copy, source.is_transient)
+            for source, tensor in zip(recording.sources, tensors, strict=True)
+        ]
+        save = self._save_of(frame, generation, number, known, sources, recording.generator_states)
+        save.wants_sketches = bool(found)
+        save.superseded = superseded
+        save.predecessors = [
+            Predecessor(site.guesses, source, weakref.ref(before.remote), output)
+            for source, before, output in frame.predecessors
+            if isinstance(before.remote, SavedSegment)
+            and before.remote.generation is generation
+            and site.guesses.is_worth(source)
+        ]
+        if was_sent:  # with the same copies
+            save.queued_bytes = 0
+        frame.log.worker = side.link.name
+        parameters = {
+            i: tensor
+            for i, (source, tensor) in enumerate(zip(sources, tensors, strict=True))
+            if self._config.accumulate == "worker"
+            and not frame.is_staged  # a part of its contributions come with each stage
+            and any(frame.use_counts[i : i + 1])
+            and tensor.is_leaf
+            and isinstance(tensor, nn.Parameter)
+        }
+        saved = SavedSegment(
+            side.link,
+            side.uploader,
+            save,
+            frame.log,
+            _BACKWARD_FACTOR * forward_s,
+            lambda: self._backward_reached(side, number, site),
+            sum(
+                count * layout.gradient_bytes
+                for i, (count, layout) in enumerate(zip(frame.use_counts, frame.used_layouts, strict=True))
+                if i not in parameters
+            ),
+            parameters,
+        )
+        beginning.is_saved = was_sent
+        side.uploader.save(save)
+        return saved
+
+    def _may_be_freed(self, side: Side, generation: Generation, source: RecordedSource, tensor: Tensor) -> SourceTensor:
+        """A source whose memory FSDP may free: a copy, unless the worker has it already. NOTE [Sharded], Rule 3."""
+        address, layout = source.named, source.layout
+        if isinstance(address, bytes) and side.uploader.knows(generation, address):
+            return SourceTensor(address, layout, None, False, source.is_transient)
+        # FSDP preserves version counters, so an equal counter does not prove that an earlier copy is still right.
+        can_share = isinstance(address, bytes)
+        value = self._copies.hold(tensor, layout, address) if can_share else copy_exact(tensor, layout)
+        return SourceTensor(address, layout, value, True, source.is_transient)
+
+    def _save_of(
+        self,
+        frame: Frame,
+        generation: Generation,
+        number: int,
+        program: Encoded,
+        sources: Sequence[SourceTensor],
+        generator_states: Sequence[bytes],
+        *,
+        is_predicted: bool = False,
+    ) -> Save:
+        log = frame.log
+        return Save(
+            generation=generation,
+            segment=number,
+            program=program.encoded,
+            program_address=program.address,
+            sources=sources,
+            generator_states=generator_states,
+            name=frame.name,
+            queued_bytes=sum(source.layout.span_bytes for source in sources if source.is_copy),
+            count=lambda size: log.traffic(up_bytes=size),
+            sent=log.uploaded,
+            is_predicted=is_predicted,
+            made=marks(source.value for source in sources if source.value is not None),
+        )
+
+    def _next_place(self) -> tuple[Side, Generation, int]:
+        """Where the next segment goes, and its number. Raises Refusal where no worker can be reached."""
+        with self._lock:
+            up = [(side, generation) for side in self._sides if (generation := side.link.up) is not None]
+            if not up:
+                raise Refusal(f"no worker can be reached: {self._sides[0].link.why_down}", is_said=True)
+            return *up[self._placement.place(len(up))], next(self._numbers)
+
+    def _differences(self, side: Side, generation: Generation, device: str) -> Mapping[str, tuple[str, str]]:
+        """What makes a worker compute other bits than a device here, said once in the log; empty if nothing does."""
+        key = generation.number, device
+        found = side.differences.get(key)
+        if found is None:
+            found = side.differences[key] = differences(fingerprint(torch.device(device)), generation.fingerprint)
+            if found and not found.keys() & DECISIVE and self._config.numerics != "exact":
+                logger.warning(
+                    "worker %s computes other bits than this trainer: %s. What it recomputes is compared within "
+                    'tolerances; numerics="exact" keeps such segments on the trainer',
+                    side.link.name,
+                    _in_words(found),
+                    extra=about(self._run),
+                )
+        return found
+
+    def _backward_reached(self, side: Side, number: int, site: Site) -> list[int]:
+        with self._lock:
+            self._placement.backward()
+            self._sites.keep(site)
+            return side.upcoming(number)
+
+
+def _in_words(different: Mapping[str, tuple[str, str]]) -> str:
+    return ", ".join(f"{key} is {ours} here and {theirs} there" for key, (ours, theirs) in different.items())

@@ -1,0 +1,252 @@
+"""What a call will probably be: what the last one from the same place was.
+
+A program is known for certain only once its call has ended, and then the worker is a segment behind. So a call's inputs
+leave before it runs, with the program and the captured tensors that it had last time. What is recorded then confirms
+that or not; a wrong prediction costs work on the worker, nothing else.
+"""
+
+import functools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from backhaul._dispatch.worker_handle import Side
+from backhaul._torch_api.fsdp import may_be_freed
+from backhaul._worker_client.backward_chains import Guesses
+from backhaul._worker_client.connection import Generation
+from backhaul._worker_client.uploader import SourceTensor
+from backhaul_runtime.errors import UnsupportedTensorError
+from backhaul_runtime.program.codec import address_of_program, encode_program
+from backhaul_runtime.program.program import Program, numbers_in
+from backhaul_runtime.record.recording import Recording, version_of
+from backhaul_runtime.record.sources import Hold
+from backhaul_runtime.tensors.deferred_digest import Digest, read
+from backhaul_runtime.tensors.digest import content_digest, tensor_address
+from backhaul_runtime.tensors.layout import Layout, layout_of
+from backhaul_runtime.torch_internals.generators import default_generator
+
+MAX_SITES = 1 << 12
+"""Most places of calls of functions that are kept; each takes some 16 kB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A program as it travels.
+
+    Attributes:
+        numbers: `numbers_in` the program.
+    """
+
+    program: Program
+    numbers: str
+    encoded: bytes
+    address: bytes
+
+
+Predicted = tuple[Encoded, list[SourceTensor], list[bytes]]
+"""A program, its sources and generator states."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Source:
+    """Where a source came from.
+
+    Attributes:
+        argument: Which tensor among the call's arguments, -1 for a captured one.
+        captured: That, as long as it is there.
+        version: Of the captured one, when the call had ended.
+        layout: When the call met it.
+        address: Of what it held then.
+        is_copy: Others may write to it while it is sent.
+        is_transient: No later segment will name it.
+    """
+
+    argument: int
+    captured: weakref.ref[Tensor] | None
+    version: int
+    layout: Layout
+    address: Digest
+    is_copy: bool
+    is_transient: bool
+
+    def is_same(self, other: "_Source") -> bool:
+        """Whether both are the same argument or the same tensor, as long as that lives."""
+        return self.argument == other.argument and self.captured is other.captured
+
+    def is_newer(self, other: "_Source") -> bool:
+        """Whether the same tensor holds something else than it did."""
+        return self.captured is other.captured is not None and read(self.address) != read(other.address)
+
+    def has_unseen_write(self, other: "_Source") -> bool:
+        """Whether the same tensor holds something else, and its version counter does not tell."""
+        return self.is_newer(other) and self.version == other.version
+
+
+@dataclass(slots=True)
+class Site:
+    """A place that calls come from.
+
+    Attributes:
+        key: The key under which `Sites` keeps it, None if it is kept by module.
+        last: The program of the last call from there.
+        guesses: Counts of a worker's guesses of gradients for the segments called there.
+    """
+
+    key: Hashable = None
+    last: Encoded | None = None
+    guesses: Guesses = field(default_factory=Guesses)
+    _sources: list[_Source] = field(default_factory=list)
+    _is_steady: bool = False
+    _trusts_versions: bool = True
+
+    def learn(
+        self, program: Program, recording: Recording, tensors: Sequence[Tensor], arguments: Sequence[Tensor]
+    ) -> tuple[Encoded, Callable[[], list[bytes]]]:
+        """Takes in what a call turned out to be.
+
+        Args:
+            program: Of the call.
+            recording: Likewise.
+            tensors: The caller's object behind each source.
+            arguments: Tensors among the arguments.
+
+        Returns:
+            Its program as it travels, and what gives the addresses of what its captured tensors held the time before,
+            where that is something else now. It may wait for an accelerator.
+        """
+        positions = {id(tensor): index for index, tensor in enumerate(arguments)}
+        before = self.last
+        numbers = numbers_in(program)
+        if before is None or before.program != program or before.numbers != numbers:
+            encoded = encode_program(program)
+            self.last = Encoded(program, numbers, encoded, address_of_program(encoded))
+        sources = [
+            _Source(
+                argument := positions.get(id(tensor), -1),
+                weakref.ref(tensor) if argument < 0 else None,
+                version_of(tensor),
+                source.layout,
+                source.named,
+                source.is_copy,
+                source.is_transient,
+            )
+            for tensor, source in zip(tensors, recording.sources, strict=True)
+        ]
+        # A place where each call is another is not worth the work.
+        is_steady = before is self.last and all(map(_Source.is_same, sources, self._sources))
+        self._is_steady = before is None or is_steady
+        superseded = functools.partial(self._superseded, self._sources, sources, is_steady)
+        self._sources = sources
+        assert self.last is not None
+        return self.last, superseded
+
+    def _superseded(self, before: Sequence[_Source], now: Sequence[_Source], is_steady: bool) -> list[bytes]:
+        if is_steady and any(map(_Source.has_unseen_write, now, before)):
+            self._trusts_versions = False  # fused optimizers write so
+        named = {read(source.address) for source in now}
+        changed = [read(old.address) for new, old in zip(now, before, strict=is_steady) if new.is_newer(old)]
+        return [address for address in changed if address not in named]
+
+    def predict(self, arguments: Sequence[Tensor], hold: Hold) -> "Predicted | None":
+        """What the call that begins now will probably be; None where nobody knows.
+
+        Args:
+            arguments: Tensors among its arguments.
+            hold: Makes copies of what others may write to.
+        """
+        if self.last is None or not self._is_steady:
+            return None
+        program, found = self.last.program, []
+        for source, wanted in zip(self._sources, program.sources, strict=True):
+            tensor = arguments[source.argument] if 0 <= source.argument < len(arguments) else None
+            if source.captured is not None:
+                tensor = source.captured()
+            if tensor is None or may_be_freed(tensor):
+                return None
+            try:
+                now = layout_of(tensor)
+            except UnsupportedTensorError:
+                return None
+            if now.header != source.layout.header or tensor.requires_grad != wanted.requires_grad:
+                return None
+            if tensor.is_leaf != wanted.is_leaf:
+                return None
+            value: Tensor = tensor
+            address: Digest = b""
+            if source.is_copy and now.is_on_accelerator:
+                value = hold(tensor, now, None)
+            elif source.is_copy:
+                address = tensor_address(now, content_digest(tensor, now))
+                value = hold(tensor, now, address)
+            elif self._trusts_versions and source.version == version_of(tensor) and now == source.layout:
+                address = source.address
+            found.append(SourceTensor(address, now, value, source.is_copy, source.is_transient))
+        draws = sum(node.draws for node in program.nodes)
+        device = torch.device(found[0].layout.device if found else "cpu")
+        # Only the first state is known; from there a generator goes on by itself.
+        states = [default_generator(device).get_state().numpy().tobytes(), *[b""] * (draws - 1)] if draws else []
+        return self.last, found, states
+
+
+@dataclass
+class Beginning:
+    """A call that runs. Leave it once the call has ended: what no segment came of is freed.
+
+    Attributes:
+        site: Where it comes from.
+        arguments: Tensors among its arguments.
+        place: Worker, generation and number of what was sent before it runs; None where nothing was.
+        is_saved: A segment came of that.
+    """
+
+    site: Site
+    arguments: list[Tensor]
+    place: tuple[Side, Generation, int] | None = None
+    is_saved: bool = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.place is not None and not self.is_saved:
+            side, generation, number = self.place
+            side.uploader.release(generation, number)
+
+
+@dataclass
+class Sites:
+    """All places of a session. The place of a function's call is kept once backward has reached a call from there."""
+
+    _by_module: "weakref.WeakKeyDictionary[nn.Module, Site]" = field(default_factory=weakref.WeakKeyDictionary)
+    _others: OrderedDict[Hashable, Site] = field(default_factory=OrderedDict)
+
+    def of(self, fn: Callable[..., Any], position: int) -> Site:
+        """The place of a call.
+
+        Args:
+            fn: What is called. A module is a place of its own; functions are made anew for each call.
+            position: Among the segments of its pass, which tells calls of such functions apart.
+        """
+        while isinstance(fn, functools.partial):
+            fn = fn.func
+        owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
+        if isinstance(owner, nn.Module):
+            site = self._by_module.get(owner)
+            if site is None:
+                site = self._by_module[owner] = Site()
+            return site
+        key = getattr(fn, "__code__", type(fn)), position
+        return self._others.get(key) or Site(key)
+
+    def keep(self, site: Site) -> None:
+        """Keeps a place once backward reaches a call from there. Of too many the least recently reached is dropped."""
+        if site.key is not None:
+            self._others[site.key] = site
+            self._others.move_to_end(site.key)
+            if len(self._others) > MAX_SITES:
+                self._others.popitem(last=False)

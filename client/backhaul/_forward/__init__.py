@@ -1,0 +1,1 @@
+"""Forward: runs a checkpointed call once, records it, and replaces its graph."""

@@ -1,0 +1,166 @@
+"""The nodes that stand for a whole segment in the trainer's graph.
+
+NOTE [Graft]
+1. One node, the graft, receives the finished outputs inside a tuple and returns them detached, so that the segment's
+   interior graph dies with the call. As plain arguments they would keep it alive.
+2. Behind it is a stand-in for each interior node that used a source or a cast: it hands that node's contributions on.
+   It has the sequence number of that node, so autograd runs it when it would have run the node. Thus parameters get
+   their gradients in the order they would have without checkpointing, and contributions to one tensor are added in that
+   order too (see `backhaul_runtime.torch_internals.graph_uses`).
+3. Where there is one parameter at most, and no autocast, a thread has no order to keep, and one stand-in hands on
+   everything. Autocast may have made a cast in the midst of the call that others use after it.
+4. Autograd alone holds the frame, as the packed form of a saved tensor. So the frame goes when autograd lets go of what
+   it saved, a second backward meets torch's own error, and retain_graph works.
+5. A call that returns outputs which follow from each other has a graft for each stage, see `find_stages`. The graft of
+   the later stage leads to the outputs of the earlier one, so their hooks see what comes from there.
+6. Of several outputs of a stage, each has a node of its own before the graft, with the sequence number of the node that
+   made it: so hooks on outputs run in the order they would have.
+7. The graft keeps what a stand-in returned in forward: a tensor without memory of its own, through which a backward
+   that is to be differentiated itself reaches the source.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
+
+from backhaul._backward.frame import Frame
+from backhaul_runtime.tensors.layout import with_memory
+from backhaul_runtime.torch_internals.ambient_state import is_autocast
+from backhaul_runtime.torch_internals.graph_entries import is_joined, joined
+from backhaul_runtime.torch_internals.graph_uses import Stage, Use
+
+_PLACEHOLDER = torch.empty(0)
+
+
+class _StandIn(torch.autograd.Function):
+    """Rule 2."""
+
+    @staticmethod
+    def forward(ctx: Any, *used: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple([_without_memory(tensor) for tensor in used])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        return gradients
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    """A tensor of the same dtype, shape and device, all elements of which are one."""
+    return torch.empty_strided(tensor.shape, [0] * tensor.dim(), dtype=tensor.dtype, device=tensor.device)
+
+
+class _Graft(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, frame: Frame, stage: Stage, places: list[int], outputs: tuple[Tensor, ...], *handed_on: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.frame = weakref.ref(frame)  # Rule 4
+        ctx.positions = stage.outputs
+        ctx.ways = dict(zip(places, handed_on, strict=True))  # Rule 7
+        ctx.save_for_backward(_PLACEHOLDER)
+        return tuple([output.detach() for output in outputs])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        ctx.saved_tensors  # noqa: B018  raises torch's error where the graph was freed
+        frame: Frame = ctx.frame()
+        given = {
+            position: with_memory(gradient)
+            for position, gradient in zip(ctx.positions, gradients, strict=True)
+            if gradient is not None
+        }
+        contributions = frame.gradients(given, ctx.ways)
+        return None, None, None, None, *[contributions[place].gradient for place in ctx.ways]
+
+
+_GraftNode: Any = _Graft._backward_cls
+
+
+def origin_of(edge: GradientEdge) -> tuple[Frame, int] | None:
+    """The frame and the position among its outputs of a tensor that a graft returned, if the frame is still there."""
+    graft: Any = edge.node
+    number = edge.output_nr
+    if is_joined(edge.node):
+        graft, number = graft.next_functions[0]
+    if not isinstance(graft, _GraftNode):
+        return None
+    frame: Frame | None = graft.frame()
+    return None if frame is None else (frame, graft.positions[number])
+
+
+def graft(
+    frame: Frame,
+    outputs: Sequence[Tensor],
+    used: Sequence[Tensor],
+    uses: Sequence[Sequence[Use]],
+    stages: Sequence[Stage],
+) -> tuple[Tensor, ...]:
+    """Returns the outputs with the segment as one node behind them, or with one for each stage.
+
+    Args:
+        frame: Of the segment; from now on autograd holds it.
+        outputs: Differentiable, none sharing storage with a source or with another.
+        used: The sources, then the casts.
+        uses: For each of these, then for each output, where the call used it, in the order of `Frame.gradients`.
+        stages: At least one.
+    """
+    assert frame.program is not None
+    casts = any(map(is_autocast, frame.program.ambient_states))
+    all_uses = [(number, use) for number, found in enumerate(uses) for use in found]
+    grafted = list(outputs)
+    with torch.enable_grad():
+        for stage in stages:
+            places = [place for place, (_, use) in enumerate(all_uses) if use.node in stage.nodes]
+            tensors = [*used, *grafted]
+            mine = [(tensors[number], use) for number, use in (all_uses[place] for place in places)]
+            leaves = {id(tensor) for tensor, _ in mine if _shows_order(tensor)}
+            handed_on = _stand_ins(mine, in_order=len(leaves) > 1 or len(stages) > 1 or casts)
+            own = tuple([outputs[position] for position in stage.outputs])
+            with torch.autograd.graph.saved_tensors_hooks(lambda _: frame, lambda _: _PLACEHOLDER):
+                made = _Graft.apply(frame, stage, places, own, *handed_on)  # type: ignore[no-untyped-call]
+            made[0].grad_fn._set_sequence_nr(max(output.grad_fn._sequence_nr() for output in own if output.grad_fn))
+            for position, tensor in zip(stage.outputs, made, strict=True):
+                grafted[position] = tensor if len(made) == 1 else _own_node(tensor, outputs[position])
+    return tuple(grafted)
+
+
+def _own_node(of_graft: Tensor, output: Tensor) -> Tensor:
+    """An output with a node of its own (Rule 6)."""
+    made = joined(output, of_graft)
+    assert made.grad_fn is not None
+    assert output.grad_fn is not None
+    made.grad_fn._set_sequence_nr(output.grad_fn._sequence_nr())  # type: ignore[attr-defined]
+    return made
+
+
+def _stand_ins(used: Sequence[tuple[Tensor, Use]], *, in_order: bool) -> list[Tensor]:
+    """One for each use of a tensor (Rules 2 and 3)."""
+    groups: dict[Node | None, list[tuple[int, int]]] = {}
+    for place, (_, use) in enumerate(used):
+        groups.setdefault(use.node if in_order else None, []).append((use.input_index if in_order else 0, place))
+    made: dict[int, Tensor] = {}
+    for node, group in groups.items():
+        group.sort()
+        tensors = [used[place][0] for _, place in group]
+        if len(group) == 1 and type(tensors[0]) in _PARAMETERS and tensors[0].is_leaf:
+            stand_ins = (torch.ops.aten.alias.default(tensors[0]),)  # the same, but ten times as fast
+        else:
+            stand_ins = _StandIn.apply(*tensors)  # type: ignore[no-untyped-call]
+        if node is not None:
+            stand_ins[0].grad_fn._set_sequence_nr(node._sequence_nr())
+        made |= {place: stand_in for (_, place), stand_in in zip(group, stand_ins, strict=True)}
+    return [made[place] for place in range(len(used))]
+
+
+_PARAMETERS = (Tensor, nn.Parameter)
+
+
+def _shows_order(tensor: Tensor) -> bool:
+    """Whether people can see when a tensor gets its gradient: of a boundary they see its sum alone."""
+    return tensor.is_leaf or type(tensor.grad_fn).__name__ == "ToCopyBackward0"

@@ -1,0 +1,125 @@
+"""The saved-tensor hooks of a checkpointed call."""
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+from torch._C import _DisableTorchDispatch
+
+from backhaul._backward.frame import Frame, Handle
+from backhaul._torch_api.selective import Hooks, Kept, Selection
+from backhaul_runtime.errors import SavedTensorModifiedError
+from backhaul_runtime.program.op_rules import hides_write
+from backhaul_runtime.record.recorder import Recorder
+from backhaul_runtime.record.recording import version_of
+from backhaul_runtime.record.sources import Hold
+from backhaul_runtime.tensors.digest import content_digest, saved_digest, tensor_address
+from backhaul_runtime.tensors.layout import copy_exact, layout_of, unsupported_reason
+from backhaul_runtime.torch_internals.storages import StorageLedger
+
+
+class Pack:
+    """The hook that autograd calls for each tensor it saves.
+
+    Autograd keeps it as long as the handles, so it lets go of the recorder, and with it of the call's tensors.
+
+    Attributes:
+        recorder: Records the call while that runs, None afterwards.
+        packed_bytes: What autograd saved and nobody keeps, each storage once, leaves not.
+    """
+
+    def __init__(self, frame: Frame, hold: Hold, selection: Selection | None, hooks: Hooks | None) -> None:
+        self._frame = frame
+        self._hold = hold
+        self._selection = selection
+        self._hooks = hooks
+        self.recorder: Recorder | None = None
+        self.packed_bytes = 0
+        self._packed = StorageLedger()
+        self._of_this_op: list[tuple[Handle, Tensor]] = []
+        self._undefined: list[tuple[Kept, Tensor]] = []
+
+    def __call__(self, tensor: Tensor) -> Handle:
+        recorder = self.recorder
+        assert recorder is not None
+        recorder.note_saved(tensor)
+        handle = self._frame.handle(len(recorder.recording.saved) - 1)
+        if self._selection is not None:
+            handle.kept = self._selection.keep(tensor)
+            if handle.kept is not None:
+                self._expect(handle.kept, handle.index, tensor)
+        if handle.kept is not None:
+            return handle
+        if recorder.has_lost_track:
+            handle.kept = self._keep(handle.index, tensor)
+            return handle
+        self._of_this_op.append((handle, tensor))
+        saved = recorder.recording.saved[-1]
+        is_leaf = saved.source >= 0 and recorder.recording.sources[saved.source].is_leaf
+        if not is_leaf:
+            self.packed_bytes += self._packed.add(tensor)
+        return handle
+
+    def op_ended(self, is_recorded: bool) -> None:
+        """Lets go of what the op that ends saved, or keeps it where it can't be recomputed."""
+        if self._of_this_op:
+            if not is_recorded:
+                for handle, tensor in self._of_this_op:
+                    handle.kept = self._keep(handle.index, tensor)
+            self._of_this_op.clear()
+        if not self._undefined:
+            return
+        for kept, tensor in self._undefined:
+            layout = layout_of(tensor)
+            kept.digest = saved_digest(layout, content_digest(tensor, layout))
+        self._undefined.clear()
+
+    def let_go(self) -> None:
+        """Lets go of all that belongs to the call, which has ended."""
+        self._undefined.clear()
+        self.recorder = self._selection = self._hooks = None
+        self._of_this_op.clear()
+
+    def _expect(self, kept: Kept, index: int, tensor: Tensor) -> None:
+        """Notes what a tensor that is kept must hold when it is asked for."""
+        assert self.recorder is not None
+        saved = self.recorder.recording.saved[index]
+        kept.digest = saved.noted
+        if saved.is_undefined:  # the op may still write to it, and what was noted is what it reads
+            kept.digest = b""
+            self._undefined.append((kept, tensor))
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        """What an argument holds, for the caller may write to it. Shared with others who keep the same."""
+        layout = layout_of(tensor)
+        address = None if layout.is_on_accelerator else tensor_address(layout, content_digest(tensor, layout))
+        return self._hold(tensor, layout, address)
+
+    def _keep(self, index: int, tensor: Tensor) -> Kept:
+        assert self.recorder is not None
+        is_plain = unsupported_reason(tensor) is None
+        # Neither the recorder nor modes around the call are to see this. Subclasses have to, to stay what they are.
+        with torch._C._DisablePythonDispatcher(), _DisableTorchDispatch() if is_plain else nullcontext():
+            if is_plain and hides_write(self.recorder.op, tensor):
+                tensor = copy_exact(tensor)
+            elif is_plain and self.recorder.sources.is_of_argument(tensor):
+                tensor = self._copy(tensor)
+            version, shape = version_of(tensor), list(tensor.shape) if is_plain else type(tensor).__name__
+
+            def error(found: Tensor) -> Exception:
+                return SavedTensorModifiedError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"a tensor {shape} is at version {version_of(found)}, it was saved at {version}. Without "
+                    "checkpointing this fails too: use the out-of-place op"
+                )
+
+            kept = Kept(tensor.detach(), version, error)
+            self._expect(kept, index, tensor)
+            if self._hooks is not None:
+                kept.pack(*self._hooks)
+        return kept
+
+
+def unpack(handle: Handle) -> Tensor:
+    """The hook that gives backward what `Pack` took."""
+    return handle.frame.unpack(handle)

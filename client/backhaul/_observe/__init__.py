@@ -1,0 +1,1 @@
+"""Counts, reports and traces what happens to segments."""

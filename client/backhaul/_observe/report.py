@@ -1,0 +1,265 @@
+"""What ran where, why, and what it cost: counted while training, shown by `session.report()`."""
+
+import logging
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+
+from backhaul_runtime.process.logs import about
+
+logger = logging.getLogger("backhaul")
+
+
+class Decision(Enum):
+    """What became of a segment."""
+
+    GRADIENTS = "gradients"
+    """A worker ran its backward and returned gradients."""
+
+    ACTIVATIONS = "activations"
+    """A worker recomputed it and returned what autograd had saved."""
+
+    TRAINER = "trainer"
+    """The trainer recomputed it."""
+
+    KEPT = "kept"
+    """Its activations stayed on the trainer, as without checkpointing, for no program carries all that is in it."""
+
+
+_COLUMNS = (
+    ("calls", 7),
+    ("gradients", 11),
+    ("activations", 13),
+    ("trainer", 9),
+    ("kept", 6),
+    ("wait", 10),
+    ("up", 11),
+    ("down", 11),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentReport:
+    """All calls under one name.
+
+    Attributes:
+        name: What was called.
+        calls: Forward calls.
+        decisions: Recomputations by who did them, and calls whose activations were kept.
+        wait_s: What backward waited for them.
+        fallbacks: Segments that a worker had, or should have had, and the trainer recomputed.
+        reasons: Why the trainer recomputed, with counts.
+        kept: Why activations were kept, with counts.
+        inside: Why activations came back where gradients might have, with counts.
+        up_bytes: Sent for these calls.
+        down_bytes: Received for them.
+        drift: The largest relative difference between what a worker computed and forward, 0 where bits are equal.
+    """
+
+    name: str
+    calls: int
+    decisions: dict[Decision, int]
+    wait_s: float
+    fallbacks: int
+    reasons: dict[str, int]
+    kept: dict[str, int]
+    inside: dict[str, int]
+    up_bytes: int
+    down_bytes: int
+    drift: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A session so far. `print` it, or read its fields.
+
+    Attributes:
+        segments: By name, in the order of their first calls.
+    """
+
+    segments: tuple[SegmentReport, ...]
+
+    @property
+    def remote(self) -> int:
+        """Recomputations done by workers."""
+        return sum(s.decisions.get(d, 0) for s in self.segments for d in (Decision.GRADIENTS, Decision.ACTIVATIONS))
+
+    @property
+    def fallbacks(self) -> int:
+        """Segments that the trainer recomputed though a worker had been meant to."""
+        return sum(segment.fallbacks for segment in self.segments)
+
+    @property
+    def up_bytes(self) -> int:
+        """Sent to workers."""
+        return sum(segment.up_bytes for segment in self.segments)
+
+    @property
+    def down_bytes(self) -> int:
+        """Received from workers."""
+        return sum(segment.down_bytes for segment in self.segments)
+
+    @property
+    def drift(self) -> float:
+        """The largest of the segments' drifts."""
+        return max((segment.drift for segment in self.segments), default=0.0)
+
+    def __str__(self) -> str:
+        columns = "".join(f"{title:>{width}}" for title, width in _COLUMNS)
+        lines = [f"{'segment':<32}{columns}"]
+        for segment in self.segments:
+            counts = "".join(
+                f"{segment.decisions.get(decision, 0):>{width}}"
+                for decision, (_, width) in zip(Decision, _COLUMNS[1:], strict=False)
+            )
+            lines.append(
+                f"{segment.name[:31]:<32}{segment.calls:>7}{counts}{segment.wait_s * 1e3:>7.0f} ms"
+                f"{segment.up_bytes / 1e6:>8.1f} MB{segment.down_bytes / 1e6:>8.1f} MB"
+            )
+            if segment.drift:
+                lines.append(f"  drift {segment.drift:.1e}: a worker computes other bits, compared within tolerances")
+            for where, reasons in (
+                ("on the trainer", segment.reasons),
+                ("kept on the trainer", segment.kept),
+                ("as activations", segment.inside),
+            ):
+                lines += [f"  {count} {where}: {reason}" for reason, count in reasons.items()]
+        return "\n".join(lines)
+
+
+@dataclass(eq=False)
+class SegmentLog:
+    """Counts of one name. Written by the trainer's threads and the session's.
+
+    Attributes:
+        name: What was called.
+        session: Whose log it is, for people.
+    """
+
+    name: str
+    session: str = ""
+    _calls: int = 0
+    _decisions: Counter[Decision] = field(default_factory=Counter)
+    _wait_s: float = 0.0
+    _fallbacks: int = 0
+    _reasons: Counter[str] = field(default_factory=Counter)
+    _kept: Counter[str] = field(default_factory=Counter)
+    _inside: Counter[str] = field(default_factory=Counter)
+    _up_bytes: int = 0
+    _down_bytes: int = 0
+    _drift: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def call(self) -> None:
+        """Counts a forward call."""
+        with self._lock:
+            self._calls += 1
+
+    def add(self, decision: Decision, wait_s: float) -> None:
+        """Counts a recomputation."""
+        with self._lock:
+            self._decisions[decision] += 1
+            self._wait_s += wait_s
+
+    def wait(self, wait_s: float) -> None:
+        """Adds to what backward waited."""
+        with self._lock:
+            self._wait_s += wait_s
+
+    def traffic(self, up_bytes: int = 0, down_bytes: int = 0) -> None:
+        """Counts bytes of messages."""
+        with self._lock:
+            self._up_bytes += up_bytes
+            self._down_bytes += down_bytes
+
+    def drift(self, drift: float) -> None:
+        """Notes how far a worker's numbers were from forward's."""
+        with self._lock:
+            self._drift = max(self._drift, drift)
+
+    def on_trainer(self, reason: str, *, is_said: bool = False, step: int | None = None) -> None:
+        """Notes why the trainer recomputes, in the log only the first time.
+
+        Args:
+            reason: For people.
+            is_said: Somebody else has put it in the log.
+            step: Of the call, if steps are counted.
+        """
+        with self._lock:
+            self._reasons[reason] += 1
+            first = self._reasons[reason] == 1
+        if first and not is_said:
+            extra = about(self.session, self.name, step)
+            logger.warning("segment %s is recomputed on the trainer: %s", self.name, reason, extra=extra)
+
+    def kept(self, reason: str, *, step: int | None = None) -> None:
+        """Notes why the trainer keeps activations, in the log only the first time.
+
+        Args:
+            reason: For people.
+            step: Of the call, if steps are counted.
+        """
+        with self._lock:
+            self._decisions[Decision.KEPT] += 1
+            self._kept[reason] += 1
+            first = self._kept[reason] == 1
+        if first:
+            extra = about(self.session, self.name, step)
+            text = "segment %s keeps its activations on the trainer, as without checkpointing: %s"
+            logger.warning(text, self.name, reason, extra=extra)
+
+    def inside(self, reason: str) -> None:
+        """Notes why activations come back rather than gradients."""
+        with self._lock:
+            self._inside[reason] += 1
+
+    def fallback(self, reason: str, *, is_said: bool = False, step: int | None = None) -> None:
+        """Notes that a worker was meant to recompute and could not."""
+        with self._lock:
+            self._fallbacks += 1
+        self.on_trainer(reason, is_said=is_said, step=step)
+
+    def report(self) -> SegmentReport:
+        """The counts now."""
+        with self._lock:
+            return SegmentReport(
+                self.name,
+                self._calls,
+                dict(self._decisions),
+                self._wait_s,
+                self._fallbacks,
+                dict(self._reasons),
+                dict(self._kept),
+                dict(self._inside),
+                self._up_bytes,
+                self._down_bytes,
+                self._drift,
+            )
+
+
+class Journal:
+    """The logs of a session, by name.
+
+    Attributes:
+        session: Its name, for people.
+    """
+
+    def __init__(self, session: str = "") -> None:
+        self.session = session
+        self._logs: dict[str, SegmentLog] = {}
+        self._lock = threading.Lock()
+
+    def log(self, name: str) -> SegmentLog:
+        """The log of that name, made at its first call."""
+        with self._lock:
+            found = self._logs.get(name)
+            if found is None:
+                found = self._logs[name] = SegmentLog(name, self.session)
+            return found
+
+    def report(self) -> Report:
+        """Everything so far."""
+        with self._lock:
+            logs = list(self._logs.values())
+        return Report(tuple(log.report() for log in logs))

@@ -1,0 +1,418 @@
+"""What a trainer tells of its steps, for dashboards: counted while it trains, sent by a thread of its own.
+
+NOTE [Never in the way]
+1. Training adds numbers and appends to lists. What takes longer, and all that may fail, is the thread's.
+2. Lists are bounded. What does not fit, or can't be sent, is dropped and counted.
+3. A call is told once nobody can need its segment any more, or its step has ended after its recomputation.
+4. Frames die in the midst of anything. Their endings are appended to a deque: see `_endings`.
+"""
+
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from time import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from backhaul._observe.report import Decision, SegmentLog
+from backhaul_proto.v1 import segment_pb2, telemetry_pb2
+from backhaul_runtime.process.death_queue import Ending, Endings
+from backhaul_runtime.process.resources import resident_bytes
+from backhaul_runtime.wire.protocol import MAX_NAME
+from backhaul_runtime.wire.telemetry import MAX_SPANS
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from torch import Tensor
+
+    from backhaul._observe.opentelemetry import Traces
+
+logger = logging.getLogger("backhaul")
+INTERVAL_S = 1.0
+MAX_CALLS = 4096
+MAX_STEPS = 1024
+CALLS_PER_REPORT = 200
+"""With these a report stays below the half MiB that a worker takes."""
+
+_SHOWN_OF_REASON = 1000
+_CLOSE_S = 1.0
+
+Lane = telemetry_pb2.Lane
+Deliver = Callable[[telemetry_pb2.TrainerReport], bool]
+"""Sends a report. Returns whether it arrived. Called by the telemetry's thread, may wait and raise."""
+
+
+@dataclass(eq=False)
+class _Totals:
+    """Of the step that runs."""
+
+    number: int
+    started_at_s: float = 0.0
+    calls: int = 0
+    names: Counter[str] = field(default_factory=Counter)
+    decisions: Counter[Decision] = field(default_factory=Counter)
+    fallbacks: int = 0
+    wait_s: float = 0.0
+    overhead_s: float = 0.0
+    spared_s: float = 0.0
+    up_bytes: int = 0
+    down_bytes: int = 0
+    saved_bytes: int = 0
+
+
+class CallLog:
+    """What happens to one checkpointed call, counted under its name, and told with its step.
+
+    Methods may be called by any thread.
+
+    Args:
+        log: Of its name.
+        telemetry: Where it is told, if anywhere.
+
+    Attributes:
+        worker: That was given it.
+        reason: Why it is recomputed where it is, and what comes back.
+        retries: Requests that were made again.
+        mismatches: Recomputations whose values were refused.
+    """
+
+    def __init__(self, log: SegmentLog, telemetry: "Telemetry | None" = None) -> None:
+        log.call()
+        self._log = log
+        self._telemetry = telemetry
+        self._frame: Ending | None = None
+        self.worker = ""
+        self.decision: Decision | None = None
+        self.reason = ""
+        self.is_fallback = False
+        self.function_s = 0.0
+        self.overhead_s = 0.0
+        self.spans: list[tuple[telemetry_pb2.Lane.ValueType, float, float]] = []
+        self.up_bytes = self.down_bytes = self.retries = self.mismatches = 0
+        self.largest_drift = 0.0
+        self.step, self.number, self.position = telemetry.began(self, log.name) if telemetry else (0, 0, 0)
+
+    @property
+    def name(self) -> str:
+        """Of what was called."""
+        return self._log.name
+
+    def forward(self, frame: object, function_s: float, overhead_s: float, saved_bytes: int) -> None:
+        """Notes a forward that has just ended.
+
+        Args:
+            frame: When it dies, the segment's story has ended.
+            function_s: What the function took alone.
+            overhead_s: What was added to it.
+            saved_bytes: What autograd packed, less what the trainer keeps of it.
+        """
+        if self._telemetry is None:
+            return
+        self.function_s, self.overhead_s = function_s, overhead_s
+        self.spans.append((Lane.LANE_FORWARD, time() - function_s - overhead_s, function_s))
+        self._frame = self._telemetry.hold(frame, saved_bytes, overhead_s)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether its forward has ended and nobody can need its segment any more."""
+        return self._frame is not None and self._frame() is None
+
+    def add(self, decision: Decision, took_s: float) -> None:
+        """Counts a recomputation that has just ended, for which backward waited."""
+        self._log.add(decision, took_s)
+        if self.decision is not Decision.KEPT:  # which says more than who recomputed what came before
+            self.decision = decision
+        on_trainer = decision is Decision.TRAINER
+        self._span(Lane.LANE_TRAINER if on_trainer else Lane.LANE_WAIT, time() - took_s, took_s)
+        if self._telemetry is not None:
+            self._telemetry.recomputed(decision, 0.0 if on_trainer else took_s, 0.0 if on_trainer else self.function_s)
+
+    def wait(self, took_s: float) -> None:
+        """Adds to what backward waited, until now."""
+        self._log.wait(took_s)
+        self._span(Lane.LANE_WAIT, time() - took_s, took_s)
+        if self._telemetry is not None:
+            self._telemetry.waited(took_s)
+
+    def traffic(self, up_bytes: int = 0, down_bytes: int = 0) -> None:
+        """Counts bytes of messages."""
+        self._log.traffic(up_bytes, down_bytes)
+        self.up_bytes += up_bytes
+        self.down_bytes += down_bytes
+        if self._telemetry is not None:
+            self._telemetry.moved(up_bytes, down_bytes)
+
+    def uploaded(self, took_s: float) -> None:
+        """Notes that something has just been sent."""
+        self._span(Lane.LANE_UPLOAD, time() - took_s, took_s)
+
+    def answered(self, timing: segment_pb2.Timing, ahead_s: float) -> None:
+        """Notes when a worker did what it answered, the last byte of which has just come.
+
+        Args:
+            timing: By the worker's clock.
+            ahead_s: That clock less ours.
+        """
+        arrived_at_s = time()
+        if self._telemetry is None or not timing.recompute_at_s:
+            return
+        self._span(Lane.LANE_QUEUE, timing.queued_at_s - ahead_s, timing.recompute_at_s - timing.queued_at_s)
+        self._span(Lane.LANE_RECOMPUTE, timing.recompute_at_s - ahead_s, timing.recompute_s)
+        ended_at_s = timing.recompute_at_s + timing.recompute_s
+        if timing.backward_at_s:
+            ready_at_s = max(timing.requested_at_s, ended_at_s)
+            self._span(Lane.LANE_QUEUE, ready_at_s - ahead_s, timing.backward_at_s - ready_at_s)
+            self._span(Lane.LANE_BACKWARD, timing.backward_at_s - ahead_s, timing.backward_s)
+            ended_at_s = timing.backward_at_s + timing.backward_s
+        sent_at_s = max(timing.requested_at_s, ended_at_s) - ahead_s
+        self._span(Lane.LANE_DOWNLOAD, sent_at_s, arrived_at_s - sent_at_s)
+
+    def drift(self, drift: float) -> None:
+        """Notes how far a worker's numbers were from forward's."""
+        self._log.drift(drift)
+        self.largest_drift = max(self.largest_drift, drift)
+
+    def on_trainer(self, reason: str, *, is_said: bool = False) -> None:
+        """See `SegmentLog`."""
+        self.reason = reason
+        self._log.on_trainer(reason, is_said=is_said, step=self._counted_step)
+
+    def kept(self, reason: str) -> None:
+        """See `SegmentLog`."""
+        self.reason, self.decision = reason, Decision.KEPT
+        self._log.kept(reason, step=self._counted_step)
+
+    def taken(self, needs_inside: str) -> None:
+        """Notes that a worker took the segment, and why activations will come back; empty where gradients will."""
+        self.reason = needs_inside or "only its gradients are needed"
+        if needs_inside:
+            self._log.inside(needs_inside)
+
+    def fallback(self, reason: str, *, is_said: bool = False) -> None:
+        """See `SegmentLog`."""
+        self.reason, self.is_fallback = reason, True
+        self._log.fallback(reason, is_said=is_said, step=self._counted_step)
+        if self._telemetry is not None:
+            self._telemetry.fell_back()
+
+    def told(self) -> telemetry_pb2.SegmentCall:
+        """The call as it is told."""
+        return telemetry_pb2.SegmentCall(
+            step=self.step,
+            number=self.number,
+            name=self.name[:MAX_NAME],
+            position=self.position,
+            worker=self.worker,
+            decision=self.decision.value if self.decision else "",
+            reason=self.reason[:_SHOWN_OF_REASON],
+            is_fallback=self.is_fallback,
+            spans=[
+                telemetry_pb2.Span(lane=lane, started_at_s=began_at_s, duration_s=took_s)
+                for lane, began_at_s, took_s in list(self.spans)[-MAX_SPANS:]
+            ],
+            up_bytes=self.up_bytes,
+            down_bytes=self.down_bytes,
+            retries=self.retries,
+            mismatches=self.mismatches,
+            drift=self.largest_drift,
+            overhead_s=self.overhead_s,
+        )
+
+    @property
+    def _counted_step(self) -> int | None:
+        return self.step if self._telemetry is not None else None
+
+    def _span(self, lane: telemetry_pb2.Lane.ValueType, began_at_s: float, took_s: float) -> None:
+        if self._telemetry is not None and took_s > 0:
+            self.spans.append((lane, began_at_s, took_s))
+
+
+class Telemetry:
+    """Counts a session's steps and sends them. `close` it; until `start` nothing is sent.
+
+    Args:
+        deliver: Sends a report.
+        run: What is said of the session with each report.
+        traces: Is told the same, if there are to be any.
+    """
+
+    def __init__(self, deliver: Deliver, run: telemetry_pb2.Run, traces: "Traces | None" = None) -> None:
+        self._deliver = deliver
+        self._run = run
+        self._traces = traces
+        self._lock = threading.RLock()
+        self._now = _Totals(0)
+        self._is_told_steps = False
+        self._calls: deque[CallLog] = deque()
+        self._steps: deque[tuple[telemetry_pb2.Step, Any, Context | None]] = deque()
+        self._held_bytes = 0
+        self._peak_held_bytes = 0
+        self._let_go: deque[Ending] = deque()  # Rule 4
+        self._endings = Endings(self._let_go.append)
+        self._dropped = 0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="backhaul-telemetry", daemon=True)
+
+    def start(self) -> None:
+        """Begins to send."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Sends what is left and ends the thread. Does not wait long."""
+        self._end.set()
+        if self._thread.ident is not None:
+            self._thread.join(_CLOSE_S)
+
+    def forked(self) -> None:
+        """In the child of a fork, where the thread is missing and may have held the lock."""
+        self._lock = threading.RLock()
+
+    def began(self, call: CallLog, name: str) -> tuple[int, int, int]:
+        """A call began. Returns its step, its number in it, and its number among those of its name."""
+        with self._lock:
+            now = self._now
+            if not now.calls:
+                now.started_at_s = time()
+            now.calls += 1
+            now.names[name] += 1
+            self._calls.append(call)
+            if len(self._calls) > MAX_CALLS:  # Rule 2
+                self._calls.popleft()
+                self._dropped += 1
+            return now.number, now.calls - 1, now.names[name] - 1
+
+    def hold(self, frame: object, saved_bytes: int, overhead_s: float) -> Ending:
+        """A forward ended, which holds so many bytes until its frame is gone."""
+        with self._lock:
+            while self._let_go:
+                self._held_bytes -= self._endings.take(self._let_go.popleft())
+            self._held_bytes += saved_bytes
+            self._now.saved_bytes = max(self._now.saved_bytes, self._held_bytes)
+            self._now.overhead_s += overhead_s
+        return self._endings.watch(frame, saved_bytes)
+
+    def recomputed(self, decision: Decision, wait_s: float, spared_s: float) -> None:
+        """A segment was recomputed."""
+        with self._lock:
+            self._now.decisions[decision] += 1
+            self._now.wait_s += wait_s
+            self._now.spared_s += spared_s
+
+    def waited(self, wait_s: float) -> None:
+        """Backward stood still."""
+        with self._lock:
+            self._now.wait_s += wait_s
+
+    def moved(self, up_bytes: int, down_bytes: int) -> None:
+        """Bytes went or came."""
+        with self._lock:
+            self._now.up_bytes += up_bytes
+            self._now.down_bytes += down_bytes
+
+    def fell_back(self) -> None:
+        """The trainer had to do what a worker was meant to."""
+        with self._lock:
+            self._now.fallbacks += 1
+
+    def step(self, loss: "Tensor | float | None" = None, *, is_told: bool = True) -> None:
+        """A step ended. One without calls is none.
+
+        Args:
+            loss: Of the step.
+            is_told: By the training loop; from the first time on, steps of optimizers don't count.
+        """
+        with self._lock:
+            if self._is_told_steps and not is_told:
+                return
+            self._is_told_steps |= is_told
+            now = self._now
+            if not now.calls:
+                return
+            self._now = _Totals(now.number + 1)
+            self._peak_held_bytes = max(self._peak_held_bytes, now.saved_bytes)
+            step = telemetry_pb2.Step(
+                number=now.number,
+                started_at_s=now.started_at_s,
+                duration_s=max(0.0, time() - now.started_at_s),
+                calls=now.calls,
+                gradients=now.decisions[Decision.GRADIENTS],
+                activations=now.decisions[Decision.ACTIVATIONS],
+                on_trainer=now.decisions[Decision.TRAINER],
+                fallbacks=now.fallbacks,
+                wait_s=now.wait_s,
+                overhead_s=now.overhead_s,
+                spared_s=now.spared_s,
+                up_bytes=now.up_bytes,
+                down_bytes=now.down_bytes,
+                saved_bytes=max(0, now.saved_bytes),
+                peak_saved_bytes=max(0, self._peak_held_bytes),
+            )
+            context = self._traces.context() if self._traces is not None else None
+            self._steps.append((step, loss.detach() if isinstance(loss, torch.Tensor) else loss, context))
+            if len(self._steps) > MAX_STEPS:  # Rule 2
+                self._steps.popleft()
+                self._dropped += 1
+
+    def _serve(self) -> None:
+        is_last = False
+        while not is_last:
+            is_last = self._end.wait(INTERVAL_S)
+            try:
+                for report in self._reports(is_last=is_last):
+                    if not self._deliver(report):
+                        self._drop(report)
+            except Exception:  # Rule 1
+                logger.debug("telemetry failed", exc_info=True)
+
+    def _trace(self, report: telemetry_pb2.TrainerReport, contexts: "Mapping[int, Context]") -> None:
+        if self._traces is not None:
+            try:
+                self._traces.tell(report, contexts)
+            except Exception:  # the user's SDK: workers are told all the same
+                logger.debug("traces failed", exc_info=True)
+
+    def _drop(self, report: telemetry_pb2.TrainerReport) -> None:
+        with self._lock:
+            self._dropped += len(report.steps) + len(report.calls)
+
+    def _reports(self, *, is_last: bool) -> Iterator[telemetry_pb2.TrainerReport]:
+        """What is to be told now, nothing if there is nothing."""
+        with self._lock:
+            current = self._now.number
+            told = [call for call in self._calls if is_last or _has_ended(call, current)]
+            if told:
+                chosen = set(map(id, told))
+                self._calls = deque(call for call in self._calls if id(call) not in chosen)
+            steps = list(self._steps)
+            self._steps.clear()
+        if is_last:
+            self._run.is_closed = True
+        found = [_told(step, loss) for step, loss, _ in steps]
+        contexts = {step.number: context for step, _, context in steps if context is not None}
+        while found or told or is_last:
+            report = telemetry_pb2.TrainerReport(
+                run=self._run,
+                steps=found,
+                calls=[call.told() for call in told[:CALLS_PER_REPORT]],
+                dropped=self._dropped,
+            )
+            self._trace(report, contexts)
+            yield report
+            found, told, is_last = [], told[CALLS_PER_REPORT:], False
+
+
+def _has_ended(call: CallLog, current_step: int) -> bool:
+    """Rule 3."""
+    return call.is_gone or (call.decision is not None and call.step < current_step)
+
+
+def _told(step: telemetry_pb2.Step, loss: "Tensor | float | None") -> telemetry_pb2.Step:
+    step.peak_bytes = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else resident_bytes("VmHWM")  # type: ignore[no-untyped-call]
+    if loss is not None:
+        with suppress(TypeError, ValueError, RuntimeError):  # not one number
+            step.loss = float(loss)
+    return step

@@ -1,0 +1,1 @@
+"""What mirrors or patches the API of torch: options, wrappers, selective checkpointing, FSDP2."""

@@ -1,0 +1,131 @@
+"""torch.utils.checkpoint.checkpoint redirected for a while, for code one can't edit.
+
+NOTE [Redirection]
+1. Callers keep torch's function in many places: as a global of any name, in a `functools.partial` on each layer
+   (Transformers), as the default of a parameter (Diffusers), in a closure. Replacing a name would miss most of them, so
+   the function's code is exchanged. Every caller is then redirected, and code that takes the function inside a block
+   has torch's own function once the block is left.
+2. torch.compile recognises the function and makes the checkpoint a part of its graph, which recomputes it. While it
+   traces it calls the function with fake tensors. These calls run torch's own code.
+3. Blocks nest, and the innermost one decides. All threads are redirected, because they share torch's function.
+"""
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import torch.utils.checkpoint
+
+from backhaul._observe.warnings import warn_not_remote
+from backhaul_runtime.errors import NotRemoteError
+
+_UNREACHED = (
+    "nothing called torch.utils.checkpoint.checkpoint inside patched(), so nothing was sent to a worker. Call the "
+    "model's gradient_checkpointing_enable(), or whatever switches its checkpointing on, and train() rather than "
+    "eval(). What torch.compile compiled before the block, what torch's decorator made before it, and checkpointing of "
+    "a library's own are out of its reach: use session.wrap(model, layers=...) for these"
+)
+
+
+@contextmanager
+def patched(checkpoint: Callable[..., Any], *, strict: bool = False) -> Iterator[None]:
+    """Redirects calls of torch's function to another one.
+
+    If nothing was redirected, leaving warns, unless an exception leaves.
+
+    Args:
+        checkpoint: Takes what torch's function takes.
+        strict: Raise instead of warning.
+
+    Raises:
+        NotRemoteError: Under `strict`, on leaving, if nothing was redirected.
+        RuntimeError: Another library has replaced torch's function by an object whose code can't be exchanged.
+    """
+    block = _Block(checkpoint)
+    _enter(block)
+    try:
+        yield
+    finally:
+        _leave(block)
+    if not block.is_reached:
+        if strict:
+            raise NotRemoteError(_UNREACHED, reason="nothing called torch.utils.checkpoint.checkpoint")
+        warn_not_remote(_UNREACHED)
+
+
+class _Block:
+    """A `with` block, and whether a call was redirected while it was open."""
+
+    def __init__(self, checkpoint: Callable[..., Any]) -> None:
+        self.checkpoint = checkpoint
+        self.is_reached = False
+
+
+class _Redirection:
+    """Torch's function with other code, from construction until `end`.
+
+    Attributes:
+        own: A function with torch's own code.
+    """
+
+    def __init__(self) -> None:
+        function = torch.utils.checkpoint.checkpoint
+        innermost = inspect.unwrap(function)  # torch wraps it for torch.compile
+        if not isinstance(innermost, FunctionType) or innermost.__code__.co_freevars:
+            raise RuntimeError(
+                f"torch.utils.checkpoint.checkpoint is {function!r}, put there by another library, and can't be "
+                "redirected. Use session.wrap(model, layers=...) instead of patched()"
+            )
+        self._function, self._code = innermost, innermost.__code__
+        self.own = FunctionType(self._code, innermost.__globals__, innermost.__name__, innermost.__defaults__)
+        self.own.__kwdefaults__ = innermost.__kwdefaults__
+        # By the signature torch.compile tells torch's options from the checkpointed function's arguments.
+        innermost.__signature__ = inspect.signature(innermost)  # type: ignore[attr-defined]
+        innermost.__code__ = _code_meanwhile.__code__
+
+    def end(self) -> None:
+        """Gives the function its code back."""
+        self._function.__code__ = self._code
+        del self._function.__signature__  # type: ignore[attr-defined]
+
+
+_blocks: list[_Block] = []
+_redirection: _Redirection | None = None
+_lock = threading.Lock()
+
+
+def _enter(block: _Block) -> None:
+    global _redirection
+    with _lock:
+        if not _blocks:
+            _redirection = _Redirection()
+        _blocks.append(block)
+
+
+def _leave(block: _Block) -> None:
+    with _lock:
+        _blocks.remove(block)
+        if not _blocks and _redirection is not None:
+            _redirection.end()
+
+
+def _code_meanwhile(*args: Any, **kwargs: Any) -> Any:
+    """Runs as torch's function, with the globals of its module."""
+    from backhaul._torch_api.patched import redirected
+
+    return redirected(*args, **kwargs)
+
+
+def redirected(*args: Any, **kwargs: Any) -> Any:
+    """Handles a call of torch's function while a `patched` block is open in any thread."""
+    blocks, redirection = list(_blocks), _redirection
+    assert redirection is not None
+    # Another thread may just have left the last block. For calls that are traced see Rule 2.
+    if not blocks or torch.compiler.is_compiling():
+        return redirection.own(*args, **kwargs)
+    for block in blocks:
+        block.is_reached = True
+    return blocks[-1].checkpoint(*args, **kwargs)

@@ -1,0 +1,120 @@
+"""Modules that checkpoint themselves, in place, without anybody else noticing."""
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import partial
+from typing import Any, Self
+
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+
+from backhaul._torch_api.fsdp import is_sharded
+from backhaul._torch_api.options import NAMES
+
+_TAKEN = NAMES | {"function", "session"}
+"""Keyword arguments that `checkpoint` would not pass on."""
+
+
+class SegmentModule(CheckpointWrapper):
+    """A module whose forward is a checkpointed segment.
+
+    A subclass of torch's CheckpointWrapper, so that others know it for what it is. Names of parameters, buffers and
+    modules, keys of state_dict, copies and saved files are those of the module inside.
+
+    Args:
+        module: Runs and holds the parameters.
+        checkpoint: Runs it as a segment.
+    """
+
+    def __init__(self, module: nn.Module, checkpoint: Callable[..., Any]) -> None:
+        super().__init__(module, checkpoint_fn=checkpoint)
+        self.__dict__["_is_complete"] = True  # what is set from now on is set by its user
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module inside as a segment. All arguments are the module's own, whatever their names."""
+        checkpoint: Callable[..., Any] = self.checkpoint_fn
+        inside = self._checkpoint_wrapped_module
+        taken = {name: kwargs.pop(name) for name in _TAKEN & kwargs.keys()}
+        return checkpoint(partial(inside, **taken) if taken else inside, *args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute of the module inside, whose forward reads it, unless the wrapper was born with it.
+
+        fully_shard sets `__class__`, of the module that it is given.
+        """
+        if "_is_complete" not in self.__dict__ or name in {*self.__dict__, *self._modules, "__class__"}:
+            super().__setattr__(name, value)
+        else:
+            setattr(self._checkpoint_wrapped_module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._checkpoint_wrapped_module, name)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """This module, and the one inside under the same name: the wrapping adds no level."""
+        memo = set() if memo is None else memo
+        if self not in memo:
+            if remove_duplicate:
+                memo.add(self)
+            yield prefix, self
+            yield from self._checkpoint_wrapped_module.named_modules(memo, prefix, remove_duplicate)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return type(self)(deepcopy(self._checkpoint_wrapped_module, memo), self.checkpoint_fn)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved as the module inside, so that a file loads where there is no Backhaul.
+
+        Protocol 1 names the class in a form that pickle does not hold against the wrapper's.
+        """
+        return self._checkpoint_wrapped_module.__reduce_ex__(1)
+
+
+def wrap(
+    model: nn.Module, layers: type[nn.Module] | tuple[type[nn.Module], ...], checkpoint: Callable[..., Any]
+) -> nn.Module:
+    """Makes each module of the given classes inside the model a checkpointed segment, in place.
+
+    Args:
+        model: Changed and returned. If it is itself of one of the classes it can't be replaced in place: wrap a parent.
+        layers: Classes of the modules to checkpoint. Modules inside a wrapped one stay as they are.
+        checkpoint: Runs each as a segment.
+
+    Raises:
+        ValueError: The model has no module of these classes.
+    """
+    wrappers: dict[nn.Module, SegmentModule] = {}  # a module that stands in several places has one
+
+    def visit(parent: nn.Module) -> None:
+        for name, child in parent._modules.items():
+            if isinstance(child, layers):
+                parent._modules[name] = wrappers.setdefault(child, SegmentModule(child, checkpoint))
+            elif child is not None and not isinstance(child, SegmentModule):
+                visit(child)
+
+    visit(model)
+    if not wrappers:
+        raise ValueError(f"{type(model).__name__} has no unwrapped module of {layers} inside")
+    return model
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Undoes `wrap`, in place, and returns the model.
+
+    Raises:
+        ValueError: A wrapped module was given to fully_shard, which works by hooks of the wrapper.
+    """
+    found = [
+        (parent, f"{prefix}.{name}".lstrip("."), name, child)
+        for prefix, parent in model.named_modules()
+        for name, child in parent._modules.items()
+        if isinstance(child, SegmentModule)
+    ]
+    for _, path, _, child in found:
+        if is_sharded(child):
+            raise ValueError(f"{path} was sharded after wrap(): call unwrap() before fully_shard()")
+    for parent, _, name, child in found:
+        parent._modules[name] = child._checkpoint_wrapped_module
+    return model

@@ -1,0 +1,1 @@
+"""The trainer's side of the wire: connections, uploads, requests and their answers."""

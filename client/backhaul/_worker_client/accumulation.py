@@ -1,0 +1,162 @@
+"""Gradients of parameters that a worker keeps across micro-batches, as the trainer knows of them.
+
+NOTE [Uncollected]
+1. The worker keeps what it was asked to, and counts it once it is committed: after the value check, so that what ended
+   on the trainer is never counted twice.
+2. Commits are numbered within a round and sent until one was answered, so each is taken once. Collecting sends the rest
+   and says how many there were: a worker that has not taken all of them returns nothing.
+3. What can't be collected is lost, and said so: a part of a gradient is a wrong gradient. Collecting ends the round
+   either way, so nothing of it can come later.
+4. A parameter is named by its id, and held while that name is in use.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from backhaul._worker_client.connection import Generation, Link
+from backhaul._worker_client.deadlines import LONGEST_S, Stream
+from backhaul_proto.v1 import segment_pb2
+from backhaul_runtime.errors import BackhaulError, TransferError, WorkerLostError
+
+
+def kept_in(parameters: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Those whose gradients autograd would do nothing with but add them to `.grad`. Called in backward.
+
+    Hooks on nodes that accumulate can't be seen. DDP and FSDP have such, so nothing is kept where processes are
+    distributed.
+    """
+    if not parameters or not torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
+        return {}  # autograd.grad() or inputs=
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return {}
+    return {source: parameter for source, parameter in parameters.items() if not _is_watched(parameter)}
+
+
+def _is_watched(parameter: Tensor) -> bool:
+    hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    return bool(hooks) or getattr(parameter, "grad_dtype", parameter.dtype) is not parameter.dtype
+
+
+class Uncollected:
+    """Of one worker.
+
+    Args:
+        link: To it.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._lock = threading.Lock()
+        self._round = 1
+        self._clear()
+
+    def _clear(self) -> None:
+        self._generation: Generation | None = None
+        self._is_lost = False
+        self._parameters: dict[int, Tensor] = {}  # by id
+        self._count = 0
+        self._untaken: list[segment_pb2.OperationKey] = []  # the last of them
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to collect."""
+        return bool(self._parameters)
+
+    def commit(self, generation: Generation, key: segment_pb2.OperationKey, parameters: Iterable[Tensor]) -> None:
+        """Counts what a worker kept of a backward. It is told with the next release.
+
+        Args:
+            generation: Where it was kept.
+            key: Of the backward.
+            parameters: Whose gradients.
+        """
+        with self._lock:
+            self._is_lost |= self._generation is not None and self._generation is not generation
+            self._generation = generation
+            self._parameters |= {id(parameter): parameter for parameter in parameters}
+            self._count += 1
+            self._untaken.append(key)
+
+    def commits(self, generation: Generation) -> segment_pb2.Commits | None:
+        """What a worker may not have taken yet."""
+        with self._lock:
+            return self._commits() if self._untaken and self._generation is generation else None
+
+    def taken(self, commits: segment_pb2.Commits | None) -> None:
+        """The worker has taken these."""
+        with self._lock:
+            if commits is not None and commits.round == self._round:
+                last = commits.first + len(commits.backwards) - 1
+                del self._untaken[: max(0, last - (self._count - len(self._untaken)))]
+
+    def collect(self, count: Callable[[int], None]) -> list[tuple[Tensor, Tensor]]:
+        """Parameters and what is to be added to their gradients. Nothing of it can be had again.
+
+        Args:
+            count: Told of bytes received.
+
+        Raises:
+            BackhaulError: It is lost.
+        """
+        with self._lock:
+            if not self:
+                return []
+            try:
+                found = self._collected(count)
+            except BackhaulError:
+                self._end_round()
+                raise
+            self._end_round()
+            return found
+
+    def forked(self) -> None:
+        """In the child of a fork, where the holder of the lock may not exist."""
+        self._lock = threading.Lock()
+
+    def _end_round(self) -> None:
+        self._round += 1
+        self._clear()
+
+    def _collected(self, count: Callable[[int], None]) -> list[tuple[Tensor, Tensor]]:
+        generation = self._generation
+        assert generation is not None
+        if self._is_lost:
+            raise WorkerLostError("the worker lost what it held", status="LOST")
+        try:
+            return self._asked(generation, count)
+        except (WorkerLostError, TransferError) as error:
+            if isinstance(error, WorkerLostError):
+                self._link.trouble(generation, error)
+            if not self._link.recovered(generation):
+                raise
+        return self._asked(generation, count)
+
+    def _asked(self, generation: Generation, count: Callable[[int], None]) -> list[tuple[Tensor, Tensor]]:
+        memory = generation.memory
+        answer = memory.answer() if memory is not None else 0
+        request = segment_pb2.CollectGradientsRequest(
+            session=generation.session, commits=self._commits(), count=self._count, answer=answer
+        )
+        method = self._link.stubs(generation).segments.CollectGradients
+        stream: Stream[segment_pb2.CollectGradientsResult] = Stream(
+            method, request, LONGEST_S, self._link.silence_s, memory, answer
+        )
+        try:
+            slots = list(stream.result().slots)
+            tensors = stream.rest().tensors()
+        finally:
+            stream.close()
+            count(stream.received_bytes)
+        if set(slots) != self._parameters.keys() or len(slots) != len(tensors):
+            raise WorkerLostError("the worker has other gradients than it kept", status="LOST")
+        found = [(self._parameters[slot], tensor) for slot, tensor in zip(slots, tensors, strict=True)]
+        for parameter, tensor in found:
+            if (tensor.dtype, tensor.shape) != (parameter.dtype, parameter.shape):
+                raise WorkerLostError("the worker has gradients of other shapes than it kept", status="LOST")
+        return found
+
+    def _commits(self) -> segment_pb2.Commits:
+        first = self._count - len(self._untaken) + 1
+        return segment_pb2.Commits(round=self._round, first=first, backwards=self._untaken)

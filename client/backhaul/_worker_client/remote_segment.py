@@ -1,0 +1,353 @@
+"""A segment on a worker, as its frame sees it."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from time import monotonic
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from backhaul._backward.value_check import Recomputed
+from backhaul._observe.telemetry import CallLog
+from backhaul._worker_client.accumulation import kept_in
+from backhaul._worker_client.answer_checks import check_saved, contributions_in, saved_views
+from backhaul._worker_client.backward_chains import Guess
+from backhaul._worker_client.connection import Generation, Link, Stubs
+from backhaul._worker_client.deadlines import Stream, longest_run_s
+from backhaul._worker_client.shared_memory import receiving
+from backhaul._worker_client.uploader import Save, Uploader
+from backhaul_proto.v1 import segment_pb2
+from backhaul_runtime.errors import TensorsMissingError, TransferError, WorkerLostError
+from backhaul_runtime.process.death_queue import Ending
+from backhaul_runtime.program.codec import encode_state
+from backhaul_runtime.replay.replay import Contribution
+from backhaul_runtime.tensors.digest import address_of, content_digest, tensor_address
+from backhaul_runtime.tensors.layout import Layout, layout_of
+from backhaul_runtime.torch_internals import ambient_state
+from backhaul_runtime.wire.bundle import View, view_of
+from backhaul_runtime.wire.protocol import CHUNK_BYTES
+from backhaul_runtime.wire.shared_memory import shared_bytes
+from backhaul_runtime.wire.splicing import Carried, encode_all
+from backhaul_runtime.wire.tensor_stream import PLACED_BYTES, Parcel, Receiver, batches
+
+T = TypeVar("T")
+Answer = tuple[segment_pb2.BackwardResult, list[Tensor], list[bytes]]
+SHORT_BYTES = CHUNK_BYTES // 2
+"""Gradients of so many bytes travel with the request."""
+_REPEATABLE = {"UNAVAILABLE", "CANCELLED", "UNKNOWN", "INTERNAL", "DAMAGED", ""}
+
+
+def _recomputed(result: "segment_pb2.BackwardResult | segment_pb2.RecomputeResult") -> Recomputed:
+    return Recomputed(list(result.saved_digests), [list(sketch.numbers) for sketch in result.saved_sketches])
+
+
+class SavedTensors:
+    """What autograd saved in a segment, as it comes from the worker. `close` it.
+
+    Attributes:
+        saved: What the worker's replay saved, all of it.
+    """
+
+    def __init__(
+        self,
+        stream: Stream[segment_pb2.RecomputeResult],
+        result: segment_pb2.RecomputeResult,
+        views: Mapping[int, View],
+        layouts: Mapping[int, Layout],
+        on_close: Callable[[Stream[Any]], None],
+        uploader: Uploader,
+    ) -> None:
+        self.saved = _recomputed(result)
+        self._stream = stream
+        self._views = dict(views)
+        self._layouts = layouts
+        self._left = Counter(view.parcel for view in self._views.values())
+        self._close = partial(on_close, stream)
+        self._uploader = uploader
+        self._ending: Ending | None = uploader.do_after(self, self._close)
+
+    def take(self, position: int) -> Tensor:
+        """A tensor that was asked for, once; owned by the caller. Waits for it within the bounds of `_calls`.
+
+        Raises:
+            TransferError: It is not what autograd saved.
+            WorkerLostError: It does not come.
+        """
+        view = self._views.pop(position)
+        parcel = self._stream.tensor(view.parcel)
+        self._left[view.parcel] -= 1
+        if not self._left[view.parcel]:
+            self._stream.forget(view.parcel)
+        tensor = view_of(parcel, view)
+        check_saved(position, tensor, self._layouts[position])
+        return tensor
+
+    def close(self) -> None:
+        """Wants no more of them. Safe to call twice."""
+        if self._ending is not None:
+            self._close()
+            self._uploader.call_off(self._ending)
+            self._ending = None
+
+
+class SavedSegment:
+    """A segment that was handed to an uploader. Its end releases what the worker has of it.
+
+    Args:
+        link: To its worker.
+        uploader: Of that link.
+        save: As queued.
+        log: Told of bytes and times.
+        expected_s: What a replay with its backward should take.
+        upcoming: Gives the segments that will be asked for after this one.
+        answer_bytes: Of all gradients that a backward returns, those of `parameters` aside.
+        parameters: Whose gradients may stay on the worker, by source.
+
+    Attributes:
+        expected: The gradients that the worker guessed, by output.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        uploader: Uploader,
+        save: Save,
+        log: CallLog,
+        expected_s: float,
+        upcoming: Callable[[], list[int]],
+        answer_bytes: int,
+        parameters: Mapping[int, Tensor],
+    ) -> None:
+        self._link = link
+        self._uploader = uploader
+        self._save = save
+        self._log = log
+        self._expected_s = expected_s
+        self._upcoming = upcoming
+        self._answer_bytes = answer_bytes
+        self._parameters = parameters
+        self._device = save.made[0].device if save.made else None
+        self.expected: dict[int, Guess] = {}
+        self._backwards = itertools.count(1)
+        save.owner = uploader.release_after(self, save.generation, save.segment)
+
+    @property
+    def generation(self) -> Generation:
+        """Where it was saved."""
+        return self._save.generation
+
+    @property
+    def number(self) -> int:
+        """Of the segment in its session."""
+        return self._save.segment
+
+    def backward(
+        self,
+        gradients: Mapping[int, Tensor],
+        state: ambient_state.State,
+        summed: Collection[int],
+        due: Sequence[tuple[int, Layout]],
+        *,
+        checks_bytes: bool,
+    ) -> tuple[Recomputed, list[Contribution], Callable[[], None]]:
+        """See `RemoteSegment`."""
+        parcels = {}
+        for position, gradient in gradients.items():
+            layout = layout_of(gradient)
+            parcels[position] = Parcel(gradient, layout, tensor_address(layout, content_digest(gradient, layout)))
+        for position, guess in self.expected.items():
+            guess.check(parcels[position].address if position in parcels else None)
+        slots = kept_in(self._parameters)
+        start = segment_pb2.Start(
+            gradients=[
+                segment_pb2.OutputGradient(output=position, tensor=parcel.address)
+                for position, parcel in sorted(parcels.items())
+            ],
+            ambient_state=encode_state(state),
+            wants_digests=checks_bytes,
+            summed_sources=sorted(summed),
+        )
+        key = self._key(segment_pb2.OPERATION_BACKWARD)
+        request = segment_pb2.BackwardRequest(
+            key=key,
+            start=start,
+            upcoming_segments=self._upcoming(),
+            expected_s=self._expected_s,
+            slots=[segment_pb2.Slot(source=source, slot=id(parameter)) for source, parameter in slots.items()],
+            pass_number=torch._C._current_graph_task_id() if slots else 0,
+        )
+
+        def ask() -> Answer:
+            try:
+                return self._ask(request, list(parcels.values()))
+            except TensorsMissingError:  # given up by the worker, in which the uploader still believes
+                self._log.retries += 1
+                self._uploader.unlearn(parcel.address for parcel in parcels.values())
+                return self._ask(request, list(parcels.values()))
+
+        result, tensors, addresses = self._repeated(ask)
+        if checks_bytes and list(map(address_of, tensors)) != list(result.tensor_digests):
+            raise TransferError("gradients are not those that the worker computed: damaged on the way")
+        contributions = contributions_in(result, tensors, due, summed, slots)
+        kept = {contribution.source for contribution in result.contributions if contribution.kept}
+        self._uploader.learn(self.generation, addresses)
+        self._chained(result)
+
+        def commit() -> None:
+            if kept:
+                self._uploader.uncollected.commit(self.generation, key, [slots[source] for source in kept])
+
+        return _recomputed(result), contributions, commit
+
+    def _ask(self, request: segment_pb2.BackwardRequest, gradients: Sequence[Parcel]) -> Answer:
+        """The answer to a backward: one that came already, else by the shortest way that goes well."""
+        session, stubs = self.generation.session, self._link.stubs(self.generation)
+        if self._answer_bytes <= CHUNK_BYTES and not request.slots:
+            ahead = stubs.ahead.take(session, self.number, request.start)
+            if ahead is not None:
+                return self._short_answer(ahead)
+        missing = self._uploader.missing(self.generation, gradients)
+        if sum(parcel.layout.payload_bytes for parcel in missing) > SHORT_BYTES:
+            self._uploader.put(self.generation, missing, self._sent)
+            missing = []
+
+        if self._answer_bytes <= (CHUNK_BYTES if self.generation.memory is None else PLACED_BYTES):
+            found = self._ask_shortly(request, missing, stubs)
+            if found is not None:
+                return found
+        stream = self._open(stubs.segments.Backward, self._encoded(request, missing), request.answer)
+        try:
+            result = stream.result()
+            return self._answer(result, stream.rest())
+        finally:
+            self._closed(stream)
+
+    def _ask_shortly(
+        self, request: segment_pb2.BackwardRequest, missing: Sequence[Parcel], stubs: Stubs
+    ) -> Answer | None:
+        """See NOTE [Short]."""
+        encoded = self._encoded(request, missing)
+        try:
+            carried = stubs.short_backwards.ask(encoded)
+            if carried is None:
+                return None
+            if not carried.message.HasField("result"):
+                self._log.traffic(down_bytes=carried.size_bytes)
+                return None
+            stubs.ahead.promise(carried.message.result.goes_on)
+            return self._short_answer(carried)
+        finally:
+            if self.generation.memory is not None and request.answer:
+                self.generation.memory.ended(request.answer)
+
+    def _encoded(self, request: segment_pb2.BackwardRequest, missing: Sequence[Parcel]) -> bytes:
+        """A request for another answer."""
+        request.answer = self._new_answer()
+        (found,) = encode_all(batches(missing), request.TENSORS_FIELD_NUMBER, request)
+        self._sent(len(found))
+        return found
+
+    def _short_answer(self, carried: Carried[Any]) -> Answer:
+        self._log.traffic(down_bytes=carried.size_bytes + shared_bytes(carried.tensors))
+        receiver = receiving(self.generation.memory, self._device)
+        receiver.add_carried(carried)
+        return self._answer(carried.message.result, receiver)
+
+    def _answer(self, result: segment_pb2.BackwardResult, receiver: Receiver) -> Answer:
+        tensors = receiver.tensors()
+        self._log.answered(result.timing, self._link.ahead_s)
+        return result, tensors, receiver.addresses()
+
+    def _chained(self, result: segment_pb2.BackwardResult) -> None:
+        found = {gradient.source: gradient.tensor for gradient in result.chained_gradients}
+        self._uploader.learn(self.generation, found.values())
+        for predecessor in self._save.predecessors:
+            segment = predecessor.segment()
+            if segment is not None and predecessor.source in found:
+                segment.expected[predecessor.output] = Guess(found[predecessor.source], predecessor)
+
+    def drifted(self, drift: float) -> None:
+        """See `RemoteSegment`."""
+        self._link.drift = max(self._link.drift, drift)
+
+    def recompute(self, wanted: Mapping[int, Layout]) -> "SavedTensors":
+        """See `RemoteSegment`."""
+        request = segment_pb2.RecomputeRequest(
+            key=self._key(segment_pb2.OPERATION_RECOMPUTE),
+            positions=wanted,
+            upcoming_segments=self._upcoming(),
+            expected_s=self._expected_s,
+        )
+
+        def ask() -> SavedTensors:
+            request.answer = self._new_answer()
+            method = self._link.stubs(self.generation).segments.Recompute
+            stream = self._open(method, request, request.answer, is_lent=True)
+            try:
+                result = stream.result()
+
+                def close(stream: Stream[Any]) -> None:
+                    self._closed(stream)
+                    self._log.answered(result.timing, self._link.ahead_s)
+
+                return SavedTensors(stream, result, saved_views(result.views, wanted), wanted, close, self._uploader)
+            except BaseException:
+                self._closed(stream)
+                raise
+
+        return self._repeated(ask)
+
+    def _key(self, operation: "segment_pb2.Operation.ValueType") -> segment_pb2.OperationKey:
+        return segment_pb2.OperationKey(
+            session=self.generation.session,
+            segment=self._save.segment,
+            backward=next(self._backwards),
+            operation=operation,
+        )
+
+    def _repeated(self, ask: Callable[[], T]) -> T:
+        """Asks once more where only the connection failed: the key makes it the same request to the worker."""
+        self._wait_until_saved()
+        try:
+            return ask()
+        except TransferError:  # a request that was damaged, or tensors of the answer
+            pass
+        except WorkerLostError as error:
+            self._link.trouble(self.generation, error)
+            if error.status not in _REPEATABLE or not self._link.recovered(self.generation):
+                raise
+        self._log.retries += 1
+        try:
+            return ask()
+        except WorkerLostError as error:
+            self._link.trouble(self.generation, error)
+            raise
+
+    def _wait_until_saved(self) -> None:
+        deadline = monotonic() + longest_run_s(self._expected_s)
+
+        def check() -> None:
+            self._link.stubs(self.generation)
+            if monotonic() > deadline:
+                raise WorkerLostError("sending the segment takes longer than recomputing it here", status="BUSY")
+
+        self._uploader.watch.wait(self._save.saved, check)
+        self._uploader.let_go()
+
+    def _new_answer(self) -> int:
+        memory = self.generation.memory
+        return memory.answer() if memory is not None else 0
+
+    def _open(self, method: Any, request: Any, answer: int, *, is_lent: bool = False) -> "Stream[Any]":
+        memory, device = self.generation.memory, self._device
+        return Stream(method, request, self._expected_s, self._link.silence_s, memory, answer, device, is_lent=is_lent)
+
+    def _closed(self, stream: "Stream[Any]") -> None:
+        stream.close()
+        self._log.traffic(down_bytes=stream.received_bytes)
+
+    def _sent(self, size_bytes: int) -> None:
+        self._log.traffic(up_bytes=size_bytes)

@@ -1,0 +1,203 @@
+"""The trainer's end of memory that it shares with a worker on the same machine.
+
+Nothing here waits or raises for want of it: what finds no room, or no worker to share with, goes as chunks.
+"""
+
+import itertools
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+from torch import Tensor
+
+from backhaul_proto.v1 import tensor_pb2
+from backhaul_runtime.errors import BackhaulError, TransferError, WorkerLostError
+from backhaul_runtime.tensors.layout import Layout
+from backhaul_runtime.wire.shared_memory import Ask, Outbox, Place, Region, checksum_of, is_same_user, take_offer
+from backhaul_runtime.wire.tensor_stream import Parcel, Placing, Receiver
+
+logger = logging.getLogger("backhaul")
+_CONNECT_S = 1.0
+
+
+class SharedMemory:
+    """Memory shared with a worker for one session there. Any thread may call it.
+
+    Args:
+        path: Of the worker's socket.
+        session: The worker's name for the session.
+    """
+
+    def __init__(self, path: str, session: str) -> None:
+        self._path = path
+        self._session = session
+        self._lock = threading.Lock()
+        self._answers = itertools.count(1)
+        self._outbox = Outbox()
+        self._inbox: dict[int, Region] = {}
+        self._has_asked = False
+        self._uploaded_bytes = 0
+        self._peer: socket.socket | None = None
+        self._connect()
+
+    @contextmanager
+    def sending(self, count: Callable[[int], None]) -> Iterator[Placing]:
+        """Gives what puts the tensors of one upload into shared memory, and counts their bytes.
+
+        Where the upload fails and the worker did not say so, nobody knows what the worker took of it: all regions are
+        given up, and others asked for.
+        """
+        self._poll()
+        outbox, places = self._outbox, list[Place]()
+
+        def place(parcel: Parcel) -> tensor_pb2.Location | None:
+            if not Outbox.takes(parcel.layout) or outbox is not self._outbox:
+                return None
+            found = outbox.put(parcel)
+            if found is None:
+                self._ask_for(parcel.layout.span_bytes)
+                return None
+            places.append(found)
+            count(parcel.layout.span_bytes)
+            return found.location(parcel.layout)
+
+        try:
+            yield place
+            self._uploaded_bytes = sum(each.size_bytes for each in places) or self._uploaded_bytes
+        except BaseException as error:
+            if isinstance(error, BackhaulError) and not isinstance(error, WorkerLostError):
+                outbox.withdraw(places)
+            else:
+                self._renew()
+            raise
+        finally:
+            places.clear()  # an error that is kept somewhere must not keep regions
+
+    def make_room(self) -> None:
+        """Asks for room for another upload like the last, once the worker knows what that superseded."""
+        if (lacking := self._outbox.lacks_bytes(self._uploaded_bytes)) > 0:
+            self._say(Ask.ROOM, lacking)
+
+    def answer(self) -> int:
+        """Names an answer, in which tensors may then come through shared memory. `ended` follows. 0 if none may."""
+        return next(self._answers) if self._peer is not None else 0
+
+    def ended(self, answer: int) -> None:
+        """Nobody will look at tensors of an answer that have not been read."""
+        self._say(Ask.ENDED, answer)
+
+    def copied(self, location: tensor_pb2.Location, layout: Layout) -> Callable[[], Tensor]:
+        """What copies a tensor out of shared memory. Raises TransferError for one that can't be there.
+
+        What is returned raises TransferError for a tensor that is not as the worker wrote it.
+        """
+        region = self._region(location, layout)
+        return lambda: _as_written(region.copy(location, layout), location, layout)
+
+    def in_place(self, location: tensor_pb2.Location, layout: Layout) -> Callable[[], Tensor]:
+        """As `copied`, but the tensor stays where it is."""
+        region = self._region(location, layout)
+        return lambda: _as_written(region.use(location, layout), location, layout)
+
+    def _region(self, location: tensor_pb2.Location, layout: Layout) -> Region:
+        if location.region not in self._inbox:
+            self._poll()  # it was handed over before
+        region = self._inbox.get(location.region)
+        if region is None:
+            raise TransferError(f"a tensor is declared in region {location.region}, which was not handed over")
+        region.check(location, layout)
+        return region
+
+    def close(self) -> None:
+        """Shares nothing more."""
+        with self._lock:
+            self.forget()
+
+    def forget(self) -> None:
+        """As `close`, in the child of a fork: takes no lock, for its holder may not exist here."""
+        peer, self._peer = self._peer, None
+        if peer is not None:
+            peer.close()
+        self._outbox.close()
+        self._outbox, self._inbox = Outbox(), {}
+
+    def _connect(self) -> None:
+        peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            peer.settimeout(_CONNECT_S)
+            peer.connect(self._path)
+            if not is_same_user(peer):
+                raise PermissionError("it belongs to another user")
+            peer.send(self._session.encode())
+            peer.setblocking(False)
+        except OSError as error:  # it is in another container, for one
+            logger.debug("no memory is shared through %s: %s", self._path, error)
+            peer.close()
+            return
+        self._peer = peer
+
+    def _renew(self) -> None:
+        with self._lock:
+            was_shared = self._peer is not None
+            self.forget()
+            self._has_asked = False
+            if was_shared:
+                self._connect()
+
+    def _ask_for(self, size_bytes: int) -> None:
+        if not self._has_asked:
+            self._has_asked = True
+            self._say(Ask.MORE, size_bytes)
+
+    def _say(self, ask: Ask, number: int) -> None:
+        with self._lock, suppress(OSError):
+            if self._peer is not None:
+                self._peer.send(ask.message(number))
+
+    def _poll(self) -> None:
+        """Takes what was handed over."""
+        with self._lock:
+            try:
+                while self._peer is not None:
+                    found = take_offer(self._peer)
+                    if found is None:
+                        return self.forget()
+                    is_down, region = found
+                    if not is_down:
+                        self._has_asked = False
+                    if region is not None and is_down:
+                        self._inbox[region.number] = region
+                    elif region is not None:
+                        self._outbox.add(region)
+            except BlockingIOError:
+                pass
+            except (OSError, TransferError) as error:
+                logger.warning("memory is no longer shared through %s: %s", self._path, error)
+                self.forget()
+
+
+def _as_written(tensor: Tensor, location: tensor_pb2.Location, layout: Layout) -> Tensor:
+    """The tensor. Raises TransferError where it does not fit its checksum: Rule 5 of NOTE [Regions]."""
+    if checksum_of(tensor, layout) != location.checksum:
+        raise TransferError(f"a tensor in region {location.region} of shared memory is not what the worker wrote there")
+    return tensor
+
+
+@contextmanager
+def sending(memory: SharedMemory | None, count: Callable[[int], None]) -> Iterator[Placing]:
+    """`SharedMemory.sending`; without any all goes as chunks."""
+    if memory is None:
+        yield lambda _: None
+        return
+    with memory.sending(count) as place:
+        yield place
+
+
+def receiving(memory: SharedMemory | None, device: torch.device | None, *, is_lent: bool = False) -> Receiver:
+    """What takes in an answer, tensors in shared memory included. They are copied out, or stay there if lent."""
+    if memory is None:
+        return Receiver(device=device)
+    return Receiver(device=device, locate=memory.in_place if is_lent else memory.copied)

@@ -1,0 +1,1 @@
+"""The process and its environment: addresses, credentials, settings, logs."""

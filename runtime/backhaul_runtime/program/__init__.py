@@ -1,0 +1,1 @@
+"""Programs: recorded calls as data, their encoding, and which ops and arguments are allowed."""

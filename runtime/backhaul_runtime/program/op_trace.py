@@ -1,0 +1,37 @@
+"""Ops described for people, for the error that shows where two runs part."""
+
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+_NOT_THE_CALLERS = (
+    str(Path(__file__).parents[1]),
+    str(Path(torch.__file__).parent),
+    sysconfig.get_path("stdlib"),
+)
+
+
+def described(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> str:
+    """One line: the op, what it was given and returned, and the line of the caller's code it came from."""
+    given = [_shown(value) for value in args] + [f"{name}={_shown(value)}" for name, value in kwargs.items()]
+    return f"{op}({', '.join(given)}) -> {_shown(returned)}{_place()}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_shown, value))}]"
+    return repr(value)
+
+
+def _place() -> str:
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_CALLERS):
+        frame = frame.f_back
+    return f"  at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -1,0 +1,1 @@
+"""Records a running call as a program."""

@@ -1,0 +1,537 @@
+"""Notes every op of a running call, and changes nothing about it.
+
+NOTE [What the recorder relies on]
+1. Tensors are known by the address of their TensorImpl, storages by theirs. Weak references keep both from being reused
+   while the recording lasts, without keeping a byte of memory.
+2. It never raises into the call. What can't be recorded sets `refusal` and the call goes on.
+3. After a refusal the ops recorded before it are still a program. What autograd saved in them can be recomputed, and
+   what it saves from then on stays on the trainer. So sources of that program are still copied before an op writes to
+   them.
+4. What autograd saves in an op counts as recorded once the op is: noting it may fail after it has run.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C import _DisableTorchDispatch, _WeakTensorRef  # type: ignore[attr-defined]
+from torch._C._autograd import _get_sequence_nr, _top_saved_tensors_default_hooks
+from torch._ops import OpOverload
+from torch.utils.hooks import RemovableHandle
+
+from backhaul_runtime.errors import Refusal, UnsupportedTensorError
+from backhaul_runtime.program.op_rules import (
+    ABSOLUTE,
+    UNDEFINED_SAVES,
+    UNWRITTEN_RESULTS,
+    OpRules,
+    rules,
+    tensors_in,
+    written_tensors,
+)
+from backhaul_runtime.program.op_trace import described
+from backhaul_runtime.program.program import GeneratorRef, Node, Program, Ref, ResultRef, Source, SourceRef
+from backhaul_runtime.record.recording import Recording, SavedTensor, version_of
+from backhaul_runtime.record.sources import Hold, SourceLedger
+from backhaul_runtime.replay.recorded_choices import NotedDraws, Pins
+from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest, digest_of
+from backhaul_runtime.tensors.digest import read_digest, saved_digest, tensor_address
+from backhaul_runtime.tensors.layout import Layout, layout_of, unsupported_reason
+from backhaul_runtime.torch_internals import ambient_state
+from backhaul_runtime.torch_internals.autocast_cache import CASTS
+from backhaul_runtime.torch_internals.generators import default_generator, drawing_device
+from backhaul_runtime.torch_internals.graph_uses import is_custom, name_of
+from backhaul_runtime.torch_internals.pre_dispatch import PreDispatchMode
+from backhaul_runtime.torch_internals.storages import StorageLedger, storage_key
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Known:
+    """A tensor met before. A change of the other fields that no op made is a reason to refuse."""
+
+    ref: Ref
+    impl: _WeakTensorRef  # Rule 1
+    data_ptr: int
+    requires_grad: bool
+    has_no_history: bool  # a view made under no_grad, which requires a gradient all the same
+
+
+class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode: enter it around the call, then `finish`.
+
+    Args:
+        arguments: Tensors passed to the call. They are copied at first use, for the caller may change them later.
+        allowed: Names of ops a program may hold.
+        hold: Makes the copies.
+        pack: The hook that sees what autograd saves; any other on top of it is foreign.
+        op_ended: Called after each op, with whether it is part of the program (Rule 4).
+        traces: Describe each op for people.
+        pins: Note what a replay on other hardware needs, see NOTE [Pinned].
+
+    Attributes:
+        recording: What outlives the call.
+        sources: What the call took from outside. They go with the recorder.
+        trace: A line per op, None where nobody asked for them.
+        own_s: What recording took so far, of the time that the call took.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[Tensor],
+        allowed: frozenset[str],
+        hold: Hold,
+        pack: Callable[[Tensor], object] | None = None,
+        op_ended: Callable[[bool], None] = lambda _: None,
+        *,
+        traces: bool = False,
+        pins: bool = False,
+    ) -> None:
+        super().__init__()
+        self.recording = Recording(is_pinned=pins)
+        self.trace: list[str] | None = [] if traces else None
+        self.own_s = 0.0
+        self.sources = SourceLedger(self.recording.sources, arguments, hold)
+        self._allowed = allowed
+        self._pack = pack
+        self._op_ended = op_ended
+        self._nodes: list[Node] = []
+        self._states: dict[ambient_state.State, int] = {}
+        self._state: tuple[ambient_state.State, int] = (), 0  # of the last op, which the next is likely to have
+        self._known: dict[int, _Known] = {}
+        self._interior = StorageLedger()
+        self._unwritten: set[int] = set()
+        self._op = ""
+        self._reads: bytes | None = None
+        self._drawn_from = b""  # the state of the generator before the op that runs
+        self._cleared = ambient_state.cleared_casts()
+        self._contents: dict[tuple[Any, ...], Digest] = {}
+        self._digests = ContentDigests()
+        self._hidden = StorageLedger()
+        self._hidden_bytes: dict[int, int] = {}  # of storages that autograd saves and no op returns
+        self._saving_nodes = 0  # up to the last that saved something
+        self._recorded_saves = self._recorded_sources = 0  # by the nodes noted so far
+        self._left_out: tuple[Node, ...] = ()
+        self._pins = Pins() if pins else None
+        self.first_sequence = _get_sequence_nr()
+        self._first_hook = RemovableHandle.next_id
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._pack = None  # it refers to whoever made us
+        self._op_ended = lambda _: None  # so does this
+
+    def around(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the op, noting it before and after."""
+        began = perf_counter()
+        with _DisableTorchDispatch():  # what we ask of tensors is not the business of modes below us
+            node = self._before(op, args, kwargs)
+        draws = NotedDraws() if node is not None and self._pins is not None and rules(op).draws else None
+        self.own_s += perf_counter() - began
+        try:
+            with draws or nullcontext():
+                returned = op(*args, **kwargs)
+        except BaseException:
+            self._forget_op()
+            raise
+        finally:
+            self._op, self._reads = "", None
+        began = perf_counter()
+        with _DisableTorchDispatch():
+            self._guarded(self._after, op, node, args, kwargs, returned, draws)
+            self._op_ended(not self.has_lost_track)
+        if self.trace is not None:
+            self.trace.append(described(op, args, kwargs, returned))
+        self.own_s += perf_counter() - began
+        return returned
+
+    def _forget_op(self) -> None:
+        """Takes back what was noted of an op that raised an exception. The function may go on without it."""
+        if self.recording.refusal is None:
+            del self.recording.saved[self._recorded_saves :]
+            del self.recording.generator_states[sum(node.draws for node in self._nodes) :]
+
+    @property
+    def op(self) -> str:
+        """Name of the op that runs, empty between ops."""
+        return self._op
+
+    @property
+    def used_autocast(self) -> bool:
+        """Whether an op ran under autocast."""
+        return any(map(ambient_state.is_autocast, self._states))
+
+    @property
+    def has_lost_track(self) -> bool:
+        """Whether what autograd saves from now on can't be recomputed from the ops noted so far (Rule 3)."""
+        return self.recording.refusal is not None
+
+    def refuse(self, reason: str) -> None:
+        """Notes why this call can't be a program; the first reason stays."""
+        if self.recording.refusal is None:
+            self.recording.refusal = reason
+
+    def _before(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node | None:
+        node = self._guarded(self._begin, op, args, kwargs)
+        self._guarded(self._save_before_writes, op, args, kwargs)
+        return node
+
+    def _guarded(self, step: Callable[..., T], *args: Any) -> T | None:
+        """Rule 2."""
+        try:
+            return step(*args)
+        except Exception as error:
+            self.refuse(Refusal.of(error).reason)
+            return None
+
+    def _begin(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node | None:
+        op_rules = rules(op)
+        self._op = op_rules.name
+        self._contents.clear()
+        if op_rules.name in UNDEFINED_SAVES:
+            self._reads = read_digest(tensors_in((args, tuple(kwargs.values()))))
+        if self.recording.refusal is not None:
+            return None
+        if self._pins is not None:
+            try:
+                self._pins.begin(op_rules, tensors_in((args, tuple(kwargs.values()))))
+            except Refusal as refusal:
+                self._unpin(refusal)
+        return self._node(op_rules, args, kwargs) if op_rules.leaves_traces else None
+
+    def _node(self, op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+        if op_rules.name not in self._allowed:
+            raise Refusal(f"the op {op_rules.name} is not on the list of ops a worker runs")
+        if op_rules.name in ABSOLUTE and args[0] not in self._interior:
+            raise Refusal(f"{op_rules.name} of a tensor from outside")
+        hooks = _top_saved_tensors_default_hooks(True)
+        if self._pack is not None and (hooks is None or hooks[0] is not self._pack):
+            raise Refusal("saved-tensor hooks of its own are on top of ours")
+        if torch.is_inference_mode_enabled():
+            raise Refusal("inference mode inside the function")
+        state = ambient_state.capture()
+        if state != self._state[0]:
+            self._state = state, self._states.setdefault(state, len(self._states))
+        if op_rules.reads_values and self._unwritten:
+            self._check_reads(op_rules, args, kwargs)
+        self._drawn_from = self._generator_state(args, kwargs) if op_rules.draws else b""
+        node = Node(
+            op=op_rules.name,
+            args=tuple([self._argument(value) for value in args]),
+            kwargs=tuple([(name, self._argument(value)) for name, value in kwargs.items()]),
+            ambient=self._state[1],
+            result_bytes=(),
+            draws=op_rules.draws and self._pins is None,
+            fresh_casts=ambient_state.cleared_casts() != self._cleared,
+        )
+        self._cleared = ambient_state.cleared_casts()
+        if node.draws:
+            self.recording.generator_states.append(self._drawn_from)
+        return node
+
+    def _unpin(self, refusal: Refusal) -> None:
+        """Settles that no worker of other hardware can take the call. The trainer can still recompute it."""
+        self._pins = None
+        self.recording.is_pinned, self.recording.unpinned = False, refusal.reason
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._ref(value)
+        if value is None or type(value) in _CONSTANTS:
+            return value
+        if isinstance(value, (list, tuple)):
+            return tuple([self._argument(item) for item in value])
+        if isinstance(value, torch.Generator):
+            return GeneratorRef()
+        raise Refusal(f"an argument of type {type(value).__name__} to {self._op}")
+
+    def _ref(self, tensor: Tensor) -> Ref:
+        known = self._known.get(tensor._cdata)
+        if known is None:
+            return self._source(tensor)
+        if known.data_ptr != tensor.data_ptr():
+            raise Refusal("the memory of a tensor was replaced inside the function (.data =, resize_, set_)")
+        if known.requires_grad != tensor.requires_grad or known.has_no_history:
+            self._check_history(tensor, known)
+        return known.ref
+
+    def _check_history(self, tensor: Tensor, known: _Known) -> None:
+        node = tensor.grad_fn
+        if known.requires_grad != tensor.requires_grad and (known.requires_grad or node is None):
+            raise Refusal("requires_grad of a tensor was changed inside the function")
+        if node is None:
+            return
+        if is_custom(node):
+            raise Refusal(f"the custom autograd function {name_of(node).removesuffix('Backward')}")
+        # An op wrote something differentiable into a view of it.
+        known.requires_grad, known.has_no_history = True, False
+
+    def _source(self, tensor: Tensor) -> SourceRef:
+        try:
+            layout = layout_of(tensor)
+        except UnsupportedTensorError as error:
+            raise Refusal(error.fields["reason"]) from None
+        if tensor in self._interior:
+            raise Refusal("an alias of an interior tensor that no op made (.data, NumPy)")
+        # Each thread counts for itself, so an argument made by another may well have a later number.
+        made = None if tensor.is_leaf or self.sources.is_argument(tensor) else tensor.grad_fn
+        if made is not None and made._sequence_nr() >= self.first_sequence:
+            raise Refusal(f"a differentiable tensor made by no recorded op ({name_of(made)})")
+        address = digest_of(tensor_address, layout, self._content(tensor, layout))
+        if CASTS.has_stale_cast(tensor, address):
+            raise Refusal("autocast holds a cast of a weight from before it changed, or from a region of another dtype")
+        ref = SourceRef(self.sources.add(tensor, layout, address))
+        self._know(tensor, ref)
+        return ref
+
+    def _know(self, tensor: Tensor, ref: Ref) -> None:
+        requires_grad = tensor.requires_grad
+        has_no_history = requires_grad and not torch.is_grad_enabled() and isinstance(ref, ResultRef)
+        self._known[tensor._cdata] = _Known(
+            ref, _WeakTensorRef(tensor), tensor.data_ptr(), requires_grad, has_no_history
+        )
+
+    def _content(self, tensor: Tensor, layout: Layout) -> Digest:
+        """Content digest, taken once per op for a tensor that is both read and saved by it: nobody runs in between."""
+        # A weight and its transpose are the same bytes.
+        start = int(tensor.storage_offset()) * layout.dtype.itemsize
+        key = (storage_key(tensor), start, layout.span_bytes, layout.memory_order, version_of(tensor))
+        found = self._contents.get(key)
+        if found is None:
+            with torch._C._DisablePythonDispatcher(), _DisableTorchDispatch():
+                found = self._contents[key] = self._digests.take(tensor, layout)
+        return found
+
+    def _check_reads(self, op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        written = {tensor._cdata for tensor in written_tensors(op_rules, args, kwargs)}
+        for position, value in enumerate((*args, *kwargs.values())):
+            if position in op_rules.views:
+                continue
+            for item in tensors_in(value):
+                if item._cdata not in written and storage_key(item) in self._unwritten:
+                    raise Refusal(f"{op_rules.name} reads memory that no op wrote (NumPy, or a kernel of its own)")
+
+    def _generator_state(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+        generator = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)), None)
+        generator = generator or default_generator(drawing_device(args, kwargs))
+        return generator.get_state().numpy().tobytes()
+
+    def _save_before_writes(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for tensor in written_tensors(rules(op), args, kwargs):
+            self._save_before_write(tensor)
+
+    def _save_before_write(self, tensor: Tensor) -> None:
+        reason = unsupported_reason(tensor)
+        if tensor.layout is not torch.strided or (reason and tensor not in self._interior):
+            raise Refusal(f"it writes into a {reason}")
+        key = storage_key(tensor)
+        if self.recording.refusal is not None:  # Rule 3
+            for index in self.sources.at(key):
+                self.sources.note_write(index)
+            return
+        self._unwritten.discard(key)
+        if tensor in self._interior:
+            return
+        for argument in self.sources.arguments:
+            plain = argument._cdata not in self._known and unsupported_reason(argument) is None
+            if plain and storage_key(argument) == key:
+                self._source(argument)
+        if not self.sources.at(key):
+            self._source(tensor)
+        indices = self.sources.at(key)
+        if len(indices) > 1:
+            self.refuse("it writes into memory that two of its tensors share")
+        for index in indices:
+            self.sources.note_write(index)
+            takes_gradients = self.recording.sources[index].requires_grad and torch.is_grad_enabled()
+            if takes_gradients and self.sources.tensors[index]._is_view():
+                self.refuse("it writes into a differentiable view of a tensor from outside")
+
+    def _after(
+        self,
+        op: OpOverload,
+        node: Node | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        returned: Any,
+        draws: NotedDraws | None,
+    ) -> None:
+        results = tensors_in(returned)
+        sizes = [0 if self.sources.at(storage_key(r)) else self._interior.add(r) for r in results]
+        for result in results:
+            self._hidden_bytes.pop(storage_key(result), None)
+        if node is None or self.recording.refusal:
+            return
+        for output, result in enumerate(results):
+            known = self._known.get(result._cdata)
+            self._know(result, ResultRef(len(self._nodes), output) if known is None else known.ref)
+        for tensor in written_tensors(rules(op), args, kwargs):
+            self._know(tensor, self._known[tensor._cdata].ref)
+        if node.op in UNWRITTEN_RESULTS:
+            self._unwritten.update(storage_key(result) for result in results if result.numel())
+        node.result_bytes = tuple(sizes)
+        if self._pins is not None:
+            self._pin(self._pins, op, node, tensors_in((args, tuple(kwargs.values()))), results, draws)
+        self._nodes.append(node)
+        self._recorded_saves, self._recorded_sources = len(self.recording.saved), len(self.recording.sources)
+
+    def _pin(
+        self,
+        pins: Pins,
+        op: OpOverload,
+        node: Node,
+        read: list[Tensor],
+        results: list[Tensor],
+        draws: NotedDraws | None,
+    ) -> None:
+        """Notes what a node drew and decided, or that nobody can tell."""
+        try:
+            noted = pins.noted(op, read, results, draws)
+        except Refusal as refusal:
+            if rules(op).draws:
+                node.draws = True
+                self.recording.generator_states.append(self._drawn_from)
+            self._unpin(refusal)
+        else:
+            node.given = tuple(map(self.sources.add_given, noted))
+
+    def note_saved(self, tensor: Tensor) -> None:
+        """Takes the digest of a tensor that autograd saves. Called by the pack hook."""
+        if not self._op:
+            self.refuse(FUNCTION_SAVES)
+        began = perf_counter()
+        try:
+            self._note_saved(tensor)
+        except Exception as error:  # Rule 2
+            self.refuse(Refusal.of(error).reason)
+            kind = Layout(tensor.dtype, () if tensor.is_nested else tuple(tensor.shape), (), device=tensor.device.type)
+            self.recording.saved.append(SavedTensor(b"", self._op, kind, -1, 0))
+        self.own_s += perf_counter() - began
+
+    def _note_saved(self, tensor: Tensor) -> None:
+        try:
+            layout = layout_of(tensor)
+        except UnsupportedTensorError as error:
+            raise Refusal(f"autograd saves a {error.fields['reason']}") from None
+        content = self._content(tensor, layout) if self._reads is None else self._reads
+        source = next(iter(self.sources.at(storage_key(tensor))), -1)
+        is_hidden = source < 0 and tensor not in self._interior and tensor not in self._hidden
+        if is_hidden:
+            self._hidden_bytes[storage_key(tensor)] = self._hidden.add(tensor)
+        if self.recording.refusal is None:
+            self._saving_nodes = len(self._nodes) + 1
+        digest, offset = digest_of(saved_digest, layout, content), int(tensor.storage_offset())
+        saved = SavedTensor(digest, self._op, layout, source, offset, self._reads is not None)
+        if self._pins is not None:
+            is_fixed = source >= 0 and not self.recording.sources[source].is_written
+            with torch._C._DisablePythonDispatcher(), _DisableTorchDispatch():
+                saved.sketch = self._pins.saved(
+                    tensor, is_hidden=is_hidden, is_undefined=saved.is_undefined, is_fixed=is_fixed
+                )
+        self.recording.saved.append(saved)
+
+    def ref_of(self, tensor: Tensor) -> Ref | None:
+        """Where a tensor came from, None for one that no op gave or took."""
+        known = self._known.get(tensor._cdata)
+        return None if known is None else known.ref
+
+    def passes_through(self, tensor: Tensor) -> bool:
+        """Whether a tensor that the call returned is one it was given or captured, with the history it had."""
+        ref = self.ref_of(tensor)
+        if ref is None:
+            return self.sources.is_argument(tensor)
+        return isinstance(ref, SourceRef) and not self.sources.is_rewritten(ref.index)
+
+    def shares_storage(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
+        """Whether any of `outputs` lies in the storage of a source or of another of `tensors`, which include them."""
+        counts = Counter(storage_key(tensor) for tensor in tensors)
+        keys = [storage_key(output) for output in outputs]
+        return any(counts[key] > 1 or self.sources.at(key) for key in keys)
+
+    def outlived(self, outputs: Sequence[Tensor]) -> bool:
+        """Whether a differentiable result that is no output is still held by somebody, as an auxiliary loss is.
+
+        Asked once the call has ended and nothing else of it is held.
+        """
+        expected = {t._cdata for output in outputs for t in (output, output._base) if t is not None}
+        return any(
+            isinstance(known.ref, ResultRef) and known.requires_grad and not known.impl.expired()
+            for cdata, known in self._known.items()
+            if cdata not in expected
+        )
+
+    def why_not_cut(self, outputs: Sequence[Tensor]) -> str:
+        """Why the call's graph can't be replaced by a node with these outputs; empty where it can."""
+        if self.recording.refusal is not None:
+            return self.recording.refusal
+        if RemovableHandle.next_id != self._first_hook:
+            return "a hook was registered inside the function"
+        if not all(isinstance(self.ref_of(output), ResultRef) for output in outputs):
+            return "no recorded op returned one of its outputs"
+        if self._has_unwritten(outputs):
+            return "an output lies in memory that no op wrote (NumPy, or a kernel of its own)"
+        return ""
+
+    def finish(self, outputs: Sequence[Tensor] = (), casts: Sequence[int] = (), *, early_stop: bool = False) -> Program:
+        """The program, once the call has ended: of what came before a refusal, if there was one (Rule 3).
+
+        Args:
+            outputs: The tensors whose gradients backward will be given; see `why_not_cut`.
+            casts: See `Program.casts`.
+            early_stop: Leave out what comes after the last tensor that was saved.
+        """
+        if self.recording.refusal is not None:
+            early_stop = True
+            self.sources.cut(self._recorded_sources if self._recorded_saves else 0)
+        if early_stop:
+            self._left_out = tuple(self._nodes[self._saving_nodes :])
+            del self._nodes[self._saving_nodes :]
+            del self.recording.generator_states[sum(node.draws for node in self._nodes) :]
+        return self._program(
+            tuple([ref for output in outputs if (ref := self.ref_of(output)) is not None]), tuple(casts)
+        )
+
+    def whole(self, program: Program, outputs: Sequence[Tensor]) -> Program | None:
+        """A program that `finish` stopped early, with what it left out and with outputs; None where it can't give them.
+
+        Args:
+            program: Equal to that which `finish` returned.
+            outputs: Tensors that the call returned.
+        """
+        refs = tuple([ref for output in outputs if (ref := self.ref_of(output)) is not None])
+        draws = any(node.draws for node in self._left_out)  # whose states were left out too
+        if len(refs) < len(outputs) or draws or self._has_unwritten(outputs):
+            return None
+        return replace(program, nodes=program.nodes + self._left_out, outputs=refs)
+
+    def _has_unwritten(self, outputs: Sequence[Tensor]) -> bool:
+        return bool(self._unwritten) and any(storage_key(output) in self._unwritten for output in outputs)
+
+    def so_far(self) -> Program:
+        """The ops noted so far, as a program without outputs."""
+        return self._program(())
+
+    def _program(self, outputs: tuple[Ref, ...], casts: tuple[int, ...] = ()) -> Program:
+        return Program(
+            sources=tuple(
+                Source(source.requires_grad, source.is_leaf, source.is_written) for source in self.recording.sources
+            ),
+            nodes=tuple(self._nodes),
+            ambient_states=tuple(self._states),
+            outputs=outputs,
+            saved_count=self._recorded_saves,
+            saved_bytes=sum(self._hidden_bytes.values()),
+            casts=casts,
+        )
+
+
+FUNCTION_SAVES = "a custom autograd function saves a tensor"
+"""A refusal that does not name the function: while it saves nothing leads to it yet."""
+
+_CONSTANTS = frozenset({bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format, torch.device})

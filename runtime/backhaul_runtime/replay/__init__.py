@@ -1,0 +1,1 @@
+"""Runs programs again, measures what replays take, and schedules them."""

@@ -1,0 +1,137 @@
+"""Digests of tensors on an accelerator, which stay there until somebody needs their bytes.
+
+Whoever takes a digest in forward must not wait for the device, and most are needed in backward only. On the host a
+digest is its bytes; see NOTE [Staging] for how those of a device are read.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from backhaul_runtime.tensors.digest import content_digest, device_sums
+from backhaul_runtime.tensors.layout import Layout, layout_of, payload
+from backhaul_runtime.tensors.staging import Mark, aside, marks
+
+KNOWN_BYTES = 1 << 16
+"""Looking up the digest of a smaller tensor takes as long as computing it."""
+
+KNOWN_USES = 64
+"""After so many uses a digest is computed again, so that damaged memory is noticed."""
+
+
+class Unread:
+    """A digest that may still be on a device. Any thread may read it."""
+
+    __slots__ = ("_found",)
+
+    def __init__(self, read: Callable[[], bytes]) -> None:
+        self._found: bytes | Callable[[], bytes] = read
+
+    def read(self) -> bytes:
+        """Its bytes. Waits for the device, the first time."""
+        found = self._found
+        if not isinstance(found, bytes):
+            found = self._found = found()
+        return found
+
+
+Digest = bytes | Unread
+
+
+def read(digest: Digest) -> bytes:
+    """The bytes of a digest. Waits for the device where they are still there."""
+    return digest if isinstance(digest, bytes) else digest.read()
+
+
+def digest_of(make: Callable[[Layout, bytes], bytes], layout: Layout, content: Digest) -> Digest:
+    """What `saved_digest` or `tensor_address` makes of a content digest, once that is read."""
+    if isinstance(content, bytes):
+        return make(layout, content)
+    return Unread(lambda: make(layout, content.read()))
+
+
+class KnownDigests:
+    """Digests of the contents of stored tensors, which stay as they are: NOTE [Lent memory], Rule 5.
+
+    Used by one thread; the tensors may be freed in any.
+    """
+
+    def __init__(self) -> None:
+        self._found: MutableMapping[Tensor, tuple[Digest, int]] = WeakTensorKeyDictionary()
+
+    def of(self, tensor: Tensor, take: Callable[[], Digest]) -> Digest:
+        """The digest of a stored tensor. `take` makes it where it is not known, and once in `KNOWN_USES` uses."""
+        digest, uses = self._found.get(tensor, (b"", 0))
+        if uses % KNOWN_USES == 0:
+            digest = take()
+        self._found[tensor] = digest, uses + 1
+        return digest
+
+
+class ContentDigests:
+    """Takes digests of contents in one call or replay. Those of accelerators are read together, when one is needed.
+
+    Args:
+        known: Digests of `stored` from calls before.
+        stored: Tensors whose contents stay as they are.
+    """
+
+    def __init__(self, known: KnownDigests | None = None, stored: Iterable[Tensor] = ()) -> None:
+        self._known = known
+        places = ((_place(tensor, layout_of(tensor)), tensor) for tensor in stored if tensor.nbytes >= KNOWN_BYTES)
+        self._stored = {place: tensor for place, tensor in places if place is not None}
+        self._sums = _DeviceSums()
+
+    def take(self, tensor: Tensor, layout: Layout) -> Digest:
+        """As `content_digest`, but nobody waits for an accelerator. The tensor may change once this returns."""
+        place = _place(tensor, layout) if self._stored else None
+        if self._known is None or place not in self._stored:
+            return self._take(tensor, layout)
+        return self._known.of(self._stored[place], lambda: self._take(tensor, layout))
+
+    def _take(self, tensor: Tensor, layout: Layout) -> Digest:
+        if not layout.is_on_accelerator:
+            return content_digest(tensor, layout)
+        return self._sums.take(tensor, layout)
+
+
+class _DeviceSums:
+    """Sums of tensors on accelerators, read together. A digest leads here, so this must not lead to the tensors."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._on_device: dict[int, tuple[Tensor, Sequence[Mark]]] = {}
+        self._read: dict[int, bytes] = {}
+
+    def take(self, tensor: Tensor, layout: Layout) -> Unread:
+        sums = device_sums(payload(tensor.detach(), layout))
+        number = self._count
+        self._count += 1
+        self._on_device[number] = sums, marks([sums])
+        return Unread(partial(self._bytes, number))
+
+    def _bytes(self, number: int) -> bytes:
+        with self._lock:
+            if number not in self._read:
+                self._read_all()
+            return self._read[number]
+
+    def _read_all(self) -> None:
+        waiting = dict(self._on_device)  # the call may still be taking more
+        with aside([mark for _, made in waiting.values() for mark in made]):
+            for device in {sums.device for sums, _ in waiting.values()}:
+                here = {number: sums for number, (sums, _) in waiting.items() if sums.device == device}
+                rows = torch.stack(list(here.values())).cpu()
+                self._read |= {number: row.numpy().tobytes() for number, row in zip(here, rows, strict=True)}
+        for number in waiting:
+            del self._on_device[number]
+
+
+def _place(tensor: Tensor, layout: Layout) -> tuple[int, int] | None:
+    """The bytes that the digest of a content is of; None where gaps are left out of them."""
+    return (tensor.data_ptr(), layout.span_bytes) if layout.payload_bytes == layout.span_bytes else None

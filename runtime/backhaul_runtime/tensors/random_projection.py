@@ -1,0 +1,104 @@
+"""Sketches of tensors: how near two are that were computed on different hardware, from a few numbers of each.
+
+A sketch of x is the count of its values that are not finite, its norm, and 8 projections on vectors of signs that both
+sides make alike. For the difference e of two tensors each projection of e has expectation 0 and variance |e|^2,
+whatever e is (Johnson and Lindenstrauss 1984; with signs: Achlioptas 2003). So the root mean square of the 8
+differences estimates |e|, and divided by the norm it is the drift.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from backhaul_runtime.tensors.layout import unsupported_reason
+
+PROJECTIONS = 8
+SIZE = PROJECTIONS + 2
+_BLOCK = 4096
+_CHUNK = 64 * _BLOCK  # stays in a core's cache
+_WEIGHT = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 divided by the golden ratio, odd, as int64
+
+TOLERANCES = {
+    torch.float64: 1e-10,
+    torch.float32: 1e-4,
+    torch.float16: 5e-3,
+    torch.bfloat16: 3e-2,
+}
+"""Largest drift that counts as rounding, by dtype; of other floating dtypes as of bfloat16.
+
+Of float32 70 times the most that AVX2 and SSE4.1 against AVX-512 gave over the cases of the tests (docs/guarantees.md),
+and far below what another mask or another expert does; of the others in proportion to a few of their roundings.
+"""
+
+
+def sketch(tensor: Tensor) -> tuple[float, ...]:
+    """SIZE numbers in float64 for a floating or complex tensor on any device: not finite, norm, projections."""
+    values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    flat = values.detach().flatten()
+    total = torch.zeros(SIZE, dtype=torch.float64, device=flat.device)
+    for start in range(0, flat.numel(), _CHUNK):
+        chunk = flat[start : start + _CHUNK].to(torch.float64)
+        sums = _sums(chunk, start // _BLOCK)
+        if not sums.isfinite().all():
+            sums = _sums(chunk.nan_to_num(0.0, 0.0, 0.0), start // _BLOCK)
+            sums[0] = (~chunk.isfinite()).sum()
+        total += sums
+    count, square, *projections = total.tolist()
+    return count, math.sqrt(square), *projections
+
+
+def sketches(tensors: Iterable[Tensor]) -> tuple[float, ...]:
+    """Sketches of those tensors that have real values, one after the other."""
+    return tuple(
+        number
+        for tensor in tensors
+        if unsupported_reason(tensor) is None and (tensor.is_floating_point() or tensor.is_complex())
+        for number in sketch(tensor)
+    )
+
+
+def _sums(values: Tensor, first_block: int) -> Tensor:
+    if values.numel() % _BLOCK:
+        values = torch.nn.functional.pad(values, (0, -values.numel() % _BLOCK))
+    blocks = values.view(-1, _BLOCK)
+    device = str(values.device)
+    projections = (_signs(first_block, len(blocks), device).T @ blocks * _signs(0, _BLOCK, device).T).sum(1)
+    return torch.cat([values.new_zeros(1), values.dot(values).view(1), projections])
+
+
+@lru_cache(maxsize=1 << 10)
+def _signs(first: int, count: int, device: str) -> Tensor:
+    """Signs [count, PROJECTIONS], the same on every machine: bits of a multiplicative hash of the row."""
+    rows = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device=device)
+    mixed = rows * _WEIGHT
+    mixed = (mixed ^ (mixed >> 29)) * _WEIGHT
+    bits = (mixed.unsqueeze(1) >> torch.arange(40, 40 + PROJECTIONS, device=device)) & 1
+    return (1 - 2 * bits).to(torch.float64)
+
+
+def drift(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Estimated norm of the difference, relative to the norm of ours; infinite where other values are not finite.
+
+    Sketches of several tensors may follow each other; the largest drift of them counts.
+    """
+    if len(ours) != len(theirs) or len(ours) % SIZE:
+        return math.inf
+    found = 0.0
+    for start in range(0, len(ours), SIZE):
+        count, norm, *projections = ours[start : start + SIZE]
+        other_count, other_norm, *others = theirs[start : start + SIZE]
+        differences = [a - b for a, b in zip(projections, others, strict=True)] + [norm - other_norm]
+        distance = math.sqrt(sum(d * d for d in differences) / PROJECTIONS)
+        if count != other_count or not math.isfinite(distance):
+            return math.inf
+        if distance:
+            found = max(found, distance / norm if norm else math.inf)
+    return found
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """See TOLERANCES; of complex dtypes that of their parts."""
+    return TOLERANCES.get(dtype.to_real() if dtype.is_complex else dtype, TOLERANCES[torch.bfloat16])

@@ -1,0 +1,149 @@
+"""Autocast's cache, in which the uses of a weight share one cast of it.
+
+NOTE [Casts]
+1. Within a region of autocast, torch casts a float32 leaf that takes gradients once, and every op that needs the cast
+   gets the same tensor. Gradients of all uses are added in the cast's dtype, and their sum is cast back. A use outside
+   a segment may share the cast with one inside. So a segment's contributions go to the shared cast, not to the leaf.
+2. The cache belongs to the process, and lasts until a thread leaves its outermost region. torch has no function that
+   reads it. But an op that autocast applies to gets its arguments from there, and a dispatch mode sees them before the
+   op runs. So the cache is read by an op that never runs. If autocast begins to make a cast for it, that is interrupted
+   before anything is cached.
+3. torch does not notice when a weight changes. In a loop that lies inside one region the ops of later steps use a cast
+   of the first step's weight, with or without checkpointing.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _WeakTensorRef  # type: ignore[attr-defined]
+from torch._ops import OpOverload
+
+from backhaul_runtime.record.recording import version_of
+from backhaul_runtime.tensors.deferred_digest import Digest
+from backhaul_runtime.torch_internals.ambient_state import cleared_casts
+from backhaul_runtime.torch_internals.dispatch_mode import DispatchMode
+
+_OP = torch.ops.aten.addmm.default  # of those that autocast applies to, on any device, one that takes several tensors
+_ARITY = 3
+
+
+class _NotCachedError(Exception):
+    """Autocast would have to make a cast."""
+
+
+class _Reader(DispatchMode):
+    """Notes what an op is given, and does not run it (Rule 2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: tuple[Any, ...] = ()
+        self._result = torch.empty(())
+
+    def __torch_dispatch__(self, op: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op is not _OP:
+            raise _NotCachedError
+        self.given = args
+        return self._result
+
+
+@contextmanager
+def _region(device: str) -> Iterator[None]:
+    """Autocast on, as far as the cache is concerned. Unlike torch's own context it clears nothing at its end."""
+    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
+    _set(device, True, torch.bfloat16, True)
+    try:
+        yield
+    finally:
+        _set(device, *before)
+
+
+def _set(device: str, is_enabled: bool, dtype: torch.dtype, caches: bool) -> None:
+    torch.set_autocast_enabled(device, is_enabled)
+    torch.set_autocast_dtype(device, dtype)
+    torch.set_autocast_cache_enabled(caches)
+
+
+@contextmanager
+def _dispatching() -> Iterator[None]:
+    """Dispatch modes work, also where they are switched off."""
+    guard, key = torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey
+    with guard(key.Python, False), guard(key.PythonTLSSnapshot, False):
+        yield
+
+
+def cached_casts(weights: Sequence[Tensor]) -> list[Tensor | None]:
+    """The cast of each weight that autocast's cache holds now, None for one that has none.
+
+    Args:
+        weights: Neither they nor the cache are changed.
+    """
+    found: dict[int, Tensor] = {}
+    with torch.no_grad(), torch._C.DisableTorchFunction(), _dispatching(), _Reader() as reader:
+        for device in {weight.device for weight in weights}:
+            here = [(index, weight) for index, weight in enumerate(weights) if weight.device == device]
+            with _region(device.type):
+                for start in range(0, len(here), _ARITY):
+                    some = here[start : start + _ARITY]
+                    if not _read(reader, some, found):
+                        for one in some:
+                            _read(reader, [one], found)
+    return [found.get(index) for index in range(len(weights))]
+
+
+def _read(reader: _Reader, weights: Sequence[tuple[int, Tensor]], found: dict[int, Tensor]) -> bool:
+    """Looks for the casts of up to three weights. Returns False if one of them is not in the cache."""
+    tensors = [weight for _, weight in weights]
+    try:
+        _OP(*tensors, *[tensors[0]] * (_ARITY - len(tensors)))
+    except _NotCachedError:
+        return False
+    found |= {index: cast for (index, weight), cast in zip(weights, reader.given, strict=False) if cast is not weight}
+    return True
+
+
+class CastWatch:
+    """Tells whether a weight changed since autocast may have cast it (Rule 3). Used by any thread."""
+
+    def __init__(self) -> None:
+        self._cleared = -1
+        self._seen: dict[int, tuple[_WeakTensorRef, int, Digest]] = {}
+
+    def has_stale_cast(self, weight: Tensor, address: Digest) -> bool:
+        """Whether autocast's cache holds a cast of a weight that nobody would make now.
+
+        That is one of what the weight held before it changed, or one of another dtype, from the region around this one.
+        On an accelerator only the version counter shows a change: reading the address would keep the caller waiting.
+
+        Args:
+            weight: That an op is about to use.
+            address: Of what it holds now.
+        """
+        is_cast = weight.requires_grad and weight.is_leaf and weight.dtype is torch.float32
+        if not is_cast or not torch.is_autocast_enabled(weight.device.type):
+            return False
+        if _is_nested():
+            (cast,) = cached_casts([weight])
+            if cast is not None and cast.dtype is not torch.get_autocast_dtype(weight.device.type):
+                return True
+        cleared = cleared_casts()
+        if self._cleared != cleared:
+            self._cleared, self._seen = cleared, {}
+        seen = self._seen.setdefault(weight._cdata, (_WeakTensorRef(weight), version_of(weight), address))
+        _, version, before = seen
+        is_known = isinstance(before, bytes) and isinstance(address, bytes)
+        is_other = before != address if is_known else version != version_of(weight)
+        return is_other and cached_casts([weight])[0] is not None
+
+
+def _is_nested() -> bool:
+    """Whether this thread is in an autocast region that lies in another."""
+    torch.autocast_increment_nesting()
+    outer_regions = torch.autocast_decrement_nesting() - 1
+    return outer_regions > 0
+
+
+CASTS = CastWatch()
+"""Of this process, as the cache is."""

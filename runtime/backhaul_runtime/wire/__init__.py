@@ -1,0 +1,1 @@
+"""Messages and tensor streams between trainer and worker."""

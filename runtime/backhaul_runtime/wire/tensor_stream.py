@@ -1,0 +1,353 @@
+"""Tensors as a stream of messages, and back.
+
+A stream declares each tensor before its first byte, then carries its elements in chunks. Messages hold about 1 MiB: a
+large tensor takes many, small ones share one. The receiver checks declarations before it allocates, and offsets as
+chunks arrive. It hands out a tensor only when its last byte is there. The seal of the messages covers the bytes.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from backhaul_proto.v1 import tensor_pb2
+from backhaul_runtime.errors import TransferError
+from backhaul_runtime.tensors.buffer_pool import BUFFERS
+from backhaul_runtime.tensors.digest import content_digest, tensor_address
+from backhaul_runtime.tensors.layout import (
+    Layout,
+    allocate,
+    check_layout,
+    dense_bytes,
+    dtype_named,
+    fill,
+    host_bytes,
+    layout_of,
+    payload,
+    with_bits,
+)
+from backhaul_runtime.tensors.staging import Mark, host_pieces, is_staged, marks, to_device
+from backhaul_runtime.wire.protocol import CHUNK_BYTES, MAX_DECLARED
+from backhaul_runtime.wire.splicing import MAX_CHUNKS, Batch, Carried, Chunk, too_many_parts
+
+MOST_LAYOUTS = 1 << 10
+"""Kept as they stand in messages: a training has few, and each comes with every step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A tensor to send. Its memory is read while the stream is written and must not change until then.
+
+    Made by the thread that made the tensor, or in its name: on an accelerator it is read once what this thread's stream
+    was given so far is done.
+
+    Attributes:
+        tensor: On any device; read in chunks through host memory.
+        layout: Of the tensor.
+        address: Under which the receiver is to store it. Empty: under that of its contents, or the order names it.
+        made: When the tensor was; empty on the host.
+    """
+
+    tensor: Tensor
+    layout: Layout
+    address: bytes = b""
+    made: Sequence[Mark] = ()
+
+    def __post_init__(self) -> None:
+        if self.layout.is_on_accelerator:
+            object.__setattr__(self, "made", marks([self.tensor]))
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Parcel":
+        """A parcel without an address."""
+        return cls(tensor, layout_of(tensor))
+
+
+@lru_cache(maxsize=MOST_LAYOUTS)
+def encode_layout(layout: Layout) -> tensor_pb2.TensorSpec:
+    """The layout as it stands in a message. Shared: not to be changed."""
+    return tensor_pb2.TensorSpec(
+        dtype=layout.dtype_name,
+        shape=layout.shape,
+        strides=layout.strides,
+        alignment_bytes=layout.alignment_bytes,
+        conjugate=layout.conjugate,
+        negative=layout.negative,
+        device=layout.device,
+    )
+
+
+def decode_layout(spec: tensor_pb2.TensorSpec) -> Layout:
+    """The layout a message describes. Raises TransferError for one that no tensor can have."""
+    spec.DiscardUnknownFields()  # the encoding is kept
+    return _decoded(spec.SerializeToString())
+
+
+@lru_cache(maxsize=MOST_LAYOUTS)
+def _decoded(encoded: bytes) -> Layout:
+    spec = tensor_pb2.TensorSpec.FromString(encoded)
+    layout = Layout(
+        dtype=dtype_named(spec.dtype),
+        shape=tuple(spec.shape),
+        strides=tuple(spec.strides),
+        alignment_bytes=spec.alignment_bytes,
+        conjugate=spec.conjugate,
+        negative=spec.negative,
+        device=spec.device,
+    )
+    check_layout(layout)
+    return layout
+
+
+PLACED_BYTES = 16 << 20
+"""What lies in shared memory is declared after so many bytes at most: it is read while more is written."""
+
+Placing: TypeAlias = Callable[[Parcel], tensor_pb2.Location | None]
+"""Puts a tensor into shared memory; None for one that is to go as chunks."""
+
+
+def batches(parcels: Iterable[Parcel], place: Placing = lambda _: None) -> Iterator[Batch]:
+    """Writes parcels as messages of about CHUNK_BYTES each, in order. They share the parcels' memory.
+
+    Args:
+        parcels: To be read while this goes on.
+        place: See `Placing`.
+    """
+    batch = Batch()
+    filled = placed = 0
+    for index, parcel in enumerate(parcels):
+        if len(batch.declarations) == MAX_DECLARED:
+            yield batch
+            batch, filled, placed = Batch(), 0, 0
+        size = parcel.layout.payload_bytes
+        location = place(parcel)
+        batch.declarations.append(
+            tensor_pb2.TensorDeclaration(
+                address=parcel.address, spec=encode_layout(parcel.layout), size_bytes=size, location=location
+            )
+        )
+        if location is not None:
+            placed += size
+            if placed >= PLACED_BYTES:
+                yield batch
+                batch, filled, placed = Batch(), 0, 0
+            continue
+        offset = 0
+        for held, data in _in_order(parcel):
+            left = data
+            while left:
+                piece = left[: CHUNK_BYTES - filled]
+                batch.chunks.append(Chunk(index, offset, piece))
+                batch.held.append(held)
+                left = left[len(piece) :]
+                offset += len(piece)
+                filled += len(piece)
+                if filled >= CHUNK_BYTES:
+                    yield batch
+                    batch, filled, placed = Batch(), 0, 0
+    if batch.declarations or batch.chunks:
+        yield batch
+
+
+def _in_order(parcel: Parcel) -> Iterator[tuple[Tensor, memoryview]]:
+    """The bytes that travel, and the tensors in whose memory on the host they are."""
+    if parcel.layout.device == "cpu" and parcel.layout.payload_bytes == parcel.layout.span_bytes:
+        yield parcel.tensor, dense_bytes(parcel.tensor, parcel.layout)
+        return
+    for piece in host_pieces(parcel.tensor, parcel.layout, parcel.made):
+        yield piece, host_bytes(piece)
+
+
+class _Arrival:
+    """One tensor on its way in, to stay on the host or to go on to a device."""
+
+    def __init__(self, layout: Layout, address: bytes, device: torch.device | None, *, is_for_store: bool) -> None:
+        self.layout = layout
+        self.address = address
+        self.received_bytes = 0
+        device = device if device is not None and layout.is_on_accelerator else torch.device("cpu")
+        # Taken while a chunk is in the cache. An accelerator's digest is another.
+        self._content = xxhash.xxh3_128() if is_for_store and layout.device == "cpu" else None
+        self._is_staged = is_staged(device)
+        # Without gaps the bytes go where they will stay.
+        self.tensor = allocate(layout, device, None if self._is_staged else BUFFERS.take)
+        dense = layout.payload_bytes == layout.span_bytes
+        self.data = (
+            payload(self.tensor, layout)
+            if dense
+            else torch.empty(layout.payload_bytes, dtype=torch.uint8, device=device)
+        )
+        self.target = memoryview(b"") if self._is_staged else host_bytes(self.data)
+
+    def add(self, chunk: "Chunk | tensor_pb2.TensorChunk") -> None:
+        end = chunk.offset_bytes + len(chunk.data)
+        if chunk.offset_bytes != self.received_bytes or end > self.layout.payload_bytes:
+            raise TransferError(
+                f"chunk of bytes {chunk.offset_bytes} to {end} came where {self.received_bytes} of "
+                f"{self.layout.payload_bytes} were there"
+            )
+        if self._content is not None:
+            self._content.update(chunk.data)
+        if self._is_staged:
+            to_device(chunk.data, self.data[chunk.offset_bytes : end])
+        elif chunk.data:
+            target = np.frombuffer(self.target[chunk.offset_bytes : end], np.uint8)
+            np.copyto(target, np.frombuffer(chunk.data, np.uint8))  # without the GIL, unlike a slice's assignment
+        self.received_bytes = end
+
+    @property
+    def is_complete(self) -> bool:
+        return self.received_bytes == self.layout.payload_bytes
+
+    def finish(self) -> Tensor:
+        if not self.is_complete:
+            raise TransferError(f"{self.received_bytes} bytes came of the {self.layout.payload_bytes} declared")
+        if self.layout.payload_bytes != self.layout.span_bytes:
+            fill(self.tensor, self.data, self.layout)
+        return with_bits(self.tensor, self.layout)
+
+    def stored(self) -> tuple[bytes, Tensor]:
+        """As `finish`, with its address. Raises TransferError where it came with another."""
+        tensor = self.finish()
+        content = self._content.digest() if self._content is not None else content_digest(tensor, self.layout)
+        return checked_address(self.layout, content, self.address), tensor
+
+    def forget(self) -> None:
+        self.target = memoryview(b"")  # first: it holds nothing
+        self.tensor = self.data = torch.empty(0)
+
+
+class _Located:
+    """One tensor that is in shared memory, and of the host."""
+
+    is_complete = True
+
+    def __init__(self, layout: Layout, address: bytes, read: Callable[[], Tensor], *, is_for_store: bool) -> None:
+        self.layout = layout
+        self.address = address
+        self._read = read
+        self._tensor: Tensor | None = None
+        # Taken while its sender writes the next.
+        self._content = content_digest(self.finish(), layout) if is_for_store else b""
+
+    def add(self, chunk: "Chunk | tensor_pb2.TensorChunk") -> None:
+        raise TransferError(f"a chunk came for tensor {chunk.tensor}, which is in shared memory")
+
+    def finish(self) -> Tensor:
+        if self._tensor is None:
+            self._tensor = self._read()
+        return self._tensor
+
+    def stored(self) -> tuple[bytes, Tensor]:
+        """As that of `_Arrival`."""
+        return checked_address(self.layout, self._content, self.address), self.finish()
+
+    def forget(self) -> None:
+        self._tensor = None
+
+
+def checked_address(layout: Layout, content: bytes, expected: bytes) -> bytes:
+    """The address of a tensor. Raises TransferError where another one was expected; empty: any."""
+    actual = tensor_address(layout, content)
+    if expected and actual != expected:
+        raise TransferError(
+            f"a tensor sent as {expected.hex()} has the contents of {actual.hex()}: "
+            "it changed while it was read, or was damaged"
+        )
+    return actual
+
+
+def _no_memory(location: tensor_pb2.Location, layout: Layout) -> Callable[[], Tensor]:
+    raise TransferError(f"a tensor is declared in region {location.region}, where no memory is shared")
+
+
+class Receiver:
+    """Rebuilds the tensors of one stream.
+
+    Args:
+        admit: Called before memory is taken for a tensor of a layout; raises to refuse it.
+        device: Where tensors of accelerators end, the host if None. They are there for what is queued next on the
+            calling thread's stream.
+        locate: Finds a tensor in shared memory; what it returns gives the tensor, called once. Raises TransferError.
+        is_for_store: `stored` will be asked for.
+    """
+
+    def __init__(
+        self,
+        admit: Callable[[Layout], None] | None = None,
+        device: torch.device | None = None,
+        locate: Callable[[tensor_pb2.Location, Layout], Callable[[], Tensor]] = _no_memory,
+        *,
+        is_for_store: bool = False,
+    ) -> None:
+        self._admit = admit
+        self._device = device
+        self._locate = locate
+        self._is_for_store = is_for_store
+        self._arrivals: list[_Arrival | _Located] = []
+
+    def add_carried(self, carried: Carried[Any]) -> None:
+        """Takes in what a message carries, if anything. Raises as `add` does."""
+        if carried.tensors is not None:
+            self.add(carried.tensors)
+
+    def add(self, batch: "Batch | tensor_pb2.TensorBatch") -> None:
+        """Takes a message in.
+
+        Raises:
+            LimitError: It declares more tensors than one message may.
+            TransferError: It contradicts what came before.
+        """
+        if len(batch.declarations) > MAX_DECLARED or len(batch.chunks) > MAX_CHUNKS:
+            raise too_many_parts()
+        for declaration in batch.declarations:
+            layout = decode_layout(declaration.spec)
+            if declaration.size_bytes != layout.payload_bytes:
+                raise TransferError(f"{declaration.size_bytes} bytes are declared for a tensor of {layout}")
+            if self._admit is not None:
+                self._admit(layout)
+            self._arrivals.append(
+                _Located(
+                    layout,
+                    declaration.address,
+                    self._locate(declaration.location, layout),
+                    is_for_store=self._is_for_store,
+                )
+                if declaration.HasField("location")
+                else _Arrival(layout, declaration.address, self._device, is_for_store=self._is_for_store)
+            )
+        for chunk in batch.chunks:
+            if chunk.tensor >= len(self._arrivals):
+                raise TransferError(f"a chunk came for tensor {chunk.tensor} of {len(self._arrivals)} declared")
+            self._arrivals[chunk.tensor].add(chunk)
+
+    def addresses(self) -> list[bytes]:
+        """Those that were declared."""
+        return [arrival.address for arrival in self._arrivals if arrival.address]
+
+    def is_complete(self, index: int) -> bool:
+        """Whether all of the tensor declared as the `index`-th is there."""
+        return index < len(self._arrivals) and self._arrivals[index].is_complete
+
+    def tensor(self, index: int) -> Tensor:
+        """The tensor declared as the `index`-th. Raises TransferError."""
+        if index >= len(self._arrivals):
+            raise TransferError(f"the stream ended before tensor {index}")
+        return self._arrivals[index].finish()
+
+    def forget(self, index: int) -> None:
+        """Lets go of the memory of the `index`-th tensor."""
+        self._arrivals[index].forget()
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the stream, owned by the caller. Raises TransferError where bytes are missing."""
+        return [arrival.finish() for arrival in self._arrivals]
+
+    def stored(self) -> list[tuple[bytes, Tensor]]:
+        """Address and tensor of each. Raises TransferError where contents and address differ."""
+        return [arrival.stored() for arrival in self._arrivals]

@@ -1,0 +1,1 @@
+"""Polls workers and keeps what they and their trainers report, within bounds."""

@@ -1,0 +1,157 @@
+"""How long workers' calls took, second by second, in little room."""
+
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain, repeat
+
+from backhaul_proto.v1 import telemetry_pb2
+from backhaul_runtime.wire.telemetry import BOUNDS_S
+
+KEPT_S = 900
+METHODS = 32
+"""That are told apart."""
+ERRORS = len(BOUNDS_S) + 1
+"""The place after the buckets that counts failed calls."""
+_MOST = 2**32 - 1
+
+
+@dataclass(slots=True)
+class Counted:
+    """Calls of one method in a while.
+
+    Attributes:
+        buckets: By duration, see `backhaul_runtime.wire.telemetry`.
+        errors: Those that failed.
+    """
+
+    buckets: list[int] = field(default_factory=lambda: [0] * ERRORS)
+    errors: int = 0
+
+    @property
+    def calls(self) -> int:
+        """All of them."""
+        return sum(self.buckets)
+
+    def percentile(self, share: float) -> float | None:
+        """Seconds that so large a share of the calls stayed within, None without calls. Right to within a fifth."""
+        reached = list(accumulate(self.buckets))
+        if reached[-1] == 0:
+            return None
+        wanted = share * reached[-1]
+        bucket = next(index for index, count in enumerate(reached) if count >= wanted and count > 0)
+        if bucket == len(BOUNDS_S):
+            return BOUNDS_S[-1]
+        below = BOUNDS_S[bucket - 1] if bucket else 0.0
+        inside = (wanted - reached[bucket] + self.buckets[bucket]) / self.buckets[bucket]
+        return below + (BOUNDS_S[bucket] - below) * inside
+
+
+class Tally:
+    """Calls of the last 15 minutes, by the second. A second takes 8 bytes for each bucket that counted in it."""
+
+    def __init__(self) -> None:
+        self._methods: dict[str, int] = {}
+        self._packed: deque[tuple[int, bytes]] = deque(maxlen=KEPT_S)
+        self._second = 0
+        self._now: Counter[int] = Counter()
+
+    def add(self, at_s: float, method: str, place: int, count: int) -> None:
+        """Counts calls of a method in a bucket, or errors. Methods beyond those that fit are left out."""
+        if int(at_s) > self._second:
+            if self._now:
+                self._packed.append((self._second, array("I", chain.from_iterable(self._now.items())).tobytes()))
+            self._second, self._now = int(at_s), Counter()
+        number = self._methods.get(method)
+        if number is None:
+            if len(self._methods) >= METHODS:
+                return
+            number = self._methods[method] = len(self._methods)
+        key = number << 8 | place
+        self._now[key] = min(self._now[key] + count, _MOST)
+
+    def counted(self, since_s: float) -> dict[str, Counted]:
+        """By method, from then on."""
+        found = {name: Counted() for name in self._methods}
+        by_number = list(found.values())
+        for _, second in self._seconds(since_s):
+            for key, count in second:
+                method, place = by_number[key >> 8], key & 0xFF
+                if place == ERRORS:
+                    method.errors += count
+                else:
+                    method.buckets[place] += count
+        return found
+
+    def fill(
+        self,
+        columns: Sequence[list[int]],
+        column_of: Callable[[int], int],
+        row_of: Sequence[int],
+        since_s: float,
+        wants: Callable[[str], bool],
+    ) -> None:
+        """Adds calls to a heat map.
+
+        Args:
+            columns: Counts by column, then by row.
+            column_of: The column of a second.
+            row_of: The row of each bucket.
+            since_s: From when on.
+            wants: Whether a method counts.
+        """
+        wanted = [wants(name) for name in self._methods]
+        for at_s, second in self._seconds(since_s):
+            column = columns[column_of(at_s)]
+            for key, count in second:
+                if wanted[key >> 8] and key & 0xFF != ERRORS:
+                    column[row_of[key & 0xFF]] += count
+
+    def _seconds(self, since_s: float) -> Iterator[tuple[int, Iterable[tuple[int, int]]]]:
+        """Each second with its counts, by number of the method and place."""
+        if self._second >= since_s:
+            yield self._second, self._now.items()
+        for second, packed in reversed(self._packed):
+            if second < since_s:
+                return
+            numbers = memoryview(packed).cast("I").tolist()
+            yield second, zip(numbers[::2], numbers[1::2], strict=True)
+
+
+class Durations:
+    """Turns what a worker counted since it started into what it counted since it was last asked.
+
+    Args:
+        of_all: Where its calls are counted beside those of others.
+
+    Attributes:
+        tally: Of its own calls.
+    """
+
+    def __init__(self, of_all: Tally) -> None:
+        self.tally = Tally()
+        self._of_all = of_all
+        self._totals: dict[str, list[int]] = {}
+        self._is_first = True
+
+    def restarted(self) -> None:
+        """The worker counts from 0 again."""
+        self._totals.clear()
+
+    def take(self, at_s: float, rpcs: Iterable[telemetry_pb2.RpcTelemetry]) -> None:
+        """Takes in what a worker counted since it started. The first time that only says where counting begins."""
+        for rpc in rpcs:
+            buckets = rpc.buckets[:ERRORS]
+            totals = [*buckets, *[0] * (ERRORS - len(buckets)), rpc.errors]
+            before = self._totals.get(rpc.method)
+            if totals == before:
+                continue
+            self._totals[rpc.method] = totals
+            if self._is_first:
+                continue
+            for place, (new, old) in enumerate(zip(totals, before or repeat(0))):  # noqa: B905  no end to the zeros
+                if new > old:
+                    for tally in (self.tally, self._of_all):
+                        tally.add(at_s, rpc.method, place, min(new - old, _MOST))
+        self._is_first = False

@@ -1,0 +1,59 @@
+"""What runs hold on their workers, over time, beside the memory of their trainers."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from backhaul_server.dashboard.collect.series import LARGEST, Series
+from backhaul_server.dashboard.collect.trainers import RUNS, Trainers
+from backhaul_server.dashboard.collect.watched import KEPT_S, Watched
+
+
+@dataclass(slots=True)
+class HeldByRun:
+    """One run.
+
+    Attributes:
+        run: Its id.
+        trainer: Host and process.
+        budget_bytes: Of the workers it has sessions on.
+        series: Bytes held on workers, the trainer's own peak, bytes it does not hold thanks to its workers.
+    """
+
+    run: str
+    trainer: str
+    budget_bytes: int = 0
+    series: Series = field(default_factory=lambda: Series(KEPT_S, 3))
+
+
+class Held:
+    """Runs with a session, for as long as any of their last hour is there; at most as many as there are runs."""
+
+    def __init__(self) -> None:
+        self._runs: dict[str, HeldByRun] = {}
+
+    def __iter__(self) -> Iterator[HeldByRun]:
+        return iter(self._runs.values())
+
+    def sample(self, now_s: float, workers: Iterable[Watched], trainers: Trainers) -> None:
+        """Notes what every run with a session holds now."""
+        held: dict[str, int] = {}
+        budgets: dict[str, int] = {}
+        for worker in workers:
+            runs = set()
+            for session in worker.sessions():
+                if not session.run:
+                    continue
+                runs.add(session.run)
+                held[session.run] = min(LARGEST, held.get(session.run, 0) + session.held_bytes)
+                if session.run not in self._runs and len(self._runs) < RUNS:
+                    self._runs[session.run] = HeldByRun(session.run, session.trainer)
+            for run in runs:
+                budgets[run] = min(LARGEST, budgets.get(run, 0) + worker.budget_bytes)
+        for run, held_bytes in held.items():
+            if (found := self._runs.get(run)) is not None:
+                found.budget_bytes = budgets[run]
+                told = trainers.find(run)
+                of_trainer = (told.peak_bytes, told.last_step.peak_saved_bytes) if told is not None else (0, 0)
+                found.series.append(now_s, (held_bytes, *of_trainer))
+        for run in [run for run, each in self._runs.items() if each.series.at_s[-1] < now_s - KEPT_S]:
+            del self._runs[run]

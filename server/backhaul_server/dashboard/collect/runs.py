@@ -1,0 +1,234 @@
+"""One training run, put together from what its trainer told its workers."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import nan
+from operator import add
+from statistics import median
+from typing import Literal
+
+from backhaul_proto.v1 import telemetry_pb2
+from backhaul_server.dashboard.collect.sanitize import CALLS_OF_A_STEP
+from backhaul_server.dashboard.collect.segments import SegmentTable
+from backhaul_server.dashboard.collect.series import LARGEST, Series
+from backhaul_server.dashboard.collect.totals import Recent, Sums
+from backhaul_server.dashboard.views import schemas
+
+STEPS = 64
+"""That are known one by one. What comes of older ones is too late."""
+SILENT_S = 30.0
+_SERIES_STEPS = 4_096
+_LANES = len(telemetry_pb2.Lane.values())
+_MEDIAN_STEPS = 50
+
+
+@dataclass(slots=True)
+class Told:
+    """What was told of one step.
+
+    Attributes:
+        step: The step itself, None while it goes on.
+        seen: Bit n is set once call n was told.
+        lanes_s: Seconds of its calls' spans, by lane.
+        calls: Serialized SegmentCalls by number, of a run in detail: a fifth of what they take as objects.
+    """
+
+    step: telemetry_pb2.Step | None = None
+    seen: int = 0
+    lanes_s: list[float] = field(default_factory=lambda: [0.0] * _LANES)
+    calls: dict[int, bytes] = field(default_factory=dict)
+
+
+def step_row(step: telemetry_pb2.Step) -> tuple[float, float, float, float, float]:
+    """Number, milliseconds, the trainer's peak, bytes moved, and loss: NaN for none."""
+    moved_bytes = min(LARGEST, step.up_bytes + step.down_bytes)
+    loss = step.loss if step.HasField("loss") else nan
+    return step.number, 1e3 * step.duration_s, step.peak_bytes, moved_bytes, loss
+
+
+def _step_number(told: telemetry_pb2.Step | telemetry_pb2.SegmentCall) -> int:
+    return told.number if isinstance(told, telemetry_pb2.Step) else told.step
+
+
+class Detail:
+    """What takes room of a run.
+
+    Attributes:
+        segments: Its table.
+        steps: A row of each of the last steps, see `step_row`, in the order they were told.
+    """
+
+    def __init__(self, run: str, has_room: Callable[[], bool]) -> None:
+        self.segments = SegmentTable(run, has_room)
+        self.steps = Series(_SERIES_STEPS, 5)
+
+
+class TrainerRun:
+    """A trainer from connect() to close(), as far as it told. Reports may come twice, and in any order.
+
+    Attributes:
+        about: What it says of itself.
+        began_at_s: When it was opened, in seconds since 1970; not later than when it was first heard of.
+        heard_at_s: When it was last heard of, by this process's clock.
+        stepped_at_s: When its last reported step ended, in seconds since 1970; 0 before the first.
+        dropped: Steps and calls it did not tell, and calls that were not taken.
+        steps: How many it told.
+        peak_bytes: Its own memory's, so far.
+        last_step: The one of the highest number.
+        told: The last steps by number.
+        recent: Sums of the last five minutes.
+        totals: Sums of all.
+        detail: None where there was no room.
+        calls_bytes: Of the calls kept.
+    """
+
+    def __init__(self, about: telemetry_pb2.Run, now_s: float) -> None:
+        self.about = telemetry_pb2.Run()
+        self.about.CopyFrom(about)
+        self.began_at_s = min(now_s, about.started_at_s)
+        self.stepped_at_s = 0.0
+        self.heard_at_s = 0.0
+        self.first_step_at_s = 0.0
+        self.dropped = 0
+        self.steps = 0
+        self.last_step = telemetry_pb2.Step()
+        self.told: dict[int, Told] = {}
+        self.recent = Recent()
+        self.totals = Sums()
+        self.detail: Detail | None = None
+        self.calls_bytes = 0
+        self._durations_s: deque[float] = deque(maxlen=_MEDIAN_STEPS)
+        self.peak_bytes = 0
+
+    @property
+    def id(self) -> str:
+        """Its name in routes."""
+        return self.about.id
+
+    def state(self, now_s: float) -> Literal["running", "silent", "ended"]:
+        """Where it stands."""
+        if self.about.is_closed:
+            return "ended"
+        return "silent" if now_s - self.heard_at_s > SILENT_S else "running"
+
+    def take(self, report: telemetry_pb2.TrainerReport, now_s: float, since_s: float) -> None:
+        """Takes in a cleaned report.
+
+        Args:
+            report: What its trainer told.
+            now_s: This process's clock.
+            since_s: When the worker was asked before, by the same clock: nothing in the report is older, whatever
+                the trainer's clock says. 0 where it is not known.
+        """
+        is_closed = self.about.is_closed or report.run.is_closed
+        self.about.CopyFrom(report.run)
+        self.about.is_closed = is_closed
+        self.dropped = max(self.dropped, report.dropped)
+        heard_at_s = [report.run.started_at_s]
+        by_second: dict[int, list[Sums]] = {}
+        parts: list[telemetry_pb2.Step | telemetry_pb2.SegmentCall] = [*report.steps, *report.calls]
+        # By number, so that of many steps none is too late for its own calls.
+        for told in sorted(parts, key=_step_number):
+            if isinstance(told, telemetry_pb2.Step):
+                at_s = max(since_s, min(now_s, told.started_at_s + told.duration_s))
+                heard_at_s.append(at_s)
+                self._take_step(told, at_s)
+            else:
+                ends_s = max((span.started_at_s + span.duration_s for span in told.spans), default=now_s)
+                ended_at_s = max(since_s, min(now_s, ends_s))
+                by_second.setdefault(int(ended_at_s), []).append(self._take_call(told, ended_at_s))
+        for second, sums in by_second.items():
+            self._count(Sums.of_all(sums), float(second))
+        self.heard_at_s = max(self.heard_at_s, since_s, min(now_s, max(heard_at_s)))
+
+    def _told(self, number: int) -> Told | None:
+        """Where what is told of a step goes; None where it is too late."""
+        if number not in self.told:
+            if len(self.told) >= STEPS:
+                oldest = min(self.told)
+                if number < oldest:
+                    return None
+                self._forget_calls(self.told.pop(oldest))
+            self.told[number] = Told()
+        return self.told[number]
+
+    def _take_step(self, step: telemetry_pb2.Step, at_s: float) -> None:
+        told = self._told(step.number)
+        if told is None or told.step is not None:
+            return
+        told.step = telemetry_pb2.Step()
+        told.step.CopyFrom(step)  # alone, the report it came in goes
+        self.steps += 1
+        self.first_step_at_s = self.first_step_at_s or at_s
+        self.stepped_at_s = max(self.stepped_at_s, at_s)
+        if step.number >= self.last_step.number:
+            self.last_step = told.step
+        self.peak_bytes = max(self.peak_bytes, step.peak_bytes)
+        self._durations_s.append(step.duration_s)
+        self._count(Sums.of_step(step), at_s)
+        if self.detail is not None:
+            self.detail.steps.append(step.started_at_s + step.duration_s, step_row(step))
+
+    def _take_call(self, call: telemetry_pb2.SegmentCall, at_s: float) -> Sums:
+        """Keeps a call. Returns what it adds, which is nothing the second time."""
+        told = self._told(call.step)
+        if told is None or told.seen >> call.number & 1:
+            return Sums()
+        if call.number >= CALLS_OF_A_STEP:
+            self.dropped = min(LARGEST, self.dropped + 1)
+            return Sums()
+        told.seen |= 1 << call.number
+        lanes_s = [0.0] * _LANES
+        for span in call.spans:
+            lanes_s[span.lane] += span.duration_s
+        told.lanes_s = list(map(add, told.lanes_s, lanes_s))
+        if self.detail is not None:
+            self.detail.segments.take(call, lanes_s, at_s)
+            told.calls[call.number] = call.SerializeToString()
+            self.calls_bytes += len(told.calls[call.number])
+        return Sums.of_call(call, lanes_s)
+
+    def _count(self, sums: Sums, at_s: float) -> None:
+        self.recent.add(at_s, sums)
+        self.totals = self.totals.plus(sums)
+
+    def forget_detail(self) -> None:
+        """Others need the room."""
+        self.detail = None
+        for told in self.told.values():
+            self._forget_calls(told)
+
+    def forget_oldest_calls(self) -> None:
+        """Gives up the calls of the oldest step that has some."""
+        self._forget_calls(next(told for _, told in sorted(self.told.items()) if told.calls))
+
+    def _forget_calls(self, told: Told) -> None:
+        self.calls_bytes -= sum(map(len, told.calls.values()))
+        told.calls = {}
+
+    def ended_steps(self) -> list[telemetry_pb2.Step]:
+        """The last ones, by number."""
+        return [told.step for _, told in sorted(self.told.items()) if told.step is not None]
+
+    def shown(self, now_s: float) -> schemas.Run:
+        """As /api/v1 tells it."""
+        return schemas.Run(
+            run=self.id,
+            trainer=self.about.trainer,
+            client_version=self.about.client_version,
+            workers=list(self.about.workers),
+            started_at_s=self.about.started_at_s,
+            heard_at_s=self.heard_at_s,
+            state=self.state(now_s),
+            settings=dict(sorted(self.about.settings.items())),
+            fingerprint=dict(sorted(self.about.fingerprint.items())),
+            steps=self.steps,
+            last_step=self.last_step.number,
+            last_loss=self.last_step.loss if self.last_step.HasField("loss") else None,
+            median_step_ms=1e3 * median(self._durations_s) if self._durations_s else None,
+            peak_bytes=self.peak_bytes,
+            up_bytes=int(self.totals.up_bytes),
+            down_bytes=int(self.totals.down_bytes),
+            fallbacks=int(self.totals.fallbacks),
+        )

@@ -1,0 +1,162 @@
+"""What trainers and workers tell, made harmless where it comes in: it was written by others, and buggy ones among them.
+
+Cleaned in place, so that what is kept and shown later need not ask again: numbers are finite, not negative and not
+absurd, strings short and printable, lists bounded. What can't be read as a report at all is refused.
+"""
+
+import math
+import re
+from collections.abc import MutableMapping, MutableSequence
+from typing import TypeVar
+
+from google.protobuf.message import Message
+
+from backhaul_proto.v1 import telemetry_pb2
+from backhaul_server.dashboard.collect.series import LARGEST
+
+T = TypeVar("T")
+
+DECISIONS = frozenset({"gradients", "activations", "trainer", "kept", ""})
+LANES = frozenset(telemetry_pb2.Lane.values()) - {telemetry_pb2.LANE_UNSPECIFIED}
+LATEST_S = 4e9
+"""In the year 2096."""
+LONGEST_S = 1e6
+STEPS = 1_000
+"""Of one report."""
+CALLS = 20_000
+"""Of one report."""
+CALLS_OF_A_STEP = 16_384
+_SPANS = 32
+_ENTRIES = 64
+_SESSIONS = 256
+_METHODS = 64
+_WORST_DRIFT = 1e9
+_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+def clean_report(report: telemetry_pb2.TrainerReport) -> bool:
+    """Makes a report harmless. Returns False where it names no run: then it is worth nothing."""
+    run = report.run
+    if not _RUN.fullmatch(run.id):
+        return False
+    run.trainer, run.client_version = clipped(run.trainer), clipped(run.client_version, 64)
+    run.started_at_s = _within(run.started_at_s, LATEST_S)
+    _clean_map(run.settings)
+    _clean_map(run.fingerprint)
+    _clean_strings(run.workers)
+    report.dropped = min(LARGEST, report.dropped + _shorten(report.steps, STEPS) + _shorten(report.calls, CALLS))
+    for step in report.steps:
+        _clean_step(step)
+    for call in report.calls:
+        _clean_call(call)
+    return True
+
+
+def clean_telemetry(telemetry: telemetry_pb2.GetTelemetryResponse) -> None:
+    """Makes a worker's account of itself harmless; its reports are cleaned one by one."""
+    for name in ("worker_version", "epoch", "device", "last_error"):
+        setattr(telemetry, name, clipped(getattr(telemetry, name)))
+    telemetry.uptime_s = _within(telemetry.uptime_s, LATEST_S)
+    telemetry.last_error_at_s = _within(telemetry.last_error_at_s, LATEST_S)
+    _clean_map(telemetry.fingerprint)
+    _clean_counts(telemetry)
+    _clean_counts(telemetry.memory)
+    _shorten(telemetry.sessions, _SESSIONS)
+    for session in telemetry.sessions:
+        for name in ("trainer", "client_version", "last_error"):
+            setattr(session, name, clipped(getattr(session, name)))
+        session.run = session.run if _RUN.fullmatch(session.run) else ""
+        session.idle_s = _within(session.idle_s, LONGEST_S)
+        session.drift = _drift(session.drift)
+        _clean_counts(session)
+    _shorten(telemetry.rpcs, _METHODS)
+    for rpc in telemetry.rpcs:
+        rpc.method = clipped(rpc.method, 64)
+        rpc.total_s = _within(rpc.total_s, LATEST_S)
+        _clean_counts(rpc)
+
+
+def clipped(text: str, length: int = 200) -> str:
+    """Short and on one line."""
+    if len(text) > length:
+        text = f"{text[: length - 1]}…"
+    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
+
+
+def _clean_step(step: telemetry_pb2.Step) -> None:
+    step.started_at_s = _within(step.started_at_s, LATEST_S)
+    for name in ("duration_s", "wait_s", "overhead_s", "spared_s"):
+        setattr(step, name, _within(getattr(step, name), LONGEST_S))
+    if step.HasField("loss") and not math.isfinite(step.loss):
+        step.ClearField("loss")
+    _clean_counts(step)
+
+
+def _clean_call(call: telemetry_pb2.SegmentCall) -> None:
+    call.name, call.worker, call.reason = clipped(call.name), clipped(call.worker), clipped(call.reason, 300)
+    if call.decision not in DECISIONS:
+        call.decision = ""
+    call.drift = _drift(call.drift)
+    call.overhead_s = _within(call.overhead_s, LONGEST_S)
+    _clean_counts(call)
+    if len(call.spans) > _SPANS or any(span.lane not in LANES for span in call.spans):
+        kept = [span for span in call.spans if span.lane in LANES][:_SPANS]
+        del call.spans[:]
+        call.spans.extend(kept)
+    for span in call.spans:
+        span.started_at_s = _within(span.started_at_s, LATEST_S)
+        span.duration_s = _within(span.duration_s, LONGEST_S)
+
+
+def _clean_counts(message: Message) -> None:
+    """Those of 64 bits; others are small enough."""
+    for name in _COUNTS[message.DESCRIPTOR.full_name]:
+        if getattr(message, name) > LARGEST:
+            setattr(message, name, LARGEST)
+
+
+def _clean_map(entries: MutableMapping[str, str]) -> None:
+    kept = {clipped(key, 64): clipped(value) for key, value in sorted(entries.items())[:_ENTRIES]}
+    if kept != dict(entries):
+        entries.clear()
+        entries.update(kept)
+
+
+def _clean_strings(entries: MutableSequence[str]) -> None:
+    _shorten(entries, _ENTRIES)
+    for index, entry in enumerate(entries):
+        entries[index] = clipped(entry)
+
+
+def _shorten(entries: MutableSequence[T], length: int) -> int:
+    """Keeps the last ones. Returns how many went."""
+    surplus = max(0, len(entries) - length)
+    if surplus:
+        del entries[:surplus]
+    return surplus
+
+
+def _within(value: float, most: float) -> float:
+    return min(value, most) if value > 0 else 0.0  # a NaN is not above 0
+
+
+def _drift(value: float) -> float:
+    """What is no number is no small drift."""
+    return min(abs(value), _WORST_DRIFT) if math.isfinite(value) else _WORST_DRIFT
+
+
+_COUNTS = {
+    kind.DESCRIPTOR.full_name: [
+        field.name
+        for field in kind.DESCRIPTOR.fields
+        if field.cpp_type == field.CPPTYPE_UINT64 and isinstance(getattr(kind(), field.name), int)
+    ]
+    for kind in (
+        telemetry_pb2.GetTelemetryResponse,
+        telemetry_pb2.MemoryTelemetry,
+        telemetry_pb2.SessionTelemetry,
+        telemetry_pb2.RpcTelemetry,
+        telemetry_pb2.Step,
+        telemetry_pb2.SegmentCall,
+    )
+}

@@ -1,0 +1,279 @@
+"""The table of segments: every name and position of a run, with what its calls cost and where they went."""
+
+import csv
+import io
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from statistics import median
+from sys import intern
+from typing import Literal, cast
+
+from backhaul_proto.v1 import telemetry_pb2
+from backhaul_server.dashboard.views import schemas
+
+ROWS = 10_000
+"""Of one run."""
+REASONS = 8
+"""Most reasons that one row keeps. Of more the least recent ones are dropped."""
+REASONS_IN_ALL = 50
+"""Most reasons that an answer lists for all rows together."""
+_SAMPLES = 9  # of the last calls, for medians
+_LINES = 500
+
+_TOLD_WHY = frozenset({"activations", "trainer", "kept"})
+
+Column = Literal[
+    "run",
+    "segment",
+    "calls",
+    "up_bytes",
+    "down_bytes",
+    "local_ms",
+    "remote_ms",
+    "wait_ms",
+    "overhead_ms",
+    "decision",
+    "reason",
+    "worker",
+    "fallbacks",
+    "mismatches",
+    "drift",
+    "retries",
+]
+
+
+@dataclass(slots=True)
+class Why:
+    """The calls of one row that had one reason.
+
+    Attributes:
+        decision: Who recomputed the last of them, as in `schemas.Decision`.
+        is_fallback: Whether a worker had been meant to recompute the last of them.
+        calls: Number of these calls.
+        last_at_s: When the last of them ended, in seconds since 1970.
+    """
+
+    decision: str
+    is_fallback: bool
+    calls: int = 0
+    last_at_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Row:
+    """One segment of a run. Its attributes are those of `schemas.Segment`; medians are of the last calls.
+
+    Attributes:
+        why: Calls that did not get gradients from a worker, by reason. A later call that does get them removes nothing.
+    """
+
+    run: str
+    name: str
+    position: int
+    calls: int = 0
+    up_bytes: int = 0
+    down_bytes: int = 0
+    decision: str = ""
+    reason: str = ""
+    worker: str = ""
+    fallbacks: int = 0
+    mismatches: int = 0
+    drift: float = 0.0
+    retries: int = 0
+    samples: "array[float]" = field(default_factory=lambda: array("f"))
+    why: dict[str, Why] = field(default_factory=dict)
+
+    @property
+    def segment(self) -> str:
+        """As it is shown."""
+        return f"{self.name} #{self.position}"
+
+    @property
+    def local_ms(self) -> float:
+        """Median of its forward on the trainer."""
+        return self._median_ms(0)
+
+    @property
+    def remote_ms(self) -> float:
+        """Median of recompute and backward on a worker."""
+        return self._median_ms(1)
+
+    @property
+    def wait_ms(self) -> float:
+        """Median that backward stood still for it."""
+        return self._median_ms(2)
+
+    @property
+    def overhead_ms(self) -> float:
+        """Median of what recording, digests and sending took."""
+        return self._median_ms(3)
+
+    def _median_ms(self, kind: int) -> float:
+        return round(1e3 * median(self.samples[kind::4]), 3)
+
+    @property
+    def reasons(self) -> list[schemas.SegmentReason]:
+        """The reasons in `why`, the most recent first."""
+        found = [
+            schemas.SegmentReason(
+                reason=reason,
+                decision=cast(schemas.Decision, why.decision),
+                is_fallback=why.is_fallback,
+                calls=why.calls,
+                last_at_s=why.last_at_s,
+            )
+            for reason, why in self.why.items()
+        ]
+        return sorted(found, key=lambda each: each.last_at_s, reverse=True)
+
+    def take(self, call: telemetry_pb2.SegmentCall, lanes: Sequence[float], at_s: float) -> None:
+        """Adds a call.
+
+        Args:
+            call: As it was told.
+            lanes: The seconds of its spans by lane.
+            at_s: When it ended, in seconds since 1970.
+        """
+        self.calls += 1
+        self.up_bytes += call.up_bytes
+        self.down_bytes += call.down_bytes
+        # Of few different ones, and each message brings strings of its own.
+        self.decision, self.reason, self.worker = intern(call.decision), intern(call.reason), intern(call.worker)
+        self.fallbacks += call.is_fallback
+        self.mismatches += call.mismatches
+        self.drift = max(self.drift, call.drift)
+        self.retries += call.retries
+        if self.reason and (call.is_fallback or self.decision in _TOLD_WHY):
+            self._count_reason(self.reason, call, at_s)
+        if len(self.samples) == 4 * _SAMPLES:
+            del self.samples[:4]
+        remote_s = lanes[telemetry_pb2.LANE_RECOMPUTE] + lanes[telemetry_pb2.LANE_BACKWARD]
+        self.samples.extend(
+            (lanes[telemetry_pb2.LANE_FORWARD], remote_s, lanes[telemetry_pb2.LANE_WAIT], call.overhead_s)
+        )
+
+    def _count_reason(self, reason: str, call: telemetry_pb2.SegmentCall, at_s: float) -> None:
+        why = self.why.pop(reason, None) or Why(self.decision, call.is_fallback)
+        why.decision, why.is_fallback = self.decision, call.is_fallback
+        why.calls += 1
+        why.last_at_s = max(why.last_at_s, at_s)
+        self.why[reason] = why  # moved to the end, so that the first one is the least recent
+        if len(self.why) > REASONS:
+            del self.why[next(iter(self.why))]
+
+    def shown(self) -> schemas.Segment:
+        """As /api/v1 tells it."""
+        return schemas.Segment(
+            run=self.run,
+            segment=self.segment,
+            calls=self.calls,
+            up_bytes=self.up_bytes,
+            down_bytes=self.down_bytes,
+            local_ms=self.local_ms,
+            remote_ms=self.remote_ms,
+            wait_ms=self.wait_ms,
+            overhead_ms=self.overhead_ms,
+            decision=cast(schemas.Decision, self.decision),
+            reason=self.reason,
+            reasons=self.reasons,
+            worker=self.worker,
+            fallbacks=self.fallbacks,
+            mismatches=self.mismatches,
+            drift=self.drift,
+            retries=self.retries,
+        )
+
+
+class SegmentTable:
+    """The rows of one run.
+
+    Args:
+        run: Its id.
+        has_room: Whether there may be one more.
+    """
+
+    def __init__(self, run: str, has_room: Callable[[], bool]) -> None:
+        self.run = run
+        self._has_room = has_room
+        self._rows: dict[tuple[str, int], Row] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._rows.values())
+
+    def take(self, call: telemetry_pb2.SegmentCall, lanes: Sequence[float], at_s: float) -> None:
+        """Adds a call to its row, if it has one or can get one. See `Row.take`."""
+        row = self._rows.get((call.name, call.position))
+        if row is None:
+            if len(self._rows) >= ROWS or not self._has_room():
+                return
+            row = Row(self.run, intern(call.name), call.position)
+            self._rows[row.name, row.position] = row
+        row.take(call, lanes, at_s)
+
+
+def select(tables: Iterable[SegmentTable], text: str, sort: Column, *, descending: bool, reason: str = "") -> list[Row]:
+    """Rows sorted by a column, then by segment.
+
+    Args:
+        tables: The tables of the runs that are shown.
+        text: Text to find in segment, decision, any reason or worker, whatever its case; "" for all rows.
+        sort: The column to sort by.
+        descending: Whether the largest value comes first.
+        reason: A reason, word for word, that calls of the row had; "" for all rows.
+    """
+    wanted = text.casefold()
+    found = [
+        row
+        for table in tables
+        for row in table
+        if (not reason or reason in row.why or reason == row.reason) and (not wanted or _contains(row, wanted))
+    ]
+    found.sort(key=lambda row: (row.run, row.name, row.position), reverse=descending and sort == "segment")
+    if sort != "segment":
+        found.sort(key=attrgetter(sort), reverse=descending)
+    return found
+
+
+def _contains(row: Row, wanted: str) -> bool:
+    return any(wanted in text.casefold() for text in (row.segment, row.decision, row.reason, row.worker, *row.why))
+
+
+def reasons_of(tables: Iterable[SegmentTable]) -> list[schemas.SegmentReason]:
+    """The reasons of all rows, with their calls added up, the most frequent first; REASONS_IN_ALL at most."""
+    found: dict[str, schemas.SegmentReason] = {}
+    for table in tables:
+        for row in table:
+            for each in row.reasons:
+                total = found.setdefault(each.reason, each.model_copy(update={"calls": 0}))
+                total.calls += each.calls
+                if each.last_at_s >= total.last_at_s:
+                    total.last_at_s, total.decision, total.is_fallback = each.last_at_s, each.decision, each.is_fallback
+    return sorted(found.values(), key=lambda each: (-each.calls, each.reason))[:REASONS_IN_ALL]
+
+
+def as_csv(rows: Iterable[Row]) -> Iterator[str]:
+    """All rows under a header, a few hundred lines at a time. No cell is a formula where a spreadsheet opens it."""
+    columns = list(schemas.Segment.model_fields)
+    lines = io.StringIO()
+    writer = csv.writer(lines)
+    writer.writerow(columns)
+    for index, row in enumerate(rows):
+        writer.writerow([_cell(getattr(row, column)) for column in columns])
+        if index % _LINES == 0:
+            yield lines.getvalue()
+            lines.seek(0)
+            lines.truncate()
+    yield lines.getvalue()
+
+
+def _cell(value: object) -> object:
+    if isinstance(value, list):
+        return _cell("; ".join(f"{each.calls} x {each.reason}" for each in value))
+    if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return f"'{value}"
+    return value

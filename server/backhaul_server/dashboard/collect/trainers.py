@@ -1,0 +1,109 @@
+"""All runs that trainers told of, within bounds: a trainer that tells nonsense costs itself its detail, nobody else."""
+
+import time
+from collections.abc import Iterator
+
+from backhaul_proto.v1 import telemetry_pb2
+from backhaul_server.dashboard.collect.runs import Detail, TrainerRun
+from backhaul_server.dashboard.collect.series import LARGEST
+from backhaul_server.dashboard.collect.totals import Sums
+
+RUNS = 64
+DETAILED_RUNS = 8
+ROWS_IN_ALL = 30_000
+"""Of the tables of segments."""
+CALLS_BYTES = 24 << 20
+"""Of the calls kept for timelines, in all runs."""
+
+
+class Trainers:
+    """Runs by id. A trainer reports to one of its workers at a time, so here all of them come together."""
+
+    def __init__(self) -> None:
+        self._runs: dict[str, TrainerRun] = {}
+        self._gone = Sums()
+        self._gone_dropped = 0
+        self.refused_reports = 0
+
+    def __iter__(self) -> Iterator[TrainerRun]:
+        return iter(self._runs.values())
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def find(self, run: str) -> TrainerRun | None:
+        """The run of that id, None where it is not known."""
+        return self._runs.get(run)
+
+    def newest(self) -> TrainerRun | None:
+        """The run that began last, None before the first. It stays the same while several runs report."""
+        return max(self, key=lambda run: (run.began_at_s, run.id), default=None)
+
+    @property
+    def totals(self) -> Sums:
+        """Of all runs since this process began, those forgotten included."""
+        return Sums.of_all([self._gone, *(run.totals for run in self)])
+
+    @property
+    def dropped(self) -> int:
+        """Steps and calls that runs did not tell, and reports that were not taken; those of runs forgotten included."""
+        return min(LARGEST, self._gone_dropped + self.refused_reports + sum(run.dropped for run in self))
+
+    @property
+    def saved_bytes(self) -> int:
+        """What running trainers held less thanks to workers, at the end of their last steps."""
+        return min(LARGEST, sum(run.last_step.saved_bytes for run in self._running()))
+
+    @property
+    def running(self) -> int:
+        """How many run."""
+        return len(self._running())
+
+    def _running(self) -> list[TrainerRun]:
+        now_s = time.time()
+        return [run for run in self if run.state(now_s) == "running"]
+
+    def take(self, report: telemetry_pb2.TrainerReport, now_s: float, since_s: float) -> None:
+        """Takes in a cleaned report, see `TrainerRun.take`."""
+        run = self._runs.get(report.run.id) or self._admit(report.run, now_s)
+        if run is None:
+            self.refused_reports += 1
+            return
+        if run.detail is None and self._has_detail_left(now_s):
+            run.detail = Detail(run.id, self._has_rows_left)
+        run.take(report, now_s, since_s)
+        while sum(run.calls_bytes for run in self) > CALLS_BYTES:
+            max(self, key=lambda run: run.calls_bytes).forget_oldest_calls()
+
+    def heard(self, run: str, at_s: float) -> None:
+        """A worker says that a run's session was alive then."""
+        if (found := self._runs.get(run)) is not None:
+            found.heard_at_s = max(found.heard_at_s, at_s)
+
+    def _admit(self, about: telemetry_pb2.Run, now_s: float) -> TrainerRun | None:
+        """Room for another run: the one that ended, or was last heard of, the longest ago gives way."""
+        if len(self._runs) >= RUNS:
+            over = self._over(now_s)
+            if over is None:
+                return None
+            self._gone = self._gone.plus(over.totals)
+            self._gone_dropped += over.dropped
+            del self._runs[over.id]
+        run = self._runs[about.id] = TrainerRun(about, now_s)
+        return run
+
+    def _has_detail_left(self, now_s: float) -> bool:
+        if sum(run.detail is not None for run in self) < DETAILED_RUNS:
+            return True
+        over = self._over(now_s, detailed=True)
+        if over is not None:
+            over.forget_detail()
+        return over is not None
+
+    def _over(self, now_s: float, *, detailed: bool = False) -> TrainerRun | None:
+        """Of the runs that no longer run the one heard of longest ago, None where all do."""
+        over = [run for run in self if run.state(now_s) != "running" and (run.detail is not None or not detailed)]
+        return min(over, key=lambda run: run.heard_at_s, default=None)
+
+    def _has_rows_left(self) -> bool:
+        return sum(len(run.detail.segments) for run in self if run.detail is not None) < ROWS_IN_ALL

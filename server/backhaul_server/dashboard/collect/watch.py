@@ -1,0 +1,137 @@
+"""Asks workers how they are, once a second, and takes in what trainers told them."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+
+from backhaul_proto.v1 import telemetry_pb2
+from backhaul_runtime.errors import TransferError
+from backhaul_runtime.process.addresses import Address
+from backhaul_runtime.process.credentials import bearer
+from backhaul_runtime.wire.protocol import CHANNEL_OPTIONS
+from backhaul_runtime.wire.splicing import accepted
+from backhaul_runtime.wire.stubs import stub
+from backhaul_server.dashboard.collect.durations import Tally
+from backhaul_server.dashboard.collect.held_memory import Held
+from backhaul_server.dashboard.collect.sanitize import clean_report
+from backhaul_server.dashboard.collect.trainers import Trainers
+from backhaul_server.dashboard.collect.watched import Watched
+
+INTERVAL_S = 1.0
+ANSWER_S = 1.5
+"""A worker that stops right after an answer is found out within this and the interval."""
+_PAGES = 8  # of reports, asked for in one go
+_SILENT_CALLS = 4
+"""So many in a row, and there is a new connection: a machine that vanished never closes the old one."""
+_LATE_S = 10.0
+"""A trainer may have kept a report so long before its worker got it."""
+
+logger = logging.getLogger("backhaul.dashboard")
+
+
+class Watch:
+    """All workers, and the trainers that told them something. `run` it as a task; it ends by cancellation.
+
+    Args:
+        addresses: Of workers.
+        tokens: What to show them, None for nothing: one for all, or one each in the order of addresses.
+        keep: Given every report once it is cleaned, also those that come twice. Must not block.
+
+    Attributes:
+        workers: In the order of addresses.
+        calls: Of all workers together.
+        trainers: Their runs.
+        held: What runs held on workers over time.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[Address],
+        tokens: Sequence[str | None] = (None,),
+        keep: Callable[[telemetry_pb2.TrainerReport], None] | None = None,
+    ) -> None:
+        if len(tokens) not in {1, len(addresses)}:
+            raise ValueError(
+                f"{len(tokens)} tokens for {len(addresses)} workers: give one for all, or one each in their order"
+            )
+        self.calls = Tally()
+        self.workers = [Watched(address, self.calls) for address in addresses]
+        self.trainers = Trainers()
+        self.held = Held()
+        self._tokens = list(tokens) * (len(addresses) if len(tokens) == 1 else 1)
+        self._keep = keep
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every worker was asked once, and answered or didn't."""
+        return all(worker.was_asked for worker in self.workers)
+
+    async def run(self) -> None:
+        """Asks each worker once a second. One that does not answer delays no other."""
+        async with asyncio.TaskGroup() as tasks:
+            for worker, token in zip(self.workers, self._tokens, strict=True):
+                tasks.create_task(self._follow(worker, token))
+            while True:
+                await asyncio.sleep(INTERVAL_S)
+                self.held.sample(time.time(), self.workers, self.trainers)
+
+    async def _follow(self, worker: Watched, token: str | None) -> None:
+        while True:
+            async with grpc.aio.insecure_channel(worker.address.target, options=CHANNEL_OPTIONS) as channel:
+                ask = stub(channel, telemetry_pb2.DESCRIPTOR.services_by_name["TelemetryService"]).GetTelemetry
+                silent = 0
+                while silent < _SILENT_CALLS:
+                    due_s = time.monotonic() + INTERVAL_S
+                    silent = 0 if await self._ask(worker, ask, token) else silent + 1
+                    await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+
+    async def _ask(self, worker: Watched, ask: Callable[..., Awaitable[Any]], token: str | None) -> bool:
+        """Asks once, and again for what did not fit the answer. Returns False where there was no sign of life."""
+        try:
+            for _ in range(_PAGES):
+                request = telemetry_pb2.GetTelemetryRequest(after_report=worker.after_report, epoch=worker.epoch)
+                answer = accepted(await ask(request, timeout=ANSWER_S, metadata=bearer(token)))
+                has_more = answer.has_more_reports and len(answer.reports) > 0
+                await self._take(worker, answer)
+                if not has_more:
+                    worker.caught_up_at_s = time.time()
+                    break
+        except grpc.aio.AioRpcError as error:
+            worker.failed(f"{error.code().name}: {error.details()}")
+            return error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+        except TransferError as error:
+            worker.failed(error.message)
+        except Exception as error:  # what one worker says must not end the watch over the others
+            logger.exception("the answer of %s was not understood", worker.address.text)
+            worker.failed(f"its answer was not understood: {type(error).__name__}: {error}")
+        return True
+
+    async def _take(self, worker: Watched, answer: telemetry_pb2.GetTelemetryResponse) -> None:
+        since_s = max(0.0, worker.caught_up_at_s - _LATE_S)
+        after = worker.after_report if answer.epoch == worker.epoch else 0
+        for told in answer.reports:
+            if told.number <= after:
+                continue
+            after = told.number
+            if clean_report(told.report):
+                if self._keep is not None:
+                    self._keep(told.report)
+                self.trainers.take(told.report, time.time(), since_s)
+            else:
+                self.trainers.refused_reports += 1
+            await asyncio.sleep(0)  # others want their turn
+        if answer.reports:
+            # A message's memory goes with its last part: what is kept of it must not keep the reports.
+            answer.ClearField("reports")
+            alone = telemetry_pb2.GetTelemetryResponse()
+            alone.CopyFrom(answer)
+            answer = alone
+        worker.answered(answer)
+        worker.after_report = after
+        for session in answer.sessions:
+            if session.run:
+                self.trainers.heard(session.run, worker.answered_at_s - session.idle_s)

@@ -1,0 +1,1 @@
+"""Runs and steps that outlive the dashboard, in SQLite."""

@@ -1,0 +1,343 @@
+"""The SQLite file in which runs and steps outlive the dashboard.
+
+Several dashboards may write the same file: a run is known by its name, a step by its number in the run, and what is
+there already is left as it is. A run's sums are kept by a trigger, in the transaction that adds its steps.
+"""
+
+import errno
+import json
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from statistics import median
+
+from backhaul_proto.v1 import telemetry_pb2
+from backhaul_server.dashboard.history.options import MEMORY
+from backhaul_server.dashboard.views import schemas
+
+SCHEMA = 1
+BUSY_S = 0.3
+"""How long another process may hold the file: a second's budget for stopping has room for it."""
+FORGOTTEN_AT_ONCE = 10_000
+RECENT_STEPS = 50
+SILENT_S = 30.0
+
+_APPLICATION = 0x4248_4C31  # "BHL1": whose file this is
+_MOST = 2**53 - 1  # what is larger is no count, and not exact in JSON
+_TABLES = (
+    """
+    CREATE TABLE runs (
+        id INTEGER PRIMARY KEY,
+        name TEXT NOT NULL UNIQUE,
+        trainer TEXT NOT NULL,
+        client_version TEXT NOT NULL,
+        workers TEXT NOT NULL,
+        settings TEXT NOT NULL,
+        fingerprint TEXT NOT NULL,
+        started_at_s REAL NOT NULL,
+        heard_at_s REAL NOT NULL,
+        is_closed INTEGER NOT NULL,
+        steps INTEGER NOT NULL DEFAULT 0,
+        last_step INTEGER NOT NULL DEFAULT 0,
+        last_loss REAL,
+        peak_bytes INTEGER NOT NULL DEFAULT 0,
+        up_bytes INTEGER NOT NULL DEFAULT 0,
+        down_bytes INTEGER NOT NULL DEFAULT 0,
+        fallbacks INTEGER NOT NULL DEFAULT 0
+    )
+    """,
+    "CREATE INDEX runs_by_start ON runs (started_at_s)",
+    """
+    CREATE TABLE steps (
+        run INTEGER NOT NULL REFERENCES runs ON DELETE CASCADE,
+        number INTEGER NOT NULL,
+        started_at_s REAL NOT NULL,
+        duration_s REAL NOT NULL,
+        loss REAL,
+        peak_bytes INTEGER NOT NULL,
+        up_bytes INTEGER NOT NULL,
+        down_bytes INTEGER NOT NULL,
+        fallbacks INTEGER NOT NULL,
+        PRIMARY KEY (run, number)
+    ) WITHOUT ROWID
+    """,
+    """
+    CREATE TRIGGER sums AFTER INSERT ON steps BEGIN
+        UPDATE runs SET
+            steps = steps + 1,
+            last_loss = CASE WHEN new.number >= last_step THEN coalesce(new.loss, last_loss) ELSE last_loss END,
+            last_step = max(last_step, new.number),
+            heard_at_s = max(heard_at_s, new.started_at_s + new.duration_s),
+            peak_bytes = max(peak_bytes, new.peak_bytes),
+            up_bytes = up_bytes + new.up_bytes,
+            down_bytes = down_bytes + new.down_bytes,
+            fallbacks = fallbacks + new.fallbacks
+        WHERE id = new.run;
+    END
+    """,
+    f"PRAGMA application_id = {_APPLICATION}",
+    f"PRAGMA user_version = {SCHEMA}",
+)
+_ADD_RUN = """
+INSERT INTO runs (name, trainer, client_version, workers, settings, fingerprint, started_at_s, heard_at_s, is_closed)
+VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?7, ?8)
+ON CONFLICT (name) DO UPDATE SET
+    workers = excluded.workers,
+    settings = excluded.settings,
+    fingerprint = excluded.fingerprint,
+    is_closed = max(is_closed, excluded.is_closed)
+"""
+_ADD_STEP = """
+INSERT OR IGNORE INTO steps
+SELECT id, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9 FROM runs WHERE name = ?1
+"""
+_RUNS = """
+SELECT id, name, trainer, client_version, workers, settings, fingerprint, started_at_s, heard_at_s, is_closed,
+    steps, last_step, last_loss, peak_bytes, up_bytes, down_bytes, fallbacks
+FROM runs ORDER BY started_at_s DESC, id DESC LIMIT ?
+"""
+_FORGET_STEPS = """
+DELETE FROM steps WHERE run = ?1 AND started_at_s < ?2
+AND number IN (SELECT number FROM steps WHERE run = ?1 ORDER BY number LIMIT ?3)
+"""
+
+Value = str | float | int | None
+
+
+class HistoryRefusedError(Exception):
+    """A file that holds something else, or that a newer version wrote. The message says so and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What is kept of a trainer's report: a row of the run, and one of each step."""
+
+    run: tuple[Value, ...]
+    steps: tuple[tuple[Value, ...], ...]
+
+    def __len__(self) -> int:
+        return 1 + len(self.steps)
+
+
+def told(report: telemetry_pb2.TrainerReport, now_s: float) -> Told:
+    """Takes from a report what is kept. A trainer's clock may be wrong: nothing of it lies later than now."""
+    run = report.run
+    name = run.id
+    return Told(
+        (
+            name,
+            run.trainer,
+            run.client_version,
+            json.dumps(list(run.workers)),
+            json.dumps(dict(run.settings), sort_keys=True),
+            json.dumps(dict(run.fingerprint), sort_keys=True),
+            _seconds(run.started_at_s, now_s),
+            run.is_closed,
+        ),
+        tuple(
+            (
+                name,
+                min(step.number, _MOST),
+                _seconds(step.started_at_s, now_s - _seconds(step.duration_s, now_s)),
+                _seconds(step.duration_s, now_s),
+                step.loss if step.HasField("loss") and isfinite(step.loss) else None,
+                min(step.peak_bytes, _MOST),
+                min(step.up_bytes, _MOST),
+                min(step.down_bytes, _MOST),
+                step.fallbacks,
+            )
+            for step in report.steps
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Steps in a row: the number of the last, medians of duration and loss, of bytes the largest."""
+
+    step: int
+    step_ms: float
+    peak_bytes: int
+    moved_bytes: int
+    loss: float | None
+
+
+class HistoryFile:
+    """An open history, used by one thread. Every method may raise sqlite3.Error: the disk and others see to that."""
+
+    def __init__(self, path: str) -> None:
+        """Opens the file, or makes it and its directory. Raises OSError, sqlite3.Error or HistoryRefusedError."""
+        self._path = path
+        if path != MEMORY:
+            Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # SQLite alone would make it readable for all. One that is there must not be opened beside SQLite: closing
+            # it would drop the locks of this process.
+            with suppress(FileExistsError):
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+            # SQLite would put a log beside one that may only be read, with its mode: in the way once it may be written.
+            if not os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        self._connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
+        try:
+            self._prepare()
+            self._file = self._identity()
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def _prepare(self) -> None:
+        run = self._connection.execute
+        run("PRAGMA foreign_keys = ON")
+        run("PRAGMA auto_vacuum = INCREMENTAL")  # counts where there are no tables yet
+        with self._transaction():  # two dashboards may start at once
+            (tables,) = run("SELECT count(*) FROM sqlite_schema").fetchone()
+            (application,) = run("PRAGMA application_id").fetchone()
+            (version,) = run("PRAGMA user_version").fetchone()
+            if tables and application != _APPLICATION:
+                raise HistoryRefusedError(
+                    f'"{self._path}" is the database of something else: name another with --store'
+                )
+            if version > SCHEMA:
+                raise HistoryRefusedError(
+                    f'"{self._path}" was written by a newer Backhaul (schema {version}, this one knows {SCHEMA}): '
+                    "upgrade, or name another file with --store"
+                )
+            if not tables:
+                for statement in _TABLES:
+                    run(statement)
+        run("PRAGMA journal_mode = WAL")  # which stays with a file: not before it is known to be ours
+        run("PRAGMA synchronous = NORMAL")  # a power cut may cost the last steps, never the file
+
+    def close(self) -> None:
+        """Ends it. The last to close folds the write-ahead log into the file."""
+        with suppress(sqlite3.Error):  # what could be written is
+            self._connection.close()
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the path still leads to the file that is open: somebody may have moved it away."""
+        return self._file == self._identity()
+
+    def _identity(self) -> tuple[int, int] | None:
+        if self._path == MEMORY:
+            return None
+        try:
+            found = Path(self._path).stat()
+        except OSError:
+            return (0, 0)
+        return found.st_dev, found.st_ino
+
+    def write(self, reports: Iterable[Told]) -> None:
+        """Adds what is new, all of it or nothing."""
+        kept = list(reports)
+        with self._transaction():
+            self._connection.executemany(_ADD_RUN, [report.run for report in kept])
+            self._connection.executemany(_ADD_STEP, [step for report in kept for step in report.steps])
+
+    def forget(self, before_s: float) -> Iterator[None]:
+        """Deletes steps from before a time, and runs not heard of since. Pauses after each transaction."""
+        runs = self._connection.execute("SELECT id, heard_at_s FROM runs").fetchall()
+        for run, heard_at_s in runs:
+            is_over = heard_at_s < before_s
+            deleted = FORGOTTEN_AT_ONCE
+            while deleted == FORGOTTEN_AT_ONCE:
+                bounds = (run, float("inf") if is_over else before_s, FORGOTTEN_AT_ONCE)
+                with self._transaction():
+                    deleted = self._connection.execute(_FORGET_STEPS, bounds).rowcount
+                yield
+            if is_over:
+                self._connection.execute("DELETE FROM runs WHERE id = ? AND heard_at_s < ?", (run, before_s))
+        self._connection.execute(f"PRAGMA incremental_vacuum({FORGOTTEN_AT_ONCE})").fetchall()
+
+    def runs(self, limit: int, now_s: float) -> list[schemas.Run]:
+        """The newest runs first."""
+        return [self._run(row, now_s) for row in self._connection.execute(_RUNS, (limit,)).fetchall()]
+
+    def _run(self, row: tuple[object, ...], now_s: float) -> schemas.Run:
+        identity, name, trainer, client_version, workers, settings, fingerprint, started_at_s, heard_at_s, *rest = row
+        is_closed, steps, last_step, last_loss, peak_bytes, up_bytes, down_bytes, fallbacks = rest
+        assert isinstance(heard_at_s, float)
+        is_silent = heard_at_s < now_s - SILENT_S
+        durations = self._connection.execute(
+            "SELECT duration_s FROM steps WHERE run = ? ORDER BY number DESC LIMIT ?", (identity, RECENT_STEPS)
+        ).fetchall()
+        return schemas.Run.model_validate(
+            {
+                "run": name,
+                "trainer": trainer,
+                "client_version": client_version,
+                "workers": json.loads(str(workers)),
+                "started_at_s": started_at_s,
+                "heard_at_s": heard_at_s,
+                "state": "ended" if is_closed else "silent" if is_silent else "running",
+                "settings": json.loads(str(settings)),
+                "fingerprint": json.loads(str(fingerprint)),
+                "steps": steps,
+                "last_step": last_step,
+                "last_loss": last_loss,
+                "median_step_ms": 1e3 * median(value for (value,) in durations) if durations else None,
+                "peak_bytes": peak_bytes,
+                "up_bytes": up_bytes,
+                "down_bytes": down_bytes,
+                "fallbacks": fallbacks,
+            }
+        )
+
+    def series(self, run: str, points: int) -> Iterator[Point] | None:
+        """A run's steps in at most so many points, oldest first, or None for an unknown run.
+
+        A point stands for equally many step numbers and is read by itself, so no query is long however many steps a
+        run has.
+        """
+        found = self._connection.execute(
+            "SELECT id, min(number), max(number) FROM runs LEFT JOIN steps ON run = id WHERE name = ? GROUP BY id",
+            (run,),
+        ).fetchone()
+        if found is None:
+            return None
+        identity, first, last = found
+        return iter(()) if first is None else self._points(identity, first, -(-(last - first + 1) // points))
+
+    def _points(self, identity: int, first: int, width: int) -> Iterator[Point]:
+        begin: int | None = first
+        while begin is not None:
+            rows = self._connection.execute(
+                "SELECT number, duration_s, loss, peak_bytes, up_bytes + down_bytes FROM steps "
+                "WHERE run = ? AND number >= ? AND number < ?",
+                (identity, begin, begin + width),
+            ).fetchall()
+            if rows:  # else they were forgotten meanwhile
+                yield _point(rows)
+            # Where steps are missing, the next point is that of the next one that is there.
+            (following,) = self._connection.execute(
+                "SELECT min(number) FROM steps WHERE run = ? AND number >= ?", (identity, begin + width)
+            ).fetchone()
+            begin = None if following is None else begin + (following - begin) // width * width
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._connection.execute("COMMIT")
+        except BaseException:
+            with suppress(sqlite3.Error):  # some errors have rolled back already
+                self._connection.execute("ROLLBACK")
+            raise
+
+
+def _point(rows: Sequence[tuple[int, float, float | None, int, int]]) -> Point:
+    numbers, durations, losses, peaks, moved = zip(*rows, strict=True)
+    told_losses = [loss for loss in losses if loss is not None]
+    return Point(
+        numbers[-1], 1e3 * median(durations), max(peaks), max(moved), median(told_losses) if told_losses else None
+    )
+
+
+def _seconds(value: float, most_s: float) -> float:
+    """A time or duration as it is kept: finite, and from 0 to the most it can be."""
+    return min(max(value, 0.0), most_s) if isfinite(value) else 0.0

@@ -1,0 +1,1 @@
+"""The HTTP server: routes, the event stream, authentication and static files."""

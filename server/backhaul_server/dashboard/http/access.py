@@ -1,0 +1,161 @@
+"""Who may look at the dashboard, and what browsers may do with its answers.
+
+NOTE [Visitors]
+1. With a token every path needs it, but `OPEN` ones: as a bearer credential, or once in the login form, for a cookie.
+2. Without one the dashboard listens on this machine alone. A page of another site could still reach it through a name
+   that its owner points here, so then a request must name the dashboard as this machine does.
+3. A right token is never kept waiting, whatever wrong ones arrive. What keeps guesses out is a token's length.
+"""
+
+import asyncio
+import ipaddress
+import re
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from backhaul_runtime.process.credentials import is_token, shows
+from backhaul_server.dashboard.http.login_form import FormError, login_page, posted_token
+from backhaul_server.dashboard.http.logins import LASTS_S, Logins
+
+COOKIE = "backhaul_login"
+OPEN = frozenset({"/healthz", "/readyz"})
+OPEN_FOLDER = "/static/"
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+"""Of every answer."""
+
+FAILED_S = 1.0
+"""How long a wrong token in the form waits for its answer."""
+
+_MOST_WAITING = 100
+_HOST = re.compile(r"(?P<name>\[[^\]]+\]|[^:\[\]]+)(:\d*)?")
+_STRANGE_HOST = "without --token-file this dashboard answers to localhost and to IP addresses, and to no other name"
+_CHALLENGE = {"WWW-Authenticate": "Bearer"}
+
+
+class Access:
+    """Middleware around the dashboard's application: asks for the token, if there is one.
+
+    Args:
+        app: What answers those who may look.
+        token: What visitors must show, None for nothing.
+        host: Where the dashboard listens, by which it may be called besides localhost and any IP address.
+    """
+
+    def __init__(self, app: ASGIApp, token: str | None, host: str = "") -> None:
+        self._app = app
+        self._token = token
+        self._names = {"localhost", host.lower()}
+        self._logins = Logins()
+        self._waiting = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on, or answers it."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})  # nothing here speaks it
+            return
+        request = Request(scope, receive)
+        answer = await self._answer(request, self._token) if self._token is not None else self._check_host(request)
+        may_be_kept = self._token is None or scope["path"].startswith(OPEN_FOLDER)
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers.update(HEADERS)
+                if not may_be_kept:
+                    headers["Cache-Control"] = "no-store"
+            await send(message)
+
+        await (answer or self._app)(scope, receive, send_with_headers)
+
+    async def _answer(self, request: Request, token: str) -> Response | None:
+        """What stands between a visitor and the application, None if nothing does (Rule 1)."""
+        path = request.scope["path"]
+        if path == "/login":
+            return await self._login(request, token)
+        if path == "/logout":
+            return self._logout(request)
+        if path in OPEN or path.startswith(OPEN_FOLDER):
+            return None
+        authorizations = request.headers.getlist("authorization")
+        if authorizations:
+            if shows(authorizations, token):
+                return None
+        elif request.cookies.get(COOKIE) in self._logins:
+            return None
+        elif request.method in {"GET", "HEAD"} and "text/html" in request.headers.get("accept", ""):
+            return RedirectResponse("/login", 303)
+        return JSONResponse({"detail": "this dashboard wants its token, as a bearer credential"}, 401, _CHALLENGE)
+
+    async def _login(self, request: Request, token: str) -> Response:
+        if request.method in {"GET", "HEAD"}:
+            return login_page()
+        if request.method != "POST":
+            return _wrong_method("GET, HEAD, POST")
+        try:
+            shown = await posted_token(request)
+        except FormError as error:
+            return login_page(error.message, error.status)
+        if not is_token(shown, token):
+            await self._keep_waiting()
+            page = login_page("That is not this dashboard's token.", 401)
+            page.headers.update(_CHALLENGE)
+            return page
+        answer = RedirectResponse("/", 303)  # and nowhere else, whatever the request says
+        _set_cookie(answer, request, self._logins.open(), LASTS_S)
+        return answer
+
+    def _logout(self, request: Request) -> Response:
+        if request.method != "POST":
+            return _wrong_method("POST")
+        answer = RedirectResponse("/login", 303)
+        name = request.cookies.get(COOKIE)
+        if name is not None:  # a form on another site sends none, and logs nobody out
+            self._logins.close(name)
+            _set_cookie(answer, request, "", 0)
+        return answer
+
+    async def _keep_waiting(self) -> None:
+        """Slows guesses down, with nothing that fills up and keeps others out (Rule 3)."""
+        if self._waiting >= _MOST_WAITING:
+            return
+        self._waiting += 1
+        try:
+            await asyncio.sleep(FAILED_S)
+        finally:
+            self._waiting -= 1
+
+    def _check_host(self, request: Request) -> Response | None:
+        """Refuses a request that names the dashboard as only a stranger would (Rule 2)."""
+        match = _HOST.fullmatch(request.headers.get("host", ""))
+        name = match["name"].lower() if match else ""
+        if name and (name in self._names or _is_ip_address(name.strip("[]"))):
+            return None
+        return PlainTextResponse(f"{_STRANGE_HOST}\n", 400)
+
+
+def _set_cookie(answer: Response, request: Request, name: str, lasts_s: int) -> None:
+    """For this dashboard's own pages, out of reach of scripts."""
+    secure = request.url.scheme == "https"
+    answer.set_cookie(COOKIE, name, lasts_s, path="/", secure=secure, httponly=True, samesite="strict")
+
+
+def _wrong_method(allowed: str) -> Response:
+    return PlainTextResponse("Method Not Allowed\n", 405, {"Allow": allowed})
+
+
+def _is_ip_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,345 @@
+"""The routes of /api/v1. Each reads; none changes anything."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI, HTTPException, Path, Query, Response
+from fastapi.responses import StreamingResponse
+from fastapi.sse import EventSourceResponse, ServerSentEvent
+from pydantic import BaseModel
+
+from backhaul_server.dashboard.collect.durations import KEPT_S as KEPT_DURATIONS_S
+from backhaul_server.dashboard.collect.runs import TrainerRun
+from backhaul_server.dashboard.collect.segments import Column, Row, SegmentTable, as_csv, reasons_of, select
+from backhaul_server.dashboard.collect.watch import Watch
+from backhaul_server.dashboard.collect.watched import KEPT_S, Watched
+from backhaul_server.dashboard.history.archive import Archive
+from backhaul_server.dashboard.http.feed import MOST_LISTENERS, Feed
+from backhaul_server.dashboard.metrics.alerts import Alerts
+from backhaul_server.dashboard.views import schemas
+from backhaul_server.dashboard.views.latency import latency
+from backhaul_server.dashboard.views.memory import memory_history
+from backhaul_server.dashboard.views.overview import overview
+from backhaul_server.dashboard.views.steps import run_series
+from backhaul_server.dashboard.views.timeline import last_steps, timeline
+from backhaul_server.dashboard.views.trace import chrome_trace, file_name
+
+_TOLD_LATELY_S = 60.0
+_RETRY_FULL_S = 10
+_RUN = "9f86d081884c7d65"
+_CSV = "run,segment,calls,up_bytes,…\r\n9f86d081884c7d65,Block #3,1043,5577572352,…\r\n"
+_EVENT = f"event: live\ndata: {json.dumps(schemas.example_of(schemas.Live))}\nretry: 1000\n\n"
+_TRACE = {
+    "baseTimeNanoseconds": 1_759_300_074_000_000_000,
+    "displayTimeUnit": "ms",
+    "traceEvents": [
+        {"ph": "M", "name": "thread_name", "pid": 5_000_001, "tid": 500_000, "args": {"name": "backward"}},
+        {
+            "ph": "X",
+            "cat": "backhaul",
+            "name": "Block #3",
+            "pid": 5_000_001,
+            "tid": 500_000,
+            "ts": 4_469_523_712_250,
+            "dur": 62_500,
+            "args": {"step": 1_043, "decision": "gradients", "worker": "127.0.0.1:50051"},
+        },
+    ],
+}
+
+OneRun = Annotated[
+    str,
+    Query(
+        alias="run",
+        max_length=64,
+        description="A run's id; the one that began last where none is given",
+        examples=[_RUN],
+    ),
+]
+AnyRun = Annotated[
+    str, Query(alias="run", max_length=64, description="A run's id; all runs where none is given", examples=[_RUN])
+]
+Steps = Annotated[int, Query(ge=1, le=20, description="How many of the last ones", examples=[3])]
+Filter = Annotated[
+    str,
+    Query(
+        alias="filter",
+        max_length=200,
+        description="Text in the segment, decision, any of the reasons or worker",
+        examples=["Block"],
+    ),
+]
+Reason = Annotated[
+    str,
+    Query(
+        max_length=300,
+        description="A reason that calls of the segment had, word for word",
+        examples=["the worker is gone"],
+    ),
+]
+Sort = Annotated[Column, Query(description="The column to sort by", examples=["wait_ms"])]
+Descending = Annotated[bool, Query(description="Largest first", examples=[True])]
+
+
+class CsvResponse(StreamingResponse):
+    """Lines as they come."""
+
+    media_type = "text/csv"
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What routes answer from."""
+
+    watch: Watch
+    alerts: Alerts
+    history: Archive
+
+    def overview(self) -> schemas.Overview:
+        """The headline now."""
+        return overview(self.watch, time.time(), self.history.error)
+
+    def workers(self) -> list[schemas.Worker]:
+        """All workers, in the order of the command line."""
+        return [worker.shown() for worker in self.watch.workers]
+
+    def sessions(self) -> list[schemas.Session]:
+        """Of all workers that answer."""
+        return [session for worker in self.watch.workers for session in worker.shown_sessions()]
+
+    def live(self) -> schemas.Live:
+        """An event of the stream."""
+        now_s, newest = time.time(), self.watch.trainers.newest()
+        told = [run for run in self.watch.trainers if run is newest or now_s - run.heard_at_s <= _TOLD_LATELY_S]
+        return schemas.Live(
+            overview=self.overview(),
+            workers=self.workers(),
+            sessions=self.sessions(),
+            alerts=self.alerts.evaluate(now_s),
+            runs=[run.shown(now_s) for run in told],
+        )
+
+    def run(self, name: str) -> TrainerRun:
+        """Raises 404 for one that is not known."""
+        found = self.watch.trainers.find(name)
+        if found is None:
+            raise HTTPException(404, f'no run "{name}" has been heard of since the dashboard began: see /api/v1/runs')
+        return found
+
+    def run_or_newest(self, name: str) -> TrainerRun | None:
+        """The run of that name, without one the run that began last."""
+        return self.run(name) if name else self.watch.trainers.newest()
+
+    def tables(self, name: str) -> list[SegmentTable]:
+        """Of the run of that name, without one of all runs."""
+        runs = [self.run(name)] if name else list(self.watch.trainers)
+        return [run.detail.segments for run in runs if run.detail is not None]
+
+    def worker(self, address: str) -> Watched:
+        """Raises 404 for one that is not watched."""
+        for worker in self.watch.workers:
+            if worker.address.text == address:
+                return worker
+        raise HTTPException(404, f'no worker "{address}" is watched: see /api/v1/workers')
+
+
+def add_routes(app: FastAPI, sources: Sources, feed: Feed) -> None:
+    """Adds all of /api/v1."""
+
+    async def seat() -> AsyncIterator[None]:
+        if feed.is_full:
+            detail = f"{MOST_LISTENERS} pages follow this stream already: close some, or ask /api/v1/overview"
+            raise HTTPException(503, detail, {"Retry-After": str(_RETRY_FULL_S)})
+        with feed.joined():
+            yield
+
+    @app.get(
+        "/api/v1/live",
+        response_class=EventSourceResponse,
+        tags=["now"],
+        dependencies=[Depends(seat)],
+        responses={**_shows_text(_EVENT, "text/event-stream"), **_FULL},
+    )
+    async def live() -> AsyncIterator[ServerSentEvent]:
+        """Everything that is shown at a glance, once a second, the first at once: events named "live", each a Live."""
+        async for event in feed.listen():
+            yield event
+
+    @app.get("/api/v1/overview", tags=["now"], responses=_shows(schemas.Overview))
+    async def headline() -> schemas.Overview:
+        """Workers, sessions, steps, bytes saved, time added, fallbacks."""
+        return sources.overview()
+
+    @app.get("/api/v1/workers", tags=["now"], responses=_shows_many(schemas.Worker))
+    async def workers() -> list[schemas.Worker]:
+        """Every worker as it was last seen."""
+        return sources.workers()
+
+    @app.get("/api/v1/sessions", tags=["now"], responses=_shows_many(schemas.Session))
+    async def sessions() -> list[schemas.Session]:
+        """Every session of every worker that answers."""
+        return sources.sessions()
+
+    @app.get("/api/v1/alerts", tags=["now"], responses=_shows_many(schemas.Alert))
+    async def alerts() -> list[schemas.Alert]:
+        """What should be looked at, critical first."""
+        return sources.alerts.evaluate(time.time())
+
+    @app.get("/api/v1/memory", tags=["memory and latency"], responses=_shows(schemas.MemoryHistory))
+    async def memory(
+        seconds: Annotated[int, Query(ge=10, le=KEPT_S, description="How far back", examples=[600])] = 600,
+        points: Annotated[int, Query(ge=10, le=1_000, description="At most, of each series", examples=[300])] = 300,
+    ) -> schemas.MemoryHistory:
+        """Bytes by tier of every worker, and by run, over time."""
+        return memory_history(sources.watch, time.time(), seconds, points)
+
+    @app.get("/api/v1/latency", tags=["memory and latency"], responses={**_shows(schemas.Latency), **_MISSING})
+    async def latencies(
+        run: AnyRun = "",
+        seconds: Annotated[int, Query(ge=10, le=KEPT_DURATIONS_S, description="How far back", examples=[300])] = 300,
+        worker: Annotated[
+            str, Query(description="Its address; all workers without", examples=["127.0.0.1:50051"])
+        ] = "",
+        method: Annotated[str, Query(description="That the heat map is of", examples=["Backward"])] = "",
+    ) -> schemas.Latency:
+        """Percentiles by RPC, a heat map of durations, and the phases of segments by step."""
+        calls = sources.worker(worker).durations.tally if worker else sources.watch.calls
+        runs = [sources.run(run)] if run else [each for each in sources.watch.trainers if each.detail is not None]
+        return latency(calls, runs, time.time(), seconds, method)
+
+    @app.get("/api/v1/timeline", tags=["steps and segments"], responses={**_shows(schemas.Timeline), **_MISSING})
+    async def last(run: OneRun = "", steps: Steps = 3) -> schemas.Timeline:
+        """The last steps as lanes of bars; bars of one row never overlap."""
+        return timeline(sources.run_or_newest(run), steps)
+
+    @app.get("/api/v1/timeline/trace", tags=["steps and segments"], responses={**_shows_json(_TRACE), **_MISSING})
+    async def trace(
+        run: OneRun = "",
+        steps: Steps = 3,
+        base_ns: Annotated[
+            int | None,
+            Query(
+                ge=0,
+                lt=2**63,
+                description="baseTimeNanoseconds of the torch.profiler trace to merge with, where it is not the same",
+                examples=[1_759_300_074_000_000_000],
+            ),
+        ] = None,
+    ) -> Response:
+        """The same as a file for Perfetto or chrome://tracing. Its traceEvents may join those of torch.profiler's."""
+        found = sources.run_or_newest(run)
+        if found is None:
+            raise HTTPException(404, "no trainer has told of a step yet: train with a session on one of the workers")
+        shown = last_steps(found, steps)
+        return Response(
+            json.dumps(chrome_trace(shown, base_ns)),
+            media_type="application/json",
+            headers={"Content-Disposition": f'attachment; filename="{file_name(shown)}"'},
+        )
+
+    @app.get("/api/v1/segments", tags=["steps and segments"], responses={**_shows(schemas.Segments), **_MISSING})
+    async def segments(
+        run: AnyRun = "",
+        text: Filter = "",
+        reason: Reason = "",
+        sort: Sort = "segment",
+        descending: Descending = False,
+        offset: Annotated[int, Query(ge=0, lt=2**31, description="Rows to leave out", examples=[0])] = 0,
+        limit: Annotated[int, Query(ge=1, le=1_000, description="Rows at most", examples=[100])] = 100,
+    ) -> schemas.Segments:
+        """What each segment costs, where it is recomputed, and why there."""
+        tables = sources.tables(run)
+        rows = select(tables, text, sort, descending=descending, reason=reason)
+        return schemas.Segments(
+            at_s=time.time(),
+            total=len(rows),
+            rows=[row.shown() for row in rows[offset : offset + limit]],
+            reasons=reasons_of(tables),
+        )
+
+    @app.get(
+        "/api/v1/segments.csv",
+        response_class=CsvResponse,
+        tags=["steps and segments"],
+        responses={**_shows_text(_CSV, "text/csv"), **_MISSING},
+    )
+    async def segments_csv(
+        run: AnyRun = "",
+        text: Filter = "",
+        reason: Reason = "",
+        sort: Sort = "segment",
+        descending: Descending = False,
+    ) -> CsvResponse:
+        """All rows of the same table, for spreadsheets."""
+        rows = select(sources.tables(run), text, sort, descending=descending, reason=reason)
+        name = f"backhaul-segments-{run}.csv" if run else "backhaul-segments.csv"
+        headers = {"Content-Disposition": f'attachment; filename="{name}"'}
+        return CsvResponse(_lines(rows), headers=headers)
+
+    @app.get("/api/v1/runs", tags=["runs"], responses=_shows_many(schemas.Run))
+    async def runs(
+        limit: Annotated[int, Query(ge=1, le=1_000, description="Runs at most", examples=[100])] = 100,
+    ) -> list[schemas.Run]:
+        """Runs heard of since the dashboard began and those that history keeps, newest first."""
+        kept = {run.run: run for run in await sources.history.runs(limit)}
+        now_s = time.time()
+        for run in sources.watch.trainers:
+            kept[run.id] = _with_history(run.shown(now_s), kept.get(run.id))
+        return sorted(kept.values(), key=lambda run: run.started_at_s, reverse=True)[:limit]
+
+    @app.get("/api/v1/runs/{run}/steps", tags=["runs"], responses={**_shows(schemas.RunSeries), **_MISSING})
+    async def steps(
+        run: Annotated[str, Path(max_length=64, description="A run's id", examples=[_RUN])],
+        points: Annotated[int, Query(ge=1, le=10_000, description="At most", examples=[400])] = 400,
+    ) -> schemas.RunSeries:
+        """A run's steps over time: what they took, the trainer's peak, bytes moved, loss."""
+        kept = None if sources.history.error else await sources.history.series(run, points)
+        return kept or run_series(sources.run(run), points)
+
+
+async def _lines(rows: list[Row]) -> AsyncIterator[str]:
+    for part in as_csv(rows):
+        yield part
+        await asyncio.sleep(0)  # others want their turn
+
+
+def _with_history(run: schemas.Run, kept: schemas.Run | None) -> schemas.Run:
+    """A run that history knows from before this process began has more steps there."""
+    if kept is None:
+        return run
+    sums = ("steps", "last_step", "peak_bytes", "up_bytes", "down_bytes", "fallbacks")
+    return run.model_copy(update={name: max(getattr(run, name), getattr(kept, name)) for name in sums})
+
+
+def _shows_json(example: object) -> dict[int | str, dict[str, Any]]:
+    return {200: {"content": {"application/json": {"example": example}}}}
+
+
+def _shows_text(example: str, media_type: str) -> dict[int | str, dict[str, Any]]:
+    return {200: {"content": {media_type: {"example": example}}}}
+
+
+def _shows(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    return _shows_json(schemas.example_of(model))
+
+
+def _shows_many(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    return _shows_json([schemas.example_of(model)])
+
+
+_MISSING: dict[int | str, dict[str, Any]] = {
+    404: {
+        "description": "A run or worker that is not known",
+        "content": {"application/json": {"example": {"detail": 'no worker "a:1" is watched: see /api/v1/workers'}}},
+    }
+}
+_FULL: dict[int | str, dict[str, Any]] = {
+    503: {
+        "description": "Too many listen already",
+        "content": {"application/json": {"example": {"detail": f"{MOST_LISTENERS} pages follow this stream already"}}},
+    }
+}

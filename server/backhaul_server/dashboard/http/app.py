@@ -1,0 +1,146 @@
+"""The dashboard's HTTP side: a page, /api/v1, /metrics, /healthz, /readyz. Read-only."""
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Response
+from fastapi.responses import FileResponse, PlainTextResponse
+from fastapi.staticfiles import StaticFiles
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.types import ASGIApp
+
+from backhaul_runtime.process.addresses import Address
+from backhaul_runtime.version import version
+from backhaul_server.dashboard.collect.watch import Watch
+from backhaul_server.dashboard.history.archive import Archive, NoArchive
+from backhaul_server.dashboard.http.access import Access
+from backhaul_server.dashboard.http.api import Sources, add_routes
+from backhaul_server.dashboard.http.feed import Feed
+from backhaul_server.dashboard.http.serving import Server
+from backhaul_server.dashboard.metrics.alerts import Alerts
+from backhaul_server.dashboard.metrics.exposition import Collected, exposition
+
+logger = logging.getLogger("backhaul.dashboard")
+
+STATIC = Path(__file__).parents[1] / "static"
+_FRESH = {"Cache-Control": "no-cache"}
+_READING = ["GET", "HEAD"]
+_ALERTS_S = 1.0
+_GZIP_BYTES = 1_000
+_GZIP_LEVEL = 4  # of JSON a sixth is left, as with the slowest, in a third of the time
+
+
+class FreshFiles(StaticFiles):
+    """Files that browsers ask about before they show what they kept: another version's script fits no page."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        """With what makes them ask."""
+        response = super().file_response(*args, **kwargs)
+        response.headers.update(_FRESH)
+        return response
+
+
+def create_app(
+    addresses: Sequence[Address],
+    tokens: Sequence[str | None] = (None,),
+    token: str | None = None,
+    host: str = "",
+    history: Archive | None = None,
+) -> FastAPI:
+    """The application; it watches the workers while it runs.
+
+    Args:
+        addresses: Of the workers.
+        tokens: What to show them, None for nothing: one for all, or one each in the order of addresses.
+        token: What visitors must show, None for nothing.
+        host: Where it listens.
+        history: Where reports are kept, nowhere if None.
+
+    Returns:
+        With the feed of /api/v1/live as `state.feed`: streams end once that is closed.
+    """
+    history = history or NoArchive()
+    watch = Watch(addresses, tokens, history.put)
+    alerts = Alerts(watch)
+    sources = Sources(watch, alerts, history)
+    feed = Feed(sources.live)
+
+    async def look() -> None:
+        while True:
+            try:
+                alerts.evaluate(time.time())
+            except Exception:  # the next second may be better
+                logger.exception("alerts could not be told")
+            await asyncio.sleep(_ALERTS_S)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        history.start()
+        tasks = [asyncio.create_task(each) for each in (watch.run(), look(), feed.run())]
+        yield
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            with suppress(asyncio.CancelledError):
+                await task
+        await asyncio.to_thread(history.stop)
+
+    app = FastAPI(
+        title="Backhaul",
+        version=version(),
+        description="Where memory and time of Backhaul's workers and trainers go. Nothing here changes anything.",
+        lifespan=lifespan,
+        openapi_url="/api/v1/openapi.json",
+        docs_url=None,  # these load from a CDN
+        redoc_url=None,
+    )
+    app.state.feed = feed
+    app.add_middleware(GZipMiddleware, minimum_size=_GZIP_BYTES, compresslevel=_GZIP_LEVEL)
+
+    def access(inner: ASGIApp) -> Access:
+        return Access(inner, token, host)
+
+    app.add_middleware(access)  # by a function: the application shows arguments of its middleware
+    add_routes(app, sources, feed)
+
+    @app.api_route("/metrics", methods=_READING, include_in_schema=False)
+    async def metrics() -> Response:
+        text = await asyncio.to_thread(exposition, Collected(watch))
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    @app.api_route("/healthz", methods=_READING, include_in_schema=False)
+    async def healthz() -> PlainTextResponse:
+        return PlainTextResponse("ok\n")
+
+    @app.api_route("/readyz", methods=_READING, include_in_schema=False)
+    async def readyz() -> PlainTextResponse:
+        waiting = [worker.address.text for worker in watch.workers if not worker.was_asked]
+        if waiting:
+            return PlainTextResponse(f"no answer yet, nor a failure, of {', '.join(waiting)}\n", 503)
+        return PlainTextResponse("ok\n")
+
+    @app.api_route("/", methods=_READING, include_in_schema=False)
+    async def page() -> FileResponse:
+        return FileResponse(STATIC / "index.html", headers=_FRESH)
+
+    @app.api_route("/api", methods=_READING, include_in_schema=False)
+    async def api_page() -> FileResponse:
+        return FileResponse(STATIC / "api.html", headers=_FRESH)
+
+    app.mount("/static", FreshFiles(directory=STATIC))
+    return app
+
+
+def serve(app: FastAPI, listener: socket.socket) -> None:
+    """Serves what `create_app` made on a bound socket until SIGTERM or SIGINT, and ends within a second of it."""
+    # What asyncio does for sockets of its own making: without it every answer waits 40 ms for the client's word that
+    # the header has come.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    Server(app, app.state.feed).run(sockets=[listener])

@@ -1,0 +1,69 @@
+"""An HTTP server that ends within a second, whoever still listens."""
+
+import asyncio
+import socket
+import time
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from backhaul_server.dashboard.http.feed import Feed
+
+STUCK_S = 10.0
+"""A connection whose client reads nothing of what waits for it for so long is closed."""
+
+_GRACE_S = 0.4
+_TICKS_PER_S = 10
+
+
+class Server(uvicorn.Server):
+    """Runs an application until SIGTERM or SIGINT.
+
+    Uvicorn waits for open answers to end, and an event stream never does. So this closes the feed first, and a moment
+    later the connections of clients that have not read their answers. While the server runs it closes the connections
+    of clients that stop reading, because what they do not read stays in memory.
+    """
+
+    def __init__(self, app: ASGIApp, feed: Feed) -> None:
+        # No log_config: what uvicorn logs goes where all else does.
+        super().__init__(
+            uvicorn.Config(app, log_config=None, log_level="warning", access_log=False, ws="none", lifespan="on")
+        )
+        self._feed = feed
+        self._waiting: dict[asyncio.Transport, tuple[int, float]] = {}
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn ten times a second while it serves."""
+        if counter % _TICKS_PER_S == 0:
+            self._cut_stuck(time.monotonic())
+        return await super().on_tick(counter)
+
+    def _cut_stuck(self, now_s: float) -> None:
+        """Closes connections whose clients do not read.
+
+        An application adds nothing to a buffer that is full, so a buffer that became smaller is one that is read.
+        """
+        before, self._waiting = self._waiting, {}
+        for connection in list(self.server_state.connections):
+            transport = connection.transport
+            if transport is None or not (waiting_bytes := transport.get_write_buffer_size()):
+                continue
+            had_bytes, since_s = before.get(transport, (0, now_s))
+            if waiting_bytes < had_bytes:
+                since_s = now_s
+            if now_s - since_s >= STUCK_S:
+                transport.abort()
+            else:
+                self._waiting[transport] = waiting_bytes, since_s
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Called by uvicorn once it was told to end."""
+        await self._feed.close()
+        cut = asyncio.get_running_loop().call_later(_GRACE_S, self._cut)
+        await super().shutdown(sockets)
+        cut.cancel()
+
+    def _cut(self) -> None:
+        for connection in list(self.server_state.connections):
+            if (transport := connection.transport) is not None:
+                transport.abort()

@@ -1,0 +1,46 @@
+"""/metrics in the form Prometheus reads."""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from backhaul_server.dashboard.metrics.definitions import BUCKETS_S, METRICS, Histogram, MetricDefinition
+from backhaul_server.dashboard.metrics.sources import Source
+
+
+class Collected(Collector):
+    """All metrics when it was made: another thread may write it while what it was read from changes."""
+
+    def __init__(self, source: Source) -> None:
+        self._families = [_family(definition, source) for definition in METRICS]
+
+    def collect(self) -> Iterator[Metric]:
+        """As prometheus_client asks for them."""
+        return iter(self._families)
+
+
+def _family(definition: MetricDefinition, source: Source) -> Metric:
+    name, text, labels = definition.name, definition.help, definition.labels
+    samples = definition.read(source)
+    if definition.kind == "histogram":
+        durations = HistogramMetricFamily(name, text, labels=labels)
+        for values, found in samples:
+            assert isinstance(found, Histogram)
+            buckets = [(str(bound), count) for bound, count in zip(BUCKETS_S, found.counts, strict=True)]
+            durations.add_metric(values, [*buckets, ("+Inf", found.calls)], found.sum_s)
+        return durations
+    kind = CounterMetricFamily if definition.kind == "counter" else GaugeMetricFamily
+    numbers: CounterMetricFamily | GaugeMetricFamily = kind(name, text, labels=labels)
+    for values, found in samples:
+        assert not isinstance(found, Histogram)
+        numbers.add_metric(values, found)
+    return numbers
+
+
+def exposition(collected: Collected) -> bytes:
+    """As text. For 50 workers a megabyte, which takes two thirds of the time."""
+    registry = CollectorRegistry()
+    registry.register(collected)
+    return generate_latest(registry)

@@ -1,0 +1,1 @@
+"""What the API and `backhaul top` show, computed from the collected records on request."""

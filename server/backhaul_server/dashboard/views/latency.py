@@ -1,0 +1,74 @@
+"""How long RPCs took, as workers count them, and the phases of segments, as trainers tell them."""
+
+from collections.abc import Iterable
+from math import ceil
+
+from backhaul_proto.v1 import telemetry_pb2
+from backhaul_runtime.wire.telemetry import BOUNDS_S
+from backhaul_server.dashboard.collect.durations import Counted, Tally
+from backhaul_server.dashboard.collect.runs import TrainerRun
+from backhaul_server.dashboard.views import schemas
+
+_COLUMNS = 100
+_MERGED = 4  # buckets that are one row, which ends at twice the one before
+_OWN_METHOD = "GetTelemetry"
+
+
+def latency(calls: Tally, runs: Iterable[TrainerRun], now_s: float, seconds: int, method: str) -> schemas.Latency:
+    """Of those calls and runs. The heat map is of one method, or of all but the one this process calls itself."""
+    found = calls.counted(now_s - seconds)
+    return schemas.Latency(
+        window_s=seconds,
+        rpcs=[_rpc(name, counted) for name, counted in sorted(found.items()) if counted.calls or counted.errors],
+        heat=_heat(calls, now_s, seconds, method),
+        phases=[_phases(run) for run in runs],
+    )
+
+
+def _rpc(method: str, counted: Counted) -> schemas.Rpc:
+    p50_ms, p90_ms, p99_ms = (
+        None if (found := counted.percentile(share)) is None else round(1e3 * found, 3) for share in (0.5, 0.9, 0.99)
+    )
+    return schemas.Rpc(
+        method=method, calls=counted.calls, errors=counted.errors, p50_ms=p50_ms, p90_ms=p90_ms, p99_ms=p99_ms
+    )
+
+
+def _heat(calls: Tally, now_s: float, seconds: int, method: str) -> schemas.Heat:
+    interval_s = max(1, ceil(seconds / _COLUMNS))
+    first = int((now_s - seconds) // interval_s) + 1  # columns stay where they are as time goes on
+    columns = int(now_s // interval_s) - first + 1
+    bounds_s = BOUNDS_S[_MERGED - 1 :: _MERGED]
+    counts = [[0] * (len(bounds_s) + 1) for _ in range(columns)]
+    row_of = [bucket // _MERGED for bucket in range(len(BOUNDS_S) + 1)]
+    calls.fill(
+        counts,
+        lambda second: max(0, min(columns - 1, second // interval_s - first)),
+        row_of,
+        first * interval_s,
+        lambda name: name == method if method else name != _OWN_METHOD,
+    )
+    return schemas.Heat(
+        at_s=[float((first + column) * interval_s) for column in range(columns)],
+        interval_s=interval_s,
+        bounds_ms=[round(1e3 * bound, 4) for bound in bounds_s],
+        counts=counts,
+    )
+
+
+def _phases(run: TrainerRun) -> schemas.Phases:
+    told = [(number, each.lanes_s) for number, each in sorted(run.told.items()) if each.step is not None]
+
+    def lane_ms(lane: telemetry_pb2.Lane.ValueType) -> list[float]:
+        return [round(1e3 * lanes_s[lane], 3) for _, lanes_s in told]
+
+    return schemas.Phases(
+        run=run.id,
+        step=[number for number, _ in told],
+        upload_ms=lane_ms(telemetry_pb2.LANE_UPLOAD),
+        queue_ms=lane_ms(telemetry_pb2.LANE_QUEUE),
+        recompute_ms=lane_ms(telemetry_pb2.LANE_RECOMPUTE),
+        backward_ms=lane_ms(telemetry_pb2.LANE_BACKWARD),
+        download_ms=lane_ms(telemetry_pb2.LANE_DOWNLOAD),
+        wait_ms=lane_ms(telemetry_pb2.LANE_WAIT),
+    )

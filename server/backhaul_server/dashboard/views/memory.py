@@ -1,0 +1,72 @@
+"""Memory over the last minutes, thinned out so that a page can draw it."""
+
+from collections.abc import Sequence
+from math import ceil
+
+from backhaul_server.dashboard.collect.held_memory import HeldByRun
+from backhaul_server.dashboard.collect.series import Series
+from backhaul_server.dashboard.collect.watch import Watch
+from backhaul_server.dashboard.collect.watched import Growth, Watched
+from backhaul_server.dashboard.views import schemas
+
+
+def memory_history(watch: Watch, now_s: float, seconds: int, points: int) -> schemas.MemoryHistory:
+    """Of all workers and of all runs with a session in the window."""
+    since_s = now_s - seconds
+    width_s = max(1, ceil(seconds / points))
+    runs = [_run(held, since_s, width_s) for held in watch.held if held.series.at_s[-1] >= since_s]
+    return schemas.MemoryHistory(workers=[_worker(worker, since_s, width_s) for worker in watch.workers], runs=runs)
+
+
+def _worker(worker: Watched, since_s: float, width_s: int) -> schemas.TierHistory:
+    series = worker.memory
+    kept = _thin(series, since_s, width_s)
+    segment, cached, working, result = ([int(column[index]) for index in kept] for column in series.columns)
+    return schemas.TierHistory(
+        worker=worker.address.text,
+        budget_bytes=worker.budget_bytes,
+        at_s=[series.at_s[index] for index in kept],
+        segment_bytes=segment,
+        cached_bytes=cached,
+        working_bytes=working,
+        result_bytes=result,
+        marks=_marks([growth for growth in worker.growths if growth.at_s >= since_s], width_s),
+    )
+
+
+def _run(held: HeldByRun, since_s: float, width_s: int) -> schemas.HeldHistory:
+    series = held.series
+    kept = _thin(series, since_s, width_s)
+    held_bytes, peak, saved = ([int(column[index]) for index in kept] for column in series.columns)
+    return schemas.HeldHistory(
+        run=held.run,
+        trainer=held.trainer,
+        budget_bytes=held.budget_bytes,
+        at_s=[series.at_s[index] for index in kept],
+        held_bytes=held_bytes,
+        trainer_peak_bytes=peak,
+        saved_bytes=saved,
+    )
+
+
+def _thin(series: Series, since_s: float, width_s: int) -> list[int]:
+    """Of the rows in each piece of time the one with the largest sum. Pieces stay where they are as time goes on."""
+    best: dict[int, tuple[float, int]] = {}
+    for index in range(series.since(since_s), len(series.at_s)):
+        piece = int(series.at_s[index] // width_s)
+        total = sum(column[index] for column in series.columns)
+        if piece not in best or total >= best[piece][0]:
+            best[piece] = (total, index)
+    return [index for _, index in best.values()]
+
+
+def _marks(growths: Sequence[Growth], width_s: int) -> list[schemas.Mark]:
+    """One for each kind and piece of time."""
+    marks: dict[tuple[int, str], schemas.Mark] = {}
+    for growth in growths:
+        key = (int(growth.at_s // width_s), growth.kind)
+        if key in marks:
+            marks[key].count += growth.count
+        else:
+            marks[key] = schemas.Mark(at_s=growth.at_s, kind=growth.kind, count=growth.count)
+    return list(marks.values())

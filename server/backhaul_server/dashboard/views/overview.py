@@ -1,0 +1,63 @@
+"""The headline."""
+
+from backhaul_server.dashboard.collect.runs import TrainerRun
+from backhaul_server.dashboard.collect.series import LARGEST
+from backhaul_server.dashboard.collect.totals import WINDOW_S, Sums
+from backhaul_server.dashboard.collect.watch import Watch
+from backhaul_server.dashboard.views import schemas
+
+_STEPS_WINDOW_S = 30.0
+_COST_WINDOW_S = 60.0
+
+
+def overview(watch: Watch, now_s: float, history_error: str) -> schemas.Overview:
+    """The headline numbers of all workers and runs together. A value that is not known now is None."""
+    runs = list(watch.trainers)
+    running = [run for run in runs if run.state(now_s) == "running"]
+    cost = Sums.of_all(run.recent.since(now_s - _COST_WINDOW_S) for run in runs)
+    recent = Sums.of_all(run.recent.since(now_s - WINDOW_S) for run in runs)
+    recomputed = recent.remote + recent.on_trainer
+    is_answered = any(worker.state != "unreachable" for worker in watch.workers)
+
+    def per_step_ms(seconds: float) -> float | None:
+        return 1e3 * seconds / cost.steps if cost.steps else None
+
+    return schemas.Overview(
+        at_s=now_s,
+        workers=len(watch.workers),
+        healthy_workers=sum(worker.is_healthy(now_s) for worker in watch.workers),
+        heard_at_s=max((worker.answered_at_s for worker in watch.workers), default=0.0) or None,
+        stepped_at_s=max((run.stepped_at_s for run in runs), default=0.0) or None,
+        sessions=_sessions(watch) if is_answered else None,
+        steps_per_s=sum(_steps_per_s(run, now_s) for run in runs) if is_answered else None,
+        saved_bytes=min(LARGEST, sum(run.last_step.saved_bytes for run in running)) if running else None,
+        peak_saved_bytes=min(LARGEST, sum(run.last_step.peak_saved_bytes for run in running)) if running else None,
+        added_ms_per_step=per_step_ms(cost.wait_s + cost.overhead_s - cost.spared_s),
+        wait_ms_per_step=per_step_ms(cost.wait_s),
+        overhead_ms_per_step=per_step_ms(cost.overhead_s),
+        spared_ms_per_step=per_step_ms(cost.spared_s),
+        remote_share=recent.remote / recomputed if recomputed else None,
+        fallbacks=int(recent.fallbacks) if is_answered else None,
+        dropped_reports=min(LARGEST, sum(run.dropped for run in runs)),
+        history=history_error,
+    )
+
+
+def _sessions(watch: Watch) -> int:
+    """A trainer's sessions on several workers are one run; what names no run counts for itself."""
+    named, nameless = set(), 0
+    for worker in watch.workers:
+        for session in worker.sessions():
+            if session.run:
+                named.add(session.run)
+            else:
+                nameless += 1
+    return len(named) + nameless
+
+
+def _steps_per_s(run: TrainerRun, now_s: float) -> float:
+    """Over the last 30 seconds, or since the run's first step where that is less ago."""
+    if run.steps == 0:
+        return 0.0
+    window_s = min(_STEPS_WINDOW_S, max(1.0, now_s - run.first_step_at_s))
+    return run.recent.since(now_s - window_s).steps / window_s

@@ -1,0 +1,196 @@
+"""The last steps of a run as lanes of bars."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from backhaul_proto.v1 import telemetry_pb2
+from backhaul_server.dashboard.collect.intervals import Interval, common, length, rows_of, union
+from backhaul_server.dashboard.collect.runs import TrainerRun
+from backhaul_server.dashboard.views import schemas
+
+BARS = 20_000
+"""Of an export. The shortest beyond give way."""
+SHOWN_BARS = 4_000
+"""Likewise of a timeline on the page, where more are thinner than a pixel and take seconds to send."""
+LANES: dict[int, schemas.Lane] = {
+    telemetry_pb2.LANE_FORWARD: "forward",
+    telemetry_pb2.LANE_UPLOAD: "upload",
+    telemetry_pb2.LANE_QUEUE: "queue",
+    telemetry_pb2.LANE_RECOMPUTE: "recompute",
+    telemetry_pb2.LANE_BACKWARD: "backward",
+    telemetry_pb2.LANE_DOWNLOAD: "download",
+    telemetry_pb2.LANE_WAIT: "wait",
+    telemetry_pb2.LANE_TRAINER: "trainer",
+}
+OF_TRAINER = frozenset({"forward", "wait", "trainer"})
+_REMOTE = frozenset(LANES.values()) - OF_TRAINER
+_GRID = 1_024
+"""Parts of a millisecond that bars begin and end at: sums of these are exact, so bars that touch do not overlap."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A span of a call, cut to the steps that are shown.
+
+    Attributes:
+        lane: What is done.
+        worker: By whom, empty for the trainer.
+        start_s: By the trainer's clock, since 1970; end_s likewise.
+        call: Index of its call.
+    """
+
+    lane: schemas.Lane
+    worker: str
+    start_s: float
+    end_s: float
+    call: int
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The last steps of a run that ended.
+
+    Attributes:
+        run: Which one.
+        steps: By number.
+        calls: Of these steps.
+        bars: Of these calls, in order of their begins.
+        left_out: Bars there was no room for.
+        begin_s: Of the first step, since 1970.
+        end_s: Of the last one.
+    """
+
+    run: TrainerRun
+    steps: list[telemetry_pb2.Step]
+    calls: list[telemetry_pb2.SegmentCall]
+    bars: list[Bar]
+    left_out: int
+    begin_s: float
+    end_s: float
+
+
+def last_steps(run: TrainerRun, count: int, most_bars: int = BARS) -> Steps:
+    """The last so many that are known and ended, with the longest of their bars."""
+    steps = run.ended_steps()[-count:]
+    begin_s = min((step.started_at_s for step in steps), default=0.0)
+    end_s = max((step.started_at_s + step.duration_s for step in steps), default=0.0)
+    calls: list[telemetry_pb2.SegmentCall] = []
+    bars: list[Bar] = []
+    for step in steps:
+        for _, packed in sorted(run.told[step.number].calls.items()):
+            call = telemetry_pb2.SegmentCall.FromString(packed)
+            bars += _bars(call, len(calls), begin_s, end_s)
+            calls.append(call)
+    bars.sort(key=lambda bar: bar.start_s - bar.end_s)
+    left_out = max(0, len(bars) - most_bars)
+    bars = sorted(bars[:most_bars], key=lambda bar: bar.start_s)
+    return Steps(run, steps, calls, bars, left_out, begin_s, end_s)
+
+
+def _bars(call: telemetry_pb2.SegmentCall, index: int, begin_s: float, end_s: float) -> list[Bar]:
+    bars = []
+    for span in call.spans:
+        lane = LANES[span.lane]
+        start_s, stop_s = max(begin_s, span.started_at_s), min(end_s, span.started_at_s + span.duration_s)
+        if start_s <= stop_s:
+            bars.append(Bar(lane, "" if lane in OF_TRAINER else call.worker, start_s, stop_s, index))
+    return bars
+
+
+def name_of(call: telemetry_pb2.SegmentCall) -> str:
+    """As the table of segments has it."""
+    return f"{call.name} #{call.position}"
+
+
+def timeline(run: TrainerRun | None, count: int) -> schemas.Timeline:
+    """Of the last steps. Without a run it is empty."""
+    if run is None:
+        return schemas.Timeline(run="", begins_at_s=0, duration_ms=0, steps=[], spans=[], calls=[], left_out=0)
+    found = last_steps(run, count, SHOWN_BARS)
+    bars: dict[int, list[Bar]] = defaultdict(list)
+    for bar in found.bars:
+        bars[found.calls[bar.call].step].append(bar)
+    shown = {call: index for index, call in enumerate(sorted({bar.call for bar in found.bars}))}
+    return schemas.Timeline(
+        run=run.id,
+        begins_at_s=found.begin_s,
+        duration_ms=1e3 * (found.end_s - found.begin_s),
+        steps=[_step(step, found.begin_s, bars[step.number]) for step in found.steps],
+        spans=_spans(found, shown),
+        calls=[_call(found.calls[call]) for call in shown],
+        left_out=found.left_out,
+    )
+
+
+def by_lane(bars: Sequence[Bar]) -> dict[tuple[schemas.Lane, str], list[Bar]]:
+    """Bars of each lane of each worker, in order of their begins."""
+    lanes: dict[tuple[schemas.Lane, str], list[Bar]] = defaultdict(list)
+    for bar in bars:
+        lanes[bar.lane, bar.worker].append(bar)
+    return lanes
+
+
+def _spans(found: Steps, shown: Mapping[int, int]) -> list[schemas.Span]:
+    spans, names = [], [name_of(call) for call in found.calls]
+    for (lane, worker), bars in by_lane(found.bars).items():
+        placed = [(_on_grid(bar.start_s - found.begin_s), _on_grid(bar.end_s - found.begin_s)) for bar in bars]
+        for bar, (start_ms, end_ms), row in zip(bars, placed, rows_of(placed), strict=True):
+            spans.append(
+                schemas.Span(
+                    lane=lane,
+                    worker=worker,
+                    row=row,
+                    start_ms=start_ms,
+                    duration_ms=end_ms - start_ms,
+                    segment=names[bar.call],
+                    call=shown[bar.call],
+                )
+            )
+    return spans
+
+
+def _on_grid(seconds: float) -> float:
+    """Milliseconds."""
+    return round(1e3 * _GRID * seconds) / _GRID
+
+
+def _step(step: telemetry_pb2.Step, begin_s: float, bars: Sequence[Bar]) -> schemas.TimelineStep:
+    return schemas.TimelineStep(
+        number=step.number,
+        start_ms=1e3 * (step.started_at_s - begin_s),
+        duration_ms=1e3 * step.duration_s,
+        loss=step.loss if step.HasField("loss") else None,
+        overlap=_overlap(bars),
+        wait_ms=1e3 * step.wait_s,
+    )
+
+
+def _overlap(bars: Sequence[Bar]) -> float | None:
+    """Share of the remote work's time in which backward did not stand still, None without remote work."""
+    remote = union(_interval(bar) for bar in bars if bar.lane in _REMOTE)
+    waiting = union(_interval(bar) for bar in bars if bar.lane == "wait")
+    worked_s = length(remote)
+    return 1 - common(remote, waiting) / worked_s if worked_s else None
+
+
+def _interval(bar: Bar) -> Interval:
+    return bar.start_s, bar.end_s
+
+
+def _call(call: telemetry_pb2.SegmentCall) -> schemas.Call:
+    return schemas.Call(
+        step=call.step,
+        segment=name_of(call),
+        worker=call.worker,
+        decision=cast(schemas.Decision, call.decision),
+        reason=call.reason,
+        is_fallback=call.is_fallback,
+        up_bytes=call.up_bytes,
+        down_bytes=call.down_bytes,
+        retries=call.retries,
+        mismatches=call.mismatches,
+        drift=call.drift,
+        overhead_ms=1e3 * call.overhead_s,
+    )

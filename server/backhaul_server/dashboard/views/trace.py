@@ -1,0 +1,104 @@
+"""A timeline as Perfetto and chrome://tracing read it, on the clock of torch.profiler's traces."""
+
+import re
+from math import inf
+from typing import Any
+
+from backhaul_server.dashboard.collect.intervals import rows_of
+from backhaul_server.dashboard.views.timeline import LANES, Steps, by_lane, name_of
+
+_PROFILER_BASE_S = 3 * 2_629_746
+"""Torch's profiler counts from the last multiple of this, three average months: so do we, and the events of both can
+stand in one file. `base_ns` serves where a profile began before such a moment and the steps after it."""
+_FIRST_PROCESS = 5_000_000
+"""Beyond the ids Linux gives, so that a profile's own processes keep theirs."""
+_STEPS_THREAD = 0
+_ROWS_OF_A_LANE = 100_000
+
+
+def base_of(at_s: float) -> int:
+    """What torch.profiler would count from at that time, in nanoseconds since 1970."""
+    return int(at_s // _PROFILER_BASE_S) * _PROFILER_BASE_S * 10**9
+
+
+def chrome_trace(found: Steps, base_ns: int | None = None) -> dict[str, Any]:
+    """The trainer is a process, and so is each worker; lanes are their threads, more than one where bars overlap.
+
+    Args:
+        found: What to show.
+        base_ns: What times are counted from, torch.profiler's own base if None.
+    """
+    base_ns = base_of(found.begin_s) if base_ns is None else base_ns
+    about = found.run.about
+    workers = sorted({bar.worker for bar in found.bars} - {""})
+    processes = {name: _FIRST_PROCESS + index for index, name in enumerate(["", *workers])}
+    events = []
+    for name, process in processes.items():
+        shown = f"Backhaul worker {name}" if name else f"Backhaul trainer {about.trainer}"
+        events.append(_named("process_name", process, 0, name=shown))
+        events.append(_named("process_sort_index", process, 0, sort_index=process))
+    trainer = processes[""]
+    if found.steps:
+        events.append(_named("thread_name", trainer, _STEPS_THREAD, name="step"))
+    next_us: float = inf
+    for step in sorted(found.steps, key=lambda step: step.started_at_s, reverse=True):
+        start_us, end_us = _since(base_ns, step.started_at_s, step.started_at_s + step.duration_s)
+        numbers: dict[str, object] = {"step": step.number, "wait_ms": 1e3 * step.wait_s}
+        if step.HasField("loss"):
+            numbers["loss"] = step.loss
+        # Of steps without a break rounding lets one end after the next began.
+        interval = start_us, int(max(start_us, min(end_us, next_us)))
+        events.append(_complete(f"step {step.number}", trainer, _STEPS_THREAD, interval, numbers))
+        next_us = start_us
+    order = {lane: number for number, lane in LANES.items()}
+    for (lane, worker), bars in sorted(by_lane(found.bars).items(), key=lambda item: order[item[0][0]]):
+        intervals = [_since(base_ns, bar.start_s, bar.end_s) for bar in bars]
+        rows = rows_of(intervals)
+        for row in range(max(rows) + 1):
+            name = lane if row == 0 else f"{lane} {row + 1}"
+            thread = order[lane] * _ROWS_OF_A_LANE + row
+            events.append(_named("thread_name", processes[worker], thread, name=name))
+            events.append(_named("thread_sort_index", processes[worker], thread, sort_index=thread))
+        for bar, interval, row in zip(bars, intervals, rows, strict=True):
+            call = found.calls[bar.call]
+            about_call: dict[str, object] = {
+                "step": call.step,
+                "decision": call.decision,
+                "reason": call.reason,
+                "worker": call.worker,
+                "up_bytes": call.up_bytes,
+                "down_bytes": call.down_bytes,
+            }
+            thread = order[lane] * _ROWS_OF_A_LANE + row
+            events.append(_complete(name_of(call), processes[worker], thread, interval, about_call))
+    return {"baseTimeNanoseconds": base_ns, "displayTimeUnit": "ms", "traceEvents": events}
+
+
+def file_name(found: Steps) -> str:
+    """Of the attachment."""
+    last = found.steps[-1].number if found.steps else 0
+    return f"backhaul-{re.sub(r'[^A-Za-z0-9_.-]', '_', found.run.id)}-{last}.json"
+
+
+def _named(kind: str, process: int, thread: int, **arguments: object) -> dict[str, object]:
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": arguments}
+
+
+def _since(base_ns: int, start_s: float, end_s: float) -> tuple[int, int]:
+    """Whole microseconds: of fractions the sum of begin and duration would not always be the end."""
+    return round((start_s * 1e9 - base_ns) / 1e3), round((end_s * 1e9 - base_ns) / 1e3)
+
+
+def _complete(
+    name: str, process: int, thread: int, interval_us: tuple[int, int], arguments: dict[str, object]
+) -> dict[str, object]:
+    return {
+        "ph": "X",
+        "cat": "backhaul",
+        "name": name,
+        "pid": process,
+        "tid": thread,
+        "ts": interval_us[0],
+        "dur": interval_us[1] - interval_us[0],
+        "args": arguments,
+    }

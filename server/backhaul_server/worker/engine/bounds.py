@@ -1,0 +1,133 @@
+"""What ends a run: cancellation, a deadline, a limit of memory.
+
+NOTE [Bounds of a run]
+1. `Bounds.check` is called between ops, in forward and in backward. It ends a run whose segment was released, also
+   because its session closed or lost its lease; a run that has passed its deadline; and a run ahead of its request
+   that has taken long while a request waits.
+2. No thread of this process can cancel a single op that passes the deadline. The executor's timer ends the process.
+3. A run may allocate what it is charged with, and a margin for the temporary memory of ops. RLIMIT_DATA enforces it:
+   an allocation beyond it fails, and so does only the op that asked for it. An accelerator has a limit of its own.
+4. OpenMP aborts the process when it can't create a thread. So its threads are created before the limit is set, and a
+   program uses one number of threads throughout.
+5. The process keeps freed memory for the next step (see `heap`). It returns that memory to the system before a run that
+   might otherwise take the process beyond its budget.
+"""
+
+import math
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from time import monotonic
+
+import torch
+
+from backhaul_runtime.errors import BackhaulError, ReplayError
+from backhaul_server.worker.engine.heap import return_freed_memory
+
+_MARGIN_BYTES, _MARGIN_PART = 64 << 20, 10
+_KEPT_BYTES = 100 << 20
+_GRAIN = 1 << 15  # elements for which torch takes another thread
+_PAGE = resource.getpagesize()
+_RESIDENT, _SHARED, _DATA = 1, 2, 5  # fields of statm
+
+
+class RunMemory:
+    """The memory of this process, as its runs may take it. Used by the thread that runs; made by any, before it.
+
+    Args:
+        budget_bytes: Of the worker.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._margin_bytes = _MARGIN_BYTES + budget_bytes // _MARGIN_PART
+        self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        self._most_bytes = self._private_bytes() + budget_bytes + budget_bytes // _MARGIN_PART + _KEPT_BYTES
+        self._threads = 0
+
+    def begin(self, charged_bytes: int) -> int:
+        """A run begins. Returns what `limited` is given (Rule 5)."""
+        if self._private_bytes() + charged_bytes > self._most_bytes:
+            return_freed_memory()
+        return self._fields()[_DATA] + charged_bytes + self._margin_bytes
+
+    @contextmanager
+    def limited(self, most_bytes: int, threads: int) -> Iterator[None]:
+        """Within it allocations fail that would take the process' data beyond so many bytes (Rules 3 and 4)."""
+        if threads != self._threads:
+            before = self._fields()[_DATA]
+            torch.set_num_threads(threads)
+            torch.empty(threads * _GRAIN, dtype=torch.uint8).fill_(0)
+            self._threads = threads
+            most_bytes += max(0, self._fields()[_DATA] - before)
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        if soft != resource.RLIM_INFINITY:
+            most_bytes = min(most_bytes, soft)
+        resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+    def _private_bytes(self) -> int:
+        fields = self._fields()
+        return fields[_RESIDENT] - fields[_SHARED]
+
+    def _fields(self) -> list[int]:
+        return [_PAGE * int(field) for field in os.pread(self._statm, 128, 0).split()]
+
+
+class Bounds:
+    """The deadline and the memory limit of a segment's runs, one after the other.
+
+    Args:
+        limit_s: Seconds that each run may take.
+        memory: None where something else limits the memory of runs.
+    """
+
+    __slots__ = ("_deadline", "_error", "_gives_way", "_limit_s", "_memory", "_most_bytes")
+
+    def __init__(self, limit_s: float = math.inf, memory: RunMemory | None = None) -> None:
+        self._memory = memory
+        self._error: BackhaulError | None = None
+        self._deadline, self._limit_s = math.inf, limit_s
+        self._gives_way: Callable[[], bool] | None = None
+        self._most_bytes = 0
+
+    def begin(self, charged_bytes: int, gives_way: Callable[[], bool] | None = None) -> None:
+        """A run begins now, in the calling thread.
+
+        Args:
+            charged_bytes: What it is charged with.
+            gives_way: Tells whether it is to end because others wait; None for one that somebody asked for.
+        """
+        self._deadline, self._gives_way = monotonic() + self._limit_s, gives_way
+        if self._memory is not None:
+            self._most_bytes = self._memory.begin(charged_bytes)
+
+    def set(self, error: BackhaulError) -> None:
+        """The run that goes on, and all that begin from now on, end with this error. Called by any thread."""
+        self._error = error
+
+    def check(self) -> None:
+        """Raises the error given to `set`, or ReplayError for a run that ends for another reason (Rule 1)."""
+        if self._error is not None:
+            # A copy: a raised error leads to the run's graph, whose hooks lead here, and nothing frees such a cycle.
+            raise copy(self._error)
+        if monotonic() > self._deadline:
+            raise ReplayError(
+                f"the run was ended after {self._limit_s:g} s: make segments smaller, or start the worker with a "
+                "larger --run-limit"
+            )
+        if self._gives_way is not None and self._gives_way():
+            raise ReplayError("a run ahead of its request was cancelled because requests wait")
+
+    @contextmanager
+    def working(self, threads: int) -> Iterator[None]:
+        """Around a part of the run that begun last, which runs ops on so many threads."""
+        if self._memory is None:
+            yield
+        else:
+            with self._memory.limited(self._most_bytes, threads):
+                yield

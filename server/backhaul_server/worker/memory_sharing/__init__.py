@@ -1,0 +1,1 @@
+"""Memory that a worker shares with trainers on the same machine."""

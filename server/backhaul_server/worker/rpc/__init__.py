@@ -1,0 +1,1 @@
+"""The gRPC services of a worker: authentication, limits, and messages in and out."""

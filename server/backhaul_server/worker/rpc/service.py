@@ -1,0 +1,100 @@
+"""All that a worker answers: protobuf in, protobuf out. All decisions are the core's."""
+
+import math
+from time import time
+
+import grpc
+
+from backhaul_proto.v1 import (
+    program_pb2,
+    segment_pb2,
+    session_pb2,
+    telemetry_pb2,
+    tensor_pb2,
+)
+from backhaul_runtime.errors import (
+    ProtocolVersionError,
+)
+from backhaul_runtime.process.fingerprint import fingerprint
+from backhaul_runtime.version import version
+from backhaul_runtime.wire.protocol import PROTOCOL_VERSION
+from backhaul_server.worker.engine.worker import Worker
+from backhaul_server.worker.rpc.calls import Context, Servicer, handler_of, unary
+from backhaul_server.worker.rpc.meter import Meter
+from backhaul_server.worker.rpc.segment_service import Segments
+from backhaul_server.worker.rpc.telemetry_service import Telemetry
+from backhaul_server.worker.rpc.tensor_service import Tensors
+
+
+class Sessions(Servicer):
+    """Opens, keeps and closes sessions."""
+
+    @unary
+    async def OpenSession(  # noqa: N802  gRPC's name
+        self, request: session_pb2.OpenSessionRequest, context: Context
+    ) -> session_pb2.OpenSessionResponse:
+        """Refuses other versions by name before anything else."""
+        if request.protocol_version != PROTOCOL_VERSION:
+            raise ProtocolVersionError(
+                f"the trainer speaks protocol {request.protocol_version} (backhaul {request.client_version}), this "
+                f"worker {PROTOCOL_VERSION} (backhaul {version()}): install the same version on both",
+                trainer=request.protocol_version,
+                worker=PROTOCOL_VERSION,
+            )
+        session = self.worker.open_session(request.trainer, request.run, request.client_version)
+        return session_pb2.OpenSessionResponse(
+            protocol_version=PROTOCOL_VERSION,
+            worker_version=version(),
+            session=session.id,
+            lease_s=self.worker.lease_s,
+            budget_bytes=self.worker.store.budget_bytes,
+            fingerprint=fingerprint(self.worker.device),
+            clock_s=time(),
+            memory_path=self.worker.memory_path,
+            socket_path=self.worker.socket_path,
+        )
+
+    @unary
+    async def KeepSession(  # noqa: N802  gRPC's name
+        self, request: session_pb2.KeepSessionRequest, context: Context
+    ) -> session_pb2.KeepSessionResponse:
+        """Renews the lease."""
+        session = self.worker.session(request.session)
+        if math.isfinite(request.drift):
+            session.drift = max(session.drift, request.drift)
+        return session_pb2.KeepSessionResponse(draining=self.worker.draining, clock_s=time())
+
+    @unary
+    async def CloseSession(  # noqa: N802  gRPC's name
+        self, request: session_pb2.CloseSessionRequest, context: Context
+    ) -> session_pb2.CloseSessionResponse:
+        """Frees all a session held."""
+        self.worker.close_session(request.session)
+        return session_pb2.CloseSessionResponse()
+
+
+class Programs(Servicer):
+    """Takes programs."""
+
+    @unary
+    async def PutProgram(  # noqa: N802  gRPC's name
+        self, request: program_pb2.PutProgramRequest, context: Context
+    ) -> program_pb2.PutProgramResponse:
+        """Checks it before keeping it."""
+        session = self.worker.session(request.session)
+        return program_pb2.PutProgramResponse(address=await self.worker.put_program(session, request.program))
+
+
+def add_services(server: grpc.aio.Server, worker: Worker) -> None:
+    """Adds all of the worker's services to a server that has not started."""
+    meter = Meter()
+    for file, servicer in (
+        (session_pb2, Sessions(worker, meter)),
+        (program_pb2, Programs(worker, meter)),
+        (tensor_pb2, Tensors(worker, meter)),
+        (segment_pb2, Segments(worker, meter)),
+        (telemetry_pb2, Telemetry(worker, meter)),
+    ):
+        for service in file.DESCRIPTOR.services_by_name.values():
+            handlers = {method.name: handler_of(method, servicer) for method in service.methods}
+            server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service.full_name, handlers)])

@@ -1,0 +1,105 @@
+"""What a worker tells of itself, and of what trainers told it."""
+
+from collections import Counter
+from time import monotonic
+
+from backhaul_proto.v1 import (
+    telemetry_pb2,
+)
+from backhaul_runtime.process.fingerprint import fingerprint
+from backhaul_runtime.process.resources import resident_bytes
+from backhaul_runtime.sealing import sealed
+from backhaul_runtime.version import version
+from backhaul_runtime.wire.splicing import field_of
+from backhaul_server.worker.engine.worker import Worker
+from backhaul_server.worker.limits import ALL_LOOKS, LOOKS
+from backhaul_server.worker.rpc.calls import Context, Servicer, unary
+from backhaul_server.worker.rpc.meter import Meter
+from backhaul_server.worker.rpc.trainer_reports import Reports
+
+
+class Telemetry(Servicer):
+    """Tells how the worker is, and what trainers told it."""
+
+    def __init__(self, worker: Worker, meter: Meter) -> None:
+        super().__init__(worker, meter)
+        self._started = monotonic()
+        self._reports = Reports()
+        self._looks: Counter[str] = Counter()  # unread answers, by connection
+
+    @unary
+    async def PutReports(  # noqa: N802  gRPC's name
+        self, request: telemetry_pb2.PutReportsRequest, context: Context
+    ) -> telemetry_pb2.PutReportsResponse:
+        """Takes a report of a session's trainer."""
+        self.worker.session(request.session)
+        self._reports.put(request.report)
+        return telemetry_pb2.PutReportsResponse()
+
+    @unary
+    async def GetTelemetry(  # noqa: N802  gRPC's name
+        self, request: telemetry_pb2.GetTelemetryRequest, context: Context
+    ) -> bytes:
+        """The worker as it is now."""
+        peer = context.peer()
+        LOOKS.check(self._looks[peer] + 1)
+        ALL_LOOKS.check(self._looks.total() + 1)
+        self._looks[peer] += 1
+        # Called once the answer was read, not once it was made. gRPC's stub asks for a class, gRPC for a callable.
+        context.add_done_callback(lambda _: self._looked(peer))  # type: ignore[arg-type]
+        worker, usage, now = self.worker, self.worker.store.usage(), monotonic()
+        reports, has_more = self._reports.after(request.after_report if request.epoch == worker.epoch else 0)
+        last_error, last_error_at_s = worker.last_error
+        answer = telemetry_pb2.GetTelemetryResponse(
+            worker_version=version(),
+            epoch=worker.epoch,
+            device=str(worker.device),
+            draining=worker.draining,
+            uptime_s=now - self._started,
+            memory=telemetry_pb2.MemoryTelemetry(
+                budget_bytes=usage.budget,
+                segment_bytes=usage.segments,
+                cached_bytes=usage.cached,
+                working_bytes=usage.working,
+                result_bytes=usage.results,
+                resident_bytes=resident_bytes(),
+                refusals=usage.refusals,
+                evictions=usage.evictions,
+            ),
+            sessions=[
+                telemetry_pb2.SessionTelemetry(
+                    trainer=session.trainer,
+                    segments=len(session.segments),
+                    idle_s=max(0.0, now - (session.expires_at - worker.lease_s)),
+                    drift=session.drift,
+                    run=session.run,
+                    held_bytes=worker.store.held_bytes(session.id),
+                    client_version=session.client_version,
+                    last_error=session.last_error,
+                )
+                for session in worker.sessions.values()
+            ],
+            rpcs=[
+                telemetry_pb2.RpcTelemetry(
+                    method=name, calls=found.calls, errors=found.errors, total_s=found.total_s, buckets=found.buckets
+                )
+                for name, found in sorted(self.meter.methods.items())
+            ],
+            recomputed_segments=worker.segments.recomputed,
+            received_bytes=self.meter.bytes["received"],
+            sent_bytes=self.meter.bytes["sent"],
+            queued_requests=len(worker.segments.executor),
+            fingerprint=fingerprint(worker.device),
+            last_error=last_error,
+            last_error_at_s=last_error_at_s,
+            has_more_reports=has_more,
+            guessed_segments=worker.segments.guessed,
+            wasted_guesses=worker.segments.wasted,
+        )
+        number = telemetry_pb2.GetTelemetryResponse.REPORTS_FIELD_NUMBER
+        return sealed((answer.SerializeToString(), *(field_of(number, report) for report in reports)))
+
+    def _looked(self, peer: str) -> None:
+        self._looks[peer] -= 1
+        if not self._looks[peer]:
+            del self._looks[peer]
