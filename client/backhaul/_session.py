@@ -22,15 +22,15 @@ from backhaul._backward.frame import Frame
 from backhaul._backward.lineage import Copies
 from backhaul._config import SECRETS, Config
 from backhaul._dispatch.dispatcher import Dispatcher
-from backhaul._dispatch.prediction import Beginning
-from backhaul._dispatch.worker_handle import Side
+from backhaul._dispatch.prediction import PendingCall
+from backhaul._dispatch.worker_handle import WorkerHandle
 from backhaul._forward.checkpoint import run_segment
 from backhaul._observe.report import Journal, Report
 from backhaul._observe.telemetry import Telemetry
 from backhaul._observe.warnings import warn_not_remote
 from backhaul._torch_api import fsdp, patched, sequential, wrap
 from backhaul._torch_api.options import Options, decorator, names_of_torch, options_of
-from backhaul._worker_client.connection import Link, trainer_name
+from backhaul._worker_client.connection import Connection, trainer_name
 from backhaul._worker_client.deadlines import call_unary
 from backhaul._worker_client.embedded import EmbeddedWorker
 from backhaul._worker_client.remote_segment import SavedSegment
@@ -79,10 +79,10 @@ class Session:
         self.copies = Copies(self._fetch)
         self._closed = False
         self._embedded: EmbeddedWorker | None = None
-        self._sides: list[Side] = []
+        self._sides: list[WorkerHandle] = []
         self._dispatcher = Dispatcher(config, self.run, self._sides, self.copies, lambda: self._closed)
         link_to = partial(
-            Link,
+            Connection,
             silence_s=config.silence_s,
             run=self.run,
             shares_memory=config.shared_memory,
@@ -101,7 +101,7 @@ class Session:
         try:
             for link in links:
                 link.open(config.connect_timeout_s)
-                self._sides.append(Side(link, config.inflight_bytes, config.inflight_boundaries))
+                self._sides.append(WorkerHandle(link, config.inflight_bytes, config.inflight_boundaries))
             self._warn_if_useless()
         except BaseException:
             self.close()
@@ -294,15 +294,15 @@ class Session:
 
     # What `_checkpoint.run_segment` asks of a session
 
-    def needs_pins(self, device: torch.device) -> bool:
+    def records_choices(self, device: torch.device) -> bool:
         """See `Dispatcher`."""
-        return self._dispatcher.needs_pins(device)
+        return self._dispatcher.records_choices(device)
 
-    def begin(self, frame: Frame, fn: Callable[..., Any], arguments: list[Tensor]) -> Beginning:
+    def begin(self, frame: Frame, fn: Callable[..., Any], arguments: list[Tensor]) -> PendingCall:
         """See `Dispatcher`."""
         return self._dispatcher.begin(frame, fn, arguments)
 
-    def save(self, frame: Frame, beginning: Beginning, tensors: Sequence[Tensor], forward_s: float) -> SavedSegment:
+    def save(self, frame: Frame, beginning: PendingCall, tensors: Sequence[Tensor], forward_s: float) -> SavedSegment:
         """See `Dispatcher`."""
         return self._dispatcher.save(frame, beginning, tensors, forward_s)
 

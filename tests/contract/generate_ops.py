@@ -34,7 +34,7 @@ DENIED = re.compile(
     r"|ctc_loss|_aa\."  # read past their inputs on hostile values
     r"|native_batch_norm|_batch_norm_with_update|segment_reduce"  # likewise, on sizes
     r"|^aten\.(narrow\.Tensor|tensor_split\.tensor)"  # geometry from values that autograd never saves
-    r"|^aten\.(rename|align|refine)|storage|pin_memory|is_pinned|^aten\.(data|_version|_backward|output_nr|is_leaf)\."
+    r"|^aten\.(rename|align|refine)|storage|pin_memory|has_recorded_choices|^aten\.(data|_version|_backward|output_nr|is_leaf)\."
 )
 
 

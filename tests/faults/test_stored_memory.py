@@ -10,7 +10,16 @@ import backhaul
 from backhaul import BackhaulError, ProgramError, Session
 from backhaul_proto.v1 import program_pb2, segment_pb2
 from backhaul_runtime.program.codec import encode_program
-from backhaul_runtime.program.program import GeneratorRef, Given, Node, Program, Ref, ResultRef, Source, SourceRef
+from backhaul_runtime.program.program import (
+    GeneratorRef,
+    Node,
+    Program,
+    RecordedChoice,
+    Ref,
+    ResultRef,
+    Source,
+    SourceRef,
+)
 from backhaul_runtime.replay.replay import Replay, isolated
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.torch_internals import ambient_state
@@ -144,7 +153,15 @@ ATTACKS: dict[str, tuple[Node, ...]] = {
         WRITES["fill_"](ResultRef(1, 0)),
     ),
     "a decision that is given for a view": (
-        Node("aten.alias.default", (source("integers"),), (), 0, (0,), draws=False, given=(Given(len(NAMES), 0),)),
+        Node(
+            "aten.alias.default",
+            (source("integers"),),
+            (),
+            0,
+            (0,),
+            draws=False,
+            given=(RecordedChoice(len(NAMES), 0),),
+        ),
     ),
 }
 

@@ -13,7 +13,7 @@ from google.protobuf.message_factory import GetMessageClass
 import backhaul
 from backhaul import BudgetError, ProgramError, SessionUnknownError, TransferError, WorkerLostError
 from backhaul._worker_client.connection import Stubs
-from backhaul._worker_client.deadlines import Stream, call_unary, error_of
+from backhaul._worker_client.deadlines import AnswerStream, call_unary, error_of
 from backhaul_proto.v1 import (
     program_pb2,
     segment_pb2,
@@ -27,8 +27,8 @@ from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.wire import tensor_stream
 from backhaul_runtime.wire.protocol import PROTOCOL_VERSION
-from backhaul_runtime.wire.splicing import Carried
-from backhaul_runtime.wire.tensor_stream import Parcel, Receiver
+from backhaul_runtime.wire.splicing import TensorMessage
+from backhaul_runtime.wire.tensor_stream import OutgoingTensor, TensorReceiver
 from conftest import QUIET_S, wait_until
 from support.processes import WorkerProcess
 from support.proxy import SlowProxy
@@ -85,11 +85,11 @@ def refused(call: object, *args: object, **kwargs: object) -> backhaul.BackhaulE
     return error_of(caught.value)
 
 
-def parcel(tensor: torch.Tensor) -> Parcel:
-    return Parcel(tensor, layout_of(tensor), address_of(tensor))
+def parcel(tensor: torch.Tensor) -> OutgoingTensor:
+    return OutgoingTensor(tensor, layout_of(tensor), address_of(tensor))
 
 
-def batches(parcels: Iterable[Parcel]) -> Iterator[tensor_pb2.TensorBatch]:
+def batches(parcels: Iterable[OutgoingTensor]) -> Iterator[tensor_pb2.TensorBatch]:
     return map(plain, tensor_stream.batches(parcels))
 
 
@@ -131,7 +131,7 @@ def test_a_request_without_a_checksum_is_refused_by_name(method: MethodDescripto
 
 
 def test_contents_under_another_address_are_refused(wire: Wire) -> None:
-    (batch,) = batches([Parcel(torch.ones(4), layout_of(torch.ones(4)), bytes(16))])
+    (batch,) = batches([OutgoingTensor(torch.ones(4), layout_of(torch.ones(4)), bytes(16))])
     assert isinstance(refused(wire.put, batch), TransferError)
 
 
@@ -208,7 +208,7 @@ def test_a_source_may_be_named_by_the_tensor_that_comes_with_it(wire: Wire) -> N
     key = wire.save(1, [Node("aten.sin.default", (SourceRef(0),), (), 0, (16,), draws=False)], 1, torch.randn(4))
     program = wire.last_program
     key.segment = 2
-    (unnamed,) = batches([Parcel.of(x)])
+    (unnamed,) = batches([OutgoingTensor.of(x)])
     for sources, missing in (([b""], []), ([b"", b""], [b""])):
         request = segment_pb2.SaveSegmentRequest(key=key, program=program, sources=sources, tensors=unnamed)
         answer = wire.segments.SaveSegment(request, timeout=60)
@@ -311,7 +311,7 @@ def test_too_many_answers_at_once_are_refused(wire: Wire) -> None:
 
 
 def fetched(wire: Wire, *addresses: bytes) -> list[torch.Tensor]:
-    receiver = Receiver()
+    receiver = TensorReceiver()
     request = segment_pb2.FetchSourcesRequest(session=wire.session, addresses=addresses)
     for answer in wire.segments.FetchSources(request, timeout=60):
         receiver.add(answer.tensors)
@@ -338,7 +338,7 @@ def test_what_is_being_fetched_is_held_until_then_and_counts_as_an_answer(own_wo
     key = wire.save(1, chain("aten.tanh.default", 1, x.nbytes), 1, x)
     request = segment_pb2.FetchSourcesRequest(session=wire.session, addresses=[address_of(x)])
     answers = [wire.segments.FetchSources(request, timeout=60) for _ in range(16)]
-    receivers = [Receiver() for _ in answers]
+    receivers = [TensorReceiver() for _ in answers]
     for receiver, answer in zip(receivers, answers, strict=True):
         receiver.add(next(answer).tensors)
     assert isinstance(refused(lambda: next(wire.segments.FetchSources(request, timeout=60))), BudgetError)
@@ -360,8 +360,8 @@ def test_an_answer_that_takes_longer_than_its_deadline_is_given_up() -> None:
             pass
 
     messages = [segment_pb2.FetchSourcesResponse(result={}), segment_pb2.FetchSourcesResponse()]
-    answer = Call(Carried(message, None, 0) for message in messages)
-    stream = Stream(lambda *_, **__: answer, segment_pb2.FetchSourcesRequest(), 0.0, QUIET_S)
+    answer = Call(TensorMessage(message, None, 0) for message in messages)
+    stream = AnswerStream(lambda *_, **__: answer, segment_pb2.FetchSourcesRequest(), 0.0, QUIET_S)
     stream.result()
     with pytest.raises(WorkerLostError, match="takes too long to send"):
         stream.rest(time.monotonic())
@@ -389,7 +389,7 @@ def test_a_short_cut_answers_what_is_short_and_leaves_the_rest_to_the_call(wire:
     assert [field.name for field, _ in empty.ListFields()] == ["checksum"]
     called = wire.segments.Backward(requests[2], timeout=60)
     for x, found in ((small, [short]), (large, called)):
-        receiver = Receiver()
+        receiver = TensorReceiver()
         for answer in found:
             receiver.add(answer.tensors)
         assert torch.equal(*receiver.tensors(), *torch.autograd.grad(x.tanh().sum(), x))
@@ -441,4 +441,4 @@ def test_a_call_on_a_closed_channel_is_an_error_of_ours() -> None:
     with pytest.raises(WorkerLostError):
         call_unary(stubs.sessions.KeepSession, session_pb2.KeepSessionRequest(), 1.0)
     with pytest.raises(WorkerLostError):
-        Stream(stubs.segments.Recompute, segment_pb2.RecomputeRequest(), 1.0, 1.0)
+        AnswerStream(stubs.segments.Recompute, segment_pb2.RecomputeRequest(), 1.0, 1.0)

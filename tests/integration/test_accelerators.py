@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import backhaul
 from backhaul import Session
 from backhaul_runtime.tensors import deferred_digest
-from backhaul_runtime.tensors.deferred_digest import Unread
+from backhaul_runtime.tensors.deferred_digest import DeferredDigest
 from backhaul_runtime.tensors.layout import Layout, host_bytes
 from conftest import QUIET_S
 from support.bits import Checkpoint, differing, plainly, train
@@ -64,9 +64,9 @@ def fused(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """Takes digests as on an accelerator. Of each that is read, whether the trainer's thread does so in forward."""
     found: list[bool] = []
-    trainer, read = threading.current_thread(), Unread.read
+    trainer, read = threading.current_thread(), DeferredDigest.read
 
-    def reading(self: Unread) -> bytes:
+    def reading(self: DeferredDigest) -> bytes:
         found.append(threading.current_thread() is trainer and torch._C._current_graph_task_id() < 0)
         return read(self)
 
@@ -75,7 +75,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 
     monkeypatch.setattr(Layout, "is_on_accelerator", True)
     monkeypatch.setattr(deferred_digest, "device_sums", sums)  # the worker takes the host's
-    monkeypatch.setattr(Unread, "read", reading)
+    monkeypatch.setattr(DeferredDigest, "read", reading)
     yield found
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import backhaul
 from backhaul import Session
 from backhaul._backward.frame import Frame
-from backhaul._worker_client.accumulation import Uncollected
+from backhaul._worker_client.accumulation import UncollectedGradients
 from backhaul_proto.v1 import session_pb2
 from conftest import QUIET_S, wait_until
 from support.bits import Checkpoint, differing, plainly
@@ -110,14 +110,14 @@ def test_what_ends_on_the_trainer_counts_once(keeping: Session, monkeypatch: pyt
 
 
 def test_commits_that_come_again_count_once(keeping: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Uncollected, "taken", lambda self, commits: None)
+    monkeypatch.setattr(UncollectedGradients, "taken", lambda self, commits: None)
     assert differing(train(keeping.checkpoint, chain), train(plainly, chain)) == []
 
 
 def test_a_collection_cut_off_is_asked_for_again(keeping: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, cut_off = Uncollected._asked, []
+    asked, cut_off = UncollectedGradients._asked, []
 
-    def cutting(self: Uncollected, generation: Any, count: Any) -> Any:
+    def cutting(self: UncollectedGradients, generation: Any, count: Any) -> Any:
         found = asked(self, generation, count)
         if len(cut_off) % 2 == 0:
             cut_off.append(generation)
@@ -125,7 +125,7 @@ def test_a_collection_cut_off_is_asked_for_again(keeping: Session, monkeypatch: 
         cut_off.append(generation)
         return found
 
-    monkeypatch.setattr(Uncollected, "_asked", cutting)
+    monkeypatch.setattr(UncollectedGradients, "_asked", cutting)
     assert differing(train(keeping.checkpoint, chain), train(plainly, chain)) == []
     assert len(cut_off) == 4
 

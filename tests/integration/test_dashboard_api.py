@@ -119,7 +119,7 @@ def test_what_is_unknown_is_named(path: str, dashboard: Dashboard) -> None:
 
 
 def test_columns_are_those_of_a_segment() -> None:
-    assert get_args(Column) == tuple(name for name in schemas.Segment.model_fields if name != "reasons")
+    assert get_args(Column) == tuple(name for name in schemas.SegmentStatus.model_fields if name != "reasons")
 
 
 @pytest.mark.parametrize("column", get_args(Column))
@@ -149,7 +149,7 @@ def test_the_csv_has_all_rows_and_no_formulas(dashboard: Dashboard, training: Tr
     assert answer.headers["content-type"].startswith("text/csv")
     assert "attachment" in answer.headers["content-disposition"]
     rows = list(csv.DictReader(io.StringIO(answer.text)))
-    assert tuple(rows[0]) == tuple(schemas.Segment.model_fields)
+    assert tuple(rows[0]) == tuple(schemas.SegmentStatus.model_fields)
     assert [row["segment"] for row in rows] == [*(f"'=Block #{i}" for i in range(4)), "Head #0"]
     assert {row["run"] for row in rows} == {training.run}
     assert [row["reasons"] for row in rows] == [*[""] * 4, "1 x a custom Function"]

@@ -19,13 +19,13 @@ from torch import nn
 
 from backhaul import Session
 from backhaul._backward.frame import Frame
-from backhaul._backward.sole_consumers import Unshared
+from backhaul._backward.sole_consumers import SoleConsumers
 from backhaul._worker_client.remote_segment import SavedSegment, SavedTensors
-from backhaul_runtime.process.death_queue import Ending, Endings
-from backhaul_runtime.tensors.buffer_pool import Buffers
+from backhaul_runtime.process.death_queue import DeathNotice, DeathQueue
+from backhaul_runtime.tensors.buffer_pool import BufferPool
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.wire.shared_memory import LEAST_BYTES, Outbox, Region, make_memory
-from backhaul_runtime.wire.tensor_stream import Parcel
+from backhaul_runtime.wire.tensor_stream import OutgoingTensor
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("client", "runtime", "server")
@@ -54,13 +54,13 @@ def a_frame(session: Session) -> tuple[list[Any], Any]:
 
 
 def a_watched_input(session: Session) -> tuple[list[Any], Any]:
-    unshared, tensor = Unshared(), torch.ones(2)
+    unshared, tensor = SoleConsumers(), torch.ones(2)
     unshared.watch([(0, tensor)])
     return [tensor], unshared
 
 
 def a_buffer(session: Session) -> tuple[list[Any], Any]:
-    buffers = Buffers()
+    buffers = BufferPool()
     return [buffers.take(mmap.PAGESIZE)], buffers
 
 
@@ -70,13 +70,13 @@ def a_tensor_in_shared_memory(session: Session) -> tuple[list[Any], Any]:
     outbox.add(Region(1, descriptor))
     os.close(descriptor)
     tensor = torch.zeros(LEAST_BYTES, dtype=torch.uint8)
-    place = outbox.put(Parcel.of(tensor))
+    place = outbox.put(OutgoingTensor.of(tensor))
     assert place is not None
     return [theirs.use(place.location(layout_of(tensor)), layout_of(tensor))], theirs
 
 
 DEATHS: dict[str, Callable[[Session], tuple[list[Any], Any]]] = {
-    "runtime/backhaul_runtime/process/death_queue.py: Ending(of, self._put)": a_frame,
+    "runtime/backhaul_runtime/process/death_queue.py: DeathNotice(of, self._put)": a_frame,
     "client/backhaul/_backward/sole_consumers.py: weakref.ref(tensor, died)": a_watched_input,
     "runtime/backhaul_runtime/tensors/buffer_pool.py: weakref.finalize(array, self._give_back, buffer)": a_buffer,
     "runtime/backhaul_runtime/wire/shared_memory.py: "
@@ -94,7 +94,7 @@ def destructors() -> Iterator[str]:
                     yield f"{where}: __del__"
                 elif isinstance(node, ast.Call):
                     name = ast.unparse(node.func).rsplit(".")[-1]
-                    makes_weak = name in ("ref", "WeakMethod", "Ending", "proxy") and len(node.args) > 1
+                    makes_weak = name in ("ref", "WeakMethod", "DeathNotice", "proxy") and len(node.args) > 1
                     if makes_weak or name == "finalize":
                         yield f"{where}: {ast.unparse(node)}"
 
@@ -200,8 +200,8 @@ def test_an_interrupt_loses_no_release(session: Session) -> None:
 
 
 def test_an_ending_that_was_called_off_does_not_come() -> None:
-    come: deque[Ending] = deque()
-    endings, owner = Endings(come.append), nn.Identity()
+    come: deque[DeathNotice] = deque()
+    endings, owner = DeathQueue(come.append), nn.Identity()
     endings.take(endings.watch(owner, 1))
     kept = endings.watch(owner, 2)
     assert endings.to_come() == [2]

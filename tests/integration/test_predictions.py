@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import backhaul
 from backhaul import Session
-from backhaul._dispatch.prediction import Site, Sites
-from backhaul._worker_client.uploader import Save, Uploader
+from backhaul._dispatch.prediction import CallSite, CallSites
+from backhaul._worker_client.uploader import SegmentUpload, Uploader
 from conftest import settle, wait_until
 from support.bits import Checkpoint, differing, plainly, train
 from support.processes import WorkerProcess
@@ -26,7 +26,7 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     found: list[bool] = []
     save = Uploader.save
 
-    def noting(self: Uploader, item: Save) -> None:
+    def noting(self: Uploader, item: SegmentUpload) -> None:
         found.append(item.is_predicted)
         save(self, item)
 
@@ -124,7 +124,7 @@ def test_calls_of_functions_without_a_backward_leave_nothing_behind(session: Ses
     def places() -> int:
         settle(session)  # else some wait to be sent
         gc.collect()
-        return sum(isinstance(found, Site) for found in gc.get_objects())
+        return sum(isinstance(found, CallSite) for found in gc.get_objects())
 
     before = places()
     for _ in range(20):
@@ -139,7 +139,7 @@ def test_calls_of_functions_without_a_backward_leave_nothing_behind(session: Ses
 
 def test_of_too_many_places_the_least_recently_reached_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("backhaul._dispatch.prediction.MAX_SITES", 2)
-    sites = Sites()
+    sites = CallSites()
     found = [sites.of(torch.sin, position) for position in range(3)]
     for site in (*found[:2], found[0], found[2]):
         sites.keep(site)

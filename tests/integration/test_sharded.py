@@ -19,7 +19,7 @@ from torch.nn.functional import gelu
 
 import backhaul
 from backhaul import Decision, Session, unwrap
-from backhaul._worker_client.uploader import Save, Uploader
+from backhaul._worker_client.uploader import SegmentUpload, Uploader
 from conftest import QUIET_S, RETURNS, settle
 from support.bits import differing
 from support.processes import WorkerProcess
@@ -129,7 +129,7 @@ def test_weights_that_are_freed_before_they_are_sent(
     """Nothing is sent before the whole forward has ended."""
     may_send, send = threading.Event(), Uploader._send
 
-    def late(self: Uploader, save: Save) -> None:
+    def late(self: Uploader, save: SegmentUpload) -> None:
         assert may_send.wait(30)
         send(self, save)
 

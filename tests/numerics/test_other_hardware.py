@@ -17,7 +17,7 @@ from backhaul._backward.frame import Frame
 from backhaul._backward.value_check import Recomputed, check_recomputed
 from backhaul_runtime.record.recording import SavedTensor
 from backhaul_runtime.tensors.layout import layout_of
-from backhaul_runtime.tensors.random_projection import sketch
+from backhaul_runtime.tensors.random_projection import project
 from conftest import QUIET_S, RETURNS, wait_until
 from numerics.cases import CASES, WIDTH, Case
 from support.bits import Checkpoint, differing, plainly, train
@@ -236,12 +236,12 @@ def test_without_pins_they_would_turn(choose: Any, perturbed: WorkerProcess, mon
         side = session._sides[0]
         save = session.save
 
-        def unpinned(frame: Frame, *given: Any) -> Any:
-            frame.recording.is_pinned = True  # a lie
+        def unrecorded_choices(frame: Frame, *given: Any) -> Any:
+            frame.recording.has_recorded_choices = True  # a lie
             return save(frame, *given)
 
-        monkeypatch.setattr(session, "needs_pins", lambda device: False)
-        monkeypatch.setattr(session, "save", unpinned)
+        monkeypatch.setattr(session, "records_choices", lambda device: False)
+        monkeypatch.setattr(session, "save", unrecorded_choices)
         assert differing(route(choose, session.checkpoint), expected) == []
         assert side.link.drift == 0
         assert session.report().fallbacks == 1
@@ -329,14 +329,14 @@ def test_a_call_before_the_worker_changed_is_not_sent(session: Session) -> None:
 def test_error_names_drift_and_what_is_allowed() -> None:
 
     x, y = torch.randn(100), torch.randn(100)
-    saved = SavedTensor(bytes(16), "aten.sin.default", layout_of(x), -1, 0, False, sketch(x))
+    saved = SavedTensor(bytes(16), "aten.sin.default", layout_of(x), -1, 0, False, project(x))
     with pytest.raises(CheckpointError, match=r"drift .*, allowed 1e-04"):
-        check_recomputed("fn", [saved], Recomputed([bytes(15) + b"x"], [sketch(y)]))
+        check_recomputed("fn", [saved], Recomputed([bytes(15) + b"x"], [project(y)]))
 
 
 def test_a_worker_that_sketches_less_than_it_saved_is_refused() -> None:
 
     x = torch.randn(100)
-    saved = [SavedTensor(bytes(16), "aten.sin.default", layout_of(x), -1, 0, False, sketch(x))] * 2
+    saved = [SavedTensor(bytes(16), "aten.sin.default", layout_of(x), -1, 0, False, project(x))] * 2
     with pytest.raises(CheckpointError):
-        check_recomputed("fn", saved, Recomputed([b"x" * 16] * 2, [sketch(x)]))
+        check_recomputed("fn", saved, Recomputed([b"x" * 16] * 2, [project(x)]))

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint_sequential as sequential_of_torch
 
 import backhaul
 from backhaul import Decision, NotRemoteError, Session
-from backhaul_runtime.wire.tensor_stream import _Arrival
+from backhaul_runtime.wire.tensor_stream import _StreamedTensor
 from support.bits import Checkpoint, differing, plainly
 from support.calls import WIDTH, Counted, TimesOne, inputs, one, same
 
@@ -168,8 +168,8 @@ def test_s6_bytes_sees_what_happens_to_a_tensor_after_it_has_arrived(
     returns: str, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a bug in putting it together would be. The trainer recomputes then."""
-    finish = _Arrival.finish
-    monkeypatch.setattr(_Arrival, "finish", lambda arrival: finish(arrival).mul_(1.001))
+    finish = _StreamedTensor.finish
+    monkeypatch.setattr(_StreamedTensor, "finish", lambda arrival: finish(arrival).mul_(1.001))
     x, h = inputs()
     session.checkpoint(lambda h: h.sin().exp(), h, returns=returns, determinism_check="bytes").sum().backward()
     (expected,) = torch.autograd.grad(x.sin().exp().sum(), x)

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 import grpc
 import pytest
 
-from backhaul._worker_client.connection import Link
-from backhaul._worker_client.shared_memory import SharedMemory
+from backhaul._worker_client.connection import Connection
+from backhaul._worker_client.shared_memory import TrainerSharedMemory
 from backhaul_runtime.wire.shared_memory import Outbox, Region
 
 ENDS_BYTES = 256
@@ -29,9 +29,9 @@ OnItsWay: TypeAlias = Callable[[str, str, bytes], bytes]
 @contextmanager
 def on_every_channel(on_its_way: OnItsWay) -> Iterator[None]:
     """Messages of sessions that connect meanwhile pass through a function, sealed as they are."""
-    make = Link._channel_to
+    make = Connection._channel_to
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Link, "_channel_to", lambda link, target: _Channel(make(link, target), on_its_way))
+        patch.setattr(Connection, "_channel_to", lambda link, target: _Channel(make(link, target), on_its_way))
         yield
 
 
@@ -87,7 +87,7 @@ class Flips:
     @contextmanager
     def in_shared_memory(self) -> Iterator[None]:
         """Tensors that go through shared memory are messages too, of the method "region"."""
-        put, locate = Outbox.put, SharedMemory._region
+        put, locate = Outbox.put, TrainerSharedMemory._region
 
         def damaged_up(outbox: Outbox, parcel: Any) -> Any:
             place = put(outbox, parcel)
@@ -95,14 +95,14 @@ class Flips:
                 self._flip_in(place.region, "up", place.begin + parcel.layout.alignment_bytes, parcel.layout.span_bytes)
             return place
 
-        def damaged_down(memory: SharedMemory, location: Any, layout: Any) -> Region:
+        def damaged_down(memory: TrainerSharedMemory, location: Any, layout: Any) -> Region:
             region = locate(memory, location, layout)
             self._flip_in(region, "down", location.offset_bytes, layout.span_bytes)
             return region
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Outbox, "put", damaged_up)
-            patch.setattr(SharedMemory, "_region", damaged_down)
+            patch.setattr(TrainerSharedMemory, "_region", damaged_down)
             yield
 
     def _flip_in(self, region: Region, direction: str, begin: int, size_bytes: int) -> None:

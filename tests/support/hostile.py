@@ -19,7 +19,7 @@ import grpc
 import torch
 from torch import Tensor
 
-from backhaul._worker_client.shared_memory import SharedMemory
+from backhaul._worker_client.shared_memory import TrainerSharedMemory
 from backhaul_proto.v1 import (
     program_pb2,
     segment_pb2,
@@ -28,16 +28,16 @@ from backhaul_proto.v1 import (
     tensor_pb2,
 )
 from backhaul_runtime.program.codec import encode_program, encode_state
-from backhaul_runtime.program.program import Given, Node, Program, ResultRef, Source, SourceRef
+from backhaul_runtime.program.program import Node, Program, RecordedChoice, ResultRef, Source, SourceRef
 from backhaul_runtime.sealing import sealed
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.wire import tensor_stream
 from backhaul_runtime.wire.protocol import MAX_MESSAGE_BYTES, MAX_NAME, PROTOCOL_VERSION
-from backhaul_runtime.wire.shared_memory import Ask
+from backhaul_runtime.wire.shared_memory import SharedMemoryRequest
 from backhaul_runtime.wire.splicing import field_of
-from backhaul_runtime.wire.tensor_stream import Parcel
+from backhaul_runtime.wire.tensor_stream import OutgoingTensor
 from support.processes import WorkerProcess
 from support.wire import Services, plain
 
@@ -103,7 +103,7 @@ class Hostile:
 
     def put(self, *tensors: Tensor) -> list[bytes]:
         """Sends tensors. Returns their addresses."""
-        parcels = [Parcel(tensor, layout_of(tensor), address_of(tensor)) for tensor in tensors]
+        parcels = [OutgoingTensor(tensor, layout_of(tensor), address_of(tensor)) for tensor in tensors]
         messages = [
             tensor_pb2.PutTensorsRequest(session=self.session, tensors=plain(batch))
             for batch in tensor_stream.batches(parcels)
@@ -189,7 +189,7 @@ def programs(client: Hostile, times: int) -> None:
     def shapes(number: int) -> Iterator[Program]:
         """All different in every round."""
         yield of_nodes(*[Node(sine, (source,), (), 0, (number,), draws=False)] * 40_000)
-        given = (Given(0, number),) * 40_000
+        given = (RecordedChoice(0, number),) * 40_000
         yield of_nodes(*[Node(sine, (source,), (), 0, (16,), False, False, given)] * 10)
         yield of_nodes(Node(sine, (source,), (), 0, tuple(range(300, 300 + number + 1_000_000)), draws=False))
         text = (("rounding_mode", chr(97 + number % 26) * (MAX_MESSAGE_BYTES // 2 + number)),)
@@ -459,7 +459,7 @@ def shared_memory(client: Hostile, times: int) -> None:
     for _ in range(4 * times):
         with contextlib.suppress(grpc.RpcError):
             opened = client.open("shared")
-            memory = SharedMemory(opened.memory_path, opened.session)
+            memory = TrainerSharedMemory(opened.memory_path, opened.session)
             client.held.append(memory)
             memory._ask_for(60 * MIB)
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -469,8 +469,8 @@ def shared_memory(client: Hostile, times: int) -> None:
     peer.send(client.session.encode())
     with contextlib.suppress(OSError):
         for number in range(500 * times):
-            peer.send(Ask.ROOM.message(1 << 40))
-            peer.send(Ask.MORE.message((1 << 64) - 1 - number))
+            peer.send(SharedMemoryRequest.ROOM.message(1 << 40))
+            peer.send(SharedMemoryRequest.MORE.message((1 << 64) - 1 - number))
     for _ in range(50 * times):
         with contextlib.suppress(OSError):
             unnamed = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -11,7 +11,7 @@ from backhaul._backward.frame import Frame
 from backhaul._backward.lineage import Copies
 from backhaul._backward.value_check import Recomputed
 from backhaul._config import Config
-from backhaul._dispatch.prediction import Beginning, Site
+from backhaul._dispatch.prediction import CallSite, PendingCall
 from backhaul._forward.checkpoint import run_segment
 from backhaul._observe.report import Journal, Report
 from backhaul._torch_api.options import options_of
@@ -26,18 +26,18 @@ from backhaul_runtime.tensors.layout import Layout, copy_exact
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.wire.bundle import unbundle
 from backhaul_server.worker.engine import runs
-from backhaul_server.worker.engine.runs import Finished, Work
+from backhaul_server.worker.engine.runs import RunResult, SegmentInputs
 from backhaul_server.worker.rpc.segment_service import encode_contributions
 
 
 class LoopbackSegment:
     """See `backhaul._backward.frame.RemoteSegment`."""
 
-    def __init__(self, work: Work, remote: "Loopback") -> None:
+    def __init__(self, work: SegmentInputs, remote: "Loopback") -> None:
         self.work = work
         self.remote = remote
 
-    def _run(self, perform: Any) -> Finished:
+    def _run(self, perform: Any) -> RunResult:
         if self.remote.is_lost:
             raise WorkerLostError("gone", status="LOST")
         with isolated([]), torch.enable_grad():
@@ -54,7 +54,9 @@ class LoopbackSegment:
     ) -> tuple[Recomputed, list[Contribution], Callable[[], None]]:
         copies = {output: copy_exact(gradient) for output, gradient in gradients.items()}
         self.remote.given |= {address_of(copy): copy for copy in copies.values()}
-        found = self._run(partial(runs.backward, start=runs.Start((), state, summed=tuple(summed)), gradients=copies))
+        found = self._run(
+            partial(runs.backward, start=runs.BackwardInputs((), state, summed=tuple(summed)), gradients=copies)
+        )
         result = segment_pb2.BackwardResult(contributions=encode_contributions(found))
         tensors = [copy_exact(parcel.tensor) for parcel in found.bundle.parcels]
         saved = Recomputed(found.saved_digests, found.saved_sketches)
@@ -111,23 +113,25 @@ class Loopback:
         """Addresses of what it was given that no longer holds what it held. Nothing that runs may change it."""
         return [address for address, tensor in self.given.items() if address_of(tensor) != address]
 
-    def needs_pins(self, device: torch.device) -> bool:
+    def records_choices(self, device: torch.device) -> bool:
         return self.pins
 
-    def begin(self, frame: Frame, fn: Any, arguments: list[Tensor]) -> Beginning:
-        return Beginning(Site(), arguments)
+    def begin(self, frame: Frame, fn: Any, arguments: list[Tensor]) -> PendingCall:
+        return PendingCall(CallSite(), arguments)
 
-    def save(self, frame: Frame, beginning: Beginning, tensors: Sequence[Tensor], forward_s: float) -> LoopbackSegment:
+    def save(
+        self, frame: Frame, beginning: PendingCall, tensors: Sequence[Tensor], forward_s: float
+    ) -> LoopbackSegment:
         assert frame.program is not None
         if self.is_lost:
             raise Refusal("gone")
-        if frame.recording.unpinned:
-            raise Refusal(frame.recording.unpinned)
+        if frame.recording.unrecorded_choices:
+            raise Refusal(frame.recording.unrecorded_choices)
         self.recordings.append(frame.recording)
         program = decode_program(encode_program(frame.program), torch.device("cpu"))
         values = [copy_exact(source.value, source.layout) for source in frame.recording.sources]
         self.given |= {source.address: value for source, value in zip(frame.recording.sources, values, strict=True)}
-        return LoopbackSegment(Work(program, values, list(frame.recording.generator_states), self.pins), self)
+        return LoopbackSegment(SegmentInputs(program, values, list(frame.recording.generator_states), self.pins), self)
 
     def checkpoint(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         options, kwargs = options_of(self.config, kwargs)

@@ -75,7 +75,7 @@ class FakeCuda:
         found = cls()
         patch.setattr(staging, "_cuda", lambda device: found)
         patch.setattr(staging, "_side_stream", cache(found.Stream))
-        patch.setattr(staging, "pinned", lambda size: torch.empty(size, dtype=torch.uint8))
+        patch.setattr(staging, "page_locked", lambda size: torch.empty(size, dtype=torch.uint8))
         patch.setattr(Layout, "is_on_accelerator", True)
         return found
 

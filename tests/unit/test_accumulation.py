@@ -10,19 +10,19 @@ from torch import Tensor
 from backhaul import SegmentUnknownError
 from backhaul_runtime.wire.bundle import bundle
 from backhaul_server.worker.engine.executor import Executor
-from backhaul_server.worker.engine.gradient_sums import SUM_BYTES, Keep, Sums
-from backhaul_server.worker.engine.runs import Finished
+from backhaul_server.worker.engine.gradient_sums import SUM_BYTES, GradientsToKeep, GradientSums
+from backhaul_server.worker.engine.runs import RunResult
 from backhaul_server.worker.engine.store import Store
 
 SIZE = 64
 BYTES = SIZE * 4
 
 
-def with_sums(test: Callable[[Sums, Store[Tensor]], Awaitable[None]], *, budget_bytes: int = 1 << 20) -> None:
+def with_sums(test: Callable[[GradientSums, Store[Tensor]], Awaitable[None]], *, budget_bytes: int = 1 << 20) -> None:
     async def main() -> None:
         store: Store[Tensor] = Store(budget_bytes)
         executor = Executor(lambda: None, lambda _: None, 60.0)
-        sums = Sums("session", store, executor)
+        sums = GradientSums("session", store, executor)
         try:
             await test(sums, store)
         finally:
@@ -38,21 +38,21 @@ def values(count: int) -> list[Tensor]:
     return [torch.randn(SIZE) * 10 ** float(torch.randint(-4, 4, ())) for _ in range(count)]
 
 
-def finished(*contributions: Tensor) -> Finished:
+def finished(*contributions: Tensor) -> RunResult:
     """One source, used so often."""
-    return Finished(bundle(list(enumerate(contributions))), (), (0,) * len(contributions))
+    return RunResult(bundle(list(enumerate(contributions))), (), (0,) * len(contributions))
 
 
-def keep(sums: Sums, segment: int, contributions: Sequence[Tensor], pass_number: int = 0) -> Finished:
-    return sums.keep(segment, 1, Keep({0: 7}, pass_number), finished(*contributions), [torch.zeros(SIZE)])
+def keep(sums: GradientSums, segment: int, contributions: Sequence[Tensor], pass_number: int = 0) -> RunResult:
+    return sums.keep(segment, 1, GradientsToKeep({0: 7}, pass_number), finished(*contributions), [torch.zeros(SIZE)])
 
 
-async def collected(sums: Sums, number: int, count: int) -> Mapping[int, Tensor]:
+async def collected(sums: GradientSums, number: int, count: int) -> Mapping[int, Tensor]:
     return {slot: parcel.tensor for slot, parcel in (await sums.collect(number, count)).items()}
 
 
 def test_passes_are_summed_one_after_the_other() -> None:
-    async def test(sums: Sums, store: Store[Tensor]) -> None:
+    async def test(sums: GradientSums, store: Store[Tensor]) -> None:
         found = values(5)
         for number, value in enumerate(found, start=1):
             left = keep(sums, number, [value], pass_number=number)
@@ -67,7 +67,7 @@ def test_passes_are_summed_one_after_the_other() -> None:
 
 
 def test_segments_of_a_pass_are_summed_first() -> None:
-    async def test(sums: Sums, store: Store[Tensor]) -> None:
+    async def test(sums: GradientSums, store: Store[Tensor]) -> None:
         a, b, c, d, e, f = values(6)
         for number, (pass_number, contributions) in enumerate([(1, [a, b]), (1, [c]), (2, [d]), (2, [e, f])], start=1):
             keep(sums, number, contributions, pass_number)
@@ -78,7 +78,7 @@ def test_segments_of_a_pass_are_summed_first() -> None:
 
 
 def test_commits_count_once_and_without_gaps() -> None:
-    async def test(sums: Sums, store: Store[Tensor]) -> None:
+    async def test(sums: GradientSums, store: Store[Tensor]) -> None:
         a, b, c = values(3)
         for number, value in enumerate([a, b, c], start=1):
             keep(sums, number, [value], pass_number=number)
@@ -95,7 +95,7 @@ def test_commits_count_once_and_without_gaps() -> None:
 
 
 def test_what_was_released_does_not_count() -> None:
-    async def test(sums: Sums, store: Store[Tensor]) -> None:
+    async def test(sums: GradientSums, store: Store[Tensor]) -> None:
         keep(sums, 1, values(1))
         sums.released(1)
         assert store.usage().results == 0
@@ -108,10 +108,10 @@ def test_what_was_released_does_not_count() -> None:
 
 
 def test_gradients_of_other_shapes_are_not_broadcast() -> None:
-    async def test(sums: Sums, store: Store[Tensor]) -> None:
+    async def test(sums: GradientSums, store: Store[Tensor]) -> None:
         for number, shape in enumerate([(SIZE, 1), (1, SIZE)], 1):
             gradient = torch.ones(shape)
-            sums.keep(number, 1, Keep({0: 7}, 0), finished(gradient), [gradient])
+            sums.keep(number, 1, GradientsToKeep({0: 7}, 0), finished(gradient), [gradient])
         sums.commit(1, 1, [(1, 1), (2, 1)])
         with pytest.raises(SegmentUnknownError):
             await collected(sums, 1, 2)
@@ -121,7 +121,7 @@ def test_gradients_of_other_shapes_are_not_broadcast() -> None:
 
 
 def test_a_round_drops_the_one_before() -> None:
-    async def test(sums: Sums, store: Store[Tensor]) -> None:
+    async def test(sums: GradientSums, store: Store[Tensor]) -> None:
         a, b, c = values(3)
         for number, value in enumerate([a, b, c], start=1):
             keep(sums, number, [value], pass_number=number)
@@ -136,7 +136,7 @@ def test_a_round_drops_the_one_before() -> None:
 
 
 def test_without_room_gradients_are_returned() -> None:
-    async def test(sums: Sums, store: Store[Tensor]) -> None:
+    async def test(sums: GradientSums, store: Store[Tensor]) -> None:
         keep(sums, 1, values(1))
         left = keep(sums, 2, values(1))
         assert (len(left.bundle.parcels), left.kept) == (1, set())
@@ -146,7 +146,7 @@ def test_without_room_gradients_are_returned() -> None:
 
 
 def test_what_has_no_memory_of_its_own_is_returned() -> None:
-    async def test(sums: Sums, store: Store[Tensor]) -> None:
+    async def test(sums: GradientSums, store: Store[Tensor]) -> None:
         whole = torch.randn(2 * SIZE)
         other = torch.randn(SIZE)
         for contributions in ([whole[:SIZE], whole[SIZE:]], [whole[:SIZE]], [other.double()], [other[:1]]):

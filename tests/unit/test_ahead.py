@@ -8,9 +8,9 @@ import grpc
 import pytest
 
 from backhaul._worker_client import pushed_results
-from backhaul._worker_client.pushed_results import Ahead
+from backhaul._worker_client.pushed_results import PushedResults
 from backhaul_proto.v1 import segment_pb2
-from backhaul_runtime.wire.splicing import Carried
+from backhaul_runtime.wire.splicing import TensorMessage
 from conftest import wait_until
 
 START = segment_pb2.Start(wants_digests=True)
@@ -42,15 +42,15 @@ class Played:
     ) -> None:
         result = segment_pb2.BackwardResult(goes_on=goes_on)
         message = segment_pb2.AheadResponse(segment=segment, start=start, result=result, more=more)
-        self.calls[-1].messages.put(Carried(message, None, size_bytes))
+        self.calls[-1].messages.put(TensorMessage(message, None, size_bytes))
 
 
 class PlayedCall:
     def __init__(self) -> None:
-        self.messages: queue.SimpleQueue[Carried[segment_pb2.AheadResponse] | None] = queue.SimpleQueue()
+        self.messages: queue.SimpleQueue[TensorMessage[segment_pb2.AheadResponse] | None] = queue.SimpleQueue()
         self.read = 0
 
-    def __iter__(self) -> Iterator[Carried[segment_pb2.AheadResponse]]:
+    def __iter__(self) -> Iterator[TensorMessage[segment_pb2.AheadResponse]]:
         while (message := self.messages.get()) is not None:
             self.read += 1
             yield message
@@ -70,7 +70,7 @@ def take(played: Played, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
     """Takes a segment's result from an open stream: its number, or None."""
     monkeypatch.setattr(pushed_results, "PATIENCE_S", 10.0)  # nothing here is decided by it, unless it fails
     before = threading.active_count()
-    ahead = Ahead(played)
+    ahead = PushedResults(played)
     assert ahead.take("a", 0, START) is None
 
     def take(segment: int) -> int | None:

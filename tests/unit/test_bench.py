@@ -17,7 +17,7 @@ from backhaul.bench.figures import FIGURES, Figure, Kind, Verdict, chosen
 from backhaul.bench.noise import NOISY, Core, CoreTimes, ThreadTimes, foreign_share
 from backhaul.bench.outcomes import as_table, is_failed, of_counts, of_rounds, without_value
 from backhaul.bench.overlap import Lane, exposed
-from backhaul.bench.rounds import Plan, Rounds, Spread, UnequalGradientsError, Variant, interleave, ratio_of
+from backhaul.bench.rounds import Alternative, Plan, Rounds, Spread, UnequalGradientsError, interleave, ratio_of
 from backhaul.bench.stage import Stage
 from backhaul.bench.training import Training, adapt, checkpoint_of_torch, compare, compare_gradients
 from backhaul.demo.model import Block
@@ -96,32 +96,34 @@ def test_only_names_figures_in_the_order_of_the_registry() -> None:
 def test_variants_take_turns_and_each_round_begins_with_another() -> None:
     ran: list[str] = []
 
-    def measured(variant: Variant, cores: Sequence[Core]) -> tuple[float, bool]:
+    def measured(variant: Alternative, cores: Sequence[Core]) -> tuple[float, bool]:
         ran.append(variant.name)
         return 1.0, True
 
-    interleave([Variant(name, lambda: None) for name in "abc"], [], Plan(enough=3, warm=1), measured=measured)
+    interleave([Alternative(name, lambda: None) for name in "abc"], [], Plan(enough=3, warm=1), measured=measured)
     assert "".join(ran) == "abcbcacababc"
 
 
 def test_rounds_with_a_disturbed_variant_are_dropped_whole_and_warm_ones_do_not_count() -> None:
     disturbed = iter([False, False, True, False, False, False])  # two variants in three rounds, the first of them warm
 
-    def measured(variant: Variant, cores: Sequence[Core]) -> tuple[float, bool]:
+    def measured(variant: Alternative, cores: Sequence[Core]) -> tuple[float, bool]:
         return 1.0, not next(disturbed)
 
-    variants = [Variant("a", lambda: None), Variant("b", lambda: None)]
+    variants = [Alternative("a", lambda: None), Alternative("b", lambda: None)]
     found = interleave(variants, [], Plan(enough=7, most=2, warm=1), measured=measured)
     assert (found.kept, found.dropped) == (1, 1)
 
 
 def test_it_ends_with_enough_kept_rounds() -> None:
-    found = interleave([Variant("a", lambda: None)], [], Plan(enough=7, most=50), measured=lambda *_: (1.0, True))
+    found = interleave([Alternative("a", lambda: None)], [], Plan(enough=7, most=50), measured=lambda *_: (1.0, True))
     assert (found.kept, found.dropped) == (7, 0)
 
 
 def test_it_ends_when_its_time_is_up_but_has_a_round() -> None:
-    found = interleave([Variant("a", lambda: None)], [], Plan(warm=2, limit_s=0.0), measured=lambda *_: (1.0, False))
+    found = interleave(
+        [Alternative("a", lambda: None)], [], Plan(warm=2, limit_s=0.0), measured=lambda *_: (1.0, False)
+    )
     assert len(found.found) == 1
 
 
@@ -130,7 +132,7 @@ def test_unequal_gradients_end_the_measurement_even_in_a_warm_round() -> None:
         raise UnequalGradientsError("2 of 3 gradients")
 
     with pytest.raises(UnequalGradientsError):
-        interleave([Variant("a", lambda: None)], [], Plan(warm=1), unequal, lambda *_: (1.0, True))
+        interleave([Alternative("a", lambda: None)], [], Plan(warm=1), unequal, lambda *_: (1.0, True))
 
 
 def test_what_a_variant_counts_replaces_its_time_and_its_lead_in_comes_first() -> None:
@@ -140,7 +142,7 @@ def test_what_a_variant_counts_replaces_its_time_and_its_lead_in_comes_first() -
         ran.append("run")
         return 42.0
 
-    taken, _ = rounds.timed(Variant("a", run, lambda: ran.append("lead in")), [])
+    taken, _ = rounds.timed(Alternative("a", run, lambda: ran.append("lead in")), [])
     assert (taken, ran) == (42.0, ["lead in", "run"])
 
 

@@ -1,12 +1,12 @@
 import torch
 
-from backhaul_runtime.tensors.buffer_pool import Buffers
+from backhaul_runtime.tensors.buffer_pool import BufferPool
 
 PAGES = 1 << 20
 
 
 def test_the_memory_of_a_tensor_that_died_is_used_again() -> None:
-    buffers = Buffers(idle_bytes=2 * PAGES)
+    buffers = BufferPool(idle_bytes=2 * PAGES)
     first = buffers.take(PAGES - 10)
     place = first.data_ptr()
     view = first[5:].view(torch.uint8)
@@ -20,7 +20,7 @@ def test_the_memory_of_a_tensor_that_died_is_used_again() -> None:
 
 
 def test_idle_memory_is_bounded() -> None:
-    buffers = Buffers(idle_bytes=2 * PAGES)
+    buffers = BufferPool(idle_bytes=2 * PAGES)
     held = [buffers.take(PAGES) for _ in range(5)]
     assert buffers.idle_bytes == 2 * PAGES
     del held
@@ -28,13 +28,13 @@ def test_idle_memory_is_bounded() -> None:
 
 
 def test_one_larger_than_the_bound_is_not_kept() -> None:
-    buffers = Buffers(idle_bytes=PAGES)
+    buffers = BufferPool(idle_bytes=PAGES)
     buffers.take(2 * PAGES)
     assert not buffers._idle
 
 
 def test_buffers_of_a_size_that_nobody_takes_any_more_make_room() -> None:
-    buffers = Buffers(idle_bytes=2 * PAGES)
+    buffers = BufferPool(idle_bytes=2 * PAGES)
     del (held := [buffers.take(PAGES) for _ in range(2)])[:]
     assert not held
     buffers.take(2 * PAGES)

@@ -17,18 +17,18 @@ from backhaul._forward.checkpoint import name_of
 from backhaul._torch_api.options import options_of
 from backhaul._torch_api.sequential import checkpoint_sequential
 from backhaul._torch_api.wrap import SegmentModule, unwrap
-from backhaul._worker_client.deadlines import Watch
+from backhaul._worker_client.deadlines import Liveness
 from support.loopback import Loopback
 
 
 def test_silence_is_what_the_waiter_was_awake_for() -> None:
     with pytest.raises(WorkerLostError, match="silent for 0.2 s") as caught:
-        Watch(0.2).wait(Future())
+        Liveness(0.2).wait(Future())
     assert caught.value.status == "SILENT"
 
 
 def test_signs_of_life_prolong_a_wait() -> None:
-    watch, future = Watch(0.3), Future()
+    watch, future = Liveness(0.3), Future()
 
     def live() -> None:
         for _ in range(6):

@@ -17,12 +17,12 @@ from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_server.worker.engine import runs
-from backhaul_server.worker.engine.segment import Segment, Session
+from backhaul_server.worker.engine.segment import Segment, SessionState
 from backhaul_server.worker.engine.segment_machine import Key
 from backhaul_server.worker.engine.worker import Worker
 
 FIRST = Key("backward", 1)
-START = runs.Start(((0, address_of(torch.ones(4))),), ambient_state.capture())
+START = runs.BackwardInputs(((0, address_of(torch.ones(4))),), ambient_state.capture())
 
 
 def with_worker(
@@ -53,20 +53,20 @@ def squaring() -> bytes:
     )
 
 
-def put(worker: Worker, session: Session, tensor: torch.Tensor) -> bytes:
+def put(worker: Worker, session: SessionState, tensor: torch.Tensor) -> bytes:
     layout, address = layout_of(tensor), address_of(tensor)
     worker.store.arrived(session.id, address, tensor, worker.expect_tensor(layout))
     return address
 
 
-async def saved(worker: Worker, session: Session, number: int = 1, value: float = 3.0) -> Segment:
+async def saved(worker: Worker, session: SessionState, number: int = 1, value: float = 3.0) -> Segment:
     program = await worker.put_program(session, squaring())
     address = put(worker, session, torch.full((4,), value))
     assert worker.save(session, number, program, [address], [0], [], "square", False) == (False, [])
     return worker.segment(session, number)
 
 
-async def backward(worker: Worker, session: Session, segment: Segment, key: Key = FIRST) -> runs.Finished:
+async def backward(worker: Worker, session: SessionState, segment: Segment, key: Key = FIRST) -> runs.RunResult:
     def prepare() -> Any:
         return partial(runs.backward, start=START, gradients={0: torch.ones(4)})
 

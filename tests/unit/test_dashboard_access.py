@@ -10,7 +10,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 
 from backhaul_server.dashboard.http import access, login_form
-from backhaul_server.dashboard.http.access import COOKIE, HEADERS, Access
+from backhaul_server.dashboard.http.access import COOKIE, HEADERS, TokenMiddleware
 from backhaul_server.dashboard.http.logins import LASTS_S, MOST, Logins
 
 TOKEN = "correct-horse-battery-staple"
@@ -24,7 +24,7 @@ async def application(scope: Any, receive: Any, send: Any) -> None:
 
 
 @asynccontextmanager
-async def visitor(guard: Access, base: str = "http://127.0.0.1:8080") -> AsyncIterator[httpx.AsyncClient]:
+async def visitor(guard: TokenMiddleware, base: str = "http://127.0.0.1:8080") -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(transport=httpx.ASGITransport(guard), base_url=base) as client:
         yield client
 
@@ -33,7 +33,7 @@ def visits(visit: Callable[[httpx.AsyncClient], Awaitable[None]], *, token: str 
     """Runs a visit to a dashboard of its own."""
 
     async def run() -> None:
-        async with visitor(Access(application, token, "127.0.0.1")) as client:
+        async with visitor(TokenMiddleware(application, token, "127.0.0.1")) as client:
             await visit(client)
 
     asyncio.run(run())
@@ -99,7 +99,7 @@ def test_a_login_lasts_until_it_is_ended() -> None:
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_the_cookie_is_for_this_dashboards_pages_alone(scheme: str) -> None:
     async def run() -> None:
-        async with visitor(Access(application, TOKEN), f"{scheme}://dashboard.example") as client:
+        async with visitor(TokenMiddleware(application, TOKEN), f"{scheme}://dashboard.example") as client:
             attributes = {part.strip().lower() for part in (await log_in(client)).headers["set-cookie"].split(";")[1:]}
             expected = {"httponly", "samesite=strict", "path=/", f"max-age={12 * 3600}"}
             assert attributes == expected | ({"secure"} if scheme == "https" else set())
@@ -264,7 +264,7 @@ def test_its_own_life_is_passed_on_and_other_protocols_are_not() -> None:
             sent.append(message)
 
         for kind in ("lifespan", "websocket"):
-            await Access(inside, TOKEN)({"type": kind, "path": "/"}, asyncio.Event().wait, send)
+            await TokenMiddleware(inside, TOKEN)({"type": kind, "path": "/"}, asyncio.Event().wait, send)
 
     asyncio.run(run())
     assert (passed, sent) == (["lifespan"], [{"type": "websocket.close", "code": 1008}])

@@ -13,7 +13,7 @@ from backhaul_runtime.tensors.layout import _DTYPES, _QUANTIZED, Layout, copy_ex
 from backhaul_runtime.wire.bundle import bundle, decode_view, encode_view, unbundle
 from backhaul_runtime.wire.protocol import CHUNK_BYTES
 from backhaul_runtime.wire.splicing import deserializer, encode_all
-from backhaul_runtime.wire.tensor_stream import Parcel, Receiver, batches, decode_layout, encode_layout
+from backhaul_runtime.wire.tensor_stream import OutgoingTensor, TensorReceiver, batches, decode_layout, encode_layout
 from support.wire import plain
 
 SHAPES: dict[str, Callable[[], Tensor]] = {
@@ -37,9 +37,9 @@ SHAPES: dict[str, Callable[[], Tensor]] = {
 
 def sent(*tensors: Tensor) -> list[Tensor]:
     """Through bytes and back."""
-    receiver = Receiver()
+    receiver = TensorReceiver()
     read = deserializer(tensor_pb2.PutTensorsRequest)
-    for message in encode_all(batches(map(Parcel.of, tensors)), 2, tensor_pb2.PutTensorsRequest(session="s")):
+    for message in encode_all(batches(map(OutgoingTensor.of, tensors)), 2, tensor_pb2.PutTensorsRequest(session="s")):
         receiver.add(read(message).tensors)
     return receiver.tensors()
 
@@ -74,9 +74,9 @@ def test_every_dtype_of_torch_arrives(dtype: torch.dtype) -> None:
 
 def test_small_tensors_share_a_message_and_large_ones_take_several() -> None:
     small = [torch.randn(10) for _ in range(50)]
-    assert len(list(batches(map(Parcel.of, small)))) == 1
+    assert len(list(batches(map(OutgoingTensor.of, small)))) == 1
     large = torch.randn(3 * CHUNK_BYTES // 4)
-    messages = list(batches([Parcel.of(large), *map(Parcel.of, small)]))
+    messages = list(batches([OutgoingTensor.of(large), *map(OutgoingTensor.of, small)]))
     assert [sum(len(chunk.data) for chunk in message.chunks) for message in messages] == [
         CHUNK_BYTES,
         CHUNK_BYTES,
@@ -101,7 +101,7 @@ def test_what_has_no_bytes_is_refused(tensor: Tensor) -> None:
 
 
 def parts() -> tensor_pb2.TensorBatch:
-    return plain(next(batches([Parcel.of(torch.arange(8, dtype=torch.float32))])))
+    return plain(next(batches([OutgoingTensor.of(torch.arange(8, dtype=torch.float32))])))
 
 
 def damaged(change: Callable[[tensor_pb2.TensorBatch], object]) -> tensor_pb2.TensorBatch:
@@ -140,7 +140,7 @@ BAD = {
 @pytest.mark.parametrize("change", BAD.values(), ids=BAD.keys())
 def test_what_contradicts_itself_is_refused(change: Callable[[tensor_pb2.TensorBatch], object]) -> None:
     with pytest.raises(TransferError):
-        receiver = Receiver()
+        receiver = TensorReceiver()
         receiver.add(damaged(change))
         receiver.tensors()
 
@@ -164,14 +164,14 @@ def test_memory_is_asked_for_before_it_is_taken() -> None:
         spec=tensor_pb2.TensorSpec(dtype="uint8", shape=[1 << 40], strides=[1], device="cpu"), size_bytes=1 << 40
     )
     with pytest.raises(TransferError, match="no room"):
-        Receiver(admit).add(tensor_pb2.TensorBatch(declarations=[huge]))
+        TensorReceiver(admit).add(tensor_pb2.TensorBatch(declarations=[huge]))
     assert asked == [1 << 40]
 
 
 def test_contents_must_have_their_address() -> None:
     tensor = torch.randn(4)
-    receiver = Receiver()
-    for batch in batches([Parcel(tensor, layout_of(tensor), address_of(tensor + 1))]):
+    receiver = TensorReceiver()
+    for batch in batches([OutgoingTensor(tensor, layout_of(tensor), address_of(tensor + 1))]):
         receiver.add(batch)
     with pytest.raises(TransferError, match="it changed while it was read"):
         receiver.stored()
@@ -183,7 +183,7 @@ def test_any_bytes_end_in_our_own_error(data: bytes) -> None:
     batch.chunks[0].data = data
     try:
         batch.declarations[0].spec.MergeFromString(data)
-        receiver = Receiver(_refuse_large)
+        receiver = TensorReceiver(_refuse_large)
         receiver.add(batch)
         receiver.tensors()
     except TransferError:

@@ -16,7 +16,7 @@ from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.wire.splicing import SPLICED_BYTES
 from backhaul_server.worker.engine import runs, segment_engine
-from backhaul_server.worker.engine.segment import Segment, Session
+from backhaul_server.worker.engine.segment import Segment, SessionState
 from backhaul_server.worker.engine.segment_machine import GuessAhead, Key, Phase, ReplayAhead, Run, SegmentMachine
 from backhaul_server.worker.engine.worker import Worker
 from backhaul_server.worker.rpc import segment_service
@@ -46,10 +46,10 @@ async def chain(worker: Worker, values: list[float]) -> list[Segment]:
 
 async def backward(worker: Worker, segment: Segment, gradient: torch.Tensor, *, runs_anew: bool) -> torch.Tensor:
     """The gradient that comes back. Fails if it was computed for this request and should not, or the other way."""
-    start = runs.Start(((0, address_of(gradient)),), STATE)
+    start = runs.BackwardInputs(((0, address_of(gradient)),), STATE)
     ran = []
 
-    def perform(work: runs.Work, ready: runs.Ready | None) -> runs.Finished:
+    def perform(work: runs.SegmentInputs, ready: runs.LiveReplay | None) -> runs.RunResult:
         ran.append(True)
         return runs.backward(work, ready, start, {0: gradient}, segment.predecessors)
 
@@ -110,7 +110,7 @@ def test_other_ambient_settings_are_another_request() -> None:
         gradient = await backward(worker, segment_engine[1], torch.ones(4), runs_anew=True)
         await idle(worker)
         with torch.autocast("cpu", torch.bfloat16):
-            start = runs.Start(((0, address_of(gradient)),), ambient_state.capture())
+            start = runs.BackwardInputs(((0, address_of(gradient)),), ambient_state.capture())
         perform = partial(runs.backward, start=start, gradients={0: gradient})
         await worker.segments.request(segment_engine[0], FIRST, lambda: perform, 0.1, start).answer
         assert (worker.segments.guessed, worker.segments.wasted) == (0, 1)
@@ -137,7 +137,7 @@ def test_a_segment_released_while_its_guess_runs_leaves_nothing() -> None:
     async def test(worker: Worker) -> None:
         segment_engine = await chain(worker, [2.0, 4.0])
         await backward(worker, segment_engine[1], torch.ones(4), runs_anew=True)
-        session: Session = segment_engine[0].session
+        session: SessionState = segment_engine[0].session
         worker.close_session(session.id)
         await idle(worker)
         usage = worker.store.usage()
@@ -183,7 +183,7 @@ def test_a_segment_released_in_the_midst_of_its_chain(monkeypatch: pytest.Monkey
         await idle(worker)
         run = runs.backward
 
-        def run_and_release(work: runs.Work, *args: Any) -> runs.Finished:
+        def run_and_release(work: runs.SegmentInputs, *args: Any) -> runs.RunResult:
             if work is first:
                 asyncio.run_coroutine_threadsafe(release(), loop).result()
             return run(work, *args)
@@ -210,7 +210,7 @@ def test_a_request_in_the_midst_of_its_chain_is_answered(monkeypatch: pytest.Mon
         await idle(worker)
         run, asked = runs.backward, []
 
-        def run_and_ask(work: runs.Work, *args: Any) -> runs.Finished:
+        def run_and_ask(work: runs.SegmentInputs, *args: Any) -> runs.RunResult:
             if work is middle and not asked:
                 asked.append(asyncio.run_coroutine_threadsafe(ask(), loop).result())
             return run(work, *args)

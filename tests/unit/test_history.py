@@ -93,7 +93,7 @@ def kept(path: str, retention_days: float = 30) -> Iterator[History]:
         wait_until(lambda: not found._thread.is_alive(), "it has closed the file", 60)  # a busy disk may take a while
 
 
-def runs(found: History, limit: int = 100) -> list[schemas.Run]:
+def runs(found: History, limit: int = 100) -> list[schemas.RunSummary]:
     return asyncio.run(found.runs(limit))
 
 

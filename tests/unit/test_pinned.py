@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from backhaul_runtime.errors import ReplayError
-from backhaul_runtime.replay.recorded_choices import GivenValues, NotedDraws, is_binary, pack_bits, unpack_bits
-from backhaul_runtime.tensors.random_projection import SIZE, drift, sketch, tolerance
+from backhaul_runtime.replay.recorded_choices import ChoiceReplay, DrawRecorder, is_binary, pack_bits, unpack_bits
+from backhaul_runtime.tensors.random_projection import SIZE, drift, project, tolerance
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16])
@@ -36,13 +36,13 @@ def test_only_masks_are_packed() -> None:
     assert not is_binary(torch.empty(0))
 
 
-def given(values: list[Tensor]) -> GivenValues:
-    return GivenValues([(value, 0) for value in values], lent=())
+def given(values: list[Tensor]) -> ChoiceReplay:
+    return ChoiceReplay([(value, 0) for value in values], lent=())
 
 
 def test_what_was_drawn_is_drawn_again() -> None:
     x = torch.randn(4, 4)
-    with NotedDraws() as noted:
+    with DrawRecorder() as noted:
         expected = torch.nn.functional.dropout(x, 0.5) + torch.rand(4) + torch.randperm(4)
     assert len(noted.drawn) == 3
     with given(noted.drawn) as values:
@@ -99,28 +99,28 @@ def test_drift_is_about_the_relative_error(shape: tuple[int, ...], dtype: torch.
     wide = torch.complex128 if dtype.is_complex else torch.float64
     y = x.to(wide) + 1e-3 * torch.randn(shape, dtype=wide)
     true = float((y - x.to(wide)).norm() / x.to(wide).norm())
-    assert true / 4 < drift(sketch(x), sketch(y)) < true * 4
-    assert drift(sketch(x), sketch(x.clone())) == 0
+    assert true / 4 < drift(project(x), project(y)) < true * 4
+    assert drift(project(x), project(x.clone())) == 0
 
 
 def test_what_is_not_finite_must_be_as_often() -> None:
     x = torch.randn(1000)
     y = x.clone()
     x[3] = y[3] = -math.inf
-    assert drift(sketch(x), sketch(y)) == 0
+    assert drift(project(x), project(y)) == 0
     y[5] = math.nan
-    assert drift(sketch(x), sketch(y)) == math.inf
+    assert drift(project(x), project(y)) == math.inf
 
 
 def test_a_sketch_sees_where_values_lie() -> None:
     x = torch.randn(10_000)
-    assert drift(sketch(x), sketch(x.flip(0))) > 0.1
-    assert drift(sketch(torch.zeros(9)), sketch(torch.ones(9))) == math.inf
-    assert drift(sketch(torch.zeros(9)), sketch(torch.zeros(9))) == 0
+    assert drift(project(x), project(x.flip(0))) > 0.1
+    assert drift(project(torch.zeros(9)), project(torch.ones(9))) == math.inf
+    assert drift(project(torch.zeros(9)), project(torch.zeros(9))) == 0
 
 
 def test_sketches_that_do_not_fit_differ() -> None:
-    one = sketch(torch.ones(3))
+    one = project(torch.ones(3))
     assert len(one) == SIZE
     assert drift(one, one + one) == math.inf
     assert drift(one, ()) == math.inf
@@ -132,7 +132,7 @@ def test_tolerances_are_those_of_the_parts() -> None:
 
 
 def test_what_is_no_number_is_no_small_drift() -> None:
-    one = sketch(torch.ones(3))
+    one = project(torch.ones(3))
     for position in range(SIZE):
         assert drift(one, [*one[:position], math.nan, *one[position + 1 :]]) == math.inf
 
@@ -141,6 +141,6 @@ def test_draws_that_can_not_be_noted_are_a_refusal_and_no_error_of_the_functions
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Tensor, "clone", lambda tensor: 1 / 0)
-    with NotedDraws() as noted:
+    with DrawRecorder() as noted:
         torch.rand(3)
     assert noted.refusal is not None

@@ -11,7 +11,7 @@ from backhaul import CheckpointError, SavedTensorModifiedError, StaleTensorError
 from backhaul._backward.frame import Frame
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.replay.replay import Replay
-from backhaul_runtime.replay.saved_tensors import Packing, Saved
+from backhaul_runtime.replay.saved_tensors import SavedTensorPacker, VersionedTensor
 from support.loopback import Loopback
 
 
@@ -120,7 +120,7 @@ def test_memory_written_past_torch_never_becomes_a_gradient() -> None:
 @pytest.mark.parametrize("remote", [Loopback, Unreachable])
 def test_nothing_is_left_when_a_step_is_over(block: nn.Module, returns: str, remote: type[Loopback]) -> None:
     gc.collect()
-    left = (Saved, Replay, Packing)
+    left = (VersionedTensor, Replay, SavedTensorPacker)
     others = {id(o) for o in gc.get_objects() if type(o) in (Frame, *left)}  # in tracebacks of earlier tests
     gc.disable()
     try:

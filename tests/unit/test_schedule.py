@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backhaul_runtime.replay.schedule import Footprint, Key, Schedule, Step
+from backhaul_runtime.replay.schedule import Footprint, Key, Schedule, ScheduledWork
 
 SIZE = Footprint(replay_bytes=12, ready_bytes=10, backward_bytes=14)
 
@@ -26,7 +26,7 @@ def replay_all(schedule: Schedule, room_bytes: int) -> list[int]:
     return done
 
 
-def replay(schedule: Schedule, step: Step, footprint: Footprint = SIZE) -> None:
+def replay(schedule: Schedule, step: ScheduledWork, footprint: Footprint = SIZE) -> None:
     for key in step.gives_way:
         schedule.dropped(key)
     schedule.started(step.key)
@@ -142,10 +142,10 @@ def test_a_guess_is_run_before_replays_of_what_is_needed_later() -> None:
     schedule.demanded(("a", 3))
     replay(schedule, schedule.next(100))  # type: ignore[arg-type]
     schedule.guessed(("a", 2))
-    assert schedule.next(100) == Step(("a", 2), ())
+    assert schedule.next(100) == ScheduledWork(("a", 2), ())
     schedule.started(("a", 2))
     schedule.ready(("a", 2), 5, is_done=True)
-    assert schedule.next(100) == Step(("a", 1), ())
+    assert schedule.next(100) == ScheduledWork(("a", 1), ())
     assert schedule.held_bytes == 5
 
 
@@ -155,7 +155,7 @@ def test_what_failed_is_not_tried_again_until_it_is_wanted() -> None:
     schedule.given_up(("a", 1))
     assert schedule.next(100) is None
     schedule.wanted(("a", 1))
-    assert schedule.next(100) == Step(("a", 1), ())
+    assert schedule.next(100) == ScheduledWork(("a", 1), ())
 
 
 def test_what_was_given_up_for_room_is_made_again_when_there_is_room() -> None:
@@ -164,7 +164,7 @@ def test_what_was_given_up_for_room_is_made_again_when_there_is_room() -> None:
     replay_all(schedule, 100)
     schedule.dropped(("a", 1))
     assert schedule.next(13) is None
-    assert schedule.next(14) == Step(("a", 1), ())
+    assert schedule.next(14) == ScheduledWork(("a", 1), ())
 
 
 def test_sessions_take_turns_and_share_the_room() -> None:

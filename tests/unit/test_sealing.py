@@ -12,7 +12,7 @@ from backhaul_proto.v1 import segment_pb2, session_pb2, tensor_pb2
 from backhaul_runtime.errors import TensorsMissingError, from_bytes
 from backhaul_runtime.sealing import FIELD_NUMBER, SEAL_BYTES, is_sealed, sealed
 from backhaul_runtime.wire.splicing import SPLICED_BYTES, Batch, accepted, deserializer, encode_all, serialize
-from backhaul_runtime.wire.tensor_stream import Parcel, batches
+from backhaul_runtime.wire.tensor_stream import OutgoingTensor, batches
 from support.wire import METHODS
 
 KINDS = {kind.name: GetMessageClass(kind) for method in METHODS for kind in (method.input_type, method.output_type)}
@@ -42,7 +42,7 @@ def test_no_flipped_bit_is_let_through() -> None:
 @pytest.mark.parametrize("size", [100, SPLICED_BYTES], ids=["small", "read in place"])
 def test_no_flipped_bit_is_let_through_with_tensors(size: int) -> None:
     request = tensor_pb2.PutTensorsRequest(session="0123456789abcdef")
-    (data,) = encode_all(batches([Parcel.of(torch.randn(size))]), request.TENSORS_FIELD_NUMBER, request)
+    (data,) = encode_all(batches([OutgoingTensor.of(torch.randn(size))]), request.TENSORS_FIELD_NUMBER, request)
     read, chosen = deserializer(tensor_pb2.PutTensorsRequest), random.Random(0)
     assert isinstance(accepted(read(data)).tensors, Batch) == (size == SPLICED_BYTES)
     ends = [*range(800), *range(8 * len(data) - 800, 8 * len(data))]

@@ -13,8 +13,8 @@ from backhaul import TransferError
 from backhaul_proto.v1 import tensor_pb2
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.tensors.layout import Layout, layout_of
-from backhaul_runtime.wire.shared_memory import LEAST_BYTES, Outbox, Place, Region, Room, make_memory, shared_bytes
-from backhaul_runtime.wire.tensor_stream import Parcel, Receiver, batches, encode_layout
+from backhaul_runtime.wire.shared_memory import LEAST_BYTES, FreeList, Outbox, Region, Slot, make_memory, shared_bytes
+from backhaul_runtime.wire.tensor_stream import OutgoingTensor, TensorReceiver, batches, encode_layout
 
 SIZE = 4 * LEAST_BYTES + (64 << 10)
 
@@ -39,14 +39,14 @@ def large(mebibytes: int = 1) -> Tensor:
 
 
 def put(outbox: Outbox, tensor: Tensor) -> tensor_pb2.Location:
-    place = outbox.put(Parcel.of(tensor))
+    place = outbox.put(OutgoingTensor.of(tensor))
     assert place is not None
     return place.location(layout_of(tensor))
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40)), max_size=60))
 def test_room_is_nobody_elses_and_comes_back_whole(steps: list[tuple[bool, int]]) -> None:
-    room, taken = Room(10, 110), dict[int, int]()
+    room, taken = FreeList(10, 110), dict[int, int]()
     for takes, number in steps:
         if takes:
             begin = room.take(number)
@@ -105,21 +105,21 @@ def test_a_slot_comes_back_with_the_last_view_of_its_tensor(ends: tuple[Outbox, 
     tensor = large(4)
     location = put(outbox, tensor)
     view = region.use(location, layout_of(tensor))[5:]
-    assert outbox.put(Parcel.of(tensor)) is None
+    assert outbox.put(OutgoingTensor.of(tensor)) is None
     del view
-    assert outbox.put(Parcel.of(tensor)) is not None
+    assert outbox.put(OutgoingTensor.of(tensor)) is not None
 
 
 def test_an_answer_that_has_ended_leaves_what_is_used_in_place(ends: tuple[Outbox, Region]) -> None:
     outbox, region = ends
     tensor, layout = large(2), layout_of(large(2))
-    places = [outbox.put(Parcel.of(tensor)), outbox.put(Parcel.of(tensor))]
-    assert isinstance(places[0], Place)
-    assert isinstance(places[1], Place)
+    places = [outbox.put(OutgoingTensor.of(tensor)), outbox.put(OutgoingTensor.of(tensor))]
+    assert isinstance(places[0], Slot)
+    assert isinstance(places[1], Slot)
     used = region.use(places[0].location(layout), layout)
     outbox.end([place for place in places if place is not None])
     put(outbox, torch.zeros_like(tensor))
-    assert outbox.put(Parcel.of(tensor)) is None
+    assert outbox.put(OutgoingTensor.of(tensor)) is None
     assert torch.equal(used, tensor)
     del used
     put(outbox, tensor)
@@ -146,8 +146,8 @@ def test_a_tensor_in_use_keeps_its_region(memory: int) -> None:
 def test_who_lets_go_late_frees_nothing_of_the_next(ends: tuple[Outbox, Region]) -> None:
     outbox, region = ends
     tensor = large(4)
-    place = outbox.put(Parcel.of(tensor))
-    assert isinstance(place, Place)
+    place = outbox.put(OutgoingTensor.of(tensor))
+    assert isinstance(place, Slot)
     first = place.location(layout_of(tensor))
     late = region.use(first, layout_of(tensor))
     region.let_go(first.slot, first.ticket)
@@ -156,7 +156,7 @@ def test_who_lets_go_late_frees_nothing_of_the_next(ends: tuple[Outbox, Region])
     region.check(second, layout_of(tensor))
     kept = region.use(second, layout_of(tensor))
     del late
-    assert outbox.put(Parcel.of(tensor)) is None
+    assert outbox.put(OutgoingTensor.of(tensor)) is None
     assert torch.equal(kept, tensor)
 
 
@@ -218,7 +218,7 @@ def test_a_stream_has_chunks_and_places(ends: tuple[Outbox, Region]) -> None:
     outbox, region = ends
     tensors = [torch.randn(7), large(3), large(3), torch.randn(7)]
 
-    def place(parcel: Parcel) -> tensor_pb2.Location | None:
+    def place(parcel: OutgoingTensor) -> tensor_pb2.Location | None:
         found = outbox.put(parcel) if Outbox.takes(parcel.layout) else None
         return found.location(parcel.layout) if found is not None else None
 
@@ -226,8 +226,8 @@ def test_a_stream_has_chunks_and_places(ends: tuple[Outbox, Region]) -> None:
         region.check(location, layout)
         return lambda: region.copy(location, layout)
 
-    receiver, shared = Receiver(locate=locate, is_for_store=True), 0
-    for batch in batches(map(Parcel.of, tensors), place):
+    receiver, shared = TensorReceiver(locate=locate, is_for_store=True), 0
+    for batch in batches(map(OutgoingTensor.of, tensors), place):
         receiver.add(batch)
         shared += shared_bytes(batch)
     assert all(map(torch.equal, receiver.tensors(), tensors))
@@ -243,7 +243,7 @@ def test_what_is_stored_has_the_address_that_was_said_or_is_refused(ends: tuple[
     location = put(outbox, tensor)
     for said in (b"", address_of(tensor), address_of(tensor + 1)):
         declaration = tensor_pb2.TensorDeclaration(address=said, spec=spec, size_bytes=tensor.nbytes, location=location)
-        receiver = Receiver(locate=lambda location, layout: lambda: in_place(region, location), is_for_store=True)
+        receiver = TensorReceiver(locate=lambda location, layout: lambda: in_place(region, location), is_for_store=True)
         receiver.add(tensor_pb2.TensorBatch(declarations=[declaration]))
         if said in (b"", address_of(tensor)):
             assert [address for address, _ in receiver.stored()] == [address_of(tensor)]
@@ -258,7 +258,7 @@ def in_place(region: Region, location: tensor_pb2.Location) -> Tensor:
 
 
 def test_without_shared_memory_no_place_is_taken() -> None:
-    spec = next(batches([Parcel.of(torch.randn(7))])).declarations[0].spec
+    spec = next(batches([OutgoingTensor.of(torch.randn(7))])).declarations[0].spec
     declaration = tensor_pb2.TensorDeclaration(spec=spec, size_bytes=28, location=tensor_pb2.Location(region=1))
     with pytest.raises(TransferError, match="no memory is shared"):
-        Receiver().add(tensor_pb2.TensorBatch(declarations=[declaration]))
+        TensorReceiver().add(tensor_pb2.TensorBatch(declarations=[declaration]))

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from backhaul._worker_client.request_stream import ShortStream
+from backhaul._worker_client.request_stream import RequestStream
 from backhaul_runtime.errors import WorkerLostError
 from conftest import wait_until
 
@@ -53,26 +53,26 @@ def played() -> Played:
 
 
 @pytest.fixture
-def short(played: Played) -> Iterator[ShortStream]:
+def short(played: Played) -> Iterator[RequestStream]:
     before = threading.active_count()
-    stream = ShortStream(played, silence_s=0.2)
+    stream = RequestStream(played, silence_s=0.2)
     yield stream
     stream.close()
     wait_until(lambda: threading.active_count() <= before, "its thread ends")
 
 
-def test_requests_share_a_stream(short: ShortStream, played: Played) -> None:
+def test_requests_share_a_stream(short: RequestStream, played: Played) -> None:
     assert [short.ask(request) for request in (b"1", b"2", b"3")] == [b"1", b"2", b"3"]
     assert played.opened == 1
 
 
-def test_one_that_broke_gives_nothing_and_the_next_opens_another(short: ShortStream, played: Played) -> None:
+def test_one_that_broke_gives_nothing_and_the_next_opens_another(short: RequestStream, played: Played) -> None:
     assert short.ask(b"broken") is None
     assert short.ask(b"1") == b"1"
     assert played.opened == 2
 
 
-def test_silence_is_an_error(short: ShortStream, played: Played) -> None:
+def test_silence_is_an_error(short: RequestStream, played: Played) -> None:
     played.is_silent.set()
     with pytest.raises(WorkerLostError) as caught:
         short.ask(b"1")
@@ -80,7 +80,7 @@ def test_silence_is_an_error(short: ShortStream, played: Played) -> None:
 
 
 def test_who_finds_it_taken_does_not_wait(played: Played) -> None:
-    short = ShortStream(played, silence_s=60.0)
+    short = RequestStream(played, silence_s=60.0)
     played.is_silent.set()
     first = threading.Thread(target=short.ask, args=(b"1",))
     first.start()

@@ -9,7 +9,7 @@ import pytest
 
 from backhaul._cli.main import main
 from backhaul.simulate.costs import Costs, Setup, step_of_torch_s, step_without_checkpointing_s
-from backhaul.simulate.engine import Carry, Core, Event, Link, Simulation, Thread, Work
+from backhaul.simulate.engine import Compute, Event, SimulatedCore, SimulatedLink, Simulation, Thread, Transfer
 from backhaul.simulate.model import predict
 from backhaul_runtime.replay.schedule import Footprint
 
@@ -36,10 +36,10 @@ def over_none(setup: Setup, costs: Costs = FREE) -> float:
 
 
 def test_a_core_is_shared_by_those_who_work_on_it() -> None:
-    simulation, core, ends = Simulation(), Core(speed=2.0), []
+    simulation, core, ends = Simulation(), SimulatedCore(speed=2.0), []
 
     def work(seconds: float) -> Thread:
-        yield Work(core, seconds)
+        yield Compute(core, seconds)
         ends.append(simulation.now_s)
 
     simulation.start(work(2.0))
@@ -49,10 +49,10 @@ def test_a_core_is_shared_by_those_who_work_on_it() -> None:
 
 
 def test_a_link_carries_one_after_the_other() -> None:
-    simulation, link, ends = Simulation(), Link(bytes_per_s=10.0, latency_s=1.0), []
+    simulation, link, ends = Simulation(), SimulatedLink(bytes_per_s=10.0, latency_s=1.0), []
 
     def carry() -> Thread:
-        yield Carry(link, 20)
+        yield Transfer(link, 20)
         ends.append(simulation.now_s)
 
     simulation.start(carry())

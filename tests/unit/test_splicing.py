@@ -11,19 +11,28 @@ from hypothesis import strategies as st
 from backhaul_proto.v1 import segment_pb2, tensor_pb2
 from backhaul_runtime.sealing import sealed
 from backhaul_runtime.wire import splicing
-from backhaul_runtime.wire.splicing import Batch, Carried, Chunk, decode, deserializer, encode, encode_all, serialize
-from backhaul_runtime.wire.tensor_stream import Parcel, batches
+from backhaul_runtime.wire.splicing import (
+    Batch,
+    Chunk,
+    TensorMessage,
+    decode,
+    deserializer,
+    encode,
+    encode_all,
+    serialize,
+)
+from backhaul_runtime.wire.tensor_stream import OutgoingTensor, batches
 
 read = partial(decode, kind=tensor_pb2.PutTensorsRequest, name="tensors")
 TENSORS = [torch.arange(30_000.0), torch.zeros(0), torch.tensor(2.0)]
 
 
 def written() -> bytes:
-    (data,) = encode_all(batches(map(Parcel.of, TENSORS)), 2, tensor_pb2.PutTensorsRequest(session="s"))
+    (data,) = encode_all(batches(map(OutgoingTensor.of, TENSORS)), 2, tensor_pb2.PutTensorsRequest(session="s"))
     return data
 
 
-def as_message(carried: Carried[tensor_pb2.PutTensorsRequest]) -> tensor_pb2.PutTensorsRequest:
+def as_message(carried: TensorMessage[tensor_pb2.PutTensorsRequest]) -> tensor_pb2.PutTensorsRequest:
     """What protobuf would have read."""
     found = tensor_pb2.PutTensorsRequest()
     found.CopyFrom(carried.message)

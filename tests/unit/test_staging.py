@@ -10,9 +10,9 @@ from torch import Tensor
 from backhaul_proto.v1 import tensor_pb2
 from backhaul_runtime.tensors import staging
 from backhaul_runtime.tensors.layout import layout_of, payload
-from backhaul_runtime.tensors.staging import aside, host_pieces, marks
+from backhaul_runtime.tensors.staging import device_moments, host_pieces, on_side_stream
 from backhaul_runtime.wire.splicing import deserializer, encode_all
-from backhaul_runtime.wire.tensor_stream import Parcel, Receiver, batches
+from backhaul_runtime.wire.tensor_stream import OutgoingTensor, TensorReceiver, batches
 from support.streams import FakeCuda
 from unit.test_framing import SHAPES
 
@@ -26,7 +26,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    return torch.cat(list(host_pieces(tensor, layout_of(tensor), marks([tensor]))))
+    return torch.cat(list(host_pieces(tensor, layout_of(tensor), device_moments([tensor]))))
 
 
 def test_a_tensor_is_read_beside_the_stream_that_made_it_and_after_it(cuda: FakeCuda) -> None:
@@ -37,7 +37,7 @@ def test_a_tensor_is_read_beside_the_stream_that_made_it_and_after_it(cuda: Fake
 def test_a_large_tensor_is_pinned_in_pieces(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "PIECE_BYTES", 100)
     tensor = torch.randn(64)
-    pieces = list(host_pieces(tensor, layout_of(tensor), marks([tensor])))
+    pieces = list(host_pieces(tensor, layout_of(tensor), device_moments([tensor])))
     assert [len(piece) for piece in pieces] == [100, 100, 56]
     assert torch.equal(torch.cat(pieces).view(torch.float32), tensor)
 
@@ -45,7 +45,7 @@ def test_a_large_tensor_is_pinned_in_pieces(cuda: FakeCuda, monkeypatch: pytest.
 def test_only_the_reader_waits_while_the_trainers_stream_is_busy(cuda: FakeCuda) -> None:
     tensor = torch.zeros(4)
     cuda.trainer.begin()
-    parcel = Parcel.of(tensor)  # of what is still to be computed
+    parcel = OutgoingTensor.of(tensor)  # of what is still to be computed
     found: list[Tensor] = []
     reader = threading.Thread(target=lambda: found.extend(host_pieces(tensor, parcel.layout, parcel.made)))
     reader.start()
@@ -56,7 +56,7 @@ def test_only_the_reader_waits_while_the_trainers_stream_is_busy(cuda: FakeCuda)
 
 
 def test_what_is_aside_is_waited_for_also_after_an_error(cuda: FakeCuda) -> None:
-    with pytest.raises(ValueError, match="in the block"), aside(marks([torch.zeros(1)])):
+    with pytest.raises(ValueError, match="in the block"), on_side_stream(device_moments([torch.zeros(1)])):
         raise ValueError("in the block")
     assert cuda.log[-1] == "the host waits for side"
     assert cuda.current_stream(CPU) is cuda.trainer
@@ -66,9 +66,9 @@ def test_what_is_aside_is_waited_for_also_after_an_error(cuda: FakeCuda) -> None
 def test_a_tensor_goes_from_device_to_device_with_its_layout(make: Callable[[], Tensor], cuda: FakeCuda) -> None:
     tensor = make()
     read_message = deserializer(tensor_pb2.PutTensorsRequest)
-    messages = list(encode_all(batches([Parcel.of(tensor)]), 2, tensor_pb2.PutTensorsRequest(session="s")))
+    messages = list(encode_all(batches([OutgoingTensor.of(tensor)]), 2, tensor_pb2.PutTensorsRequest(session="s")))
     cuda.log.clear()
-    receiver = Receiver(device=CPU)
+    receiver = TensorReceiver(device=CPU)
     for message in messages:
         receiver.add(read_message(message).tensors)
     (arrived,) = receiver.tensors()
@@ -79,6 +79,6 @@ def test_a_tensor_goes_from_device_to_device_with_its_layout(make: Callable[[], 
 
 def test_on_the_host_nothing_is_put_off() -> None:
     tensor = torch.ones(3)
-    assert marks([tensor]) == []
+    assert device_moments([tensor]) == []
     (piece,) = host_pieces(tensor, layout_of(tensor), [])
     assert piece.data_ptr() == tensor.data_ptr()

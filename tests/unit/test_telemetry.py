@@ -8,12 +8,12 @@ import torch
 
 from backhaul._observe.report import Decision, SegmentLog
 from backhaul._observe.telemetry import MAX_CALLS, MAX_STEPS, CallLog, Telemetry
-from backhaul._worker_client.connection import Clock
+from backhaul._worker_client.connection import ClockOffset
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_proto.v1.segment_pb2 import Timing
 from backhaul_proto.v1.telemetry_pb2 import Lane
 from backhaul_runtime.wire.telemetry import BOUNDS_S, bucket_of
-from backhaul_server.worker.rpc.trainer_reports import ANSWER_BYTES, HELD_BYTES, Reports
+from backhaul_server.worker.rpc.trainer_reports import ANSWER_BYTES, HELD_BYTES, TrainerReports
 from conftest import wait_until
 
 
@@ -212,7 +212,7 @@ def test_a_workers_times_come_in_the_trainers_clock() -> None:
         backward_s=4.0,
     )
     call = told.call()
-    call.answered(timing, ahead_s=900.0)
+    call.answered(timing, clock_offset_s=900.0)
     told.close()
     spans = [(span.lane, span.started_at_s, span.duration_s) for span in told.calls[0].spans]
     assert spans[:4] == [
@@ -225,22 +225,22 @@ def test_a_workers_times_come_in_the_trainers_clock() -> None:
 
 
 def test_the_quickest_answer_tells_how_far_a_clock_is_ahead() -> None:
-    clock = Clock()
-    assert clock.ahead_s == 0.0
+    clock = ClockOffset()
+    assert clock.clock_offset_s == 0.0
     clock.compare(10.0, 515.0, 20.0)
     clock.compare(30.0, 535.25, 30.5)
     clock.compare(40.0, 549.0, 42.0)
-    assert clock.ahead_s == 505.0
+    assert clock.clock_offset_s == 505.0
 
 
-def after(reports: Reports, number: int) -> tuple[list[telemetry_pb2.Report], bool]:
+def after(reports: TrainerReports, number: int) -> tuple[list[telemetry_pb2.Report], bool]:
     """Those that came after a report, decoded."""
     found, has_more = reports.after(number)
     return [telemetry_pb2.Report.FromString(report) for report in found], has_more
 
 
 def test_reports_are_found_by_what_came_before_them() -> None:
-    reports = Reports()
+    reports = TrainerReports()
     for number in range(5):
         reports.put(telemetry_pb2.TrainerReport(dropped=number))
     assert [report.number for report in after(reports, 0)[0]] == [1, 2, 3, 4, 5]
@@ -249,7 +249,7 @@ def test_reports_are_found_by_what_came_before_them() -> None:
 
 
 def test_reports_are_bounded_in_bytes_and_come_in_parts() -> None:
-    reports = Reports()
+    reports = TrainerReports()
     count = 24
     for number in range(count):
         reports.put(telemetry_pb2.TrainerReport(run=telemetry_pb2.Run(id="x" * (HELD_BYTES // 16)), dropped=number))
@@ -263,7 +263,7 @@ def test_reports_are_bounded_in_bytes_and_come_in_parts() -> None:
 
 
 def test_a_report_larger_than_a_message_still_comes() -> None:
-    reports = Reports()
+    reports = TrainerReports()
     reports.put(telemetry_pb2.TrainerReport(run=telemetry_pb2.Run(id="x" * (2 * ANSWER_BYTES))))
     reports.put(telemetry_pb2.TrainerReport(dropped=1))
     found, more = after(reports, 0)

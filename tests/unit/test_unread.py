@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from backhaul_runtime.tensors import deferred_digest
-from backhaul_runtime.tensors.deferred_digest import KNOWN_BYTES, KNOWN_USES, ContentDigests, KnownDigests, Unread, read
+from backhaul_runtime.tensors.deferred_digest import (
+    KNOWN_BYTES,
+    KNOWN_USES,
+    ContentDigests,
+    DeferredDigest,
+    KnownDigests,
+    read,
+)
 from backhaul_runtime.tensors.digest import content_digest, weighted_sums
 from backhaul_runtime.tensors.layout import layout_of, payload
 from support.streams import FakeCuda
@@ -24,7 +31,7 @@ def test_digests_are_read_together_and_as_if_they_had_been_read_at_once(cuda: Fa
     digests, tensors = ContentDigests(), [make() for make in SHAPES.values()]
     taken = [digests.take(tensor, layout_of(tensor)) for tensor in tensors]
     assert set(cuda.log) == {"trainer is marked"}
-    assert all(isinstance(digest, Unread) for digest in taken)
+    assert all(isinstance(digest, DeferredDigest) for digest in taken)
     cuda.log.clear()
     assert list(map(read, taken)) == [weighted_sums(payload(t.detach(), layout_of(t))) for t in tensors]
     assert cuda.log.count("the host waits for side") == 1
@@ -92,7 +99,7 @@ def test_known_digests_are_those_of_each_layout(make: Callable[[], torch.Tensor]
 def test_a_digest_that_nobody_reads_holds_nothing_that_is_stored(cuda: FakeCuda) -> None:
     known, stored = KnownDigests(), [torch.zeros(KNOWN_BYTES), torch.zeros(KNOWN_BYTES)]
     freed = [weakref.ref(tensor) for tensor in stored]
-    assert isinstance(ContentDigests(known, stored).take(stored[0], layout_of(stored[0])), Unread)
+    assert isinstance(ContentDigests(known, stored).take(stored[0], layout_of(stored[0])), DeferredDigest)
     stored.clear()
     gc.collect()
     assert [ref() for ref in freed] == [None, None]

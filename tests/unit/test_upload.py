@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-from backhaul._worker_client.connection import Generation
-from backhaul._worker_client.uploader import Save, SourceTensor, Uploader
+from backhaul._worker_client.connection import WorkerSession
+from backhaul._worker_client.uploader import SegmentUpload, SourceTensor, Uploader
 from backhaul_proto.v1 import program_pb2, segment_pb2, tensor_pb2
 from backhaul_runtime.errors import WorkerLostError
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.tensors.layout import layout_of
-from backhaul_runtime.tensors.staging import marks, past
-from backhaul_runtime.wire.tensor_stream import Receiver
+from backhaul_runtime.tensors.staging import device_moments, last_moment
+from backhaul_runtime.wire.tensor_stream import TensorReceiver
 from conftest import wait_until
 from support.streams import FakeCuda
 
-GENERATION = Generation(1, "session", 1 << 30, {}, 30.0)
+GENERATION = WorkerSession(1, "session", 1 << 30, {}, 30.0)
 
 
 class Answer:
@@ -45,7 +45,7 @@ class Answer:
 
 def stored(sent: list[tensor_pb2.TensorBatch]) -> list[bytes]:
     """What a worker says of tensors that came."""
-    receiver = Receiver(is_for_store=True)
+    receiver = TensorReceiver(is_for_store=True)
     for batch in sent:
         receiver.add(batch)
     return [address for address, _ in receiver.stored()]
@@ -60,7 +60,7 @@ class FakeLink:
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.log: list[str] = []
-        self.up: Generation | None = GENERATION
+        self.up: WorkerSession | None = GENERATION
         self.troubles: list[str] = []
         self.missing: list[list[bytes]] = []
         self.sources: list[bytes] = []
@@ -90,20 +90,22 @@ class FakeLink:
         self.sources = [address or answer.stored[0] for address in self.sources]
         return answer
 
-    def stubs(self, generation: Generation) -> "FakeLink":
+    def stubs(self, generation: WorkerSession) -> "FakeLink":
         if generation is not self.up:
             raise WorkerLostError("down", status="DOWN")
         return self
 
-    def trouble(self, generation: Generation, error: WorkerLostError) -> None:
+    def trouble(self, generation: WorkerSession, error: WorkerLostError) -> None:
         self.troubles.append(error.status)
 
 
-def save_of(tensor: torch.Tensor, number: int = 1) -> Save:
+def save_of(tensor: torch.Tensor, number: int = 1) -> SegmentUpload:
     layout = layout_of(tensor)
     source = SourceTensor(address_of(tensor), layout, tensor, is_copy=True, is_transient=True)
     nobody = lambda _: None  # noqa: E731
-    return Save(GENERATION, number, b"program", b"address", [source], [], "block", layout.span_bytes, nobody, nobody)
+    return SegmentUpload(
+        GENERATION, number, b"program", b"address", [source], [], "block", layout.span_bytes, nobody, nobody
+    )
 
 
 def test_forward_waits_while_too_much_is_on_its_way() -> None:
@@ -228,7 +230,7 @@ def test_what_an_accelerator_has_yet_to_compute_is_sent_once_it_has(monkeypatch:
     link.gate.set()
     cuda.trainer.begin()
     save = save_of(tensor)
-    save.made = marks([tensor])
+    save.made = device_moments([tensor])
     save.sources = [replace(save.sources[0], address=b"")]  # of what is there when it is sent
     uploader = Uploader(link, inflight_bytes=1 << 20, inflight_boundaries=4)
     uploader.save(save)
@@ -245,7 +247,7 @@ def test_nothing_waits_for_what_an_accelerator_is_given_next(monkeypatch: pytest
     cuda.others = cuda.trainer
     link.gate.set()
     save = save_of(tensor)
-    save.made = marks([tensor])
+    save.made = device_moments([tensor])
     cuda.trainer.begin()
     uploader = Uploader(link, inflight_bytes=1 << 20, inflight_boundaries=4)
     uploader.save(save)
@@ -257,7 +259,7 @@ def test_an_accelerator_that_fails_costs_the_segment_and_nothing_else(monkeypatc
     cuda, link, tensor = FakeCuda.installed(monkeypatch), FakeLink(), torch.zeros(100)
     link.gate.set()
     lost, other = save_of(tensor), save_of(torch.ones(100))
-    lost.made = past(tensor.device)
+    lost.made = last_moment(tensor.device)
     uploader = Uploader(link, inflight_bytes=1 << 20, inflight_boundaries=4)
     with monkeypatch.context() as patch:
         patch.setattr(cuda, "Event", lambda **_: 1 / 0)

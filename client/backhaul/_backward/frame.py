@@ -17,12 +17,12 @@ from torch import Tensor
 
 from backhaul._backward import local_recompute
 from backhaul._backward.lineage import Lineage
-from backhaul._backward.sole_consumers import Unshared
+from backhaul._backward.sole_consumers import SoleConsumers
 from backhaul._backward.value_check import CheckpointError, Recomputed, check_recomputed, check_uses
 from backhaul._observe.report import Decision
 from backhaul._observe.telemetry import CallLog
 from backhaul._torch_api.options import Options
-from backhaul._torch_api.selective import MUTATED, Kept
+from backhaul._torch_api.selective import MUTATED, KeptTensor
 from backhaul_runtime.errors import (
     BackhaulError,
     NotRemoteError,
@@ -35,11 +35,18 @@ from backhaul_runtime.errors import (
     WorkerLostError,
 )
 from backhaul_runtime.program.program import Program
-from backhaul_runtime.record.recording import Recording, SavedTensor, version_of
+from backhaul_runtime.record.recording import Recording, SavedTensor
 from backhaul_runtime.replay.replay import Contribution
 from backhaul_runtime.tensors.digest import content_digest, saved_digest
 from backhaul_runtime.tensors.layout import Layout, layout_of, view_at
 from backhaul_runtime.torch_internals import ambient_state
+from backhaul_runtime.torch_internals.private import (
+    DisablePythonDispatcher,
+    backward_pass,
+    is_batched,
+    is_plain_backward,
+    version_of,
+)
 
 _RECOVERABLE = (WorkerError, WorkerLostError, CheckpointError, UnsupportedTensorError)
 """What ends a remote attempt and not the training: the trainer does it."""
@@ -72,11 +79,11 @@ class RemoteSegment(Protocol):
     def drifted(self, drift: float) -> None:
         """Hears how far the worker's numbers were from forward's."""
 
-    def recompute(self, wanted: Mapping[int, Layout]) -> "Incoming":
+    def recompute(self, wanted: Mapping[int, Layout]) -> "SavedTensorStream":
         """The saved tensors of these positions, which come in this order and with these layouts."""
 
 
-class Incoming(Protocol):
+class SavedTensorStream(Protocol):
     """Saved tensors on their way from a worker. Raises as `RemoteSegment` does."""
 
     saved: Recomputed
@@ -102,7 +109,7 @@ class Handle:
     def __init__(self, frame: "Frame", index: int) -> None:
         self.frame = frame
         self.index = index
-        self.kept: Kept | None = None
+        self.kept: KeptTensor | None = None
 
 
 @dataclass(eq=False)
@@ -137,18 +144,18 @@ class Frame:
     use_counts: list[int] = field(default_factory=list)
     used_layouts: list[Layout] = field(default_factory=list)
     lineage: Lineage | None = None
-    aids: local_recompute.Aids = field(default_factory=local_recompute.Aids)
+    aids: local_recompute.ReplayOptions = field(default_factory=local_recompute.ReplayOptions)
     remote: RemoteSegment | None = None
     local_reason: str = ""
     predecessors: "list[tuple[int, Frame, int]]" = field(default_factory=list)
-    unshared: Unshared = field(default_factory=Unshared)
+    unshared: SoleConsumers = field(default_factory=SoleConsumers)
     so_far: Callable[[], Program] | None = None
     is_staged: bool = False
     is_mutated: bool = False
     _arguments: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)
     _handles: dict[int, weakref.ref[Handle]] = field(default_factory=dict)
     _here: dict[int, Callable[[], Tensor]] = field(default_factory=dict)
-    _incoming: Incoming | None = None
+    _incoming: SavedTensorStream | None = None
     _wanted: set[int] = field(default_factory=set)
     _task: object = -1
     _lock: threading.RLock = field(default_factory=threading.RLock)  # threads may run backward over one graph
@@ -242,8 +249,7 @@ class Frame:
                 return self._checked(index, handle.kept)
             if self.so_far is not None:
                 return self._unpack_early(self.so_far(), index)
-            group = torch._C._get_graph_exec_group()
-            task = torch._C._current_graph_task_id() if group is None else group
+            group, task = backward_pass()
             if task != self._task or (index not in self._wanted and group is None):
                 self._task = None  # until it has begun: what an error ends begins anew
                 self._begin()
@@ -275,7 +281,7 @@ class Frame:
 
     def _check_backward(self) -> None:
         """Raises RuntimeError for a backward that torch's checkpoint refuses too."""
-        if self.options.use_reentrant and not torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
+        if self.options.use_reentrant and not is_plain_backward():
             raise RuntimeError(
                 "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or passing an `inputs` "
                 "parameter to .backward(). To resolve this error, you can either set use_reentrant=False, or call "
@@ -294,7 +300,7 @@ class Frame:
                     segment=self.name,
                 )
 
-    def _checked(self, index: int, kept: Kept) -> Tensor:
+    def _checked(self, index: int, kept: KeptTensor) -> Tensor:
         """What was kept, which must be what autograd saved."""
         tensor = kept()
         if not kept.is_intact(tensor):
@@ -307,7 +313,7 @@ class Frame:
 
     def _unpack_early(self, so_far: Program, index: int) -> Tensor:
         """A tensor that a backward inside the call needs."""
-        with torch._C._DisablePythonDispatcher():  # else the recorder would note the replay
+        with DisablePythonDispatcher():  # else the recorder would note the replay
             return local_recompute.saved_before(self.name, so_far, self.recording, index)
 
     def _begin(self) -> None:
@@ -353,7 +359,7 @@ class Frame:
             return None
         return tensor if self._is_as_saved(self.recording.saved[index], tensor) else None
 
-    def _take(self, incoming: Incoming, index: int) -> Tensor:
+    def _take(self, incoming: SavedTensorStream, index: int) -> Tensor:
         started = perf_counter()
         tensor = incoming.take(index)
         if self.options.checks_bytes and not self.recording.saved[index].is_undefined:
@@ -453,8 +459,7 @@ def _needs_graph(gradients: Mapping[int, Tensor]) -> str:
     """Why a backward needs the graph of the segment's inside, which no worker returns; empty where it does not."""
     if torch.is_grad_enabled():
         return "create_graph=True needs the graph of its inside"
-    kinds = torch._C._functorch.is_functorch_wrapped_tensor, torch._C._functorch.is_legacy_batchedtensor
-    if any(is_kind(gradient) for gradient in gradients.values() for is_kind in kinds):
+    if any(is_batched(gradient) for gradient in gradients.values()):
         return "is_grads_batched=True needs the graph of its inside"
     return ""
 

@@ -27,10 +27,11 @@ from backhaul._backward.local_recompute import outputs_here
 from backhaul._config import Durability
 from backhaul_runtime.errors import SegmentLostError
 from backhaul_runtime.program.program import Program
-from backhaul_runtime.record.recording import RecordedSource, Recording, version_of
+from backhaul_runtime.record.recording import RecordedSource, Recording
 from backhaul_runtime.tensors.deferred_digest import Digest
 from backhaul_runtime.tensors.digest import content_digest, tensor_address
 from backhaul_runtime.tensors.layout import Layout, allocate, copy_exact, layout_of
+from backhaul_runtime.torch_internals.private import version_of
 
 _FEW = 8
 """So many boundaries are all left behind."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from backhaul._backward.value_check import CheckpointError, check_digests, check_values, with_traces
 from backhaul_runtime.errors import ReplayError, StaleTensorError, UnsupportedTensorError
@@ -18,15 +17,15 @@ from backhaul_runtime.record.recording import RecordedSource, Recording
 from backhaul_runtime.replay.replay import Contribution, Replay, isolated
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.torch_internals import ambient_state
+from backhaul_runtime.torch_internals.private import outside_transforms
 
 logger = logging.getLogger("backhaul")
 
 _WHERE = "on the trainer"
-_VMAP = torch._C._dispatch_key_parse("VmapMode")
 
 
 @dataclass(frozen=True, slots=True)
-class Aids:
+class ReplayOptions:
     """What a call brings for its recomputation on the trainer.
 
     Attributes:
@@ -41,7 +40,7 @@ class Aids:
     trace: Sequence[str] | None = None
 
 
-_NONE = Aids()
+_NONE = ReplayOptions()
 
 
 def replay_here(
@@ -49,7 +48,7 @@ def replay_here(
     program: Program,
     recording: Recording,
     values: Sequence[Tensor],
-    aids: Aids = _NONE,
+    aids: ReplayOptions = _NONE,
     *,
     keep_saved: bool = False,
     histories: Mapping[int, Tensor] | None = None,
@@ -123,7 +122,7 @@ def gradients_here(
     recording: Recording,
     values: Sequence[Tensor],
     gradients: Mapping[int, Tensor],
-    aids: Aids = _NONE,
+    aids: ReplayOptions = _NONE,
     *,
     ways: Mapping[int, Tensor] | None = None,
 ) -> list[Contribution]:
@@ -154,7 +153,7 @@ def saved_here(
     recording: Recording,
     values: Sequence[Tensor],
     positions: Sequence[int],
-    aids: Aids = _NONE,
+    aids: ReplayOptions = _NONE,
 ) -> dict[int, Callable[[], Tensor]]:
     """Gives saved tensors of a segment, computed on the trainer, by position."""
     with _ours(values):
@@ -185,8 +184,7 @@ def _ours(values: Sequence[Tensor]) -> Iterator[None]:
     """Around a replay in the midst of somebody's backward: its generators, settings and transforms are its own."""
     devices = list(dict.fromkeys(value.device for value in values))
     # In the vmap that batches gradients, torch refuses to draw random numbers, and a replay draws those of forward.
-    vmap = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_VMAP))
-    with vmap, temporarily_clear_interpreter_stack(), isolated(devices), torch.enable_grad():
+    with outside_transforms(), isolated(devices), torch.enable_grad():
         yield
 
 

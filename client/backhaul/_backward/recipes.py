@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from backhaul._backward.lineage import Input, Leaf, Lineage, Op, Output, Recipe, ends_of
-from backhaul_runtime.record.recording import RecordedSource, version_of
+from backhaul_runtime.record.recording import RecordedSource
 from backhaul_runtime.torch_internals.graph_uses import name_of
+from backhaul_runtime.torch_internals.private import saved_alpha, saved_other, version_of
 
 _MOST_NODES = 16
 _LEAF = "AccumulateGrad"
@@ -130,18 +131,17 @@ Reader = Callable[[Any], tuple[Callable[..., Tensor], int]]
 
 
 def _sum(function: Callable[..., Tensor]) -> Reader:
-    return lambda node: (partial(function, alpha=node._saved_alpha), 2)
+    return lambda node: (partial(function, alpha=saved_alpha(node)), 2)
 
 
 def _factor(function: Callable[..., Tensor]) -> Reader:
     def read(node: Any) -> tuple[Callable[..., Tensor], int]:
         if node.next_functions[1][0] is not None:
             raise _UnreadableError
-        saved = node._raw_saved_other
-        # Where hooks packed it, asking for it would run them: a segment's would recompute it.
-        if getattr(saved, "unpack_hook", saved) is not None or not _is_number(saved.data):
+        other = saved_other(node)
+        if other is None or not _is_number(other):
             raise _UnreadableError
-        factor = saved.data.item()
+        factor = other.item()
         return lambda operand: function(operand, factor), 1
 
     return read

@@ -10,10 +10,11 @@ import weakref
 from collections.abc import Iterable
 
 from torch import Tensor
-from torch._C._autograd import _get_sequence_nr
+
+from backhaul_runtime.torch_internals.private import next_sequence_number
 
 
-class Unshared:
+class SoleConsumers:
     """Of one segment."""
 
     def __init__(self) -> None:
@@ -27,11 +28,11 @@ class Unshared:
 
     def watch(self, tensors: Iterable[tuple[int, Tensor]]) -> None:
         """Watches sources, by index, once the segment's own nodes are made. Called by the thread that made them."""
-        found, last = self._found, (threading.get_ident(), _get_sequence_nr())
+        found, last = self._found, (threading.get_ident(), next_sequence_number())
 
         def watched(index: int, tensor: Tensor) -> weakref.ref[Tensor]:
             def died(_: object) -> None:
-                if (threading.get_ident(), _get_sequence_nr()) == last:  # each thread counts for itself
+                if (threading.get_ident(), next_sequence_number()) == last:  # each thread counts for itself
                     found.append(index)
 
             return weakref.ref(tensor, died)

@@ -10,25 +10,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _DisableTorchDispatch
 
 from backhaul._backward.frame import Frame
 from backhaul._backward.lineage import Copies
 from backhaul._config import Config
 from backhaul._dispatch.placement import Placement
-from backhaul._dispatch.prediction import Beginning, Encoded, Site, Sites
-from backhaul._dispatch.worker_handle import Side
+from backhaul._dispatch.prediction import CallSite, CallSites, EncodedProgram, PendingCall
+from backhaul._dispatch.worker_handle import WorkerHandle
 from backhaul._torch_api.fsdp import may_be_freed
 from backhaul._worker_client.backward_chains import Predecessor
-from backhaul._worker_client.connection import Generation
+from backhaul._worker_client.connection import WorkerSession
 from backhaul._worker_client.remote_segment import SavedSegment
-from backhaul._worker_client.uploader import Save, SourceTensor
+from backhaul._worker_client.uploader import SegmentUpload, SourceTensor
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.process.fingerprint import DECISIVE, differences, fingerprint
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.record.recording import RecordedSource
 from backhaul_runtime.tensors.layout import copy_exact
-from backhaul_runtime.tensors.staging import marks
+from backhaul_runtime.tensors.staging import device_moments
+from backhaul_runtime.torch_internals.private import DisableTorchDispatch
 
 logger = logging.getLogger("backhaul")
 _BACKWARD_FACTOR = 3.0  # a recomputed forward and a backward of twice its cost
@@ -46,7 +46,7 @@ class Dispatcher:
     """
 
     def __init__(
-        self, config: Config, run: str, sides: Sequence[Side], copies: Copies, is_closed: Callable[[], bool]
+        self, config: Config, run: str, sides: Sequence[WorkerHandle], copies: Copies, is_closed: Callable[[], bool]
     ) -> None:
         self._config = config
         self._run = run
@@ -56,9 +56,9 @@ class Dispatcher:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._placement = Placement()
-        self._sites = Sites()
+        self._sites = CallSites()
 
-    def needs_pins(self, device: torch.device) -> bool:
+    def records_choices(self, device: torch.device) -> bool:
         """Whether a worker that is up computes other bits than this trainer does on a device, and may."""
         if self._config.numerics == "exact" or self._is_closed():
             return False
@@ -78,12 +78,12 @@ class Dispatcher:
                     reasons.setdefault(side.link.name, _in_words(found))
         return "; ".join(f"of worker {name} {reason}" for name, reason in reasons.items())
 
-    def begin(self, frame: Frame, fn: Callable[..., Any], arguments: list[Tensor]) -> Beginning:
+    def begin(self, frame: Frame, fn: Callable[..., Any], arguments: list[Tensor]) -> PendingCall:
         """Sends what a call that begins now will probably be, if that is known."""
-        beginning = Beginning(self._sites.of(fn, self._placement.position), arguments)
-        if self._is_closed() or frame.local_reason or frame.recording.is_pinned:
+        beginning = PendingCall(self._sites.of(fn, self._placement.position), arguments)
+        if self._is_closed() or frame.local_reason or frame.recording.has_recorded_choices:
             return beginning
-        with _DisableTorchDispatch():  # what we ask of tensors is not the business of modes around us
+        with DisableTorchDispatch():  # what we ask of tensors is not the business of modes around us
             predicted = beginning.site.predict(arguments, self._copies.hold)
         if predicted is not None:
             with suppress(Refusal):
@@ -91,7 +91,7 @@ class Dispatcher:
                 side.uploader.save(self._save_of(frame, generation, number, *predicted, is_predicted=True))
         return beginning
 
-    def save(self, frame: Frame, beginning: Beginning, tensors: Sequence[Tensor], forward_s: float) -> SavedSegment:
+    def save(self, frame: Frame, beginning: PendingCall, tensors: Sequence[Tensor], forward_s: float) -> SavedSegment:
         """Queues a segment for a worker. Raises Refusal where none takes it."""
         assert frame.program is not None
         recording = frame.recording
@@ -101,9 +101,9 @@ class Dispatcher:
         was_sent = place is not None and place[0].link.up is place[1]
         side, generation, number = place if place is not None and was_sent else self._next_place()
         found = self._differences(side, generation, recording.sources[0].layout.device if recording.sources else "cpu")
-        if found and (not recording.is_pinned or found.keys() & DECISIVE):
+        if found and (not recording.has_recorded_choices or found.keys() & DECISIVE):
             other = f"the worker {side.link.name} computes other bits than this trainer: {_in_words(found)}"
-            raise Refusal(recording.unpinned or other)
+            raise Refusal(recording.unrecorded_choices or other)
         need = frame.program.run_bytes([source.layout.gradient_bytes for source in recording.sources])
         total = need + sum(source.layout.span_bytes for source in recording.sources)
         if total > generation.budget_bytes:
@@ -163,7 +163,9 @@ class Dispatcher:
         side.uploader.save(save)
         return saved
 
-    def _may_be_freed(self, side: Side, generation: Generation, source: RecordedSource, tensor: Tensor) -> SourceTensor:
+    def _may_be_freed(
+        self, side: WorkerHandle, generation: WorkerSession, source: RecordedSource, tensor: Tensor
+    ) -> SourceTensor:
         """A source whose memory FSDP may free: a copy, unless the worker has it already. NOTE [Sharded], Rule 3."""
         address, layout = source.named, source.layout
         if isinstance(address, bytes) and side.uploader.knows(generation, address):
@@ -176,16 +178,16 @@ class Dispatcher:
     def _save_of(
         self,
         frame: Frame,
-        generation: Generation,
+        generation: WorkerSession,
         number: int,
-        program: Encoded,
+        program: EncodedProgram,
         sources: Sequence[SourceTensor],
         generator_states: Sequence[bytes],
         *,
         is_predicted: bool = False,
-    ) -> Save:
+    ) -> SegmentUpload:
         log = frame.log
-        return Save(
+        return SegmentUpload(
             generation=generation,
             segment=number,
             program=program.encoded,
@@ -197,10 +199,10 @@ class Dispatcher:
             count=lambda size: log.traffic(up_bytes=size),
             sent=log.uploaded,
             is_predicted=is_predicted,
-            made=marks(source.value for source in sources if source.value is not None),
+            made=device_moments(source.value for source in sources if source.value is not None),
         )
 
-    def _next_place(self) -> tuple[Side, Generation, int]:
+    def _next_place(self) -> tuple[WorkerHandle, WorkerSession, int]:
         """Where the next segment goes, and its number. Raises Refusal where no worker can be reached."""
         with self._lock:
             up = [(side, generation) for side in self._sides if (generation := side.link.up) is not None]
@@ -208,7 +210,7 @@ class Dispatcher:
                 raise Refusal(f"no worker can be reached: {self._sides[0].link.why_down}", is_said=True)
             return *up[self._placement.place(len(up))], next(self._numbers)
 
-    def _differences(self, side: Side, generation: Generation, device: str) -> Mapping[str, tuple[str, str]]:
+    def _differences(self, side: WorkerHandle, generation: WorkerSession, device: str) -> Mapping[str, tuple[str, str]]:
         """What makes a worker compute other bits than a device here, said once in the log; empty if nothing does."""
         key = generation.number, device
         found = side.differences.get(key)
@@ -224,7 +226,7 @@ class Dispatcher:
                 )
         return found
 
-    def _backward_reached(self, side: Side, number: int, site: Site) -> list[int]:
+    def _backward_reached(self, side: WorkerHandle, number: int, site: CallSite) -> list[int]:
         with self._lock:
             self._placement.backward()
             self._sites.keep(site)

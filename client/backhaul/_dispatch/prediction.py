@@ -15,27 +15,28 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from backhaul._dispatch.worker_handle import Side
+from backhaul._dispatch.worker_handle import WorkerHandle
 from backhaul._torch_api.fsdp import may_be_freed
-from backhaul._worker_client.backward_chains import Guesses
-from backhaul._worker_client.connection import Generation
+from backhaul._worker_client.backward_chains import SpeculationHistory
+from backhaul._worker_client.connection import WorkerSession
 from backhaul._worker_client.uploader import SourceTensor
 from backhaul_runtime.errors import UnsupportedTensorError
 from backhaul_runtime.program.codec import address_of_program, encode_program
 from backhaul_runtime.program.program import Program, numbers_in
-from backhaul_runtime.record.recording import Recording, version_of
+from backhaul_runtime.record.recording import Recording
 from backhaul_runtime.record.sources import Hold
 from backhaul_runtime.tensors.deferred_digest import Digest, read
 from backhaul_runtime.tensors.digest import content_digest, tensor_address
 from backhaul_runtime.tensors.layout import Layout, layout_of
 from backhaul_runtime.torch_internals.generators import default_generator
+from backhaul_runtime.torch_internals.private import version_of
 
 MAX_SITES = 1 << 12
 """Most places of calls of functions that are kept; each takes some 16 kB."""
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class EncodedProgram:
     """A program as it travels.
 
     Attributes:
@@ -48,7 +49,7 @@ class Encoded:
     address: bytes
 
 
-Predicted = tuple[Encoded, list[SourceTensor], list[bytes]]
+Predicted = tuple[EncodedProgram, list[SourceTensor], list[bytes]]
 """A program, its sources and generator states."""
 
 
@@ -88,25 +89,25 @@ class _Source:
 
 
 @dataclass(slots=True)
-class Site:
+class CallSite:
     """A place that calls come from.
 
     Attributes:
-        key: The key under which `Sites` keeps it, None if it is kept by module.
+        key: The key under which `CallSites` keeps it, None if it is kept by module.
         last: The program of the last call from there.
         guesses: Counts of a worker's guesses of gradients for the segments called there.
     """
 
     key: Hashable = None
-    last: Encoded | None = None
-    guesses: Guesses = field(default_factory=Guesses)
+    last: EncodedProgram | None = None
+    guesses: SpeculationHistory = field(default_factory=SpeculationHistory)
     _sources: list[_Source] = field(default_factory=list)
     _is_steady: bool = False
     _trusts_versions: bool = True
 
     def learn(
         self, program: Program, recording: Recording, tensors: Sequence[Tensor], arguments: Sequence[Tensor]
-    ) -> tuple[Encoded, Callable[[], list[bytes]]]:
+    ) -> tuple[EncodedProgram, Callable[[], list[bytes]]]:
         """Takes in what a call turned out to be.
 
         Args:
@@ -124,7 +125,7 @@ class Site:
         numbers = numbers_in(program)
         if before is None or before.program != program or before.numbers != numbers:
             encoded = encode_program(program)
-            self.last = Encoded(program, numbers, encoded, address_of_program(encoded))
+            self.last = EncodedProgram(program, numbers, encoded, address_of_program(encoded))
         sources = [
             _Source(
                 argument := positions.get(id(tensor), -1),
@@ -194,7 +195,7 @@ class Site:
 
 
 @dataclass
-class Beginning:
+class PendingCall:
     """A call that runs. Leave it once the call has ended: what no segment came of is freed.
 
     Attributes:
@@ -204,9 +205,9 @@ class Beginning:
         is_saved: A segment came of that.
     """
 
-    site: Site
+    site: CallSite
     arguments: list[Tensor]
-    place: tuple[Side, Generation, int] | None = None
+    place: tuple[WorkerHandle, WorkerSession, int] | None = None
     is_saved: bool = False
 
     def __enter__(self) -> Self:
@@ -219,13 +220,13 @@ class Beginning:
 
 
 @dataclass
-class Sites:
+class CallSites:
     """All places of a session. The place of a function's call is kept once backward has reached a call from there."""
 
-    _by_module: "weakref.WeakKeyDictionary[nn.Module, Site]" = field(default_factory=weakref.WeakKeyDictionary)
-    _others: OrderedDict[Hashable, Site] = field(default_factory=OrderedDict)
+    _by_module: "weakref.WeakKeyDictionary[nn.Module, CallSite]" = field(default_factory=weakref.WeakKeyDictionary)
+    _others: OrderedDict[Hashable, CallSite] = field(default_factory=OrderedDict)
 
-    def of(self, fn: Callable[..., Any], position: int) -> Site:
+    def of(self, fn: Callable[..., Any], position: int) -> CallSite:
         """The place of a call.
 
         Args:
@@ -238,12 +239,12 @@ class Sites:
         if isinstance(owner, nn.Module):
             site = self._by_module.get(owner)
             if site is None:
-                site = self._by_module[owner] = Site()
+                site = self._by_module[owner] = CallSite()
             return site
         key = getattr(fn, "__code__", type(fn)), position
-        return self._others.get(key) or Site(key)
+        return self._others.get(key) or CallSite(key)
 
-    def keep(self, site: Site) -> None:
+    def keep(self, site: CallSite) -> None:
         """Keeps a place once backward reaches a call from there. Of too many the least recently reached is dropped."""
         if site.key is not None:
             self._others[site.key] = site

@@ -6,8 +6,8 @@ from time import monotonic
 
 from torch import Tensor
 
-from backhaul._worker_client.connection import Generation, Link
-from backhaul._worker_client.deadlines import Stream, longest_run_s
+from backhaul._worker_client.connection import Connection, WorkerSession
+from backhaul._worker_client.deadlines import AnswerStream, longest_run_s
 from backhaul._worker_client.uploader import Uploader
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.errors import BackhaulError, WorkerLostError
@@ -16,14 +16,14 @@ from backhaul_runtime.process.logs import about
 logger = logging.getLogger("backhaul")
 
 
-class Side:
+class WorkerHandle:
     """A worker of the session: its link, what sends to it, and the segments it has."""
 
-    def __init__(self, link: Link, inflight_bytes: int, inflight_boundaries: int) -> None:
+    def __init__(self, link: Connection, inflight_bytes: int, inflight_boundaries: int) -> None:
         self.link = link
         self.uploader = Uploader(link, inflight_bytes, inflight_boundaries)
         self.differences: dict[tuple[int, str], Mapping[str, tuple[str, str]]] = {}  # by generation and kind of device
-        self._failed: Generation | None = None  # to give what it was asked for
+        self._failed: WorkerSession | None = None  # to give what it was asked for
 
     def upcoming(self, segment: int) -> list[int]:
         """The segment that backward reaches after this one: the last saved before it that is still there."""
@@ -51,12 +51,12 @@ class Side:
             logger.debug("fetching a boundary from %s: %s", self.link.name, error, extra=about(self.link.run))
             return None
 
-    def _fetched(self, generation: Generation, address: bytes, count: Callable[[int], None]) -> Tensor | None:
+    def _fetched(self, generation: WorkerSession, address: bytes, count: Callable[[int], None]) -> Tensor | None:
         memory = generation.memory
         answer = memory.answer() if memory is not None else 0
         request = segment_pb2.FetchSourcesRequest(session=generation.session, addresses=[address], answer=answer)
         method, deadline = self.link.stubs(generation).segments.FetchSources, monotonic() + longest_run_s(0.0)
-        stream: Stream[segment_pb2.FetchSourcesResult] = Stream(
+        stream: AnswerStream[segment_pb2.FetchSourcesResult] = AnswerStream(
             method, request, 0.0, self.link.silence_s, memory, answer
         )
         try:

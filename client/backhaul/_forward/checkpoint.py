@@ -14,20 +14,17 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _top_saved_tensors_default_hooks
-from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge
-from torch.utils import _pytree as pytree
 
 from backhaul._backward.frame import Frame, RemoteSegment
 from backhaul._backward.lineage import Copies, Lineage, Recipe
-from backhaul._backward.local_recompute import Aids, nesting
+from backhaul._backward.local_recompute import ReplayOptions, nesting
 from backhaul._backward.recipes import mark_given, mark_returned, recipe_of
-from backhaul._dispatch.prediction import Beginning
+from backhaul._dispatch.prediction import PendingCall
 from backhaul._forward.graft import graft, origin_of
-from backhaul._forward.graph_cut import find_used, named
-from backhaul._forward.reference_counts import held_elsewhere
-from backhaul._forward.saved_tensor_hooks import Pack, unpack
+from backhaul._forward.graph_cut import find_graph_uses, named
+from backhaul._forward.reference_counts import has_other_references
+from backhaul._forward.saved_tensor_hooks import SavedTensorHooks, unpack
 from backhaul._observe.report import Journal
 from backhaul._observe.telemetry import CallLog, Telemetry
 from backhaul._torch_api.options import Options
@@ -36,6 +33,14 @@ from backhaul_runtime.errors import Refusal
 from backhaul_runtime.program.op_list import allowed_ops
 from backhaul_runtime.record.recorder import Recorder
 from backhaul_runtime.tensors.layout import layout_of
+from backhaul_runtime.torch_internals.private import (
+    container_node,
+    current_transforms_differentiate,
+    is_in_forward_mode,
+    pytree,
+    top_saved_tensor_hooks,
+    without_dynamo,
+)
 
 
 class Remote(Protocol):
@@ -45,10 +50,10 @@ class Remote(Protocol):
     telemetry: Telemetry | None
     copies: Copies
 
-    def needs_pins(self, device: torch.device) -> bool:
+    def records_choices(self, device: torch.device) -> bool:
         """Whether a worker would compute other bits than this trainer does on a device, see NOTE [Pinned]."""
 
-    def begin(self, frame: Frame, fn: Callable[..., Any], arguments: list[Tensor]) -> Beginning:
+    def begin(self, frame: Frame, fn: Callable[..., Any], arguments: list[Tensor]) -> PendingCall:
         """Sends what a call that begins now will probably be, if that is known.
 
         Args:
@@ -57,7 +62,7 @@ class Remote(Protocol):
             arguments: Tensors among its arguments.
         """
 
-    def save(self, frame: Frame, beginning: Beginning, tensors: Sequence[Tensor], forward_s: float) -> RemoteSegment:
+    def save(self, frame: Frame, beginning: PendingCall, tensors: Sequence[Tensor], forward_s: float) -> RemoteSegment:
         """Starts sending a frame's segment. Raises Refusal where no worker takes it.
 
         Args:
@@ -73,9 +78,7 @@ def run_segment(
 ) -> Any:
     """See `_run_segment`. For torch.compile it is where the graph around it breaks."""
     if torch.compiler.is_compiling():
-        from torch import _dynamo
-
-        return _dynamo.disable(_run_segment)(remote, fn, args, kwargs, options)  # type: ignore[no-untyped-call]
+        return without_dynamo(_run_segment)(remote, fn, args, kwargs, options)
     return _run_segment(remote, fn, args, kwargs, options)
 
 
@@ -100,14 +103,14 @@ def _run_segment(
     log = CallLog(remote.journal.log(name), remote.telemetry)
     frame = Frame(name, log, options)
     arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    hooks = _top_saved_tensors_default_hooks(True) if options.respects_hooks else None
+    hooks = top_saved_tensor_hooks(True) if options.respects_hooks else None
     context, frame.aids, selection = _contexts(frame, options, hooks)
     inside = 'returns="activations" was asked for' if options.returns == "activations" else ""
     if selection is not None:
         inside = "its policy chooses what the trainer keeps"
     elif frame.local_reason:
         inside = frame.local_reason
-    pack = Pack(frame, remote.copies.hold, selection, hooks)
+    pack = SavedTensorHooks(frame, remote.copies.hold, selection, hooks)
     recorder = pack.recorder = Recorder(
         arguments,
         allowed_ops(),
@@ -115,12 +118,12 @@ def _run_segment(
         pack,
         pack.op_ended,
         traces=options.debug,
-        pins=remote.needs_pins(arguments[0].device if arguments else torch.device("cpu")),
+        pins=remote.records_choices(arguments[0].device if arguments else torch.device("cpu")),
     )
     frame.aids = replace(frame.aids, trace=recorder.trace)
     frame.recording, frame.so_far = recorder.recording, recorder.so_far
     had_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    returned: list[Any] = []  # a list, so that no name holds what it returns: see `held_elsewhere`
+    returned: list[Any] = []  # a list, so that no name holds what it returns: see `has_other_references`
     with remote.begin(frame, fn, arguments) as beginning:
         started = perf_counter()
         nesting.active = True
@@ -149,7 +152,7 @@ def _kept_bytes(frame: Frame) -> int:
 
 def _contexts(
     frame: Frame, options: Options, hooks: Hooks | None
-) -> tuple[AbstractContextManager[Any], Aids, Selection | None]:
+) -> tuple[AbstractContextManager[Any], ReplayOptions, Selection | None]:
     """What the call runs in, what its recomputation runs with, and the policy among them.
 
     Settles it where only the trainer can recompute the call.
@@ -160,12 +163,12 @@ def _contexts(
     if options.contexts is not None:
         context, again = options.contexts()
         if (selection := Selection.of(context, again, hooks)) is not None:
-            return selection, Aids(again=selection.again), selection
+            return selection, ReplayOptions(again=selection.again), selection
         frame.stay_here("it brings a context_fn, which is code")
-        return context, Aids(again), None
+        return context, ReplayOptions(again), None
     if options.debug:
         frame.stay_here("debug=True traces its recomputation")
-    return nullcontext(), Aids(), None
+    return nullcontext(), ReplayOptions(), None
 
 
 def _check_ended(returned: list[Any], options: Options, had_cuda: bool) -> None:
@@ -187,7 +190,7 @@ def _keep(
     remote: Remote,
     frame: Frame,
     recorder: Recorder,
-    beginning: Beginning,
+    beginning: PendingCall,
     returned: list[Any],
     needs_inside: str,
     forward_s: float,
@@ -207,14 +210,14 @@ def _keep(
     def is_output(tensor: Tensor) -> bool:
         return tensor.requires_grad and not recorder.passes_through(tensor)
 
-    is_held = held_elsewhere(returned, is_output)
+    is_held = has_other_references(returned, is_output)
     tensors = list({id(leaf): leaf for leaf in pytree.tree_leaves(returned[0]) if isinstance(leaf, Tensor)}.values())
     outputs = [tensor for tensor in tensors if is_output(tensor)]
     edges = recorder.sources.edges()
     used = None
     try:
         if not needs_inside:
-            used = find_used(recorder, edges, outputs, tensors, is_held=is_held)
+            used = find_graph_uses(recorder, edges, outputs, tensors, is_held=is_held)
     except Refusal as refusal:
         needs_inside = refusal.reason
     if used is not None:
@@ -251,7 +254,7 @@ def _hand_over(
     frame: Frame,
     recorder: Recorder,
     edges: Sequence[GradientEdge | None],
-    beginning: Beginning,
+    beginning: PendingCall,
     forward_s: float,
     needs_inside: str,
 ) -> None:
@@ -303,7 +306,7 @@ def _replaced(value: Any, grafted: Mapping[int, Tensor]) -> Any:
     """What the call returned, with other tensors in it; containers without any stay the same objects."""
     if pytree.tree_is_leaf(value):
         return grafted.get(id(value), value)
-    node = pytree.SUPPORTED_NODES[pytree._get_node_type(value)]
+    node = container_node(value)
     children, context = node.flatten_fn(value)
     replaced = [_replaced(child, grafted) for child in children]
     if all(new is old for new, old in zip(replaced, children, strict=True)):
@@ -315,11 +318,11 @@ def _runs_plainly() -> bool:
     """Whether nothing is saved for backward here, or transforms of torch.func and forward AD do their own."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return True
-    stack = torch._C._functorch.get_interpreter_stack()
-    if not stack:
-        return forward_ad._current_level >= 0
+    differentiate = current_transforms_differentiate()
+    if differentiate is None:
+        return is_in_forward_mode()
     # torch.func.grad refuses saved-tensor hooks by an error of its own, which is torch's answer to checkpoint too.
-    return all(level.key() != torch._C._functorch.TransformType.Grad for level in stack)
+    return not differentiate
 
 
 def name_of(fn: Callable[..., Any]) -> str:

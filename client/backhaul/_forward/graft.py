@@ -30,8 +30,9 @@ from torch.autograd.graph import GradientEdge, Node
 from backhaul._backward.frame import Frame
 from backhaul_runtime.tensors.layout import with_memory
 from backhaul_runtime.torch_internals.ambient_state import is_autocast
-from backhaul_runtime.torch_internals.graph_entries import is_joined, joined
-from backhaul_runtime.torch_internals.graph_uses import Stage, Use
+from backhaul_runtime.torch_internals.graph_entries import is_history_node, with_history_of
+from backhaul_runtime.torch_internals.graph_uses import BackwardStage, Use
+from backhaul_runtime.torch_internals.private import is_node_of, sequence_number, set_sequence_number
 
 _PLACEHOLDER = torch.empty(0)
 
@@ -57,7 +58,7 @@ def _without_memory(tensor: Tensor) -> Tensor:
 class _Graft(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, frame: Frame, stage: Stage, places: list[int], outputs: tuple[Tensor, ...], *handed_on: Tensor
+        ctx: Any, frame: Frame, stage: BackwardStage, places: list[int], outputs: tuple[Tensor, ...], *handed_on: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.frame = weakref.ref(frame)  # Rule 4
@@ -79,16 +80,13 @@ class _Graft(torch.autograd.Function):
         return None, None, None, None, *[contributions[place].gradient for place in ctx.ways]
 
 
-_GraftNode: Any = _Graft._backward_cls
-
-
 def origin_of(edge: GradientEdge) -> tuple[Frame, int] | None:
     """The frame and the position among its outputs of a tensor that a graft returned, if the frame is still there."""
     graft: Any = edge.node
     number = edge.output_nr
-    if is_joined(edge.node):
+    if is_history_node(edge.node):
         graft, number = graft.next_functions[0]
-    if not isinstance(graft, _GraftNode):
+    if not is_node_of(graft, _Graft):
         return None
     frame: Frame | None = graft.frame()
     return None if frame is None else (frame, graft.positions[number])
@@ -99,7 +97,7 @@ def graft(
     outputs: Sequence[Tensor],
     used: Sequence[Tensor],
     uses: Sequence[Sequence[Use]],
-    stages: Sequence[Stage],
+    stages: Sequence[BackwardStage],
 ) -> tuple[Tensor, ...]:
     """Returns the outputs with the segment as one node behind them, or with one for each stage.
 
@@ -124,7 +122,7 @@ def graft(
             own = tuple([outputs[position] for position in stage.outputs])
             with torch.autograd.graph.saved_tensors_hooks(lambda _: frame, lambda _: _PLACEHOLDER):
                 made = _Graft.apply(frame, stage, places, own, *handed_on)  # type: ignore[no-untyped-call]
-            made[0].grad_fn._set_sequence_nr(max(output.grad_fn._sequence_nr() for output in own if output.grad_fn))
+            set_sequence_number(made[0], max(sequence_number(output.grad_fn) for output in own if output.grad_fn))
             for position, tensor in zip(stage.outputs, made, strict=True):
                 grafted[position] = tensor if len(made) == 1 else _own_node(tensor, outputs[position])
     return tuple(grafted)
@@ -132,10 +130,9 @@ def graft(
 
 def _own_node(of_graft: Tensor, output: Tensor) -> Tensor:
     """An output with a node of its own (Rule 6)."""
-    made = joined(output, of_graft)
-    assert made.grad_fn is not None
+    made = with_history_of(output, of_graft)
     assert output.grad_fn is not None
-    made.grad_fn._set_sequence_nr(output.grad_fn._sequence_nr())  # type: ignore[attr-defined]
+    set_sequence_number(made, sequence_number(output.grad_fn))
     return made
 
 
@@ -153,7 +150,7 @@ def _stand_ins(used: Sequence[tuple[Tensor, Use]], *, in_order: bool) -> list[Te
         else:
             stand_ins = _StandIn.apply(*tensors)  # type: ignore[no-untyped-call]
         if node is not None:
-            stand_ins[0].grad_fn._set_sequence_nr(node._sequence_nr())
+            set_sequence_number(stand_ins[0], sequence_number(node))
         made |= {place: stand_in for (_, place), stand_in in zip(group, stand_ins, strict=True)}
     return [made[place] for place in range(len(used))]
 

@@ -9,10 +9,17 @@ from torch.autograd.graph import GradientEdge
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.record.recorder import FUNCTION_SAVES, Recorder
 from backhaul_runtime.torch_internals.autocast_cache import cached_casts
-from backhaul_runtime.torch_internals.graph_uses import Stage, Use, custom_function, find_casts, find_stages, find_uses
+from backhaul_runtime.torch_internals.graph_uses import (
+    BackwardStage,
+    Use,
+    custom_function,
+    find_casts,
+    find_stages,
+    find_uses,
+)
 
 
-class Used(NamedTuple):
+class GraphUses(NamedTuple):
     """What takes gradients from a segment.
 
     Attributes:
@@ -25,17 +32,17 @@ class Used(NamedTuple):
     tensors: list[Tensor]
     casts: tuple[int, ...]
     uses: list[list[Use]]
-    stages: list[Stage]
+    stages: list[BackwardStage]
 
 
-def find_used(
+def find_graph_uses(
     recorder: Recorder,
     edges: Sequence[GradientEdge | None],
     outputs: list[Tensor],
     tensors: list[Tensor],
     *,
     is_held: bool,
-) -> Used:
+) -> GraphUses:
     """Finds what takes gradients from a segment. Raises Refusal where the graph of its inside has to stay.
 
     Args:
@@ -70,7 +77,7 @@ def find_used(
         raise Refusal(
             "a tensor made inside is held elsewhere when it returns, as by a key-value cache (use_cache=True)"
         )
-    return Used(taking, tuple(casts), uses, find_stages(outputs, targets, uses))
+    return GraphUses(taking, tuple(casts), uses, find_stages(outputs, targets, uses))
 
 
 def named(refusal: str, outputs: list[Tensor], first_sequence: int) -> str:

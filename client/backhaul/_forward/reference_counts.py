@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from backhaul_runtime.torch_internals.private import base_of, container_node, pytree
 
 
-def held_elsewhere(returned: list[Any], is_output: Callable[[Tensor], bool]) -> bool:
+def has_other_references(returned: list[Any], is_output: Callable[[Tensor], bool]) -> bool:
     """Whether an output in this list, whose only item is what a call returned, is held by anybody else.
 
     Counted are the tensors, what they are views of, and the nodes of autograd that made them. Whoever calls holds none
@@ -36,7 +37,7 @@ def held_elsewhere(returned: list[Any], is_output: Callable[[Tensor], bool]) -> 
 def _is_tensor_held(output: Tensor) -> bool:
     return (
         output.retains_grad
-        or (output._base is not None and sys.getrefcount(output._base) > _IDLE_BASE)
+        or (base_of(output) is not None and sys.getrefcount(base_of(output)) > _IDLE_BASE)
         or (output.grad_fn is not None and sys.getrefcount(output.grad_fn) > _IDLE_NODE)
     )
 
@@ -49,7 +50,7 @@ def _visit(
     seen: set[int],
 ) -> bool:
     """Collects the outputs in a container, and the containers in it that have any."""
-    children, _ = pytree.SUPPORTED_NODES[pytree._get_node_type(container)].flatten_fn(container)
+    children, _ = container_node(container).flatten_fn(container)
     own = set()
     for child in children:
         if isinstance(child, Tensor):
@@ -86,7 +87,7 @@ def _idle_counts() -> tuple[int, int, int]:
         tensors = {0: (x * 1).view(2, 1)}
     return (
         sys.getrefcount(tensors[0]),
-        sys.getrefcount(tensors[0]._base),
+        sys.getrefcount(base_of(tensors[0])),
         sys.getrefcount(tensors[0].grad_fn),
     )
 

@@ -2,23 +2,21 @@
 
 from contextlib import nullcontext
 
-import torch
 from torch import Tensor
-from torch._C import _DisableTorchDispatch
 
 from backhaul._backward.frame import Frame, Handle
-from backhaul._torch_api.selective import Hooks, Kept, Selection
+from backhaul._torch_api.selective import Hooks, KeptTensor, Selection
 from backhaul_runtime.errors import SavedTensorModifiedError
 from backhaul_runtime.program.op_rules import hides_write
 from backhaul_runtime.record.recorder import Recorder
-from backhaul_runtime.record.recording import version_of
 from backhaul_runtime.record.sources import Hold
 from backhaul_runtime.tensors.digest import content_digest, saved_digest, tensor_address
 from backhaul_runtime.tensors.layout import copy_exact, layout_of, unsupported_reason
+from backhaul_runtime.torch_internals.private import DisablePythonDispatcher, DisableTorchDispatch, version_of
 from backhaul_runtime.torch_internals.storages import StorageLedger
 
 
-class Pack:
+class SavedTensorHooks:
     """The hook that autograd calls for each tensor it saves.
 
     Autograd keeps it as long as the handles, so it lets go of the recorder, and with it of the call's tensors.
@@ -37,7 +35,7 @@ class Pack:
         self.packed_bytes = 0
         self._packed = StorageLedger()
         self._of_this_op: list[tuple[Handle, Tensor]] = []
-        self._undefined: list[tuple[Kept, Tensor]] = []
+        self._undefined: list[tuple[KeptTensor, Tensor]] = []
 
     def __call__(self, tensor: Tensor) -> Handle:
         recorder = self.recorder
@@ -80,7 +78,7 @@ class Pack:
         self.recorder = self._selection = self._hooks = None
         self._of_this_op.clear()
 
-    def _expect(self, kept: Kept, index: int, tensor: Tensor) -> None:
+    def _expect(self, kept: KeptTensor, index: int, tensor: Tensor) -> None:
         """Notes what a tensor that is kept must hold when it is asked for."""
         assert self.recorder is not None
         saved = self.recorder.recording.saved[index]
@@ -95,11 +93,11 @@ class Pack:
         address = None if layout.is_on_accelerator else tensor_address(layout, content_digest(tensor, layout))
         return self._hold(tensor, layout, address)
 
-    def _keep(self, index: int, tensor: Tensor) -> Kept:
+    def _keep(self, index: int, tensor: Tensor) -> KeptTensor:
         assert self.recorder is not None
         is_plain = unsupported_reason(tensor) is None
         # Neither the recorder nor modes around the call are to see this. Subclasses have to, to stay what they are.
-        with torch._C._DisablePythonDispatcher(), _DisableTorchDispatch() if is_plain else nullcontext():
+        with DisablePythonDispatcher(), DisableTorchDispatch() if is_plain else nullcontext():
             if is_plain and hides_write(self.recorder.op, tensor):
                 tensor = copy_exact(tensor)
             elif is_plain and self.recorder.sources.is_of_argument(tensor):
@@ -113,7 +111,7 @@ class Pack:
                     "checkpointing this fails too: use the out-of-place op"
                 )
 
-            kept = Kept(tensor.detach(), version, error)
+            kept = KeptTensor(tensor.detach(), version, error)
             self._expect(kept, index, tensor)
             if self._hooks is not None:
                 kept.pack(*self._hooks)
@@ -121,5 +119,5 @@ class Pack:
 
 
 def unpack(handle: Handle) -> Tensor:
-    """The hook that gives backward what `Pack` took."""
+    """The hook that gives backward what `SavedTensorHooks` took."""
     return handle.frame.unpack(handle)

@@ -20,7 +20,7 @@ import torch
 
 from backhaul._observe.report import Decision, SegmentLog
 from backhaul_proto.v1 import segment_pb2, telemetry_pb2
-from backhaul_runtime.process.death_queue import Ending, Endings
+from backhaul_runtime.process.death_queue import DeathNotice, DeathQueue
 from backhaul_runtime.process.resources import resident_bytes
 from backhaul_runtime.wire.protocol import MAX_NAME
 from backhaul_runtime.wire.telemetry import MAX_SPANS
@@ -84,7 +84,7 @@ class CallLog:
         log.call()
         self._log = log
         self._telemetry = telemetry
-        self._frame: Ending | None = None
+        self._frame: DeathNotice | None = None
         self.worker = ""
         self.decision: Decision | None = None
         self.reason = ""
@@ -150,25 +150,25 @@ class CallLog:
         """Notes that something has just been sent."""
         self._span(Lane.LANE_UPLOAD, time() - took_s, took_s)
 
-    def answered(self, timing: segment_pb2.Timing, ahead_s: float) -> None:
+    def answered(self, timing: segment_pb2.Timing, clock_offset_s: float) -> None:
         """Notes when a worker did what it answered, the last byte of which has just come.
 
         Args:
             timing: By the worker's clock.
-            ahead_s: That clock less ours.
+            clock_offset_s: That clock less ours.
         """
         arrived_at_s = time()
         if self._telemetry is None or not timing.recompute_at_s:
             return
-        self._span(Lane.LANE_QUEUE, timing.queued_at_s - ahead_s, timing.recompute_at_s - timing.queued_at_s)
-        self._span(Lane.LANE_RECOMPUTE, timing.recompute_at_s - ahead_s, timing.recompute_s)
+        self._span(Lane.LANE_QUEUE, timing.queued_at_s - clock_offset_s, timing.recompute_at_s - timing.queued_at_s)
+        self._span(Lane.LANE_RECOMPUTE, timing.recompute_at_s - clock_offset_s, timing.recompute_s)
         ended_at_s = timing.recompute_at_s + timing.recompute_s
         if timing.backward_at_s:
             ready_at_s = max(timing.requested_at_s, ended_at_s)
-            self._span(Lane.LANE_QUEUE, ready_at_s - ahead_s, timing.backward_at_s - ready_at_s)
-            self._span(Lane.LANE_BACKWARD, timing.backward_at_s - ahead_s, timing.backward_s)
+            self._span(Lane.LANE_QUEUE, ready_at_s - clock_offset_s, timing.backward_at_s - ready_at_s)
+            self._span(Lane.LANE_BACKWARD, timing.backward_at_s - clock_offset_s, timing.backward_s)
             ended_at_s = timing.backward_at_s + timing.backward_s
-        sent_at_s = max(timing.requested_at_s, ended_at_s) - ahead_s
+        sent_at_s = max(timing.requested_at_s, ended_at_s) - clock_offset_s
         self._span(Lane.LANE_DOWNLOAD, sent_at_s, arrived_at_s - sent_at_s)
 
     def drift(self, drift: float) -> None:
@@ -251,8 +251,8 @@ class Telemetry:
         self._steps: deque[tuple[telemetry_pb2.Step, Any, Context | None]] = deque()
         self._held_bytes = 0
         self._peak_held_bytes = 0
-        self._let_go: deque[Ending] = deque()  # Rule 4
-        self._endings = Endings(self._let_go.append)
+        self._let_go: deque[DeathNotice] = deque()  # Rule 4
+        self._endings = DeathQueue(self._let_go.append)
         self._dropped = 0
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="backhaul-telemetry", daemon=True)
@@ -285,7 +285,7 @@ class Telemetry:
                 self._dropped += 1
             return now.number, now.calls - 1, now.names[name] - 1
 
-    def hold(self, frame: object, saved_bytes: int, overhead_s: float) -> Ending:
+    def hold(self, frame: object, saved_bytes: int, overhead_s: float) -> DeathNotice:
         """A forward ended, which holds so many bytes until its frame is gone."""
         with self._lock:
             while self._let_go:

@@ -14,22 +14,18 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
     CheckpointPolicy,
     SelectiveCheckpointContext,
-    _CachedTorchDispatchMode,
-    _CachingTorchDispatchMode,
 )
 
 from backhaul_runtime.program.op_rules import rules, tensors_in
-from backhaul_runtime.record.recording import version_of
 from backhaul_runtime.tensors.deferred_digest import Digest, read
 from backhaul_runtime.tensors.digest import content_digest, saved_digest
 from backhaul_runtime.tensors.layout import copy_exact, layout_of, unsupported_reason
 from backhaul_runtime.torch_internals.dispatch_mode import DispatchMode
+from backhaul_runtime.torch_internals.private import OpOverload, alias_of, is_selective_pair, pytree, version_of
 from backhaul_runtime.torch_internals.storages import StorageLedger, storage_key
 
 _KEPT = {True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE}
@@ -60,13 +56,13 @@ class Selection(DispatchMode):
         self._results: dict[int, _Result] = {}
         self._versions: list[tuple[Tensor, int]] = []
         self._is_keeping = False
-        self.again = _Again()
+        self.again = _Recomputation()
         self.is_mutated = False
 
     @classmethod
     def of(cls, first: Any, second: Any, hooks: Hooks | None) -> "Selection | None":
         """What stands behind contexts that torch's `create_selective_checkpoint_contexts` made, None for others."""
-        if type(first) is not _CachingTorchDispatchMode or type(second) is not _CachedTorchDispatchMode:
+        if not is_selective_pair(first, second):
             return None
         return cls(first.policy_fn, may_change=second.allow_cache_entry_mutation, hooks=hooks)
 
@@ -92,16 +88,16 @@ class Selection(DispatchMode):
         tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         if any(map(unsupported_reason, tensors.values())):
             return None  # without a storage there is nothing to know it by: it is recomputed
-        kept = {key: self._kept(_alias(tensor), is_offloaded=is_offloaded) for key, tensor in tensors.items()}
+        kept = {key: self._kept(alias_of(tensor), is_offloaded=is_offloaded) for key, tensor in tensors.items()}
         for key, tensor in tensors.items():
             self._seen.add(tensor)
             self._results[storage_key(tensor)] = _Result(tensor, kept[key], is_offloaded)
             if not self._may_change:
-                self._versions.append((_alias(tensor), version_of(tensor)))
+                self._versions.append((alias_of(tensor), version_of(tensor)))
         parts = [kept.get(id(leaf), leaf) for leaf in leaves]
 
         def given() -> Any:
-            found = [part().detach() if isinstance(part, Kept) else part for part in parts]
+            found = [part().detach() if isinstance(part, KeptTensor) else part for part in parts]
             if self._may_change:  # the recomputation may write to it as well
                 found = [copy_exact(part) if isinstance(part, Tensor) else part for part in found]
             return pytree.tree_unflatten(found, spec)
@@ -113,17 +109,17 @@ class Selection(DispatchMode):
         self.is_mutated = any(version_of(tensor) != version for tensor, version in self._versions)
         self._versions.clear()
 
-    def keep(self, tensor: Tensor) -> "Kept | None":
+    def keep(self, tensor: Tensor) -> "KeptTensor | None":
         """Keeps a tensor that autograd saves, if the policy chose the memory it lies in. Returns what gives it back."""
         result = None if unsupported_reason(tensor) else self._results.get(storage_key(tensor))
         if result is None:
             return None
         if result.is_same(tensor):
-            return _Same(result.kept)
+            return _SharedTensor(result.kept)
         return self._kept(tensor.detach(), is_offloaded=result.is_offloaded)
 
-    def _kept(self, tensor: Tensor, *, is_offloaded: bool) -> "Kept":
-        kept = Kept(tensor, None if self._may_change else version_of(tensor))
+    def _kept(self, tensor: Tensor, *, is_offloaded: bool) -> "KeptTensor":
+        kept = KeptTensor(tensor, None if self._may_change else version_of(tensor))
         self._is_keeping = True  # what keeping takes is no op of the function's
         try:
             if is_offloaded:
@@ -149,7 +145,7 @@ class _Result:
         is_offloaded: Likewise.
     """
 
-    def __init__(self, tensor: Tensor, kept: "Kept", is_offloaded: bool) -> None:
+    def __init__(self, tensor: Tensor, kept: "KeptTensor", is_offloaded: bool) -> None:
         self.kept = kept
         self.is_offloaded = is_offloaded
         self._is = _identity(tensor)
@@ -163,7 +159,7 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
     return layout_of(tensor), tensor.storage_offset(), version_of(tensor)
 
 
-class _Again(DispatchMode):
+class _Recomputation(DispatchMode):
     """Rule 2. Entered around each recomputation."""
 
     def __init__(self) -> None:
@@ -196,13 +192,7 @@ def _given(args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     return [(tensor.dtype, tensor.shape) for tensor in tensors_in(args)]
 
 
-def _alias(tensor: Tensor) -> Tensor:
-    """A tensor with the memory and the version counter of another. Below autograd `detach` gives one of its own."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return tensor.detach()
-
-
-class Kept:
+class KeptTensor:
     """A tensor that stays on the trainer. Call it to have it back.
 
     Args:
@@ -267,14 +257,14 @@ class Kept:
         return saved_digest(layout, content_digest(tensor, layout)) == read(self.digest)
 
 
-class _Same(Kept):
+class _SharedTensor(KeptTensor):
     """What another keeps already.
 
     Args:
         kept: By which it is given back.
     """
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: KeptTensor) -> None:
         self._kept = kept
         self.digest: Digest = b""
 

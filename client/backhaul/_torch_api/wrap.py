@@ -6,10 +6,11 @@ from functools import partial
 from typing import Any, Self
 
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from backhaul._torch_api.fsdp import is_sharded
 from backhaul._torch_api.options import NAMES
+from backhaul_runtime.torch_internals.checkpoint_wrapper import CheckpointWrapper, inside_of
+from backhaul_runtime.torch_internals.private import submodules_of
 
 _TAKEN = NAMES | {"function", "session"}
 """Keyword arguments that `checkpoint` would not pass on."""
@@ -33,7 +34,7 @@ class SegmentModule(CheckpointWrapper):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module inside as a segment. All arguments are the module's own, whatever their names."""
         checkpoint: Callable[..., Any] = self.checkpoint_fn
-        inside = self._checkpoint_wrapped_module
+        inside = inside_of(self)
         taken = {name: kwargs.pop(name) for name in _TAKEN & kwargs.keys()}
         return checkpoint(partial(inside, **taken) if taken else inside, *args, **kwargs)
 
@@ -42,13 +43,13 @@ class SegmentModule(CheckpointWrapper):
 
         fully_shard sets `__class__`, of the module that it is given.
         """
-        if "_is_complete" not in self.__dict__ or name in {*self.__dict__, *self._modules, "__class__"}:
+        if "_is_complete" not in self.__dict__ or name in {*self.__dict__, *submodules_of(self), "__class__"}:
             super().__setattr__(name, value)
         else:
-            setattr(self._checkpoint_wrapped_module, name, value)
+            setattr(inside_of(self), name, value)
 
     def __delattr__(self, name: str) -> None:
-        delattr(self._checkpoint_wrapped_module, name)
+        delattr(inside_of(self), name)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -59,17 +60,17 @@ class SegmentModule(CheckpointWrapper):
             if remove_duplicate:
                 memo.add(self)
             yield prefix, self
-            yield from self._checkpoint_wrapped_module.named_modules(memo, prefix, remove_duplicate)
+            yield from inside_of(self).named_modules(memo, prefix, remove_duplicate)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return type(self)(deepcopy(self._checkpoint_wrapped_module, memo), self.checkpoint_fn)
+        return type(self)(deepcopy(inside_of(self), memo), self.checkpoint_fn)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Saved as the module inside, so that a file loads where there is no Backhaul.
 
         Protocol 1 names the class in a form that pickle does not hold against the wrapper's.
         """
-        return self._checkpoint_wrapped_module.__reduce_ex__(1)
+        return inside_of(self).__reduce_ex__(1)
 
 
 def wrap(
@@ -88,9 +89,9 @@ def wrap(
     wrappers: dict[nn.Module, SegmentModule] = {}  # a module that stands in several places has one
 
     def visit(parent: nn.Module) -> None:
-        for name, child in parent._modules.items():
+        for name, child in submodules_of(parent).items():
             if isinstance(child, layers):
-                parent._modules[name] = wrappers.setdefault(child, SegmentModule(child, checkpoint))
+                submodules_of(parent)[name] = wrappers.setdefault(child, SegmentModule(child, checkpoint))
             elif child is not None and not isinstance(child, SegmentModule):
                 visit(child)
 
@@ -109,12 +110,12 @@ def unwrap(model: nn.Module) -> nn.Module:
     found = [
         (parent, f"{prefix}.{name}".lstrip("."), name, child)
         for prefix, parent in model.named_modules()
-        for name, child in parent._modules.items()
+        for name, child in submodules_of(parent).items()
         if isinstance(child, SegmentModule)
     ]
     for _, path, _, child in found:
         if is_sharded(child):
             raise ValueError(f"{path} was sharded after wrap(): call unwrap() before fully_shard()")
     for parent, _, name, child in found:
-        parent._modules[name] = child._checkpoint_wrapped_module
+        submodules_of(parent)[name] = inside_of(child)
     return model

@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from backhaul._worker_client.connection import Generation, Link
-from backhaul._worker_client.deadlines import LONGEST_S, Stream
+from backhaul._worker_client.connection import Connection, WorkerSession
+from backhaul._worker_client.deadlines import LONGEST_S, AnswerStream
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.errors import BackhaulError, TransferError, WorkerLostError
+from backhaul_runtime.torch_internals.private import has_accumulation_hooks, is_plain_backward
 
 
 def kept_in(parameters: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -28,7 +29,7 @@ def kept_in(parameters: Mapping[int, Tensor]) -> dict[int, Tensor]:
     Hooks on nodes that accumulate can't be seen. DDP and FSDP have such, so nothing is kept where processes are
     distributed.
     """
-    if not parameters or not torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
+    if not parameters or not is_plain_backward():
         return {}  # autograd.grad() or inputs=
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return {}
@@ -36,25 +37,24 @@ def kept_in(parameters: Mapping[int, Tensor]) -> dict[int, Tensor]:
 
 
 def _is_watched(parameter: Tensor) -> bool:
-    hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-    return bool(hooks) or getattr(parameter, "grad_dtype", parameter.dtype) is not parameter.dtype
+    return has_accumulation_hooks(parameter) or getattr(parameter, "grad_dtype", parameter.dtype) is not parameter.dtype
 
 
-class Uncollected:
+class UncollectedGradients:
     """Of one worker.
 
     Args:
         link: To it.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Connection) -> None:
         self._link = link
         self._lock = threading.Lock()
         self._round = 1
         self._clear()
 
     def _clear(self) -> None:
-        self._generation: Generation | None = None
+        self._generation: WorkerSession | None = None
         self._is_lost = False
         self._parameters: dict[int, Tensor] = {}  # by id
         self._count = 0
@@ -64,7 +64,7 @@ class Uncollected:
         """Whether there is anything to collect."""
         return bool(self._parameters)
 
-    def commit(self, generation: Generation, key: segment_pb2.OperationKey, parameters: Iterable[Tensor]) -> None:
+    def commit(self, generation: WorkerSession, key: segment_pb2.OperationKey, parameters: Iterable[Tensor]) -> None:
         """Counts what a worker kept of a backward. It is told with the next release.
 
         Args:
@@ -79,7 +79,7 @@ class Uncollected:
             self._count += 1
             self._untaken.append(key)
 
-    def commits(self, generation: Generation) -> segment_pb2.Commits | None:
+    def commits(self, generation: WorkerSession) -> segment_pb2.Commits | None:
         """What a worker may not have taken yet."""
         with self._lock:
             return self._commits() if self._untaken and self._generation is generation else None
@@ -133,14 +133,14 @@ class Uncollected:
                 raise
         return self._asked(generation, count)
 
-    def _asked(self, generation: Generation, count: Callable[[int], None]) -> list[tuple[Tensor, Tensor]]:
+    def _asked(self, generation: WorkerSession, count: Callable[[int], None]) -> list[tuple[Tensor, Tensor]]:
         memory = generation.memory
         answer = memory.answer() if memory is not None else 0
         request = segment_pb2.CollectGradientsRequest(
             session=generation.session, commits=self._commits(), count=self._count, answer=answer
         )
         method = self._link.stubs(generation).segments.CollectGradients
-        stream: Stream[segment_pb2.CollectGradientsResult] = Stream(
+        stream: AnswerStream[segment_pb2.CollectGradientsResult] = AnswerStream(
             method, request, LONGEST_S, self._link.silence_s, memory, answer
         )
         try:

@@ -7,15 +7,12 @@ So an input whose gradient was another twice in a row is not named again.
 
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from backhaul._worker_client.remote_segment import SavedSegment
+from typing import Protocol
 
 MOST_MISSES = 2
 
 
-class Guesses:
+class SpeculationHistory:
     """Counts wrong guesses of a worker for the segments called at one place, by source.
 
     Thread-safe without a lock: if two threads count at once a miss may be lost, which costs one useless guess.
@@ -33,6 +30,21 @@ class Guesses:
         self._misses[source] = 0 if is_right else self._misses.get(source, 0) + 1
 
 
+class ChainedSegment(Protocol):
+    """A segment that a worker has.
+
+    Attributes:
+        expected: The gradients with which the worker has run its backward already, by output.
+    """
+
+    expected: dict[int, "SpeculativeGradient"]
+
+    @property
+    def number(self) -> int:
+        """The number, unique within the session."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Predecessor:
     """A segment whose output is a source of another.
@@ -44,14 +56,14 @@ class Predecessor:
         output: Position among that segment's outputs.
     """
 
-    guesses: Guesses
+    guesses: SpeculationHistory
     source: int
-    segment: "weakref.ref[SavedSegment]"
+    segment: weakref.ref[ChainedSegment]
     output: int
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
+class SpeculativeGradient:
     """A gradient with which a worker ran a backward before it was asked to.
 
     Attributes:

@@ -21,10 +21,10 @@ from time import time
 
 import grpc
 
-from backhaul._worker_client.deadlines import Bearer, call_unary, close_channel
-from backhaul._worker_client.pushed_results import Ahead
-from backhaul._worker_client.request_stream import ShortStream
-from backhaul._worker_client.shared_memory import SharedMemory
+from backhaul._worker_client.deadlines import AuthenticatedMethod, call_unary, close_channel
+from backhaul._worker_client.pushed_results import PushedResults
+from backhaul._worker_client.request_stream import RequestStream
+from backhaul._worker_client.shared_memory import TrainerSharedMemory
 from backhaul_proto.v1 import program_pb2, segment_pb2, session_pb2, telemetry_pb2, tensor_pb2
 from backhaul_runtime.errors import (
     BackhaulError,
@@ -52,7 +52,7 @@ KEPT_COMPARISONS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class WorkerSession:
     """One session on one worker process, and what the worker said of itself.
 
     Attributes:
@@ -69,7 +69,7 @@ class Generation:
     budget_bytes: int
     fingerprint: Mapping[str, str]
     lease_s: float
-    memory: SharedMemory | None = None
+    memory: TrainerSharedMemory | None = None
 
 
 def trainer_name() -> str:
@@ -95,10 +95,10 @@ class Stubs:
         if token:
             for service in list(vars(self).values()):
                 for name, method in list(vars(service).items()):
-                    setattr(service, name, Bearer(method, bearer(token)))
-        self.short_saves = ShortStream(self.segments.ShortSaves, silence_s)
-        self.short_backwards = ShortStream(self.segments.ShortBackwards, silence_s)
-        self.ahead = Ahead(self.segments.Ahead)
+                    setattr(service, name, AuthenticatedMethod(method, bearer(token)))
+        self.short_saves = RequestStream(self.segments.ShortSaves, silence_s)
+        self.short_backwards = RequestStream(self.segments.ShortBackwards, silence_s)
+        self.ahead = PushedResults(self.segments.Ahead)
 
     def close(self) -> None:
         """Ends what is open and idle."""
@@ -107,7 +107,7 @@ class Stubs:
         self.ahead.close()
 
 
-class Clock:
+class ClockOffset:
     """How far a worker's clock is from ours, by the quickest of the last answers: it can be off by half their time.
 
     After D. Mills' Network Time Protocol, RFC 5905, section 10.
@@ -121,7 +121,7 @@ class Clock:
         self._found.append((answered_at_s - asked_at_s, theirs_s - (asked_at_s + answered_at_s) / 2))
 
     @property
-    def ahead_s(self) -> float:
+    def clock_offset_s(self) -> float:
         """Its clock less ours, 0 before the first answer."""
         return min(self._found, default=(0.0, 0.0))[1]
 
@@ -132,7 +132,7 @@ def _is_beside(address: Address, path: str, kind: str) -> bool:
     return Path(path).name == f"{name}.{kind}"
 
 
-class Link:
+class Connection:
     """A connection to one worker.
 
     Args:
@@ -170,8 +170,8 @@ class Link:
         self.silence_s = silence_s
         self.name = ""
         self.drift = 0.0
-        self._clock = Clock()
-        self._generation: Generation | None = None
+        self._clock = ClockOffset()
+        self._generation: WorkerSession | None = None
         self._generations = 0
         self._why_down = "not connected yet"
         self._up = False
@@ -180,7 +180,7 @@ class Link:
         self._closed = False
         self._channel: grpc.Channel | None = None
         self._stubs: Stubs
-        self._memory: SharedMemory | None = None
+        self._memory: TrainerSharedMemory | None = None
         self._wake = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="backhaul-keeper", daemon=True)
 
@@ -211,12 +211,12 @@ class Link:
         self._keeper.start()
 
     @property
-    def ahead_s(self) -> float:
+    def clock_offset_s(self) -> float:
         """The worker's clock less ours."""
-        return self._clock.ahead_s
+        return self._clock.clock_offset_s
 
     @property
-    def up(self) -> Generation | None:
+    def up(self) -> WorkerSession | None:
         """What new segments can be sent to, None while there is nothing."""
         return self._generation if self._up and not self._draining else None
 
@@ -225,7 +225,7 @@ class Link:
         """Why there is nothing to send to."""
         return "the worker is shutting down" if self._up and self._draining else self._why_down
 
-    def stubs(self, generation: Generation) -> Stubs:
+    def stubs(self, generation: WorkerSession) -> Stubs:
         """The services of a generation. Raises WorkerLostError where it is gone or out of reach (Rules 2 and 3)."""
         if self._generation is not generation:
             raise WorkerLostError("the worker lost what it held", status="LOST")
@@ -233,13 +233,13 @@ class Link:
             raise WorkerLostError("the worker is out of reach", status="DOWN")
         return self._stubs
 
-    def trouble(self, generation: Generation, error: WorkerLostError) -> None:
+    def trouble(self, generation: WorkerSession, error: WorkerLostError) -> None:
         """A call met silence or a broken connection: down until the keeper has looked."""
         if self._generation is generation and error.status not in {"BUSY", "SLOW", "DOWN", "LOST", "DAMAGED"}:
             self._down(error.message)
             self._wake.set()
 
-    def recovered(self, generation: Generation) -> bool:
+    def recovered(self, generation: WorkerSession) -> bool:
         """Whether a generation goes on after `trouble`. Asks the worker once, and not for long."""
         if self._generation is not generation or self._closed:
             return False
@@ -306,10 +306,10 @@ class Link:
             )
         if self._takes_socket and _is_beside(address, answer.socket_path, "sock"):
             self._switch(answer)
-        self._clock = Clock()
+        self._clock = ClockOffset()
         self._clock.compare(asked_at_s, answer.clock_s, time())
         self._generations += 1
-        self._generation = Generation(
+        self._generation = WorkerSession(
             self._generations,
             answer.session,
             answer.budget_bytes,
@@ -347,9 +347,9 @@ class Link:
         else:
             self._use(channel, has_switched=True)
 
-    def _share(self, address: Address, answer: session_pb2.OpenSessionResponse) -> SharedMemory | None:
+    def _share(self, address: Address, answer: session_pb2.OpenSessionResponse) -> TrainerSharedMemory | None:
         if self._shares_memory and _is_beside(address, answer.memory_path, "memory"):
-            self._memory = SharedMemory(answer.memory_path, answer.session)
+            self._memory = TrainerSharedMemory(answer.memory_path, answer.session)
         return self._memory
 
     def _end_memory(self) -> None:
@@ -365,7 +365,9 @@ class Link:
             address=self.name,
         )
 
-    def _ask(self, generation: Generation, silence_s: float = 0.0, check: Callable[[], object] = lambda: None) -> None:
+    def _ask(
+        self, generation: WorkerSession, silence_s: float = 0.0, check: Callable[[], object] = lambda: None
+    ) -> None:
         request = session_pb2.KeepSessionRequest(session=generation.session, drift=self.drift)
         method = self._stubs.sessions.KeepSession
         asked_at_s = time()
@@ -406,7 +408,7 @@ class Link:
                 logger.exception("looking after the connection to %s failed", self.name, extra=about(self.run))
                 self._down(f"{type(error).__name__}: {error}")
 
-    def _look(self, generation: Generation | None) -> None:
+    def _look(self, generation: WorkerSession | None) -> None:
         """Keeps the generation, or starts another."""
         was_up = self._up
         address = self._find()

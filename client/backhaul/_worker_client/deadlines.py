@@ -23,7 +23,7 @@ import torch
 from google.protobuf.message import Message
 from torch import Tensor
 
-from backhaul._worker_client.shared_memory import SharedMemory, receiving
+from backhaul._worker_client.shared_memory import TrainerSharedMemory, receiving
 from backhaul_runtime.errors import (
     ERROR_METADATA_KEY,
     BackhaulError,
@@ -34,8 +34,8 @@ from backhaul_runtime.errors import (
     from_bytes,
 )
 from backhaul_runtime.wire.shared_memory import shared_bytes
-from backhaul_runtime.wire.splicing import Carried
-from backhaul_runtime.wire.tensor_stream import Receiver
+from backhaul_runtime.wire.splicing import TensorMessage
+from backhaul_runtime.wire.tensor_stream import TensorReceiver
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -62,7 +62,7 @@ def error_of(error: grpc.RpcError) -> BackhaulError:
     return WorkerLostError("the worker is gone", status=status, details=details)
 
 
-class Bearer:
+class AuthenticatedMethod:
     """A method of a stub that shows a credential with each call.
 
     Made for the stubs' methods themselves: an interceptor takes 40 us more of a call of 600, and hides which error
@@ -81,7 +81,7 @@ class Bearer:
         return self._method.future(request, metadata=self._metadata, **options)
 
 
-class Watch:
+class Liveness:
     """Counts signs of life of one call."""
 
     def __init__(self, silence_s: float) -> None:
@@ -139,7 +139,7 @@ def call_unary(
     method: Any,
     request: Any,
     silence_s: float,
-    watch: Watch | None = None,
+    watch: Liveness | None = None,
     *,
     wait_for_ready: bool = False,
     check: Callable[[], object] = lambda: None,
@@ -166,7 +166,7 @@ def _called(
     method: Any,
     request: Any,
     silence_s: float,
-    watch: Watch | None,
+    watch: Liveness | None,
     wait_for_ready: bool,
     check: Callable[[], object],
 ) -> Any:
@@ -175,7 +175,7 @@ def _called(
     except ValueError:
         raise closed_error() from None
     try:
-        answer = (watch or Watch(silence_s)).wait(future, check)
+        answer = (watch or Liveness(silence_s)).wait(future, check)
     except grpc.RpcError as error:
         raise error_of(error) from None
     except grpc.FutureCancelledError:
@@ -187,7 +187,7 @@ def _called(
     return answer
 
 
-def watched(messages: Iterable[T], watch: Watch) -> Iterator[T]:
+def with_liveness(messages: Iterable[T], watch: Liveness) -> Iterator[T]:
     """Passes messages on; gRPC taking one is a sign of life."""
     for message in messages:
         watch.sign()
@@ -199,11 +199,11 @@ def longest_run_s(expected_s: float) -> float:
     return max(5.0, 4 * expected_s)
 
 
-_Message: TypeAlias = Carried[Any] | TransferError | grpc.RpcError | None
+_Message: TypeAlias = TensorMessage[Any] | TransferError | grpc.RpcError | None
 """What comes of a stream: a message or one that was refused, then an error or None at its end."""
 
 
-class Stream(Generic[R]):
+class AnswerStream(Generic[R]):
     """A call that is answered by progress, a result, and tensors after it.
 
     A thread takes messages off the wire; the caller's thread puts the tensors together while it waits for them. So
@@ -226,7 +226,7 @@ class Stream(Generic[R]):
         request: Any,
         expected_s: float,
         silence_s: float,
-        memory: SharedMemory | None = None,
+        memory: TrainerSharedMemory | None = None,
         answer: int = 0,
         device: torch.device | None = None,
         *,
@@ -278,7 +278,7 @@ class Stream(Generic[R]):
         """Lets go of the `index`-th tensor: nobody will ask for it again."""
         self._receiver.forget(index)
 
-    def rest(self, deadline: float = math.inf) -> Receiver:
+    def rest(self, deadline: float = math.inf) -> TensorReceiver:
         """Has received all of them. Raises as `result` does, and WorkerLostError for what comes after a deadline."""
         while self._receive():
             if monotonic() > deadline:
@@ -299,7 +299,7 @@ class Stream(Generic[R]):
             self.received_bytes += shared_bytes(carried.tensors)
         return carried is not None
 
-    def _next(self) -> Carried[Any] | None:
+    def _next(self) -> TensorMessage[Any] | None:
         """The next message, None at the end."""
         silent = 0.0
         while True:
@@ -322,10 +322,10 @@ class Stream(Generic[R]):
                     f"the worker has run the segment for more than {self._longest_run_s:.1f} s", status="SLOW"
                 )
 
-    def _check_queue(self, ahead_s: float) -> None:
-        if ahead_s > self._longest_queue_s:
+    def _check_queue(self, queued_s: float) -> None:
+        if queued_s > self._longest_queue_s:
             raise WorkerLostError(
-                f"the worker has {ahead_s:.1f} s of other work first, longer than doing it here", status="BUSY"
+                f"the worker has {queued_s:.1f} s of other work first, longer than doing it here", status="BUSY"
             )
 
     def _pump(self) -> None:

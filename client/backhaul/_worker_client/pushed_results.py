@@ -22,13 +22,13 @@ import grpc
 
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.errors import TransferError
-from backhaul_runtime.wire.splicing import Carried
+from backhaul_runtime.wire.splicing import TensorMessage
 
 PATIENCE_S = 0.02
 MOST_HELD, HELD_BYTES = 64, 4 << 20
 
 
-class Ahead:
+class PushedResults:
     """Of the session that asks. Opened by the first that does, and again after it broke. `close` it.
 
     Args:
@@ -40,10 +40,12 @@ class Ahead:
         self._changed = threading.Condition()
         self._call: Any = None
         self._session = ""
-        self._found: OrderedDict[int, Carried[segment_pb2.AheadResponse]] = OrderedDict()
+        self._found: OrderedDict[int, TensorMessage[segment_pb2.AheadResponse]] = OrderedDict()
         self._promised: frozenset[int] = frozenset()
 
-    def take(self, session: str, segment: int, start: segment_pb2.Start) -> Carried[segment_pb2.AheadResponse] | None:
+    def take(
+        self, session: str, segment: int, start: segment_pb2.Start
+    ) -> TensorMessage[segment_pb2.AheadResponse] | None:
         """The result of a segment's backward from a start, if it came or is to come soon (Rules 1, 3)."""
         with self._changed:
             if self._call is None or self._session != session:
@@ -109,10 +111,10 @@ class Ahead:
                 self._changed.notify_all()
 
 
-def _each(carried: Carried[segment_pb2.AheadResponse]) -> Iterator[Carried[segment_pb2.AheadResponse]]:
+def _each(carried: TensorMessage[segment_pb2.AheadResponse]) -> Iterator[TensorMessage[segment_pb2.AheadResponse]]:
     """The results of a message."""
     more = [
-        Carried(each, each.tensors if each.HasField("tensors") else None, each.ByteSize())
+        TensorMessage(each, each.tensors if each.HasField("tensors") else None, each.ByteSize())
         for each in carried.message.more
     ]
     yield replace(carried, size_bytes=carried.size_bytes - sum(each.size_bytes for each in more))

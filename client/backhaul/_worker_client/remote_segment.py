@@ -7,31 +7,31 @@ from functools import partial
 from time import monotonic
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from backhaul._backward.value_check import Recomputed
 from backhaul._observe.telemetry import CallLog
 from backhaul._worker_client.accumulation import kept_in
 from backhaul._worker_client.answer_checks import check_saved, contributions_in, saved_views
-from backhaul._worker_client.backward_chains import Guess
-from backhaul._worker_client.connection import Generation, Link, Stubs
-from backhaul._worker_client.deadlines import Stream, longest_run_s
+from backhaul._worker_client.backward_chains import SpeculativeGradient
+from backhaul._worker_client.connection import Connection, Stubs, WorkerSession
+from backhaul._worker_client.deadlines import AnswerStream, longest_run_s
 from backhaul._worker_client.shared_memory import receiving
-from backhaul._worker_client.uploader import Save, Uploader
+from backhaul._worker_client.uploader import SegmentUpload, Uploader
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.errors import TensorsMissingError, TransferError, WorkerLostError
-from backhaul_runtime.process.death_queue import Ending
+from backhaul_runtime.process.death_queue import DeathNotice
 from backhaul_runtime.program.codec import encode_state
 from backhaul_runtime.replay.replay import Contribution
 from backhaul_runtime.tensors.digest import address_of, content_digest, tensor_address
 from backhaul_runtime.tensors.layout import Layout, layout_of
 from backhaul_runtime.torch_internals import ambient_state
+from backhaul_runtime.torch_internals.private import backward_task_id
 from backhaul_runtime.wire.bundle import View, view_of
 from backhaul_runtime.wire.protocol import CHUNK_BYTES
 from backhaul_runtime.wire.shared_memory import shared_bytes
-from backhaul_runtime.wire.splicing import Carried, encode_all
-from backhaul_runtime.wire.tensor_stream import PLACED_BYTES, Parcel, Receiver, batches
+from backhaul_runtime.wire.splicing import TensorMessage, encode_all
+from backhaul_runtime.wire.tensor_stream import PLACED_BYTES, OutgoingTensor, TensorReceiver, batches
 
 T = TypeVar("T")
 Answer = tuple[segment_pb2.BackwardResult, list[Tensor], list[bytes]]
@@ -53,11 +53,11 @@ class SavedTensors:
 
     def __init__(
         self,
-        stream: Stream[segment_pb2.RecomputeResult],
+        stream: AnswerStream[segment_pb2.RecomputeResult],
         result: segment_pb2.RecomputeResult,
         views: Mapping[int, View],
         layouts: Mapping[int, Layout],
-        on_close: Callable[[Stream[Any]], None],
+        on_close: Callable[[AnswerStream[Any]], None],
         uploader: Uploader,
     ) -> None:
         self.saved = _recomputed(result)
@@ -67,7 +67,7 @@ class SavedTensors:
         self._left = Counter(view.parcel for view in self._views.values())
         self._close = partial(on_close, stream)
         self._uploader = uploader
-        self._ending: Ending | None = uploader.do_after(self, self._close)
+        self._ending: DeathNotice | None = uploader.do_after(self, self._close)
 
     def take(self, position: int) -> Tensor:
         """A tensor that was asked for, once; owned by the caller. Waits for it within the bounds of `_calls`.
@@ -112,9 +112,9 @@ class SavedSegment:
 
     def __init__(
         self,
-        link: Link,
+        link: Connection,
         uploader: Uploader,
-        save: Save,
+        save: SegmentUpload,
         log: CallLog,
         expected_s: float,
         upcoming: Callable[[], list[int]],
@@ -130,12 +130,12 @@ class SavedSegment:
         self._answer_bytes = answer_bytes
         self._parameters = parameters
         self._device = save.made[0].device if save.made else None
-        self.expected: dict[int, Guess] = {}
+        self.expected: dict[int, SpeculativeGradient] = {}
         self._backwards = itertools.count(1)
         save.owner = uploader.release_after(self, save.generation, save.segment)
 
     @property
-    def generation(self) -> Generation:
+    def generation(self) -> WorkerSession:
         """Where it was saved."""
         return self._save.generation
 
@@ -157,7 +157,9 @@ class SavedSegment:
         parcels = {}
         for position, gradient in gradients.items():
             layout = layout_of(gradient)
-            parcels[position] = Parcel(gradient, layout, tensor_address(layout, content_digest(gradient, layout)))
+            parcels[position] = OutgoingTensor(
+                gradient, layout, tensor_address(layout, content_digest(gradient, layout))
+            )
         for position, guess in self.expected.items():
             guess.check(parcels[position].address if position in parcels else None)
         slots = kept_in(self._parameters)
@@ -177,7 +179,7 @@ class SavedSegment:
             upcoming_segments=self._upcoming(),
             expected_s=self._expected_s,
             slots=[segment_pb2.Slot(source=source, slot=id(parameter)) for source, parameter in slots.items()],
-            pass_number=torch._C._current_graph_task_id() if slots else 0,
+            pass_number=backward_task_id() if slots else 0,
         )
 
         def ask() -> Answer:
@@ -202,7 +204,7 @@ class SavedSegment:
 
         return _recomputed(result), contributions, commit
 
-    def _ask(self, request: segment_pb2.BackwardRequest, gradients: Sequence[Parcel]) -> Answer:
+    def _ask(self, request: segment_pb2.BackwardRequest, gradients: Sequence[OutgoingTensor]) -> Answer:
         """The answer to a backward: one that came already, else by the shortest way that goes well."""
         session, stubs = self.generation.session, self._link.stubs(self.generation)
         if self._answer_bytes <= CHUNK_BYTES and not request.slots:
@@ -226,7 +228,7 @@ class SavedSegment:
             self._closed(stream)
 
     def _ask_shortly(
-        self, request: segment_pb2.BackwardRequest, missing: Sequence[Parcel], stubs: Stubs
+        self, request: segment_pb2.BackwardRequest, missing: Sequence[OutgoingTensor], stubs: Stubs
     ) -> Answer | None:
         """See NOTE [Short]."""
         encoded = self._encoded(request, missing)
@@ -243,22 +245,22 @@ class SavedSegment:
             if self.generation.memory is not None and request.answer:
                 self.generation.memory.ended(request.answer)
 
-    def _encoded(self, request: segment_pb2.BackwardRequest, missing: Sequence[Parcel]) -> bytes:
+    def _encoded(self, request: segment_pb2.BackwardRequest, missing: Sequence[OutgoingTensor]) -> bytes:
         """A request for another answer."""
         request.answer = self._new_answer()
         (found,) = encode_all(batches(missing), request.TENSORS_FIELD_NUMBER, request)
         self._sent(len(found))
         return found
 
-    def _short_answer(self, carried: Carried[Any]) -> Answer:
+    def _short_answer(self, carried: TensorMessage[Any]) -> Answer:
         self._log.traffic(down_bytes=carried.size_bytes + shared_bytes(carried.tensors))
         receiver = receiving(self.generation.memory, self._device)
         receiver.add_carried(carried)
         return self._answer(carried.message.result, receiver)
 
-    def _answer(self, result: segment_pb2.BackwardResult, receiver: Receiver) -> Answer:
+    def _answer(self, result: segment_pb2.BackwardResult, receiver: TensorReceiver) -> Answer:
         tensors = receiver.tensors()
-        self._log.answered(result.timing, self._link.ahead_s)
+        self._log.answered(result.timing, self._link.clock_offset_s)
         return result, tensors, receiver.addresses()
 
     def _chained(self, result: segment_pb2.BackwardResult) -> None:
@@ -267,7 +269,7 @@ class SavedSegment:
         for predecessor in self._save.predecessors:
             segment = predecessor.segment()
             if segment is not None and predecessor.source in found:
-                segment.expected[predecessor.output] = Guess(found[predecessor.source], predecessor)
+                segment.expected[predecessor.output] = SpeculativeGradient(found[predecessor.source], predecessor)
 
     def drifted(self, drift: float) -> None:
         """See `RemoteSegment`."""
@@ -289,9 +291,9 @@ class SavedSegment:
             try:
                 result = stream.result()
 
-                def close(stream: Stream[Any]) -> None:
+                def close(stream: AnswerStream[Any]) -> None:
                     self._closed(stream)
-                    self._log.answered(result.timing, self._link.ahead_s)
+                    self._log.answered(result.timing, self._link.clock_offset_s)
 
                 return SavedTensors(stream, result, saved_views(result.views, wanted), wanted, close, self._uploader)
             except BaseException:
@@ -341,11 +343,13 @@ class SavedSegment:
         memory = self.generation.memory
         return memory.answer() if memory is not None else 0
 
-    def _open(self, method: Any, request: Any, answer: int, *, is_lent: bool = False) -> "Stream[Any]":
+    def _open(self, method: Any, request: Any, answer: int, *, is_lent: bool = False) -> "AnswerStream[Any]":
         memory, device = self.generation.memory, self._device
-        return Stream(method, request, self._expected_s, self._link.silence_s, memory, answer, device, is_lent=is_lent)
+        return AnswerStream(
+            method, request, self._expected_s, self._link.silence_s, memory, answer, device, is_lent=is_lent
+        )
 
-    def _closed(self, stream: "Stream[Any]") -> None:
+    def _closed(self, stream: "AnswerStream[Any]") -> None:
         stream.close()
         self._log.traffic(down_bytes=stream.received_bytes)
 

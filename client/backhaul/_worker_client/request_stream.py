@@ -20,7 +20,7 @@ from backhaul_runtime.errors import TransferError, WorkerLostError
 from backhaul_runtime.wire.splicing import accepted
 
 
-class ShortStream:
+class RequestStream:
     """Opened by its first request, and again after it broke. `close` it.
 
     Args:

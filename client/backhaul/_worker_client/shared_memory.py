@@ -16,14 +16,22 @@ from torch import Tensor
 from backhaul_proto.v1 import tensor_pb2
 from backhaul_runtime.errors import BackhaulError, TransferError, WorkerLostError
 from backhaul_runtime.tensors.layout import Layout
-from backhaul_runtime.wire.shared_memory import Ask, Outbox, Place, Region, checksum_of, is_same_user, take_offer
-from backhaul_runtime.wire.tensor_stream import Parcel, Placing, Receiver
+from backhaul_runtime.wire.shared_memory import (
+    Outbox,
+    Region,
+    SharedMemoryRequest,
+    Slot,
+    checksum_of,
+    is_same_user,
+    take_offer,
+)
+from backhaul_runtime.wire.tensor_stream import OutgoingTensor, SharedWriter, TensorReceiver
 
 logger = logging.getLogger("backhaul")
 _CONNECT_S = 1.0
 
 
-class SharedMemory:
+class TrainerSharedMemory:
     """Memory shared with a worker for one session there. Any thread may call it.
 
     Args:
@@ -44,16 +52,16 @@ class SharedMemory:
         self._connect()
 
     @contextmanager
-    def sending(self, count: Callable[[int], None]) -> Iterator[Placing]:
+    def sending(self, count: Callable[[int], None]) -> Iterator[SharedWriter]:
         """Gives what puts the tensors of one upload into shared memory, and counts their bytes.
 
         Where the upload fails and the worker did not say so, nobody knows what the worker took of it: all regions are
         given up, and others asked for.
         """
         self._poll()
-        outbox, places = self._outbox, list[Place]()
+        outbox, places = self._outbox, list[Slot]()
 
-        def place(parcel: Parcel) -> tensor_pb2.Location | None:
+        def place(parcel: OutgoingTensor) -> tensor_pb2.Location | None:
             if not Outbox.takes(parcel.layout) or outbox is not self._outbox:
                 return None
             found = outbox.put(parcel)
@@ -79,7 +87,7 @@ class SharedMemory:
     def make_room(self) -> None:
         """Asks for room for another upload like the last, once the worker knows what that superseded."""
         if (lacking := self._outbox.lacks_bytes(self._uploaded_bytes)) > 0:
-            self._say(Ask.ROOM, lacking)
+            self._say(SharedMemoryRequest.ROOM, lacking)
 
     def answer(self) -> int:
         """Names an answer, in which tensors may then come through shared memory. `ended` follows. 0 if none may."""
@@ -87,7 +95,7 @@ class SharedMemory:
 
     def ended(self, answer: int) -> None:
         """Nobody will look at tensors of an answer that have not been read."""
-        self._say(Ask.ENDED, answer)
+        self._say(SharedMemoryRequest.ENDED, answer)
 
     def copied(self, location: tensor_pb2.Location, layout: Layout) -> Callable[[], Tensor]:
         """What copies a tensor out of shared memory. Raises TransferError for one that can't be there.
@@ -150,9 +158,9 @@ class SharedMemory:
     def _ask_for(self, size_bytes: int) -> None:
         if not self._has_asked:
             self._has_asked = True
-            self._say(Ask.MORE, size_bytes)
+            self._say(SharedMemoryRequest.MORE, size_bytes)
 
-    def _say(self, ask: Ask, number: int) -> None:
+    def _say(self, ask: SharedMemoryRequest, number: int) -> None:
         with self._lock, suppress(OSError):
             if self._peer is not None:
                 self._peer.send(ask.message(number))
@@ -187,8 +195,8 @@ def _as_written(tensor: Tensor, location: tensor_pb2.Location, layout: Layout) -
 
 
 @contextmanager
-def sending(memory: SharedMemory | None, count: Callable[[int], None]) -> Iterator[Placing]:
-    """`SharedMemory.sending`; without any all goes as chunks."""
+def sending(memory: TrainerSharedMemory | None, count: Callable[[int], None]) -> Iterator[SharedWriter]:
+    """`TrainerSharedMemory.sending`; without any all goes as chunks."""
     if memory is None:
         yield lambda _: None
         return
@@ -196,8 +204,10 @@ def sending(memory: SharedMemory | None, count: Callable[[int], None]) -> Iterat
         yield place
 
 
-def receiving(memory: SharedMemory | None, device: torch.device | None, *, is_lent: bool = False) -> Receiver:
+def receiving(
+    memory: TrainerSharedMemory | None, device: torch.device | None, *, is_lent: bool = False
+) -> TensorReceiver:
     """What takes in an answer, tensors in shared memory included. They are copied out, or stay there if lent."""
     if memory is None:
-        return Receiver(device=device)
-    return Receiver(device=device, locate=memory.in_place if is_lent else memory.copied)
+        return TensorReceiver(device=device)
+    return TensorReceiver(device=device, locate=memory.in_place if is_lent else memory.copied)

@@ -17,23 +17,23 @@ from time import perf_counter
 
 from torch import Tensor
 
-from backhaul._worker_client.accumulation import Uncollected
+from backhaul._worker_client.accumulation import UncollectedGradients
 from backhaul._worker_client.backward_chains import Predecessor
-from backhaul._worker_client.connection import Generation, Link
-from backhaul._worker_client.deadlines import SLICE_S, Watch, call_unary, watched
-from backhaul._worker_client.request_stream import ShortStream
+from backhaul._worker_client.connection import Connection, WorkerSession
+from backhaul._worker_client.deadlines import SLICE_S, Liveness, call_unary, with_liveness
+from backhaul._worker_client.request_stream import RequestStream
 from backhaul._worker_client.shared_memory import sending
 from backhaul_proto.v1 import program_pb2, segment_pb2, tensor_pb2
 from backhaul_runtime.errors import BackhaulError, SegmentUnknownError, TransferError, WorkerLostError
-from backhaul_runtime.process.death_queue import Ending, Endings
+from backhaul_runtime.process.death_queue import DeathNotice, DeathQueue
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.tensors.deferred_digest import Digest, read
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.tensors.layout import Layout
-from backhaul_runtime.tensors.staging import Mark, aside
+from backhaul_runtime.tensors.staging import DeviceMoment, on_side_stream
 from backhaul_runtime.wire.protocol import MAX_NAME
 from backhaul_runtime.wire.splicing import Batch, encode_all
-from backhaul_runtime.wire.tensor_stream import Parcel, batches
+from backhaul_runtime.wire.tensor_stream import OutgoingTensor, batches
 
 logger = logging.getLogger("backhaul")
 MAX_KNOWN = 1 << 16
@@ -74,7 +74,7 @@ class SourceTensor:
 
 
 @dataclass(eq=False)
-class Save:
+class SegmentUpload:
     """A segment to be saved.
 
     Attributes:
@@ -97,7 +97,7 @@ class Save:
         owner: Who will ask for the segment. If it has died, nobody will.
     """
 
-    generation: Generation
+    generation: WorkerSession
     segment: int
     program: bytes
     program_address: bytes
@@ -111,18 +111,18 @@ class Save:
     predecessors: Sequence[Predecessor] = ()
     is_predicted: bool = False
     superseded: Callable[[], Sequence[bytes]] = tuple
-    made: Sequence[Mark] = ()
+    made: Sequence[DeviceMoment] = ()
     saved: "Future[None]" = field(default_factory=Future)
-    owner: Ending | None = None
+    owner: DeathNotice | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Release:
-    generation: Generation
+    generation: WorkerSession
     segment: int
 
 
-_Item = Save | _Release | Callable[[], None]
+_Item = SegmentUpload | _Release | Callable[[], None]
 
 
 class _UnansweredError(Exception):
@@ -142,25 +142,25 @@ class Uploader:
         uncollected: Gradients that the worker keeps. What was committed travels with releases, before them.
     """
 
-    def __init__(self, link: Link, inflight_bytes: int, inflight_boundaries: int) -> None:
+    def __init__(self, link: Connection, inflight_bytes: int, inflight_boundaries: int) -> None:
         self._link = link
         self._limit_bytes = inflight_bytes
         self._limit_boundaries = inflight_boundaries
-        self.watch = Watch(link.silence_s)
-        self.uncollected = Uncollected(link)
+        self.watch = Liveness(link.silence_s)
+        self.uncollected = UncollectedGradients(link)
         # put() of a SimpleQueue may be called by the garbage collector in the midst of another put().
-        self._queue: queue.SimpleQueue[_Item | Ending | None] = queue.SimpleQueue()
-        self._endings = Endings(self._queue.put)
-        self._waiting: set[Save] = set()  # those with copies
+        self._queue: queue.SimpleQueue[_Item | DeathNotice | None] = queue.SimpleQueue()
+        self._endings = DeathQueue(self._queue.put)
+        self._waiting: set[SegmentUpload] = set()  # those with copies
         self._sent: queue.SimpleQueue[Sequence[SourceTensor]] = queue.SimpleQueue()
         self._room = threading.Condition()
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._known_lock = threading.Lock()
-        self._known_of: Generation | None = None
+        self._known_of: WorkerSession | None = None
         self._thread = threading.Thread(target=self._serve, name="backhaul-upload", daemon=True)
         self._thread.start()
 
-    def save(self, save: Save) -> None:
+    def save(self, save: SegmentUpload) -> None:
         """Queues a segment; waits for room while the worker is there to make some."""
         self.let_go()
         with self._room:
@@ -176,7 +176,7 @@ class Uploader:
                 self._waiting.discard(save)
                 raise
 
-    def _is_full(self, save: Save) -> bool:
+    def _is_full(self, save: SegmentUpload) -> bool:
         queued_bytes = sum(waiting.queued_bytes for waiting in self._waiting)
         too_large = queued_bytes and queued_bytes + save.queued_bytes > self._limit_bytes
         return bool(too_large) or len(self._waiting) >= self._limit_boundaries
@@ -187,19 +187,19 @@ class Uploader:
             while True:
                 self._sent.get_nowait()
 
-    def release(self, generation: Generation, segment: int) -> None:
+    def release(self, generation: WorkerSession, segment: int) -> None:
         """Queues the release of a segment."""
         self._queue.put(_Release(generation, segment))
 
-    def release_after(self, owner: object, generation: Generation, segment: int) -> Ending:
+    def release_after(self, owner: object, generation: WorkerSession, segment: int) -> DeathNotice:
         """Releases a segment when its owner has died. NOTE [Endings]."""
         return self._endings.watch(owner, _Release(generation, segment))
 
-    def do_after(self, owner: object, then: Callable[[], None]) -> Ending:
+    def do_after(self, owner: object, then: Callable[[], None]) -> DeathNotice:
         """Has the sending thread do something when its owner has died. NOTE [Endings]."""
         return self._endings.watch(owner, then)
 
-    def call_off(self, ending: Ending) -> None:
+    def call_off(self, ending: DeathNotice) -> None:
         """Nothing more is to be done when the owner dies."""
         self._endings.take(ending)
 
@@ -212,7 +212,7 @@ class Uploader:
         self._queue.put(None)
         self._thread.join()
 
-    def put(self, generation: Generation, parcels: Iterable[Parcel], count: Callable[[int], None]) -> None:
+    def put(self, generation: WorkerSession, parcels: Iterable[OutgoingTensor], count: Callable[[int], None]) -> None:
         """Sends tensors. Called by any thread, waits until they are there.
 
         Raises:
@@ -223,22 +223,22 @@ class Uploader:
             addresses = self._put(generation, batches(parcels, place), count)
         self.learn(generation, addresses)
 
-    def _put(self, generation: Generation, sent: Iterable[Batch], count: Callable[[int], None]) -> list[bytes]:
+    def _put(self, generation: WorkerSession, sent: Iterable[Batch], count: Callable[[int], None]) -> list[bytes]:
         def encoded() -> Iterator[bytes]:
             named = tensor_pb2.PutTensorsRequest(session=generation.session)
             for message in encode_all(sent, named.TENSORS_FIELD_NUMBER, named):
                 count(len(message))
                 yield message
 
-        messages = watched(encoded(), self.watch)
+        messages = with_liveness(encoded(), self.watch)
         method = self._link.stubs(generation).tensors.PutTensors
         return list(call_unary(method, messages, self._link.silence_s, self.watch).addresses)
 
-    def missing(self, generation: Generation, parcels: Iterable[Parcel]) -> list[Parcel]:
+    def missing(self, generation: WorkerSession, parcels: Iterable[OutgoingTensor]) -> list[OutgoingTensor]:
         """Those that the worker does not have, as far as is known."""
         return [parcel for parcel in parcels if not self.knows(generation, parcel.address)]
 
-    def learn(self, generation: Generation, addresses: Iterable[bytes]) -> None:
+    def learn(self, generation: WorkerSession, addresses: Iterable[bytes]) -> None:
         """Notes what the worker holds. It may give some up; then it says what is missing."""
         with self._known_lock:
             if self._known_of is not generation:
@@ -256,12 +256,12 @@ class Uploader:
             for address in addresses:
                 self._known.pop(address, None)
 
-    def holder_of(self, address: bytes) -> Generation | None:
+    def holder_of(self, address: bytes) -> WorkerSession | None:
         """The generation that holds a tensor, as far as is known."""
         with self._known_lock:
             return self._known_of if address in self._known else None
 
-    def knows(self, generation: Generation, address: bytes) -> bool:
+    def knows(self, generation: WorkerSession, address: bytes) -> bool:
         """Whether the worker holds a tensor or program, as far as is known."""
         with self._known_lock:
             return self._known_of is generation and address in self._known
@@ -269,20 +269,20 @@ class Uploader:
     def _serve(self) -> None:
         held: list[_Release] = []
         while True:
-            item: _Item | Ending | None = None  # nothing of the last one stays until the next comes
+            item: _Item | DeathNotice | None = None  # nothing of the last one stays until the next comes
             is_soon = True
             try:
                 item = self._queue.get(timeout=GATHER_S if held else None)
             except queue.Empty:
                 is_soon = False
-            if isinstance(item, Ending):
+            if isinstance(item, DeathNotice):
                 item = self._endings.take(item)
             if isinstance(item, _Release):
                 held.append(item)
             if held and (not isinstance(item, _Release) or len(held) == MOST_GATHERED):
                 self._release(held)
                 held = []
-            if isinstance(item, Save):
+            if isinstance(item, SegmentUpload):
                 self._save(item)
             elif callable(item):
                 self._do(item)
@@ -295,7 +295,7 @@ class Uploader:
         except Exception:  # a bug of ours must not end the thread that forward waits for
             logger.exception("letting go failed", extra=about(self._link.run))
 
-    def _save(self, save: Save) -> None:
+    def _save(self, save: SegmentUpload) -> None:
         try:
             if save.owner is not None and save.owner() is None:
                 raise SegmentUnknownError("released before it was sent")
@@ -319,9 +319,9 @@ class Uploader:
                 self._waiting.discard(save)
                 self._room.notify_all()
 
-    def _send(self, save: Save) -> None:
+    def _send(self, save: SegmentUpload) -> None:
         generation = save.generation
-        with aside(save.made):
+        with on_side_stream(save.made):
             addresses = [
                 address
                 if (address := read(source.address)) or source.layout.device == "cpu"
@@ -360,7 +360,7 @@ class Uploader:
         )
 
     def _ask_to_save(
-        self, save: Save, request: segment_pb2.SaveSegmentRequest, addresses: list[bytes]
+        self, save: SegmentUpload, request: segment_pb2.SaveSegmentRequest, addresses: list[bytes]
     ) -> segment_pb2.SaveSegmentResponse:
         stubs = self._link.stubs(save.generation)
         try:
@@ -377,21 +377,21 @@ class Uploader:
 
     def _give(
         self,
-        save: Save,
+        save: SegmentUpload,
         request: segment_pb2.SaveSegmentRequest,
         addresses: list[bytes],
-        short: ShortStream | None = None,
+        short: RequestStream | None = None,
     ) -> segment_pb2.SaveSegmentResponse | None:
         """Sends what the worker does not have, with the request if that goes on a stream and all fits one message.
 
         The worker says which addresses the sources have that came without. Returns its answer if the request was sent.
         """
         generation = save.generation
-        parcels: dict[bytes | int, Parcel] = {}
-        with aside(save.made):
+        parcels: dict[bytes | int, OutgoingTensor] = {}
+        with on_side_stream(save.made):
             for index, (address, source) in enumerate(zip(addresses, save.sources, strict=True)):
                 if not self.knows(generation, address):
-                    parcels[address or index] = Parcel(source.to_read(), source.layout, address)
+                    parcels[address or index] = OutgoingTensor(source.to_read(), source.layout, address)
         began, found, answer = perf_counter(), list[bytes](), None
         with sending(generation.memory, save.count) as place:
             sent = batches(parcels.values(), place)
@@ -419,7 +419,7 @@ class Uploader:
             self.learn(generation, found)
         return answer
 
-    def _put_program(self, save: Save) -> None:
+    def _put_program(self, save: SegmentUpload) -> None:
         request = program_pb2.PutProgramRequest(session=save.generation.session, program=save.program)
         save.count(request.ByteSize())
         call_unary(self._link.stubs(save.generation).programs.PutProgram, request, self._link.silence_s)

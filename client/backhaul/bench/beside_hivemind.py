@@ -13,7 +13,7 @@ from backhaul.bench.figures import Verdict
 from backhaul.bench.machine import HIVEMIND
 from backhaul.bench.noise import settle
 from backhaul.bench.outcomes import Outcome, of_rounds, without_value
-from backhaul.bench.rounds import Plan, UnequalGradientsError, Variant, interleave, ratio_of
+from backhaul.bench.rounds import Alternative, Plan, UnequalGradientsError, interleave, ratio_of
 from backhaul.bench.stage import Stage, read_line
 from backhaul.bench.steps import on_trainer
 
@@ -62,7 +62,7 @@ def measure(stage: Stage) -> list[Outcome]:
         if digests["backhaul"] != digests["hivemind"]:
             raise UnequalGradientsError("the gradients of the input from hivemind and from backhaul are not equal")
 
-    rounds = interleave([Variant("backhaul", ours), Variant("hivemind", theirs)], stage.cores, PLAN, compare)
+    rounds = interleave([Alternative("backhaul", ours), Alternative("hivemind", theirs)], stage.cores, PLAN, compare)
     return [of_rounds("vs_hivemind", rounds, ratio_of("backhaul", "hivemind"), on_trainer(session.report().fallbacks))]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from backhaul.bench import rpc_peer
 from backhaul.bench.outcomes import Outcome, of_rounds
-from backhaul.bench.rounds import Plan, Round, Variant, interleave
+from backhaul.bench.rounds import Alternative, Plan, Round, interleave
 from backhaul.bench.stage import Stage
 from backhaul.bench.steps import BLOCKS, on_trainer
 from backhaul.bench.training import SMALL, Training, checkpoint_of_torch, compare
@@ -35,7 +35,7 @@ def measure(stage: Stage) -> list[Outcome]:
         peer.send_signal(signal.SIGCONT if name == "rpc" else signal.SIGSTOP)
         trainings[name].steps(STEPS)
 
-    variants = [Variant(name, partial(run, name)) for name in ways]
+    variants = [Alternative(name, partial(run, name)) for name in ways]
     try:
         rounds = interleave(variants, stage.cores, PLAN, lambda: compare(list(trainings.values())))
     finally:

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from backhaul.bench.outcomes import Outcome, of_rounds
-from backhaul.bench.rounds import Plan, Round, Variant, interleave
+from backhaul.bench.rounds import Alternative, Plan, Round, interleave
 from backhaul.bench.stage import Stage
 from backhaul.bench.training import DROPOUT, LARGE, SMALL, WIDTH, compare_gradients
 from backhaul.demo.model import Block
@@ -56,7 +56,7 @@ def _measure(name: str, stage: Stage, tokens: tuple[int, int], steps: int) -> Ou
         for variant, gradients in found.items():
             compare_gradients(f'"{variant}" and "plain"', gradients, found["plain"])
 
-    variants = [Variant(variant, partial(run, variant)) for variant in VARIANTS]
+    variants = [Alternative(variant, partial(run, variant)) for variant in VARIANTS]
     rounds = interleave(variants, [stage.trainer], PLAN, compare)
     others = {variant: rounds.spread(partial(_added, variant)).value for variant in VARIANTS if variant != "plain"}
     note = ", ".join(f"{variant} {value:+.1%}" for variant, value in others.items())

@@ -11,7 +11,7 @@ import sys
 import torch
 
 from backhaul.bench.outcomes import Outcome, of_rounds
-from backhaul.bench.rounds import Plan, Variant, interleave, ratio_of
+from backhaul.bench.rounds import Alternative, Plan, interleave, ratio_of
 from backhaul.bench.stage import Stage
 from backhaul.bench.steps import BLOCKS
 from backhaul.bench.training import LARGE, Training
@@ -36,7 +36,7 @@ def measure(stage: Stage) -> list[Outcome]:
             other.send_signal(signal.SIGSTOP)
 
     try:
-        rounds = interleave([Variant("alone", alone), Variant("together", together)], stage.cores, PLAN)
+        rounds = interleave([Alternative("alone", alone), Alternative("together", together)], stage.cores, PLAN)
     finally:
         other.send_signal(signal.SIGCONT)
     return [of_rounds("cores_together", rounds, ratio_of("together", "alone"))]

@@ -3,7 +3,7 @@
 from functools import partial
 
 from backhaul.bench.outcomes import Outcome, of_rounds
-from backhaul.bench.rounds import Plan, Round, Variant, interleave
+from backhaul.bench.rounds import Alternative, Plan, Round, interleave
 from backhaul.bench.stage import Stage
 from backhaul.bench.steps import on_trainer
 from backhaul.bench.training import Training, checkpoint_of_torch, compare
@@ -28,8 +28,8 @@ def measure(stage: Stage) -> list[Outcome]:
     }
     few, many = pairs[FEW][0], pairs[MANY][0]
     variants = [
-        Variant("few", partial(few.steps, STEPS_OF_FEW), few.step),
-        Variant("many", many.step, many.step),
+        Alternative("few", partial(few.steps, STEPS_OF_FEW), few.step),
+        Alternative("many", many.step, many.step),
     ]
 
     def equal() -> None:

@@ -86,7 +86,7 @@ def ratio_of(one: str, other: str) -> Callable[[Round], float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class Alternative:
     """One of several ways to do the same.
 
     Attributes:
@@ -120,11 +120,11 @@ class Plan:
 
 
 def interleave(
-    variants: Sequence[Variant],
+    variants: Sequence[Alternative],
     cores: Sequence[Core],
     plan: Plan,
     compare: Callable[[], None] = lambda: None,
-    measured: Callable[[Variant, Sequence[Core]], tuple[float, bool]] | None = None,
+    measured: Callable[[Alternative, Sequence[Core]], tuple[float, bool]] | None = None,
 ) -> Rounds:
     """Runs the variants in turns until enough rounds are kept.
 
@@ -150,7 +150,7 @@ def interleave(
     return rounds
 
 
-def timed(variant: Variant, cores: Sequence[Core], settle_s: float = 5.0) -> tuple[float, bool]:
+def timed(variant: Alternative, cores: Sequence[Core], settle_s: float = 5.0) -> tuple[float, bool]:
     """Runs a variant once on cores that have come to rest. Returns seconds, or what it returns, and whether quiet."""
     settle(cores, timeout_s=settle_s)
     variant.lead_in()

@@ -7,7 +7,7 @@ import torch
 from backhaul.bench.bare import BareGrpc
 from backhaul.bench.noise import settle
 from backhaul.bench.outcomes import Outcome, of_rounds
-from backhaul.bench.rounds import Plan, Variant, interleave, ratio_of
+from backhaul.bench.rounds import Alternative, Plan, interleave, ratio_of
 from backhaul.bench.stage import Stage
 from backhaul.bench.steps import on_trainer
 from backhaul.bench.training import compare_gradients
@@ -41,7 +41,7 @@ def measure(stage: Stage) -> list[Outcome]:
         now = sum(segment.wait_s for segment in session.report().segments)
         return (now - before) / (BACKWARDS * SEGMENTS)
 
-    variants = [Variant("backhaul", waited), Variant("grpc", lambda: bare.round_trips(TRIPS, 4 * ELEMENTS))]
+    variants = [Alternative("backhaul", waited), Alternative("grpc", lambda: bare.round_trips(TRIPS, 4 * ELEMENTS))]
     rounds = interleave(variants, stage.cores, PLAN)
     bare.close()
     if not session.report().remote:

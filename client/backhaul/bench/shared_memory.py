@@ -7,7 +7,7 @@ from torch import Tensor
 
 from backhaul.bench.noise import settle
 from backhaul.bench.outcomes import Outcome, of_rounds
-from backhaul.bench.rounds import Plan, Variant, interleave, ratio_of
+from backhaul.bench.rounds import Alternative, Plan, interleave, ratio_of
 from backhaul.bench.stage import Stage
 from backhaul.bench.training import compare_gradients
 from backhaul.bench.transfers import with_spans
@@ -48,7 +48,7 @@ def measure(stage: Stage) -> list[Outcome]:
             for x, copy in zip(weights, copies, strict=True):
                 ctypes.memmove(copy.data_ptr(), x.data_ptr(), TENSOR_BYTES)
 
-    variants = [Variant("backhaul", there_and_back), Variant("memcpy", memcpy)]
+    variants = [Alternative("backhaul", there_and_back), Alternative("memcpy", memcpy)]
     rounds = with_spans(interleave(variants, stage.cores, PLAN), session.workers, PLAN.warm, REPEATS)
     note = "up, in place; gradients are copied out of shared memory, which takes details.fetch"
     return [of_rounds("shm_vs_memcpy", rounds, ratio_of("memcpy", "save"), note)]

@@ -3,7 +3,7 @@
 from functools import partial
 
 from backhaul.bench.outcomes import Outcome, of_rounds
-from backhaul.bench.rounds import Plan, Variant, interleave, ratio_of
+from backhaul.bench.rounds import Alternative, Plan, interleave, ratio_of
 from backhaul.bench.stage import OVER_TCP, Stage
 from backhaul.bench.steps import BLOCKS, on_trainer
 from backhaul.bench.training import SMALL, Training, checkpoint_of_torch, compare
@@ -29,6 +29,6 @@ def _measure(name: str, stage: Stage, worker: str | None, *, is_adapted: bool) -
         Training("torch", BLOCKS, SMALL, checkpoint_of_torch, is_adapted=is_adapted),
         Training("gradients", BLOCKS, SMALL, session.checkpoint, is_adapted=is_adapted),
     ]
-    variants = [Variant(training.name, partial(training.steps, STEPS), training.step) for training in trainings]
+    variants = [Alternative(training.name, partial(training.steps, STEPS), training.step) for training in trainings]
     rounds = interleave(variants, stage.cores, PLAN, lambda: compare(trainings))
     return of_rounds(name, rounds, ratio_of("gradients", "torch"), on_trainer(session.report().fallbacks))

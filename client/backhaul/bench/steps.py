@@ -6,7 +6,7 @@ from torch import Tensor
 from backhaul.bench.device import measured
 from backhaul.bench.outcomes import Outcome, of_rounds
 from backhaul.bench.overlap import exposed_by_step
-from backhaul.bench.rounds import Plan, Rounds, Variant, interleave, ratio_of
+from backhaul.bench.rounds import Alternative, Plan, Rounds, interleave, ratio_of
 from backhaul.bench.stage import Stage
 from backhaul.bench.training import DROPOUT, LARGE, WIDTH, Training, checkpoint_of_torch, compare
 from backhaul.demo.memory import live_bytes
@@ -33,7 +33,7 @@ def measure(stage: Stage) -> list[Outcome]:
         Training("torch", BLOCKS, LARGE, checkpoint_of_torch),
         *(Training(name, BLOCKS, LARGE, session.checkpoint) for name, session in sessions.items()),
     ]
-    variants = [Variant(training.name, training.step, training.step) for training in trainings]
+    variants = [Alternative(training.name, training.step, training.step) for training in trainings]
     rounds = interleave(variants, stage.cores, PLAN, lambda: compare(trainings))
     notes = {name: on_trainer(session.report().fallbacks) for name, session in sessions.items()}
     return [

@@ -4,7 +4,7 @@ from functools import partial
 
 from backhaul.bench.figures import Verdict
 from backhaul.bench.outcomes import Outcome, of_rounds, without_value
-from backhaul.bench.rounds import Plan, Round, Variant, interleave
+from backhaul.bench.rounds import Alternative, Plan, Round, interleave
 from backhaul.bench.stage import Stage
 from backhaul.bench.training import Training, compare
 from backhaul.demo.dashboard import DashboardProcess
@@ -29,7 +29,7 @@ def measure(stage: Stage) -> list[Outcome]:
         trainings = [
             Training(name, BLOCKS, TOKENS, session.checkpoint, width=WIDTH) for name, session in sessions.items()
         ]
-        variants = [Variant(training.name, partial(training.steps, STEPS), training.step) for training in trainings]
+        variants = [Alternative(training.name, partial(training.steps, STEPS), training.step) for training in trainings]
         rounds = interleave(variants, stage.cores, PLAN, lambda: compare(trainings))
     finally:
         dashboard.close()

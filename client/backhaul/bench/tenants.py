@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from backhaul.bench.outcomes import Outcome, of_rounds
-from backhaul.bench.rounds import Plan, Rounds, Variant, interleave, ratio_of
+from backhaul.bench.rounds import Alternative, Plan, Rounds, interleave, ratio_of
 from backhaul.bench.stage import Stage, read_line
 from backhaul.bench.tenant_client import CLIENT_S
 from backhaul.bench.training import SMALL, WIDTH, compare_gradients
@@ -26,7 +26,7 @@ from backhaul_runtime.tensors.digest import content_digest, tensor_address
 from backhaul_runtime.tensors.layout import copy_exact, layout_of
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.wire.splicing import encode_all
-from backhaul_runtime.wire.tensor_stream import Parcel, Receiver, batches
+from backhaul_runtime.wire.tensor_stream import OutgoingTensor, TensorReceiver, batches
 
 CLIENTS = 8
 LEAST_WORK_S = 0.010
@@ -54,7 +54,7 @@ def measure(stage: Stage) -> list[Outcome]:
         fairness.append(min(found) / max(found))
         return sum(found) / CLIENT_S
 
-    rounds = interleave([Variant("alone", alone), Variant("together", together)], stage.cores, PLAN)
+    rounds = interleave([Alternative("alone", alone), Alternative("together", together)], stage.cores, PLAN)
     work_s = 1 / rounds.spread(lambda taken: taken["alone"]).value
     if work_s < LEAST_WORK_S:
         raise RuntimeError(f"a request takes {work_s * 1e3:.1f} ms: too little work to tell of a worker under load")
@@ -97,8 +97,8 @@ def prepare(directory: Path) -> Tensor:
     sources = recorder.recording.sources
     layout = layout_of(gradient)
     address = tensor_address(layout, content_digest(gradient, layout))
-    parcels = {source.address: Parcel(source.value, source.layout, source.address) for source in sources}
-    parcels[address] = Parcel(gradient, layout, address)
+    parcels = {source.address: OutgoingTensor(source.value, source.layout, source.address) for source in sources}
+    parcels[address] = OutgoingTensor(gradient, layout, address)
     messages = {
         "program": program_pb2.PutProgramRequest(program=program),
         "segment": segment_pb2.SaveSegmentRequest(
@@ -126,7 +126,7 @@ def prepare(directory: Path) -> Tensor:
 
 def answer(directory: Path) -> Tensor:
     """What a client was answered."""
-    receiver = Receiver()
+    receiver = TensorReceiver()
     for path in sorted(directory.glob("answer-*")):
         receiver.add(segment_pb2.BackwardResponse.FromString(path.read_bytes()).tensors)
     return reduce(torch.add, receiver.tensors())  # one for each of the input's two uses

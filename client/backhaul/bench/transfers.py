@@ -10,7 +10,7 @@ from backhaul.bench.bare import TENSOR_BYTES, BareGrpc, BareTcp
 from backhaul.bench.noise import settle
 from backhaul.bench.outcomes import Outcome, of_rounds
 from backhaul.bench.overlap import Lane, spans, told_calls
-from backhaul.bench.rounds import Plan, Rounds, Variant, interleave, ratio_of
+from backhaul.bench.rounds import Alternative, Plan, Rounds, interleave, ratio_of
 from backhaul.bench.stage import OVER_TCP, Stage
 from backhaul.bench.training import compare_gradients
 
@@ -47,8 +47,8 @@ def measure(stage: Stage) -> list[Outcome]:
             compare_gradients("the transfer", [x.grad], [torch.full_like(x, 2.0)])
 
     variants = [
-        Variant("backhaul", there_and_back),
-        *(Variant(name, _repeated(run, stage)) for name, run in _bare_runs(bare, tcp).items()),
+        Alternative("backhaul", there_and_back),
+        *(Alternative(name, _repeated(run, stage)) for name, run in _bare_runs(bare, tcp).items()),
     ]
     rounds = interleave(variants, stage.cores, PLAN)
     bare.close()

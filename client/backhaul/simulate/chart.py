@@ -11,7 +11,7 @@ Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Panel:
+class ChartPanel:
     """One of the charts beside each other.
 
     Attributes:
@@ -27,7 +27,7 @@ class Panel:
     is_log: bool = False
 
 
-def draw(panels: Sequence[Panel], low: float, high: float, steps: Sequence[float]) -> str:
+def draw(panels: Sequence[ChartPanel], low: float, high: float, steps: Sequence[float]) -> str:
     """An SVG document.
 
     Args:
@@ -68,7 +68,7 @@ def draw(panels: Sequence[Panel], low: float, high: float, steps: Sequence[float
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _scale(panel: Panel, left: float) -> Callable[[float], float]:
+def _scale(panel: ChartPanel, left: float) -> Callable[[float], float]:
     def of(value: float) -> float:
         return log10(value) if panel.is_log else value
 

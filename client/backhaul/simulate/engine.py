@@ -1,7 +1,7 @@
 """Discrete events: threads that share cores, and links that carry bytes. Free of torch.
 
-A thread is a generator. What it yields it waits for: `Work` on a core, of which all threads there have an equal share;
-`Carry` over a link, one after the other; an `Event`; or another thread's generator, run beside it.
+A thread is a generator. What it yields it waits for: `Compute` on a core, which all threads there share equally;
+`Transfer` over a link, one after the other; an `Event`; or another thread's generator, run beside it.
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ _EPSILON_S = 1e-12
 
 
 @dataclass(eq=False)
-class Core:
+class SimulatedCore:
     """Runs the threads that work on it at once.
 
     Attributes:
@@ -29,7 +29,7 @@ class Core:
 
 
 @dataclass(eq=False)
-class Link:
+class SimulatedLink:
     """One direction of a connection.
 
     Attributes:
@@ -51,19 +51,19 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Compute:
     """CPU time on a core, at speed 1."""
 
-    core: Core
+    core: SimulatedCore
     cpu_s: float
     label: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Carry:
+class Transfer:
     """Bytes over a link."""
 
-    link: Link
+    link: SimulatedLink
     size_bytes: float
 
 
@@ -88,7 +88,7 @@ class Simulation:
     def __init__(self) -> None:
         self.now_s = 0.0
         self._ready: deque[Thread] = deque()
-        self._tasks: dict[Core, list[_Task]] = {}
+        self._tasks: dict[SimulatedCore, list[_Task]] = {}
         self._timers: list[tuple[float, int, Thread]] = []
         self._numbers = count()
 
@@ -119,10 +119,10 @@ class Simulation:
             self._advance()
 
     def _wait(self, thread: Thread, wanted: Any) -> None:
-        if isinstance(wanted, Work):
+        if isinstance(wanted, Compute):
             task = _Task(thread, wanted.cpu_s, wanted.label, self.now_s)
             self._tasks.setdefault(wanted.core, []).append(task)
-        elif isinstance(wanted, Carry):
+        elif isinstance(wanted, Transfer):
             link = wanted.link
             link.free_at_s = max(link.free_at_s, self.now_s) + wanted.size_bytes / link.bytes_per_s
             heappush(self._timers, (link.free_at_s + link.latency_s, next(self._numbers), thread))

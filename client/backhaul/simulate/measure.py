@@ -4,7 +4,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from backhaul.bench.rounds import Rounds, Variant, timed
+from backhaul.bench.rounds import Alternative, Rounds, timed
 from backhaul.bench.stage import Stage
 from backhaul.bench.training import LARGE, Training, compare
 from backhaul.simulate.costs import Setup
@@ -53,7 +53,7 @@ def measure(stage: Stage, setups: dict[str, Setup]) -> dict[str, Measured]:
             session = stage.session(workers, returns="gradients", memory_bytes=setup.memory_bytes)
             sessions.append(session)
             trainings[name] = Training(name, setup.segments, LARGE, session.checkpoint)
-        rounds = _in_turns(stage, [Variant(name, each.step, each.step) for name, each in trainings.items()])
+        rounds = _in_turns(stage, [Alternative(name, each.step, each.step) for name, each in trainings.items()])
         taken = max(len(each.found) for each in rounds.values())
         for count in sorted({setup.segments for setup in setups.values()}):
             plain = Training(f"{count} blocks, plainly", count, LARGE, None)
@@ -70,7 +70,7 @@ def measure(stage: Stage, setups: dict[str, Setup]) -> dict[str, Measured]:
     return found
 
 
-def _in_turns(stage: Stage, variants: list[Variant]) -> dict[str, Rounds]:
+def _in_turns(stage: Stage, variants: list[Alternative]) -> dict[str, Rounds]:
     """Steps until enough of each were not disturbed: their times are not compared with each other."""
     rounds = {variant.name: Rounds() for variant in variants}
     for variant in variants:

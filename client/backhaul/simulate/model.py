@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from backhaul._dispatch.placement import Placement
 from backhaul.simulate.costs import Costs, Setup
-from backhaul.simulate.engine import Carry, Core, Event, Link, Simulation, Thread, Work
+from backhaul.simulate.engine import Compute, Event, SimulatedCore, SimulatedLink, Simulation, Thread, Transfer
 from backhaul_runtime.replay.schedule import Key, Schedule
 
 STEPS = 3
@@ -47,10 +47,10 @@ class _Segment:
 class _Worker:
     """Executes segments one at a time, as `backhaul_server.worker.engine.segment_engine` does."""
 
-    def __init__(self, simulation: Simulation, costs: Costs, setup: Setup, core: Core) -> None:
+    def __init__(self, simulation: Simulation, costs: Costs, setup: Setup, core: SimulatedCore) -> None:
         self.core = core
-        self.up = Link(setup.bytes_per_s or float("inf"), setup.latency_s)
-        self.down = Link(setup.bytes_per_s or float("inf"), setup.latency_s)
+        self.up = SimulatedLink(setup.bytes_per_s or float("inf"), setup.latency_s)
+        self.down = SimulatedLink(setup.bytes_per_s or float("inf"), setup.latency_s)
         self.segments: dict[int, _Segment] = {}
         self.replays = 0
         self._simulation = simulation
@@ -119,7 +119,7 @@ class _Worker:
 
     def _replay(self, number: int) -> Thread:
         self.replays += 1
-        yield Work(self.core, self._costs.replay_s, f"replay {number}")
+        yield Compute(self.core, self._costs.replay_s, f"replay {number}")
 
     def _backward(self, number: int) -> Thread:
         """Runs it, on the replay that is ready if there is one, and goes on into the segment before."""
@@ -132,7 +132,7 @@ class _Worker:
         if not segment.is_ready:
             yield from self._replay(number)
         segment.is_ready = False
-        yield Work(self.core, self._costs.replay_backward_s, f"backward {number}")
+        yield Compute(self.core, self._costs.replay_backward_s, f"backward {number}")
         before = self.segments.get(number - 1)
         if before is not None and not before.was_asked and before.saved.has_happened:
             self._schedule.guessed(("trainer", number - 1))
@@ -153,7 +153,7 @@ class _Worker:
 
 class _Trainer:
     def __init__(self, simulation: Simulation, costs: Costs, setup: Setup, workers: list[_Worker]) -> None:
-        self.core = Core()
+        self.core = SimulatedCore()
         self.times_s: list[float] = []
         self.replays: list[int] = []
         self._simulation = simulation
@@ -182,21 +182,21 @@ class _Trainer:
                 worker.segments[number] = _Segment()
                 if self._setup.is_predicted:
                     yield from self._queue(number, worker)
-                yield Work(self.core, costs.forward_s + costs.record_s, f"forward {number}")
+                yield Compute(self.core, costs.forward_s + costs.record_s, f"forward {number}")
                 if not self._setup.is_predicted:
                     yield from self._queue(number, worker)
             after: _Worker | None = None
             for number, worker in reversed(places):
                 self._placement.backward()
                 yield worker.segments[number].saved
-                yield Carry(worker.up, 0 if worker is after else costs.boundary_bytes)
+                yield Transfer(worker.up, 0 if worker is after else costs.boundary_bytes)
                 segment = worker.segments[number]
                 worker.ask(number)
                 yield segment.answered
                 yield from self._receive(worker)
                 worker.release(number)
                 after = worker
-            yield Work(self.core, self._setup.segments * costs.optimizer_s, "optimizer")
+            yield Compute(self.core, self._setup.segments * costs.optimizer_s, "optimizer")
             self.times_s.append(self._simulation.now_s - began_s)
             self.replays.append(sum(worker.replays for worker in self._workers) - replays)
 
@@ -217,9 +217,9 @@ class _Trainer:
             number = queue.popleft()
             # Chunks are sent, carried and taken in at the same time.
             at_once = [
-                self._simulation.start(_one(Work(self.core, self._costs.upload_s, f"upload {number}"))),
-                self._simulation.start(_one(Carry(worker.up, self._costs.result_bytes))),
-                self._simulation.start(_one(Work(worker.core, self._costs.ingest_s, f"ingest {number}"))),
+                self._simulation.start(_one(Compute(self.core, self._costs.upload_s, f"upload {number}"))),
+                self._simulation.start(_one(Transfer(worker.up, self._costs.result_bytes))),
+                self._simulation.start(_one(Compute(worker.core, self._costs.ingest_s, f"ingest {number}"))),
             ]
             yield from at_once
             self._waiting_bytes -= self._costs.boundary_bytes
@@ -228,22 +228,22 @@ class _Trainer:
 
     def _receive(self, worker: _Worker) -> Thread:
         at_once = [
-            self._simulation.start(_one(Work(worker.core, self._costs.answer_s, "answer"))),
-            self._simulation.start(_one(Carry(worker.down, self._costs.result_bytes))),
-            self._simulation.start(_one(Work(self.core, self._costs.finish_s, "receive"))),
+            self._simulation.start(_one(Compute(worker.core, self._costs.answer_s, "answer"))),
+            self._simulation.start(_one(Transfer(worker.down, self._costs.result_bytes))),
+            self._simulation.start(_one(Compute(self.core, self._costs.finish_s, "receive"))),
         ]
         yield from at_once
 
 
-def _one(wanted: Work | Carry) -> Thread:
+def _one(wanted: Compute | Transfer) -> Thread:
     yield wanted
 
 
 def predict(costs: Costs, setup: Setup) -> Predicted:
     """A step like the many before it."""
     simulation = Simulation()
-    core = Core(setup.worker_speed)
-    cores = [core if setup.shares_core else Core(setup.worker_speed) for _ in range(setup.workers)]
+    core = SimulatedCore(setup.worker_speed)
+    cores = [core if setup.shares_core else SimulatedCore(setup.worker_speed) for _ in range(setup.workers)]
     workers = [_Worker(simulation, costs, setup, core) for core in cores]
     trainer = _Trainer(simulation, costs, setup, workers)
     simulation.run()

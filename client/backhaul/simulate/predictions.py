@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from backhaul.simulate.chart import Panel, draw
+from backhaul.simulate.chart import ChartPanel, draw
 from backhaul.simulate.costs import Costs, Setup, step_of_torch_s, step_without_checkpointing_s
 from backhaul.simulate.model import predict
 
@@ -92,13 +92,13 @@ def as_svg(costs: Costs) -> str:
     speed = [(s / 4, replace(usual, worker_speed=s / 4)) for s in range(2, 17)]
     torch = step_of_torch_s(costs, SEGMENTS) / step_without_checkpointing_s(costs, SEGMENTS)
 
-    def panel(title: str, found: Sequence[tuple[float, Setup]], ticks: Sequence[float], *, is_log: bool) -> Panel:
+    def panel(title: str, found: Sequence[tuple[float, Setup]], ticks: Sequence[float], *, is_log: bool) -> ChartPanel:
         lines = {
             "predicted programs": line(found),
             "known after forward": line([(x, replace(setup, is_predicted=False)) for x, setup in found]),
             "torch's checkpoint": [(x, torch) for x, _ in found],
         }
-        return Panel(title, lines, [(tick, f"{tick:g}") for tick in ticks], is_log)
+        return ChartPanel(title, lines, [(tick, f"{tick:g}") for tick in ticks], is_log)
 
     panels = [
         panel(f"room for recomputed segments, of {SEGMENTS}", room, [1, 2, 4, 6, 8], is_log=False),

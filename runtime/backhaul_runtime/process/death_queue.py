@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Ending(weakref.ref[Any]):
+class DeathNotice(weakref.ref[Any]):
     """A weak reference to an object, which is put into a queue when that dies.
 
     Attributes:
@@ -23,7 +23,7 @@ class Ending(weakref.ref[Any]):
     then: Any
 
 
-class Endings:
+class DeathQueue:
     """Of the objects that one queue is about.
 
     Args:
@@ -31,18 +31,18 @@ class Endings:
             be called in the midst of another call of itself.
     """
 
-    def __init__(self, put: Callable[[Ending], None]) -> None:
+    def __init__(self, put: Callable[[DeathNotice], None]) -> None:
         self._put = put
-        self._held: dict[int, Ending] = {}
+        self._held: dict[int, DeathNotice] = {}
 
-    def watch(self, of: object, then: Any) -> Ending:
+    def watch(self, of: object, then: Any) -> DeathNotice:
         """Puts an ending into the queue when an object dies."""
-        ending = Ending(of, self._put)
+        ending = DeathNotice(of, self._put)
         ending.then = then
         self._held[id(ending)] = ending
         return ending
 
-    def take(self, ending: Ending) -> Any:
+    def take(self, ending: DeathNotice) -> Any:
         """What is to be done, once the ending came out of the queue. Also calls one off that did not come yet."""
         self._held.pop(id(ending), None)
         return ending.then

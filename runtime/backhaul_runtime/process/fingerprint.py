@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from backhaul_runtime.torch_internals.private import cudnn_version
+
 # Read by oneDNN and MKL when they choose kernels, once per process.
 _KERNEL_VARIABLES = (
     "ONEDNN_MAX_CPU_ISA",
@@ -38,7 +40,7 @@ def fingerprint(device: torch.device) -> Mapping[str, str]:
     found |= {name: os.environ[name] for name in _KERNEL_VARIABLES if name in os.environ}
     if device.type == "cuda":
         found["gpu"] = torch.cuda.get_device_name(device)
-        found["cudnn"] = str(torch._C._cudnn.getCompileVersion())
+        found["cudnn"] = cudnn_version()
         found["cuda"] = str(torch.version.cuda)
     return found
 

@@ -13,7 +13,16 @@ from google.protobuf.message import DecodeError
 from backhaul_proto.v1 import program_pb2
 from backhaul_runtime.errors import ProgramError, TransferError
 from backhaul_runtime.program.op_list import resolve
-from backhaul_runtime.program.program import GeneratorRef, Given, Node, Program, Ref, ResultRef, Source, SourceRef
+from backhaul_runtime.program.program import (
+    GeneratorRef,
+    Node,
+    Program,
+    RecordedChoice,
+    Ref,
+    ResultRef,
+    Source,
+    SourceRef,
+)
 from backhaul_runtime.program.schema import check_call
 from backhaul_runtime.tensors.layout import dtype_named
 from backhaul_runtime.torch_internals import ambient_state
@@ -236,7 +245,7 @@ class _Reader:
             tuple(node.result_bytes),
             node.draws,
             node.fresh_casts,
-            tuple(Given(given.source, given.packed_elements) for given in node.given),
+            tuple(RecordedChoice(given.source, given.packed_elements) for given in node.given),
         )
 
     def ref(self, reference: program_pb2.Reference) -> Ref:

@@ -10,9 +10,9 @@ from importlib.resources import files
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from backhaul_runtime.errors import ProgramError
+from backhaul_runtime.torch_internals.private import OpOverload
 
 
 @cache

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+
+from backhaul_runtime.torch_internals.private import OpOverload, arguments_of, returns_of
 
 HIDDEN_WRITES = {
     "aten.batch_norm.default": ("running_mean", "running_var"),
@@ -146,7 +147,7 @@ def rules(op: OpOverload) -> OpRules:
     name = str(op)
     hidden = HIDDEN_WRITES.get(name, ())
     written, views = [], set()
-    for position, argument in enumerate(op._schema.arguments):
+    for position, argument in enumerate(arguments_of(op)):
         alias = argument.alias_info
         if argument.name in hidden or (alias is not None and alias.is_write):
             written.append((position, argument.name))
@@ -154,7 +155,7 @@ def rules(op: OpOverload) -> OpRules:
             views.add(position)
     base = name.split(".")[1]
     draws = torch.Tag.nondeterministic_seeded in op.tags
-    returns_tensors = any("Tensor" in str(returned.type) for returned in op._schema.returns)
+    returns_tensors = any("Tensor" in str(returned.type) for returned in returns_of(op))
     return OpRules(
         name=name,
         draws=draws,

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+
+from backhaul_runtime.torch_internals.private import OpOverload
 
 _NOT_THE_CALLERS = (
     str(Path(__file__).parents[1]),
@@ -16,7 +17,7 @@ _NOT_THE_CALLERS = (
 )
 
 
-def described(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> str:
+def describe_op(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> str:
     """One line: the op, what it was given and returned, and the line of the caller's code it came from."""
     given = [_shown(value) for value in args] + [f"{name}={_shown(value)}" for name, value in kwargs.items()]
     return f"{op}({', '.join(given)}) -> {_shown(returned)}{_place()}"

@@ -51,7 +51,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class RecordedChoice:
     """A draw or decision that a replay takes from outside, see NOTE [Pinned].
 
     Attributes:
@@ -85,7 +85,7 @@ class Node:
     result_bytes: tuple[int, ...]
     draws: bool
     fresh_casts: bool = False
-    given: tuple[Given, ...] = ()
+    given: tuple[RecordedChoice, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from backhaul_runtime.errors import ProgramError
 from backhaul_runtime.program.program import GeneratorRef, ResultRef, SourceRef
+from backhaul_runtime.torch_internals.private import OpOverload, arguments_of
 
 # By kind of schema type, what may stand for it. bool counts as int in Python and in torch.
 _NUMBER = (int, float, complex)
@@ -28,7 +28,7 @@ _ACCEPTED: dict[str, tuple[type, ...]] = {
 
 def check_call(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raises ProgramError where the arguments do not fit the schema: arity, names and types."""
-    arguments = op._schema.arguments
+    arguments = arguments_of(op)
     positional = [argument for argument in arguments if not argument.kwarg_only]
     if len(args) > len(positional):
         raise ProgramError(f"{op} takes {len(positional)} positional arguments and is given {len(args)}", op=str(op))

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+
+from backhaul_runtime.torch_internals.private import OpOverload, arguments_of
 
 
 def check_values(name: str, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -22,7 +23,7 @@ def check_values(name: str, op: OpOverload, args: Sequence[Any], kwargs: Mapping
     """
     check = _CHECKS.get(name)
     if check is not None:
-        given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False))
+        given = dict(zip((argument.name for argument in arguments_of(op)), args, strict=False))
         check({**given, **kwargs})
 
 

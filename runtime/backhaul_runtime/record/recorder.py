@@ -19,9 +19,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C import _DisableTorchDispatch, _WeakTensorRef  # type: ignore[attr-defined]
-from torch._C._autograd import _get_sequence_nr, _top_saved_tensors_default_hooks
-from torch._ops import OpOverload
 from torch.utils.hooks import RemovableHandle
 
 from backhaul_runtime.errors import Refusal, UnsupportedTensorError
@@ -34,11 +31,11 @@ from backhaul_runtime.program.op_rules import (
     tensors_in,
     written_tensors,
 )
-from backhaul_runtime.program.op_trace import described
+from backhaul_runtime.program.op_trace import describe_op
 from backhaul_runtime.program.program import GeneratorRef, Node, Program, Ref, ResultRef, Source, SourceRef
-from backhaul_runtime.record.recording import Recording, SavedTensor, version_of
+from backhaul_runtime.record.recording import Recording, SavedTensor
 from backhaul_runtime.record.sources import Hold, SourceLedger
-from backhaul_runtime.replay.recorded_choices import NotedDraws, Pins
+from backhaul_runtime.replay.recorded_choices import ChoiceRecorder, DrawRecorder
 from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest, digest_of
 from backhaul_runtime.tensors.digest import read_digest, saved_digest, tensor_address
 from backhaul_runtime.tensors.layout import Layout, layout_of, unsupported_reason
@@ -47,6 +44,19 @@ from backhaul_runtime.torch_internals.autocast_cache import CASTS
 from backhaul_runtime.torch_internals.generators import default_generator, drawing_device
 from backhaul_runtime.torch_internals.graph_uses import is_custom, name_of
 from backhaul_runtime.torch_internals.pre_dispatch import PreDispatchMode
+from backhaul_runtime.torch_internals.private import (
+    DisablePythonDispatcher,
+    DisableTorchDispatch,
+    OpOverload,
+    WeakTensorRef,
+    base_of,
+    identity_of,
+    is_differentiable_view,
+    next_sequence_number,
+    sequence_number,
+    top_saved_tensor_hooks,
+    version_of,
+)
 from backhaul_runtime.torch_internals.storages import StorageLedger, storage_key
 
 T = TypeVar("T")
@@ -57,7 +67,7 @@ class _Known:
     """A tensor met before. A change of the other fields that no op made is a reason to refuse."""
 
     ref: Ref
-    impl: _WeakTensorRef  # Rule 1
+    impl: WeakTensorRef  # Rule 1
     data_ptr: int
     requires_grad: bool
     has_no_history: bool  # a view made under no_grad, which requires a gradient all the same
@@ -94,7 +104,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         pins: bool = False,
     ) -> None:
         super().__init__()
-        self.recording = Recording(is_pinned=pins)
+        self.recording = Recording(has_recorded_choices=pins)
         self.trace: list[str] | None = [] if traces else None
         self.own_s = 0.0
         self.sources = SourceLedger(self.recording.sources, arguments, hold)
@@ -118,8 +128,8 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         self._saving_nodes = 0  # up to the last that saved something
         self._recorded_saves = self._recorded_sources = 0  # by the nodes noted so far
         self._left_out: tuple[Node, ...] = ()
-        self._pins = Pins() if pins else None
-        self.first_sequence = _get_sequence_nr()
+        self._pins = ChoiceRecorder() if pins else None
+        self.first_sequence = next_sequence_number()
         self._first_hook = RemovableHandle.next_id
 
     def __exit__(self, *exception: Any) -> None:
@@ -130,9 +140,9 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
     def around(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the op, noting it before and after."""
         began = perf_counter()
-        with _DisableTorchDispatch():  # what we ask of tensors is not the business of modes below us
+        with DisableTorchDispatch():  # what we ask of tensors is not the business of modes below us
             node = self._before(op, args, kwargs)
-        draws = NotedDraws() if node is not None and self._pins is not None and rules(op).draws else None
+        draws = DrawRecorder() if node is not None and self._pins is not None and rules(op).draws else None
         self.own_s += perf_counter() - began
         try:
             with draws or nullcontext():
@@ -143,11 +153,11 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._op, self._reads = "", None
         began = perf_counter()
-        with _DisableTorchDispatch():
+        with DisableTorchDispatch():
             self._guarded(self._after, op, node, args, kwargs, returned, draws)
             self._op_ended(not self.has_lost_track)
         if self.trace is not None:
-            self.trace.append(described(op, args, kwargs, returned))
+            self.trace.append(describe_op(op, args, kwargs, returned))
         self.own_s += perf_counter() - began
         return returned
 
@@ -202,7 +212,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             try:
                 self._pins.begin(op_rules, tensors_in((args, tuple(kwargs.values()))))
             except Refusal as refusal:
-                self._unpin(refusal)
+                self._give_up_choices(refusal)
         return self._node(op_rules, args, kwargs) if op_rules.leaves_traces else None
 
     def _node(self, op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
@@ -210,7 +220,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             raise Refusal(f"the op {op_rules.name} is not on the list of ops a worker runs")
         if op_rules.name in ABSOLUTE and args[0] not in self._interior:
             raise Refusal(f"{op_rules.name} of a tensor from outside")
-        hooks = _top_saved_tensors_default_hooks(True)
+        hooks = top_saved_tensor_hooks(True)
         if self._pack is not None and (hooks is None or hooks[0] is not self._pack):
             raise Refusal("saved-tensor hooks of its own are on top of ours")
         if torch.is_inference_mode_enabled():
@@ -235,10 +245,10 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             self.recording.generator_states.append(self._drawn_from)
         return node
 
-    def _unpin(self, refusal: Refusal) -> None:
+    def _give_up_choices(self, refusal: Refusal) -> None:
         """Settles that no worker of other hardware can take the call. The trainer can still recompute it."""
         self._pins = None
-        self.recording.is_pinned, self.recording.unpinned = False, refusal.reason
+        self.recording.has_recorded_choices, self.recording.unrecorded_choices = False, refusal.reason
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -252,7 +262,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         raise Refusal(f"an argument of type {type(value).__name__} to {self._op}")
 
     def _ref(self, tensor: Tensor) -> Ref:
-        known = self._known.get(tensor._cdata)
+        known = self._known.get(identity_of(tensor))
         if known is None:
             return self._source(tensor)
         if known.data_ptr != tensor.data_ptr():
@@ -281,7 +291,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             raise Refusal("an alias of an interior tensor that no op made (.data, NumPy)")
         # Each thread counts for itself, so an argument made by another may well have a later number.
         made = None if tensor.is_leaf or self.sources.is_argument(tensor) else tensor.grad_fn
-        if made is not None and made._sequence_nr() >= self.first_sequence:
+        if made is not None and sequence_number(made) >= self.first_sequence:
             raise Refusal(f"a differentiable tensor made by no recorded op ({name_of(made)})")
         address = digest_of(tensor_address, layout, self._content(tensor, layout))
         if CASTS.has_stale_cast(tensor, address):
@@ -293,8 +303,8 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
     def _know(self, tensor: Tensor, ref: Ref) -> None:
         requires_grad = tensor.requires_grad
         has_no_history = requires_grad and not torch.is_grad_enabled() and isinstance(ref, ResultRef)
-        self._known[tensor._cdata] = _Known(
-            ref, _WeakTensorRef(tensor), tensor.data_ptr(), requires_grad, has_no_history
+        self._known[identity_of(tensor)] = _Known(
+            ref, WeakTensorRef(tensor), tensor.data_ptr(), requires_grad, has_no_history
         )
 
     def _content(self, tensor: Tensor, layout: Layout) -> Digest:
@@ -304,17 +314,17 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         key = (storage_key(tensor), start, layout.span_bytes, layout.memory_order, version_of(tensor))
         found = self._contents.get(key)
         if found is None:
-            with torch._C._DisablePythonDispatcher(), _DisableTorchDispatch():
+            with DisablePythonDispatcher(), DisableTorchDispatch():
                 found = self._contents[key] = self._digests.take(tensor, layout)
         return found
 
     def _check_reads(self, op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        written = {tensor._cdata for tensor in written_tensors(op_rules, args, kwargs)}
+        written = {identity_of(tensor) for tensor in written_tensors(op_rules, args, kwargs)}
         for position, value in enumerate((*args, *kwargs.values())):
             if position in op_rules.views:
                 continue
             for item in tensors_in(value):
-                if item._cdata not in written and storage_key(item) in self._unwritten:
+                if identity_of(item) not in written and storage_key(item) in self._unwritten:
                     raise Refusal(f"{op_rules.name} reads memory that no op wrote (NumPy, or a kernel of its own)")
 
     def _generator_state(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
@@ -339,7 +349,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         if tensor in self._interior:
             return
         for argument in self.sources.arguments:
-            plain = argument._cdata not in self._known and unsupported_reason(argument) is None
+            plain = identity_of(argument) not in self._known and unsupported_reason(argument) is None
             if plain and storage_key(argument) == key:
                 self._source(argument)
         if not self.sources.at(key):
@@ -350,7 +360,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         for index in indices:
             self.sources.note_write(index)
             takes_gradients = self.recording.sources[index].requires_grad and torch.is_grad_enabled()
-            if takes_gradients and self.sources.tensors[index]._is_view():
+            if takes_gradients and is_differentiable_view(self.sources.tensors[index]):
                 self.refuse("it writes into a differentiable view of a tensor from outside")
 
     def _after(
@@ -360,7 +370,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         returned: Any,
-        draws: NotedDraws | None,
+        draws: DrawRecorder | None,
     ) -> None:
         results = tensors_in(returned)
         sizes = [0 if self.sources.at(storage_key(r)) else self._interior.add(r) for r in results]
@@ -369,10 +379,10 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         if node is None or self.recording.refusal:
             return
         for output, result in enumerate(results):
-            known = self._known.get(result._cdata)
+            known = self._known.get(identity_of(result))
             self._know(result, ResultRef(len(self._nodes), output) if known is None else known.ref)
         for tensor in written_tensors(rules(op), args, kwargs):
-            self._know(tensor, self._known[tensor._cdata].ref)
+            self._know(tensor, self._known[identity_of(tensor)].ref)
         if node.op in UNWRITTEN_RESULTS:
             self._unwritten.update(storage_key(result) for result in results if result.numel())
         node.result_bytes = tuple(sizes)
@@ -383,12 +393,12 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
 
     def _pin(
         self,
-        pins: Pins,
+        pins: ChoiceRecorder,
         op: OpOverload,
         node: Node,
         read: list[Tensor],
         results: list[Tensor],
-        draws: NotedDraws | None,
+        draws: DrawRecorder | None,
     ) -> None:
         """Notes what a node drew and decided, or that nobody can tell."""
         try:
@@ -397,7 +407,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             if rules(op).draws:
                 node.draws = True
                 self.recording.generator_states.append(self._drawn_from)
-            self._unpin(refusal)
+            self._give_up_choices(refusal)
         else:
             node.given = tuple(map(self.sources.add_given, noted))
 
@@ -430,7 +440,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         saved = SavedTensor(digest, self._op, layout, source, offset, self._reads is not None)
         if self._pins is not None:
             is_fixed = source >= 0 and not self.recording.sources[source].is_written
-            with torch._C._DisablePythonDispatcher(), _DisableTorchDispatch():
+            with DisablePythonDispatcher(), DisableTorchDispatch():
                 saved.sketch = self._pins.saved(
                     tensor, is_hidden=is_hidden, is_undefined=saved.is_undefined, is_fixed=is_fixed
                 )
@@ -438,7 +448,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
 
     def ref_of(self, tensor: Tensor) -> Ref | None:
         """Where a tensor came from, None for one that no op gave or took."""
-        known = self._known.get(tensor._cdata)
+        known = self._known.get(identity_of(tensor))
         return None if known is None else known.ref
 
     def passes_through(self, tensor: Tensor) -> bool:
@@ -459,7 +469,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
 
         Asked once the call has ended and nothing else of it is held.
         """
-        expected = {t._cdata for output in outputs for t in (output, output._base) if t is not None}
+        expected = {identity_of(t) for output in outputs for t in (output, base_of(output)) if t is not None}
         return any(
             isinstance(known.ref, ResultRef) and known.requires_grad and not known.impl.expired()
             for cdata, known in self._known.items()

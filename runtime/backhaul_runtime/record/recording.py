@@ -96,18 +96,13 @@ class Recording:
         sources: Everything from outside that ops read or wrote.
         saved: What autograd saved, in order.
         generator_states: One per node that draws.
-        is_pinned: Draws and decisions are sources, and saved tensors have sketches.
-        unpinned: Why a worker of other hardware can't be told all of them, empty where it can or was not to be.
+        has_recorded_choices: Draws and decisions are sources, and saved tensors have sketches.
+        unrecorded_choices: Why they cannot all be given to a worker of other hardware; empty where they can.
     """
 
     refusal: str | None = None
     sources: list[RecordedSource] = field(default_factory=list)
     saved: list[SavedTensor] = field(default_factory=list)
     generator_states: list[bytes] = field(default_factory=list)
-    is_pinned: bool = False
-    unpinned: str = ""
-
-
-def version_of(tensor: Tensor) -> int:
-    """Its version counter; inference tensors have none, and count as never written."""
-    return 0 if tensor.is_inference() else tensor._version
+    has_recorded_choices: bool = False
+    unrecorded_choices: str = ""

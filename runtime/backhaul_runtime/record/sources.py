@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from backhaul_runtime.program.program import Given
+from backhaul_runtime.program.program import RecordedChoice
 from backhaul_runtime.record.recording import RecordedSource
 from backhaul_runtime.replay.recorded_choices import is_binary, pack_bits
 from backhaul_runtime.tensors.deferred_digest import Digest
 from backhaul_runtime.tensors.digest import content_digest, tensor_address
 from backhaul_runtime.tensors.layout import Layout, copy_exact, layout_of, unsupported_reason
+from backhaul_runtime.torch_internals.private import identity_of
 from backhaul_runtime.torch_internals.storages import storage_key
 
 Hold = Callable[[Tensor, Layout, Digest | None], Tensor]
@@ -40,13 +41,13 @@ class SourceLedger:
         self.tensors: list[Tensor] = []
         self._noted = noted
         self._hold = hold
-        self._argument_ids = {tensor._cdata for tensor in arguments}
+        self._argument_ids = {identity_of(tensor) for tensor in arguments}
         self._edges: list[GradientEdge | None] = []  # of those that are no leaves
         self._by_storage: dict[int, list[int]] = {}
 
     def is_argument(self, tensor: Tensor) -> bool:
         """Whether it was passed to the call."""
-        return tensor._cdata in self._argument_ids
+        return identity_of(tensor) in self._argument_ids
 
     def is_of_argument(self, tensor: Tensor) -> bool:
         """Whether it lies in the memory of an argument."""
@@ -75,7 +76,7 @@ class SourceLedger:
         self._by_storage.setdefault(storage_key(tensor), []).append(index)
         return index
 
-    def add_given(self, tensor: Tensor) -> Given:
+    def add_given(self, tensor: Tensor) -> RecordedChoice:
         """Makes a copy of a draw or decision a source."""
         packs = is_binary(tensor)
         value = pack_bits(tensor) if packs else copy_exact(tensor)
@@ -91,7 +92,7 @@ class SourceLedger:
             is_leaf=True,
             is_given=True,
         )
-        return Given(self._add(value, None, source), tensor.numel() if packs else 0)
+        return RecordedChoice(self._add(value, None, source), tensor.numel() if packs else 0)
 
     def _add(self, tensor: Tensor, edge: GradientEdge | None, source: RecordedSource) -> int:
         self.tensors.append(tensor)

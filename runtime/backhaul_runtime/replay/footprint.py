@@ -37,7 +37,7 @@ class _Storage:
         return max(self.uses, default=self.made_by)
 
 
-class Meter:
+class FootprintMeter:
     """Of one replay. Told of its nodes in order.
 
     Args:

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from backhaul_runtime.errors import ProgramError, Refusal, ReplayError
 from backhaul_runtime.program.op_rules import DECIDE_IN_BACKWARD, UNDEFINED_SAVES, OpRules, rules, tensors_in
 from backhaul_runtime.tensors.layout import copy_exact
-from backhaul_runtime.tensors.random_projection import sketches
+from backhaul_runtime.tensors.random_projection import projections
 from backhaul_runtime.torch_internals.dispatch_mode import DispatchMode
+from backhaul_runtime.torch_internals.private import OpOverload, arguments_of, op_name
 from backhaul_runtime.torch_internals.storages import storage_key
 
 DRAWN_RESULTS = frozenset(
@@ -88,10 +88,10 @@ def _drawn(op: OpOverload, args: Any, kwargs: Any, returned: Any) -> list[Tensor
 
 
 def _base(op: OpOverload) -> str:
-    return op._schema.name.partition("::")[2]
+    return op_name(op).partition("::")[2]
 
 
-class NotedDraws(DispatchMode):
+class DrawRecorder(DispatchMode):
     """Enter it around one op to learn what it draws.
 
     Attributes:
@@ -115,7 +115,7 @@ class NotedDraws(DispatchMode):
         return returned
 
 
-class Pins:
+class ChoiceRecorder:
     """What a recorder notes of each op for a replay on other hardware. Called around ops, in order."""
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class Pins:
             Refusal: Its backward decides something that can't be given to a replay.
         """
         self._hidden.clear()
-        self._reads = sketches(read) if op_rules.name in UNDEFINED_SAVES else ()
+        self._reads = projections(read) if op_rules.name in UNDEFINED_SAVES else ()
         if op_rules.name in DECIDE_IN_BACKWARD and any(tensor.requires_grad for tensor in read):
             raise Refusal(f"the backward of {op_rules.name} compares numbers that other hardware rounds otherwise")
 
@@ -146,10 +146,10 @@ class Pins:
             return self._reads
         if is_hidden and decides(tensor):
             self._hidden.append(tensor.detach())
-        return () if is_fixed else sketches([tensor])
+        return () if is_fixed else projections([tensor])
 
     def noted(
-        self, op: OpOverload, read: Sequence[Tensor], results: Sequence[Tensor], draws: NotedDraws | None
+        self, op: OpOverload, read: Sequence[Tensor], results: Sequence[Tensor], draws: DrawRecorder | None
     ) -> list[Tensor]:
         """Draws and decisions of an op that has run, in order.
 
@@ -171,7 +171,7 @@ class Pins:
         return decided
 
 
-class GivenValues(DispatchMode):
+class ChoiceReplay(DispatchMode):
     """Enter it around one op of a replay to give it draws and decisions (Rule 3).
 
     Args:
@@ -250,7 +250,7 @@ def _gathered(op: OpOverload, args: Any, kwargs: Any, values: Tensor, places: Te
 
 
 def _argument(op: OpOverload, name: str, args: Any, kwargs: Any) -> Any:
-    for position, argument in enumerate(op._schema.arguments):
+    for position, argument in enumerate(arguments_of(op)):
         if argument.name == name:
             return args[position] if position < len(args) else kwargs.get(name, argument.default_value)
     return None

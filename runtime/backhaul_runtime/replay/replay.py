@@ -22,9 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _DisableTorchDispatch
-from torch._C._autograd import _get_sequence_nr
-from torch._ops import OpOverload
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from backhaul_runtime.errors import BackhaulError, ProgramError, Refusal, ReplayError
@@ -38,21 +35,22 @@ from backhaul_runtime.program.op_rules import (
     tensors_in,
     written_tensors,
 )
-from backhaul_runtime.program.op_trace import described
+from backhaul_runtime.program.op_trace import describe_op
 from backhaul_runtime.program.program import GeneratorRef, Node, Program, ResultRef, SourceRef
-from backhaul_runtime.replay.footprint import Meter
-from backhaul_runtime.replay.recorded_choices import GivenValues
-from backhaul_runtime.replay.saved_tensors import Packing, Saved, unpacking
+from backhaul_runtime.replay.footprint import FootprintMeter
+from backhaul_runtime.replay.recorded_choices import ChoiceReplay
+from backhaul_runtime.replay.saved_tensors import SavedTensorPacker, VersionedTensor, unpacking
 from backhaul_runtime.replay.schedule import Footprint
 from backhaul_runtime.tensors.deferred_digest import ContentDigests, KnownDigests, read
 from backhaul_runtime.tensors.digest import read_digest
 from backhaul_runtime.tensors.layout import copy_exact, with_memory
-from backhaul_runtime.tensors.random_projection import sketches
+from backhaul_runtime.tensors.random_projection import projections
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.autocast_cache import cached_casts
 from backhaul_runtime.torch_internals.generators import default_generator, drawing_device
-from backhaul_runtime.torch_internals.graph_entries import entry, joined
+from backhaul_runtime.torch_internals.graph_entries import with_history_of, with_own_history
 from backhaul_runtime.torch_internals.graph_uses import Target, Use, find_casts, find_uses
+from backhaul_runtime.torch_internals.private import DisableTorchDispatch, OpOverload, next_sequence_number, version_of
 from backhaul_runtime.torch_internals.storages import StorageLedger, storage_key
 
 _CHECKED_NODES = 64
@@ -133,7 +131,7 @@ class Replay:
             copy_exact(tensor) if source.is_written else tensor.detach()
             for source, tensor in zip(program.sources, sources, strict=True)
         ]
-        self._first_sequence = _get_sequence_nr()
+        self._first_sequence = next_sequence_number()
         self._histories = histories or {}
         self._sources = [
             self._entered(index, tensor) if source.requires_grad else tensor
@@ -144,10 +142,10 @@ class Replay:
             for source, tensor in zip(program.sources, self._sources, strict=True)
             if not source.is_written
         }
-        meter = Meter(self._sources) if is_measured else None
+        meter = FootprintMeter(self._sources) if is_measured else None
         stored = [tensor for source, tensor in zip(program.sources, sources, strict=True) if not source.is_written]
         contents = ContentDigests(known, stored if known is not None else ())
-        self._packing = Packing(keep_saved, contents, self._lent if wants_sketches else None, meter)
+        self._packing = SavedTensorPacker(keep_saved, contents, self._lent if wants_sketches else None, meter)
         # Taken before the run: where the program writes into a source, its history leads elsewhere afterwards.
         self._targets: dict[Target, int] = {
             get_gradient_edge(tensor)[:2]: index
@@ -176,7 +174,7 @@ class Replay:
         """Of every tensor that autograd saved, in order, empty for parts of sources; see `sketch.sketches`."""
         return self._packing.sketches
 
-    def _run(self, meter: Meter | None, *, keeps_modes: bool) -> list[list[Tensor] | None]:
+    def _run(self, meter: FootprintMeter | None, *, keeps_modes: bool) -> list[list[Tensor] | None]:
         program = self._program
         last_use = _last_uses(program)
         ledger = StorageLedger()
@@ -212,8 +210,8 @@ class Replay:
         """What ops use for a source: a tensor without history, or with that of another."""
         history = self._histories.get(number)
         if history is None:
-            return entry(value, is_leaf=self._program.sources[number].is_leaf)
-        return joined(value, history)
+            return with_own_history(value, is_leaf=self._program.sources[number].is_leaf)
+        return with_history_of(value, history)
 
     def _last_written(self, sources: Sequence[Tensor], states: Sequence[bytes]) -> dict[int, int]:
         """By position of each output whose history is given, the last node that makes it or writes to it."""
@@ -229,7 +227,7 @@ class Replay:
         ref = self._program.outputs[position]
         assert isinstance(ref, ResultRef)
         if ref.node <= index:
-            version = self._value(ref, results)._version
+            version = version_of(self._value(ref, results))
             if self._written.get(position, (0, -1))[1] != version:
                 self._written[position] = index, version
 
@@ -237,7 +235,7 @@ class Replay:
         """Lets later ops see an output with the history of another tensor."""
         number = len(self._program.sources) + len(self._program.casts) + position
         made = self._value(self._program.outputs[position], results)
-        cut = joined(made, self._histories[number])
+        cut = with_history_of(made, self._histories[number])
         for found in results:
             if found is not None:
                 found[:] = [cut if tensor is made else tensor for tensor in found]
@@ -245,7 +243,7 @@ class Replay:
         self._cut[position] = made
 
     def _call(
-        self, node: Node, results: list[list[Tensor] | None], ledger: StorageLedger, meter: Meter | None
+        self, node: Node, results: list[list[Tensor] | None], ledger: StorageLedger, meter: FootprintMeter | None
     ) -> list[Tensor]:
         args = [self._value(value, results) for value in node.args]
         kwargs = {name: self._value(value, results) for name, value in node.kwargs}
@@ -258,9 +256,9 @@ class Replay:
             args = [value.detach() if isinstance(value, Tensor) else value for value in args]
         self._packing.op = node.op
         read = tensors_in((args, list(kwargs.values()))) if node.op in UNDEFINED_SAVES else None
-        with _DisableTorchDispatch():
+        with DisableTorchDispatch():
             self._packing.reads = None if read is None else read_digest(read)
-            self._packing.reads_sketch = sketches(read) if read and self._packing.wants_sketches else ()
+            self._packing.reads_sketch = projections(read) if read and self._packing.wants_sketches else ()
         try:
             self._check_lent(op, args, kwargs)
             if not self._is_own:
@@ -274,12 +272,12 @@ class Replay:
         if sizes != node.result_bytes:
             raise ReplayError(f"{node.op} took {sizes} bytes on replay, {node.result_bytes} when recorded", op=node.op)
         if self._trace is not None:
-            self._trace.append(described(op, tuple(args), kwargs, found))
+            self._trace.append(describe_op(op, tuple(args), kwargs, found))
         if meter is not None:
             meter.ran(tensors_in((args, list(kwargs.values()))), found)
         if node.op in UNWRITTEN_RESULTS:
             for tensor in found:
-                with _DisableTorchDispatch():
+                with DisableTorchDispatch():
                     tensor.detach().zero_()
         return found
 
@@ -299,7 +297,7 @@ class Replay:
         if not node.given:
             return tensors_in(op(*args, **kwargs))
         given = [(self._sources[given.source], given.packed_elements) for given in node.given]
-        values = GivenValues(given, self._lent)
+        values = ChoiceReplay(given, self._lent)
         with values:
             returned = op(*args, **kwargs)
         return values.decided(tensors_in(returned))
@@ -332,7 +330,7 @@ class Replay:
                 return [self._value(item, results) for item in value]
         return value
 
-    def saved(self, index: int) -> Saved:
+    def saved(self, index: int) -> VersionedTensor:
         """The `index`-th tensor that autograd saved. Shares memory with the replay, and with sources.
 
         Raises:

@@ -49,7 +49,7 @@ class Footprint:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ScheduledWork:
     """The next work ahead.
 
     Attributes:
@@ -212,7 +212,7 @@ class Schedule:
         self.started(key)
         self._segment(key).is_guessed = False
 
-    def next(self, room_bytes: int) -> Step | None:
+    def next(self, room_bytes: int) -> ScheduledWork | None:
         """What to do ahead now, if anything.
 
         Args:
@@ -238,7 +238,7 @@ class Schedule:
         self._sessions[session].held_bytes += held_bytes
         self.held_bytes += held_bytes
 
-    def _next_of(self, name: Hashable, room_bytes: int, sharing: int) -> Step | None:
+    def _next_of(self, name: Hashable, room_bytes: int, sharing: int) -> ScheduledWork | None:
         session = self._sessions[name]
         share = room_bytes // sharing if session.segments else 0
         kept = session.to_be_kept(max(share, room_bytes - self.held_bytes + session.held_bytes))
@@ -248,11 +248,11 @@ class Schedule:
             if segment.has_work:
                 missing_bytes = self.held_bytes + segment.work_bytes - room_bytes
                 if missing_bytes <= 0:
-                    return Step((name, number), ())
+                    return ScheduledWork((name, number), ())
                 numbers = {each for each, _ in kept}
                 own = [found for found in session.ready() if found[0] not in numbers]
                 gives_way = self._giving_way(name, own, session.held_bytes + segment.work_bytes, missing_bytes)
-                return None if gives_way is None else Step((name, number), gives_way)
+                return None if gives_way is None else ScheduledWork((name, number), gives_way)
         return None
 
     def _giving_way(

@@ -20,7 +20,7 @@ from torch import Tensor
 IDLE_BYTES = 96 << 20
 
 
-class Buffers:
+class BufferPool:
     """A process' buffers.
 
     Attributes:
@@ -56,5 +56,5 @@ class Buffers:
             self._idle.append(buffer)
 
 
-BUFFERS = Buffers()
+BUFFERS = BufferPool()
 """Of this process."""

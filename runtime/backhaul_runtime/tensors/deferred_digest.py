@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from backhaul_runtime.tensors.digest import content_digest, device_sums
 from backhaul_runtime.tensors.layout import Layout, layout_of, payload
-from backhaul_runtime.tensors.staging import Mark, aside, marks
+from backhaul_runtime.tensors.staging import DeviceMoment, device_moments, on_side_stream
 
 KNOWN_BYTES = 1 << 16
 """Looking up the digest of a smaller tensor takes as long as computing it."""
@@ -23,7 +23,7 @@ KNOWN_USES = 64
 """After so many uses a digest is computed again, so that damaged memory is noticed."""
 
 
-class Unread:
+class DeferredDigest:
     """A digest that may still be on a device. Any thread may read it."""
 
     __slots__ = ("_found",)
@@ -39,7 +39,7 @@ class Unread:
         return found
 
 
-Digest = bytes | Unread
+Digest = bytes | DeferredDigest
 
 
 def read(digest: Digest) -> bytes:
@@ -51,7 +51,7 @@ def digest_of(make: Callable[[Layout, bytes], bytes], layout: Layout, content: D
     """What `saved_digest` or `tensor_address` makes of a content digest, once that is read."""
     if isinstance(content, bytes):
         return make(layout, content)
-    return Unread(lambda: make(layout, content.read()))
+    return DeferredDigest(lambda: make(layout, content.read()))
 
 
 class KnownDigests:
@@ -105,15 +105,15 @@ class _DeviceSums:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._count = 0
-        self._on_device: dict[int, tuple[Tensor, Sequence[Mark]]] = {}
+        self._on_device: dict[int, tuple[Tensor, Sequence[DeviceMoment]]] = {}
         self._read: dict[int, bytes] = {}
 
-    def take(self, tensor: Tensor, layout: Layout) -> Unread:
+    def take(self, tensor: Tensor, layout: Layout) -> DeferredDigest:
         sums = device_sums(payload(tensor.detach(), layout))
         number = self._count
         self._count += 1
-        self._on_device[number] = sums, marks([sums])
-        return Unread(partial(self._bytes, number))
+        self._on_device[number] = sums, device_moments([sums])
+        return DeferredDigest(partial(self._bytes, number))
 
     def _bytes(self, number: int) -> bytes:
         with self._lock:
@@ -123,7 +123,7 @@ class _DeviceSums:
 
     def _read_all(self) -> None:
         waiting = dict(self._on_device)  # the call may still be taking more
-        with aside([mark for _, made in waiting.values() for mark in made]):
+        with on_side_stream([mark for _, made in waiting.values() for mark in made]):
             for device in {sums.device for sums, _ in waiting.values()}:
                 here = {number: sums for number, (sums, _) in waiting.items() if sums.device == device}
                 rows = torch.stack(list(here.values())).cpu()

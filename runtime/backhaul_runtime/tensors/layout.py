@@ -14,6 +14,12 @@ import torch
 from torch import Tensor
 
 from backhaul_runtime.errors import TransferError, UnsupportedTensorError
+from backhaul_runtime.torch_internals.private import (
+    dispatch_kind,
+    is_functorch_wrapped,
+    is_memoryless_zero,
+    with_lazy_bits,
+)
 
 ALIGNMENT_BYTES = 64
 """What torch's allocators align to, and the widest vector register of today's CPUs."""
@@ -123,9 +129,9 @@ def unsupported_reason(tensor: Tensor) -> str | None:
         return f"quantized tensor ({tensor.dtype})"
     if tensor.is_nested:
         return "nested tensor"
-    if tensor._is_zerotensor():
+    if is_memoryless_zero(tensor):
         return "zero tensor without memory"
-    if tensor.device.type == "meta" or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if tensor.device.type == "meta" or is_functorch_wrapped(tensor):
         return "tensor without memory of its own (meta device or torch.func)"
     if tensor.dim() > MAX_RANK:
         return f"tensor of rank {tensor.dim()}, at most {MAX_RANK} travel"
@@ -134,13 +140,13 @@ def unsupported_reason(tensor: Tensor) -> str | None:
 
 def with_memory(tensor: Tensor) -> Tensor:
     """The tensor itself, or real zeros for one of autograd's zeros that have no memory."""
-    return torch.zeros_like(tensor) if tensor._is_zerotensor() else tensor
+    return torch.zeros_like(tensor) if is_memoryless_zero(tensor) else tensor
 
 
 def layout_of(tensor: Tensor) -> Layout:
     """The layout of a tensor. Raises UnsupportedTensorError for kinds that can't travel."""
     # Dispatch keys tell the device, the lazy bits, and what makes a tensor one of a kind that can't travel.
-    kind = type(tensor), torch._C._dispatch_keys(tensor).raw_repr()
+    kind = type(tensor), dispatch_kind(tensor)
     if kind not in _kinds or tensor.dim() > MAX_RANK:
         if reason := unsupported_reason(tensor):
             raise UnsupportedTensorError(f"a {reason} can't travel: make it a plain dense tensor first", reason=reason)
@@ -210,9 +216,7 @@ def allocate(
 
 def with_bits(tensor: Tensor, layout: Layout) -> Tensor:
     """The tensor with the lazy bits of the layout set, sharing its memory."""
-    if layout.conjugate:
-        tensor = torch._conj(tensor)
-    return torch._neg_view(tensor) if layout.negative else tensor
+    return with_lazy_bits(tensor, conjugate=layout.conjugate, negative=layout.negative)
 
 
 def byte_view(tensor: Tensor, offset_bytes: int, size_bytes: int) -> Tensor:

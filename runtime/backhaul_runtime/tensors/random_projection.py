@@ -34,7 +34,7 @@ and far below what another mask or another expert does; of the others in proport
 """
 
 
-def sketch(tensor: Tensor) -> tuple[float, ...]:
+def project(tensor: Tensor) -> tuple[float, ...]:
     """SIZE numbers in float64 for a floating or complex tensor on any device: not finite, norm, projections."""
     values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     flat = values.detach().flatten()
@@ -50,13 +50,13 @@ def sketch(tensor: Tensor) -> tuple[float, ...]:
     return count, math.sqrt(square), *projections
 
 
-def sketches(tensors: Iterable[Tensor]) -> tuple[float, ...]:
+def projections(tensors: Iterable[Tensor]) -> tuple[float, ...]:
     """Sketches of those tensors that have real values, one after the other."""
     return tuple(
         number
         for tensor in tensors
         if unsupported_reason(tensor) is None and (tensor.is_floating_point() or tensor.is_complex())
-        for number in sketch(tensor)
+        for number in project(tensor)
     )
 
 

@@ -4,7 +4,7 @@ NOTE [Staging]
 1. A device runs what is queued on a stream in order, and streams beside each other. So what another thread reads is
    marked by an event on the stream that made it, and read on a side stream that waits for the mark. Nobody waits for
    the stream that computes, and nothing is queued on it but marks.
-2. `aside` ends when the device has done what was queued in it, whether it ends well or not. Whoever uses it holds what
+2. `on_side_stream` ends when the device has done what was queued in it, also after an error. Whoever uses it holds what
    it reads until then, so no memory is given out again while it is read.
 3. What arrives is copied on the stream of the thread that takes it in: what that thread queues next finds it there.
 4. The host's memory for copies is pinned. It is torch's, which gives it out again only once copies have ended.
@@ -27,7 +27,7 @@ PIECE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Mark:
+class DeviceMoment:
     """A moment on a device.
 
     Attributes:
@@ -49,14 +49,14 @@ def is_staged(device: torch.device) -> bool:
     return _cuda(device) is not None
 
 
-def marks(tensors: Iterable[Tensor]) -> Sequence[Mark]:
+def device_moments(tensors: Iterable[Tensor]) -> Sequence[DeviceMoment]:
     """Now, on the calling thread's streams, for the accelerators among the devices of these tensors."""
     found = []
     for device in {tensor.device for tensor in tensors}:
         if (cuda := _cuda(device)) is not None:
             event = cuda.Event()
             event.record(cuda.current_stream(device))
-            found.append(Mark(device, event))
+            found.append(DeviceMoment(device, event))
     return found
 
 
@@ -65,18 +65,18 @@ def _side_stream(device: torch.device) -> Any:
     return _cuda(device).Stream(device)
 
 
-def past(device: torch.device) -> Sequence[Mark]:
+def last_moment(device: torch.device) -> Sequence[DeviceMoment]:
     """For what waits for nothing: a moment that is past, if the device is an accelerator."""
-    return [Mark(device)] if is_staged(device) else []
+    return [DeviceMoment(device)] if is_staged(device) else []
 
 
-def aside(after: Sequence[Mark]) -> AbstractContextManager[None]:
+def on_side_stream(after: Sequence[DeviceMoment]) -> AbstractContextManager[None]:
     """What the block queues on these marks' devices runs on side streams, after the marks. Waits for it (Rule 2)."""
     return _aside(after) if after else nullcontext()
 
 
 @contextmanager
-def _aside(after: Sequence[Mark]) -> Iterator[None]:
+def _aside(after: Sequence[DeviceMoment]) -> Iterator[None]:
     with ExitStack() as stack:
         for device in {mark.device for mark in after}:
             side = _side_stream(device)
@@ -95,32 +95,32 @@ def _wait_for(stream: Any, device: torch.device) -> None:
 
 
 def use_here(tensor: Tensor) -> None:
-    """Keeps memory taken `aside` until what the calling thread's stream does with it is done, also if it is freed."""
+    """Keeps memory taken `on_side_stream`, also if it is freed, until the calling thread's stream is done with it."""
     if (cuda := _cuda(tensor.device)) is not None:
         tensor.record_stream(cuda.current_stream(tensor.device))
 
 
-def pinned(size_bytes: int) -> Tensor:
+def page_locked(size_bytes: int) -> Tensor:
     """uint8 [size_bytes] on the host with undefined elements, for copies that nobody waits for (Rule 4)."""
     return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
-def host_pieces(tensor: Tensor, layout: Layout, after: Sequence[Mark]) -> Iterator[Tensor]:
+def host_pieces(tensor: Tensor, layout: Layout, after: Sequence[DeviceMoment]) -> Iterator[Tensor]:
     """A tensor's payload on the host, in order, as uint8 [n] each; see `layout.payload`.
 
     Args:
         tensor: On any device; must not change until all is read.
         layout: Of it.
-        after: When it was made, from `marks`. Empty on the host, where its one piece may share its memory.
+        after: When it was made, from `device_moments`. Empty on the host, where its one piece may share its memory.
     """
     if not after:
         yield payload(tensor.detach(), layout).cpu()
         return
-    with aside(after):
+    with on_side_stream(after):
         data = payload(tensor.detach(), layout)
     for part in torch.split(data, PIECE_BYTES):
-        with aside(past(data.device)):
-            piece = pinned(part.numel())
+        with on_side_stream(last_moment(data.device)):
+            piece = page_locked(part.numel())
             piece.copy_(part, non_blocking=True)
         yield piece
 
@@ -128,6 +128,6 @@ def host_pieces(tensor: Tensor, layout: Layout, after: Sequence[Mark]) -> Iterat
 def to_device(data: bytes | memoryview, target: Tensor) -> None:
     """Copies bytes into a uint8 tensor [n] on an accelerator (Rule 3). They may change once this returns."""
     if data:
-        piece = pinned(len(data))
+        piece = page_locked(len(data))
         np.copyto(np.frombuffer(host_bytes(piece), np.uint8), np.frombuffer(data, np.uint8))
         target.copy_(piece, non_blocking=True)

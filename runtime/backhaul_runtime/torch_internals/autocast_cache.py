@@ -18,13 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _WeakTensorRef  # type: ignore[attr-defined]
 from torch._ops import OpOverload
 
-from backhaul_runtime.record.recording import version_of
-from backhaul_runtime.tensors.deferred_digest import Digest
 from backhaul_runtime.torch_internals.ambient_state import cleared_casts
 from backhaul_runtime.torch_internals.dispatch_mode import DispatchMode
+from backhaul_runtime.torch_internals.private import WeakTensorRef, identity_of, version_of
 
 _OP = torch.ops.aten.addmm.default  # of those that autocast applies to, on any device, one that takes several tensors
 _ARITY = 3
@@ -109,9 +107,9 @@ class CastWatch:
 
     def __init__(self) -> None:
         self._cleared = -1
-        self._seen: dict[int, tuple[_WeakTensorRef, int, Digest]] = {}
+        self._seen: dict[int, tuple[WeakTensorRef, int, object]] = {}
 
-    def has_stale_cast(self, weight: Tensor, address: Digest) -> bool:
+    def has_stale_cast(self, weight: Tensor, address: object) -> bool:
         """Whether autocast's cache holds a cast of a weight that nobody would make now.
 
         That is one of what the weight held before it changed, or one of another dtype, from the region around this one.
@@ -131,7 +129,7 @@ class CastWatch:
         cleared = cleared_casts()
         if self._cleared != cleared:
             self._cleared, self._seen = cleared, {}
-        seen = self._seen.setdefault(weight._cdata, (_WeakTensorRef(weight), version_of(weight), address))
+        seen = self._seen.setdefault(identity_of(weight), (WeakTensorRef(weight), version_of(weight), address))
         _, version, before = seen
         is_known = isinstance(before, bytes) and isinstance(address, bytes)
         is_other = before != address if is_known else version != version_of(weight)

@@ -28,7 +28,7 @@ class _Joined(torch.autograd.Function):
         return gradient, None
 
 
-def entry(value: Tensor, *, is_leaf: bool) -> Tensor:
+def with_own_history(value: Tensor, *, is_leaf: bool) -> Tensor:
     """Makes a detached tensor differentiable: a leaf, or as good as the result of an op. Shares its memory."""
     if is_leaf:
         return value.requires_grad_()
@@ -36,12 +36,12 @@ def entry(value: Tensor, *, is_leaf: bool) -> Tensor:
         return _Entry.apply(torch.empty(0, requires_grad=True), (value,))  # type: ignore[no-any-return, no-untyped-call]
 
 
-def joined(value: Tensor, history: Tensor) -> Tensor:
+def with_history_of(value: Tensor, history: Tensor) -> Tensor:
     """The value of one tensor, whose memory it shares, with the history of another."""
     with torch.enable_grad():
         return _Joined.apply(history, (value,))  # type: ignore[no-any-return, no-untyped-call]
 
 
-def is_joined(node: Node) -> bool:
-    """Whether `joined` made a node."""
+def is_history_node(node: Node) -> bool:
+    """Whether `with_history_of` made a node."""
     return type(node) is _Joined._backward_cls

@@ -71,7 +71,7 @@ def _edges(outputs: Sequence[Tensor], first: int = 0) -> dict[Target, int]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stage:
+class BackwardStage:
     """A part of a call's backward.
 
     Attributes:
@@ -83,7 +83,9 @@ class Stage:
     nodes: Set[Node]
 
 
-def find_stages(outputs: Sequence[Tensor], targets: Mapping[Target, int], uses: Sequence[Sequence[Use]]) -> list[Stage]:
+def find_stages(
+    outputs: Sequence[Tensor], targets: Mapping[Target, int], uses: Sequence[Sequence[Use]]
+) -> list[BackwardStage]:
     """Divides a call's graph at those of its outputs that others follow from.
 
     The gradient of such an output is complete, and people can see it, before anything behind it is computed. So
@@ -103,7 +105,7 @@ def find_stages(outputs: Sequence[Tensor], targets: Mapping[Target, int], uses: 
         Refusal: Outputs have a part of their graph in common, and don't lead to the same things.
     """
     if len(outputs) == 1:
-        return [Stage((0,), {use.node for used in uses for use in used})]
+        return [BackwardStage((0,), {use.node for used in uses for use in used})]
     ends = _edges(outputs).keys() | targets.keys()
     reached = [_reached(output, ends) for output in outputs]
     stage_of = list(range(len(outputs)))
@@ -128,7 +130,7 @@ def find_stages(outputs: Sequence[Tensor], targets: Mapping[Target, int], uses: 
         order.append(ready)
         del left[ready]
     return [
-        Stage(
+        BackwardStage(
             tuple(position for position, own in enumerate(stage_of) if own == stage),
             {node for node, position in found.items() if stage_of[position] == stage},
         )

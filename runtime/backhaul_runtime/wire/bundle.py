@@ -13,7 +13,7 @@ from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.errors import TransferError
 from backhaul_runtime.tensors.layout import ALIGNMENT_BYTES, Layout, byte_view, layout_of, view_at
 from backhaul_runtime.torch_internals.storages import storage_key
-from backhaul_runtime.wire.tensor_stream import Parcel, decode_layout, encode_layout
+from backhaul_runtime.wire.tensor_stream import OutgoingTensor, decode_layout, encode_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class View:
 class Bundle:
     """Parcels to send, and what each position is of them."""
 
-    parcels: tuple[Parcel, ...]
+    parcels: tuple[OutgoingTensor, ...]
     views: tuple[View, ...]
 
     @property
@@ -56,19 +56,19 @@ def bundle(tensors: Sequence[tuple[int, Tensor]]) -> Bundle:
     for position, tensor in tensors:
         layout = layout_of(tensor)  # first: what has no bytes has no storage either
         groups.setdefault(storage_key(tensor), []).append((position, layout, tensor))
-    parcels: list[Parcel] = []
+    parcels: list[OutgoingTensor] = []
     views: list[View] = []
     for members in groups.values():
         first = members[0]
         if all(layout == first[1] and _start(tensor) == _start(first[2]) for _, layout, tensor in members):
             views += [View(position, len(parcels)) for position, _, _ in members]
-            parcels.append(Parcel(first[2].detach(), first[1]))
+            parcels.append(OutgoingTensor(first[2].detach(), first[1]))
             continue
         low = min(_start(tensor) for _, _, tensor in members)
         high = max(_start(tensor) + layout.span_bytes for _, layout, tensor in members)
         low -= low % ALIGNMENT_BYTES  # so that every view's address keeps its place modulo 64
         views += [View(position, len(parcels), layout, _start(tensor) - low) for position, layout, tensor in members]
-        parcels.append(Parcel.of(byte_view(first[2], low, high - low)))
+        parcels.append(OutgoingTensor.of(byte_view(first[2], low, high - low)))
     return Bundle(tuple(parcels), tuple(views))
 
 

@@ -43,7 +43,7 @@ from backhaul_proto.v1 import tensor_pb2
 from backhaul_runtime.errors import TransferError
 from backhaul_runtime.tensors.layout import ALIGNMENT_BYTES, Layout, allocate, dense_bytes, payload, with_bits
 from backhaul_runtime.wire.splicing import Batch
-from backhaul_runtime.wire.tensor_stream import Parcel
+from backhaul_runtime.wire.tensor_stream import OutgoingTensor
 
 LEAST_BYTES = 1 << 20
 """Smaller tensors go as chunks: there a slot saves nothing."""
@@ -60,7 +60,7 @@ _ASK = struct.Struct("<BQ")
 Bytes: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
 
 
-class Room:
+class FreeList:
     """Which bytes of a region are free: first fit, and neighbours that are free become one."""
 
     def __init__(self, begin: int, end: int) -> None:
@@ -234,7 +234,7 @@ def _tensor_in(raw: Bytes, layout: Layout) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Slot:
     """Where a tensor was written to.
 
     Attributes:
@@ -269,25 +269,25 @@ class _Sending:
 
     def __init__(self, region: Region) -> None:
         self.region = region
-        self.room = Room(region.begin, region.size_bytes)
-        self.taken: dict[int, Place] = {}  # by slot
+        self.room = FreeList(region.begin, region.size_bytes)
+        self.taken: dict[int, Slot] = {}  # by slot
 
     def sweep(self) -> None:
         for place in list(self.taken.values()):
             if self.region.is_back(place.slot, place.ticket):
                 self.give(place)
 
-    def take(self, size_bytes: int, ticket: int) -> Place | None:
+    def take(self, size_bytes: int, ticket: int) -> Slot | None:
         self.sweep()
         begin = self.room.take(size_bytes)
         if begin is None:
             return None
         slot = next(slot for slot in range(self.region.slots) if slot not in self.taken)
         self.region.open(slot, ticket)
-        place = self.taken[slot] = Place(self.region, slot, begin, size_bytes, ticket)
+        place = self.taken[slot] = Slot(self.region, slot, begin, size_bytes, ticket)
         return place
 
-    def give(self, place: Place) -> None:
+    def give(self, place: Slot) -> None:
         taken = self.taken.get(place.slot)
         if taken is not None and taken.ticket == place.ticket:
             del self.taken[place.slot]
@@ -323,7 +323,7 @@ class Outbox:
                 sending.sweep()
             return next_bytes - sum(sending.room.free_bytes for sending in self._regions.values())
 
-    def put(self, parcel: Parcel) -> Place | None:
+    def put(self, parcel: OutgoingTensor) -> Slot | None:
         """Writes a tensor that it takes to where there is room, and returns None where there is none.
 
         Raises:
@@ -341,7 +341,7 @@ class Outbox:
                 raise
         return place
 
-    def withdraw(self, places: Iterable[Place]) -> None:
+    def withdraw(self, places: Iterable[Slot]) -> None:
         """Frees places that the receiver will not look at again; it may have given back some."""
         with self._lock:
             for place in places:
@@ -349,11 +349,11 @@ class Outbox:
                 if sending is not None:
                     sending.give(place)
 
-    def end(self, places: Iterable[Place]) -> None:
+    def end(self, places: Iterable[Slot]) -> None:
         """Frees places that the receiver will not look at again, but for those where it uses a tensor now."""
         self.withdraw([place for place in places if not place.region.is_used(place.slot, place.ticket)])
 
-    def _take(self, size_bytes: int) -> Place | None:
+    def _take(self, size_bytes: int) -> Slot | None:
         with self._lock:
             ticket = next(self._tickets)
             found = (sending.take(size_bytes, ticket) for sending in self._regions.values())
@@ -410,7 +410,7 @@ def take_offer(peer: socket.socket) -> tuple[bool, Region | None] | None:
             os.close(descriptor)
 
 
-class Ask(IntEnum):
+class SharedMemoryRequest(IntEnum):
     """What a trainer tells its worker beside its calls, once it has named its session."""
 
     MORE = 1
@@ -427,11 +427,11 @@ class Ask(IntEnum):
         return _ASK.pack(self, number)
 
     @staticmethod
-    def read(message: bytes) -> "tuple[Ask, int]":
+    def read(message: bytes) -> "tuple[SharedMemoryRequest, int]":
         """What a message says. Raises TransferError."""
         try:
             kind, number = _ASK.unpack(message)
-            return Ask(kind), number
+            return SharedMemoryRequest(kind), number
         except (struct.error, ValueError):
             raise TransferError("a trainer said what no trainer says") from None
 

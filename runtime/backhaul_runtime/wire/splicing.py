@@ -60,7 +60,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Carried(Generic[M]):
+class TensorMessage(Generic[M]):
     """A message that came.
 
     Attributes:
@@ -124,7 +124,7 @@ def serialize(message: Message | bytes) -> bytes:
 
 
 def deserializer(kind: type[M], most_fields: int | None = None) -> Callable[[bytes], Any]:
-    """Reads messages of a kind: those with a field for tensors as `Carried`, others as they are.
+    """Reads messages of a kind: those with a field for tensors as `TensorMessage`, others as they are.
 
     A message that is refused is returned as the error that says why: see NOTE [Seal].
 
@@ -172,7 +172,7 @@ def _parse(data: bytes, kind: type[M], most_fields: int) -> M:
     return kind.FromString(data)
 
 
-def decode(data: bytes, kind: type[M], name: str, parse: Callable[[bytes], M] | None = None) -> Carried[M]:
+def decode(data: bytes, kind: type[M], name: str, parse: Callable[[bytes], M] | None = None) -> TensorMessage[M]:
     """A message whose field of that name is a batch.
 
     Args:
@@ -189,10 +189,10 @@ def decode(data: bytes, kind: type[M], name: str, parse: Callable[[bytes], M] | 
     if len(data) >= SPLICED_BYTES and (found := _in_place(data, kind, name, parse)) is not None:
         return found
     message = parse(data)
-    return Carried(message, getattr(message, name) if message.HasField(name) else None, len(data))
+    return TensorMessage(message, getattr(message, name) if message.HasField(name) else None, len(data))
 
 
-def _in_place(data: bytes, kind: type[M], name: str, parse: Callable[[bytes], M]) -> Carried[M] | None:
+def _in_place(data: bytes, kind: type[M], name: str, parse: Callable[[bytes], M]) -> TensorMessage[M] | None:
     """As `decode`, None for any form but that of `encode`."""
     try:
         tag, at = _read_varint(data, 0)
@@ -219,7 +219,7 @@ def _in_place(data: bytes, kind: type[M], name: str, parse: Callable[[bytes], M]
         message = parse(data[end:])
     except (_OtherFormError, IndexError):
         return None
-    return None if message.HasField(name) else Carried(message, batch, len(data))
+    return None if message.HasField(name) else TensorMessage(message, batch, len(data))
 
 
 def _chunk(data: bytes, view: memoryview, at: int, end: int) -> Chunk:

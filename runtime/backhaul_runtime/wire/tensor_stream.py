@@ -31,16 +31,16 @@ from backhaul_runtime.tensors.layout import (
     payload,
     with_bits,
 )
-from backhaul_runtime.tensors.staging import Mark, host_pieces, is_staged, marks, to_device
+from backhaul_runtime.tensors.staging import DeviceMoment, device_moments, host_pieces, is_staged, to_device
 from backhaul_runtime.wire.protocol import CHUNK_BYTES, MAX_DECLARED
-from backhaul_runtime.wire.splicing import MAX_CHUNKS, Batch, Carried, Chunk, too_many_parts
+from backhaul_runtime.wire.splicing import MAX_CHUNKS, Batch, Chunk, TensorMessage, too_many_parts
 
 MOST_LAYOUTS = 1 << 10
 """Kept as they stand in messages: a training has few, and each comes with every step."""
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class OutgoingTensor:
     """A tensor to send. Its memory is read while the stream is written and must not change until then.
 
     Made by the thread that made the tensor, or in its name: on an accelerator it is read once what this thread's stream
@@ -56,14 +56,14 @@ class Parcel:
     tensor: Tensor
     layout: Layout
     address: bytes = b""
-    made: Sequence[Mark] = ()
+    made: Sequence[DeviceMoment] = ()
 
     def __post_init__(self) -> None:
         if self.layout.is_on_accelerator:
-            object.__setattr__(self, "made", marks([self.tensor]))
+            object.__setattr__(self, "made", device_moments([self.tensor]))
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "Parcel":
+    def of(cls, tensor: Tensor) -> "OutgoingTensor":
         """A parcel without an address."""
         return cls(tensor, layout_of(tensor))
 
@@ -107,16 +107,16 @@ def _decoded(encoded: bytes) -> Layout:
 PLACED_BYTES = 16 << 20
 """What lies in shared memory is declared after so many bytes at most: it is read while more is written."""
 
-Placing: TypeAlias = Callable[[Parcel], tensor_pb2.Location | None]
+SharedWriter: TypeAlias = Callable[[OutgoingTensor], tensor_pb2.Location | None]
 """Puts a tensor into shared memory; None for one that is to go as chunks."""
 
 
-def batches(parcels: Iterable[Parcel], place: Placing = lambda _: None) -> Iterator[Batch]:
+def batches(parcels: Iterable[OutgoingTensor], place: SharedWriter = lambda _: None) -> Iterator[Batch]:
     """Writes parcels as messages of about CHUNK_BYTES each, in order. They share the parcels' memory.
 
     Args:
         parcels: To be read while this goes on.
-        place: See `Placing`.
+        place: See `SharedWriter`.
     """
     batch = Batch()
     filled = placed = 0
@@ -154,7 +154,7 @@ def batches(parcels: Iterable[Parcel], place: Placing = lambda _: None) -> Itera
         yield batch
 
 
-def _in_order(parcel: Parcel) -> Iterator[tuple[Tensor, memoryview]]:
+def _in_order(parcel: OutgoingTensor) -> Iterator[tuple[Tensor, memoryview]]:
     """The bytes that travel, and the tensors in whose memory on the host they are."""
     if parcel.layout.device == "cpu" and parcel.layout.payload_bytes == parcel.layout.span_bytes:
         yield parcel.tensor, dense_bytes(parcel.tensor, parcel.layout)
@@ -163,7 +163,7 @@ def _in_order(parcel: Parcel) -> Iterator[tuple[Tensor, memoryview]]:
         yield piece, host_bytes(piece)
 
 
-class _Arrival:
+class _StreamedTensor:
     """One tensor on its way in, to stay on the host or to go on to a device."""
 
     def __init__(self, layout: Layout, address: bytes, device: torch.device | None, *, is_for_store: bool) -> None:
@@ -222,7 +222,7 @@ class _Arrival:
         self.tensor = self.data = torch.empty(0)
 
 
-class _Located:
+class _SharedTensor:
     """One tensor that is in shared memory, and of the host."""
 
     is_complete = True
@@ -244,7 +244,7 @@ class _Located:
         return self._tensor
 
     def stored(self) -> tuple[bytes, Tensor]:
-        """As that of `_Arrival`."""
+        """As that of `_StreamedTensor`."""
         return checked_address(self.layout, self._content, self.address), self.finish()
 
     def forget(self) -> None:
@@ -266,7 +266,7 @@ def _no_memory(location: tensor_pb2.Location, layout: Layout) -> Callable[[], Te
     raise TransferError(f"a tensor is declared in region {location.region}, where no memory is shared")
 
 
-class Receiver:
+class TensorReceiver:
     """Rebuilds the tensors of one stream.
 
     Args:
@@ -289,9 +289,9 @@ class Receiver:
         self._device = device
         self._locate = locate
         self._is_for_store = is_for_store
-        self._arrivals: list[_Arrival | _Located] = []
+        self._arrivals: list[_StreamedTensor | _SharedTensor] = []
 
-    def add_carried(self, carried: Carried[Any]) -> None:
+    def add_carried(self, carried: TensorMessage[Any]) -> None:
         """Takes in what a message carries, if anything. Raises as `add` does."""
         if carried.tensors is not None:
             self.add(carried.tensors)
@@ -312,14 +312,14 @@ class Receiver:
             if self._admit is not None:
                 self._admit(layout)
             self._arrivals.append(
-                _Located(
+                _SharedTensor(
                     layout,
                     declaration.address,
                     self._locate(declaration.location, layout),
                     is_for_store=self._is_for_store,
                 )
                 if declaration.HasField("location")
-                else _Arrival(layout, declaration.address, self._device, is_for_store=self._is_for_store)
+                else _StreamedTensor(layout, declaration.address, self._device, is_for_store=self._is_for_store)
             )
         for chunk in batch.chunks:
             if chunk.tensor >= len(self._arrivals):

@@ -98,7 +98,7 @@ MOST_FIELDS = 16_384
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class RequestLimits:
     """What a kind of request may hold.
 
     Attributes:
@@ -110,13 +110,13 @@ class Request:
     fields: Mapping[str, Limit] = field(default_factory=dict)
 
 
-REQUESTS_BY_KIND: Mapping[type[Message], Request] = {
-    session_pb2.OpenSessionRequest: Request(_SMALL, {"trainer": _NAME, "run": _ID, "client_version": _ID}),
-    session_pb2.KeepSessionRequest: Request(_SMALL),
-    session_pb2.CloseSessionRequest: Request(_SMALL),
-    program_pb2.PutProgramRequest: Request(MAX_MESSAGE_BYTES),
-    tensor_pb2.PutTensorsRequest: Request(_TENSORS),
-    segment_pb2.SaveSegmentRequest: Request(
+REQUESTS_BY_KIND: Mapping[type[Message], RequestLimits] = {
+    session_pb2.OpenSessionRequest: RequestLimits(_SMALL, {"trainer": _NAME, "run": _ID, "client_version": _ID}),
+    session_pb2.KeepSessionRequest: RequestLimits(_SMALL),
+    session_pb2.CloseSessionRequest: RequestLimits(_SMALL),
+    program_pb2.PutProgramRequest: RequestLimits(MAX_MESSAGE_BYTES),
+    tensor_pb2.PutTensorsRequest: RequestLimits(_TENSORS),
+    segment_pb2.SaveSegmentRequest: RequestLimits(
         MAX_MESSAGE_BYTES,
         {
             "sources": _SOURCES,
@@ -129,8 +129,8 @@ REQUESTS_BY_KIND: Mapping[type[Message], Request] = {
             "superseded": _SUPERSEDED,
         },
     ),
-    segment_pb2.RecomputeRequest: Request(_LISTS, {"positions": _POSITIONS, "upcoming_segments": _UPCOMING}),
-    segment_pb2.BackwardRequest: Request(
+    segment_pb2.RecomputeRequest: RequestLimits(_LISTS, {"positions": _POSITIONS, "upcoming_segments": _UPCOMING}),
+    segment_pb2.BackwardRequest: RequestLimits(
         _TENSORS,
         {
             "start.gradients": _OUTPUTS,
@@ -139,12 +139,12 @@ REQUESTS_BY_KIND: Mapping[type[Message], Request] = {
             "slots": _SOURCES,
         },
     ),
-    segment_pb2.AheadRequest: Request(_SMALL),
-    segment_pb2.ReleaseSegmentsRequest: Request(_LISTS, {"keys": _KEYS, "commits.backwards": _COMMITS}),
-    segment_pb2.CollectGradientsRequest: Request(_LISTS, {"commits.backwards": _COMMITS}),
-    segment_pb2.FetchSourcesRequest: Request(_LISTS, {"addresses": _FETCHED}),
-    telemetry_pb2.GetTelemetryRequest: Request(_SMALL),
-    telemetry_pb2.PutReportsRequest: Request(
+    segment_pb2.AheadRequest: RequestLimits(_SMALL),
+    segment_pb2.ReleaseSegmentsRequest: RequestLimits(_LISTS, {"keys": _KEYS, "commits.backwards": _COMMITS}),
+    segment_pb2.CollectGradientsRequest: RequestLimits(_LISTS, {"commits.backwards": _COMMITS}),
+    segment_pb2.FetchSourcesRequest: RequestLimits(_LISTS, {"addresses": _FETCHED}),
+    telemetry_pb2.GetTelemetryRequest: RequestLimits(_SMALL),
+    telemetry_pb2.PutReportsRequest: RequestLimits(
         _REPORT,
         {
             "report.steps": _STEPS,

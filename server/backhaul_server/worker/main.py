@@ -33,7 +33,7 @@ from backhaul_server.worker.listening import (
     take_beside,
 )
 from backhaul_server.worker.memory_sharing.handover import Handover
-from backhaul_server.worker.rpc.access import Access
+from backhaul_server.worker.rpc.access import TokenInterceptor
 from backhaul_server.worker.rpc.health import Health
 from backhaul_server.worker.rpc.peers import Peers
 from backhaul_server.worker.rpc.service import add_services
@@ -87,7 +87,7 @@ async def _serve(config: WorkerConfig, device: torch.device) -> None:
     _limit_memory(device, budget)
     files = raise_file_limit()
     options = server_options(files)
-    server = grpc.aio.server(interceptors=[Access(config.token)] if config.token else [], options=options)
+    server = grpc.aio.server(interceptors=[TokenInterceptor(config.token)] if config.token else [], options=options)
     listener = Listener(config.address)
     run_memory = RunMemory(budget) if device.type == "cpu" else None
 

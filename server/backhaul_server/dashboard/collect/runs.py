@@ -12,7 +12,7 @@ from backhaul_proto.v1 import telemetry_pb2
 from backhaul_server.dashboard.collect.sanitize import CALLS_OF_A_STEP
 from backhaul_server.dashboard.collect.segments import SegmentTable
 from backhaul_server.dashboard.collect.series import LARGEST, Series
-from backhaul_server.dashboard.collect.totals import Recent, Sums
+from backhaul_server.dashboard.collect.totals import RecentTotals, Totals
 from backhaul_server.dashboard.views import schemas
 
 STEPS = 64
@@ -24,7 +24,7 @@ _MEDIAN_STEPS = 50
 
 
 @dataclass(slots=True)
-class Told:
+class StepReport:
     """What was told of one step.
 
     Attributes:
@@ -93,9 +93,9 @@ class TrainerRun:
         self.dropped = 0
         self.steps = 0
         self.last_step = telemetry_pb2.Step()
-        self.told: dict[int, Told] = {}
-        self.recent = Recent()
-        self.totals = Sums()
+        self.told: dict[int, StepReport] = {}
+        self.recent = RecentTotals()
+        self.totals = Totals()
         self.detail: Detail | None = None
         self.calls_bytes = 0
         self._durations_s: deque[float] = deque(maxlen=_MEDIAN_STEPS)
@@ -126,7 +126,7 @@ class TrainerRun:
         self.about.is_closed = is_closed
         self.dropped = max(self.dropped, report.dropped)
         heard_at_s = [report.run.started_at_s]
-        by_second: dict[int, list[Sums]] = {}
+        by_second: dict[int, list[Totals]] = {}
         parts: list[telemetry_pb2.Step | telemetry_pb2.SegmentCall] = [*report.steps, *report.calls]
         # By number, so that of many steps none is too late for its own calls.
         for told in sorted(parts, key=_step_number):
@@ -139,10 +139,10 @@ class TrainerRun:
                 ended_at_s = max(since_s, min(now_s, ends_s))
                 by_second.setdefault(int(ended_at_s), []).append(self._take_call(told, ended_at_s))
         for second, sums in by_second.items():
-            self._count(Sums.of_all(sums), float(second))
+            self._count(Totals.of_all(sums), float(second))
         self.heard_at_s = max(self.heard_at_s, since_s, min(now_s, max(heard_at_s)))
 
-    def _told(self, number: int) -> Told | None:
+    def _told(self, number: int) -> StepReport | None:
         """Where what is told of a step goes; None where it is too late."""
         if number not in self.told:
             if len(self.told) >= STEPS:
@@ -150,7 +150,7 @@ class TrainerRun:
                 if number < oldest:
                     return None
                 self._forget_calls(self.told.pop(oldest))
-            self.told[number] = Told()
+            self.told[number] = StepReport()
         return self.told[number]
 
     def _take_step(self, step: telemetry_pb2.Step, at_s: float) -> None:
@@ -166,18 +166,18 @@ class TrainerRun:
             self.last_step = told.step
         self.peak_bytes = max(self.peak_bytes, step.peak_bytes)
         self._durations_s.append(step.duration_s)
-        self._count(Sums.of_step(step), at_s)
+        self._count(Totals.of_step(step), at_s)
         if self.detail is not None:
             self.detail.steps.append(step.started_at_s + step.duration_s, step_row(step))
 
-    def _take_call(self, call: telemetry_pb2.SegmentCall, at_s: float) -> Sums:
+    def _take_call(self, call: telemetry_pb2.SegmentCall, at_s: float) -> Totals:
         """Keeps a call. Returns what it adds, which is nothing the second time."""
         told = self._told(call.step)
         if told is None or told.seen >> call.number & 1:
-            return Sums()
+            return Totals()
         if call.number >= CALLS_OF_A_STEP:
             self.dropped = min(LARGEST, self.dropped + 1)
-            return Sums()
+            return Totals()
         told.seen |= 1 << call.number
         lanes_s = [0.0] * _LANES
         for span in call.spans:
@@ -187,9 +187,9 @@ class TrainerRun:
             self.detail.segments.take(call, lanes_s, at_s)
             told.calls[call.number] = call.SerializeToString()
             self.calls_bytes += len(told.calls[call.number])
-        return Sums.of_call(call, lanes_s)
+        return Totals.of_call(call, lanes_s)
 
-    def _count(self, sums: Sums, at_s: float) -> None:
+    def _count(self, sums: Totals, at_s: float) -> None:
         self.recent.add(at_s, sums)
         self.totals = self.totals.plus(sums)
 
@@ -203,7 +203,7 @@ class TrainerRun:
         """Gives up the calls of the oldest step that has some."""
         self._forget_calls(next(told for _, told in sorted(self.told.items()) if told.calls))
 
-    def _forget_calls(self, told: Told) -> None:
+    def _forget_calls(self, told: StepReport) -> None:
         self.calls_bytes -= sum(map(len, told.calls.values()))
         told.calls = {}
 
@@ -211,9 +211,9 @@ class TrainerRun:
         """The last ones, by number."""
         return [told.step for _, told in sorted(self.told.items()) if told.step is not None]
 
-    def shown(self, now_s: float) -> schemas.Run:
+    def shown(self, now_s: float) -> schemas.RunSummary:
         """As /api/v1 tells it."""
-        return schemas.Run(
+        return schemas.RunSummary(
             run=self.id,
             trainer=self.about.trainer,
             client_version=self.about.client_version,

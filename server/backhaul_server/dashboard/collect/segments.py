@@ -163,9 +163,9 @@ class Row:
         if len(self.why) > REASONS:
             del self.why[next(iter(self.why))]
 
-    def shown(self) -> schemas.Segment:
+    def shown(self) -> schemas.SegmentStatus:
         """As /api/v1 tells it."""
-        return schemas.Segment(
+        return schemas.SegmentStatus(
             run=self.run,
             segment=self.segment,
             calls=self.calls,
@@ -258,7 +258,7 @@ def reasons_of(tables: Iterable[SegmentTable]) -> list[schemas.SegmentReason]:
 
 def as_csv(rows: Iterable[Row]) -> Iterator[str]:
     """All rows under a header, a few hundred lines at a time. No cell is a formula where a spreadsheet opens it."""
-    columns = list(schemas.Segment.model_fields)
+    columns = list(schemas.SegmentStatus.model_fields)
     lines = io.StringIO()
     writer = csv.writer(lines)
     writer.writerow(columns)

@@ -10,7 +10,7 @@ from backhaul_server.dashboard.collect.series import Series
 WINDOW_S = 300
 
 
-class Sums(NamedTuple):
+class Totals(NamedTuple):
     """Of steps, and of their segments' calls as far as these were told. Seconds are sums over segments: they overlap.
 
     Attributes:
@@ -67,12 +67,12 @@ class Sums(NamedTuple):
         """Up and down."""
         return self.upload_s + self.download_s
 
-    def plus(self, other: "Sums") -> "Sums":
+    def plus(self, other: "Totals") -> "Totals":
         """Both together."""
-        return Sums._make(a + b for a, b in zip(self, other, strict=True))
+        return Totals._make(a + b for a, b in zip(self, other, strict=True))
 
     @classmethod
-    def of_all(cls, parts: Iterable["Sums"]) -> Self:
+    def of_all(cls, parts: Iterable["Totals"]) -> Self:
         """All together."""
         return cls._make(map(sum, zip(cls(), *parts, strict=True)))
 
@@ -119,16 +119,16 @@ def _exposed_queue_s(call: telemetry_pb2.SegmentCall) -> float:
     return common(spans(telemetry_pb2.LANE_QUEUE), spans(telemetry_pb2.LANE_WAIT))
 
 
-class Recent:
+class RecentTotals:
     """Sums, second by second, for the last five minutes."""
 
     def __init__(self) -> None:
-        self._series = Series(WINDOW_S, len(Sums._fields))
+        self._series = Series(WINDOW_S, len(Totals._fields))
 
-    def add(self, at_s: float, sums: Sums) -> None:
+    def add(self, at_s: float, sums: Totals) -> None:
         """Counts them at that time."""
         self._series.add(at_s, sums)
 
-    def since(self, at_s: float) -> Sums:
+    def since(self, at_s: float) -> Totals:
         """From then on."""
-        return Sums._make(self._series.sums(at_s))
+        return Totals._make(self._series.sums(at_s))

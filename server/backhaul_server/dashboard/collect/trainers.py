@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_server.dashboard.collect.runs import Detail, TrainerRun
 from backhaul_server.dashboard.collect.series import LARGEST
-from backhaul_server.dashboard.collect.totals import Sums
+from backhaul_server.dashboard.collect.totals import Totals
 
 RUNS = 64
 DETAILED_RUNS = 8
@@ -21,7 +21,7 @@ class Trainers:
 
     def __init__(self) -> None:
         self._runs: dict[str, TrainerRun] = {}
-        self._gone = Sums()
+        self._gone = Totals()
         self._gone_dropped = 0
         self.refused_reports = 0
 
@@ -40,9 +40,9 @@ class Trainers:
         return max(self, key=lambda run: (run.began_at_s, run.id), default=None)
 
     @property
-    def totals(self) -> Sums:
+    def totals(self) -> Totals:
         """Of all runs since this process began, those forgotten included."""
-        return Sums.of_all([self._gone, *(run.totals for run in self)])
+        return Totals.of_all([self._gone, *(run.totals for run in self)])
 
     @property
     def dropped(self) -> int:

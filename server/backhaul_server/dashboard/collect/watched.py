@@ -113,12 +113,12 @@ class Watched:
         if count > 0:
             self.growths.append(Growth(at_s, kind, count))
 
-    def shown(self) -> schemas.Worker:
+    def shown(self) -> schemas.WorkerStatus:
         """As /api/v1 tells it."""
         found = self.telemetry or telemetry_pb2.GetTelemetryResponse()
         memory = found.memory
         held = sum(getattr(memory, tier) for tier in TIERS)
-        return schemas.Worker(
+        return schemas.WorkerStatus(
             address=self.address.text,
             state=self.state,
             error=self.error,
@@ -148,10 +148,10 @@ class Watched:
             last_error_at_s=found.last_error_at_s,
         )
 
-    def shown_sessions(self) -> list[schemas.Session]:
+    def shown_sessions(self) -> list[schemas.SessionStatus]:
         """As /api/v1 tells them."""
         return [
-            schemas.Session(
+            schemas.SessionStatus(
                 worker=self.address.text,
                 trainer=session.trainer,
                 run=session.run,

@@ -24,7 +24,7 @@ class Archive(Protocol):
     def put(self, report: telemetry_pb2.TrainerReport) -> None:
         """Keeps a report. Never blocks; a report may be put twice."""
 
-    async def runs(self, limit: int) -> list[schemas.Run]:
+    async def runs(self, limit: int) -> list[schemas.RunSummary]:
         """The last runs, newest first."""
         ...
 
@@ -47,7 +47,7 @@ class NoArchive:
     def put(self, report: telemetry_pb2.TrainerReport) -> None:
         """See Archive."""
 
-    async def runs(self, limit: int) -> list[schemas.Run]:
+    async def runs(self, limit: int) -> list[schemas.RunSummary]:
         """See Archive."""
         return []
 

@@ -113,7 +113,7 @@ class HistoryRefusedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ReportRows:
     """What is kept of a trainer's report: a row of the run, and one of each step."""
 
     run: tuple[Value, ...]
@@ -123,11 +123,11 @@ class Told:
         return 1 + len(self.steps)
 
 
-def told(report: telemetry_pb2.TrainerReport, now_s: float) -> Told:
+def report_rows(report: telemetry_pb2.TrainerReport, now_s: float) -> ReportRows:
     """Takes from a report what is kept. A trainer's clock may be wrong: nothing of it lies later than now."""
     run = report.run
     name = run.id
-    return Told(
+    return ReportRows(
         (
             name,
             run.trainer,
@@ -231,7 +231,7 @@ class HistoryFile:
             return (0, 0)
         return found.st_dev, found.st_ino
 
-    def write(self, reports: Iterable[Told]) -> None:
+    def write(self, reports: Iterable[ReportRows]) -> None:
         """Adds what is new, all of it or nothing."""
         kept = list(reports)
         with self._transaction():
@@ -253,11 +253,11 @@ class HistoryFile:
                 self._connection.execute("DELETE FROM runs WHERE id = ? AND heard_at_s < ?", (run, before_s))
         self._connection.execute(f"PRAGMA incremental_vacuum({FORGOTTEN_AT_ONCE})").fetchall()
 
-    def runs(self, limit: int, now_s: float) -> list[schemas.Run]:
+    def runs(self, limit: int, now_s: float) -> list[schemas.RunSummary]:
         """The newest runs first."""
         return [self._run(row, now_s) for row in self._connection.execute(_RUNS, (limit,)).fetchall()]
 
-    def _run(self, row: tuple[object, ...], now_s: float) -> schemas.Run:
+    def _run(self, row: tuple[object, ...], now_s: float) -> schemas.RunSummary:
         identity, name, trainer, client_version, workers, settings, fingerprint, started_at_s, heard_at_s, *rest = row
         is_closed, steps, last_step, last_loss, peak_bytes, up_bytes, down_bytes, fallbacks = rest
         assert isinstance(heard_at_s, float)
@@ -265,7 +265,7 @@ class HistoryFile:
         durations = self._connection.execute(
             "SELECT duration_s FROM steps WHERE run = ? ORDER BY number DESC LIMIT ?", (identity, RECENT_STEPS)
         ).fetchall()
-        return schemas.Run.model_validate(
+        return schemas.RunSummary.model_validate(
             {
                 "run": name,
                 "trainer": trainer,

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from backhaul_proto.v1 import telemetry_pb2
-from backhaul_server.dashboard.history.sqlite import HistoryFile, HistoryRefusedError, Told, told
+from backhaul_server.dashboard.history.sqlite import HistoryFile, HistoryRefusedError, ReportRows, report_rows
 from backhaul_server.dashboard.views import schemas
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class History:
         self.dropped_steps = 0
         self._path = path
         self._retention_s = retention_days * _DAY_S
-        self._queued: deque[Told] = deque()
+        self._queued: deque[ReportRows] = deque()
         self._queued_rows = 0
         self._questions: deque[Callable[[HistoryFile | None], None]] = deque()
         self._wake = threading.Condition()
@@ -86,7 +86,7 @@ class History:
         """Takes a report, written within a second and before the next answer. Never waits: without room it drops."""
         if not report.run.id:
             return
-        kept = told(report, time.time())
+        kept = report_rows(report, time.time())
         with self._wake:
             if self._queued_rows + len(kept) > QUEUED_ROWS:
                 self.dropped_steps += len(kept.steps)
@@ -94,9 +94,9 @@ class History:
             self._queued.append(kept)
             self._queued_rows += len(kept)
 
-    async def runs(self, limit: int) -> list[schemas.Run]:
+    async def runs(self, limit: int) -> list[schemas.RunSummary]:
         """The newest runs first; none while there is no history."""
-        none: list[schemas.Run] = []
+        none: list[schemas.RunSummary] = []
         return await self._ask(lambda file: file.runs(limit, time.time()), none)
 
     async def series(self, run: str, points: int) -> schemas.RunSeries | None:

@@ -39,7 +39,7 @@ _STRANGE_HOST = "without --token-file this dashboard answers to localhost and to
 _CHALLENGE = {"WWW-Authenticate": "Bearer"}
 
 
-class Access:
+class TokenMiddleware:
     """Middleware around the dashboard's application: asks for the token, if there is one.
 
     Args:

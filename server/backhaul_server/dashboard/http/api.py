@@ -103,11 +103,11 @@ class Sources:
         """The headline now."""
         return overview(self.watch, time.time(), self.history.error)
 
-    def workers(self) -> list[schemas.Worker]:
+    def workers(self) -> list[schemas.WorkerStatus]:
         """All workers, in the order of the command line."""
         return [worker.shown() for worker in self.watch.workers]
 
-    def sessions(self) -> list[schemas.Session]:
+    def sessions(self) -> list[schemas.SessionStatus]:
         """Of all workers that answer."""
         return [session for worker in self.watch.workers for session in worker.shown_sessions()]
 
@@ -174,13 +174,13 @@ def add_routes(app: FastAPI, sources: Sources, feed: Feed) -> None:
         """Workers, sessions, steps, bytes saved, time added, fallbacks."""
         return sources.overview()
 
-    @app.get("/api/v1/workers", tags=["now"], responses=_shows_many(schemas.Worker))
-    async def workers() -> list[schemas.Worker]:
+    @app.get("/api/v1/workers", tags=["now"], responses=_shows_many(schemas.WorkerStatus))
+    async def workers() -> list[schemas.WorkerStatus]:
         """Every worker as it was last seen."""
         return sources.workers()
 
-    @app.get("/api/v1/sessions", tags=["now"], responses=_shows_many(schemas.Session))
-    async def sessions() -> list[schemas.Session]:
+    @app.get("/api/v1/sessions", tags=["now"], responses=_shows_many(schemas.SessionStatus))
+    async def sessions() -> list[schemas.SessionStatus]:
         """Every session of every worker that answers."""
         return sources.sessions()
 
@@ -241,7 +241,7 @@ def add_routes(app: FastAPI, sources: Sources, feed: Feed) -> None:
             headers={"Content-Disposition": f'attachment; filename="{file_name(shown)}"'},
         )
 
-    @app.get("/api/v1/segments", tags=["steps and segments"], responses={**_shows(schemas.Segments), **_MISSING})
+    @app.get("/api/v1/segments", tags=["steps and segments"], responses={**_shows(schemas.SegmentList), **_MISSING})
     async def segments(
         run: AnyRun = "",
         text: Filter = "",
@@ -250,11 +250,11 @@ def add_routes(app: FastAPI, sources: Sources, feed: Feed) -> None:
         descending: Descending = False,
         offset: Annotated[int, Query(ge=0, lt=2**31, description="Rows to leave out", examples=[0])] = 0,
         limit: Annotated[int, Query(ge=1, le=1_000, description="Rows at most", examples=[100])] = 100,
-    ) -> schemas.Segments:
+    ) -> schemas.SegmentList:
         """What each segment costs, where it is recomputed, and why there."""
         tables = sources.tables(run)
         rows = select(tables, text, sort, descending=descending, reason=reason)
-        return schemas.Segments(
+        return schemas.SegmentList(
             at_s=time.time(),
             total=len(rows),
             rows=[row.shown() for row in rows[offset : offset + limit]],
@@ -280,10 +280,10 @@ def add_routes(app: FastAPI, sources: Sources, feed: Feed) -> None:
         headers = {"Content-Disposition": f'attachment; filename="{name}"'}
         return CsvResponse(_lines(rows), headers=headers)
 
-    @app.get("/api/v1/runs", tags=["runs"], responses=_shows_many(schemas.Run))
+    @app.get("/api/v1/runs", tags=["runs"], responses=_shows_many(schemas.RunSummary))
     async def runs(
         limit: Annotated[int, Query(ge=1, le=1_000, description="Runs at most", examples=[100])] = 100,
-    ) -> list[schemas.Run]:
+    ) -> list[schemas.RunSummary]:
         """Runs heard of since the dashboard began and those that history keeps, newest first."""
         kept = {run.run: run for run in await sources.history.runs(limit)}
         now_s = time.time()
@@ -307,7 +307,7 @@ async def _lines(rows: list[Row]) -> AsyncIterator[str]:
         await asyncio.sleep(0)  # others want their turn
 
 
-def _with_history(run: schemas.Run, kept: schemas.Run | None) -> schemas.Run:
+def _with_history(run: schemas.RunSummary, kept: schemas.RunSummary | None) -> schemas.RunSummary:
     """A run that history knows from before this process began has more steps there."""
     if kept is None:
         return run

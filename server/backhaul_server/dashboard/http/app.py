@@ -20,7 +20,7 @@ from backhaul_runtime.process.addresses import Address
 from backhaul_runtime.version import version
 from backhaul_server.dashboard.collect.watch import Watch
 from backhaul_server.dashboard.history.archive import Archive, NoArchive
-from backhaul_server.dashboard.http.access import Access
+from backhaul_server.dashboard.http.access import TokenMiddleware
 from backhaul_server.dashboard.http.api import Sources, add_routes
 from backhaul_server.dashboard.http.feed import Feed
 from backhaul_server.dashboard.http.serving import Server
@@ -104,8 +104,8 @@ def create_app(
     app.state.feed = feed
     app.add_middleware(GZipMiddleware, minimum_size=_GZIP_BYTES, compresslevel=_GZIP_LEVEL)
 
-    def access(inner: ASGIApp) -> Access:
-        return Access(inner, token, host)
+    def access(inner: ASGIApp) -> TokenMiddleware:
+        return TokenMiddleware(inner, token, host)
 
     app.add_middleware(access)  # by a function: the application shows arguments of its middleware
     add_routes(app, sources, feed)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from backhaul_server.dashboard.collect.runs import TrainerRun
-from backhaul_server.dashboard.collect.totals import WINDOW_S, Sums
+from backhaul_server.dashboard.collect.totals import WINDOW_S, Totals
 from backhaul_server.dashboard.collect.watch import Watch
 from backhaul_server.dashboard.collect.watched import Watched
 from backhaul_server.dashboard.views import schemas
@@ -133,7 +133,7 @@ def _fingerprint_skew(watch: Watch, now_s: float) -> Found:
             )
 
 
-def _recent(watch: Watch, now_s: float) -> Iterator[tuple[TrainerRun, Sums]]:
+def _recent(watch: Watch, now_s: float) -> Iterator[tuple[TrainerRun, Totals]]:
     for run in watch.trainers:
         if run.state(now_s) != "ended" and run.heard_at_s >= now_s - WINDOW_S:
             yield run, run.recent.since(now_s - WINDOW_S)

@@ -12,7 +12,7 @@ from typing import Literal
 
 from backhaul_proto.v1.telemetry_pb2 import GetTelemetryResponse, RpcTelemetry
 from backhaul_runtime.wire.telemetry import BOUNDS_S
-from backhaul_server.dashboard.metrics.sources import Source, TrainerSums
+from backhaul_server.dashboard.metrics.sources import MetricSource, TrainerSums
 
 Kind = Literal["gauge", "counter", "histogram"]
 
@@ -56,7 +56,7 @@ class MetricDefinition:
     kind: Kind
     help: str
     labels: tuple[str, ...]
-    read: Callable[[Source], Iterable[Sample]]
+    read: Callable[[MetricSource], Iterable[Sample]]
 
 
 _TIERS = {
@@ -67,7 +67,7 @@ _TIERS = {
 }
 
 
-def _answering(source: Source) -> Iterator[tuple[str, GetTelemetryResponse]]:
+def _answering(source: MetricSource) -> Iterator[tuple[str, GetTelemetryResponse]]:
     """Workers that answer: what another said long ago is no measurement."""
     for worker in source.workers:
         if worker.telemetry is not None and worker.state != "unreachable":
@@ -77,7 +77,7 @@ def _answering(source: Source) -> Iterator[tuple[str, GetTelemetryResponse]]:
 def _worker(name: str, kind: Kind, text: str, value: Callable[[GetTelemetryResponse], float]) -> MetricDefinition:
     """A metric with one value of each worker."""
 
-    def read(source: Source) -> Iterator[Sample]:
+    def read(source: MetricSource) -> Iterator[Sample]:
         return (((worker,), value(found)) for worker, found in _answering(source))
 
     return MetricDefinition(name, kind, text, ("worker",), read)
@@ -88,24 +88,24 @@ def _trainers(
 ) -> MetricDefinition:
     """A counter of all trainers together, by a label."""
 
-    def read(source: Source) -> Iterator[Sample]:
+    def read(source: MetricSource) -> Iterator[Sample]:
         return (((kind,), value) for kind, value in values(source.trainers.totals))
 
     return MetricDefinition(name, "counter", text, (label,), read)
 
 
 def _trainer(
-    name: str, text: str, value: Callable[[Source], float], kind: Literal["gauge", "counter"] = "counter"
+    name: str, text: str, value: Callable[[MetricSource], float], kind: Literal["gauge", "counter"] = "counter"
 ) -> MetricDefinition:
     """A metric with one value of all trainers together."""
     return MetricDefinition(name, kind, text, (), lambda source: [((), value(source))])
 
 
-def _up(source: Source) -> Iterator[Sample]:
+def _up(source: MetricSource) -> Iterator[Sample]:
     return (((worker.address.text,), float(worker.state != "unreachable")) for worker in source.workers)
 
 
-def _info(source: Source) -> Iterator[Sample]:
+def _info(source: MetricSource) -> Iterator[Sample]:
     for worker, found in _answering(source):
         yield (worker, found.worker_version, found.device, _fingerprint(found)), 1.0
 
@@ -116,7 +116,7 @@ def _fingerprint(found: GetTelemetryResponse) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()[:8] if lines else ""
 
 
-def _mixed_runs(source: Source) -> int:
+def _mixed_runs(source: MetricSource) -> int:
     """Runs whose workers differ in fingerprint."""
     seen: dict[str, set[str]] = {}
     for _, found in _answering(source):
@@ -126,19 +126,19 @@ def _mixed_runs(source: Source) -> int:
     return sum(len(fingerprints) > 1 for fingerprints in seen.values())
 
 
-def _memory(source: Source) -> Iterator[Sample]:
+def _memory(source: MetricSource) -> Iterator[Sample]:
     for worker, found in _answering(source):
         for tier, field in _TIERS.items():
             yield (worker, tier), getattr(found.memory, field)
 
 
-def _durations(source: Source) -> Iterator[Sample]:
+def _durations(source: MetricSource) -> Iterator[Sample]:
     for worker, found in _answering(source):
         for rpc in found.rpcs:
             yield (worker, rpc.method), histogram(rpc)
 
 
-def _errors(source: Source) -> Iterator[Sample]:
+def _errors(source: MetricSource) -> Iterator[Sample]:
     for worker, found in _answering(source):
         for rpc in found.rpcs:
             yield (worker, rpc.method), rpc.errors

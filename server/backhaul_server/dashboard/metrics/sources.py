@@ -123,7 +123,7 @@ class TrainerTotals(Protocol):
         """Runs that were heard of a moment ago."""
 
 
-class Source(Protocol):
+class MetricSource(Protocol):
     """All of it. `Watch` is one."""
 
     @property

@@ -60,13 +60,13 @@ def _thin(series: Series, since_s: float, width_s: int) -> list[int]:
     return [index for _, index in best.values()]
 
 
-def _marks(growths: Sequence[Growth], width_s: int) -> list[schemas.Mark]:
+def _marks(growths: Sequence[Growth], width_s: int) -> list[schemas.MemoryEvent]:
     """One for each kind and piece of time."""
-    marks: dict[tuple[int, str], schemas.Mark] = {}
+    marks: dict[tuple[int, str], schemas.MemoryEvent] = {}
     for growth in growths:
         key = (int(growth.at_s // width_s), growth.kind)
         if key in marks:
             marks[key].count += growth.count
         else:
-            marks[key] = schemas.Mark(at_s=growth.at_s, kind=growth.kind, count=growth.count)
+            marks[key] = schemas.MemoryEvent(at_s=growth.at_s, kind=growth.kind, count=growth.count)
     return list(marks.values())

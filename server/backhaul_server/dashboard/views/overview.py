@@ -2,7 +2,7 @@
 
 from backhaul_server.dashboard.collect.runs import TrainerRun
 from backhaul_server.dashboard.collect.series import LARGEST
-from backhaul_server.dashboard.collect.totals import WINDOW_S, Sums
+from backhaul_server.dashboard.collect.totals import WINDOW_S, Totals
 from backhaul_server.dashboard.collect.watch import Watch
 from backhaul_server.dashboard.views import schemas
 
@@ -14,8 +14,8 @@ def overview(watch: Watch, now_s: float, history_error: str) -> schemas.Overview
     """The headline numbers of all workers and runs together. A value that is not known now is None."""
     runs = list(watch.trainers)
     running = [run for run in runs if run.state(now_s) == "running"]
-    cost = Sums.of_all(run.recent.since(now_s - _COST_WINDOW_S) for run in runs)
-    recent = Sums.of_all(run.recent.since(now_s - WINDOW_S) for run in runs)
+    cost = Totals.of_all(run.recent.since(now_s - _COST_WINDOW_S) for run in runs)
+    recent = Totals.of_all(run.recent.since(now_s - WINDOW_S) for run in runs)
     recomputed = recent.remote + recent.on_trainer
     is_answered = any(worker.state != "unreachable" for worker in watch.workers)
 

@@ -97,7 +97,7 @@ class Memory(Schema):
     )
 
 
-class Session(Schema):
+class SessionStatus(Schema):
     """A trainer's stay on one worker."""
 
     worker: str = Field(examples=["127.0.0.1:50051"])
@@ -118,7 +118,7 @@ class Session(Schema):
     last_error: str = Field(examples=[""])
 
 
-class Worker(Schema):
+class WorkerStatus(Schema):
     """A worker as it was last seen."""
 
     address: str = Field(examples=["127.0.0.1:50051"])
@@ -159,7 +159,7 @@ class Alert(Schema):
     since_s: float = Field(examples=[1763769540.0])
 
 
-class Mark(Schema):
+class MemoryEvent(Schema):
     """Something that happened to memory."""
 
     at_s: float = Field(examples=[1763769570.0])
@@ -177,7 +177,7 @@ class TierHistory(Schema):
     cached_bytes: list[int] = Field(examples=[[20_132_659, 20_132_659]])
     working_bytes: list[int] = Field(examples=[[226_492_416, 188_743_680]])
     result_bytes: list[int] = Field(examples=[[4_194_304, 0]])
-    marks: list[Mark]
+    marks: list[MemoryEvent]
 
 
 class HeldHistory(Schema):
@@ -312,7 +312,7 @@ class SegmentReason(Schema):
     last_at_s: float = Field(description="When the last of them ended", examples=[1763769540.0])
 
 
-class Segment(Schema):
+class SegmentStatus(Schema):
     """All calls of one segment of a run that were told."""
 
     run: str = Field(examples=["9f86d081884c7d65"])
@@ -336,18 +336,18 @@ class Segment(Schema):
     retries: int = Field(examples=[0])
 
 
-class Segments(Schema):
+class SegmentList(Schema):
     """A page of the table."""
 
     at_s: float = Field(description="Now, by the dashboard's clock", examples=[1763769600.0])
     total: int = Field(description="That match the filters", examples=[1])
-    rows: list[Segment]
+    rows: list[SegmentStatus]
     reasons: list[SegmentReason] = Field(
         description="Of all rows of the runs, also those that don't match; the most frequent first, 50 at most"
     )
 
 
-class Run(Schema):
+class RunSummary(Schema):
     """A trainer from connect() to close()."""
 
     run: str = Field(examples=["9f86d081884c7d65"])
@@ -386,7 +386,7 @@ class Live(Schema):
     """An event of /api/v1/live, once a second."""
 
     overview: Overview
-    workers: list[Worker]
-    sessions: list[Session]
+    workers: list[WorkerStatus]
+    sessions: list[SessionStatus]
     alerts: list[Alert]
-    runs: list[Run] = Field(description="Those that told something in the last minute, and the newest one")
+    runs: list[RunSummary] = Field(description="Those that told something in the last minute, and the newest one")

@@ -22,10 +22,10 @@ from torch import Tensor
 from backhaul_runtime.errors import ProgramError, SegmentUnknownError
 from backhaul_runtime.tensors.layout import ALIGNMENT_BYTES
 from backhaul_runtime.wire.bundle import Bundle
-from backhaul_runtime.wire.tensor_stream import Parcel
+from backhaul_runtime.wire.tensor_stream import OutgoingTensor
 from backhaul_server.worker.engine.executor import Executor
 from backhaul_server.worker.engine.fair_queue import Job
-from backhaul_server.worker.engine.runs import Finished
+from backhaul_server.worker.engine.runs import RunResult
 from backhaul_server.worker.engine.store import Store
 from backhaul_server.worker.engine.stored_values import Held
 
@@ -39,7 +39,7 @@ MOST_SHARED = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class GradientsToKeep:
     """What a backward may keep here.
 
     Attributes:
@@ -126,7 +126,7 @@ def _fold(found: _Sum) -> None:
         found.total, found.last_pass = found.total + found.last_pass, None
 
 
-class Sums:
+class GradientSums:
     """Of one session.
 
     Args:
@@ -139,7 +139,7 @@ class Sums:
         self._session = session
         self._store = store
         self._executor = executor
-        self._collecting: tuple[int, asyncio.Future[dict[int, Parcel]]] | None = None  # with the commits in it
+        self._collecting: tuple[int, asyncio.Future[dict[int, OutgoingTensor]]] | None = None  # with the commits in it
         self._pending: dict[int, dict[int, _Pending]] = {}  # by segment and request
         self._shared: set[int] = set()
         self._round = _Round(0, self._shared)
@@ -150,7 +150,9 @@ class Sums:
         """Whether something was committed that nobody has collected."""
         return not self._is_collected
 
-    def keep(self, segment: int, backward: int, keep: Keep, found: Finished, sources: Sequence[Tensor]) -> Finished:
+    def keep(
+        self, segment: int, backward: int, keep: GradientsToKeep, found: RunResult, sources: Sequence[Tensor]
+    ) -> RunResult:
         """Takes contributions out of a result, pending (Rule 1); without room for them none.
 
         Args:
@@ -198,7 +200,7 @@ class Sums:
             self._is_collected = False
             self._submit(found, taken)
 
-    def collect(self, number: int, count: int) -> "asyncio.Future[dict[int, Parcel]]":
+    def collect(self, number: int, count: int) -> "asyncio.Future[dict[int, OutgoingTensor]]":
         """The sums of a round by slot, once all that was committed is added. Who asks meanwhile shares the answer.
 
         Raises:
@@ -242,10 +244,10 @@ class Sums:
         self._round.is_dropped = True
 
     def _submit(
-        self, found: _Round, taken: list[_Pending], answer: "asyncio.Future[dict[int, Parcel]] | None" = None
+        self, found: _Round, taken: list[_Pending], answer: "asyncio.Future[dict[int, OutgoingTensor]] | None" = None
     ) -> None:
         charged = sum(pending.charged_bytes for pending in taken)
-        totals: dict[int, Parcel] = {}
+        totals: dict[int, OutgoingTensor] = {}
         sizes: list[int] = []
 
         def work() -> None:
@@ -254,7 +256,7 @@ class Sums:
                     found.add(pending)
                 taken.clear()
                 if answer is not None:
-                    totals.update((slot, Parcel.of(total)) for slot, total in found.totals().items())
+                    totals.update((slot, OutgoingTensor.of(total)) for slot, total in found.totals().items())
             except Exception:  # out of memory, say: the trainer learns it when it collects
                 logger.exception("adding gradients failed")
                 found.is_whole = False
@@ -276,14 +278,14 @@ class Sums:
 
 
 def _without(
-    found: Finished, slots: Mapping[int, int], sources: Sequence[Tensor]
-) -> tuple[Finished, dict[int, list[Tensor]]]:
+    found: RunResult, slots: Mapping[int, int], sources: Sequence[Tensor]
+) -> tuple[RunResult, dict[int, list[Tensor]]]:
     """A result without the contributions that can stay, and these by slot, in order.
 
     A tensor stays if it has memory of its own and is as its parameter in all of its places.
     """
 
-    def can_stay(parcel: Parcel, source: int) -> bool:
+    def can_stay(parcel: OutgoingTensor, source: int) -> bool:
         value = sources[source]
         is_like = (parcel.tensor.shape, parcel.tensor.dtype) == (value.shape, value.dtype)
         held_bytes = parcel.tensor.untyped_storage().nbytes()

@@ -14,7 +14,7 @@ from backhaul_runtime.tensors.digest import address_of, content_digest, tensor_a
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.storages import storage_key
 from backhaul_runtime.wire.bundle import Bundle, bundle
-from backhaul_runtime.wire.tensor_stream import Parcel
+from backhaul_runtime.wire.tensor_stream import OutgoingTensor
 from backhaul_server.worker.engine.bounds import Bounds
 
 RESULT_BYTES = 4 << 10
@@ -25,7 +25,7 @@ PART_BYTES, NUMBER_BYTES = 512, 64
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class LiveReplay:
     """A replay that waits for its request.
 
     Attributes:
@@ -42,7 +42,7 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class SegmentInputs:
     """All a run needs.
 
     Attributes:
@@ -63,7 +63,7 @@ class Work:
     bounds: Bounds = field(default_factory=Bounds)
     known: KnownDigests | None = None
 
-    def replay(self, *, keep_saved: bool, is_measured: bool = False) -> Ready:
+    def replay(self, *, keep_saved: bool, is_measured: bool = False) -> LiveReplay:
         """Runs the program forward. Measured, its `Replay.footprint` is found."""
         began_at_s = time()
         states = self.program.ambient_states
@@ -79,13 +79,13 @@ class Work:
                     check=self.bounds.check,
                     known=self.known,
                 )
-            return Ready(replay, keep_saved, began_at_s, time() - began_at_s)
+            return LiveReplay(replay, keep_saved, began_at_s, time() - began_at_s)
         finally:
             torch.clear_autocast_cache()
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class BackwardInputs:
     """What a backward starts from. Equal ones of a segment give equal results.
 
     Attributes:
@@ -102,7 +102,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class RunResult:
     """What a request is answered with.
 
     Attributes:
@@ -124,7 +124,7 @@ class Finished:
     sources: tuple[int, ...]
     tensor_digests: tuple[bytes, ...] = ()
     saved_sketches: Sequence[tuple[float, ...]] = ()
-    chained: Mapping[int, Parcel] = field(default_factory=dict)
+    chained: Mapping[int, OutgoingTensor] = field(default_factory=dict)
     kept: Set[int] = frozenset()
     recompute_at_s: float = 0.0
     recompute_s: float = 0.0
@@ -154,12 +154,12 @@ class Finished:
 
 
 def backward(
-    work: Work,
-    ready: Ready | None,
-    start: Start,
+    work: SegmentInputs,
+    ready: LiveReplay | None,
+    start: BackwardInputs,
     gradients: Mapping[int, Tensor],
     chained: Collection[int] = (),
-) -> Finished:
+) -> RunResult:
     """Runs a segment's backward.
 
     Args:
@@ -179,13 +179,13 @@ def backward(
     boundaries = {i for i, source in enumerate(work.program.sources) if not source.is_leaf}
     found = [(i, c.gradient) for i, c in enumerate(contributions) if c.gradient is not None]
     sent = _addressed(bundle(found), {i for i, c in enumerate(contributions) if c.source in boundaries})
-    return Finished(
+    return RunResult(
         bundle=sent,
         saved_digests=tuple(ready.replay.saved_digests),
         sources=tuple(c.source for c in contributions),
         tensor_digests=tuple(address_of(parcel.tensor) for parcel in sent.parcels) if start.wants_digests else (),
         saved_sketches=ready.replay.saved_sketches,
-        chained={source: _named(Parcel.of(sums[source])) for source in chained if source in sums},
+        chained={source: _named(OutgoingTensor.of(sums[source])) for source in chained if source in sums},
         recompute_at_s=ready.began_at_s,
         recompute_s=ready.took_s,
         backward_at_s=began_at_s,
@@ -210,18 +210,18 @@ def _summed(contributions: Sequence[Contribution], sums: Mapping[int, Tensor]) -
     return [Contribution(c.source, left.pop(c.source, None)) if c.source in sums else c for c in contributions]
 
 
-def _named(parcel: Parcel) -> Parcel:
+def _named(parcel: OutgoingTensor) -> OutgoingTensor:
     """The parcel with the address of its contents."""
     address = tensor_address(parcel.layout, content_digest(parcel.tensor, parcel.layout))
-    return Parcel(parcel.tensor, parcel.layout, address)
+    return OutgoingTensor(parcel.tensor, parcel.layout, address)
 
 
-def recompute(work: Work, ready: Ready | None, positions: Sequence[int]) -> Finished:
+def recompute(work: SegmentInputs, ready: LiveReplay | None, positions: Sequence[int]) -> RunResult:
     """Takes saved tensors of a segment, by position, in the order asked for."""
     if ready is None or not ready.keeps_saved:
         ready = work.replay(keep_saved=True)
     replay = ready.replay
-    return Finished(
+    return RunResult(
         bundle=bundle([(position, replay.saved(position).unpack()) for position in positions]),
         saved_digests=tuple(replay.saved_digests),
         sources=(),

@@ -4,35 +4,51 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from backhaul_proto.v1 import tensor_pb2
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.replay.schedule import Footprint
 from backhaul_runtime.replay.schedule import Key as ScheduleKey
+from backhaul_runtime.tensors.layout import Layout
+from backhaul_runtime.wire.tensor_stream import SharedWriter
 from backhaul_server.worker.engine.bounds import Bounds
 from backhaul_server.worker.engine.fair_queue import Job
-from backhaul_server.worker.engine.gradient_sums import Keep
-from backhaul_server.worker.engine.runs import Finished, Ready, Start, Work
+from backhaul_server.worker.engine.gradient_sums import GradientsToKeep
+from backhaul_server.worker.engine.runs import BackwardInputs, LiveReplay, RunResult, SegmentInputs
 from backhaul_server.worker.engine.segment_machine import (
     Key,
     SegmentMachine,
 )
 
-if TYPE_CHECKING:
-    from backhaul_server.worker.memory_sharing.handover import Sharing
-
 MOST_UNTOLD = 64
 MOST_UNPREDICTABLE = 32
 _NOTHING = Footprint(0, 0, 0)
 
-Perform = Callable[[Work, Ready | None], Finished]
+Operation = Callable[[SegmentInputs, LiveReplay | None], RunResult]
 """What a request wants done with a segment. Called in the executor's thread."""
 
 
+class SharedMemory(Protocol):
+    """Memory that a session shares with its trainer, who is on the same machine. Event loop only."""
+
+    def use(self, location: tensor_pb2.Location, layout: Layout) -> tuple[Tensor, Callable[[], None]]:
+        """A tensor in place, which must not be written to, and a function that frees its memory at once."""
+        ...
+
+    def answering(self, answer: int) -> SharedWriter:
+        """A function that writes tensors of an answer where the trainer will find them."""
+        ...
+
+    def close(self) -> None:
+        """Ends the sharing. Tensors in use keep their memory."""
+        ...
+
+
 @dataclass(slots=True)
-class Request:
+class SegmentRequest:
     """A request for a segment.
 
     Attributes:
@@ -44,29 +60,29 @@ class Request:
         answer: Done when the work is; holds the result for those who ask again.
     """
 
-    perform: Perform | None
-    start: Start | None
-    keep: Keep | None
+    perform: Operation | None
+    start: BackwardInputs | None
+    keep: GradientsToKeep | None
     expected_s: float
     came_at_s: float
-    answer: "asyncio.Future[Finished]"
+    answer: "asyncio.Future[RunResult]"
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
+class SpeculativeBackward:
     """A backward nobody asked for yet.
 
     Attributes:
         start: What it starts from.
         gradients: The tensors that `start` names.
         finished: Its result, None until it has run.
-        was_told: The trainer has been sent that.
+        was_pushed: The trainer has been sent that.
     """
 
-    start: Start
+    start: BackwardInputs
     gradients: Mapping[int, Tensor]
-    finished: Finished | None = None
-    was_told: bool = False
+    finished: RunResult | None = None
+    was_pushed: bool = False
 
 
 @dataclass(eq=False)
@@ -87,28 +103,28 @@ class Segment:
         queued_at_s: When it could be replayed ahead, in seconds since 1970.
     """
 
-    session: "Session"
+    session: "SessionState"
     id: int
-    work: Work | None
+    work: SegmentInputs | None
     name: str
     predecessors: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     made_of: tuple[bytes, ...] = ()
     is_confirmed: bool = True
     machine: SegmentMachine = field(default_factory=SegmentMachine)
-    guess: Guess | None = None
-    ready: Ready | None = None
+    guess: SpeculativeBackward | None = None
+    ready: LiveReplay | None = None
     footprint: Footprint = _NOTHING
     bounds: Bounds = field(default_factory=Bounds)
     queued_at_s: float = 0.0
     job: Job | None = None
-    requests: dict[Key, Request] = field(default_factory=dict)
+    requests: dict[Key, SegmentRequest] = field(default_factory=dict)
 
     @property
     def key(self) -> ScheduleKey:
         """Names it among all segments of the worker, also beside one that it replaces."""
         return self.session.id, id(self)
 
-    def fits(self, ready: Ready) -> bool:
+    def fits(self, ready: LiveReplay) -> bool:
         """Whether a replay is that of the call, as far as the call has ended."""
         return not self.is_confirmed or self.work is None or ready.replay.drawn_from == list(self.work.generator_states)
 
@@ -140,7 +156,7 @@ class Segment:
 
 
 @dataclass(eq=False)
-class Session:
+class SessionState:
     """A trainer's stay.
 
     Attributes:
@@ -183,7 +199,7 @@ class Session:
     client_version: str = ""
     last_error: str = ""
     unpredictable: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
-    memory: "Sharing | None" = None
+    memory: SharedMemory | None = None
     telling: "asyncio.Queue[Segment | None] | None" = None
 
     def mispredicted(self, program: bytes) -> None:

@@ -19,13 +19,13 @@ from backhaul_runtime.program.program import NODE_BYTES
 from backhaul_runtime.replay.schedule import Footprint, Schedule
 from backhaul_runtime.replay.schedule import Key as ScheduleKey
 from backhaul_runtime.tensors.layout import layout_of
-from backhaul_runtime.wire.tensor_stream import Parcel
+from backhaul_runtime.wire.tensor_stream import OutgoingTensor
 from backhaul_server.worker.engine import runs
 from backhaul_server.worker.engine.executor import Executor
 from backhaul_server.worker.engine.fair_queue import Job
-from backhaul_server.worker.engine.gradient_sums import Keep, Sums
-from backhaul_server.worker.engine.runs import PART_BYTES, Finished, Ready, Start, Work
-from backhaul_server.worker.engine.segment import Guess, Perform, Request, Segment, Session
+from backhaul_server.worker.engine.gradient_sums import GradientsToKeep, GradientSums
+from backhaul_server.worker.engine.runs import PART_BYTES, BackwardInputs, LiveReplay, RunResult, SegmentInputs
+from backhaul_server.worker.engine.segment import Operation, Segment, SegmentRequest, SessionState, SpeculativeBackward
 from backhaul_server.worker.engine.segment_machine import (
     Answer,
     AnswerError,
@@ -58,7 +58,7 @@ SHORT_S = 0.001
 message: both take about as long as the guess. Longer ones would only be told later."""
 
 
-class Segments:
+class SegmentEngine:
     """Executes segments on one device.
 
     Args:
@@ -89,7 +89,7 @@ class Segments:
         self.wasted = 0
         self._store = store
         self._schedule = schedule
-        self._sums: dict[str, Sums] = {}
+        self._sums: dict[str, GradientSums] = {}
         self._by_key: dict[ScheduleKey, Segment] = {}
         self._by_kind: dict[Hashable, dict[ScheduleKey, Segment]] = {}
         self._footprints: OrderedDict[Hashable, Footprint] = OrderedDict()
@@ -135,7 +135,7 @@ class Segments:
 
     def release(self, segment: Segment) -> None:
         """Frees a segment."""
-        if segment.guess is not None and segment.guess.was_told:  # and was right, or there would have been a request
+        if segment.guess is not None and segment.guess.was_pushed:  # and was right, or there would have been a request
             self.guessed += 1
             self.recomputed += 1
         self._carry_out(segment, segment.machine.released())
@@ -144,18 +144,18 @@ class Segments:
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def closed(self, session: Session) -> None:
+    def closed(self, session: SessionState) -> None:
         """Forgets a session whose segments were released."""
         self._schedule.closed(session.id)
         sums = self._sums.pop(session.id, None)
         if sums is not None:
             sums.close()
 
-    def sums(self, session: Session) -> Sums:
+    def sums(self, session: SessionState) -> GradientSums:
         """Of gradients that a session's trainer has not collected."""
         found = self._sums.get(session.id)
         if found is None:
-            found = self._sums[session.id] = Sums(session.id, self._store, self.executor)
+            found = self._sums[session.id] = GradientSums(session.id, self._store, self.executor)
         return found
 
     @property
@@ -167,11 +167,11 @@ class Segments:
         self,
         segment: Segment,
         key: Key,
-        prepare: Callable[[], Perform],
+        prepare: Callable[[], Operation],
         expected_s: float,
-        start: Start | None = None,
-        keep: Keep | None = None,
-    ) -> Request:
+        start: BackwardInputs | None = None,
+        keep: GradientsToKeep | None = None,
+    ) -> SegmentRequest:
         """Asks for work on a segment. A repeated request joins the first, or finds its answer.
 
         Args:
@@ -190,7 +190,9 @@ class Segments:
             REQUESTS.check(segment.session.requests + 1)
             ALL_REQUESTS.check(self._requests + 1)
             expected_s = expected_s if 0 <= expected_s <= self._run_limit_s else self._run_limit_s
-            request = Request(prepare(), start, keep, expected_s, time(), asyncio.get_running_loop().create_future())
+            request = SegmentRequest(
+                prepare(), start, keep, expected_s, time(), asyncio.get_running_loop().create_future()
+            )
             segment.requests[key] = request
             segment.session.requests += 1
             self._requests += 1
@@ -211,7 +213,7 @@ class Segments:
                 self._store.unpin_result(result)
 
     @contextmanager
-    def reading(self, session: Session, addresses: Iterable[bytes]) -> Iterator[list[Parcel]]:
+    def reading(self, session: SessionState, addresses: Iterable[bytes]) -> Iterator[list[OutgoingTensor]]:
         """Around the sending of those tensors that a session's segments name. Otherwise as `answering`."""
         found = [address for address in dict.fromkeys(addresses) if self._store.is_named(session.id, address)]
         values = {address: self._store.value(address) for address in found}
@@ -220,7 +222,7 @@ class Segments:
         with self._sending(session):
             self._store.attach(reader, session.id, list(tensors), list(tensors), 0)
             try:
-                yield [Parcel(tensor, layout_of(tensor), address) for address, tensor in tensors.items()]
+                yield [OutgoingTensor(tensor, layout_of(tensor), address) for address, tensor in tensors.items()]
             finally:
                 self._store.detach(reader)
 
@@ -236,13 +238,13 @@ class Segments:
             self.executor.wake()
 
     @contextmanager
-    def collecting(self, session: Session) -> Iterator[None]:
+    def collecting(self, session: SessionState) -> Iterator[None]:
         """Around the sending of a session's sums. Otherwise as `answering`."""
         with self._sending(session):
             yield
 
     @contextmanager
-    def _sending(self, session: Session) -> Iterator[None]:
+    def _sending(self, session: SessionState) -> Iterator[None]:
         if session.answers >= ANSWERS.most:
             raise BudgetError(
                 f"{session.answers} answers are being sent to this trainer already: read them first",
@@ -257,7 +259,7 @@ class Segments:
             session.answers -= 1
             self.executor.wake()
 
-    def remember(self, session: Session, addresses: Iterable[bytes]) -> None:
+    def remember(self, session: SessionState, addresses: Iterable[bytes]) -> None:
         """Keeps gradients for the next segment of the chain, and lets go of those before them."""
         for address in addresses:
             session.gradients[address] = None
@@ -302,23 +304,23 @@ class Segments:
                     if segment.session.segments.pop(segment.id, None) is not None:
                         segment.session.named -= len(segment.made_of) - 1
 
-    def _go_on(self, segment: Segment, found: Finished, start: Start) -> None:
+    def _go_on(self, segment: Segment, found: RunResult, start: BackwardInputs) -> None:
         for before, guess in _guesses(segment, found, start):
             before.guess = guess
             self._schedule.guessed(before.key)
 
-    def told(self, segment: Segment, most_bytes: int, most_parts: int) -> tuple[Start, Finished] | None:
+    def told(self, segment: Segment, most_bytes: int, most_parts: int) -> tuple[BackwardInputs, RunResult] | None:
         """The guess about a segment, to be sent to its trainer; None where there is none, or a larger one."""
         guess = segment.guess
         if guess is None or guess.finished is None or guess.finished.parts > most_parts:
             return None
         if guess.finished.bundle.size_bytes > most_bytes:
             return None
-        segment.guess = replace(guess, was_told=True)
+        segment.guess = replace(guess, was_pushed=True)
         self._share(segment.session, guess.finished)
         return guess.start, guess.finished
 
-    def _share(self, session: Session, found: Finished) -> None:
+    def _share(self, session: SessionState, found: RunResult) -> None:
         """Keeps the gradients that a trainer may name from now on."""
         if session.is_closed:
             return
@@ -348,7 +350,7 @@ class Segments:
             before.machine.guess()
             chain.append(before)
             charged.append(self._start_run(before, before.footprint.run_bytes) or 0)
-        made: list[Guess] = []
+        made: list[SpeculativeBackward] = []
         gives_way = self._gives_way()
 
         def work() -> None:
@@ -390,7 +392,7 @@ class Segments:
 
     def _replay_ahead(self, segment: Segment) -> Job:
         charged = self._start_run(segment, segment.footprint.replay_bytes) or 0
-        made: list[Ready] = []
+        made: list[LiveReplay] = []
         is_measured = segment.work is not None and segment.work.kind not in self._footprints
         gives_way = self._gives_way()
 
@@ -469,7 +471,7 @@ class Segments:
             self._carry_out(segment, segment.machine.ran(key, succeeded=True))
             return
         self.wasted += guess is not None and guess.finished is not None
-        outcome: list[Finished | BackhaulError] = []
+        outcome: list[RunResult | BackhaulError] = []
         charged: list[int] = []
 
         def begin() -> bool:
@@ -492,19 +494,19 @@ class Segments:
             segment.job = None  # it leads back to the segment
             self._store.end_run(charged.pop())
             found = outcome.pop()
-            succeeded = isinstance(found, Finished)
-            if isinstance(found, Finished):
+            succeeded = isinstance(found, RunResult)
+            if isinstance(found, RunResult):
                 self._done(segment, key, request, found)
             else:
                 self._fail(segment, key, found)
             self._carry_out(segment, segment.machine.ran(key, succeeded=succeeded))
-            if isinstance(found, Finished) and request.start is not None:
+            if isinstance(found, RunResult) and request.start is not None:
                 self._go_on(segment, found, request.start)
 
         segment.job = Job(segment.session.id, begin, work, end, request.expected_s, segment.name)
         self.executor.submit(segment.job)
 
-    def _done(self, segment: Segment, key: Key, request: Request, found: Finished) -> None:
+    def _done(self, segment: Segment, key: Key, request: SegmentRequest, found: RunResult) -> None:
         """Answers a request and keeps the answer for those who ask again."""
         self.recomputed += 1
         self._answered(segment)
@@ -547,9 +549,11 @@ def _short_before(segment: Segment) -> Iterator[Segment]:
         yield segment
 
 
-def _guesses(segment: Segment, found: Finished, start: Start) -> Iterator[tuple[Segment, Guess]]:
+def _guesses(
+    segment: Segment, found: RunResult, start: BackwardInputs
+) -> Iterator[tuple[Segment, SpeculativeBackward]]:
     """What the segments before will be asked for: the gradients just found, unchanged."""
-    given: dict[int, dict[int, Parcel]] = {}
+    given: dict[int, dict[int, OutgoingTensor]] = {}
     for source, parcel in found.chained.items():
         number, output = segment.predecessors[source]
         given.setdefault(number, {})[output] = parcel
@@ -559,14 +563,16 @@ def _guesses(segment: Segment, found: Finished, start: Start) -> Iterator[tuple[
             summed = tuple(sorted(before.predecessors)) if start.summed else ()  # likely as it was just now
             yield (
                 before,
-                Guess(
-                    Start(addresses, start.state, start.wants_digests, summed),
+                SpeculativeBackward(
+                    BackwardInputs(addresses, start.state, start.wants_digests, summed),
                     {output: parcel.tensor for output, parcel in parcels.items()},
                 ),
             )
 
 
-def _outcome(segment: Segment, perform: Perform, work: Work, ready: Ready | None) -> Finished | BackhaulError:
+def _outcome(
+    segment: Segment, perform: Operation, work: SegmentInputs, ready: LiveReplay | None
+) -> RunResult | BackhaulError:
     try:
         return perform(work, ready)
     except BackhaulError as error:

@@ -28,9 +28,9 @@ from backhaul_server.worker.config import RUN_LIMIT_S
 from backhaul_server.worker.engine.bounds import Bounds, RunMemory
 from backhaul_server.worker.engine.fair_queue import Job
 from backhaul_server.worker.engine.heap import return_freed_memory
-from backhaul_server.worker.engine.runs import Work
-from backhaul_server.worker.engine.segment import Segment, Session
-from backhaul_server.worker.engine.segment_engine import Segments
+from backhaul_server.worker.engine.runs import SegmentInputs
+from backhaul_server.worker.engine.segment import Segment, SessionState
+from backhaul_server.worker.engine.segment_engine import SegmentEngine
 from backhaul_server.worker.engine.store import ENTRY_BYTES, Store
 from backhaul_server.worker.engine.stored_values import Held, ReadProgram, is_same
 from backhaul_server.worker.limits import (
@@ -87,8 +87,8 @@ class Worker:
         self.epoch = secrets.token_hex(8)
         schedule = Schedule()
         self.store: Store[Held] = Store(budget_bytes, schedule.last_needed, is_same=is_same)
-        self.segments = Segments(self.store, schedule, run_limit_s, overdue)
-        self.sessions: dict[str, Session] = {}
+        self.segments = SegmentEngine(self.store, schedule, run_limit_s, overdue)
+        self.sessions: dict[str, SessionState] = {}
         self.draining = False
         self.memory_path = self.socket_path = ""
         self.last_error = ("", 0.0)
@@ -112,18 +112,18 @@ class Worker:
 
     # Sessions
 
-    def open_session(self, trainer: str, run: str = "", client_version: str = "") -> Session:
+    def open_session(self, trainer: str, run: str = "", client_version: str = "") -> SessionState:
         """A new session. Raises BudgetError, DrainingError or LimitError."""
         self._check_draining()
         SESSIONS.check(len(self.sessions) + 1)
         expires_at = monotonic() + self.lease_s
-        session = Session(secrets.token_hex(16), trainer, expires_at, run=run, client_version=client_version)
+        session = SessionState(secrets.token_hex(16), trainer, expires_at, run=run, client_version=client_version)
         self._charge(session, _SESSION_BYTES + 4 * (len(trainer) + len(run) + len(client_version)))  # 4 a character
         self.sessions[session.id] = session
         logger.info("%s (backhaul %s) opened a session", trainer, client_version, extra=about(run))
         return session
 
-    def session(self, session_id: str) -> Session:
+    def session(self, session_id: str) -> SessionState:
         """The session of that id, its lease renewed. Raises SessionUnknownError."""
         session = self.sessions.get(session_id)
         if session is None:
@@ -151,7 +151,7 @@ class Worker:
         if not self.sessions:
             return_freed_memory()
 
-    def _charge(self, session: Session, size_bytes: int) -> None:
+    def _charge(self, session: SessionState, size_bytes: int) -> None:
         self.store.charge(f"{size_bytes} bytes of a session", size_bytes)
         session.own_bytes += size_bytes
 
@@ -165,7 +165,7 @@ class Worker:
 
     # Programs and tensors
 
-    async def put_program(self, session: Session, encoded: bytes) -> bytes:
+    async def put_program(self, session: SessionState, encoded: bytes) -> bytes:
         """Checks and keeps a program for a session. Returns its address. Raises BudgetError or ProgramError."""
         self._check_draining()
         if len(encoded) > MAX_PROGRAM_BYTES:
@@ -202,7 +202,7 @@ class Worker:
 
     def save(
         self,
-        session: Session,
+        session: SessionState,
         segment_id: int,
         program_address: bytes,
         addresses: Sequence[bytes],
@@ -261,7 +261,7 @@ class Worker:
         need = program.run_bytes([layout.gradient_bytes for layout in layouts])
         kind = sha256(program_address + b"".join(layout.full_header for layout in layouts)).digest()
         bounds = Bounds(self._run_limit_s, self._run_memory)
-        work = Work(program, sources, generator_states, wants_sketches, kind, bounds, self._known)
+        work = SegmentInputs(program, sources, generator_states, wants_sketches, kind, bounds, self._known)
         segment = Segment(session, segment_id, work, name, predecessors, made_of, not is_predicted, bounds=bounds)
         passing = [addresses[position] for position in transient]
         remembered = _PASS_BYTES if len(session.segments) == session.most_segments else 0
@@ -277,14 +277,14 @@ class Worker:
             self.segments.ahead(segment)
         return False, []
 
-    def segment(self, session: Session, segment_id: int) -> Segment:
+    def segment(self, session: SessionState, segment_id: int) -> Segment:
         """A saved segment. Raises SegmentUnknownError."""
         segment = session.segments.get(segment_id)
         if segment is None or not segment.is_confirmed:
             raise SegmentUnknownError(f"this worker has no segment {segment_id} of this session")
         return segment
 
-    def gradients(self, session: Session, addresses: Mapping[int, bytes]) -> dict[int, Tensor]:
+    def gradients(self, session: SessionState, addresses: Mapping[int, bytes]) -> dict[int, Tensor]:
         """The tensors a backward starts from. Raises TensorsMissingError."""
         missing = self.store.missing(session.id, addresses.values())
         if missing:
@@ -309,14 +309,14 @@ class Worker:
             raise ProgramError("a segment names a tensor as its program, or a program as a source")
         return read.program, tensors
 
-    def replay_ahead(self, session: Session, segment_ids: Sequence[int]) -> None:
+    def replay_ahead(self, session: SessionState, segment_ids: Sequence[int]) -> None:
         """Starts on segments that will be asked for, as far as room allows. Unknown ones are passed over."""
         for segment_id in segment_ids:
             segment = session.segments.get(segment_id)
             if segment is not None:
                 self.segments.ahead(segment)
 
-    def release(self, session: Session, segment_ids: Sequence[int]) -> None:
+    def release(self, session: SessionState, segment_ids: Sequence[int]) -> None:
         """Frees segments. Unknown ones are gone already."""
         for segment_id in segment_ids:
             segment = session.segments.get(segment_id)
@@ -324,7 +324,7 @@ class Worker:
                 self.segments.release(segment)
 
     @contextmanager
-    def streaming(self, session: Session) -> Iterator[None]:
+    def streaming(self, session: SessionState) -> Iterator[None]:
         """Around a stream that stays open. Raises LimitError for too many."""
         STREAMS.check(session.streams + 1)
         ALL_STREAMS.check(self.streams + 1)

@@ -28,19 +28,19 @@ from backhaul_runtime.process.logs import about
 from backhaul_runtime.tensors.layout import Layout, copy_exact
 from backhaul_runtime.wire.shared_memory import (
     LEAST_BYTES,
-    Ask,
     Outbox,
-    Place,
     Region,
+    SharedMemoryRequest,
+    Slot,
     checksum_of,
     is_same_user,
     make_memory,
     offer,
     offer_nothing,
 )
-from backhaul_runtime.wire.tensor_stream import Parcel, Placing
+from backhaul_runtime.wire.tensor_stream import OutgoingTensor, SharedWriter
 from backhaul_server.worker.engine.heap import return_freed_memory
-from backhaul_server.worker.engine.segment import Session
+from backhaul_server.worker.engine.segment import SessionState
 from backhaul_server.worker.engine.worker import Worker
 from backhaul_server.worker.limits import SHARED_ANSWERS
 from backhaul_server.worker.listening import ListenError, SocketPath
@@ -160,19 +160,19 @@ class Handover:
             return
         if session.memory is not None:
             session.memory.close()
-        session.memory = Sharing(self, peer, session)
+        session.memory = SharedMemoryEnd(self, peer, session)
 
 
-class Sharing:
+class SharedMemoryEnd:
     """Memory shared with a session's trainer."""
 
-    def __init__(self, handover: Handover, peer: socket.socket, session: Session) -> None:
+    def __init__(self, handover: Handover, peer: socket.socket, session: SessionState) -> None:
         self._handover = handover
         self._peer = peer
         self._session = session
         self._up: dict[int, Region] = {}
         self._down = Outbox()
-        self._answers: dict[int, list[Place]] = {}
+        self._answers: dict[int, list[Slot]] = {}
         self._growing: set[bool] = set()
         self._moving = asyncio.Lock()
         self._is_making_room = False
@@ -188,13 +188,13 @@ class Sharing:
         region.check(location, layout)
         return region.use(location, layout), partial(region.let_go, location.slot, location.ticket)
 
-    def answering(self, answer: int) -> Placing:
+    def answering(self, answer: int) -> SharedWriter:
         """Puts tensors of an answer where its trainer finds them, until that has ended it."""
         if answer not in self._answers and len(self._answers) >= SHARED_ANSWERS.most:
             return lambda _: None
         self._answers.setdefault(answer, [])
 
-        def place(parcel: Parcel) -> tensor_pb2.Location | None:
+        def place(parcel: OutgoingTensor) -> tensor_pb2.Location | None:
             layout, places = parcel.layout, self._answers.get(answer)
             if places is None or not Outbox.takes(layout):
                 return None
@@ -226,10 +226,10 @@ class Sharing:
                 message = self._peer.recv(_LONGEST_NAME)
                 if not message:
                     break
-                kind, number = Ask.read(message)
-                if kind is Ask.MORE:
+                kind, number = SharedMemoryRequest.read(message)
+                if kind is SharedMemoryRequest.MORE:
                     self._grow(number, is_down=False)
-                elif kind is Ask.ROOM:
+                elif kind is SharedMemoryRequest.ROOM:
                     self._make_room(number)
                 else:
                     self._down.end(self._answers.pop(number, []))

@@ -53,7 +53,7 @@ POLICY: Mapping[str, Needs] = {
 }
 
 
-class Access(grpc.aio.ServerInterceptor):
+class TokenInterceptor(grpc.aio.ServerInterceptor):
     """Denies requests that don't show the token of this worker."""
 
     def __init__(self, token: str) -> None:

@@ -27,7 +27,7 @@ from backhaul_runtime.process.logs import about
 from backhaul_runtime.wire.splicing import accepted, deserializer, serialize
 from backhaul_server.worker.engine.worker import Worker
 from backhaul_server.worker.limits import MOST_FIELDS, check_fields, check_size
-from backhaul_server.worker.rpc.meter import Meter
+from backhaul_server.worker.rpc.meter import RpcMeter
 
 logger = logging.getLogger("backhaul.worker")
 
@@ -113,7 +113,7 @@ class Servicer:
         meter: Counts.
     """
 
-    def __init__(self, worker: Worker, meter: Meter) -> None:
+    def __init__(self, worker: Worker, meter: RpcMeter) -> None:
         self.worker = worker
         self.meter = meter
 

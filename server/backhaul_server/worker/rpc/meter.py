@@ -23,7 +23,7 @@ class Method:
     buckets: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
 
 
-class Meter:
+class RpcMeter:
     """What the wire did so far.
 
     Attributes:

@@ -15,33 +15,33 @@ from backhaul_runtime.sealing import sealed
 from backhaul_runtime.wire.bundle import encode_view
 from backhaul_runtime.wire.protocol import CHUNK_BYTES, PROGRESS_INTERVAL_S
 from backhaul_runtime.wire.shared_memory import shared_bytes
-from backhaul_runtime.wire.splicing import SPLICED_BYTES, Carried, accepted, encode_all, field_of
-from backhaul_runtime.wire.tensor_stream import PLACED_BYTES, Parcel, Placing, batches
+from backhaul_runtime.wire.splicing import SPLICED_BYTES, TensorMessage, accepted, encode_all, field_of
+from backhaul_runtime.wire.tensor_stream import PLACED_BYTES, OutgoingTensor, SharedWriter, batches
 from backhaul_server.worker.engine import runs
-from backhaul_server.worker.engine.gradient_sums import Keep
-from backhaul_server.worker.engine.runs import Finished, Start
-from backhaul_server.worker.engine.segment import Perform, Request, Segment, Session
+from backhaul_server.worker.engine.gradient_sums import GradientsToKeep
+from backhaul_server.worker.engine.runs import BackwardInputs, RunResult
+from backhaul_server.worker.engine.segment import Operation, Segment, SegmentRequest, SessionState
 from backhaul_server.worker.engine.segment_machine import Key
 from backhaul_server.worker.rpc.calls import Context, Servicer, open_stream, stream, unary
-from backhaul_server.worker.rpc.tensor_service import Arriving
+from backhaul_server.worker.rpc.tensor_service import TensorUpload
 
 MANY_PARTS = 2_048
 """Of an answer: one with more digests, views and gradients is not written in the event loop, nor sent ahead."""
 
 
-class Segments(Servicer):
+class SegmentServicer(Servicer):
     """Saves, recomputes, runs backward, releases."""
 
     @unary
     async def SaveSegment(  # noqa: N802  gRPC's name
-        self, carried: Carried[segment_pb2.SaveSegmentRequest], context: Context
+        self, carried: TensorMessage[segment_pb2.SaveSegmentRequest], context: Context
     ) -> segment_pb2.SaveSegmentResponse:
         """Answers what is missing, or saves."""
         return self._save(carried, self._take_in(carried))
 
     @open_stream
     async def ShortSaves(  # noqa: N802  gRPC's name
-        self, requests: AsyncIterator[Carried[segment_pb2.SaveSegmentRequest] | BackhaulError], context: Context
+        self, requests: AsyncIterator[TensorMessage[segment_pb2.SaveSegmentRequest] | BackhaulError], context: Context
     ) -> AsyncIterator[segment_pb2.SaveSegmentResponse]:
         """Answers each as SaveSegment does, but leaves it to that to say what is wrong."""
         with ExitStack() as opened:
@@ -60,8 +60,8 @@ class Segments(Servicer):
                     self.meter.call("SaveSegment", perf_counter() - started, failed=False)
 
     async def _each(
-        self, requests: AsyncIterator[Carried[Any] | BackhaulError], opened: ExitStack
-    ) -> AsyncIterator[Carried[Any] | BackhaulError]:
+        self, requests: AsyncIterator[TensorMessage[Any] | BackhaulError], opened: ExitStack
+    ) -> AsyncIterator[TensorMessage[Any] | BackhaulError]:
         """The requests of a stream, which counts among the streams of the first session that one of them names."""
         with ExitStack() as opening:
             opening.enter_context(self.worker.opening())
@@ -75,7 +75,7 @@ class Segments(Servicer):
                     return
                 except TimeoutError:
                     raise TransferError(f"a stream named no session for {self.worker.lease_s:g} s") from None
-                if not is_counted and isinstance(received, Carried):
+                if not is_counted and isinstance(received, TensorMessage):
                     session = self.worker.sessions.get(received.message.key.session)
                     if session is not None:
                         opening.close()
@@ -84,17 +84,17 @@ class Segments(Servicer):
                 yield received
 
     def _take_in(
-        self, carried: "Carried[segment_pb2.SaveSegmentRequest] | Carried[segment_pb2.BackwardRequest]"
+        self, carried: "TensorMessage[segment_pb2.SaveSegmentRequest] | TensorMessage[segment_pb2.BackwardRequest]"
     ) -> list[bytes]:
         """Stores what came with a request, all or nothing. Returns the addresses."""
-        with Arriving(self.worker) as arriving:
+        with TensorUpload(self.worker) as arriving:
             arriving.come_from(self.worker.session(carried.message.key.session))
             arriving.add(carried)
             self.meter.received(shared_bytes(carried.tensors))
             return arriving.stored()
 
     def _save(
-        self, carried: Carried[segment_pb2.SaveSegmentRequest], stored: Sequence[bytes]
+        self, carried: TensorMessage[segment_pb2.SaveSegmentRequest], stored: Sequence[bytes]
     ) -> segment_pb2.SaveSegmentResponse:
         request = carried.message
         declarations = carried.tensors.declarations if carried.tensors is not None else ()
@@ -141,7 +141,7 @@ class Segments(Servicer):
 
     @stream
     async def Backward(  # noqa: N802  gRPC's name
-        self, carried: Carried[segment_pb2.BackwardRequest], context: Context
+        self, carried: TensorMessage[segment_pb2.BackwardRequest], context: Context
     ) -> AsyncIterator[segment_pb2.BackwardResponse | bytes]:
         """Streams progress, then digests and contributions."""
         with self._backward(carried) as (segment, asked):
@@ -155,7 +155,7 @@ class Segments(Servicer):
 
     @open_stream
     async def ShortBackwards(  # noqa: N802  gRPC's name
-        self, requests: AsyncIterator[Carried[segment_pb2.BackwardRequest] | BackhaulError], context: Context
+        self, requests: AsyncIterator[TensorMessage[segment_pb2.BackwardRequest] | BackhaulError], context: Context
     ) -> AsyncIterator[segment_pb2.BackwardResponse | bytes]:
         """Answers what it can with one message, soon. All else, errors too, is left to `Backward`."""
         with ExitStack() as opened:
@@ -169,7 +169,7 @@ class Segments(Servicer):
                 if answer is not None:
                     self.meter.call("Backward", perf_counter() - started, failed=False)
 
-    async def _short_answer(self, carried: Carried[segment_pb2.BackwardRequest]) -> bytes | None:
+    async def _short_answer(self, carried: TensorMessage[segment_pb2.BackwardRequest]) -> bytes | None:
         with self._backward(carried) as (segment, asked):
             await asyncio.wait([asked.answer], timeout=PROGRESS_INTERVAL_S)
             most = PLACED_BYTES if carried.message.answer else CHUNK_BYTES
@@ -201,7 +201,7 @@ class Segments(Servicer):
                 if session.telling is queue:
                     session.stop_telling()
 
-    async def _made(self, found: Finished, make: Callable[[], Iterator[bytes]]) -> Iterator[bytes]:
+    async def _made(self, found: RunResult, make: Callable[[], Iterator[bytes]]) -> Iterator[bytes]:
         """The messages of an answer. What a long one says is written beside the event loop, by another thread."""
         messages = make()
         if found.parts <= MANY_PARTS:
@@ -215,7 +215,9 @@ class Segments(Servicer):
         return None if found is None else _ahead_answer(segment, *found)
 
     @contextmanager
-    def _backward(self, carried: Carried[segment_pb2.BackwardRequest]) -> Iterator[tuple[Segment, Request]]:
+    def _backward(
+        self, carried: TensorMessage[segment_pb2.BackwardRequest]
+    ) -> Iterator[tuple[Segment, SegmentRequest]]:
         """Around a backward that was asked for, and its answer."""
         request = carried.message
         session = self.worker.session(request.key.session)
@@ -226,7 +228,7 @@ class Segments(Servicer):
                 f"a gradient is given for output {max(addresses, default=0)}, past the last of {segment.name}"
             )
         self._take_in(carried)
-        start = Start(
+        start = BackwardInputs(
             tuple(sorted(addresses.items())),
             decode_state(request.start.ambient_state),
             request.start.wants_digests,
@@ -235,9 +237,9 @@ class Segments(Servicer):
         slots = {each.source: each.slot for each in request.slots}
         if max(slots, default=-1) >= len(segment.work.sources):
             raise ProgramError(f"a slot is named for source {max(slots)} of {segment.name}")
-        keep = Keep(slots, request.pass_number) if slots else None
+        keep = GradientsToKeep(slots, request.pass_number) if slots else None
 
-        def prepare() -> Perform:
+        def prepare() -> Operation:
             gradients = self.worker.gradients(session, addresses)
             return partial(runs.backward, start=start, gradients=gradients, chained=segment.predecessors)
 
@@ -292,17 +294,17 @@ class Segments(Servicer):
                 for message in encode_all(placed, response.TENSORS_FIELD_NUMBER, response):
                     yield message
 
-    def _commit(self, session: Session, commits: segment_pb2.Commits) -> None:
+    def _commit(self, session: SessionState, commits: segment_pb2.Commits) -> None:
         backwards = [(key.segment, key.backward) for key in commits.backwards]
         self.worker.segments.sums(session).commit(commits.round, commits.first, backwards)
 
-    def _placing(self, session: Session, answer: int) -> Placing:
+    def _placing(self, session: SessionState, answer: int) -> SharedWriter:
         """Puts tensors of an answer into memory that its trainer shares; without any they go as chunks."""
         if not answer or session.memory is None:
             return lambda _: None
         put = session.memory.answering(answer)
 
-        def place(parcel: Parcel) -> tensor_pb2.Location | None:
+        def place(parcel: OutgoingTensor) -> tensor_pb2.Location | None:
             placed = put(parcel)
             if placed is not None:
                 self.meter.sent(parcel.layout.payload_bytes)
@@ -310,16 +312,16 @@ class Segments(Servicer):
 
         return place
 
-    async def _wait(self, segment: Segment, answer: "asyncio.Future[Finished]") -> AsyncIterator[segment_pb2.Progress]:
+    async def _wait(self, segment: Segment, answer: "asyncio.Future[RunResult]") -> AsyncIterator[segment_pb2.Progress]:
         """Says how far a request is until it is done. Keeps its session alive meanwhile."""
         while not answer.done():
-            running, ahead_s = self.worker.segments.executor.place(segment.job)
+            running, queued_s = self.worker.segments.executor.place(segment.job)
             self.worker.session(segment.session.id)
-            yield segment_pb2.Progress(running=running, ahead_s=ahead_s)
+            yield segment_pb2.Progress(running=running, ahead_s=queued_s)
             await asyncio.wait([answer], timeout=PROGRESS_INTERVAL_S)
 
 
-def _recompute_answer(segment: Segment, asked: Request, place: Placing) -> Iterator[bytes]:
+def _recompute_answer(segment: Segment, asked: SegmentRequest, place: SharedWriter) -> Iterator[bytes]:
     found = asked.answer.result()
     result = segment_pb2.RecomputeResult(
         saved_digests=found.saved_digests,
@@ -331,13 +333,13 @@ def _recompute_answer(segment: Segment, asked: Request, place: Placing) -> Itera
     yield from encode_all(batches(found.bundle.parcels, place), response.TENSORS_FIELD_NUMBER, response)
 
 
-def _backward_answer(segment: Segment, asked: Request, place: Placing = lambda _: None) -> Iterator[bytes]:
+def _backward_answer(segment: Segment, asked: SegmentRequest, place: SharedWriter = lambda _: None) -> Iterator[bytes]:
     found = asked.answer.result()
     response = segment_pb2.BackwardResponse(result=_backward_result(segment, found, asked.came_at_s))
     yield from encode_all(batches(found.bundle.parcels, place), response.TENSORS_FIELD_NUMBER, response)
 
 
-def _ahead_answer(segment: Segment, start: Start, found: Finished) -> bytes:
+def _ahead_answer(segment: Segment, start: BackwardInputs, found: RunResult) -> bytes:
     """Not sealed: several go in one message."""
     result = _backward_result(segment, found, time())
     response = segment_pb2.AheadResponse(segment=segment.id, start=_encoded(start), result=result)
@@ -368,7 +370,7 @@ def _together(answers: Iterable[bytes]) -> Iterator[bytes]:
         yield sealed(held)
 
 
-def encode_contributions(found: Finished) -> list[segment_pb2.Contribution]:
+def encode_contributions(found: RunResult) -> list[segment_pb2.Contribution]:
     """The contributions of a backward as they stand in its answer, in order."""
     contributions = [
         segment_pb2.Contribution(source=source, kept=position in found.kept)
@@ -379,7 +381,7 @@ def encode_contributions(found: Finished) -> list[segment_pb2.Contribution]:
     return contributions
 
 
-def _backward_result(segment: Segment, found: Finished, asked_at_s: float) -> segment_pb2.BackwardResult:
+def _backward_result(segment: Segment, found: RunResult, asked_at_s: float) -> segment_pb2.BackwardResult:
     return segment_pb2.BackwardResult(
         saved_digests=found.saved_digests,
         contributions=encode_contributions(found),
@@ -393,7 +395,7 @@ def _backward_result(segment: Segment, found: Finished, asked_at_s: float) -> se
     )
 
 
-def _encoded(start: Start) -> segment_pb2.Start:
+def _encoded(start: BackwardInputs) -> segment_pb2.Start:
     return segment_pb2.Start(
         gradients=[segment_pb2.OutputGradient(output=output, tensor=tensor) for output, tensor in start.addresses],
         ambient_state=encode_state(start.state),
@@ -402,11 +404,11 @@ def _encoded(start: Start) -> segment_pb2.Start:
     )
 
 
-def _sketches(found: Finished) -> list[segment_pb2.Sketch]:
+def _sketches(found: RunResult) -> list[segment_pb2.Sketch]:
     return [segment_pb2.Sketch(numbers=numbers) for numbers in found.saved_sketches]
 
 
-def _timing(segment: Segment, asked_at_s: float, found: Finished) -> segment_pb2.Timing:
+def _timing(segment: Segment, asked_at_s: float, found: RunResult) -> segment_pb2.Timing:
     was_ahead = found.recompute_at_s < asked_at_s
     return segment_pb2.Timing(
         queued_at_s=segment.queued_at_s if was_ahead else asked_at_s,

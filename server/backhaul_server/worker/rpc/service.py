@@ -20,13 +20,13 @@ from backhaul_runtime.version import version
 from backhaul_runtime.wire.protocol import PROTOCOL_VERSION
 from backhaul_server.worker.engine.worker import Worker
 from backhaul_server.worker.rpc.calls import Context, Servicer, handler_of, unary
-from backhaul_server.worker.rpc.meter import Meter
-from backhaul_server.worker.rpc.segment_service import Segments
-from backhaul_server.worker.rpc.telemetry_service import Telemetry
-from backhaul_server.worker.rpc.tensor_service import Tensors
+from backhaul_server.worker.rpc.meter import RpcMeter
+from backhaul_server.worker.rpc.segment_service import SegmentServicer
+from backhaul_server.worker.rpc.telemetry_service import TelemetryServicer
+from backhaul_server.worker.rpc.tensor_service import TensorServicer
 
 
-class Sessions(Servicer):
+class SessionServicer(Servicer):
     """Opens, keeps and closes sessions."""
 
     @unary
@@ -73,7 +73,7 @@ class Sessions(Servicer):
         return session_pb2.CloseSessionResponse()
 
 
-class Programs(Servicer):
+class ProgramServicer(Servicer):
     """Takes programs."""
 
     @unary
@@ -87,13 +87,13 @@ class Programs(Servicer):
 
 def add_services(server: grpc.aio.Server, worker: Worker) -> None:
     """Adds all of the worker's services to a server that has not started."""
-    meter = Meter()
+    meter = RpcMeter()
     for file, servicer in (
-        (session_pb2, Sessions(worker, meter)),
-        (program_pb2, Programs(worker, meter)),
-        (tensor_pb2, Tensors(worker, meter)),
-        (segment_pb2, Segments(worker, meter)),
-        (telemetry_pb2, Telemetry(worker, meter)),
+        (session_pb2, SessionServicer(worker, meter)),
+        (program_pb2, ProgramServicer(worker, meter)),
+        (tensor_pb2, TensorServicer(worker, meter)),
+        (segment_pb2, SegmentServicer(worker, meter)),
+        (telemetry_pb2, TelemetryServicer(worker, meter)),
     ):
         for service in file.DESCRIPTOR.services_by_name.values():
             handlers = {method.name: handler_of(method, servicer) for method in service.methods}

@@ -14,17 +14,17 @@ from backhaul_runtime.wire.splicing import field_of
 from backhaul_server.worker.engine.worker import Worker
 from backhaul_server.worker.limits import ALL_LOOKS, LOOKS
 from backhaul_server.worker.rpc.calls import Context, Servicer, unary
-from backhaul_server.worker.rpc.meter import Meter
-from backhaul_server.worker.rpc.trainer_reports import Reports
+from backhaul_server.worker.rpc.meter import RpcMeter
+from backhaul_server.worker.rpc.trainer_reports import TrainerReports
 
 
-class Telemetry(Servicer):
+class TelemetryServicer(Servicer):
     """Tells how the worker is, and what trainers told it."""
 
-    def __init__(self, worker: Worker, meter: Meter) -> None:
+    def __init__(self, worker: Worker, meter: RpcMeter) -> None:
         super().__init__(worker, meter)
         self._started = monotonic()
-        self._reports = Reports()
+        self._reports = TrainerReports()
         self._looks: Counter[str] = Counter()  # unread answers, by connection
 
     @unary

@@ -15,18 +15,17 @@ from backhaul_runtime.errors import (
     TransferError,
 )
 from backhaul_runtime.tensors.layout import Layout
-from backhaul_runtime.tensors.staging import aside, past, use_here
+from backhaul_runtime.tensors.staging import last_moment, on_side_stream, use_here
 from backhaul_runtime.wire.shared_memory import shared_bytes
-from backhaul_runtime.wire.splicing import Carried, accepted
-from backhaul_runtime.wire.tensor_stream import Receiver
-from backhaul_server.worker.engine.segment import Session
+from backhaul_runtime.wire.splicing import TensorMessage, accepted
+from backhaul_runtime.wire.tensor_stream import TensorReceiver
+from backhaul_server.worker.engine.segment import SessionState, SharedMemory
 from backhaul_server.worker.engine.worker import Worker
 from backhaul_server.worker.limits import UPLOADED
-from backhaul_server.worker.memory_sharing.handover import Sharing
 from backhaul_server.worker.rpc.calls import Context, Servicer, unary
 
 
-class Arriving:
+class TensorUpload:
     """Tensors on their way into the store. A context manager: what has not been stored at its end is given up."""
 
     def __init__(self, worker: Worker) -> None:
@@ -35,11 +34,11 @@ class Arriving:
         self._session = ""
         self._in_place: list[bool] = []
         self._located: list[Callable[[], None]] = []
-        self._aside = past(worker.device)
-        self._receiver = Receiver(self._admit, worker.device, self._locate, is_for_store=True)
-        self._memory: Sharing | None = None
+        self._aside = last_moment(worker.device)
+        self._receiver = TensorReceiver(self._admit, worker.device, self._locate, is_for_store=True)
+        self._memory: SharedMemory | None = None
 
-    def come_from(self, session: Session) -> None:
+    def come_from(self, session: SessionState) -> None:
         """Names the session that sends what `add` takes in from now on."""
         self._session, self._memory = session.id, session.memory
 
@@ -56,9 +55,9 @@ class Arriving:
         self._in_place[-1] = True
         return lambda: tensor
 
-    def add(self, carried: Carried[Any]) -> None:
+    def add(self, carried: TensorMessage[Any]) -> None:
         """Takes in what a message carries. Raises BudgetError, TransferError."""
-        with aside(self._aside):
+        with on_side_stream(self._aside):
             self._receiver.add_carried(carried)
 
     def stored(self) -> list[bytes]:
@@ -73,7 +72,7 @@ class Arriving:
         """
         if self._charged:
             self._worker.session(self._session)
-        with aside(self._aside):  # not behind what the executor runs
+        with on_side_stream(self._aside):  # not behind what the executor runs
             arrived = self._receiver.stored()
         for (address, tensor), is_shared in zip(arrived, self._in_place, strict=True):
             use_here(tensor)
@@ -92,16 +91,16 @@ class Arriving:
         del self._receiver  # which knows us: tensors must not wait for the garbage collector
 
 
-class Tensors(Servicer):
+class TensorServicer(Servicer):
     """Takes tensors."""
 
     @unary
     async def PutTensors(  # noqa: N802  gRPC's name
-        self, request: AsyncIterator[Carried[tensor_pb2.PutTensorsRequest] | TransferError], context: Context
+        self, request: AsyncIterator[TensorMessage[tensor_pb2.PutTensorsRequest] | TransferError], context: Context
     ) -> tensor_pb2.PutTensorsResponse:
         """Charges each at its declaration, stores all once the stream has ended well, none otherwise."""
         session_id, silence_s, now = "", self.worker.lease_s, asyncio.get_running_loop().time
-        with ExitStack() as opened, Arriving(self.worker) as arriving:
+        with ExitStack() as opened, TensorUpload(self.worker) as arriving:
             try:
                 async with asyncio.timeout(silence_s) as patience:  # what is declared is held for what is to come
                     async for received in request:

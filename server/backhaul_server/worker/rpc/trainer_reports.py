@@ -11,7 +11,7 @@ _REPORT_BYTES = 128
 """What a report takes here beside its bytes."""
 
 
-class Reports:
+class TrainerReports:
     """The last reports of all trainers, bounded in bytes. Used in the event loop's thread.
 
     They are held as they are sent: a step that takes two bytes there takes a hundred as a message in memory.
