@@ -14,12 +14,14 @@ PACKAGES = {
     "backhaul_runtime": ROOT / "runtime/backhaul_runtime",
     "backhaul": ROOT / "client/backhaul",
     "backhaul_server": ROOT / "server/backhaul_server",
+    "backhaul_bench": ROOT / "benchmarks/backhaul_bench",
 }
 MAY_IMPORT = {
     "backhaul_proto": {"backhaul_proto"},
     "backhaul_runtime": {"backhaul_proto", "backhaul_runtime"},
     "backhaul": {"backhaul_proto", "backhaul_runtime", "backhaul"},
     "backhaul_server": {"backhaul_proto", "backhaul_runtime", "backhaul_server"},
+    "backhaul_bench": {"backhaul_proto", "backhaul_runtime", "backhaul", "backhaul_server", "backhaul_bench"},
 }
 SOURCES = [(name, path) for name, folder in PACKAGES.items() for path in sorted(folder.rglob("*.py"))]
 PUBLIC = ["backhaul", "backhaul_runtime.errors"]

@@ -2,10 +2,24 @@
 
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+
+
+def test_the_bench_is_a_wheel_of_its_own_with_the_same_version(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--wheel-dir", str(tmp_path), str(ROOT / "benchmarks")], check=True, timeout=120)
+    (wheel,) = tmp_path.glob("backhaul_bench-*-py3-none-any.whl")
+    names = {name.split("/")[0].split("-")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    assert names == {"backhaul_bench"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    bench = tomllib.loads((ROOT / "benchmarks/pyproject.toml").read_text())["project"]
+    assert bench["version"] == project["version"]
+    assert bench["dependencies"] == [f"backhaul[server]=={project['version']}"]
+    assert project["optional-dependencies"]["bench"] == [f"backhaul-bench=={project['version']}"]
 
 
 def test_a_wheel_holds_all_that_runs_and_nothing_else(tmp_path: Path) -> None:

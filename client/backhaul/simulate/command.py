@@ -3,19 +3,18 @@
 import argparse
 import json
 import os
-import signal
 import sys
 from dataclasses import asdict
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from backhaul.bench.machine import describe
+from backhaul._cli.registry import NEEDS_BENCH
 from backhaul.simulate.costs import Costs
-from backhaul.simulate.predictions import as_svg, as_table, measurable, others, rows
+from backhaul.simulate.predictions import Measured, as_svg, as_table, measurable, others, rows
 from backhaul_runtime.replay.schedule import Footprint
 
 HELP = "predict the time of a step with other depths, budgets, networks and workers"
-_CORES = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,8 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
         if path is not None and not os.access(path.absolute().parent, os.W_OK):
             print(f"backhaul simulate: --{option} {path} can't be written there", file=sys.stderr)
             return 2
-    found: dict[str, Any] = {}
-    measured: dict[str, Any] = {}
+    results: dict[str, Any] = {}
+    measured: dict[str, Measured] = {}
     costs: Costs | None = None
     if arguments.costs is not None:
         try:
@@ -46,18 +45,22 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"backhaul simulate: --costs {arguments.costs}: {why}", file=sys.stderr)
             return 2
     if costs is None or arguments.measure:
-        cores = sorted(os.sched_getaffinity(0))[:_CORES] if hasattr(os, "sched_getaffinity") else []
-        if len(cores) < _CORES:
-            print(f"backhaul simulate: measuring needs Linux and {_CORES} cores", file=sys.stderr)
+        measurements = entry_points(group="backhaul.measurements", name="simulate")
+        if not measurements:
+            print(f"backhaul simulate: measuring needs {NEEDS_BENCH}, --costs FILE does not", file=sys.stderr)
             return 2
-        signal.signal(signal.SIGTERM, _interrupt)  # so that nothing is left behind then either
-        found["machine"] = describe(cores[0], cores[1], "cpu")
-        costs, measured = _on_stage(cores, costs, arguments.measure)
+        measure_costs = next(iter(measurements)).load()
+        try:
+            results["machine"], costs, measured = measure_costs(costs, with_steps=arguments.measure)
+        except OSError as error:
+            print(f"backhaul simulate: {error}", file=sys.stderr)
+            return 2
+    assert costs is not None
     predicted = rows(costs, measurable(costs) | others(costs), measured)
     print(as_table(predicted))
     if arguments.json is not None:
-        found |= {"costs": asdict(costs), "steps": predicted}
-        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+        results |= {"costs": asdict(costs), "steps": predicted}
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
     if arguments.svg is not None:
         arguments.svg.write_text(as_svg(costs))
     return 0
@@ -67,30 +70,3 @@ def read_costs(path: Path) -> Costs:
     """Costs as --json wrote them. Raises OSError, ValueError, KeyError or TypeError for anything else."""
     found = json.loads(path.read_text())["costs"]
     return Costs(**{**found, "footprint": Footprint(**found["footprint"])})
-
-
-def _on_stage(cores: list[int], costs: Costs | None, is_measured: bool) -> tuple[Costs, dict[str, Any]]:
-    os.environ |= {"OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "6"}
-    from backhaul.bench.noise import pin
-    from backhaul.bench.stage import Stage
-
-    pin(cores[0])  # before torch starts threads
-    import torch
-
-    from backhaul.simulate.calibrate import calibrate
-    from backhaul.simulate.measure import measure
-
-    torch.set_num_threads(1)
-    with Stage.of(cores[0], cores[1], os.getpid()) as stage:
-        if costs is None:
-            print("measuring what a segment costs", file=sys.stderr, flush=True)
-            costs = calibrate(stage)
-    if not is_measured:
-        return costs, {}
-    with Stage.of(cores[0], cores[1], os.getpid()) as stage:
-        print("measuring steps", file=sys.stderr, flush=True)
-        return costs, dict(measure(stage, measurable(costs)))
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
