@@ -11,6 +11,8 @@ from backhaul_server.dashboard.collect.watch import Watch
 from backhaul_server.dashboard.collect.watched import Watched
 from backhaul_server.dashboard.metrics.alerts import MOST_MEMORY, Alerts
 from backhaul_server.dashboard.views.overview import overview
+from backhaul_server.dashboard.views.runs import run_summary
+from backhaul_server.dashboard.views.workers import worker_status
 
 RECENT_S = 60.0
 """Trainers are shown for so long after they fell silent, and errors after they happened."""
@@ -63,7 +65,7 @@ def _numbers(worker: Watched) -> list[Text]:
     """None of a worker that does not answer: they would be old."""
     if worker.telemetry is None or worker.state == "unreachable":
         return []
-    shown = worker.shown()
+    shown = worker_status(worker)
     segments = sum(session.segments for session in worker.sessions())
     return [
         Text(
@@ -77,7 +79,7 @@ def _numbers(worker: Watched) -> list[Text]:
 def _trainers(runs: list[TrainerRun], now_s: float) -> Table:
     table = _table("trainer", "state", ">step", ">ms", ">wait ms", ">fallbacks", ">saved", ">loss")
     for run in runs:
-        shown, recent = run.shown(now_s), run.recent.since(now_s - RECENT_S)
+        shown, recent = run_summary(run, now_s), run.recent.since(now_s - RECENT_S)
         wait_ms = 1e3 * recent.wait_s / recent.steps if recent.steps else None
         table.add_row(
             Text(shown.trainer),

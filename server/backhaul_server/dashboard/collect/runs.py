@@ -13,7 +13,6 @@ from backhaul_server.dashboard.collect.sanitize import CALLS_OF_A_STEP
 from backhaul_server.dashboard.collect.segments import SegmentTable
 from backhaul_server.dashboard.collect.series import LARGEST, Series
 from backhaul_server.dashboard.collect.totals import RecentTotals, Totals
-from backhaul_server.dashboard.views import schemas
 
 STEPS = 64
 """That are known one by one. What comes of older ones is too late."""
@@ -211,24 +210,7 @@ class TrainerRun:
         """The last ones, by number."""
         return [told.step for _, told in sorted(self.told.items()) if told.step is not None]
 
-    def shown(self, now_s: float) -> schemas.RunSummary:
-        """As /api/v1 tells it."""
-        return schemas.RunSummary(
-            run=self.id,
-            trainer=self.about.trainer,
-            client_version=self.about.client_version,
-            workers=list(self.about.workers),
-            started_at_s=self.about.started_at_s,
-            heard_at_s=self.heard_at_s,
-            state=self.state(now_s),
-            settings=dict(sorted(self.about.settings.items())),
-            fingerprint=dict(sorted(self.about.fingerprint.items())),
-            steps=self.steps,
-            last_step=self.last_step.number,
-            last_loss=self.last_step.loss if self.last_step.HasField("loss") else None,
-            median_step_ms=1e3 * median(self._durations_s) if self._durations_s else None,
-            peak_bytes=self.peak_bytes,
-            up_bytes=int(self.totals.up_bytes),
-            down_bytes=int(self.totals.down_bytes),
-            fallbacks=int(self.totals.fallbacks),
-        )
+    @property
+    def median_step_s(self) -> float | None:
+        """The median duration of the last 50 steps in seconds, None before the first."""
+        return median(self._durations_s) if self._durations_s else None

@@ -1,17 +1,14 @@
 """The table of segments: every name and position of a run, with what its calls cost and where they went."""
 
-import csv
-import io
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from statistics import median
 from sys import intern
-from typing import Literal, cast
+from typing import Literal
 
 from backhaul_proto.v1 import telemetry_pb2
-from backhaul_server.dashboard.views import schemas
 
 ROWS = 10_000
 """Of one run."""
@@ -20,7 +17,6 @@ REASONS = 8
 REASONS_IN_ALL = 50
 """Most reasons that an answer lists for all rows together."""
 _SAMPLES = 9  # of the last calls, for medians
-_LINES = 500
 
 _TOLD_WHY = frozenset({"activations", "trainer", "kept"})
 
@@ -45,16 +41,18 @@ Column = Literal[
 
 
 @dataclass(slots=True)
-class Why:
+class ReasonCount:
     """The calls of one row that had one reason.
 
     Attributes:
+        reason: The reason, as the trainer reported it.
         decision: Who recomputed the last of them, as in `schemas.Decision`.
         is_fallback: Whether a worker had been meant to recompute the last of them.
         calls: Number of these calls.
         last_at_s: When the last of them ended, in seconds since 1970.
     """
 
+    reason: str
     decision: str
     is_fallback: bool
     calls: int = 0
@@ -63,7 +61,7 @@ class Why:
 
 @dataclass(slots=True)
 class Row:
-    """One segment of a run. Its attributes are those of `schemas.Segment`; medians are of the last calls.
+    """One segment of a run. Its attributes are those of `schemas.SegmentStatus`; medians are of the last calls.
 
     Attributes:
         why: Calls that did not get gradients from a worker, by reason. A later call that does get them removes nothing.
@@ -83,7 +81,7 @@ class Row:
     drift: float = 0.0
     retries: int = 0
     samples: "array[float]" = field(default_factory=lambda: array("f"))
-    why: dict[str, Why] = field(default_factory=dict)
+    why: dict[str, ReasonCount] = field(default_factory=dict)
 
     @property
     def segment(self) -> str:
@@ -114,19 +112,9 @@ class Row:
         return round(1e3 * median(self.samples[kind::4]), 3)
 
     @property
-    def reasons(self) -> list[schemas.SegmentReason]:
+    def reasons(self) -> list[ReasonCount]:
         """The reasons in `why`, the most recent first."""
-        found = [
-            schemas.SegmentReason(
-                reason=reason,
-                decision=cast(schemas.Decision, why.decision),
-                is_fallback=why.is_fallback,
-                calls=why.calls,
-                last_at_s=why.last_at_s,
-            )
-            for reason, why in self.why.items()
-        ]
-        return sorted(found, key=lambda each: each.last_at_s, reverse=True)
+        return sorted(self.why.values(), key=lambda count: count.last_at_s, reverse=True)
 
     def take(self, call: telemetry_pb2.SegmentCall, lanes: Sequence[float], at_s: float) -> None:
         """Adds a call.
@@ -155,35 +143,13 @@ class Row:
         )
 
     def _count_reason(self, reason: str, call: telemetry_pb2.SegmentCall, at_s: float) -> None:
-        why = self.why.pop(reason, None) or Why(self.decision, call.is_fallback)
+        why = self.why.pop(reason, None) or ReasonCount(reason, self.decision, call.is_fallback)
         why.decision, why.is_fallback = self.decision, call.is_fallback
         why.calls += 1
         why.last_at_s = max(why.last_at_s, at_s)
         self.why[reason] = why  # moved to the end, so that the first one is the least recent
         if len(self.why) > REASONS:
             del self.why[next(iter(self.why))]
-
-    def shown(self) -> schemas.SegmentStatus:
-        """As /api/v1 tells it."""
-        return schemas.SegmentStatus(
-            run=self.run,
-            segment=self.segment,
-            calls=self.calls,
-            up_bytes=self.up_bytes,
-            down_bytes=self.down_bytes,
-            local_ms=self.local_ms,
-            remote_ms=self.remote_ms,
-            wait_ms=self.wait_ms,
-            overhead_ms=self.overhead_ms,
-            decision=cast(schemas.Decision, self.decision),
-            reason=self.reason,
-            reasons=self.reasons,
-            worker=self.worker,
-            fallbacks=self.fallbacks,
-            mismatches=self.mismatches,
-            drift=self.drift,
-            retries=self.retries,
-        )
 
 
 class SegmentTable:
@@ -243,37 +209,18 @@ def _contains(row: Row, wanted: str) -> bool:
     return any(wanted in text.casefold() for text in (row.segment, row.decision, row.reason, row.worker, *row.why))
 
 
-def reasons_of(tables: Iterable[SegmentTable]) -> list[schemas.SegmentReason]:
+def reasons_of(tables: Iterable[SegmentTable]) -> list[ReasonCount]:
     """The reasons of all rows, with their calls added up, the most frequent first; REASONS_IN_ALL at most."""
-    found: dict[str, schemas.SegmentReason] = {}
+    totals: dict[str, ReasonCount] = {}
     for table in tables:
         for row in table:
-            for each in row.reasons:
-                total = found.setdefault(each.reason, each.model_copy(update={"calls": 0}))
-                total.calls += each.calls
-                if each.last_at_s >= total.last_at_s:
-                    total.last_at_s, total.decision, total.is_fallback = each.last_at_s, each.decision, each.is_fallback
-    return sorted(found.values(), key=lambda each: (-each.calls, each.reason))[:REASONS_IN_ALL]
-
-
-def as_csv(rows: Iterable[Row]) -> Iterator[str]:
-    """All rows under a header, a few hundred lines at a time. No cell is a formula where a spreadsheet opens it."""
-    columns = list(schemas.SegmentStatus.model_fields)
-    lines = io.StringIO()
-    writer = csv.writer(lines)
-    writer.writerow(columns)
-    for index, row in enumerate(rows):
-        writer.writerow([_cell(getattr(row, column)) for column in columns])
-        if index % _LINES == 0:
-            yield lines.getvalue()
-            lines.seek(0)
-            lines.truncate()
-    yield lines.getvalue()
-
-
-def _cell(value: object) -> object:
-    if isinstance(value, list):
-        return _cell("; ".join(f"{each.calls} x {each.reason}" for each in value))
-    if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")):
-        return f"'{value}"
-    return value
+            for count in row.reasons:
+                total = totals.setdefault(count.reason, replace(count, calls=0))
+                total.calls += count.calls
+                if count.last_at_s >= total.last_at_s:
+                    total.last_at_s, total.decision, total.is_fallback = (
+                        count.last_at_s,
+                        count.decision,
+                        count.is_fallback,
+                    )
+    return sorted(totals.values(), key=lambda total: (-total.calls, total.reason))[:REASONS_IN_ALL]

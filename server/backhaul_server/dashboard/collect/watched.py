@@ -10,13 +10,14 @@ from backhaul_runtime.process.addresses import Address
 from backhaul_server.dashboard.collect.durations import Durations, Tally
 from backhaul_server.dashboard.collect.sanitize import clean_telemetry, clipped
 from backhaul_server.dashboard.collect.series import Series
-from backhaul_server.dashboard.views import schemas
 
 KEPT_S = 3_600
 SEEN_S = 3.0
 """A worker not heard of for so long is not healthy, whatever it said."""
 TIERS = ("segment_bytes", "cached_bytes", "working_bytes", "result_bytes")
 _MARKS = 600
+
+State = Literal["serving", "draining", "unreachable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class Watched:
         return self.telemetry.epoch if self.telemetry is not None else ""
 
     @property
-    def state(self) -> schemas.State:
+    def state(self) -> State:
         """As its last answer, or the want of one, says."""
         if self.error or self.telemetry is None:
             return "unreachable"
@@ -112,56 +113,3 @@ class Watched:
     def _grew(self, at_s: float, kind: Literal["eviction", "refusal"], count: int) -> None:
         if count > 0:
             self.growths.append(Growth(at_s, kind, count))
-
-    def shown(self) -> schemas.WorkerStatus:
-        """As /api/v1 tells it."""
-        found = self.telemetry or telemetry_pb2.GetTelemetryResponse()
-        memory = found.memory
-        held = sum(getattr(memory, tier) for tier in TIERS)
-        return schemas.WorkerStatus(
-            address=self.address.text,
-            state=self.state,
-            error=self.error,
-            seen_at_s=self.answered_at_s,
-            version=found.worker_version,
-            epoch=found.epoch,
-            device=found.device,
-            fingerprint=dict(sorted(found.fingerprint.items())),
-            uptime_s=found.uptime_s,
-            memory=schemas.Memory(
-                budget_bytes=memory.budget_bytes,
-                segment_bytes=memory.segment_bytes,
-                cached_bytes=memory.cached_bytes,
-                working_bytes=memory.working_bytes,
-                result_bytes=memory.result_bytes,
-                resident_bytes=memory.resident_bytes,
-                refusals=memory.refusals,
-                evictions=memory.evictions,
-            ),
-            memory_share=held / memory.budget_bytes if memory.budget_bytes else 0.0,
-            sessions=len(found.sessions),
-            recomputed_segments=found.recomputed_segments,
-            received_bytes=found.received_bytes,
-            sent_bytes=found.sent_bytes,
-            queued_requests=found.queued_requests,
-            last_error=found.last_error,
-            last_error_at_s=found.last_error_at_s,
-        )
-
-    def shown_sessions(self) -> list[schemas.SessionStatus]:
-        """As /api/v1 tells them."""
-        return [
-            schemas.SessionStatus(
-                worker=self.address.text,
-                trainer=session.trainer,
-                run=session.run,
-                client_version=session.client_version,
-                segments=session.segments,
-                held_bytes=session.held_bytes,
-                quota_share=session.held_bytes / self.budget_bytes if self.budget_bytes else 0.0,
-                idle_s=session.idle_s,
-                drift=session.drift,
-                last_error=session.last_error,
-            )
-            for session in self.sessions()
-        ]

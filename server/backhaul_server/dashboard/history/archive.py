@@ -1,9 +1,44 @@
 """Where runs are kept beyond this process."""
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from backhaul_proto.v1 import telemetry_pb2
-from backhaul_server.dashboard.views import schemas
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """A stored run. Its attributes are those of `schemas.RunSummary`, by which they are validated."""
+
+    run: str
+    trainer: str
+    client_version: str
+    workers: list[str]
+    started_at_s: float
+    heard_at_s: float
+    state: Literal["running", "silent", "ended"]
+    settings: dict[str, str]
+    fingerprint: dict[str, str]
+    steps: int
+    last_step: int
+    last_loss: float | None
+    median_step_ms: float | None
+    peak_bytes: int
+    up_bytes: int
+    down_bytes: int
+    fallbacks: int
+
+
+@dataclass(slots=True)
+class StepSeries:
+    """The steps of a run in points, oldest first. Its attributes are those of `schemas.RunSeries`."""
+
+    run: str
+    step: list[int]
+    step_ms: list[float]
+    peak_bytes: list[int]
+    moved_bytes: list[int]
+    loss: list[float | None]
 
 
 class Archive(Protocol):
@@ -24,11 +59,11 @@ class Archive(Protocol):
     def put(self, report: telemetry_pb2.TrainerReport) -> None:
         """Keeps a report. Never blocks; a report may be put twice."""
 
-    async def runs(self, limit: int) -> list[schemas.RunSummary]:
+    async def runs(self, limit: int) -> list[RunRecord]:
         """The last runs, newest first."""
         ...
 
-    async def series(self, run: str, points: int) -> schemas.RunSeries | None:
+    async def series(self, run: str, points: int) -> StepSeries | None:
         """A run's steps, None where the run is not known."""
         ...
 
@@ -47,10 +82,10 @@ class NoArchive:
     def put(self, report: telemetry_pb2.TrainerReport) -> None:
         """See Archive."""
 
-    async def runs(self, limit: int) -> list[schemas.RunSummary]:
+    async def runs(self, limit: int) -> list[RunRecord]:
         """See Archive."""
         return []
 
-    async def series(self, run: str, points: int) -> schemas.RunSeries | None:
+    async def series(self, run: str, points: int) -> StepSeries | None:
         """See Archive."""
         return None

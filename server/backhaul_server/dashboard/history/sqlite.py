@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from backhaul_proto.v1 import telemetry_pb2
+from backhaul_server.dashboard.history.archive import RunRecord
 from backhaul_server.dashboard.history.options import MEMORY
-from backhaul_server.dashboard.views import schemas
 
 SCHEMA = 1
 BUSY_S = 0.3
@@ -253,38 +254,34 @@ class HistoryFile:
                 self._connection.execute("DELETE FROM runs WHERE id = ? AND heard_at_s < ?", (run, before_s))
         self._connection.execute(f"PRAGMA incremental_vacuum({FORGOTTEN_AT_ONCE})").fetchall()
 
-    def runs(self, limit: int, now_s: float) -> list[schemas.RunSummary]:
+    def runs(self, limit: int, now_s: float) -> list[RunRecord]:
         """The newest runs first."""
         return [self._run(row, now_s) for row in self._connection.execute(_RUNS, (limit,)).fetchall()]
 
-    def _run(self, row: tuple[object, ...], now_s: float) -> schemas.RunSummary:
+    def _run(self, row: tuple[Any, ...], now_s: float) -> RunRecord:
         identity, name, trainer, client_version, workers, settings, fingerprint, started_at_s, heard_at_s, *rest = row
         is_closed, steps, last_step, last_loss, peak_bytes, up_bytes, down_bytes, fallbacks = rest
-        assert isinstance(heard_at_s, float)
-        is_silent = heard_at_s < now_s - SILENT_S
         durations = self._connection.execute(
             "SELECT duration_s FROM steps WHERE run = ? ORDER BY number DESC LIMIT ?", (identity, RECENT_STEPS)
         ).fetchall()
-        return schemas.RunSummary.model_validate(
-            {
-                "run": name,
-                "trainer": trainer,
-                "client_version": client_version,
-                "workers": json.loads(str(workers)),
-                "started_at_s": started_at_s,
-                "heard_at_s": heard_at_s,
-                "state": "ended" if is_closed else "silent" if is_silent else "running",
-                "settings": json.loads(str(settings)),
-                "fingerprint": json.loads(str(fingerprint)),
-                "steps": steps,
-                "last_step": last_step,
-                "last_loss": last_loss,
-                "median_step_ms": 1e3 * median(value for (value,) in durations) if durations else None,
-                "peak_bytes": peak_bytes,
-                "up_bytes": up_bytes,
-                "down_bytes": down_bytes,
-                "fallbacks": fallbacks,
-            }
+        return RunRecord(
+            run=name,
+            trainer=trainer,
+            client_version=client_version,
+            workers=json.loads(workers),
+            started_at_s=started_at_s,
+            heard_at_s=heard_at_s,
+            state="ended" if is_closed else "silent" if heard_at_s < now_s - SILENT_S else "running",
+            settings=json.loads(settings),
+            fingerprint=json.loads(fingerprint),
+            steps=steps,
+            last_step=last_step,
+            last_loss=last_loss,
+            median_step_ms=1e3 * median(value for (value,) in durations) if durations else None,
+            peak_bytes=peak_bytes,
+            up_bytes=up_bytes,
+            down_bytes=down_bytes,
+            fallbacks=fallbacks,
         )
 
     def series(self, run: str, points: int) -> Iterator[Point] | None:

@@ -15,8 +15,8 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from backhaul_proto.v1 import telemetry_pb2
+from backhaul_server.dashboard.history.archive import RunRecord, StepSeries
 from backhaul_server.dashboard.history.sqlite import HistoryFile, HistoryRefusedError, ReportRows, report_rows
-from backhaul_server.dashboard.views import schemas
 
 T = TypeVar("T")
 
@@ -94,20 +94,20 @@ class History:
             self._queued.append(kept)
             self._queued_rows += len(kept)
 
-    async def runs(self, limit: int) -> list[schemas.RunSummary]:
+    async def runs(self, limit: int) -> list[RunRecord]:
         """The newest runs first; none while there is no history."""
-        none: list[schemas.RunSummary] = []
+        none: list[RunRecord] = []
         return await self._ask(lambda file: file.runs(limit, time.time()), none)
 
-    async def series(self, run: str, points: int) -> schemas.RunSeries | None:
+    async def series(self, run: str, points: int) -> StepSeries | None:
         """A run's steps in at most so many points, or None for a run that history does not know."""
         return await self._ask(lambda file: self._series(file, run, points), None)
 
-    def _series(self, file: HistoryFile, run: str, points: int) -> schemas.RunSeries | None:
+    def _series(self, file: HistoryFile, run: str, points: int) -> StepSeries | None:
         found = file.series(run, points)
         if found is None:
             return None
-        series = schemas.RunSeries(run=run, step=[], step_ms=[], peak_bytes=[], moved_bytes=[], loss=[])
+        series = StepSeries(run=run, step=[], step_ms=[], peak_bytes=[], moved_bytes=[], loss=[])
         for point in found:
             series.step.append(point.step)
             series.step_ms.append(point.step_ms)

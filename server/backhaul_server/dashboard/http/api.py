@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from backhaul_server.dashboard.collect.durations import KEPT_S as KEPT_DURATIONS_S
 from backhaul_server.dashboard.collect.runs import TrainerRun
-from backhaul_server.dashboard.collect.segments import Column, Row, SegmentTable, as_csv, reasons_of, select
+from backhaul_server.dashboard.collect.segments import Column, Row, SegmentTable, reasons_of, select
 from backhaul_server.dashboard.collect.watch import Watch
 from backhaul_server.dashboard.collect.watched import KEPT_S, Watched
 from backhaul_server.dashboard.history.archive import Archive
@@ -24,9 +24,11 @@ from backhaul_server.dashboard.views import schemas
 from backhaul_server.dashboard.views.latency import latency
 from backhaul_server.dashboard.views.memory import memory_history
 from backhaul_server.dashboard.views.overview import overview
-from backhaul_server.dashboard.views.steps import run_series
+from backhaul_server.dashboard.views.runs import run_series, run_summary
+from backhaul_server.dashboard.views.segments import as_csv, segment_list
 from backhaul_server.dashboard.views.timeline import last_steps, timeline
 from backhaul_server.dashboard.views.trace import chrome_trace, file_name
+from backhaul_server.dashboard.views.workers import session_statuses, worker_status
 
 _TOLD_LATELY_S = 60.0
 _RETRY_FULL_S = 10
@@ -105,22 +107,26 @@ class Sources:
 
     def workers(self) -> list[schemas.WorkerStatus]:
         """All workers, in the order of the command line."""
-        return [worker.shown() for worker in self.watch.workers]
+        return [worker_status(worker) for worker in self.watch.workers]
 
     def sessions(self) -> list[schemas.SessionStatus]:
         """Of all workers that answer."""
-        return [session for worker in self.watch.workers for session in worker.shown_sessions()]
+        return [session for worker in self.watch.workers for session in session_statuses(worker)]
+
+    def firing_alerts(self, now_s: float) -> list[schemas.Alert]:
+        """The alerts that fire now, critical ones first."""
+        return [schemas.Alert.model_validate(alert, from_attributes=True) for alert in self.alerts.evaluate(now_s)]
 
     def live(self) -> schemas.Live:
         """An event of the stream."""
         now_s, newest = time.time(), self.watch.trainers.newest()
-        told = [run for run in self.watch.trainers if run is newest or now_s - run.heard_at_s <= _TOLD_LATELY_S]
+        recent = [run for run in self.watch.trainers if run is newest or now_s - run.heard_at_s <= _TOLD_LATELY_S]
         return schemas.Live(
             overview=self.overview(),
             workers=self.workers(),
             sessions=self.sessions(),
-            alerts=self.alerts.evaluate(now_s),
-            runs=[run.shown(now_s) for run in told],
+            alerts=self.firing_alerts(now_s),
+            runs=[run_summary(run, now_s) for run in recent],
         )
 
     def run(self, name: str) -> TrainerRun:
@@ -187,7 +193,7 @@ def add_routes(app: FastAPI, sources: Sources, feed: Feed) -> None:
     @app.get("/api/v1/alerts", tags=["now"], responses=_shows_many(schemas.Alert))
     async def alerts() -> list[schemas.Alert]:
         """What should be looked at, critical first."""
-        return sources.alerts.evaluate(time.time())
+        return sources.firing_alerts(time.time())
 
     @app.get("/api/v1/memory", tags=["memory and latency"], responses=_shows(schemas.MemoryHistory))
     async def memory(
@@ -254,12 +260,7 @@ def add_routes(app: FastAPI, sources: Sources, feed: Feed) -> None:
         """What each segment costs, where it is recomputed, and why there."""
         tables = sources.tables(run)
         rows = select(tables, text, sort, descending=descending, reason=reason)
-        return schemas.SegmentList(
-            at_s=time.time(),
-            total=len(rows),
-            rows=[row.shown() for row in rows[offset : offset + limit]],
-            reasons=reasons_of(tables),
-        )
+        return segment_list(rows[offset : offset + limit], len(rows), reasons_of(tables))
 
     @app.get(
         "/api/v1/segments.csv",
@@ -285,10 +286,11 @@ def add_routes(app: FastAPI, sources: Sources, feed: Feed) -> None:
         limit: Annotated[int, Query(ge=1, le=1_000, description="Runs at most", examples=[100])] = 100,
     ) -> list[schemas.RunSummary]:
         """Runs heard of since the dashboard began and those that history keeps, newest first."""
-        kept = {run.run: run for run in await sources.history.runs(limit)}
+        records = await sources.history.runs(limit)
+        kept = {record.run: schemas.RunSummary.model_validate(record, from_attributes=True) for record in records}
         now_s = time.time()
         for run in sources.watch.trainers:
-            kept[run.id] = _with_history(run.shown(now_s), kept.get(run.id))
+            kept[run.id] = _with_history(run_summary(run, now_s), kept.get(run.id))
         return sorted(kept.values(), key=lambda run: run.started_at_s, reverse=True)[:limit]
 
     @app.get("/api/v1/runs/{run}/steps", tags=["runs"], responses={**_shows(schemas.RunSeries), **_MISSING})
@@ -298,7 +300,8 @@ def add_routes(app: FastAPI, sources: Sources, feed: Feed) -> None:
     ) -> schemas.RunSeries:
         """A run's steps over time: what they took, the trainer's peak, bytes moved, loss."""
         kept = None if sources.history.error else await sources.history.series(run, points)
-        return kept or run_series(sources.run(run), points)
+        stored = kept and schemas.RunSeries.model_validate(kept, from_attributes=True)
+        return stored or run_series(sources.run(run), points)
 
 
 async def _lines(rows: list[Row]) -> AsyncIterator[str]:

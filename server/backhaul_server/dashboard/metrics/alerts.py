@@ -9,7 +9,6 @@ from backhaul_server.dashboard.collect.runs import TrainerRun
 from backhaul_server.dashboard.collect.totals import WINDOW_S, Totals
 from backhaul_server.dashboard.collect.watch import Watch
 from backhaul_server.dashboard.collect.watched import Watched
-from backhaul_server.dashboard.views import schemas
 
 MOST_FALLBACKS = 0.01
 MOST_MEMORY = 0.8
@@ -223,6 +222,25 @@ ALERTS: tuple[AlertRule, ...] = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class FiringAlert:
+    """An alert whose condition holds.
+
+    Attributes:
+        name: The name of its rule.
+        severity: The severity of its rule.
+        subject: The address of the worker, or the id of the run, that it is about.
+        summary: What happened, with the values, and what to do.
+        since_s: When the condition began to hold, in seconds since 1970.
+    """
+
+    name: str
+    severity: Literal["warning", "critical"]
+    subject: str
+    summary: str
+    since_s: float
+
+
 class Alerts:
     """Those that hold, and since when. Somebody should look once a second."""
 
@@ -230,16 +248,12 @@ class Alerts:
         self._watch = watch
         self._since: dict[tuple[str, str], float] = {}
 
-    def evaluate(self, now_s: float) -> list[schemas.Alert]:
+    def evaluate(self, now_s: float) -> list[FiringAlert]:
         """Looks: critical ones first, then in the order of the table. One that held the last time began when it did."""
-        before, self._since, found = self._since, {}, []
+        before, self._since, firing = self._since, {}, []
         for rule in ALERTS:
             for subject, summary in rule.condition(self._watch, now_s):
                 since_s = before.get((rule.name, subject), now_s)
                 self._since[rule.name, subject] = since_s
-                found.append(
-                    schemas.Alert(
-                        name=rule.name, severity=rule.severity, subject=subject, summary=summary, since_s=since_s
-                    )
-                )
-        return sorted(found, key=lambda alert: alert.severity)
+                firing.append(FiringAlert(rule.name, rule.severity, subject, summary, since_s))
+        return sorted(firing, key=lambda alert: alert.severity)

@@ -4,7 +4,8 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
-State = Literal["serving", "draining", "unreachable"]
+from backhaul_server.dashboard.collect.watched import State
+
 Lane = Literal["forward", "upload", "queue", "recompute", "backward", "download", "wait", "trainer"]
 Decision = Literal["gradients", "activations", "trainer", "kept", ""]
 """What became of a call: what a worker returned; "trainer" if the trainer recomputed it; "kept" if its activations

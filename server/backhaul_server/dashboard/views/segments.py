@@ -1,0 +1,50 @@
+"""The table of segments as /api/v1 shows it, and as CSV."""
+
+import csv
+import io
+import time
+from collections.abc import Iterable, Iterator
+
+from backhaul_server.dashboard.collect.segments import ReasonCount, Row
+from backhaul_server.dashboard.views import schemas
+
+_LINES = 500
+
+
+def segment_list(page: Iterable[Row], total: int, reasons: Iterable[ReasonCount]) -> schemas.SegmentList:
+    """A page of the table.
+
+    Args:
+        page: The rows to show.
+        total: The number of rows on all pages.
+        reasons: The reasons of the rows on all pages.
+    """
+    return schemas.SegmentList(
+        at_s=time.time(),
+        total=total,
+        rows=[schemas.SegmentStatus.model_validate(row, from_attributes=True) for row in page],
+        reasons=[schemas.SegmentReason.model_validate(reason, from_attributes=True) for reason in reasons],
+    )
+
+
+def as_csv(rows: Iterable[Row]) -> Iterator[str]:
+    """All rows under a header, a few hundred lines at a time. No cell is a formula where a spreadsheet opens it."""
+    columns = list(schemas.SegmentStatus.model_fields)
+    lines = io.StringIO()
+    writer = csv.writer(lines)
+    writer.writerow(columns)
+    for index, row in enumerate(rows):
+        writer.writerow([_cell(getattr(row, column)) for column in columns])
+        if index % _LINES == 0:
+            yield lines.getvalue()
+            lines.seek(0)
+            lines.truncate()
+    yield lines.getvalue()
+
+
+def _cell(value: object) -> object:
+    if isinstance(value, list):
+        return _cell("; ".join(f"{count.calls} x {count.reason}" for count in value))
+    if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return f"'{value}"
+    return value
