@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -17,7 +17,7 @@ from backhaul_server.dashboard.collect.runs import TrainerRun
 from backhaul_server.dashboard.collect.segments import Column, Row, SegmentTable, reasons_of, select
 from backhaul_server.dashboard.collect.watch import Watch
 from backhaul_server.dashboard.collect.watched import KEPT_S, Watched
-from backhaul_server.dashboard.history.archive import Archive
+from backhaul_server.dashboard.history.archive import Archive, RunRecord
 from backhaul_server.dashboard.http.feed import MOST_LISTENERS, Feed
 from backhaul_server.dashboard.metrics.alerts import Alerts
 from backhaul_server.dashboard.views import schemas
@@ -286,12 +286,7 @@ def add_routes(app: FastAPI, sources: Sources, feed: Feed) -> None:
         limit: Annotated[int, Query(ge=1, le=1_000, description="Runs at most", examples=[100])] = 100,
     ) -> list[schemas.RunSummary]:
         """Runs heard of since the dashboard began and those that history keeps, newest first."""
-        records = await sources.history.runs(limit)
-        kept = {record.run: schemas.RunSummary.model_validate(record, from_attributes=True) for record in records}
-        now_s = time.time()
-        for run in sources.watch.trainers:
-            kept[run.id] = _with_history(run_summary(run, now_s), kept.get(run.id))
-        return sorted(kept.values(), key=lambda run: run.started_at_s, reverse=True)[:limit]
+        return _merged(await sources.history.runs(limit), sources.watch.trainers)[:limit]
 
     @app.get("/api/v1/runs/{run}/steps", tags=["runs"], responses={**_shows(schemas.RunSeries), **_MISSING})
     async def steps(
@@ -310,12 +305,18 @@ async def _lines(rows: list[Row]) -> AsyncIterator[str]:
         await asyncio.sleep(0)  # others want their turn
 
 
-def _with_history(run: schemas.RunSummary, kept: schemas.RunSummary | None) -> schemas.RunSummary:
-    """A run that history knows from before this process began has more steps there."""
-    if kept is None:
-        return run
-    sums = ("steps", "last_step", "peak_bytes", "up_bytes", "down_bytes", "fallbacks")
-    return run.model_copy(update={name: max(getattr(run, name), getattr(kept, name)) for name in sums})
+def _merged(records: Iterable[RunRecord], current: Iterable[TrainerRun]) -> list[schemas.RunSummary]:
+    """Stored and current runs, newest first. A run from before this process began has higher sums in history."""
+    now_s, sums = time.time(), ("steps", "last_step", "peak_bytes", "up_bytes", "down_bytes", "fallbacks")
+    runs = {record.run: schemas.RunSummary.model_validate(record, from_attributes=True) for record in records}
+    for run in current:
+        summary, stored = run_summary(run, now_s), runs.get(run.id)
+        if stored is not None:
+            summary = summary.model_copy(
+                update={name: max(getattr(summary, name), getattr(stored, name)) for name in sums}
+            )
+        runs[run.id] = summary
+    return sorted(runs.values(), key=lambda run: run.started_at_s, reverse=True)
 
 
 def _shows_json(example: object) -> dict[int | str, dict[str, Any]]:
