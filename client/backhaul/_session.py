@@ -18,11 +18,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from backhaul._backward.frame import Frame
 from backhaul._backward.lineage import Copies
 from backhaul._config import SECRETS, Config
 from backhaul._dispatch.dispatcher import Dispatcher
-from backhaul._dispatch.prediction import PendingCall
 from backhaul._dispatch.worker_handle import WorkerHandle
 from backhaul._forward.checkpoint import run_segment
 from backhaul._observe.report import Journal, Report
@@ -33,7 +31,6 @@ from backhaul._torch_api.options import Options, decorator, names_of_torch, opti
 from backhaul._worker_client.connection import Connection, trainer_name
 from backhaul._worker_client.deadlines import call_unary
 from backhaul._worker_client.embedded import EmbeddedWorker
-from backhaul._worker_client.remote_segment import SavedSegment
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.errors import BackhaulError, GradientsLostError
 from backhaul_runtime.process.addresses import Address, parse_addresses
@@ -80,7 +77,7 @@ class Session:
         self._closed = False
         self._embedded: EmbeddedWorker | None = None
         self._sides: list[WorkerHandle] = []
-        self._dispatcher = Dispatcher(config, self.run, self._sides, self.copies, lambda: self._closed)
+        self._dispatcher = Dispatcher(config, self.journal, self._sides, self.copies, lambda: self._closed)
         link_to = partial(
             Connection,
             silence_s=config.silence_s,
@@ -107,7 +104,8 @@ class Session:
             self.close()
             raise
         if config.telemetry or config.traces:
-            self.telemetry = Telemetry(self._deliver, self._describe(), _traces() if config.traces else None)
+            traces = _traces() if config.traces else None
+            self.telemetry = self._dispatcher.telemetry = Telemetry(self._deliver, self._describe(), traces)
             self.telemetry.start()
             # Of all optimizers in the process: a step in which this session had no call is none of its own.
             self._hooks.append(register_optimizer_step_post_hook(self._optimizer_stepped))
@@ -151,7 +149,7 @@ class Session:
     def _run(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     ) -> Any:
-        return fsdp.call(partial(run_segment, self, options=options), function, args, kwargs)
+        return fsdp.call(partial(run_segment, self._dispatcher, options=options), function, args, kwargs)
 
     def checkpoint_sequential(
         self,
@@ -292,20 +290,6 @@ class Session:
                 raise
             logger.warning("closing after an error", exc_info=True, extra=about(self.run))
 
-    # What `_checkpoint.run_segment` asks of a session
-
-    def records_choices(self, device: torch.device) -> bool:
-        """See `Dispatcher`."""
-        return self._dispatcher.records_choices(device)
-
-    def begin(self, frame: Frame, fn: Callable[..., Any], arguments: list[Tensor]) -> PendingCall:
-        """See `Dispatcher`."""
-        return self._dispatcher.begin(frame, fn, arguments)
-
-    def save(self, frame: Frame, beginning: PendingCall, tensors: Sequence[Tensor], forward_s: float) -> SavedSegment:
-        """See `Dispatcher`."""
-        return self._dispatcher.save(frame, beginning, tensors, forward_s)
-
     def _warn_if_useless(self) -> None:
         if why := self._dispatcher.why_useless():
             is_exact = self.config.numerics == "exact"
@@ -375,7 +359,7 @@ class Session:
 
     def _forked(self) -> None:
         self._closed = True
-        self.journal = Journal(self.run)  # the parent's threads may have held its locks
+        self.journal = self._dispatcher.journal = Journal(self.run)  # the parent's threads may have held its locks
         if self.telemetry is not None:
             self.telemetry.forked()
         for side in self._sides:

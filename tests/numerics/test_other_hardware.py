@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
 import backhaul
 from backhaul import CheckpointError, Decision, Session
-from backhaul._backward.frame import Frame
+from backhaul._backward.frame import RecordedSegment
 from backhaul._backward.value_check import Recomputed, check_recomputed
 from backhaul_runtime.record.recording import SavedTensor
 from backhaul_runtime.tensors.layout import layout_of
@@ -233,15 +233,15 @@ def test_without_pins_they_would_turn(choose: Any, perturbed: WorkerProcess, mon
     """So the test above could fail. What comes of it is seen, and the trainer's own gradient is taken."""
     expected = route(choose, plainly)
     with backhaul.connect(perturbed.address, silence_s=QUIET_S) as session:
-        side = session._sides[0]
-        save = session.save
+        side, dispatcher = session._sides[0], session._dispatcher
+        save = dispatcher.save
 
-        def unrecorded_choices(frame: Frame, *given: Any) -> Any:
-            frame.recording.has_recorded_choices = True  # a lie
-            return save(frame, *given)
+        def lie(segment: RecordedSegment, *given: Any) -> Any:
+            segment.call.recording.has_recorded_choices = True
+            return save(segment, *given)
 
-        monkeypatch.setattr(session, "records_choices", lambda device: False)
-        monkeypatch.setattr(session, "save", unrecorded_choices)
+        monkeypatch.setattr(dispatcher, "records_choices", lambda device: False)
+        monkeypatch.setattr(dispatcher, "save", lie)
         assert differing(route(choose, session.checkpoint), expected) == []
         assert side.link.drift == 0
         assert session.report().fallbacks == 1
@@ -297,9 +297,9 @@ def test_more_than_rounding_is_refused() -> None:
 
     class Off(Loopback):
         def save(self, *args: Any) -> Any:
-            segment = super().save(*args)
+            segment, program = super().save(*args)
             segment.work.sources[0].mul_(1.01)
-            return segment
+            return segment, program
 
     remote = Off(pins=True)
     x = torch.randn(4, WIDTH, requires_grad=True)

@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from backhaul import Decision, Session
+from backhaul._backward.frame import RecordedSegment
 from support.bits import Checkpoint, differing, plainly
 
 WIDTH = 8
@@ -82,13 +83,13 @@ def recomputations(session: Session) -> int:
 def recorded_ops(session: Session, patch: pytest.MonkeyPatch) -> list[list[str]]:
     """Gets the ops of each program that the session sends from now on."""
     programs: list[list[str]] = []
-    save = session.save
+    save = session._dispatcher.save
 
-    def note(frame: Any, *given: Any) -> Any:
-        programs.append([node.op for node in frame.program.nodes])
-        return save(frame, *given)
+    def note(segment: RecordedSegment, *given: Any) -> Any:
+        programs.append([node.op for node in segment.program.nodes])
+        return save(segment, *given)
 
-    patch.setattr(session, "save", note)
+    patch.setattr(session._dispatcher, "save", note)
     return programs
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backhaul._backward.frame import Frame
+from backhaul._backward.frame import Call, RecordedSegment
 from backhaul._backward.lineage import Copies
 from backhaul._backward.value_check import Recomputed
 from backhaul._config import Config
@@ -19,6 +19,7 @@ from backhaul._worker_client.answer_checks import check_saved, contributions_in
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.errors import Refusal, WorkerLostError
 from backhaul_runtime.program.codec import decode_program, encode_program
+from backhaul_runtime.program.program import Program
 from backhaul_runtime.record.recording import Recording
 from backhaul_runtime.replay.replay import Contribution, isolated
 from backhaul_runtime.tensors.digest import address_of
@@ -116,22 +117,21 @@ class Loopback:
     def records_choices(self, device: torch.device) -> bool:
         return self.pins
 
-    def begin(self, frame: Frame, fn: Any, arguments: list[Tensor]) -> PendingCall:
+    def begin(self, call: Call, fn: Any, arguments: list[Tensor]) -> PendingCall:
         return PendingCall(CallSite(), arguments)
 
-    def save(
-        self, frame: Frame, beginning: PendingCall, tensors: Sequence[Tensor], forward_s: float
-    ) -> LoopbackSegment:
-        assert frame.program is not None
+    def save(self, segment: RecordedSegment, pending: PendingCall, forward_s: float) -> tuple[LoopbackSegment, Program]:
+        recording = segment.call.recording
         if self.is_lost:
             raise Refusal("gone")
-        if frame.recording.unrecorded_choices:
-            raise Refusal(frame.recording.unrecorded_choices)
-        self.recordings.append(frame.recording)
-        program = decode_program(encode_program(frame.program), torch.device("cpu"))
-        values = [copy_exact(source.value, source.layout) for source in frame.recording.sources]
-        self.given |= {source.address: value for source, value in zip(frame.recording.sources, values, strict=True)}
-        return LoopbackSegment(SegmentInputs(program, values, list(frame.recording.generator_states), self.pins), self)
+        if recording.unrecorded_choices:
+            raise Refusal(recording.unrecorded_choices)
+        self.recordings.append(recording)
+        program = decode_program(encode_program(segment.program), torch.device("cpu"))
+        values = [copy_exact(source.value, source.layout) for source in recording.sources]
+        self.given |= {source.address: value for source, value in zip(recording.sources, values, strict=True)}
+        inputs = SegmentInputs(program, values, list(recording.generator_states), self.pins)
+        return LoopbackSegment(inputs, self), segment.program
 
     def checkpoint(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         options, kwargs = options_of(self.config, kwargs)

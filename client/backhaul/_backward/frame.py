@@ -6,7 +6,7 @@ So a frame lives as long as somebody could need its segment, and its end release
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -26,7 +26,6 @@ from backhaul._torch_api.selective import MUTATED, KeptTensor
 from backhaul_runtime.errors import (
     BackhaulError,
     NotRemoteError,
-    Refusal,
     SavedTensorModifiedError,
     StaleTensorError,
     TransferError,
@@ -95,86 +94,204 @@ class SavedTensorStream(Protocol):
         """Wants no more of them."""
 
 
-class Handle:
-    """Stands in autograd's graph where a saved tensor would.
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A checkpointed call, from before it runs.
 
     Attributes:
-        frame: Of the segment.
-        index: Counts what autograd saved.
-        kept: The tensor, where it stays on the trainer.
-    """
-
-    __slots__ = ("__weakref__", "frame", "index", "kept")
-
-    def __init__(self, frame: "Frame", index: int) -> None:
-        self.frame = frame
-        self.index = index
-        self.kept: KeptTensor | None = None
-
-
-@dataclass(eq=False)
-class Frame:
-    """A segment between forward and backward.
-
-    Attributes:
-        name: What was called, for people.
-        log: Where what happens to it is counted.
-        options: Of the call.
-        recording: From forward.
-        program: What recomputes the segment: all of it, or what came before something that no program can carry. None
-            where nothing needs to be recomputed.
-        use_counts: Contributions that each source gets, then each cast, then each output.
-        used_layouts: The layouts of the sources, casts and outputs, in the order of `use_counts`.
-        lineage: What the trainer recomputes it from.
-        aids: For recomputation here.
-        remote: The worker's side, None where no worker has it.
-        local_reason: Why the trainer recomputes it, where that is settled.
-        predecessors: Other segments whose outputs are sources of this, while it is saved: source, frame, output.
-        unshared: Which of these outputs nobody else can have used after this.
-        so_far: Gives the program recorded so far, while the call runs.
-        is_staged: Backward goes through it stage by stage, see `find_stages`.
-        is_mutated: The call wrote to what a policy of its own keeps.
+        name: The name of what is called, for messages and reports.
+        log: Counts what happens to the call.
+        options: The options of the call.
+        recording: What the recorder notes of the call. It fills while the call runs and does not change afterwards.
+        local_reason: Why only the trainer can recompute the call, if that is settled beforehand; else empty.
     """
 
     name: str
     log: CallLog
     options: Options
-    recording: Recording = field(default_factory=Recording)
-    program: Program | None = None
-    use_counts: list[int] = field(default_factory=list)
-    used_layouts: list[Layout] = field(default_factory=list)
-    lineage: Lineage | None = None
-    aids: local_recompute.ReplayOptions = field(default_factory=local_recompute.ReplayOptions)
-    remote: RemoteSegment | None = None
+    recording: Recording
     local_reason: str = ""
-    predecessors: "list[tuple[int, Frame, int]]" = field(default_factory=list)
-    unshared: SoleConsumers = field(default_factory=SoleConsumers)
-    so_far: Callable[[], Program] | None = None
-    is_staged: bool = False
-    is_mutated: bool = False
-    _arguments: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)
-    _handles: dict[int, weakref.ref[Handle]] = field(default_factory=dict)
-    _here: dict[int, Callable[[], Tensor]] = field(default_factory=dict)
-    _incoming: SavedTensorStream | None = None
-    _wanted: set[int] = field(default_factory=set)
-    _task: object = -1
-    _lock: threading.RLock = field(default_factory=threading.RLock)  # threads may run backward over one graph
 
-    def handle(self, index: int) -> Handle:
-        """A handle for a tensor that autograd saves. It takes the place of one for an op that failed."""
+    def check_strict(self, reason: str) -> None:
+        """Raises NotRemoteError under `strict`. Call it before the trainer recomputes, or decides to."""
+        if self.options.strict:
+            raise NotRemoteError(
+                f"segment {self.name} would not be recomputed on a worker: {reason}. Remove the cause, or drop "
+                "strict=True to let the trainer do it",
+                segment=self.name,
+                reason=reason,
+            )
+
+    def check_backward(self) -> None:
+        """Raises RuntimeError for a backward that the reentrant form of torch's checkpoint refuses."""
+        if self.options.use_reentrant and not is_plain_backward():
+            raise RuntimeError(
+                "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or passing an `inputs` "
+                "parameter to .backward(). To resolve this error, you can either set use_reentrant=False, or call "
+                ".backward() without passing the `inputs` argument."
+            )
+
+    def check_kept(self, handle: "Handle") -> Tensor:
+        """The tensor that a handle keeps. Raises CheckpointError if its bytes are not those that autograd saved."""
+        assert handle.kept is not None
+        tensor = handle.kept()
+        if not handle.kept.is_intact(tensor):
+            raise CheckpointError(
+                f"segment {self.name}: saved tensor {handle.index} was kept here, and written to between forward and "
+                "backward in a way that autograd does not see (NumPy, .data)",
+                segment=self.name,
+            )
+        return tensor
+
+
+class Handle:
+    """Stands in autograd's graph where a saved tensor would.
+
+    Attributes:
+        table: The table of all handles of the call. It leads to the frame, so the handle keeps the frame alive.
+        index: The position of the saved tensor among those of the call.
+        kept: The tensor, if it stays on the trainer.
+    """
+
+    __slots__ = ("__weakref__", "index", "kept", "table")
+
+    def __init__(self, table: "HandleTable", index: int) -> None:
+        self.table = table
+        self.index = index
+        self.kept: KeptTensor | None = None
+
+
+Handles = Mapping[int, weakref.ref[Handle]]
+"""The handles of a call by index. The references are weak, because autograd's graph decides how long a handle lives."""
+
+
+class HandleTable:
+    """Gives out the handles of a call. They unpack from the program so far while it runs, and by its frame afterwards.
+
+    A frame refers to the handles weakly and never to the table, else both would keep each other alive.
+
+    Args:
+        call: The call.
+        so_far: Returns the program recorded so far. Dropped when the call has ended.
+
+    Attributes:
+        handles: The handles that are still alive, and dead references.
+    """
+
+    def __init__(self, call: Call, so_far: Callable[[], Program]) -> None:
+        self.handles: dict[int, weakref.ref[Handle]] = {}
+        self._call = call
+        self._so_far: Callable[[], Program] | None = so_far
+        self._frame: Frame | None = None
+        self._lock = threading.RLock()  # guards the generators, which a replay inside the call borrows
+
+    def add(self, index: int) -> Handle:
+        """A handle for a tensor that autograd saves. It replaces the handle of an op that failed."""
         handle = Handle(self, index)
-        self._handles[index] = weakref.ref(handle)
+        self.handles[index] = weakref.ref(handle)
         return handle
 
-    def _awaited(self) -> list[int]:
-        """What backward can ask for that has to be recomputed, in the order in which it was saved."""
-        handles = [reference() for reference in self._handles.values()]
-        return [handle.index for handle in handles if handle is not None and handle.kept is None]
+    def end_call(self) -> None:
+        """Drops everything that belongs to the running call."""
+        self._so_far = None
 
-    @property
-    def is_awaited(self) -> bool:
-        """Whether backward can ask for anything that has to be recomputed."""
-        return bool(self._awaited())
+    def lead_to(self, frame: "Frame") -> None:
+        """Lets the frame unpack from now on."""
+        self._frame = frame
+
+    def unpack(self, handle: Handle) -> Tensor:
+        """A tensor that autograd saved. Any thread that runs backward may call it."""
+        if self._frame is not None:
+            return self._frame.unpack(handle)
+        # A backward inside the call, or a graph that outlived a call which raised.
+        self._call.check_backward()
+        if handle.kept is not None:
+            return self._call.check_kept(handle)
+        if self._so_far is None:
+            raise RuntimeError(f"segment {self._call.name}: the call raised, so nothing of it can be recomputed")
+        with self._lock, DisablePythonDispatcher():  # else the recorder would note the replay
+            return local_recompute.saved_before(self._call.name, self._so_far(), self._call.recording, handle.index)
+
+
+def awaited(handles: Handles) -> list[int]:
+    """What backward can ask for that has to be recomputed, in the order in which it was saved."""
+    alive = [reference() for reference in handles.values()]
+    return [handle.index for handle in alive if handle is not None and handle.kept is None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Uses:
+    """Where the graph of a segment takes gradients to, as far as a frame needs to know it.
+
+    Attributes:
+        counts: The number of contributions to each source, then to each cast, then to each output.
+        layouts: The layouts of the sources, casts and outputs, in the same order.
+        is_staged: Whether backward goes through the segment in stages, see `find_stages`.
+    """
+
+    counts: Sequence[int] = ()
+    layouts: Sequence[Layout] = ()
+    is_staged: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedSegment:
+    """A segment as it was recorded, to be given to a worker.
+
+    Attributes:
+        call: The call, with its recording.
+        program: What recomputes the segment.
+        tensors: The caller's object behind each source.
+        uses: Where its graph takes gradients to.
+        predecessors: Segments whose outputs are sources of this one: the source, the frame, and the output's position.
+    """
+
+    call: Call
+    program: Program
+    tensors: Sequence[Tensor]
+    uses: Uses
+    predecessors: "Sequence[tuple[int, Frame, int]]"
+
+
+@dataclass(eq=False)
+class Frame:
+    """A segment between forward and backward. Built once, when the call has ended.
+
+    Only the remote side, the reason to stay here and the state of the present recomputation change afterwards, by the
+    methods of the frame itself.
+
+    Attributes:
+        call: The call.
+        handles: The handles of the call's saved tensors.
+        program: What recomputes the segment: all of it, or the part before something that no program can carry. None if
+            nothing needs to be recomputed.
+        lineage: What the trainer recomputes the segment from; None if nothing needs to be recomputed.
+        uses: Where its graph takes gradients to.
+        replay_options: What the call brought for recomputation on the trainer.
+        consumers: Which sources that are outputs of other segments nobody else can have used after this segment.
+        arguments: The tensors that the call was given, with their versions. Nobody may write to them before backward.
+        is_mutated: Whether the call wrote to something that its own policy keeps.
+        remote: The worker's side; None if no worker has the segment.
+        local_reason: Why the trainer recomputes the segment, if that is settled.
+    """
+
+    call: Call
+    handles: Handles
+    program: Program | None = None
+    lineage: Lineage | None = None
+    uses: Uses = field(default_factory=Uses)
+    replay_options: local_recompute.ReplayOptions = field(default_factory=local_recompute.ReplayOptions)
+    consumers: SoleConsumers = field(default_factory=SoleConsumers)
+    arguments: Sequence[tuple[weakref.ref[Tensor], int]] = ()
+    is_mutated: bool = False
+    remote: RemoteSegment | None = None
+    local_reason: str = ""
+    _here: dict[int, Callable[[], Tensor]] = field(default_factory=dict, init=False)
+    _incoming: SavedTensorStream | None = field(default=None, init=False)
+    _wanted: set[int] = field(default_factory=set, init=False)
+    _task: object = field(default=-1, init=False)
+    # Guards all fields with an underscore: threads may run backward over one graph.
+    _lock: threading.RLock = field(default_factory=threading.RLock, init=False)
 
     def gradients(self, gradients: Mapping[int, Tensor], ways: Mapping[int, Tensor]) -> list[Contribution]:
         """The segment's backward or a stage of it, on a worker if one can do it.
@@ -193,51 +310,51 @@ class Frame:
         self._check_backward()
         needs_graph = _needs_graph(gradients)
         if needs_graph:
-            self._check_strict(needs_graph)
-            self.log.on_trainer(needs_graph)
+            self.call.check_strict(needs_graph)
+            self.call.log.on_trainer(needs_graph)
         remote = self.remote
         if remote is not None and not needs_graph:
             state = ambient_state.capture()
             started = perf_counter()
             try:
                 saved, contributions, commit = remote.backward(
-                    gradients, state, self.unshared.sources, self._due(), checks_bytes=self.options.checks_bytes
+                    gradients, state, self.consumers.sources, self._due(), checks_bytes=self.call.options.checks_bytes
                 )
                 self._check(remote, saved)
             except _RECOVERABLE as error:
                 self._lost(error)
             else:
                 commit()
-                self.log.add(Decision.GRADIENTS, perf_counter() - started)
+                self.call.log.add(Decision.GRADIENTS, perf_counter() - started)
                 return contributions
         if not needs_graph:
-            self._check_strict(self.local_reason)
+            self.call.check_strict(self.local_reason)
         started = perf_counter()
         values = self.lineage.values()
         contributions = local_recompute.gradients_here(
-            self.name,
+            self.call.name,
             self.program,
-            self.recording,
+            self.call.recording,
             values,
             gradients,
-            self.aids,
+            self.replay_options,
             ways=self._ways_by_number(ways) if needs_graph else None,
         )
-        check_uses(self.name, "on the trainer", self.use_counts, contributions)
-        self.log.add(Decision.TRAINER, perf_counter() - started)
+        check_uses(self.call.name, "on the trainer", self.uses.counts, contributions)
+        self.call.log.add(Decision.TRAINER, perf_counter() - started)
         return contributions
 
     def _ways_by_number(self, ways: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """By source or output, a tensor through which a gradient goes on to it. See `Contribution.source`."""
         assert self.program is not None
-        numbers = [number for number, count in enumerate(self.use_counts) for _ in range(count)]
-        ends = [*range(len(self.use_counts))]
+        numbers = [number for number, count in enumerate(self.uses.counts) for _ in range(count)]
+        ends = [*range(len(self.uses.counts))]
         ends[len(self.program.sources) : len(self.program.sources) + len(self.program.casts)] = self.program.casts
         return {ends[numbers[place]]: way for place, way in ways.items()}
 
     def _due(self) -> list[tuple[int, Layout]]:
         """The source and the layout of the gradient of each contribution that a backward gives, in order."""
-        used = enumerate(zip(self.use_counts, self.used_layouts, strict=True))
+        used = enumerate(zip(self.uses.counts, self.uses.layouts, strict=True))
         return [(index, layout) for index, (count, layout) in used for _ in range(count)]
 
     def unpack(self, handle: Handle) -> Tensor:
@@ -246,9 +363,7 @@ class Frame:
         with self._lock:
             if handle.kept is not None:
                 self._check_backward()
-                return self._checked(index, handle.kept)
-            if self.so_far is not None:
-                return self._unpack_early(self.so_far(), index)
+                return self.call.check_kept(handle)
             group, task = backward_pass()
             if task != self._task or (index not in self._wanted and group is None):
                 self._task = None  # until it has begun: what an error ends begins anew
@@ -256,10 +371,10 @@ class Frame:
                 self._task = task
             elif index not in self._wanted:
                 raise CheckpointError(
-                    f"segment {self.name}: saved tensor {index} was already unpacked once in this GraphExecGroup. "
+                    f"segment {self.call.name}: saved tensor {index} was already unpacked once in this GraphExecGroup. "
                     "Performing two backward calls that overlap (i.e. require the same saved activation in order to "
                     "compute gradients) is not allowed there: leave the group, or make it two",
-                    segment=self.name,
+                    segment=self.call.name,
                 )
             self._wanted.discard(index)
             tensor = self._next(index)
@@ -270,60 +385,35 @@ class Frame:
                 tensor = self._next(index)
             if tensor is None:
                 raise StaleTensorError(
-                    f"segment {self.name}: the memory of saved tensor {index} is written to while backward runs",
-                    segment=self.name,
+                    f"segment {self.call.name}: the memory of saved tensor {index} is written to while backward runs",
+                    segment=self.call.name,
                 )
             return tensor
 
-    def watch(self, arguments: Iterable[Tensor]) -> None:
-        """Remembers what the call was given, which nobody may write to before backward. Holds none of it."""
-        self._arguments = [(weakref.ref(argument), version_of(argument)) for argument in arguments]
-
     def _check_backward(self) -> None:
         """Raises RuntimeError for a backward that torch's checkpoint refuses too."""
-        if self.options.use_reentrant and not is_plain_backward():
-            raise RuntimeError(
-                "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or passing an `inputs` "
-                "parameter to .backward(). To resolve this error, you can either set use_reentrant=False, or call "
-                ".backward() without passing the `inputs` argument."
-            )
+        self.call.check_backward()
         if self.is_mutated:
             raise RuntimeError(MUTATED)
-        for reference, version in self._arguments:
+        for reference, version in self.arguments:
             argument = reference()
             if argument is not None and version_of(argument) != version:
                 raise SavedTensorModifiedError(
                     f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"an argument of segment {self.name}, of shape {list(argument.shape)}, is at version "
+                    f"an argument of segment {self.call.name}, of shape {list(argument.shape)}, is at version "
                     f"{version_of(argument)}, it was at {version} when the call ended. Run backward first, or write "
                     "to a copy",
-                    segment=self.name,
+                    segment=self.call.name,
                 )
-
-    def _checked(self, index: int, kept: KeptTensor) -> Tensor:
-        """What was kept, which must be what autograd saved."""
-        tensor = kept()
-        if not kept.is_intact(tensor):
-            raise CheckpointError(
-                f"segment {self.name}: saved tensor {index}, which was kept here, was written to between forward and "
-                "backward in a way that autograd does not see (NumPy, .data)",
-                segment=self.name,
-            )
-        return tensor
-
-    def _unpack_early(self, so_far: Program, index: int) -> Tensor:
-        """A tensor that a backward inside the call needs."""
-        with DisablePythonDispatcher():  # else the recorder would note the replay
-            return local_recompute.saved_before(self.name, so_far, self.recording, index)
 
     def _begin(self) -> None:
         self._check_backward()
-        wanted = self._awaited()
+        wanted = awaited(self.handles)
         self._stop_incoming()
         self._wanted = set(wanted)
         self._here = {}
         if self.remote is not None:
-            self._here = {i: here for i in wanted if (here := self._present(self.recording.saved[i])) is not None}
+            self._here = {i: here for i in wanted if (here := self._present(self.call.recording.saved[i])) is not None}
         # Backward unpacks what was saved last first.
         missing = [index for index in reversed(wanted) if index not in self._here]
         if missing:
@@ -335,13 +425,13 @@ class Frame:
             started = perf_counter()
             try:
                 self._incoming = self.remote.recompute(
-                    {index: self.recording.saved[index].layout for index in positions}
+                    {index: self.call.recording.saved[index].layout for index in positions}
                 )
                 self._check(self.remote, self._incoming.saved)
             except _RECOVERABLE as error:
                 self._lost(error)
             else:
-                self.log.add(Decision.ACTIVATIONS, perf_counter() - started)
+                self.call.log.add(Decision.ACTIVATIONS, perf_counter() - started)
                 return
         self._recompute_here({*positions, *self._wanted})
 
@@ -357,24 +447,24 @@ class Frame:
             tensor = self._here.pop(index)()
         except UnsupportedTensorError:  # the memory of a parameter was freed
             return None
-        return tensor if self._is_as_saved(self.recording.saved[index], tensor) else None
+        return tensor if self._is_as_saved(self.call.recording.saved[index], tensor) else None
 
     def _take(self, incoming: SavedTensorStream, index: int) -> Tensor:
         started = perf_counter()
         tensor = incoming.take(index)
-        if self.options.checks_bytes and not self.recording.saved[index].is_undefined:
+        if self.call.options.checks_bytes and not self.call.recording.saved[index].is_undefined:
             layout = layout_of(tensor)
             if saved_digest(layout, content_digest(tensor, layout)) != incoming.saved.digests[index]:
                 raise TransferError(f"saved tensor {index} is not what the worker computed: damaged on the way")
         if self._wanted <= self._here.keys():
             self._stop_incoming()
-        self.log.wait(perf_counter() - started)
+        self.call.log.wait(perf_counter() - started)
         return tensor
 
     def _check(self, remote: RemoteSegment, saved: Recomputed) -> None:
-        found = check_recomputed(self.name, self.recording.saved, saved)
+        found = check_recomputed(self.call.name, self.call.recording.saved, saved)
         if found:
-            self.log.drift(found)
+            self.call.log.drift(found)
             remote.drifted(found)
 
     def _stop_incoming(self) -> None:
@@ -385,19 +475,19 @@ class Frame:
     def _recompute_here(self, wanted: Set[int]) -> None:
         assert self.program is not None
         assert self.lineage is not None
-        self._check_strict(self.local_reason)
+        self.call.check_strict(self.local_reason)
         started = perf_counter()
         values = self.lineage.values()
         self._here = local_recompute.saved_here(
-            self.name, self.program, self.recording, values, sorted(wanted), self.aids
+            self.call.name, self.program, self.call.recording, values, sorted(wanted), self.replay_options
         )
-        self.log.add(Decision.TRAINER, perf_counter() - started)
+        self.call.log.add(Decision.TRAINER, perf_counter() - started)
 
     def _present(self, saved: SavedTensor) -> Callable[[], Tensor] | None:
         """Gives a saved tensor that lies in a parameter or in an argument that is kept: it need not travel."""
         if saved.source < 0 or saved.is_undefined:
             return None
-        source = self.recording.sources[saved.source]
+        source = self.call.recording.sources[saved.source]
         start = (saved.offset - source.offset) * saved.layout.dtype.itemsize
         if (
             source.held is None
@@ -413,7 +503,7 @@ class Frame:
 
         Version counters miss `.data`.
         """
-        is_private = saved.source < 0 or self.recording.sources[saved.source].is_copy
+        is_private = saved.source < 0 or self.call.recording.sources[saved.source].is_copy
         return (self.remote is None and is_private) or saved.is_undefined or _is_equal(saved, tensor)
 
     def _lost(self, error: BackhaulError) -> None:
@@ -423,36 +513,9 @@ class Frame:
             self.lineage.take_back()
         self.remote = None
         self.local_reason = error.message.splitlines()[0]
-        self.log.mismatches += isinstance(error, CheckpointError)
+        self.call.log.mismatches += isinstance(error, CheckpointError)
         # A lost worker is the link's to say, once for all segments.
-        self.log.fallback(self.local_reason, is_said=isinstance(error, WorkerLostError))
-
-    def stay_here(self, reason: str) -> None:
-        """Settles that the trainer recomputes the call. Raises NotRemoteError under `strict`."""
-        self.local_reason = reason
-        self._check_strict(reason)
-        self.log.on_trainer(reason)
-
-    def keep_here(self, reason: str) -> None:
-        """Settles that activations that no program carries stay here. Raises NotRemoteError under `strict`."""
-        self.local_reason = reason
-        self._check_strict(reason)
-        self.log.kept(reason)
-
-    def not_taken(self, refusal: Refusal) -> None:
-        """Settles in forward that no worker takes the segment. Raises NotRemoteError under `strict`."""
-        self.local_reason = refusal.reason
-        self._check_strict(refusal.reason)
-        self.log.fallback(refusal.reason, is_said=refusal.is_said)
-
-    def _check_strict(self, reason: str) -> None:
-        if self.options.strict:
-            raise NotRemoteError(
-                f"segment {self.name} would not be recomputed on a worker: {reason}. Remove the cause, or drop "
-                "strict=True to let the trainer do it",
-                segment=self.name,
-                reason=reason,
-            )
+        self.call.log.fallback(self.local_reason, is_said=isinstance(error, WorkerLostError))
 
 
 def _needs_graph(gradients: Mapping[int, Tensor]) -> str:

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backhaul._backward.frame import Frame
+from backhaul._backward.frame import Call, RecordedSegment
 from backhaul._backward.lineage import Copies
 from backhaul._config import Config
 from backhaul._dispatch.placement import Placement
 from backhaul._dispatch.prediction import CallSite, CallSites, EncodedProgram, PendingCall
 from backhaul._dispatch.worker_handle import WorkerHandle
+from backhaul._observe.report import Journal
+from backhaul._observe.telemetry import Telemetry
 from backhaul._torch_api.fsdp import may_be_freed
 from backhaul._worker_client.backward_chains import Predecessor
 from backhaul._worker_client.connection import WorkerSession
@@ -25,6 +27,7 @@ from backhaul._worker_client.uploader import SegmentUpload, SourceTensor
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.process.fingerprint import DECISIVE, differences, fingerprint
 from backhaul_runtime.process.logs import about
+from backhaul_runtime.program.program import Program
 from backhaul_runtime.record.recording import RecordedSource
 from backhaul_runtime.tensors.layout import copy_exact
 from backhaul_runtime.tensors.staging import device_moments
@@ -35,23 +38,29 @@ _BACKWARD_FACTOR = 3.0  # a recomputed forward and a backward of twice its cost
 
 
 class Dispatcher:
-    """See `_checkpoint.Remote`. Any thread may call it.
+    """Gives the segments of a session to its workers: a `Destination`. Any thread may call it.
 
     Args:
         config: Of the session.
-        run: Names the session.
+        journal: The session's, with its id.
         sides: Its workers, which may still come.
         copies: Of the session.
         is_closed: Whether the session is, or this process is the child of a fork.
     """
 
     def __init__(
-        self, config: Config, run: str, sides: Sequence[WorkerHandle], copies: Copies, is_closed: Callable[[], bool]
+        self,
+        config: Config,
+        journal: Journal,
+        sides: Sequence[WorkerHandle],
+        copies: Copies,
+        is_closed: Callable[[], bool],
     ) -> None:
         self._config = config
-        self._run = run
+        self.journal = journal
+        self.telemetry: Telemetry | None = None
         self._sides = sides
-        self._copies = copies
+        self.copies = copies
         self._is_closed = is_closed
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -78,33 +87,32 @@ class Dispatcher:
                     reasons.setdefault(side.link.name, _in_words(found))
         return "; ".join(f"of worker {name} {reason}" for name, reason in reasons.items())
 
-    def begin(self, frame: Frame, fn: Callable[..., Any], arguments: list[Tensor]) -> PendingCall:
+    def begin(self, call: Call, fn: Callable[..., Any], arguments: list[Tensor]) -> PendingCall:
         """Sends what a call that begins now will probably be, if that is known."""
-        beginning = PendingCall(self._sites.of(fn, self._placement.position), arguments)
-        if self._is_closed() or frame.local_reason or frame.recording.has_recorded_choices:
-            return beginning
+        pending = PendingCall(self._sites.of(fn, self._placement.position), arguments)
+        if self._is_closed() or call.local_reason or call.recording.has_recorded_choices:
+            return pending
         with DisableTorchDispatch():  # what we ask of tensors is not the business of modes around us
-            predicted = beginning.site.predict(arguments, self._copies.hold)
+            predicted = pending.site.predict(arguments, self.copies.hold)
         if predicted is not None:
             with suppress(Refusal):
-                beginning.place = side, generation, number = self._next_place()
-                side.uploader.save(self._save_of(frame, generation, number, *predicted, is_predicted=True))
-        return beginning
+                pending.place = side, generation, number = self._next_place()
+                side.uploader.save(self._save_of(call, generation, number, *predicted, is_predicted=True))
+        return pending
 
-    def save(self, frame: Frame, beginning: PendingCall, tensors: Sequence[Tensor], forward_s: float) -> SavedSegment:
-        """Queues a segment for a worker. Raises Refusal where none takes it."""
-        assert frame.program is not None
-        recording = frame.recording
+    def save(self, segment: RecordedSegment, pending: PendingCall, forward_s: float) -> tuple[SavedSegment, Program]:
+        """Queues a segment for a worker. Raises Refusal if no worker takes it."""
+        call, uses, tensors, recording = segment.call, segment.uses, segment.tensors, segment.call.recording
         if self._is_closed():  # first: in the child of a fork the lock may be held for ever
             raise Refusal("the session is closed")
-        place = beginning.place
+        place = pending.place
         was_sent = place is not None and place[0].link.up is place[1]
         side, generation, number = place if place is not None and was_sent else self._next_place()
         found = self._differences(side, generation, recording.sources[0].layout.device if recording.sources else "cpu")
         if found and (not recording.has_recorded_choices or found.keys() & DECISIVE):
             other = f"the worker {side.link.name} computes other bits than this trainer: {_in_words(found)}"
             raise Refusal(recording.unrecorded_choices or other)
-        need = frame.program.run_bytes([source.layout.gradient_bytes for source in recording.sources])
+        need = segment.program.run_bytes([source.layout.gradient_bytes for source in recording.sources])
         total = need + sum(source.layout.span_bytes for source in recording.sources)
         if total > generation.budget_bytes:
             raise Refusal(
@@ -114,34 +122,33 @@ class Dispatcher:
         if len({source.value.device for source in recording.sources if source.layout.is_on_accelerator}) > 1:
             raise Refusal("its tensors are on several accelerators, and a worker has one")
         # Only now: what no worker takes is not to be predicted.
-        site = beginning.site
-        known, superseded = site.learn(frame.program, recording, tensors, beginning.arguments)
-        frame.program = known.program
+        site = pending.site
+        known, superseded = site.learn(segment.program, recording, tensors, pending.arguments)
         sources = [
             self._may_be_freed(side, generation, source, tensor)
             if may_be_freed(tensor) and not source.is_copy
             else SourceTensor(source.named, source.layout, source.value, source.is_copy, source.is_transient)
             for source, tensor in zip(recording.sources, tensors, strict=True)
         ]
-        save = self._save_of(frame, generation, number, known, sources, recording.generator_states)
+        save = self._save_of(call, generation, number, known, sources, recording.generator_states)
         save.wants_sketches = bool(found)
         save.superseded = superseded
         save.predecessors = [
             Predecessor(site.guesses, source, weakref.ref(before.remote), output)
-            for source, before, output in frame.predecessors
+            for source, before, output in segment.predecessors
             if isinstance(before.remote, SavedSegment)
             and before.remote.generation is generation
             and site.guesses.is_worth(source)
         ]
         if was_sent:  # with the same copies
             save.queued_bytes = 0
-        frame.log.worker = side.link.name
+        call.log.worker = side.link.name
         parameters = {
             i: tensor
             for i, (source, tensor) in enumerate(zip(sources, tensors, strict=True))
             if self._config.accumulate == "worker"
-            and not frame.is_staged  # a part of its contributions come with each stage
-            and any(frame.use_counts[i : i + 1])
+            and not uses.is_staged  # a part of its contributions come with each stage
+            and any(uses.counts[i : i + 1])
             and tensor.is_leaf
             and isinstance(tensor, nn.Parameter)
         }
@@ -149,19 +156,19 @@ class Dispatcher:
             side.link,
             side.uploader,
             save,
-            frame.log,
+            call.log,
             _BACKWARD_FACTOR * forward_s,
             lambda: self._backward_reached(side, number, site),
             sum(
                 count * layout.gradient_bytes
-                for i, (count, layout) in enumerate(zip(frame.use_counts, frame.used_layouts, strict=True))
+                for i, (count, layout) in enumerate(zip(uses.counts, uses.layouts, strict=True))
                 if i not in parameters
             ),
             parameters,
         )
-        beginning.is_saved = was_sent
+        pending.is_saved = was_sent
         side.uploader.save(save)
-        return saved
+        return saved, known.program
 
     def _may_be_freed(
         self, side: WorkerHandle, generation: WorkerSession, source: RecordedSource, tensor: Tensor
@@ -172,12 +179,12 @@ class Dispatcher:
             return SourceTensor(address, layout, None, False, source.is_transient)
         # FSDP preserves version counters, so an equal counter does not prove that an earlier copy is still right.
         can_share = isinstance(address, bytes)
-        value = self._copies.hold(tensor, layout, address) if can_share else copy_exact(tensor, layout)
+        value = self.copies.hold(tensor, layout, address) if can_share else copy_exact(tensor, layout)
         return SourceTensor(address, layout, value, True, source.is_transient)
 
     def _save_of(
         self,
-        frame: Frame,
+        call: Call,
         generation: WorkerSession,
         number: int,
         program: EncodedProgram,
@@ -186,7 +193,7 @@ class Dispatcher:
         *,
         is_predicted: bool = False,
     ) -> SegmentUpload:
-        log = frame.log
+        log = call.log
         return SegmentUpload(
             generation=generation,
             segment=number,
@@ -194,7 +201,7 @@ class Dispatcher:
             program_address=program.address,
             sources=sources,
             generator_states=generator_states,
-            name=frame.name,
+            name=call.name,
             queued_bytes=sum(source.layout.span_bytes for source in sources if source.is_copy),
             count=lambda size: log.traffic(up_bytes=size),
             sent=log.uploaded,
@@ -222,7 +229,7 @@ class Dispatcher:
                     'tolerances; numerics="exact" keeps such segments on the trainer',
                     side.link.name,
                     _in_words(found),
-                    extra=about(self._run),
+                    extra=about(self.journal.session),
                 )
         return found
 

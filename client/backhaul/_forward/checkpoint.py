@@ -5,24 +5,26 @@ import inspect
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from backhaul._backward.frame import Frame, RemoteSegment
+from backhaul._backward.frame import Call, Frame, Handles, HandleTable, RecordedSegment, RemoteSegment, Uses, awaited
 from backhaul._backward.lineage import Copies, Lineage, Recipe
 from backhaul._backward.local_recompute import ReplayOptions, nesting
 from backhaul._backward.recipes import mark_given, mark_returned, recipe_of
 from backhaul._dispatch.prediction import PendingCall
 from backhaul._forward.graft import graft, origin_of
-from backhaul._forward.graph_cut import find_graph_uses, named
+from backhaul._forward.graph_cut import GraphUses, find_graph_uses, named
 from backhaul._forward.reference_counts import has_other_references
 from backhaul._forward.saved_tensor_hooks import SavedTensorHooks, unpack
 from backhaul._observe.report import Journal
@@ -31,6 +33,7 @@ from backhaul._torch_api.options import Options
 from backhaul._torch_api.selective import Hooks, Selection
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.program.op_list import allowed_ops
+from backhaul_runtime.program.program import Program
 from backhaul_runtime.record.recorder import Recorder
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.torch_internals.private import (
@@ -39,51 +42,83 @@ from backhaul_runtime.torch_internals.private import (
     is_in_forward_mode,
     pytree,
     top_saved_tensor_hooks,
+    version_of,
     without_dynamo,
 )
 
 
-class Remote(Protocol):
-    """Where segments go. The session is one."""
+class Destination(Protocol):
+    """Where segments go: a session's dispatcher. Any thread may call it.
+
+    Attributes:
+        journal: Where calls are counted by name.
+        telemetry: Where calls are reported; None if nobody wants to know.
+        copies: The copies of tensors that the trainer keeps.
+    """
 
     journal: Journal
     telemetry: Telemetry | None
     copies: Copies
 
     def records_choices(self, device: torch.device) -> bool:
-        """Whether a worker would compute other bits than this trainer does on a device, see NOTE [Pinned]."""
+        """Whether a worker would compute other bits than this trainer does on a device, see NOTE [Recorded choices]."""
 
-    def begin(self, frame: Frame, fn: Callable[..., Any], arguments: list[Tensor]) -> PendingCall:
+    def begin(self, call: Call, fn: Callable[..., Any], arguments: list[Tensor]) -> PendingCall:
         """Sends what a call that begins now will probably be, if that is known.
 
         Args:
-            frame: With a recording, still empty.
-            fn: Will be called.
-            arguments: Tensors among its arguments.
+            call: The call, with a recording that is still empty.
+            fn: The function that will be called.
+            arguments: The tensors among its arguments.
         """
 
-    def save(self, frame: Frame, beginning: PendingCall, tensors: Sequence[Tensor], forward_s: float) -> RemoteSegment:
-        """Starts sending a frame's segment. Raises Refusal where no worker takes it.
+    def save(self, segment: RecordedSegment, pending: PendingCall, forward_s: float) -> tuple[RemoteSegment, Program]:
+        """Starts sending a segment. Raises Refusal if no worker takes it.
 
         Args:
-            frame: With its program and recording.
-            beginning: Of the call.
-            tensors: The caller's object behind each source.
-            forward_s: What forward took, the measure for what recomputation may take.
+            segment: The segment, as it was recorded.
+            pending: What `begin` returned for the call.
+            forward_s: The seconds that forward took, by which the time of recomputation is bounded.
+
+        Returns:
+            The worker's side, and the program to use from now on: an earlier one if it is equal.
         """
+
+
+class Graft(NamedTuple):
+    """The graph of the segment's inside is replaced by one node, and backward asks for gradients."""
+
+    uses: GraphUses
+
+
+class KeepInside(NamedTuple):
+    """The graph of the segment's inside stays, and backward asks for activations."""
+
+    reason: str
+
+
+class Local(NamedTuple):
+    """As `KeepInside`, and no worker gets the segment.
+
+    Attributes:
+        reason: Why not.
+        keeps_activations: Whether activations that no program can carry stay on the trainer.
+    """
+
+    reason: str
+    keeps_activations: bool
 
 
 def run_segment(
-    remote: Remote, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+    destination: Destination, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> Any:
-    """See `_run_segment`. For torch.compile it is where the graph around it breaks."""
-    if torch.compiler.is_compiling():
-        return without_dynamo(_run_segment)(remote, fn, args, kwargs, options)
-    return _run_segment(remote, fn, args, kwargs, options)
+    """See `_run_segment`. Under torch.compile the graph breaks around this call."""
+    run = without_dynamo(_run_segment) if torch.compiler.is_compiling() else _run_segment
+    return run(destination, fn, args, kwargs, options)
 
 
 def _run_segment(
-    remote: Remote, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+    destination: Destination, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> Any:
     """Calls fn once, on the caller's own objects, and keeps what backward needs instead of activations.
 
@@ -98,33 +133,31 @@ def _run_segment(
             return fn(*args, **kwargs)
     if nesting.active or _runs_plainly():
         return fn(*args, **kwargs)
-    name = name_of(fn)
     began = perf_counter()
-    log = CallLog(remote.journal.log(name), remote.telemetry)
-    frame = Frame(name, log, options)
+    name = name_of(fn)
+    log = CallLog(destination.journal.log(name), destination.telemetry)
     arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     hooks = top_saved_tensor_hooks(True) if options.respects_hooks else None
-    context, frame.aids, selection = _contexts(frame, options, hooks)
-    inside = 'returns="activations" was asked for' if options.returns == "activations" else ""
-    if selection is not None:
-        inside = "its policy chooses what the trainer keeps"
-    elif frame.local_reason:
-        inside = frame.local_reason
-    pack = SavedTensorHooks(frame, remote.copies.hold, selection, hooks)
-    recorder = pack.recorder = Recorder(
+    context, replay_options, selection, local_reason = _contexts(options, hooks)
+    pack = SavedTensorHooks(destination.copies.hold, selection, hooks)
+    recorder = Recorder(
         arguments,
         allowed_ops(),
-        remote.copies.hold,
+        destination.copies.hold,
         pack,
         pack.op_ended,
         traces=options.debug,
-        pins=remote.records_choices(arguments[0].device if arguments else torch.device("cpu")),
+        pins=destination.records_choices(arguments[0].device if arguments else torch.device("cpu")),
     )
-    frame.aids = replace(frame.aids, trace=recorder.trace)
-    frame.recording, frame.so_far = recorder.recording, recorder.so_far
+    call = Call(name, log, options, recorder.recording, local_reason)
+    if local_reason:
+        call.check_strict(local_reason)
+        log.on_trainer(local_reason)
+    table = HandleTable(call, recorder.so_far)
+    pack.begin(recorder, table)
     had_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     returned: list[Any] = []  # a list, so that no name holds what it returns: see `has_other_references`
-    with remote.begin(frame, fn, arguments) as beginning:
+    with destination.begin(call, fn, arguments) as pending:
         started = perf_counter()
         nesting.active = True
         try:
@@ -132,43 +165,45 @@ def _run_segment(
                 returned.append(fn(*args, **kwargs))
         finally:
             nesting.active = False
-            pack.let_go()
-            frame.so_far = None
+            pack.release()
+            table.end_call()
         _check_ended(returned, options, had_cuda)
-        frame.watch(arguments)
-        frame.is_mutated = selection is not None and selection.is_mutated
         ended = perf_counter()
-        kept = _keep(remote, frame, recorder, beginning, returned, inside, ended - started)
+        build = partial(
+            Frame,
+            call,
+            table.handles,
+            replay_options=replace(replay_options, trace=recorder.trace),
+            arguments=[(weakref.ref(argument), version_of(argument)) for argument in arguments],
+            is_mutated=selection is not None and selection.is_mutated,
+        )
+        settled = "its policy chooses what the trainer keeps" if selection is not None else ""
+        frame, kept = _keep(
+            destination, call, recorder, pending, returned, settled, table.handles, build, ended - started
+        )
+        table.lead_to(frame)
     function_s = ended - started - recorder.own_s
-    log.forward(frame, function_s, perf_counter() - began - function_s, pack.packed_bytes - _kept_bytes(frame))
+    log.forward(frame, function_s, perf_counter() - began - function_s, pack.packed_bytes - _kept_bytes(call))
     return kept
 
 
-def _kept_bytes(frame: Frame) -> int:
-    """What the trainer keeps for backward besides leaves, which it has anyway."""
-    sources = frame.recording.sources
+def _kept_bytes(call: Call) -> int:
+    """The bytes that the trainer keeps for backward besides leaves, which it has anyway."""
+    sources = call.recording.sources
     return sum(source.layout.span_bytes for source in sources if not source.is_leaf and source.held is not None)
 
 
 def _contexts(
-    frame: Frame, options: Options, hooks: Hooks | None
-) -> tuple[AbstractContextManager[Any], ReplayOptions, Selection | None]:
-    """What the call runs in, what its recomputation runs with, and the policy among them.
-
-    Settles it where only the trainer can recompute the call.
-
-    Raises:
-        NotRemoteError: Under `strict`, if only the trainer can recompute it.
-    """
+    options: Options, hooks: Hooks | None
+) -> tuple[AbstractContextManager[Any], ReplayOptions, Selection | None, str]:
+    """The context of the call, options of its recomputation, its policy, and why only the trainer can recompute it."""
     if options.contexts is not None:
         context, again = options.contexts()
         if (selection := Selection.of(context, again, hooks)) is not None:
-            return selection, ReplayOptions(again=selection.again), selection
-        frame.stay_here("it brings a context_fn, which is code")
-        return context, ReplayOptions(again), None
-    if options.debug:
-        frame.stay_here("debug=True traces its recomputation")
-    return nullcontext(), ReplayOptions(), None
+            return selection, ReplayOptions(again=selection.again), selection, ""
+        return context, ReplayOptions(again), None, "it brings a context_fn, which is code"
+    reason = "debug=True traces its recomputation" if options.debug else ""
+    return nullcontext(), ReplayOptions(), None, reason
 
 
 def _check_ended(returned: list[Any], options: Options, had_cuda: bool) -> None:
@@ -186,109 +221,143 @@ def _check_ended(returned: list[Any], options: Options, had_cuda: bool) -> None:
         )
 
 
-def _keep(
-    remote: Remote,
-    frame: Frame,
+def decide(
     recorder: Recorder,
-    beginning: PendingCall,
-    returned: list[Any],
-    needs_inside: str,
-    forward_s: float,
-) -> Any:
-    """Decides who will recompute the segment, and gives the caller outputs that lead to it.
+    call: Call,
+    edges: Sequence[GradientEdge | None],
+    outputs: list[Tensor],
+    tensors: list[Tensor],
+    *,
+    settled: str,
+    is_held: bool,
+) -> Graft | KeepInside | Local:
+    """Decides what becomes of a segment. Changes nothing.
 
     Args:
-        remote: Where segments go.
-        frame: What stands for the segment until backward. The call has ended.
-        recorder: Recorded the call.
-        beginning: What was sent when the call began.
-        returned: What it returned, as the only item.
-        needs_inside: Why the trainer needs the graph of its inside, if that is settled.
-        forward_s: What the call took.
+        recorder: The recorder of the call, which has ended.
+        call: The call.
+        edges: Where gradients of its sources arrive; None for a source that takes none.
+        outputs: The tensors that it returned and made, where they require a gradient.
+        tensors: All tensors that it returned.
+        settled: Why the inside has to stay, if the call itself settles that; else empty.
+        is_held: Whether something besides the return value refers to an output.
+    """
+    if call.recording.refusal is not None:
+        return Local(named(call.recording.refusal, outputs, recorder.first_sequence), keeps_activations=True)
+    if call.local_reason:
+        return Local(call.local_reason, keeps_activations=False)
+    if settled:
+        return KeepInside(settled)
+    if call.options.returns == "activations":
+        return KeepInside('returns="activations" was asked for')
+    try:
+        return Graft(find_graph_uses(recorder, edges, outputs, tensors, is_held=is_held))
+    except Refusal as refusal:
+        return KeepInside(refusal.reason)
+
+
+def _keep(
+    destination: Destination,
+    call: Call,
+    recorder: Recorder,
+    pending: PendingCall,
+    returned: list[Any],
+    settled: str,
+    handles: Handles,
+    build: Callable[..., Frame],
+    forward_s: float,
+) -> tuple[Frame, Any]:
+    """Decides who will recompute the segment, and builds its frame.
+
+    Args:
+        destination: Where segments go.
+        call: The call, which has ended.
+        recorder: The recorder of the call.
+        pending: What was sent when the call began.
+        returned: What the call returned, as the only item.
+        settled: Why the trainer needs the graph of its inside, if the call itself settles that; else empty.
+        handles: The handles of what autograd saved.
+        build: Builds the frame from what is decided here.
+        forward_s: The seconds that the call took.
+
+    Returns:
+        The frame, and what the caller gets: outputs that lead to the frame.
     """
 
     def is_output(tensor: Tensor) -> bool:
         return tensor.requires_grad and not recorder.passes_through(tensor)
 
-    is_held = has_other_references(returned, is_output)
+    is_held = has_other_references(returned, is_output)  # first, while no other name refers to an output
     tensors = list({id(leaf): leaf for leaf in pytree.tree_leaves(returned[0]) if isinstance(leaf, Tensor)}.values())
     outputs = [tensor for tensor in tensors if is_output(tensor)]
     edges = recorder.sources.edges()
-    used = None
-    try:
-        if not needs_inside:
-            used = find_graph_uses(recorder, edges, outputs, tensors, is_held=is_held)
-    except Refusal as refusal:
-        needs_inside = refusal.reason
-    if used is not None:
-        frame.program = recorder.finish(outputs, used.casts)
-        frame.use_counts, frame.is_staged = [len(found) for found in used.uses], len(used.stages) > 1
-        sources = frame.recording.sources
-        made = (*used.tensors[len(sources) :], *outputs)
-        frame.used_layouts = [*[source.layout for source in sources], *map(layout_of, made)]
+    sources = recorder.sources.tensors
+    decision = decide(recorder, call, edges, outputs, tensors, settled=settled, is_held=is_held)
+    if isinstance(decision, Graft):
+        found = decision.uses
+        program = recorder.finish(outputs, found.casts)
+        made = (*found.tensors[len(call.recording.sources) :], *outputs)
+        layouts = [*[source.layout for source in call.recording.sources], *map(layout_of, made)]
+        uses = Uses([len(of_one) for of_one in found.uses], layouts, len(found.stages) > 1)
     else:
-        program = recorder.finish(early_stop=frame.options.early_stop)
-        if frame.recording.refusal is not None:
-            frame.keep_here(named(frame.recording.refusal, outputs, recorder.first_sequence))
-        if not (program.saved_count and frame.is_awaited):
-            return returned[0]
-        frame.program = program
-        del edges[len(frame.recording.sources) :]  # of what came after a refusal
-    _hand_over(remote, frame, recorder, edges, beginning, forward_s, needs_inside)
-    chained, frame.predecessors = [source for source, *_ in frame.predecessors], []
-    assert frame.lineage is not None
-    if used is None:
-        whole = None if frame.recording.refusal is not None else recorder.whole(frame.lineage.program, outputs)
-        if whole is not None:
-            frame.lineage.program = whole
-            mark_returned(frame.lineage, outputs)
-        return returned[0]
-    grafted = graft(frame, outputs, used.tensors, used.uses, used.stages)
-    mark_returned(frame.lineage, grafted)
-    frame.unshared.watch((source, recorder.sources.tensors[source]) for source in chained)
-    return _replaced(returned[0], dict(zip(map(id, outputs), grafted, strict=True)))
-
-
-def _hand_over(
-    remote: Remote,
-    frame: Frame,
-    recorder: Recorder,
-    edges: Sequence[GradientEdge | None],
-    beginning: PendingCall,
-    forward_s: float,
-    needs_inside: str,
-) -> None:
-    """Gives a segment to a worker if one takes it, and lets go of what need not stay here then."""
-    if not needs_inside and not frame.is_staged:
-        frame.predecessors = [
+        uses = Uses()
+        program = recorder.finish(early_stop=call.options.early_stop)
+        if isinstance(decision, Local) and decision.keeps_activations:
+            call.check_strict(decision.reason)
+            call.log.kept(decision.reason)
+        if not (program.saved_count and awaited(handles)):
+            return build(local_reason=_local_reason(decision)), returned[0]
+        del edges[len(call.recording.sources) :]  # of what came after a refusal
+    predecessors = []
+    if isinstance(decision, Graft) and not uses.is_staged:
+        predecessors = [
             (index, *before)
             for index, edge in enumerate(edges)
             if edge is not None and (before := origin_of(edge)) is not None
         ]
-
-    def recipe(index: int) -> Recipe | None:
-        edge, source = edges[index], frame.recording.sources[index]
-        return None if edge is None else recipe_of(recorder.sources.tensors[index], source, edge)
-
-    if not frame.local_reason:
+    remote, local_reason = None, _local_reason(decision)
+    if not local_reason:
+        segment = RecordedSegment(call, program, sources, uses, predecessors)
         try:
-            frame.remote = remote.save(frame, beginning, recorder.sources.tensors, forward_s)
-            frame.log.taken(needs_inside)
+            remote, program = destination.save(segment, pending, forward_s)
+            call.log.taken(decision.reason if isinstance(decision, KeepInside) else "")
         except Refusal as refusal:
-            frame.not_taken(refusal)
-    assert frame.program is not None
-    frame.lineage = Lineage(
-        frame.name,
-        remote.journal.session,
+            local_reason = refusal.reason
+            call.check_strict(local_reason)
+            call.log.fallback(local_reason, is_said=refusal.is_said)
+    lineage = Lineage(
+        call.name,
+        destination.journal.session,
         _call_site(),
-        frame.program,
-        frame.recording,
-        remote.copies,
-        frame.options.durability,
+        program,
+        call.recording,
+        destination.copies,
+        call.options.durability,
     )
-    if frame.remote is not None:
-        frame.lineage.let_go(recipe)
-    mark_given(frame.lineage, recorder.sources.tensors, edges)
+    if remote is not None:
+        lineage.let_go(partial(_recipe, call, sources, edges))
+    mark_given(lineage, sources, edges)
+    frame = build(program=program, lineage=lineage, uses=uses, remote=remote, local_reason=local_reason)
+    if not isinstance(decision, Graft):
+        whole = None if call.recording.refusal is not None else recorder.whole(program, outputs)
+        if whole is not None:
+            lineage.program = whole
+            mark_returned(lineage, outputs)
+        return frame, returned[0]
+    grafted = graft(frame, outputs, found.tensors, found.uses, found.stages)
+    mark_returned(lineage, grafted)
+    frame.consumers.watch((source, sources[source]) for source, *_ in predecessors)
+    return frame, _replaced(returned[0], dict(zip(map(id, outputs), grafted, strict=True)))
+
+
+def _local_reason(decision: Graft | KeepInside | Local) -> str:
+    return decision.reason if isinstance(decision, Local) else ""
+
+
+def _recipe(call: Call, sources: Sequence[Tensor], edges: Sequence[GradientEdge | None], index: int) -> Recipe | None:
+    """How a source follows from earlier segments, if autograd's graph says so in full."""
+    edge = edges[index]
+    return None if edge is None else recipe_of(sources[index], call.recording.sources[index], edge)
 
 
 def _call_site() -> str:

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 from torch import Tensor
 
-from backhaul._backward.frame import Frame, Handle
+from backhaul._backward.frame import Handle, HandleTable
 from backhaul._torch_api.selective import Hooks, KeptTensor, Selection
 from backhaul_runtime.errors import SavedTensorModifiedError
 from backhaul_runtime.program.op_rules import hides_write
@@ -26,8 +26,8 @@ class SavedTensorHooks:
         packed_bytes: What autograd saved and nobody keeps, each storage once, leaves not.
     """
 
-    def __init__(self, frame: Frame, hold: Hold, selection: Selection | None, hooks: Hooks | None) -> None:
-        self._frame = frame
+    def __init__(self, hold: Hold, selection: Selection | None, hooks: Hooks | None) -> None:
+        self._table: HandleTable | None = None
         self._hold = hold
         self._selection = selection
         self._hooks = hooks
@@ -38,10 +38,11 @@ class SavedTensorHooks:
         self._undefined: list[tuple[KeptTensor, Tensor]] = []
 
     def __call__(self, tensor: Tensor) -> Handle:
-        recorder = self.recorder
+        recorder, table = self.recorder, self._table
         assert recorder is not None
+        assert table is not None
         recorder.note_saved(tensor)
-        handle = self._frame.handle(len(recorder.recording.saved) - 1)
+        handle = table.add(len(recorder.recording.saved) - 1)
         if self._selection is not None:
             handle.kept = self._selection.keep(tensor)
             if handle.kept is not None:
@@ -58,6 +59,10 @@ class SavedTensorHooks:
             self.packed_bytes += self._packed.add(tensor)
         return handle
 
+    def begin(self, recorder: Recorder, table: HandleTable) -> None:
+        """Sets where saved tensors are noted and where handles come from. Called once, before the call runs."""
+        self.recorder, self._table = recorder, table
+
     def op_ended(self, is_recorded: bool) -> None:
         """Lets go of what the op that ends saved, or keeps it where it can't be recomputed."""
         if self._of_this_op:
@@ -72,10 +77,10 @@ class SavedTensorHooks:
             kept.digest = saved_digest(layout, content_digest(tensor, layout))
         self._undefined.clear()
 
-    def let_go(self) -> None:
-        """Lets go of all that belongs to the call, which has ended."""
+    def release(self) -> None:
+        """Drops everything that belongs to the call, which has ended."""
         self._undefined.clear()
-        self.recorder = self._selection = self._hooks = None
+        self.recorder = self._table = self._selection = self._hooks = None
         self._of_this_op.clear()
 
     def _expect(self, kept: KeptTensor, index: int, tensor: Tensor) -> None:
@@ -120,4 +125,4 @@ class SavedTensorHooks:
 
 def unpack(handle: Handle) -> Tensor:
     """The hook that gives backward what `SavedTensorHooks` took."""
-    return handle.frame.unpack(handle)
+    return handle.table.unpack(handle)
