@@ -138,7 +138,7 @@ def test_a_trainer_that_is_gone_is_named() -> None:
             [sys.executable, "-c", code, worker.address], stdout=subprocess.PIPE, text=True, timeout=60, check=False
         )
         wait_until(lambda: "ran out" in worker.logged(), "the lease runs out")
-        (line,) = named(lines(worker.end()), "the lease of")
+        (line,) = named(lines(worker.end()), "The lease of")
     assert (line["level"], line["session"]) == ("WARNING", trainer.stdout.strip())
 
 

@@ -70,7 +70,7 @@ async def backward(worker: Worker, session: SessionState, segment: Segment, key:
     def prepare() -> Any:
         return partial(runs.backward, start=START, gradients={0: torch.ones(4)})
 
-    return await worker.segments.request(segment, key, prepare, 0.1).answer
+    return await worker.engine.request(segment, key, prepare, 0.1).answer
 
 
 def test_a_segment_from_save_to_release() -> None:
@@ -97,9 +97,9 @@ def test_one_computation_for_a_request_that_is_repeated() -> None:
         both = await asyncio.gather(backward(worker, session, segment), backward(worker, session, segment))
         again = await backward(worker, session, segment)
         assert both[0] is both[1] is again
-        assert worker.segments.recomputed == 1
+        assert worker.engine.recomputed == 1
         assert await backward(worker, session, segment, Key("backward", 2)) is not again
-        assert worker.segments.recomputed == 2
+        assert worker.engine.recomputed == 2
 
     with_worker(test)
 
@@ -192,7 +192,7 @@ def test_a_segment_released_while_it_waits_is_not_run() -> None:
         worker.release(session, [1])
         with pytest.raises(SegmentUnknownError):
             await request
-        while len(worker.segments.executor):
+        while len(worker.engine.executor):
             await asyncio.sleep(0.01)
         assert worker.store.usage().working == 0
 
@@ -221,7 +221,7 @@ def test_a_small_budget_keeps_ready_what_backward_needs_first() -> None:
             were_ready: set[int] = set()
             for number in range(turn, turn + 4):
                 await saved(worker, session, number, float(number))
-                while not worker.segments.executor.is_idle:
+                while not worker.engine.executor.is_idle:
                     await asyncio.sleep(0)
                 are_ready = {n for n, segment in session.segments.items() if segment.ready is not None}
                 were_ready |= are_ready

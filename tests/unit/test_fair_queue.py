@@ -41,6 +41,6 @@ def test_tells_how_much_work_comes_before() -> None:
     first, second, other, third = job("a", 2.0), job("a", 3.0), job("b", 5.0), job("b", 7.0)
     for item in (first, second, other, third):
         queue.push(item)
-    assert queue.ahead_of(first) == 5.0
-    assert queue.ahead_of(second) == 2.0 + 5.0 + 7.0
-    assert queue.ahead_of(job("c")) == 0.0
+    assert queue.queued_before(first) == 5.0
+    assert queue.queued_before(second) == 2.0 + 5.0 + 7.0
+    assert queue.queued_before(job("c")) == 0.0

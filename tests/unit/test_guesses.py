@@ -15,9 +15,12 @@ from backhaul_runtime.program.program import Node, Program, ResultRef, Source, S
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.wire.splicing import SPLICED_BYTES
-from backhaul_server.worker.engine import runs, segment_engine
+from backhaul_server.worker.engine import runs, speculation
 from backhaul_server.worker.engine.segment import Segment, SessionState
-from backhaul_server.worker.engine.segment_machine import GuessAhead, Key, Phase, ReplayAhead, Run, SegmentMachine
+from backhaul_server.worker.engine.segment_machine import (
+    Key,
+    Phase,
+)
 from backhaul_server.worker.engine.worker import Worker
 from backhaul_server.worker.rpc import segment_service
 from unit.test_core import put, squaring, with_worker
@@ -29,7 +32,7 @@ STATE = ambient_state.capture()
 @pytest.fixture(autouse=True, params=[0.0, 10.0], ids=["one by one", "in one go"])
 def short_s(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
     """How long guesses may take that run in one go: whatever it is, they are the same."""
-    monkeypatch.setattr(segment_engine, "SHORT_S", request.param)
+    monkeypatch.setattr(speculation, "SHORT_S", request.param)
     return float(request.param)
 
 
@@ -53,27 +56,27 @@ async def backward(worker: Worker, segment: Segment, gradient: torch.Tensor, *, 
         ran.append(True)
         return runs.backward(work, ready, start, {0: gradient}, segment.predecessors)
 
-    found = await worker.segments.request(segment, FIRST, lambda: perform, 0.1, start).answer
+    found = await worker.engine.request(segment, FIRST, lambda: perform, 0.1, start).answer
     assert bool(ran) is runs_anew
     bundle = found.bundle
     return sum(bundle.parcels[view.parcel].tensor for view in bundle.views)  # type: ignore[return-value]
 
 
 async def idle(worker: Worker) -> None:
-    while not worker.segments.executor.is_idle:
+    while not worker.engine.executor.is_idle:
         await asyncio.sleep(0)
 
 
 def test_a_guess_that_is_right_is_the_answer() -> None:
     async def test(worker: Worker) -> None:
-        segment_engine = await chain(worker, [2.0, 4.0, 16.0])
-        gradient = await backward(worker, segment_engine[2], torch.ones(4), runs_anew=True)
+        segments = await chain(worker, [2.0, 4.0, 16.0])
+        gradient = await backward(worker, segments[2], torch.ones(4), runs_anew=True)
         await idle(worker)
-        for segment, value in ((segment_engine[1], 4.0), (segment_engine[0], 2.0)):
+        for segment, value in ((segments[1], 4.0), (segments[0], 2.0)):
             expected = gradient * 2 * value
             gradient = await backward(worker, segment, gradient, runs_anew=False)
             assert torch.equal(gradient, expected)
-        assert (worker.segments.guessed, worker.segments.wasted, worker.segments.recomputed) == (2, 0, 3)
+        assert (worker.engine.speculation.hits, worker.engine.speculation.misses, worker.engine.recomputed) == (2, 0, 3)
         assert worker.store.usage().working == 0
 
     with_worker(test)
@@ -81,12 +84,12 @@ def test_a_guess_that_is_right_is_the_answer() -> None:
 
 def test_a_guess_that_is_wrong_is_thrown_away() -> None:
     async def test(worker: Worker) -> None:
-        segment_engine = await chain(worker, [2.0, 4.0])
-        await backward(worker, segment_engine[1], torch.ones(4), runs_anew=True)
+        segments = await chain(worker, [2.0, 4.0])
+        await backward(worker, segments[1], torch.ones(4), runs_anew=True)
         await idle(worker)
-        gradient = await backward(worker, segment_engine[0], torch.full((4,), 0.5), runs_anew=True)
+        gradient = await backward(worker, segments[0], torch.full((4,), 0.5), runs_anew=True)
         assert torch.equal(gradient, torch.full((4,), 2.0))
-        assert (worker.segments.guessed, worker.segments.wasted) == (0, 1)
+        assert (worker.engine.speculation.hits, worker.engine.speculation.misses) == (0, 1)
         assert worker.store.usage().working == 0
 
     with_worker(test)
@@ -94,55 +97,55 @@ def test_a_guess_that_is_wrong_is_thrown_away() -> None:
 
 def test_a_request_that_comes_while_its_guess_runs_waits_for_it() -> None:
     async def test(worker: Worker) -> None:
-        segment_engine = await chain(worker, [2.0, 4.0])
+        segments = await chain(worker, [2.0, 4.0])
         await idle(worker)  # both replays are there
-        gradient = await backward(worker, segment_engine[1], torch.ones(4), runs_anew=True)
-        assert segment_engine[0].guess is not None
-        assert segment_engine[0].guess.finished is None
-        await backward(worker, segment_engine[0], gradient, runs_anew=False)
+        gradient = await backward(worker, segments[1], torch.ones(4), runs_anew=True)
+        assert segments[0].speculation is not None
+        assert segments[0].speculation.result is None
+        await backward(worker, segments[0], gradient, runs_anew=False)
 
     with_worker(test)
 
 
 def test_other_ambient_settings_are_another_request() -> None:
     async def test(worker: Worker) -> None:
-        segment_engine = await chain(worker, [2.0, 4.0])
-        gradient = await backward(worker, segment_engine[1], torch.ones(4), runs_anew=True)
+        segments = await chain(worker, [2.0, 4.0])
+        gradient = await backward(worker, segments[1], torch.ones(4), runs_anew=True)
         await idle(worker)
         with torch.autocast("cpu", torch.bfloat16):
             start = runs.BackwardInputs(((0, address_of(gradient)),), ambient_state.capture())
         perform = partial(runs.backward, start=start, gradients={0: gradient})
-        await worker.segments.request(segment_engine[0], FIRST, lambda: perform, 0.1, start).answer
-        assert (worker.segments.guessed, worker.segments.wasted) == (0, 1)
+        await worker.engine.request(segments[0], FIRST, lambda: perform, 0.1, start).answer
+        assert (worker.engine.speculation.hits, worker.engine.speculation.misses) == (0, 1)
 
     with_worker(test)
 
 
 def test_room_that_is_needed_is_taken_from_guesses() -> None:
     async def test(worker: Worker) -> None:
-        segment_engine = await chain(worker, [2.0, 4.0])
-        gradient = await backward(worker, segment_engine[1], torch.ones(4), runs_anew=True)
+        segments = await chain(worker, [2.0, 4.0])
+        gradient = await backward(worker, segments[1], torch.ones(4), runs_anew=True)
         await idle(worker)
         usage = worker.store.usage()
         held = usage.segments + usage.sessions
-        worker.store.expect(usage.budget - held - segment_engine[0].footprint.run_bytes)
-        assert segment_engine[0].guess is None
-        assert segment_engine[0].machine.phase is Phase.SAVED
-        assert torch.equal(await backward(worker, segment_engine[0], gradient, runs_anew=True), gradient * 4)
+        worker.store.expect(usage.budget - held - segments[0].footprint.run_bytes)
+        assert segments[0].speculation is None
+        assert segments[0].machine.phase is Phase.SAVED
+        assert torch.equal(await backward(worker, segments[0], gradient, runs_anew=True), gradient * 4)
 
     with_worker(test)
 
 
 def test_a_segment_released_while_its_guess_runs_leaves_nothing() -> None:
     async def test(worker: Worker) -> None:
-        segment_engine = await chain(worker, [2.0, 4.0])
-        await backward(worker, segment_engine[1], torch.ones(4), runs_anew=True)
-        session: SessionState = segment_engine[0].session
+        segments = await chain(worker, [2.0, 4.0])
+        await backward(worker, segments[1], torch.ones(4), runs_anew=True)
+        session: SessionState = segments[0].session
         worker.close_session(session.id)
         await idle(worker)
         usage = worker.store.usage()
         assert (usage.segments, usage.working, usage.results) == (0, 0, 0)
-        assert segment_engine[0].guess is None
+        assert segments[0].speculation is None
         assert session.segments == {}
 
     with_worker(test)
@@ -150,11 +153,11 @@ def test_a_segment_released_while_its_guess_runs_leaves_nothing() -> None:
 
 def test_a_predecessor_that_is_gone_is_passed_over() -> None:
     async def test(worker: Worker) -> None:
-        segment_engine = await chain(worker, [2.0, 4.0])
-        worker.release(segment_engine[0].session, [1])
-        await backward(worker, segment_engine[1], torch.ones(4), runs_anew=True)
+        segments = await chain(worker, [2.0, 4.0])
+        worker.release(segments[0].session, [1])
+        await backward(worker, segments[1], torch.ones(4), runs_anew=True)
         await idle(worker)
-        assert worker.segments.recomputed == 1
+        assert worker.engine.recomputed == 1
 
     with_worker(test)
 
@@ -164,9 +167,11 @@ def test_short_guesses_run_in_one_go(monkeypatch: pytest.MonkeyPatch, short_s: f
         found = await chain(worker, [2.0, 4.0, 16.0, 256.0])
         await idle(worker)
         jobs = []
-        guess_ahead = worker.segments._guess_ahead
-        monkeypatch.setattr(worker.segments, "_guess_ahead", lambda each: (jobs.append(each.id), guess_ahead(each))[1])
-        telling = found[0].session.start_telling()
+        run_backward = worker.engine.speculation.run_backward
+        monkeypatch.setattr(
+            worker.engine.speculation, "run_backward", lambda each: (jobs.append(each.id), run_backward(each))[1]
+        )
+        telling = found[0].session.open_push_queue()
         await backward(worker, found[3], torch.ones(4), runs_anew=True)
         await idle(worker)
         assert jobs == ([3] if short_s else [3, 2, 1])
@@ -191,11 +196,11 @@ def test_a_segment_released_in_the_midst_of_its_chain(monkeypatch: pytest.Monkey
         async def release() -> None:
             worker.release(found[0].session, [gone])
 
-        loop, first = asyncio.get_running_loop(), found[2].work
+        loop, first = asyncio.get_running_loop(), found[2].inputs
         monkeypatch.setattr(runs, "backward", run_and_release)
         await backward(worker, found[3], torch.ones(4), runs_anew=True)
         await idle(worker)
-        assert [each.guess is not None for each in found] == [False, gone == 1, True, False]
+        assert [each.speculation is not None for each in found] == [False, gone == 1, True, False]
         assert found[gone - 1].ready is None
         worker.close_session(found[0].session.id)
         usage = worker.store.usage()
@@ -220,7 +225,7 @@ def test_a_request_in_the_midst_of_its_chain_is_answered(monkeypatch: pytest.Mon
             await asyncio.sleep(0)
             return task
 
-        loop, middle = asyncio.get_running_loop(), found[1].work
+        loop, middle = asyncio.get_running_loop(), found[1].inputs
         monkeypatch.setattr(runs, "backward", run_and_ask)
         await backward(worker, found[2], torch.ones(4), runs_anew=True)
         await idle(worker)
@@ -242,7 +247,7 @@ def test_short_answers_go_together_and_no_more_are_made_than_are_sent() -> None:
             yield segment_pb2.AheadResponse(segment=segment, result=result).SerializeToString()
 
     found = []
-    for message in segment_service._together(answers()):
+    for message in segment_service._joined(answers()):
         response = segment_pb2.AheadResponse.FromString(message)
         found.append([response.segment, *(each.segment for each in response.more)])
         assert made[-1] == found[-1][-1]
@@ -301,8 +306,8 @@ def test_a_replay_that_began_before_its_call_had_ended(*, is_right: bool, is_ear
         await idle(worker)
         assert segment.ready is not None
         assert (segment.ready is replayed) is (is_right and not is_early)
-        assert segment.ready.replay.drawn_from == list(segment.work.generator_states)
-        assert worker.segments.wasted == (not is_right and not is_early)
+        assert segment.ready.replay.drawn_from == list(segment.inputs.generator_states)
+        assert worker.engine.speculation.misses == (not is_right and not is_early)
         worker.release(session, [1])
         worker.close_session(session.id)
         usage = worker.store.usage()
@@ -322,7 +327,7 @@ def test_a_call_that_was_another_takes_the_place_of_what_was_predicted() -> None
         segment = worker.segment(session, 1)
         gradient = await backward(worker, segment, torch.ones(4), runs_anew=True)
         assert torch.equal(gradient, torch.full((4,), 6.0))
-        assert worker.segments.wasted == 1
+        assert worker.engine.speculation.misses == 1
         await idle(worker)
         worker.release(session, [1])
         worker.close_session(session.id)
@@ -330,16 +335,3 @@ def test_a_call_that_was_another_takes_the_place_of_what_was_predicted() -> None
         assert (usage.segments, usage.working, usage.results, usage.cached) == (0, 0, 0, 0)
 
     with_worker(test)
-
-
-def test_only_a_replay_that_is_ready_is_gone_on_from() -> None:
-    machine = SegmentMachine()
-    assert machine.guess() == []
-    assert machine.ahead() == [ReplayAhead()]
-    assert machine.guess() == []
-    machine.replayed(succeeded=True)
-    assert machine.guess() == [GuessAhead()]
-    assert machine.guess() == []
-    assert machine.requested(FIRST) == []
-    assert machine.replayed(succeeded=True) == [Run(FIRST)]
-    assert machine.was_asked

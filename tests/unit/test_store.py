@@ -176,7 +176,7 @@ def test_nothing_ever_exceeds_the_budget(steps: list[tuple[str, int, int]]) -> N
             elif kind == "a" and not store.missing(OWNER, [name]) and number not in store._segments:
                 store.attach(number, OWNER, [name], [name] if size % 2 else [], size)
             elif kind == "d" and number in store._segments:
-                store.let_go(number)
+                store.free_ready(number)
                 store.detach(number)
             elif kind in "rs" and number in store._segments and not running:
                 taken = store.start_run(number, size)
@@ -284,24 +284,24 @@ def test_what_another_owner_has_looks_like_what_nobody_has() -> None:
     store.attach("s", "a", [b"w"], [], 0)
     assert store.missing("b", [b"w", b"x"]) == [b"w", b"x"]
     assert not store.is_named("b", b"w")
-    store.give_up("b", [b"w"])
-    store.leave("b")
+    store.disown("b", [b"w"])
+    store.remove_owner("b")
     assert store.missing("a", [b"w"]) == []
 
 
 def test_what_one_owner_gives_up_stays_for_the_other() -> None:
     store = equal(1 << 20, "a", "b")
-    store.give_up("a", [b"w"])
+    store.disown("a", [b"w"])
     assert [store.missing(owner, [b"w"]) for owner in "ab"] == [[b"w"], []]
     assert store.usage().cached == ENTRY_BYTES
-    store.leave("b")
+    store.remove_owner("b")
     assert store.usage().cached == 0
 
 
 def test_a_segment_keeps_what_its_owner_gave_up_until_it_is_gone() -> None:
     store = equal(1 << 20, "a")
     store.attach("s", "a", [b"w"], [], 0)
-    store.give_up("a", [b"w"])
+    store.disown("a", [b"w"])
     assert store.missing("a", [b"w"]) == []
     store.detach("s")
     assert store.missing("a", [b"w"]) == [b"w"]
@@ -328,7 +328,7 @@ def test_for_want_of_room_a_tensor_goes_for_all() -> None:
 def test_an_owner_may_leave_while_something_of_it_is_being_sent() -> None:
     store = equal(1 << 20, "a")
     store.attach("answer", "a", [b"w"], [b"w"], 0)
-    store.leave("a")
+    store.remove_owner("a")
     assert store.value(b"w") == "tensor"
     store.detach("answer")
     assert store.usage().cached == store.usage().segments == 0
@@ -382,12 +382,12 @@ def test_possessions_and_bytes_always_agree(steps: list[tuple[str, int, int]]) -
             del attached[number, owner]
             store.detach((number, owner))
         elif kind == "g":
-            store.give_up(owner, [name])
+            store.disown(owner, [name])
         elif kind == "l":
             for key in [key for key in attached if key[1] == owner]:
                 del attached[key]
                 store.detach(key)
-            store.leave(owner)
+            store.remove_owner(owner)
             sent[owner].clear()
         for each, names in sent.items():
             assert {bytes([n]) for n in range(4)} - set(store.missing(each, [bytes([n]) for n in range(4)])) <= names
@@ -395,6 +395,6 @@ def test_possessions_and_bytes_always_agree(steps: list[tuple[str, int, int]]) -
     for key in attached:
         store.detach(key)
     for owner in "ab":
-        store.leave(owner)
+        store.remove_owner(owner)
     assert store._entries == store._owners == {}
     assert sum(store._bytes.values()) == 0

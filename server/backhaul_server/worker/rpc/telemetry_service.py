@@ -85,16 +85,16 @@ class TelemetryServicer(Servicer):
                 )
                 for name, found in sorted(self.meter.methods.items())
             ],
-            recomputed_segments=worker.segments.recomputed,
+            recomputed_segments=worker.engine.recomputed,
             received_bytes=self.meter.bytes["received"],
             sent_bytes=self.meter.bytes["sent"],
-            queued_requests=len(worker.segments.executor),
+            queued_requests=len(worker.engine.executor),
             fingerprint=fingerprint(worker.device),
             last_error=last_error,
             last_error_at_s=last_error_at_s,
             has_more_reports=has_more,
-            guessed_segments=worker.segments.guessed,
-            wasted_guesses=worker.segments.wasted,
+            guessed_segments=worker.engine.speculation.hits,
+            wasted_guesses=worker.engine.speculation.misses,
         )
         number = telemetry_pb2.GetTelemetryResponse.REPORTS_FIELD_NUMBER
         return sealed((answer.SerializeToString(), *(field_of(number, report) for report in reports)))

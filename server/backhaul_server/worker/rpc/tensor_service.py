@@ -38,7 +38,7 @@ class TensorUpload:
         self._receiver = TensorReceiver(self._admit, worker.device, self._locate, is_for_store=True)
         self._memory: SharedMemory | None = None
 
-    def come_from(self, session: SessionState) -> None:
+    def set_session(self, session: SessionState) -> None:
         """Names the session that sends what `add` takes in from now on."""
         self._session, self._memory = session.id, session.memory
 
@@ -109,7 +109,7 @@ class TensorServicer(Servicer):
                         if not session_id:
                             session_id = carried.message.session
                             opened.enter_context(self.worker.streaming(self.worker.session(session_id)))
-                        arriving.come_from(self.worker.session(session_id))
+                        arriving.set_session(self.worker.session(session_id))
                         arriving.add(carried)
                         self.meter.received(shared_bytes(carried.tensors))
             except TimeoutError:
