@@ -96,10 +96,10 @@ def batches(parcels: Iterable[OutgoingTensor]) -> Iterator[tensor_pb2.TensorBatc
 def test_a_flipped_bit_is_caught_and_nothing_of_it_is_kept(wire: Wire, worker: WorkerProcess) -> None:
     before = worker.telemetry().memory.cached_bytes
     (batch,) = batches([parcel(torch.randn(100))])
-    for place in range(0, 400, 7):
+    for position in range(0, 400, 7):
         damaged = tensor_pb2.TensorBatch.FromString(batch.SerializeToString())
         data = bytearray(damaged.chunks[0].data)
-        data[place] ^= 1 << place % 8
+        data[position] ^= 1 << position % 8
         damaged.chunks[0].data = bytes(data)
         assert isinstance(refused(wire.put, damaged), TransferError)
     assert worker.telemetry().memory.cached_bytes == before
@@ -119,8 +119,8 @@ def test_a_request_without_a_checksum_is_refused_by_name(method: MethodDescripto
     data = GetMessageClass(method.input_type)().SerializeToString()
 
     def answers() -> list[bytes]:
-        found = call(iter([data]) if method.client_streaming else data, timeout=60)
-        return list(found) if method.server_streaming else [found]
+        answer = call(iter([data]) if method.client_streaming else data, timeout=60)
+        return list(answer) if method.server_streaming else [answer]
 
     if method.name in ANSWERED:
         assert answers() != []
@@ -190,11 +190,11 @@ def test_a_save_on_a_stream_says_what_it_took_and_goes_on(wire: Wire, worker: Wo
         ),
         timeout=60,
     )
-    said = [
+    refusals = [
         (answer.refused, list(answer.stored), answer.program_missing, list(answer.missing_tensors))
         for answer in answers
     ]
-    assert said == [
+    assert refusals == [
         (True, [], False, []),
         (True, [], False, []),
         (False, [], True, [address]),
@@ -215,8 +215,8 @@ def test_a_source_may_be_named_by_the_tensor_that_comes_with_it(wire: Wire) -> N
         assert list(answer.missing_tensors) == missing
         key.segment += 1
     key.segment = 2
-    found = list(wire.segments.Recompute(segment_pb2.RecomputeRequest(key=key), timeout=60))
-    assert found[-1].result.saved_digests == [saved_digest(layout_of(x), content_digest(x, layout_of(x)))]
+    answers = list(wire.segments.Recompute(segment_pb2.RecomputeRequest(key=key), timeout=60))
+    assert answers[-1].result.saved_digests == [saved_digest(layout_of(x), content_digest(x, layout_of(x)))]
 
 
 def test_a_program_that_is_none_is_refused(wire: Wire) -> None:
@@ -325,7 +325,7 @@ def test_only_what_segments_of_the_session_name_is_fetched(wire: Wire, worker: W
     wire.put(*batches([parcel(cached)]))
     other.save(1, chain("aten.tanh.default", 1, others.nbytes), 1, others)
     addresses = [address_of(x), address_of(cached), address_of(others), bytes(16), b"", address_of(x)]
-    assert [torch.equal(found, x) for found in fetched(wire, *addresses)] == [True]
+    assert [torch.equal(tensor, x) for tensor in fetched(wire, *addresses)] == [True]
     assert fetched(wire) == fetched(wire, *addresses[1:-1]) == []
     wire.segments.ReleaseSegments(segment_pb2.ReleaseSegmentsRequest(keys=[key]), timeout=60)
     assert fetched(wire, address_of(x)) == []
@@ -388,9 +388,9 @@ def test_a_short_cut_answers_what_is_short_and_leaves_the_rest_to_the_call(wire:
     assert [answer.HasField("result") for answer in answers] == [False, True, False]
     assert [field.name for field, _ in empty.ListFields()] == ["checksum"]
     called = wire.segments.Backward(requests[2], timeout=60)
-    for x, found in ((small, [short]), (large, called)):
+    for x, answers in ((small, [short]), (large, called)):
         receiver = TensorReceiver()
-        for answer in found:
+        for answer in answers:
             receiver.add(answer.tensors)
         assert torch.equal(*receiver.tensors(), *torch.autograd.grad(x.tanh().sum(), x))
 

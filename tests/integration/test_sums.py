@@ -96,17 +96,17 @@ def by_a_view(checkpoint: Checkpoint, model: nn.Module) -> tuple[Tensor, list[Te
     [(straight, 2), (used_later, 0), (used_before, 2), (saved_before, 0), (all_kept, 0), (twice, 0), (by_a_view, 0)],
 )
 def test_sums_are_those_of_autograd(session: Session, monkeypatch: pytest.MonkeyPatch, run: Run, summed: int) -> None:
-    found: list[int] = []
+    additions: list[int] = []
     backward = SavedSegment.backward
 
     def noting(
         self: SavedSegment, gradients: object, state: object, summed: set[int], *rest: object, **options: object
     ) -> object:
-        found.append(len(summed))
+        additions.append(len(summed))
         return backward(self, gradients, state, summed, *rest, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(SavedSegment, "backward", noting)
     ours = train(lambda f, *a: session.checkpoint(f, *a, returns="gradients"), build, run, steps=3)
     assert differing(ours, train(plainly, build, run, steps=3)) == []
     assert session.report().fallbacks == 0
-    assert sum(found) == 3 * summed
+    assert sum(additions) == 3 * summed

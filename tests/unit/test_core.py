@@ -77,9 +77,9 @@ def test_a_segment_from_save_to_release() -> None:
     async def test(worker: Worker) -> None:
         session = worker.open_session("trainer")
         segment = await saved(worker, session)
-        found = await backward(worker, session, segment)
-        assert [parcel.tensor.tolist() for parcel in found.bundle.parcels] == [[3.0] * 4] * 2  # each use of x
-        assert found.sources == (0, 0)
+        result = await backward(worker, session, segment)
+        assert [parcel.tensor.tolist() for parcel in result.bundle.parcels] == [[3.0] * 4] * 2  # each use of x
+        assert result.sources == (0, 0)
         worker.release(session, [1])
         worker.close_session(session.id)
         usage = worker.store.usage()
@@ -140,14 +140,14 @@ def test_nothing_of_a_finished_segment_stays_until_garbage_is_collected() -> Non
     async def test(worker: Worker) -> None:
         session = worker.open_session("trainer")
         segment = await saved(worker, session)
-        found = await backward(worker, session, segment)
-        result = weakref.ref(found.bundle.parcels[0].tensor.untyped_storage())
-        del found
+        result = await backward(worker, session, segment)
+        storage = weakref.ref(result.bundle.parcels[0].tensor.untyped_storage())
+        del result
         reference = weakref.ref(segment)
         del segment
         worker.release(session, [1])
         await asyncio.sleep(0.05)
-        assert (reference(), result()) == (None, None)
+        assert (reference(), storage()) == (None, None)
 
     gc.disable()
     try:

@@ -8,10 +8,10 @@ def job(session: str, expected_s: float = 1.0, begin: Callable[[], bool] = lambd
 
 
 def drain(queue: FairQueue) -> list[Job]:
-    found = []
+    jobs = []
     while (next_job := queue.pop()) is not None:
-        found.append(next_job)
-    return found
+        jobs.append(next_job)
+    return jobs
 
 
 def test_sessions_take_turns_each_in_its_own_order() -> None:

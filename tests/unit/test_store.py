@@ -389,9 +389,9 @@ def test_possessions_and_bytes_always_agree(steps: list[tuple[str, int, int]]) -
                 store.detach(key)
             store.remove_owner(owner)
             sent[owner].clear()
-        for each, names in sent.items():
-            assert {bytes([n]) for n in range(4)} - set(store.missing(each, [bytes([n]) for n in range(4)])) <= names
-            assert all(store.is_named(each, bytes([n])) == ((n, each) in attached) for n in range(4))
+        for owner, names in sent.items():
+            assert {bytes([n]) for n in range(4)} - set(store.missing(owner, [bytes([n]) for n in range(4)])) <= names
+            assert all(store.is_named(owner, bytes([n])) == ((n, owner) in attached) for n in range(4))
     for key in attached:
         store.detach(key)
     for owner in "ab":

@@ -62,27 +62,27 @@ def test_one_that_dies_is_replaced_at_the_same_address_and_ready_is_said_once(tm
             if number < 3:
                 os.kill(lives(tmp_path)[-1], signal.SIGKILL)
         process.terminate()
-        said, logged = process.communicate(timeout=10)
+        printed, logged = process.communicate(timeout=10)
         assert process.returncode == 128 + signal.SIGTERM  # nothing in these workers handles it
     addresses = (tmp_path / "lives.addresses").read_text().split()
     assert len(set(addresses)) == 1
-    assert said == f"listening on {addresses[0]}\n"
-    assert logged.count("the worker was ended by SIGKILL: starting another in") == 2
-    assert logged.count("there is a worker again") == 2
+    assert printed == f"listening on {addresses[0]}\n"
+    assert logged.count("The worker was ended by SIGKILL: it is restarted in") == 2
+    assert logged.count("The worker runs again") == 2
     assert not any(map(is_running, lives(tmp_path)))
 
 
 @pytest.mark.parametrize("code", [0, 2, 3])
 def test_one_that_ends_before_it_was_ready_is_not_replaced(code: int, tmp_path: Path) -> None:
     with supervised(tmp_path, f"print('why', file=sys.stderr); sys.exit({code})") as process:
-        said, logged = process.communicate(timeout=10)
-        assert (process.returncode, said, logged) == (code, "", "why\n")
+        printed, logged = process.communicate(timeout=10)
+        assert (process.returncode, printed, logged) == (code, "", "why\n")
 
 
 def test_one_that_ends_well_is_not_replaced(tmp_path: Path) -> None:
     with supervised(tmp_path, READY) as process:
-        said, logged = process.communicate(timeout=10)
-        assert (process.returncode, said.count("\n"), logged) == (0, 1, "")
+        printed, logged = process.communicate(timeout=10)
+        assert (process.returncode, printed.count("\n"), logged) == (0, 1, "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -100,8 +100,8 @@ def test_one_that_never_gets_ready_again_is_given_up(tmp_path: Path) -> None:
         _, logged = process.communicate(timeout=30)
         assert process.returncode == 5
     assert len(lives(tmp_path)) == 1
-    assert "the worker was ended by SIGABRT: starting another in 0 s" in logged
-    assert "20 workers in a row died before they were ready: giving up" in logged
+    assert "The worker was ended by SIGABRT: it is restarted in 0 s" in logged
+    assert "20 workers in a row died before they were ready: the supervisor gives up" in logged
 
 
 def test_the_port_is_nobody_elses_meanwhile(tmp_path: Path) -> None:
@@ -116,9 +116,9 @@ def test_the_port_is_nobody_elses_meanwhile(tmp_path: Path) -> None:
             worker.bind(("127.0.0.1", port))
             worker.listen()
             with supervised(tmp_path, READY, f"127.0.0.1:{port}") as second:
-                _, said = second.communicate(timeout=10)
+                _, printed = second.communicate(timeout=10)
                 assert second.returncode == 2
-            assert said == f'backhaul worker: can\'t listen on "127.0.0.1:{port}": Address already in use\n'
+            assert printed == f'backhaul worker: can\'t listen on "127.0.0.1:{port}": Address already in use\n'
 
 
 @pytest.mark.parametrize("listen", ["localhost:0", "dns:///localhost:0", "127.0.0.1:0"])

@@ -16,17 +16,15 @@ class Executor:
     """Runs jobs one by one in a thread. Construct and use it in a running event loop's thread; `close` ends it.
 
     Args:
-        next_speculative: Returns a job that has begun already, or None. Called when no queued job can begin.
+        speculate: Returns a job that has begun already, or None. Called when no queued job can begin.
         overdue: Called with a job that still runs after `limit_s` and `GRACE_S`: a single op takes that long, which
             nothing in this process can cancel.
         limit_s: Seconds that a job may take. It ends by itself then, unless a single op takes longer.
     """
 
-    def __init__(
-        self, next_speculative: Callable[[], Job | None], overdue: Callable[[Job], None], limit_s: float
-    ) -> None:
+    def __init__(self, speculate: Callable[[], Job | None], overdue: Callable[[Job], None], limit_s: float) -> None:
         self._limit_s = limit_s
-        self._next_speculative = next_speculative
+        self._speculate = speculate
         self._overdue = overdue
         self._watch: asyncio.TimerHandle | None = None
         self._queue = FairQueue()
@@ -82,7 +80,7 @@ class Executor:
     def _begin(self) -> None:
         self._is_woken = False
         if self._running is None and not self._is_closed:
-            self._running = self._queue.pop() or self._next_speculative()
+            self._running = self._queue.pop() or self._speculate()
             if self._running is not None:
                 self._running_since = monotonic()
                 self._watch = self._loop.call_later(self._limit_s + GRACE_S, self._overdue, self._running)

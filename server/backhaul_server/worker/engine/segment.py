@@ -127,11 +127,8 @@ class Segment:
 
     def matches_recorded_rng(self, ready: LiveReplay) -> bool:
         """Whether a replay drew from the generator states of the call. True until the call is confirmed."""
-        return (
-            not self.is_confirmed
-            or self.inputs is None
-            or ready.replay.drawn_from == list(self.inputs.generator_states)
-        )
+        inputs = self.inputs
+        return not self.is_confirmed or inputs is None or ready.replay.drawn_from == list(inputs.generator_states)
 
     def saved_predecessors(self) -> "list[Segment]":
         """Returns the segments whose outputs are sources of this one, without those that were released."""
@@ -141,9 +138,8 @@ class Segment:
 
     def pushed_next(self) -> list[int]:
         """Returns the numbers of the predecessors whose results the trainer can await on its push stream."""
-        if self.session.push_queue is None:
-            return []
-        return [segment.id for segment in self.saved_predecessors() if segment.is_speculating]
+        is_open = self.session.push_queue is not None
+        return [segment.id for segment in self.saved_predecessors() if is_open and segment.is_speculating]
 
     @property
     def can_speculate(self) -> bool:
@@ -153,10 +149,7 @@ class Segment:
     @property
     def is_speculating(self) -> bool:
         """Whether a speculative backward has run, runs now, or has a replay to run on."""
-        speculation = self.speculation
-        return speculation is not None and (
-            speculation.result is not None or self.ready is not None or self.job is not None
-        )
+        return bool(self.speculation and (self.speculation.result or self.ready or self.job))
 
     @property
     def about(self) -> dict[str, Any]:

@@ -178,7 +178,7 @@ class Store(Generic[T]):
 
     def expect(self, size_bytes: int) -> None:
         """Charges a declared tensor or program (Rule 4). Call `arrived` or `abandon` next. Raises BudgetError."""
-        if not self._is_possible(size_bytes) or not self._fits(size_bytes):
+        if not self._keeps_run_possible(size_bytes) or not self._make_room(size_bytes):
             retry_after_s = RETRY_AFTER_S if size_bytes <= self.budget_bytes else 0.0
             self._refuse(f"a tensor or program of {size_bytes} bytes", size_bytes, retry_after_s)
         self._bytes["arriving"] += size_bytes
@@ -224,11 +224,11 @@ class Store(Generic[T]):
         entry = self._entries.get(address)
         if entry is not None and owner in entry.owners:
             return
-        if entry is not None and self._fits(OWNER_BYTES, only_cached=True):
+        if entry is not None and self._make_room(OWNER_BYTES, only_cached=True):
             entry = self._entries.get(address)  # making room may have evicted this very entry
         if entry is not None:
             self._resize(entry, OWNER_BYTES)
-        elif self._fits(size_bytes, only_cached=True):
+        elif self._make_room(size_bytes, only_cached=True):
             entry = self._entries[address] = _Entry(value, size_bytes, is_awaited=is_awaited, is_shared=is_shared)
             self._keep_cached(address, entry)
         else:
@@ -305,7 +305,7 @@ class Store(Generic[T]):
 
     def has_room(self, size_bytes: int) -> bool:
         """Whether this many bytes are free without evictions, and can be taken permanently (Rule 2)."""
-        return size_bytes <= self._free_bytes() and self._is_possible(size_bytes)
+        return size_bytes <= self._free_bytes() and self._keeps_run_possible(size_bytes)
 
     def replace(self, address: bytes, value: T, copy: T) -> None:
         """Replaces a cached tensor in shared memory by its copy, if that tensor is still stored."""
@@ -350,12 +350,12 @@ class Store(Generic[T]):
         fresh = [(address, entry) for address, entry in zip(names, entries, strict=True) if not entry.references]
         added = sum(entry.size_bytes for _, entry in fresh)
         fixed = sum(entry.size_bytes for _, entry in fresh if entry.is_shared)
-        if not self._is_possible(added - fixed + own_bytes, need_bytes):
+        if not self._keeps_run_possible(added - fixed + own_bytes, need_bytes):
             self._refuse(f"a segment of {added + own_bytes} bytes more", held + need_bytes, RETRY_AFTER_S)
         for address, entry in fresh:
             self._take_from_cache(address, entry)
         self._bytes["segments"] += added
-        self._fits(own_bytes)  # succeeds by Rule 2, and can no longer evict what the segment names
+        self._make_room(own_bytes)  # succeeds by Rule 2, and can no longer evict what the segment names
         self._bytes["segments"] += own_bytes
         transient_addresses, state = set(transient), self._owners.setdefault(owner, _Owner())
         for address, entry in zip(names, entries, strict=True):
@@ -391,14 +391,14 @@ class Store(Generic[T]):
         """Changes the bytes of a segment itself. Raises BudgetError."""
         attached = self._segments[segment]
         added = own_bytes - attached.own_bytes
-        if added > 0 and (not self._is_possible(added) or not self._fits(added)):
+        if added > 0 and (not self._keeps_run_possible(added) or not self._make_room(added)):
             self._refuse(f"a segment that takes {own_bytes} bytes itself", added, RETRY_AFTER_S)
         self._bytes["segments"] += added
         attached.own_bytes = own_bytes
 
     def charge(self, what: str, size_bytes: int) -> None:
         """Charges bytes of a session itself, until `refund`. Raises BudgetError, which names `what`."""
-        if not self._is_possible(size_bytes) or not self._fits(size_bytes):
+        if not self._keeps_run_possible(size_bytes) or not self._make_room(size_bytes):
             self._refuse(what, size_bytes, RETRY_AFTER_S)
         self._bytes["sessions"] += size_bytes
 
@@ -425,7 +425,7 @@ class Store(Generic[T]):
         if need > self.budget_bytes - self._fixed_bytes() - self._bytes["running"]:
             return None
         self.free_ready(segment)
-        self._fits(need)
+        self._make_room(need)
         self._bytes["running"] += need
         return need
 
@@ -441,7 +441,7 @@ class Store(Generic[T]):
             size_bytes: Bytes that are held, at most what the run was charged with.
             drop: Called when the store evicts it.
         """
-        self._fits(size_bytes)
+        self._make_room(size_bytes)
         self._ready[segment] = size_bytes, drop
         self._bytes["ready"] += size_bytes
 
@@ -458,7 +458,7 @@ class Store(Generic[T]):
         drop()
 
     def room_for_replays(self) -> int:
-        """Returns the bytes that all replays that are ready may take: the budget without tensors, results and the run."""
+        """Returns the bytes that replays may take together: the budget without tensors, results and the run."""
         kept = ("segments", "sessions", "arriving", "shared", "running", "results", "sending", "sums")
         return self.budget_bytes - sum(self._bytes[tier] for tier in kept) - self.free_shared_bytes()
 
@@ -466,7 +466,7 @@ class Store(Generic[T]):
 
     def keep_result(self, key: Hashable, size_bytes: int, drop: Callable[[], None]) -> None:
         """Charges a finished result until `forget_result`, or until the store evicts it and calls `drop`."""
-        self._fits(size_bytes)
+        self._make_room(size_bytes)
         self._results[key] = size_bytes, drop
         self._bytes["results"] += size_bytes
         self._pinned_bytes += size_bytes if self._pinned[key] else 0
@@ -506,7 +506,7 @@ class Store(Generic[T]):
         Raises:
             BudgetError: There is no room beside other answers that are being sent.
         """
-        has_room = self._is_possible(size_bytes) and self._fits(size_bytes)
+        has_room = self._keeps_run_possible(size_bytes) and self._make_room(size_bytes)
         if not has_room and self._bytes["sending"]:
             self._refuse(f"an answer of {size_bytes} bytes beside those that are being sent", size_bytes, RETRY_AFTER_S)
         self._bytes["sending"] += size_bytes
@@ -516,8 +516,8 @@ class Store(Generic[T]):
         self._bytes["sending"] -= size_bytes
 
     def keep_sums(self, size_bytes: int) -> bool:
-        """Charges gradients that are kept until `drop_sums`. Returns False, and charges nothing, if there is no room."""
-        if not self._is_possible(size_bytes) or not self._fits(size_bytes):
+        """Charges gradients that are kept until `drop_sums`. Without room returns False and charges nothing."""
+        if not self._keeps_run_possible(size_bytes) or not self._make_room(size_bytes):
             return False
         self._bytes["sums"] += size_bytes
         return True
@@ -528,7 +528,7 @@ class Store(Generic[T]):
 
     # Room
 
-    def _is_possible(self, added_bytes: int, need_bytes: int = 0) -> bool:
+    def _keeps_run_possible(self, added_bytes: int, need_bytes: int = 0) -> bool:
         """Whether Rule 2 holds with this many more bytes, and with a run that needs `need_bytes`."""
         run = max(self._needs[-1] if self._needs else 0, need_bytes, self._bytes["running"])
         return self._fixed_bytes() + added_bytes + run <= self.budget_bytes
@@ -543,7 +543,7 @@ class Store(Generic[T]):
     def _free_bytes(self) -> int:
         return self.budget_bytes - sum(self._bytes.values()) - self.free_shared_bytes()
 
-    def _fits(self, size_bytes: int, *, only_cached: bool = False) -> bool:
+    def _make_room(self, size_bytes: int, *, only_cached: bool = False) -> bool:
         """Whether this many bytes are free, after evictions by Rule 3, or of cached tensors only."""
         free = self._free_bytes
         if free() >= size_bytes:

@@ -36,15 +36,7 @@ from backhaul_server.worker.engine.segment import Segment, SessionState
 from backhaul_server.worker.engine.segment_engine import SegmentEngine
 from backhaul_server.worker.engine.store import ENTRY_BYTES, Store
 from backhaul_server.worker.engine.stored_values import Held, ReadProgram, is_same
-from backhaul_server.worker.limits import (
-    ALL_SEGMENTS,
-    ALL_STREAMS,
-    NAMED,
-    SEGMENTS,
-    SESSIONS,
-    STREAMS,
-    UNNAMED_STREAMS,
-)
+from backhaul_server.worker.limits import ALL_SEGMENTS, ALL_STREAMS, NAMED, SEGMENTS, SESSIONS, STREAMS, UNNAMED_STREAMS
 
 logger = logging.getLogger("backhaul.worker")
 _SESSION_BYTES, _PASS_BYTES = 12 << 10, 512

@@ -148,17 +148,17 @@ class SegmentServicer(Servicer):
         key = Key("recompute", request.key.backward)
         positions = tuple(request.positions)
         if len(set(positions)) < len(positions):
-            raise ProgramError(f"a saved tensor of {segment.name} is asked for twice in one request")
+            raise ProgramError(f"a saved tensor of {segment.name} is requested twice in one request")
         perform = partial(runs.recompute, positions=positions)
         with self._engine.answering(segment, key):
-            asked = self._engine.request(segment, key, lambda: perform, request.expected_s)
+            submitted = self._engine.request(segment, key, lambda: perform, request.expected_s)
             self.worker.replay_ahead(session, request.upcoming_segments)
-            async for progress in self._wait(segment, asked.answer):
+            async for progress in self._wait(segment, submitted.answer):
                 yield segment_pb2.RecomputeResponse(progress=progress)
-            result = asked.answer.result()
+            result = submitted.answer.result()
             writer = self._shared_writer(session, request.answer)
             with self._engine.sending(result.bundle.size_bytes):
-                for message in await self._encoded(result, lambda: _recompute_answer(segment, asked, writer)):
+                for message in await self._encoded(result, lambda: _recompute_answer(segment, submitted, writer)):
                     yield message
 
     @stream
@@ -166,13 +166,13 @@ class SegmentServicer(Servicer):
         self, carried: TensorMessage[segment_pb2.BackwardRequest], context: Context
     ) -> AsyncIterator[segment_pb2.BackwardResponse | bytes]:
         """Streams progress, then digests and contributions."""
-        with self._backward(carried) as (segment, asked):
-            async for progress in self._wait(segment, asked.answer):
+        with self._backward(carried) as (segment, submitted):
+            async for progress in self._wait(segment, submitted.answer):
                 yield segment_pb2.BackwardResponse(progress=progress)
-            result = asked.answer.result()
+            result = submitted.answer.result()
             writer = self._shared_writer(segment.session, carried.message.answer)
             with self._engine.sending(result.bundle.size_bytes):
-                for message in await self._encoded(result, lambda: _backward_answer(segment, asked, writer)):
+                for message in await self._encoded(result, lambda: _backward_answer(segment, submitted, writer)):
                     yield message
 
     @open_stream
@@ -192,15 +192,15 @@ class SegmentServicer(Servicer):
                     self.meter.call("Backward", perf_counter() - started, failed=False)
 
     async def _short_answer(self, carried: TensorMessage[segment_pb2.BackwardRequest]) -> bytes | None:
-        with self._backward(carried) as (segment, asked):
-            await asyncio.wait([asked.answer], timeout=PROGRESS_INTERVAL_S)
+        with self._backward(carried) as (segment, submitted):
+            await asyncio.wait([submitted.answer], timeout=PROGRESS_INTERVAL_S)
             most_bytes = PLACED_BYTES if carried.message.answer else CHUNK_BYTES
-            if not asked.answer.done() or asked.answer.result().bundle.size_bytes > most_bytes:
+            if not submitted.answer.done() or submitted.answer.result().bundle.size_bytes > most_bytes:
                 return None
-            if asked.answer.result().parts > MANY_PARTS:
+            if submitted.answer.result().parts > MANY_PARTS:
                 return None
             writer = self._shared_writer(segment.session, carried.message.answer)
-            first, *more = itertools.islice(_backward_answer(segment, asked, writer), 2)
+            first, *more = itertools.islice(_backward_answer(segment, submitted, writer), 2)
             return None if more else first
 
     @open_stream
@@ -268,9 +268,9 @@ class SegmentServicer(Servicer):
 
         key = Key("backward", request.key.backward)
         with self._engine.answering(segment, key):
-            asked = self._engine.request(segment, key, prepare, request.expected_s, inputs, keep)
+            submitted = self._engine.request(segment, key, prepare, request.expected_s, inputs, keep)
             self.worker.replay_ahead(session, request.upcoming_segments)
-            yield segment, asked
+            yield segment, submitted
 
     @unary
     async def ReleaseSegments(  # noqa: N802  gRPC's name
@@ -347,21 +347,21 @@ class SegmentServicer(Servicer):
             await asyncio.wait([answer], timeout=PROGRESS_INTERVAL_S)
 
 
-def _recompute_answer(segment: Segment, asked: SegmentRequest, writer: SharedWriter) -> Iterator[bytes]:
-    recomputed = asked.answer.result()
+def _recompute_answer(segment: Segment, submitted: SegmentRequest, writer: SharedWriter) -> Iterator[bytes]:
+    recomputed = submitted.answer.result()
     result = segment_pb2.RecomputeResult(
         saved_digests=recomputed.saved_digests,
         views=[encode_view(view) for view in recomputed.bundle.views],
         saved_sketches=_sketches(recomputed),
-        timing=_timing(segment, asked.arrived_at_s, recomputed),
+        timing=_timing(segment, submitted.arrived_at_s, recomputed),
     )
     response = segment_pb2.RecomputeResponse(result=result)
     yield from encode_all(batches(recomputed.bundle.parcels, writer), response.TENSORS_FIELD_NUMBER, response)
 
 
-def _backward_answer(segment: Segment, asked: SegmentRequest, writer: SharedWriter) -> Iterator[bytes]:
-    result = asked.answer.result()
-    response = segment_pb2.BackwardResponse(result=_backward_result(segment, result, asked.arrived_at_s))
+def _backward_answer(segment: Segment, submitted: SegmentRequest, writer: SharedWriter) -> Iterator[bytes]:
+    result = submitted.answer.result()
+    response = segment_pb2.BackwardResponse(result=_backward_result(segment, result, submitted.arrived_at_s))
     yield from encode_all(batches(result.bundle.parcels, writer), response.TENSORS_FIELD_NUMBER, response)
 
 

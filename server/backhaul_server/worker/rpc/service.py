@@ -5,16 +5,8 @@ from time import time
 
 import grpc
 
-from backhaul_proto.v1 import (
-    program_pb2,
-    segment_pb2,
-    session_pb2,
-    telemetry_pb2,
-    tensor_pb2,
-)
-from backhaul_runtime.errors import (
-    ProtocolVersionError,
-)
+from backhaul_proto.v1 import program_pb2, segment_pb2, session_pb2, telemetry_pb2, tensor_pb2
+from backhaul_runtime.errors import ProtocolVersionError
 from backhaul_runtime.process.fingerprint import fingerprint
 from backhaul_runtime.version import version
 from backhaul_runtime.wire.protocol import PROTOCOL_VERSION
