@@ -1,4 +1,4 @@
-"""What ends a run that would go on: its session's end, its deadline, and for a single op the end of the process."""
+"""The ends of a long run: the end of its session, its deadline, and for a single op the end of the process."""
 
 from collections.abc import Callable
 
@@ -20,11 +20,11 @@ LONG = of_nodes(*[Node("aten.cdist.default", (X, X, 1.5, None), (), 0, (4 * 64 *
 """Number of ops on 64 rows of 8,192 numbers that take minutes together, but far less than a second each."""
 
 ENDLESS = of_nodes(Node("aten.cdist.default", (X, X, 1.5, None), (), 0, (4 * 2_048 * 2_048,), draws=False))
-"""One op that takes minutes, with 2,048 rows of 8,192 numbers."""
+"""An op on 2,048 rows of 8,192 numbers, which takes minutes."""
 
 
 def start(client: Hostile) -> "grpc.Future":
-    """Asks for a long run, and returns once it runs."""
+    """Requests a long run, and returns when it has begun."""
     client.ready(LONG, torch.rand(64, 8_192))
     call = client.recompute(1, positions=())
     while not next(call).progress.running:
@@ -33,7 +33,7 @@ def start(client: Hostile) -> "grpc.Future":
 
 
 def step(session: backhaul.Session) -> backhaul.Report:
-    """Trains a little, wherever segments run now."""
+    """Trains a little. The segments may run on the worker or on the trainer."""
     x = torch.randn(3, requires_grad=True)
     session.checkpoint(torch.sin, x, returns="gradients").sum().backward()
     assert torch.equal(x.grad, x.detach().cos())

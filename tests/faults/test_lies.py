@@ -1,4 +1,4 @@
-"""A worker that answers something else than it was asked, sealed as it should be."""
+"""A worker whose answers are well formed and sealed, but wrong."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -128,7 +128,7 @@ ACTIVATIONS = [
 CASES = [
     *(("gradients", "default", change) for change in GRADIENTS),
     *(("activations", "default", change) for change in ACTIVATIONS),
-    ("activations", "bytes", tensor_of_a_saved_tensor),  # of several with one layout, bytes alone tell which is which
+    ("activations", "bytes", tensor_of_a_saved_tensor),  # several have the same layout, so only their bytes differ
 ]
 
 

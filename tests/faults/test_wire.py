@@ -1,4 +1,4 @@
-"""Hostile or unlucky bytes on the wire of a real worker, and trainers that take more than their share."""
+"""Hostile or damaged messages to a real worker, and trainers that use more than their share."""
 
 import signal
 import time
@@ -36,10 +36,10 @@ from support.wire import METHODS, Services, plain
 
 
 class Wire:
-    """A client that can misbehave."""
+    """A client of a worker that sends what a trainer never would."""
 
     def __init__(self, address: str) -> None:
-        # The window never grows, however fast the loopback: what is not read is not sent either.
+        # A fixed window: the worker cannot send an answer that the client does not read.
         self.channel = grpc.insecure_channel(address, options=[("grpc.http2.bdp_probe", 0)])
         services = Services(self.channel)
         sessions = services.sessions
@@ -55,7 +55,7 @@ class Wire:
         )
 
     def save(self, number: int, nodes: list[Node], saved_count: int, x: torch.Tensor) -> segment_pb2.OperationKey:
-        """Saves a segment of one source, which takes a gradient. Returns the key of its first backward."""
+        """Saves a segment with one source that requires a gradient. Returns the key of its first backward."""
         source = Source(requires_grad=True, is_leaf=False, is_written=False)
         last = (ResultRef(len(nodes) - 1, 0),)
         program = encode_program(Program((source,), tuple(nodes), (ambient_state.capture(),), last, saved_count, 0))
@@ -106,7 +106,7 @@ def test_a_flipped_bit_is_caught_and_nothing_of_it_is_kept(wire: Wire, worker: W
 
 
 ANSWERED = ("ShortSaves", "ShortBackwards")
-"""Streams that answer a refused request, and leave it to the unary method to say what is wrong."""
+"""Streams that answer a refused request without an error: the unary method reports the error."""
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
@@ -254,7 +254,7 @@ def test_a_program_that_takes_far_more_than_it_says_fails_alone(own_worker: Work
 
 
 def chain(op: str, length: int, size_bytes: int) -> list[Node]:
-    """An op that takes one tensor, or the same one twice, again and again."""
+    """A program that repeats an op of one tensor, or of the same tensor twice."""
     first = SourceRef(0)
     twice = op == "aten.mm.default"
     refs = [first, *(ResultRef(index, 0) for index in range(length - 1))]
@@ -269,7 +269,7 @@ def test_answers_that_are_being_read_are_finished(own_worker: WorkerProcess) -> 
     for message in answer:
         if not received and message.HasField("tensors"):
             own_worker.process.send_signal(signal.SIGTERM)
-            time.sleep(1.5)  # longer than idle streams are given
+            time.sleep(1.5)  # longer than the grace for idle streams
         received += sum(len(chunk.data) for chunk in message.tensors.chunks)
     assert received == 5 * x.nbytes
     assert own_worker.process.wait(60) == 0
@@ -287,7 +287,7 @@ def test_a_run_that_does_not_end_holds_nobody_up(own_worker: WorkerProcess) -> N
         session.checkpoint(torch.sin, x, returns="gradients").sum().backward()
         assert torch.equal(x.grad, x.detach().cos())
         assert session.report().fallbacks + session.report().remote == 1
-        assert time.monotonic() - started < 10  # a bound of the wait, not of the speed
+        assert time.monotonic() - started < 10  # bounds the wait, not the speed of the machine
     hogged.cancel()
     hog.channel.close()
 

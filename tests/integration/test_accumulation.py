@@ -1,4 +1,4 @@
-"""Gradients that stay on the worker across micro-batches: the sums have the bits of sums on the trainer."""
+"""Gradients that the worker adds up across micro-batches: the sums have the bits of sums on the trainer."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +22,7 @@ Happen = Callable[[int], None]
 
 @pytest.fixture
 def keeping(worker: WorkerProcess) -> Iterator[Session]:
-    """A session whose worker keeps gradients."""
+    """A session whose worker accumulates gradients."""
     with backhaul.connect(worker.address, silence_s=QUIET_S, returns="gradients", accumulate="worker") as session:
         yield session
     wait_until(lambda: worker.telemetry().memory.result_bytes == 0, "nothing is kept")
@@ -190,7 +190,7 @@ def test_an_optimizer_that_computes_gradients_itself(keeping: Session) -> None:
 def test_two_workers(worker: WorkerProcess, own_worker: WorkerProcess) -> None:
     both = f"{worker.address},{own_worker.address}"
     with backhaul.connect(both, silence_s=QUIET_S, returns="gradients", accumulate="worker") as session:
-        ours = train(session.checkpoint, chain, micro_batches=2)  # with more, what moves is summed in another order
+        ours = train(session.checkpoint, chain, micro_batches=2)  # more micro-batches would change the order of the sum
         assert differing(ours, train(plainly, chain, micro_batches=2)) == []
         assert all(side.uploader.uncollected._round > 1 for side in session._sides)
 
@@ -207,7 +207,7 @@ def test_a_worker_that_dies_with_gradients(own_worker: WorkerProcess) -> None:
         before = linear.weight.detach().clone()
         own_worker.kill()
         backward()
-        assert linear.weight.grad is not None  # the trainer's own
+        assert linear.weight.grad is not None  # the trainer has computed it
         with pytest.raises(backhaul.GradientsLostError, match="zero_grad") as caught:
             optimizer.step()
         assert caught.value.workers == [own_worker.address]

@@ -1,4 +1,4 @@
-"""Chains of segments whose backward a worker goes through ahead of the trainer: what comes is what would have come."""
+"""Chains of segments whose backwards the worker runs speculatively: gradients are those of requested backwards."""
 
 from collections.abc import Callable
 
@@ -86,13 +86,13 @@ def test_gradients_are_those_of_training_without_it(
     after = worker.telemetry()
     assert session.report().fallbacks == 0
     guessed = after.guessed_segments - before.guessed_segments
-    # A trainer that asks before a guess was made gets what it asks for instead: how many is up to the machine.
+    # A request that arrives before its speculative backward is run instead: how many are depends on timing.
     assert guessed <= 4 * guessed_each_step
     assert (guessed > 0) == (guessed_each_step > 0)
     asked = calls(after) - calls(before)
     assert asked >= 4 * (BLOCKS - guessed_each_step)  # pushed results are not requested
     assert (asked < 4 * BLOCKS) == (guessed_each_step > 0)
-    # What never arrives unchanged is tried twice and then left.
+    # Speculation that never matches its request is tried twice, and then no longer.
     most = 0 if guessed_each_step else 2 * BLOCKS
     assert after.wasted_guesses - before.wasted_guesses <= most
 

@@ -1,4 +1,4 @@
-"""The worker as a process: where it listens, who may reach it, how it ends."""
+"""The worker as a process: its addresses, its options, and its end."""
 
 import os
 import signal
@@ -134,7 +134,7 @@ def test_it_ends_also_while_it_starts(number: signal.Signals) -> None:
 
 
 def serving_again(worker: WorkerProcess, before: int) -> None:
-    """Waits until the supervisor has another process that serves."""
+    """Waits until the supervisor has started another worker."""
     wait_until(lambda: worker.serving() not in {0, before}, "another process is started")
     assert not worker.telemetry().draining
 

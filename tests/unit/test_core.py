@@ -1,4 +1,4 @@
-"""The worker without its wire, in this process."""
+"""The worker's engine in this process, without RPCs."""
 
 import asyncio
 import gc
@@ -39,7 +39,7 @@ def with_worker(
 
 
 def squaring() -> bytes:
-    """x * x, with a gradient for x."""
+    """Encodes a program that returns x * x, with a gradient for x."""
     x = SourceRef(0)
     return encode_program(
         Program(
@@ -115,7 +115,7 @@ def test_a_repeated_save_changes_nothing() -> None:
     with_worker(test)
 
 
-def test_what_is_missing_is_said() -> None:
+def test_a_save_reports_missing_program_and_tensors() -> None:
     async def test(worker: Worker) -> None:
         session = worker.open_session("trainer")
         address = address_of(torch.ones(4))
@@ -156,7 +156,7 @@ def test_nothing_of_a_finished_segment_stays_until_garbage_is_collected() -> Non
         gc.enable()
 
 
-def test_a_silent_trainer_is_forgotten() -> None:
+def test_the_session_of_a_silent_trainer_expires() -> None:
     async def test(worker: Worker) -> None:
         session = worker.open_session("trainer")
         await saved(worker, session)
@@ -169,7 +169,7 @@ def test_a_silent_trainer_is_forgotten() -> None:
     with_worker(test, lease_s=0.2)
 
 
-def test_a_draining_worker_finishes_and_takes_nothing_new() -> None:
+def test_a_draining_worker_finishes_requests_and_accepts_nothing_new() -> None:
     async def test(worker: Worker) -> None:
         session = worker.open_session("trainer")
         segment = await saved(worker, session)
@@ -199,7 +199,7 @@ def test_a_segment_released_while_it_waits_is_not_run() -> None:
     with_worker(test)
 
 
-def test_more_segments_than_fit_are_refused_and_the_others_live() -> None:
+def test_segments_beyond_the_budget_are_refused_and_the_others_still_run() -> None:
     async def test(worker: Worker) -> None:
         session = worker.open_session("trainer")
         number = 0
@@ -231,7 +231,7 @@ def test_a_small_budget_keeps_ready_what_backward_needs_first() -> None:
             for number in reversed(range(turn, turn + 4)):
                 await backward(worker, session, worker.segment(session, number))
                 worker.release(session, [number])
-        assert were_ready == {6, 7}  # by then it is known how many come
+        assert were_ready == {6, 7}  # the second forward knows how many segments are saved
 
     taken: list[int] = []
 
@@ -243,12 +243,12 @@ def test_a_small_budget_keeps_ready_what_backward_needs_first() -> None:
         taken.append(usage.segments + usage.sessions)
 
     with_worker(take)
-    # What four were saved with, two replays with 16 bytes and a node each, and two gradients while one of them runs.
+    # Room for four segments, two replays of 16 bytes and a node each, and two gradients while one of them runs.
     with_worker(test, budget_bytes=taken[0] + 2 * (16 + NODE_BYTES) + 2 * 16)
 
 
 @pytest.mark.parametrize("states", [[b"state"], [bytes(1 << 20)]])
-def test_generator_states_nobody_draws_with_are_refused(states: list[bytes]) -> None:
+def test_generator_states_without_a_draw_are_refused(states: list[bytes]) -> None:
     async def test(worker: Worker) -> None:
         session = worker.open_session("trainer")
         program, address = await worker.put_program(session, squaring()), put(worker, session, torch.ones(4))
@@ -259,7 +259,7 @@ def test_generator_states_nobody_draws_with_are_refused(states: list[bytes]) -> 
 
 
 @pytest.mark.parametrize("end", ["release", "close", "lease"])
-def test_what_ends_a_segment_cancels_its_run(end: str) -> None:
+def test_the_end_of_a_segment_cancels_its_run(end: str) -> None:
     async def test(worker: Worker) -> None:
         session = worker.open_session("trainer")
         segment = await saved(worker, session)
@@ -277,7 +277,7 @@ def test_what_ends_a_segment_cancels_its_run(end: str) -> None:
     with_worker(test, lease_s=0.05 if end == "lease" else 30.0)
 
 
-def test_names_and_states_are_charged_to_the_session_and_given_back() -> None:
+def test_names_and_states_are_charged_to_the_session_and_refunded() -> None:
     async def test(worker: Worker) -> None:
         before = worker.store.usage()
         session = worker.open_session("\U0001f600" * 200)

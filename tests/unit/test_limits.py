@@ -55,7 +55,7 @@ def test_a_list_or_name_may_have_its_length_and_no_more(make: object, most: int)
     assert (caught.value.most, caught.value.found) == (most, most + 1)
 
 
-def test_fields_are_counted_in_the_messages_of_a_message_too() -> None:
+def test_fields_of_nested_messages_are_counted() -> None:
     message = report(steps=[telemetry_pb2.Step()] * 10)  # one message in another that holds ten
     data, kind = message.SerializeToString(), telemetry_pb2.PutReportsRequest
     assert not has_more_fields(data, kind, 11)

@@ -67,7 +67,7 @@ def test_a_replay_ahead_is_used_by_the_request() -> None:
     assert machine.requested(FIRST) == [Run(FIRST)]
 
 
-def test_a_request_hurries_the_replay_ahead_and_waits_for_it() -> None:
+def test_a_request_waits_for_the_replay_ahead() -> None:
     machine = SegmentMachine()
     machine.replay_ahead()
     assert machine.requested(FIRST) == []
@@ -102,7 +102,7 @@ def test_release_frees_everything_once() -> None:
     assert machine.requested(FIRST) == [AnswerError(FIRST)]
 
 
-def test_release_while_running_drops_what_comes_of_it() -> None:
+def test_a_release_during_a_run_drops_the_result() -> None:
     machine = SegmentMachine()
     machine.requested(FIRST)
     machine.requested(SECOND)

@@ -29,10 +29,10 @@ KEPT_EVENTS = 32
 class Phase(Enum):
     """What the executor is doing with the segment."""
 
-    SAVED = auto()
-    REPLAYING = auto()
-    READY = auto()
-    RUNNING = auto()
+    SAVED = auto()  # nothing: only the inputs are stored
+    REPLAYING = auto()  # a replay or a speculative backward is in progress
+    READY = auto()  # nothing: a replay, or the result of a speculative backward, waits for a request
+    RUNNING = auto()  # the run of a request is in progress or queued
     RELEASED_IN_REPLAY = auto()
     RELEASED_IN_RUN = auto()
     RELEASED = auto()
