@@ -57,7 +57,7 @@ def serve(config: WorkerConfig) -> int:
     """Runs a worker until a signal stops it. Returns the exit code: 0, or 2 if the worker could not start.
 
     Args:
-        config: The worker's settings.
+        config: The settings of this worker.
     """
     if not config.address.is_local and not config.token:
         print(

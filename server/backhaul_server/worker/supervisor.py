@@ -71,6 +71,7 @@ class _Supervisor:
         self._was_ready = False
 
     def run(self) -> int:
+        """Runs workers until the supervisor stops. Returns its exit code."""
         before = {number: signal.signal(number, self._forward_signal) for number in _SIGNALS}
         try:
             return self._run()

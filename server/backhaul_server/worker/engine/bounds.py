@@ -37,7 +37,7 @@ class RunMemory:
     """The memory limit of this process's runs. Any thread may construct it; the executor's thread alone uses it.
 
     Args:
-        budget_bytes: The worker's budget.
+        budget_bytes: The worker's whole memory budget, in bytes.
     """
 
     def __init__(self, budget_bytes: int) -> None:

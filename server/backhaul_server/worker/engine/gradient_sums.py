@@ -87,6 +87,7 @@ class _Round:
         return sum(SUM_BYTES + tensor.nbytes for tensor in held if tensor is not None)
 
     def add(self, pending: _Pending) -> None:
+        """Adds the gradients of one commit (Rule 4)."""
         for slot, contributions in pending.contributions.items():
             entry = self._sums.get(slot)
             if entry is None:
@@ -107,6 +108,7 @@ class _Round:
                     entry.last_pass = _added(entry.last_pass, contributions)
 
     def totals(self) -> dict[int, Tensor]:
+        """Returns the sum of all passes by slot."""
         for entry in self._sums.values():
             _fold(entry)
         return {slot: entry.total for slot, entry in self._sums.items()}
@@ -133,7 +135,7 @@ class GradientSums:
     """The gradient sums of one session. Event loop only.
 
     Args:
-        session: The session's id.
+        session: Id of the session that the gradients belong to.
         store: Is charged with all gradients, and with the temporary memory of the additions.
         executor: Runs the additions in its thread.
     """
@@ -164,7 +166,7 @@ class GradientSums:
             backward: The number of the backward request.
             keep: Which gradients may stay.
             result: The result of the backward, which is not changed.
-            sources: The segment's sources.
+            sources: The tensors of the segment's sources, in their order.
 
         Returns:
             The result without the kept contributions; `result` itself if none can stay or there is no room.

@@ -46,7 +46,7 @@ class SegmentInputs:
     """The inputs of a segment's runs.
 
     Attributes:
-        program: A checked program.
+        program: A decoded program that has passed all checks.
         sources: Tensors on the worker's device, one for each source of the program. Runs never write to them.
         generator_states: One state for each node that draws random numbers.
         wants_sketches: Whether runs return random projections of what autograd saves.
@@ -163,7 +163,7 @@ def backward(
     """Runs a segment's backward. Executor's thread only.
 
     Args:
-        work: The segment's inputs.
+        work: The inputs of the segment's runs.
         ready: A replay of the segment, whose graph the backward frees; None to replay it first.
         start: The inputs of the backward.
         gradients: The tensors that `start` names, by position in the program's outputs. They are not written to.

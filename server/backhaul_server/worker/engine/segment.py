@@ -1,4 +1,4 @@
-"""What a worker holds for one segment, and for the trainer's session that the segment belongs to."""
+"""The state that a worker keeps for one segment, and for the session that the segment belongs to."""
 
 import asyncio
 from collections import OrderedDict
@@ -50,7 +50,7 @@ class SegmentRequest:
 
     Attributes:
         perform: The work; None once it has run, so that the tensors it holds are freed.
-        backward_inputs: What a backward starts from; None for a recompute.
+        backward_inputs: The inputs of a backward; None for a recompute.
         keep: The gradients that a backward may keep on the worker; None to send them all.
         expected_s: Seconds that the trainer expects the run to take.
         arrived_at_s: When the request arrived, in seconds since 1970.
@@ -72,7 +72,7 @@ class SpeculativeBackward:
     Attributes:
         inputs: The inputs that the request will probably name.
         gradients: The tensors that `inputs` names, by the program's output.
-        result: What the backward returned, None until it has run.
+        result: The result of the backward, None until it has run.
         was_pushed: Whether the result was sent to the trainer before the request.
     """
 
@@ -84,7 +84,7 @@ class SpeculativeBackward:
 
 @dataclass(eq=False)
 class Segment:
-    """What the worker holds for one segment. Event loop only, except `ready`, which a running job takes.
+    """The state of one segment. Event loop only, except `ready`, which a running job takes.
 
     Attributes:
         session: The session of the trainer that saved the segment.

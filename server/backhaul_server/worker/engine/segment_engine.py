@@ -139,11 +139,11 @@ class SegmentEngine:
         """Requests work on a segment. A repeated request joins the first one, or finds its result.
 
         Args:
-            segment: A confirmed segment.
+            segment: A segment that is confirmed.
             key: Names the request within the segment.
             prepare: Returns the work; called only for a new request.
             expected_s: Seconds that the trainer expects the run to take.
-            backward_inputs: What a backward starts from; None for a recompute.
+            backward_inputs: The inputs of a backward; None for a recompute.
             keep: The gradients that a backward may keep on the worker; None to send them all.
 
         Raises:
@@ -325,12 +325,11 @@ class SegmentEngine:
             segment.job = None  # the job refers to the segment: the cycle would keep both alive
             self._store.end_run(charged.pop())
             result = outcome.pop()
-            succeeded = isinstance(result, RunResult)
             if isinstance(result, RunResult):
                 self._done(segment, key, request, result)
             else:
                 self._fail(segment, key, result)
-            self._carry_out(segment, segment.machine.ran(key, succeeded=succeeded))
+            self._carry_out(segment, segment.machine.ran(key, succeeded=isinstance(result, RunResult)))
             if isinstance(result, RunResult) and request.backward_inputs is not None:
                 self.speculation.predict_backwards(segment, result, request.backward_inputs)
 

@@ -27,7 +27,7 @@ KEPT_EVENTS = 32
 
 
 class Phase(Enum):
-    """What the executor is doing with the segment."""
+    """The work that the executor does for a segment."""
 
     SAVED = auto()  # nothing: only the inputs are stored
     REPLAYING = auto()  # a replay or a speculative backward is in progress
@@ -152,7 +152,7 @@ class SegmentMachine:
     Every event raises InvalidTransitionError where it is illegal.
 
     Attributes:
-        phase: What the executor is doing with the segment.
+        phase: The work that the executor does for the segment.
         running: The request that the executor runs or has queued, None if there is none.
         waiting: Requests that run once the present replay or run has ended, in the order of arrival.
         results: Requests whose results are stored.

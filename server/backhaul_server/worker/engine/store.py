@@ -192,7 +192,7 @@ class Store(Generic[T]):
 
         Args:
             owner: The session that sent the value.
-            address: The value's address.
+            address: The address that names the value's contents.
             value: The tensor or program; the store keeps a reference.
             size_bytes: The bytes that `expect` charged.
             is_shared: Whether the value lies in memory shared with the trainer.
@@ -329,9 +329,9 @@ class Store(Generic[T]):
         """Lets a segment name tensors and programs that its owner possesses, and reserves room for its run (Rule 2).
 
         Args:
-            segment: The segment's key.
+            segment: The key of the segment.
             owner: The session of the segment.
-            addresses: What the segment names.
+            addresses: Program and tensors that the segment names.
             transient: Those of the addresses that are freed with the owner's last segment instead of being cached.
             need_bytes: Upper bound of the bytes that a run takes.
             own_bytes: Bytes of the segment itself.
@@ -437,7 +437,7 @@ class Store(Generic[T]):
         """Charges what a speculative replay or backward has left, until `free_ready`, `drop_ready` or `start_run`.
 
         Args:
-            segment: The segment's key.
+            segment: The key of the segment.
             size_bytes: Bytes that are held, at most what the run was charged with.
             drop: Called when the store evicts it.
         """

@@ -349,17 +349,13 @@ class Worker:
 
     def replay_ahead(self, session: SessionState, segment_ids: Sequence[int]) -> None:
         """Schedules replays of segments that the trainer will request. Ignores unknown segments."""
-        for segment_id in segment_ids:
-            segment = session.segments.get(segment_id)
-            if segment is not None:
-                self.engine.speculation.schedule_replay(segment)
+        for segment in filter(None, map(session.segments.get, segment_ids)):
+            self.engine.speculation.schedule_replay(segment)
 
     def release(self, session: SessionState, segment_ids: Sequence[int]) -> None:
         """Frees segments. Ignores unknown segments."""
-        for segment_id in segment_ids:
-            segment = session.segments.get(segment_id)
-            if segment is not None:
-                self.engine.release(segment)
+        for segment in filter(None, map(session.segments.get, segment_ids)):
+            self.engine.release(segment)
 
     @contextmanager
     def streaming(self, session: SessionState) -> Iterator[None]:

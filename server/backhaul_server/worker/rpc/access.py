@@ -23,7 +23,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class Needs(enum.Enum):
-    """What a request must carry to call a method."""
+    """The credential that a method requires."""
 
     NOTHING = enum.auto()
     CREDENTIAL = enum.auto()

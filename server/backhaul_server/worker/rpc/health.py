@@ -60,7 +60,7 @@ class Health:
     """Adds both services to a server that has not been started.
 
     Args:
-        server: The worker's server.
+        server: The gRPC server of the worker.
         reflects: Whether every client may list the worker's services.
     """
 
