@@ -1,4 +1,4 @@
-"""The parts that all RPCs of a worker share: limits, counts and durations, errors as gRPC statuses, and sealed messages.
+"""The parts that all RPCs of a worker share: limits, counts and durations, errors as statuses, and sealed messages.
 
 This module knows no RPC by name.
 """
