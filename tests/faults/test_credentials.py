@@ -125,8 +125,8 @@ def test_denials_are_logged_but_not_each(token_file: Path) -> None:
             for _ in range(50):
                 asked(channel, REFLECTION, ())
         logged = process.end()
-    assert "denied a request without this worker's token from ipv4:127.0.0.1" in logged
-    assert "lines like this one were left out: denied a request" in logged
+    assert "Denied a request without this worker's token from ipv4:127.0.0.1" in logged
+    assert "lines like this one were left out: Denied a request" in logged
     assert len(logged.splitlines()) < 40
 
 

@@ -1,4 +1,4 @@
-"""What ends a run that would go on: its session's end, its deadline, and for a single op the end of the process."""
+"""The ends of a long run: the end of its session, its deadline, and for a single op the end of the process."""
 
 from collections.abc import Callable
 
@@ -17,14 +17,14 @@ from support.processes import WorkerProcess
 
 X = SourceRef(0)
 LONG = of_nodes(*[Node("aten.cdist.default", (X, X, 1.5, None), (), 0, (4 * 64 * 64,), draws=False)] * 2_000)
-"""Ops that take minutes together, with 64 rows of 8,192 numbers, and far less than a second each."""
+"""Number of ops on 64 rows of 8,192 numbers that take minutes together, but far less than a second each."""
 
 ENDLESS = of_nodes(Node("aten.cdist.default", (X, X, 1.5, None), (), 0, (4 * 2_048 * 2_048,), draws=False))
-"""One op that takes minutes, with 2,048 rows of 8,192 numbers."""
+"""An op on 2,048 rows of 8,192 numbers, which takes minutes."""
 
 
 def start(client: Hostile) -> "grpc.Future":
-    """Asks for a long run, and returns once it runs."""
+    """Requests a long run, and returns when it has begun."""
     client.ready(LONG, torch.rand(64, 8_192))
     call = client.recompute(1, positions=())
     while not next(call).progress.running:
@@ -33,7 +33,7 @@ def start(client: Hostile) -> "grpc.Future":
 
 
 def step(session: backhaul.Session) -> backhaul.Report:
-    """Trains a little, wherever segments run now."""
+    """Trains a little. The segments may run on the worker or on the trainer."""
     x = torch.randn(3, requires_grad=True)
     session.checkpoint(torch.sin, x, returns="gradients").sum().backward()
     assert torch.equal(x.grad, x.detach().cos())
@@ -80,6 +80,6 @@ def test_a_run_ends_at_its_deadline_and_an_op_that_does_not_ends_the_process() -
                 assert session.report().fallbacks == 1
                 wait_until(lambda: worker.serving() not in {0, process}, "another process is started")
                 wait_until(lambda: step(session).remote > 0, "segments are remote again")
-        said = worker.logged()
-    assert "an op of a segment for hostile still runs after 3 s; a run may take 1 s" in said
-    assert "the worker ended itself because an op did not end: starting another in 0 s" in said
+        logged = worker.logged()
+    assert "An op of a segment for hostile still runs after 3 s. A run may take 1 s" in logged
+    assert "The worker ended itself because an op did not end: it is restarted in 0 s" in logged

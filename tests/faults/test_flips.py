@@ -187,7 +187,7 @@ def flip_everywhere(
             outcomes += found
     unnamed = [record for record in caplog.records if record.levelno >= logging.ERROR or record.exc_info]
     assert unnamed == []  # neither of ours nor of gRPC's
-    assert "a request failed" not in worker.logged()[logged:]
+    assert "A request failed" not in worker.logged()[logged:]
     return flips.flipped, outcomes
 
 

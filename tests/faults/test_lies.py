@@ -1,4 +1,4 @@
-"""A worker that answers something else than it was asked, sealed as it should be."""
+"""A worker whose answers are well formed and sealed, but wrong."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -28,7 +28,7 @@ Change = Callable[[Any], object]
 
 
 class Liar:
-    """Changes each result that a trainer is answered, and seals it again.
+    """Changes each result in the answers to a trainer, and seals the answer again.
 
     Attributes:
         change: Is given the message.
@@ -44,10 +44,10 @@ class Liar:
             return data
         message: Message = ANSWERS[method].FromString(data)
         message.ClearField("checksum")
-        for each in (message, *getattr(message, "more", ())):
-            if each.HasField("result"):
+        for answer in (message, *getattr(message, "more", ())):
+            if answer.HasField("result"):
                 self.lies += 1
-                self.change(each)
+                self.change(answer)
         return serialize(message)
 
 
@@ -67,7 +67,7 @@ def position_of_a_gradient(answer: Any) -> None:
 
 
 def tensor_of_a_gradient(answer: Any) -> None:
-    views = [each.view for each in answer.result.contributions]
+    views = [contribution.view for contribution in answer.result.contributions]
     views[1].tensor, views[2].tensor = views[2].tensor, views[1].tensor
 
 
@@ -128,7 +128,7 @@ ACTIVATIONS = [
 CASES = [
     *(("gradients", "default", change) for change in GRADIENTS),
     *(("activations", "default", change) for change in ACTIVATIONS),
-    ("activations", "bytes", tensor_of_a_saved_tensor),  # of several with one layout, bytes alone tell which is which
+    ("activations", "bytes", tensor_of_a_saved_tensor),  # several have the same layout, so only their bytes differ
 ]
 
 
@@ -146,7 +146,7 @@ def test_what_was_not_asked_for_is_not_taken(
         return list(torch.autograd.grad(h.sum(), [x, *(p for layer in layers for p in layer.parameters())]))
 
     lies, fallbacks, liar.change = liar.lies, lied_to.report().fallbacks, change
-    found = gradients(partial(lied_to.checkpoint, returns=returns, determinism_check=check))
-    assert differing(found, gradients(plainly)) == []
+    results = gradients(partial(lied_to.checkpoint, returns=returns, determinism_check=check))
+    assert differing(results, gradients(plainly)) == []
     assert liar.lies > lies
     assert lied_to.report().fallbacks - fallbacks == len(layers), lied_to.report()

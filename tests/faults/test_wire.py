@@ -1,4 +1,4 @@
-"""Hostile or unlucky bytes on the wire of a real worker, and trainers that take more than their share."""
+"""Hostile or damaged messages to a real worker, and trainers that use more than their share."""
 
 import signal
 import time
@@ -36,10 +36,10 @@ from support.wire import METHODS, Services, plain
 
 
 class Wire:
-    """A client that can misbehave."""
+    """A client of a worker that sends what a trainer never would."""
 
     def __init__(self, address: str) -> None:
-        # The window never grows, however fast the loopback: what is not read is not sent either.
+        # A fixed window: the worker cannot send an answer that the client does not read.
         self.channel = grpc.insecure_channel(address, options=[("grpc.http2.bdp_probe", 0)])
         services = Services(self.channel)
         sessions = services.sessions
@@ -55,7 +55,7 @@ class Wire:
         )
 
     def save(self, number: int, nodes: list[Node], saved_count: int, x: torch.Tensor) -> segment_pb2.OperationKey:
-        """Saves a segment of one source, which takes a gradient. Returns the key of its first backward."""
+        """Saves a segment with one source that requires a gradient. Returns the key of its first backward."""
         source = Source(requires_grad=True, is_leaf=False, is_written=False)
         last = (ResultRef(len(nodes) - 1, 0),)
         program = encode_program(Program((source,), tuple(nodes), (ambient_state.capture(),), last, saved_count, 0))
@@ -96,17 +96,17 @@ def batches(parcels: Iterable[OutgoingTensor]) -> Iterator[tensor_pb2.TensorBatc
 def test_a_flipped_bit_is_caught_and_nothing_of_it_is_kept(wire: Wire, worker: WorkerProcess) -> None:
     before = worker.telemetry().memory.cached_bytes
     (batch,) = batches([parcel(torch.randn(100))])
-    for place in range(0, 400, 7):
+    for position in range(0, 400, 7):
         damaged = tensor_pb2.TensorBatch.FromString(batch.SerializeToString())
         data = bytearray(damaged.chunks[0].data)
-        data[place] ^= 1 << place % 8
+        data[position] ^= 1 << position % 8
         damaged.chunks[0].data = bytes(data)
         assert isinstance(refused(wire.put, damaged), TransferError)
     assert worker.telemetry().memory.cached_bytes == before
 
 
 ANSWERED = ("ShortSaves", "ShortBackwards")
-"""Streams that answer a refused request, and leave it to the unary method to say what is wrong."""
+"""Streams that answer a refused request without an error: the unary method reports the error."""
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
@@ -119,8 +119,8 @@ def test_a_request_without_a_checksum_is_refused_by_name(method: MethodDescripto
     data = GetMessageClass(method.input_type)().SerializeToString()
 
     def answers() -> list[bytes]:
-        found = call(iter([data]) if method.client_streaming else data, timeout=60)
-        return list(found) if method.server_streaming else [found]
+        answer = call(iter([data]) if method.client_streaming else data, timeout=60)
+        return list(answer) if method.server_streaming else [answer]
 
     if method.name in ANSWERED:
         assert answers() != []
@@ -190,11 +190,11 @@ def test_a_save_on_a_stream_says_what_it_took_and_goes_on(wire: Wire, worker: Wo
         ),
         timeout=60,
     )
-    said = [
+    refusals = [
         (answer.refused, list(answer.stored), answer.program_missing, list(answer.missing_tensors))
         for answer in answers
     ]
-    assert said == [
+    assert refusals == [
         (True, [], False, []),
         (True, [], False, []),
         (False, [], True, [address]),
@@ -215,8 +215,8 @@ def test_a_source_may_be_named_by_the_tensor_that_comes_with_it(wire: Wire) -> N
         assert list(answer.missing_tensors) == missing
         key.segment += 1
     key.segment = 2
-    found = list(wire.segments.Recompute(segment_pb2.RecomputeRequest(key=key), timeout=60))
-    assert found[-1].result.saved_digests == [saved_digest(layout_of(x), content_digest(x, layout_of(x)))]
+    answers = list(wire.segments.Recompute(segment_pb2.RecomputeRequest(key=key), timeout=60))
+    assert answers[-1].result.saved_digests == [saved_digest(layout_of(x), content_digest(x, layout_of(x)))]
 
 
 def test_a_program_that_is_none_is_refused(wire: Wire) -> None:
@@ -254,7 +254,7 @@ def test_a_program_that_takes_far_more_than_it_says_fails_alone(own_worker: Work
 
 
 def chain(op: str, length: int, size_bytes: int) -> list[Node]:
-    """An op that takes one tensor, or the same one twice, again and again."""
+    """A program that repeats an op of one tensor, or of the same tensor twice."""
     first = SourceRef(0)
     twice = op == "aten.mm.default"
     refs = [first, *(ResultRef(index, 0) for index in range(length - 1))]
@@ -269,7 +269,7 @@ def test_answers_that_are_being_read_are_finished(own_worker: WorkerProcess) -> 
     for message in answer:
         if not received and message.HasField("tensors"):
             own_worker.process.send_signal(signal.SIGTERM)
-            time.sleep(1.5)  # longer than idle streams are given
+            time.sleep(1.5)  # longer than the grace for idle streams
         received += sum(len(chunk.data) for chunk in message.tensors.chunks)
     assert received == 5 * x.nbytes
     assert own_worker.process.wait(60) == 0
@@ -287,7 +287,7 @@ def test_a_run_that_does_not_end_holds_nobody_up(own_worker: WorkerProcess) -> N
         session.checkpoint(torch.sin, x, returns="gradients").sum().backward()
         assert torch.equal(x.grad, x.detach().cos())
         assert session.report().fallbacks + session.report().remote == 1
-        assert time.monotonic() - started < 10  # a bound of the wait, not of the speed
+        assert time.monotonic() - started < 10  # bounds the wait, not the speed of the machine
     hogged.cancel()
     hog.channel.close()
 
@@ -325,7 +325,7 @@ def test_only_what_segments_of_the_session_name_is_fetched(wire: Wire, worker: W
     wire.put(*batches([parcel(cached)]))
     other.save(1, chain("aten.tanh.default", 1, others.nbytes), 1, others)
     addresses = [address_of(x), address_of(cached), address_of(others), bytes(16), b"", address_of(x)]
-    assert [torch.equal(found, x) for found in fetched(wire, *addresses)] == [True]
+    assert [torch.equal(tensor, x) for tensor in fetched(wire, *addresses)] == [True]
     assert fetched(wire) == fetched(wire, *addresses[1:-1]) == []
     wire.segments.ReleaseSegments(segment_pb2.ReleaseSegmentsRequest(keys=[key]), timeout=60)
     assert fetched(wire, address_of(x)) == []
@@ -388,9 +388,9 @@ def test_a_short_cut_answers_what_is_short_and_leaves_the_rest_to_the_call(wire:
     assert [answer.HasField("result") for answer in answers] == [False, True, False]
     assert [field.name for field, _ in empty.ListFields()] == ["checksum"]
     called = wire.segments.Backward(requests[2], timeout=60)
-    for x, found in ((small, [short]), (large, called)):
+    for x, answers in ((small, [short]), (large, called)):
         receiver = TensorReceiver()
-        for answer in found:
+        for answer in answers:
             receiver.add(answer.tensors)
         assert torch.equal(*receiver.tensors(), *torch.autograd.grad(x.tanh().sum(), x))
 

@@ -1,4 +1,4 @@
-"""Gradients that stay on the worker across micro-batches: the sums have the bits of sums on the trainer."""
+"""Gradients that the worker adds up across micro-batches: the sums have the bits of sums on the trainer."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +22,7 @@ Happen = Callable[[int], None]
 
 @pytest.fixture
 def keeping(worker: WorkerProcess) -> Iterator[Session]:
-    """A session whose worker keeps gradients."""
+    """A session whose worker accumulates gradients."""
     with backhaul.connect(worker.address, silence_s=QUIET_S, returns="gradients", accumulate="worker") as session:
         yield session
     wait_until(lambda: worker.telemetry().memory.result_bytes == 0, "nothing is kept")
@@ -35,7 +35,7 @@ def chain() -> nn.ModuleList:
 
 
 def tied() -> nn.ModuleList:
-    """One weight in all blocks, in each of them twice."""
+    """A model whose blocks share one weight, and use it twice each."""
     linear = nn.Linear(WIDTH, WIDTH)
     return nn.ModuleList(nn.Sequential(linear, nn.GELU(), linear, nn.LayerNorm(WIDTH)) for _ in range(BLOCKS))
 
@@ -48,14 +48,14 @@ def train(
     steps: int = 2,
     happen: Happen = lambda passed: None,
 ) -> list[Tensor | None]:
-    """Losses and gradients before each step, and the parameters at the end. `happen` hears each micro-batch begin."""
+    """Returns losses, gradients before each step, and final parameters. `happen` is called before each micro-batch."""
     torch.manual_seed(0)
     blocks = build()
     head = nn.Linear(WIDTH, 1)
     parameters = [*blocks.parameters(), *head.parameters()]
     stepper = optimizer(parameters, lr=0.1)
-    found: list[Tensor | None] = []
-    noted = stepper.register_step_pre_hook(lambda *_: found.extend(p.grad.clone() for p in parameters))
+    results: list[Tensor | None] = []
+    noted = stepper.register_step_pre_hook(lambda *_: results.extend(p.grad.clone() for p in parameters))
     for step in range(steps):
         for micro_batch in range(micro_batches):
             happen(step * micro_batches + micro_batch)
@@ -64,11 +64,11 @@ def train(
                 y = checkpoint(block, y)
             loss = head(y).square().mean()
             loss.backward()
-            found.append(loss.detach())
+            results.append(loss.detach())
         stepper.step()
         stepper.zero_grad()
     noted.remove()
-    return [*found, *(parameter.detach() for parameter in parameters)]
+    return [*results, *(parameter.detach() for parameter in parameters)]
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
@@ -118,12 +118,12 @@ def test_a_collection_cut_off_is_asked_for_again(keeping: Session, monkeypatch: 
     asked, cut_off = UncollectedGradients._asked, []
 
     def cutting(self: UncollectedGradients, generation: Any, count: Any) -> Any:
-        found = asked(self, generation, count)
+        answer = asked(self, generation, count)
         if len(cut_off) % 2 == 0:
             cut_off.append(generation)
             raise backhaul.WorkerLostError("cut off", status="UNAVAILABLE")
         cut_off.append(generation)
-        return found
+        return answer
 
     monkeypatch.setattr(UncollectedGradients, "_asked", cutting)
     assert differing(train(keeping.checkpoint, chain), train(plainly, chain)) == []
@@ -190,7 +190,7 @@ def test_an_optimizer_that_computes_gradients_itself(keeping: Session) -> None:
 def test_two_workers(worker: WorkerProcess, own_worker: WorkerProcess) -> None:
     both = f"{worker.address},{own_worker.address}"
     with backhaul.connect(both, silence_s=QUIET_S, returns="gradients", accumulate="worker") as session:
-        ours = train(session.checkpoint, chain, micro_batches=2)  # with more, what moves is summed in another order
+        ours = train(session.checkpoint, chain, micro_batches=2)  # more micro-batches would change the order of the sum
         assert differing(ours, train(plainly, chain, micro_batches=2)) == []
         assert all(side.uploader.uncollected._round > 1 for side in session._sides)
 
@@ -207,7 +207,7 @@ def test_a_worker_that_dies_with_gradients(own_worker: WorkerProcess) -> None:
         before = linear.weight.detach().clone()
         own_worker.kill()
         backward()
-        assert linear.weight.grad is not None  # the trainer's own
+        assert linear.weight.grad is not None  # the trainer has computed it
         with pytest.raises(backhaul.GradientsLostError, match="zero_grad") as caught:
             optimizer.step()
         assert caught.value.workers == [own_worker.address]

@@ -1,4 +1,4 @@
-"""Chains of segments whose backward a worker goes through ahead of the trainer: what comes is what would have come."""
+"""Chains of segments whose backwards the worker runs speculatively: gradients are those of requested backwards."""
 
 from collections.abc import Callable
 
@@ -27,42 +27,42 @@ def inputs() -> Tensor:
 
 
 def straight(checkpoint: Checkpoint, model: nn.Module) -> tuple[Tensor, list[Tensor]]:
-    x = found = inputs()
+    x = hidden = inputs()
     for block in model:  # type: ignore[attr-defined]
-        found = checkpoint(block, found)
-    return found.square().mean(), [x]
+        hidden = checkpoint(block, hidden)
+    return hidden.square().mean(), [x]
 
 
 def residual(checkpoint: Checkpoint, model: nn.Module) -> tuple[Tensor, list[Tensor]]:
-    x = found = inputs()
+    x = hidden = inputs()
     for block in model:  # type: ignore[attr-defined]
-        found = found + checkpoint(block, found)
-    return found.square().mean(), [x]
+        hidden = hidden + checkpoint(block, hidden)
+    return hidden.square().mean(), [x]
 
 
 def with_losses(checkpoint: Checkpoint, model: nn.Module) -> tuple[Tensor, list[Tensor]]:
-    x = found = inputs()
+    x = hidden = inputs()
     loss = torch.zeros(())
     for block in model:  # type: ignore[attr-defined]
-        found = checkpoint(block, found)
-        loss = loss + found.square().mean()
+        hidden = checkpoint(block, hidden)
+        loss = loss + hidden.square().mean()
     return loss, [x]
 
 
 def with_hooks(checkpoint: Checkpoint, model: nn.Module) -> tuple[Tensor, list[Tensor]]:
-    x = found = inputs()
+    x = hidden = inputs()
     for block in model:  # type: ignore[attr-defined]
-        found = checkpoint(block, found)
-        found.register_hook(lambda gradient: gradient * 0.5)
-    return found.square().mean(), [x]
+        hidden = checkpoint(block, hidden)
+        hidden.register_hook(lambda gradient: gradient * 0.5)
+    return hidden.square().mean(), [x]
 
 
 def used_twice(checkpoint: Checkpoint, model: nn.Module) -> tuple[Tensor, list[Tensor]]:
     """Each output is used by the next block three times."""
-    x = found = inputs()
+    x = hidden = inputs()
     for block in model:  # type: ignore[attr-defined]
-        found = checkpoint(lambda x, block=block: x * 0.5 + block(x) * x.sigmoid(), found)
-    return found.square().mean(), [x]
+        hidden = checkpoint(lambda x, block=block: x * 0.5 + block(x) * x.sigmoid(), hidden)
+    return hidden.square().mean(), [x]
 
 
 def calls(telemetry: telemetry_pb2.GetTelemetryResponse) -> int:
@@ -86,13 +86,13 @@ def test_gradients_are_those_of_training_without_it(
     after = worker.telemetry()
     assert session.report().fallbacks == 0
     guessed = after.guessed_segments - before.guessed_segments
-    # A trainer that asks before a guess was made gets what it asks for instead: how many is up to the machine.
+    # A request that arrives before its speculative backward is run instead: how many are depends on timing.
     assert guessed <= 4 * guessed_each_step
     assert (guessed > 0) == (guessed_each_step > 0)
     asked = calls(after) - calls(before)
-    assert asked >= 4 * (BLOCKS - guessed_each_step)  # what was told ahead is not asked for
+    assert asked >= 4 * (BLOCKS - guessed_each_step)  # pushed results are not requested
     assert (asked < 4 * BLOCKS) == (guessed_each_step > 0)
-    # What never arrives unchanged is tried twice and then left.
+    # Speculation that never matches its request is tried twice, and then no longer.
     most = 0 if guessed_each_step else 2 * BLOCKS
     assert after.wasted_guesses - before.wasted_guesses <= most
 
@@ -103,10 +103,10 @@ def test_a_second_backward_through_a_chain(session: Session) -> None:
 
     def gradients(checkpoint: Checkpoint) -> list[Tensor]:
         torch.manual_seed(3)
-        found = x
+        hidden = x
         for block in blocks:
-            found = checkpoint(block, found)
-        loss = found.square().mean()
+            hidden = checkpoint(block, hidden)
+        loss = hidden.square().mean()
         wanted = [x, *blocks.parameters()]
         return [
             *torch.autograd.grad(loss, wanted, retain_graph=True),

@@ -90,7 +90,7 @@ def test_an_error_is_one_line_that_says_of_which_segment() -> None:
         with backhaul.connect(worker.address, silence_s=QUIET_S) as session:
             train(session, calls=1)
             assert session.report().fallbacks == 1
-        (line,) = named(lines(worker.end()), "a request failed")
+        (line,) = named(lines(worker.end()), "A request failed")
     assert (line["level"], line["session"], line["segment"]) == ("ERROR", session.run, "Linear")
     assert str(line["exception"]).endswith("ZeroDivisionError: a bug\nof two lines")
 
@@ -138,7 +138,7 @@ def test_a_trainer_that_is_gone_is_named() -> None:
             [sys.executable, "-c", code, worker.address], stdout=subprocess.PIPE, text=True, timeout=60, check=False
         )
         wait_until(lambda: "ran out" in worker.logged(), "the lease runs out")
-        (line,) = named(lines(worker.end()), "the lease of")
+        (line,) = named(lines(worker.end()), "The lease of")
     assert (line["level"], line["session"]) == ("WARNING", trainer.stdout.strip())
 
 
@@ -172,7 +172,7 @@ def test_a_terminal_gets_text() -> None:
     process.communicate(timeout=30)
     shown = os.read(ours, 65536).decode()
     os.close(ours)
-    assert " INFO backhaul.worker: ending: " in shown
+    assert " INFO backhaul.worker: The worker is stopping: " in shown
     assert "{" not in shown
 
 

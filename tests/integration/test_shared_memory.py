@@ -139,7 +139,7 @@ def test_a_token_is_not_shown_to_a_socket_that_others_could_have_made(sockets: P
 def test_a_worker_that_can_have_no_sockets_offers_none(sockets: Path) -> None:
     (sockets / f"backhaul-{os.geteuid()}").touch()
     with WorkerProcess() as worker, backhaul.connect(worker.address, silence_s=QUIET_S) as session:
-        assert "trainers on this machine are offered no more than others" in worker.logged()
+        assert "Trainers on this machine are offered no Unix socket or shared memory" in worker.logged()
         assert session._sides[0].link._memory is None
         assert all(map(torch.equal, gradients(session.checkpoint), gradients(plainly)))
         assert session.report().fallbacks == 0
@@ -167,7 +167,7 @@ def test_another_user_is_refused(sockets: Path) -> None:
         )
         command = [sys.executable, "-c", code, f"{sockets}/b.sock.memory"]
         assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "b''\n"
-        assert "a process of another user asked for shared memory: refused" in worker.logged()
+        assert "A process of another user asked for shared memory, and was refused." in worker.logged()
 
 
 @pytest.mark.parametrize("name", [b"0" * 32, b"\xff", b"0" * 200], ids=["unknown", "no text", "long"])

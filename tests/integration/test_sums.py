@@ -1,4 +1,4 @@
-"""Contributions to an input's gradient, added up by the worker where nobody else's come before: bits stay the same."""
+"""Contributions to an input's gradient that the worker adds up: the sums have the bits of autograd's sums."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ Run = Callable[[Checkpoint, nn.Module], tuple[Tensor, list[Tensor]]]
 
 
 class Thrice(nn.Module):
-    """Three contributions of very different size to one gradient: the order of their sum shows."""
+    """A block with three contributions of very different size to one gradient, whose sum depends on their order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def used_before(checkpoint: Checkpoint, model: nn.Module) -> tuple[Tensor, list[
 
 
 def saved_before(checkpoint: Checkpoint, model: nn.Module) -> tuple[Tensor, list[Tensor]]:
-    """Autograd keeps what it saved, so that nobody can tell."""
+    """An earlier op has saved the input, so the trainer cannot tell whether the input has further uses."""
     x = y = torch.randn(16, 32, requires_grad=True)
     loss = torch.zeros(())
     for block in model:  # type: ignore[attr-defined]
@@ -81,7 +81,7 @@ def twice(checkpoint: Checkpoint, model: nn.Module) -> tuple[Tensor, list[Tensor
 
 
 def by_a_view(checkpoint: Checkpoint, model: nn.Module) -> tuple[Tensor, list[Tensor]]:
-    """A view keeps what it views, and is used later."""
+    """A view of the input is alive, and is used later."""
     x = y = torch.randn(16, 32, requires_grad=True)
     loss = torch.zeros(())
     for block in model:  # type: ignore[attr-defined]
@@ -96,17 +96,17 @@ def by_a_view(checkpoint: Checkpoint, model: nn.Module) -> tuple[Tensor, list[Te
     [(straight, 2), (used_later, 0), (used_before, 2), (saved_before, 0), (all_kept, 0), (twice, 0), (by_a_view, 0)],
 )
 def test_sums_are_those_of_autograd(session: Session, monkeypatch: pytest.MonkeyPatch, run: Run, summed: int) -> None:
-    found: list[int] = []
+    additions: list[int] = []
     backward = SavedSegment.backward
 
     def noting(
         self: SavedSegment, gradients: object, state: object, summed: set[int], *rest: object, **options: object
     ) -> object:
-        found.append(len(summed))
+        additions.append(len(summed))
         return backward(self, gradients, state, summed, *rest, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(SavedSegment, "backward", noting)
     ours = train(lambda f, *a: session.checkpoint(f, *a, returns="gradients"), build, run, steps=3)
     assert differing(ours, train(plainly, build, run, steps=3)) == []
     assert session.report().fallbacks == 0
-    assert sum(found) == 3 * summed
+    assert sum(additions) == 3 * summed

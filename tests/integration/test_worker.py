@@ -1,4 +1,4 @@
-"""The worker as a process: where it listens, who may reach it, how it ends."""
+"""The worker as a process: its addresses, its options, and its end."""
 
 import os
 import signal
@@ -48,29 +48,29 @@ def test_a_budget_that_the_machine_does_not_have_is_said(worker: WorkerProcess) 
         (["--listen", "unix:/no/such/folder/b.sock"], "can't listen on /no/such/folder/b.sock"),
         (["--memory", "lots"], '"lots" is not a size: write a number with B, K, M, G or T, as in 8GiB'),
         (["--memory", "64"], '"64" has no unit: write 64GiB, 64MiB or another'),
-        (["--memory", "0"], '"0" leaves no room: leave it out to take half of the memory'),
+        (["--memory", "0"], '"0" leaves no room: omit it to take half of the memory'),
         (["--token-file", "."], "can't be read: Is a directory. `backhaul token token` makes one"),
         (["--memory", "99999999T"], "more memory than any machine has"),
         (["--lease", "0"], '"0" is not a number of seconds above 0'),
     ],
 )
 def test_a_bad_option_is_named(arguments: list[str], message: str) -> None:
-    found = run("worker", *arguments)
-    assert found.returncode == 2
-    assert message in found.stderr
+    process = run("worker", *arguments)
+    assert process.returncode == 2
+    assert message in process.stderr
 
 
 def test_a_port_belongs_to_one_worker(worker: WorkerProcess) -> None:
-    found = run("worker", "--listen", worker.address)
-    assert found.returncode == 2
-    assert f'can\'t listen on "{worker.address}": Address already in use' in found.stderr
+    process = run("worker", "--listen", worker.address)
+    assert process.returncode == 2
+    assert f'can\'t listen on "{worker.address}": Address already in use' in process.stderr
 
 
 def test_a_socket_belongs_to_one_worker_and_goes_with_it(tmp_path: Path) -> None:
     path = tmp_path / "b.sock"
     with WorkerProcess(listen=f"unix:{path}"):
-        found = run("worker", "--listen", f"unix:{path}")
-        assert (found.returncode, found.stderr) == (2, f"backhaul worker: another worker listens on {path}\n")
+        process = run("worker", "--listen", f"unix:{path}")
+        assert (process.returncode, process.stderr) == (2, f"backhaul worker: another worker listens on {path}\n")
         with backhaul.connect(f"unix:{path}", silence_s=QUIET_S) as session:
             session.checkpoint(torch.sin, torch.randn(3, requires_grad=True)).sum().backward()
             assert session.report().remote == 1
@@ -80,9 +80,9 @@ def test_a_socket_belongs_to_one_worker_and_goes_with_it(tmp_path: Path) -> None
 def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "important.txt"
     path.write_text("hello")
-    found = run("worker", "--listen", f"unix:{path}")
-    assert (found.returncode, path.read_text()) == (2, "hello")
-    assert "a file that is no socket is there" in found.stderr
+    process = run("worker", "--listen", f"unix:{path}")
+    assert (process.returncode, path.read_text()) == (2, "hello")
+    assert "it is a file, not a socket" in process.stderr
 
 
 def test_a_socket_left_behind_is_taken_over(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_it_ends_also_while_it_starts(number: signal.Signals) -> None:
 
 
 def serving_again(worker: WorkerProcess, before: int) -> None:
-    """Waits until the supervisor has another process that serves."""
+    """Waits until the supervisor has started another worker."""
     wait_until(lambda: worker.serving() not in {0, before}, "another process is started")
     assert not worker.telemetry().draining
 
@@ -152,10 +152,10 @@ def test_a_worker_that_dies_is_started_again_at_the_same_address() -> None:
         worker.process.terminate()
         assert worker.process.wait(15) == 0
         assert not is_running(second)
-        said = worker.logged()
-    assert "the worker was ended by SIGSEGV: starting another in 0 s" in said
-    assert f"there is a worker again, process {second}" in said
-    assert "Traceback" not in said
+        logged = worker.logged()
+    assert "The worker was ended by SIGSEGV: it is restarted in 0 s" in logged
+    assert f"The worker runs again as process {second}" in logged
+    assert "Traceback" not in logged
 
 
 def test_the_worker_ends_with_a_supervisor_that_is_killed() -> None:

@@ -1,4 +1,4 @@
-"""What ends a run between two of its ops."""
+"""Runs that are ended between two of their ops."""
 
 import gc
 import math
@@ -36,7 +36,7 @@ def test_a_run_has_a_deadline_and_the_next_one_another(now: list[float]) -> None
     limited.check()
 
 
-def test_a_run_ahead_ends_for_those_who_wait() -> None:
+def test_a_long_speculative_run_ends_when_a_request_waits() -> None:
     waits = False
     ahead = Bounds(math.inf)
     ahead.begin(0, lambda: waits)
@@ -44,11 +44,11 @@ def test_a_run_ahead_ends_for_those_who_wait() -> None:
     waits = True
     with pytest.raises(ReplayError, match="requests wait"):
         ahead.check()
-    ahead.begin(0)  # one that was asked for
+    ahead.begin(0)  # a requested run
     ahead.check()
 
 
-def test_what_was_cancelled_stays_so() -> None:
+def test_a_cancelled_segment_stays_cancelled() -> None:
     cancelled = Bounds(math.inf)
     cancelled.set(DrainingError("ended"))
     for _ in range(2):
@@ -64,7 +64,7 @@ def test_a_cancelled_run_keeps_no_memory() -> None:
     def cancel_later() -> bool:
         nonlocal nodes_run
         nodes_run += 1
-        if nodes_run == 300:  # by then the graph has hooks that check
+        if nodes_run == 300:  # by now the graph has hooks that call the check
             cancelled.set(DrainingError("ended"))
         return False
 
@@ -117,4 +117,4 @@ def test_an_op_that_takes_far_more_memory_than_its_run_fails_alone() -> None:
     x = torch.ones(1 << 10)
     with memory.limited(most, torch.get_num_threads()), pytest.raises(RuntimeError, match="memory"):
         x.repeat(1 << 20)
-    assert x.repeat(1 << 16).sum() == 1 << 26  # 256 MiB, which nothing limits any more
+    assert x.repeat(1 << 16).sum() == 1 << 26  # 256 MiB, no longer limited

@@ -1,4 +1,4 @@
-"""The worker without its wire, in this process."""
+"""The worker's engine in this process, without RPCs."""
 
 import asyncio
 import gc
@@ -39,7 +39,7 @@ def with_worker(
 
 
 def squaring() -> bytes:
-    """x * x, with a gradient for x."""
+    """Encodes a program that returns x * x, with a gradient for x."""
     x = SourceRef(0)
     return encode_program(
         Program(
@@ -70,16 +70,16 @@ async def backward(worker: Worker, session: SessionState, segment: Segment, key:
     def prepare() -> Any:
         return partial(runs.backward, start=START, gradients={0: torch.ones(4)})
 
-    return await worker.segments.request(segment, key, prepare, 0.1).answer
+    return await worker.engine.request(segment, key, prepare, 0.1).answer
 
 
 def test_a_segment_from_save_to_release() -> None:
     async def test(worker: Worker) -> None:
         session = worker.open_session("trainer")
         segment = await saved(worker, session)
-        found = await backward(worker, session, segment)
-        assert [parcel.tensor.tolist() for parcel in found.bundle.parcels] == [[3.0] * 4] * 2  # each use of x
-        assert found.sources == (0, 0)
+        result = await backward(worker, session, segment)
+        assert [parcel.tensor.tolist() for parcel in result.bundle.parcels] == [[3.0] * 4] * 2  # each use of x
+        assert result.sources == (0, 0)
         worker.release(session, [1])
         worker.close_session(session.id)
         usage = worker.store.usage()
@@ -97,9 +97,9 @@ def test_one_computation_for_a_request_that_is_repeated() -> None:
         both = await asyncio.gather(backward(worker, session, segment), backward(worker, session, segment))
         again = await backward(worker, session, segment)
         assert both[0] is both[1] is again
-        assert worker.segments.recomputed == 1
+        assert worker.engine.recomputed == 1
         assert await backward(worker, session, segment, Key("backward", 2)) is not again
-        assert worker.segments.recomputed == 2
+        assert worker.engine.recomputed == 2
 
     with_worker(test)
 
@@ -115,7 +115,7 @@ def test_a_repeated_save_changes_nothing() -> None:
     with_worker(test)
 
 
-def test_what_is_missing_is_said() -> None:
+def test_a_save_reports_missing_program_and_tensors() -> None:
     async def test(worker: Worker) -> None:
         session = worker.open_session("trainer")
         address = address_of(torch.ones(4))
@@ -140,14 +140,14 @@ def test_nothing_of_a_finished_segment_stays_until_garbage_is_collected() -> Non
     async def test(worker: Worker) -> None:
         session = worker.open_session("trainer")
         segment = await saved(worker, session)
-        found = await backward(worker, session, segment)
-        result = weakref.ref(found.bundle.parcels[0].tensor.untyped_storage())
-        del found
+        result = await backward(worker, session, segment)
+        storage = weakref.ref(result.bundle.parcels[0].tensor.untyped_storage())
+        del result
         reference = weakref.ref(segment)
         del segment
         worker.release(session, [1])
         await asyncio.sleep(0.05)
-        assert (reference(), result()) == (None, None)
+        assert (reference(), storage()) == (None, None)
 
     gc.disable()
     try:
@@ -156,7 +156,7 @@ def test_nothing_of_a_finished_segment_stays_until_garbage_is_collected() -> Non
         gc.enable()
 
 
-def test_a_silent_trainer_is_forgotten() -> None:
+def test_the_session_of_a_silent_trainer_expires() -> None:
     async def test(worker: Worker) -> None:
         session = worker.open_session("trainer")
         await saved(worker, session)
@@ -169,7 +169,7 @@ def test_a_silent_trainer_is_forgotten() -> None:
     with_worker(test, lease_s=0.2)
 
 
-def test_a_draining_worker_finishes_and_takes_nothing_new() -> None:
+def test_a_draining_worker_finishes_requests_and_accepts_nothing_new() -> None:
     async def test(worker: Worker) -> None:
         session = worker.open_session("trainer")
         segment = await saved(worker, session)
@@ -192,14 +192,14 @@ def test_a_segment_released_while_it_waits_is_not_run() -> None:
         worker.release(session, [1])
         with pytest.raises(SegmentUnknownError):
             await request
-        while len(worker.segments.executor):
+        while len(worker.engine.executor):
             await asyncio.sleep(0.01)
         assert worker.store.usage().working == 0
 
     with_worker(test)
 
 
-def test_more_segments_than_fit_are_refused_and_the_others_live() -> None:
+def test_segments_beyond_the_budget_are_refused_and_the_others_still_run() -> None:
     async def test(worker: Worker) -> None:
         session = worker.open_session("trainer")
         number = 0
@@ -221,7 +221,7 @@ def test_a_small_budget_keeps_ready_what_backward_needs_first() -> None:
             were_ready: set[int] = set()
             for number in range(turn, turn + 4):
                 await saved(worker, session, number, float(number))
-                while not worker.segments.executor.is_idle:
+                while not worker.engine.executor.is_idle:
                     await asyncio.sleep(0)
                 are_ready = {n for n, segment in session.segments.items() if segment.ready is not None}
                 were_ready |= are_ready
@@ -231,7 +231,7 @@ def test_a_small_budget_keeps_ready_what_backward_needs_first() -> None:
             for number in reversed(range(turn, turn + 4)):
                 await backward(worker, session, worker.segment(session, number))
                 worker.release(session, [number])
-        assert were_ready == {6, 7}  # by then it is known how many come
+        assert were_ready == {6, 7}  # the second forward knows how many segments are saved
 
     taken: list[int] = []
 
@@ -243,12 +243,12 @@ def test_a_small_budget_keeps_ready_what_backward_needs_first() -> None:
         taken.append(usage.segments + usage.sessions)
 
     with_worker(take)
-    # What four were saved with, two replays with 16 bytes and a node each, and two gradients while one of them runs.
+    # Room for four segments, two replays of 16 bytes and a node each, and two gradients while one of them runs.
     with_worker(test, budget_bytes=taken[0] + 2 * (16 + NODE_BYTES) + 2 * 16)
 
 
 @pytest.mark.parametrize("states", [[b"state"], [bytes(1 << 20)]])
-def test_generator_states_nobody_draws_with_are_refused(states: list[bytes]) -> None:
+def test_generator_states_without_a_draw_are_refused(states: list[bytes]) -> None:
     async def test(worker: Worker) -> None:
         session = worker.open_session("trainer")
         program, address = await worker.put_program(session, squaring()), put(worker, session, torch.ones(4))
@@ -259,7 +259,7 @@ def test_generator_states_nobody_draws_with_are_refused(states: list[bytes]) -> 
 
 
 @pytest.mark.parametrize("end", ["release", "close", "lease"])
-def test_what_ends_a_segment_cancels_its_run(end: str) -> None:
+def test_the_end_of_a_segment_cancels_its_run(end: str) -> None:
     async def test(worker: Worker) -> None:
         session = worker.open_session("trainer")
         segment = await saved(worker, session)
@@ -277,7 +277,7 @@ def test_what_ends_a_segment_cancels_its_run(end: str) -> None:
     with_worker(test, lease_s=0.05 if end == "lease" else 30.0)
 
 
-def test_names_and_states_are_charged_to_the_session_and_given_back() -> None:
+def test_names_and_states_are_charged_to_the_session_and_refunded() -> None:
     async def test(worker: Worker) -> None:
         before = worker.store.usage()
         session = worker.open_session("\U0001f600" * 200)

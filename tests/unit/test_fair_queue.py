@@ -8,10 +8,10 @@ def job(session: str, expected_s: float = 1.0, begin: Callable[[], bool] = lambd
 
 
 def drain(queue: FairQueue) -> list[Job]:
-    found = []
+    jobs = []
     while (next_job := queue.pop()) is not None:
-        found.append(next_job)
-    return found
+        jobs.append(next_job)
+    return jobs
 
 
 def test_sessions_take_turns_each_in_its_own_order() -> None:
@@ -24,7 +24,7 @@ def test_sessions_take_turns_each_in_its_own_order() -> None:
     assert len(queue) == 0
 
 
-def test_a_job_that_can_not_begin_is_passed_over_and_keeps_its_place() -> None:
+def test_a_job_that_cannot_begin_is_skipped_and_keeps_its_turn() -> None:
     queue = FairQueue()
     has_room = False
     large, behind, other = job("a", begin=lambda: has_room), job("a"), job("b")
@@ -36,11 +36,11 @@ def test_a_job_that_can_not_begin_is_passed_over_and_keeps_its_place() -> None:
     assert drain(queue) == [large, last, behind]
 
 
-def test_tells_how_much_work_comes_before() -> None:
+def test_the_work_queued_before_a_job_is_known() -> None:
     queue = FairQueue()
     first, second, other, third = job("a", 2.0), job("a", 3.0), job("b", 5.0), job("b", 7.0)
     for item in (first, second, other, third):
         queue.push(item)
-    assert queue.ahead_of(first) == 5.0
-    assert queue.ahead_of(second) == 2.0 + 5.0 + 7.0
-    assert queue.ahead_of(job("c")) == 0.0
+    assert queue.queued_before(first) == 5.0
+    assert queue.queued_before(second) == 2.0 + 5.0 + 7.0
+    assert queue.queued_before(job("c")) == 0.0

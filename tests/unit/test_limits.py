@@ -1,4 +1,4 @@
-"""Limits of requests: each kind has some, each is looked at, and the documentation lists them."""
+"""Limits of requests: every kind of request has some, each is enforced, and the documentation lists them."""
 
 import pytest
 from google.protobuf.message_factory import GetMessageClass
@@ -55,7 +55,7 @@ def test_a_list_or_name_may_have_its_length_and_no_more(make: object, most: int)
     assert (caught.value.most, caught.value.found) == (most, most + 1)
 
 
-def test_fields_are_counted_in_the_messages_of_a_message_too() -> None:
+def test_fields_of_nested_messages_are_counted() -> None:
     message = report(steps=[telemetry_pb2.Step()] * 10)  # one message in another that holds ten
     data, kind = message.SerializeToString(), telemetry_pb2.PutReportsRequest
     assert not has_more_fields(data, kind, 11)
@@ -68,8 +68,8 @@ def test_fields_are_counted_in_the_messages_of_a_message_too() -> None:
 @pytest.mark.parametrize("count", [MAX_DECLARED * 3, 400_000])
 def test_empty_parts_of_tensors_are_refused_before_they_are_read(part: bytes, count: int) -> None:
     read = deserializer(tensor_pb2.PutTensorsRequest, limits.MOST_FIELDS)
-    found = read(sealed([field_of(2, part * count)]))
-    if isinstance(found, LimitError):
-        assert found.__traceback__ is None
+    parsed = read(sealed([field_of(2, part * count)]))
+    if isinstance(parsed, LimitError):
+        assert parsed.__traceback__ is None
     else:  # a small message: the receiver refuses it
         assert count < limits.MOST_FIELDS

@@ -1,4 +1,4 @@
-"""What a worker takes so that others can't: paths, and descriptors."""
+"""The paths and file descriptors that a worker reserves."""
 
 import resource
 import socket
@@ -39,12 +39,12 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be() -> None:
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 512))\n"
         "print(raise_file_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))\n"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert found.stdout == "512 512 512\n"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert process.stdout == "512 512 512\n"
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] != 512
 
 
-def test_connections_leave_descriptors_for_all_else() -> None:
+def test_connections_leave_file_descriptors_for_other_uses() -> None:
     options = dict(server_options(1_024))
     assert options["grpc.max_allowed_incoming_connections"] == 512
     assert options["grpc.server_handshake_timeout_ms"] == 5_000

@@ -25,7 +25,7 @@ def test_tensors_are_cached_until_a_segment_names_them() -> None:
     assert (store.usage().segments, store.usage().cached) == (0, 30)
 
 
-def test_transient_tensors_go_with_their_last_segment() -> None:
+def test_transient_tensors_are_freed_with_their_last_segment() -> None:
     store = filled(100, x=10)
     store.attach("s", OWNER, [b"x"], [b"x"], 0)
     store.attach("t", OWNER, [b"x", b"x"], [b"x"], 0)
@@ -36,7 +36,7 @@ def test_transient_tensors_go_with_their_last_segment() -> None:
     assert store.usage().cached == 0
 
 
-def test_nobody_is_given_what_another_made_to_collide() -> None:
+def test_no_session_receives_a_tensor_that_another_made_to_collide() -> None:
     store = filled(2000, a=10)
     store.expect(10)
     with pytest.raises(TransferError, match="another session"):
@@ -49,7 +49,7 @@ def test_nobody_is_given_what_another_made_to_collide() -> None:
     assert store.missing("another", [b"a"]) == []
 
 
-def test_oldest_cached_tensors_give_way() -> None:
+def test_the_oldest_cached_tensors_are_evicted_first() -> None:
     store = filled(30, a=10, b=10, c=10)
     store.value(b"a")
     store.expect(10)
@@ -81,7 +81,7 @@ def test_a_segment_is_accepted_only_with_room_for_the_largest_run() -> None:
     store.attach("t", OWNER, [b"b"], [], 10)
 
 
-def test_a_segment_that_does_not_fit_alone_is_told_so() -> None:
+def test_a_segment_that_does_not_fit_alone_is_refused_for_good() -> None:
     store = filled(100, a=60)
     with pytest.raises(BudgetError) as caught:
         store.attach("s", OWNER, [b"a"], [], 50)
@@ -113,7 +113,7 @@ def test_a_run_takes_over_what_is_ready_for_it() -> None:
     assert store.usage().working == 70
 
 
-def test_the_schedule_says_which_replay_gives_way() -> None:
+def test_the_schedule_chooses_the_replay_to_evict() -> None:
     dropped: list[str] = []
     store: Store[str] = Store(100, lambda: next(name for name in "bac" if name not in dropped))
     for name in "abc":
@@ -123,7 +123,7 @@ def test_the_schedule_says_which_replay_gives_way() -> None:
     assert store.usage().working == 30
 
 
-def test_tensors_are_let_in_beside_replays_but_not_beside_what_runs() -> None:
+def test_tensors_are_accepted_beside_replays_but_not_beside_a_run() -> None:
     store = filled(100, a=10)
     store.attach("s", OWNER, [b"a"], [], 50)
     store.keep_ready("s", 50, pytest.fail)
@@ -132,7 +132,7 @@ def test_tensors_are_let_in_beside_replays_but_not_beside_what_runs() -> None:
         store.expect(1)
 
 
-def test_what_came_for_a_segment_stays_longer_than_replays() -> None:
+def test_tensors_for_an_unsaved_segment_are_evicted_after_replays() -> None:
     store = filled(100, a=10, b=10)
     store.attach("s", OWNER, [b"a"], [], 20)
     store.detach("s")
@@ -176,7 +176,7 @@ def test_nothing_ever_exceeds_the_budget(steps: list[tuple[str, int, int]]) -> N
             elif kind == "a" and not store.missing(OWNER, [name]) and number not in store._segments:
                 store.attach(number, OWNER, [name], [name] if size % 2 else [], size)
             elif kind == "d" and number in store._segments:
-                store.let_go(number)
+                store.free_ready(number)
                 store.detach(number)
             elif kind in "rs" and number in store._segments and not running:
                 taken = store.start_run(number, size)
@@ -228,18 +228,18 @@ def test_a_result_that_is_being_read_stays_charged() -> None:
     store.expect(50)
 
 
-def test_what_is_free_in_shared_memory_is_taken_too() -> None:
+def test_free_shared_memory_is_charged() -> None:
     free = 0
     store: Store[str] = Store(100, free_shared_bytes=lambda: free)
     assert store.has_room(60)
     free = 60
     store.expect(20)
-    free -= 20  # it came in shared memory
+    free -= 20  # the tensor lies in shared memory
     store.arrived(OWNER, b"shared", "tensor", 20, is_shared=True)
     store.cache(OWNER, b"own", "tensor", 30)
     assert store.usage().cached == 90
     assert not store.has_room(11)
-    # Giving up what lies in shared memory makes no room; giving up the other does.
+    # Evicting a tensor in shared memory makes no room; evicting the other one does.
     store.expect(40)
     assert store.missing(OWNER, [b"shared", b"own"]) == [b"own"]
     with pytest.raises(BudgetError):
@@ -252,7 +252,7 @@ def test_what_is_free_in_shared_memory_is_taken_too() -> None:
     assert store.room_for_replays() == 40
 
 
-def test_a_copy_takes_the_place_of_a_tensor_in_shared_memory() -> None:
+def test_a_copy_replaces_a_tensor_in_shared_memory() -> None:
     free = 30
     store: Store[str] = Store(100, free_shared_bytes=lambda: free)
     store.expect(20)
@@ -260,12 +260,12 @@ def test_a_copy_takes_the_place_of_a_tensor_in_shared_memory() -> None:
     assert store.oldest_shared(lambda tensor: tensor is shared) == (b"a", shared)
     store.replace(b"a", shared, "copy")
     free += 20
-    store.expect(50)  # the copy can be given up
+    store.expect(50)  # the copy can be evicted
     assert store.missing(OWNER, [b"a"]) == [b"a"]
 
 
 def equal(budget: int, *owners: str, size: int = ENTRY_BYTES) -> Store[str]:
-    """A store that each of these has sent the same tensor to."""
+    """Returns a store to which each of these owners has sent the same tensor."""
     store: Store[str] = Store(budget)
     for owner in owners:
         store.expect(size)
@@ -279,29 +279,29 @@ def test_equal_tensors_of_several_owners_are_stored_once() -> None:
     assert [store.missing(owner, [b"w"]) for owner in "abc"] == [[], [], [b"w"]]
 
 
-def test_what_another_owner_has_looks_like_what_nobody_has() -> None:
+def test_a_tensor_of_another_owner_is_reported_as_missing() -> None:
     store = equal(1 << 20, "a")
     store.attach("s", "a", [b"w"], [], 0)
     assert store.missing("b", [b"w", b"x"]) == [b"w", b"x"]
     assert not store.is_named("b", b"w")
-    store.give_up("b", [b"w"])
-    store.leave("b")
+    store.disown("b", [b"w"])
+    store.remove_owner("b")
     assert store.missing("a", [b"w"]) == []
 
 
-def test_what_one_owner_gives_up_stays_for_the_other() -> None:
+def test_a_tensor_that_one_owner_disowns_stays_for_the_other() -> None:
     store = equal(1 << 20, "a", "b")
-    store.give_up("a", [b"w"])
+    store.disown("a", [b"w"])
     assert [store.missing(owner, [b"w"]) for owner in "ab"] == [[b"w"], []]
     assert store.usage().cached == ENTRY_BYTES
-    store.leave("b")
+    store.remove_owner("b")
     assert store.usage().cached == 0
 
 
-def test_a_segment_keeps_what_its_owner_gave_up_until_it_is_gone() -> None:
+def test_a_segment_keeps_disowned_tensors_until_it_is_detached() -> None:
     store = equal(1 << 20, "a")
     store.attach("s", "a", [b"w"], [], 0)
-    store.give_up("a", [b"w"])
+    store.disown("a", [b"w"])
     assert store.missing("a", [b"w"]) == []
     store.detach("s")
     assert store.missing("a", [b"w"]) == [b"w"]
@@ -318,24 +318,24 @@ def test_a_tensor_that_is_transient_for_one_owner_stays_for_the_other() -> None:
     assert (store.usage().segments, store.usage().cached) == (0, ENTRY_BYTES)
 
 
-def test_for_want_of_room_a_tensor_goes_for_all() -> None:
+def test_an_evicted_tensor_is_missing_for_all_owners() -> None:
     store = equal(4 * ENTRY_BYTES, "a", "b")
     store.expect(4 * ENTRY_BYTES)
     assert [store.missing(owner, [b"w"]) for owner in "ab"] == [[b"w"], [b"w"]]
     assert store.usage().cached == 4 * ENTRY_BYTES
 
 
-def test_an_owner_may_leave_while_something_of_it_is_being_sent() -> None:
+def test_an_owner_may_be_removed_while_its_tensors_are_sent() -> None:
     store = equal(1 << 20, "a")
     store.attach("answer", "a", [b"w"], [b"w"], 0)
-    store.leave("a")
+    store.remove_owner("a")
     assert store.value(b"w") == "tensor"
     store.detach("answer")
     assert store.usage().cached == store.usage().segments == 0
     assert store._owners == {}
 
 
-def test_a_segment_is_charged_for_itself_too() -> None:
+def test_a_segment_itself_is_charged() -> None:
     store = filled(100, a=10)
     store.attach("s", OWNER, [b"a"], [], 0, own_bytes=30)
     assert store.usage().segments == 40
@@ -347,13 +347,13 @@ def test_a_segment_is_charged_for_itself_too() -> None:
     assert store.usage().segments == 0
 
 
-def test_what_a_segment_names_is_not_given_up_for_the_segment_itself() -> None:
+def test_attaching_a_segment_does_not_evict_the_tensors_it_names() -> None:
     store = filled(100, a=40, b=40)
     store.attach("s", OWNER, [b"a"], [], 0, own_bytes=50)
     assert store.missing(OWNER, [b"a", b"b"]) == [b"b"]
 
 
-def test_one_answer_is_always_sent_and_others_where_there_is_room() -> None:
+def test_one_answer_is_always_sent_and_others_if_there_is_room() -> None:
     store: Store[str] = Store(100)
     store.charge("everything", 100)
     store.start_sending(30)
@@ -365,7 +365,7 @@ def test_one_answer_is_always_sent_and_others_where_there_is_room() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("pPaAdgl"), st.integers(0, 3), st.integers(0, 3)), max_size=80))
 def test_possessions_and_bytes_always_agree(steps: list[tuple[str, int, int]]) -> None:
-    """Whatever two owners do, each names only what it sent, and nothing is left of those who have left."""
+    """Whatever two owners do, each names only what it has sent, and nothing is left of removed owners."""
     store: Store[int] = Store(20 * ENTRY_BYTES)
     attached: dict[tuple[int, str], int] = {}
     sent: dict[str, set[bytes]] = {"a": set(), "b": set()}
@@ -382,19 +382,19 @@ def test_possessions_and_bytes_always_agree(steps: list[tuple[str, int, int]]) -
             del attached[number, owner]
             store.detach((number, owner))
         elif kind == "g":
-            store.give_up(owner, [name])
+            store.disown(owner, [name])
         elif kind == "l":
             for key in [key for key in attached if key[1] == owner]:
                 del attached[key]
                 store.detach(key)
-            store.leave(owner)
+            store.remove_owner(owner)
             sent[owner].clear()
-        for each, names in sent.items():
-            assert {bytes([n]) for n in range(4)} - set(store.missing(each, [bytes([n]) for n in range(4)])) <= names
-            assert all(store.is_named(each, bytes([n])) == ((n, each) in attached) for n in range(4))
+        for owner, names in sent.items():
+            assert {bytes([n]) for n in range(4)} - set(store.missing(owner, [bytes([n]) for n in range(4)])) <= names
+            assert all(store.is_named(owner, bytes([n])) == ((n, owner) in attached) for n in range(4))
     for key in attached:
         store.detach(key)
     for owner in "ab":
-        store.leave(owner)
+        store.remove_owner(owner)
     assert store._entries == store._owners == {}
     assert sum(store._bytes.values()) == 0

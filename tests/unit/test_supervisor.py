@@ -1,4 +1,4 @@
-"""The process that starts a worker, and another one should that die. Its workers here are a few lines long."""
+"""The supervisor, which starts a worker and restarts it when it dies. The workers here are a few lines of code."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from conftest import wait_until
 from support.processes import is_running
 
 READY = "print('listening on', sys.argv[1], flush=True); open(lives, 'a').write(f'{os.getpid()}\\n');"
-"""What a worker does that serves: after it a life is noted, with its process."""
+"""Code of a worker that becomes ready, and notes its process id in `lives`."""
 
 LIVE = "signal.pause()"
 LIVED = "len(open(lives).readlines())"
@@ -23,7 +23,7 @@ LIVED = "len(open(lives).readlines())"
 
 @contextmanager
 def supervised(tmp_path: Path, worker: str, listen: str = "127.0.0.1:0") -> "Iterator[subprocess.Popen[str]]":
-    """A supervisor whose workers run that code. They have `lives`, a file."""
+    """Starts a supervisor whose workers run this code, in which `lives` is the path of a file."""
     lives = tmp_path / "lives"
     lives.touch()
     imports = f"import os, signal, sys; lives = {str(lives)!r}; "
@@ -47,7 +47,7 @@ def supervised(tmp_path: Path, worker: str, listen: str = "127.0.0.1:0") -> "Ite
     try:
         yield process
     finally:
-        process.terminate()  # which its worker hears of
+        process.terminate()  # the supervisor passes the signal to its worker
         process.communicate()
 
 
@@ -55,38 +55,38 @@ def lives(tmp_path: Path) -> list[int]:
     return [int(line) for line in (tmp_path / "lives").read_text().splitlines()]
 
 
-def test_one_that_dies_is_replaced_at_the_same_address_and_ready_is_said_once(tmp_path: Path) -> None:
+def test_a_worker_that_dies_is_restarted_at_the_same_address_and_announced_once(tmp_path: Path) -> None:
     with supervised(tmp_path, f"print(sys.argv[1], file=open(lives + '.addresses', 'a')); {READY} {LIVE}") as process:
         for number in range(1, 4):
             wait_until(lambda number=number: len(lives(tmp_path)) == number, f"life {number} has begun")
             if number < 3:
                 os.kill(lives(tmp_path)[-1], signal.SIGKILL)
         process.terminate()
-        said, logged = process.communicate(timeout=10)
+        printed, logged = process.communicate(timeout=10)
         assert process.returncode == 128 + signal.SIGTERM  # nothing in these workers handles it
     addresses = (tmp_path / "lives.addresses").read_text().split()
     assert len(set(addresses)) == 1
-    assert said == f"listening on {addresses[0]}\n"
-    assert logged.count("the worker was ended by SIGKILL: starting another in") == 2
-    assert logged.count("there is a worker again") == 2
+    assert printed == f"listening on {addresses[0]}\n"
+    assert logged.count("The worker was ended by SIGKILL: it is restarted in") == 2
+    assert logged.count("The worker runs again") == 2
     assert not any(map(is_running, lives(tmp_path)))
 
 
 @pytest.mark.parametrize("code", [0, 2, 3])
-def test_one_that_ends_before_it_was_ready_is_not_replaced(code: int, tmp_path: Path) -> None:
+def test_a_worker_that_ends_before_it_was_ready_is_not_restarted(code: int, tmp_path: Path) -> None:
     with supervised(tmp_path, f"print('why', file=sys.stderr); sys.exit({code})") as process:
-        said, logged = process.communicate(timeout=10)
-        assert (process.returncode, said, logged) == (code, "", "why\n")
+        printed, logged = process.communicate(timeout=10)
+        assert (process.returncode, printed, logged) == (code, "", "why\n")
 
 
-def test_one_that_ends_well_is_not_replaced(tmp_path: Path) -> None:
+def test_a_worker_that_exits_with_zero_is_not_restarted(tmp_path: Path) -> None:
     with supervised(tmp_path, READY) as process:
-        said, logged = process.communicate(timeout=10)
-        assert (process.returncode, said.count("\n"), logged) == (0, 1, "")
+        printed, logged = process.communicate(timeout=10)
+        assert (process.returncode, printed.count("\n"), logged) == (0, 1, "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_how_it_ends_when_it_is_asked_to_is_how_the_supervisor_ends(number: signal.Signals, tmp_path: Path) -> None:
+def test_the_supervisor_ends_with_the_exit_code_of_a_stopped_worker(number: signal.Signals, tmp_path: Path) -> None:
     worker = f"signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); {READY} {LIVE}"
     with supervised(tmp_path, worker) as process:
         wait_until(lambda: lives(tmp_path) != [], "it lives")
@@ -95,30 +95,30 @@ def test_how_it_ends_when_it_is_asked_to_is_how_the_supervisor_ends(number: sign
         assert process.returncode == 0
 
 
-def test_one_that_never_gets_ready_again_is_given_up(tmp_path: Path) -> None:
+def test_the_supervisor_gives_up_on_a_worker_that_never_gets_ready_again(tmp_path: Path) -> None:
     with supervised(tmp_path, f"{LIVED} and sys.exit(5); {READY} os.kill(os.getpid(), signal.SIGABRT)") as process:
         _, logged = process.communicate(timeout=30)
         assert process.returncode == 5
     assert len(lives(tmp_path)) == 1
-    assert "the worker was ended by SIGABRT: starting another in 0 s" in logged
-    assert "20 workers in a row died before they were ready: giving up" in logged
+    assert "The worker was ended by SIGABRT: it is restarted in 0 s" in logged
+    assert "20 workers in a row died before they were ready: the supervisor gives up" in logged
 
 
-def test_the_port_is_nobody_elses_meanwhile(tmp_path: Path) -> None:
+def test_the_supervisor_keeps_the_port_while_no_worker_runs(tmp_path: Path) -> None:
     with supervised(tmp_path, f"{READY} {LIVE}") as process:
         assert process.stdout is not None
         port = int(process.stdout.readline().rpartition(":")[2])
         with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
             other.bind(("127.0.0.1", port))
-        # But the worker's: it says that it shares the address, as gRPC does.
+        # The worker itself can bind the port, because it allows reuse like gRPC does.
         with socket.socket() as worker:
             worker.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             worker.bind(("127.0.0.1", port))
             worker.listen()
             with supervised(tmp_path, READY, f"127.0.0.1:{port}") as second:
-                _, said = second.communicate(timeout=10)
+                _, printed = second.communicate(timeout=10)
                 assert second.returncode == 2
-            assert said == f'backhaul worker: can\'t listen on "127.0.0.1:{port}": Address already in use\n'
+            assert printed == f'backhaul worker: can\'t listen on "127.0.0.1:{port}": Address already in use\n'
 
 
 @pytest.mark.parametrize("listen", ["localhost:0", "dns:///localhost:0", "127.0.0.1:0"])

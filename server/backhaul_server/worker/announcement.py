@@ -7,7 +7,7 @@ from backhaul_server.worker.config import size_text
 
 
 def announcement(address: str, device: torch.device, budget_bytes: int) -> str:
-    """The worker's first line on standard output. Its last word is the address, for programs that read it."""
+    """Returns the worker's first line on standard output. Its last word is the address, for programs that read it."""
     return (
         f"backhaul worker {version()} on {device}, torch {torch.__version__}, budget {size_text(budget_bytes)}, "
         f"listening on {address}"

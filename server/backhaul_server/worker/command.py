@@ -1,4 +1,4 @@
-"""`backhaul worker`."""
+"""The command `backhaul worker`."""
 
 import argparse
 import os
@@ -16,7 +16,7 @@ HELP = "recompute segments for trainers"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Adds the command's options to a parser."""
     parser.add_argument(
         "--listen",
         default="127.0.0.1:50051",
@@ -29,26 +29,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_size,
         default=0,
         metavar="SIZE",
-        help="budget for all it holds, with its unit, as in 8GiB (default: half of the device's memory)",
+        help="memory budget with its unit, as in 8GiB (default: half of the device's memory)",
     )
     parser.add_argument(
         "--lease",
         type=parse_seconds,
         default=LEASE_S,
         metavar="SECONDS",
-        help="free what a silent trainer held after so long (default: %(default)g)",
+        help="close the session of a trainer that is silent for so long (default: %(default)g)",
     )
     parser.add_argument(
         "--run-limit",
         type=parse_seconds,
         default=RUN_LIMIT_S,
         metavar="SECONDS",
-        help="end a run of a segment that takes longer (default: %(default)g)",
+        help="cancel a run of a segment that takes longer (default: %(default)g)",
     )
     parser.add_argument(
         "--token-file",
         metavar="FILE",
-        help="serve only those who show the token in it, needed beyond this machine; `backhaul token FILE` makes one",
+        help="require the token in this file; needed to listen beyond this machine; `backhaul token FILE` makes one",
     )
     parser.add_argument(
         "--shared-memory",
@@ -60,16 +60,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--unix-socket",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="offer trainers on this machine that come over TCP a Unix socket to go on over (default: yes)",
+        help="offer a Unix socket to trainers on this machine that connect over TCP (default: yes)",
     )
     parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--supervisor", type=int, default=0, help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serves until SIGTERM or SIGINT.
+    """Runs a worker until SIGTERM or SIGINT. Returns the exit code.
 
-    The process that serves is a child of this one (see `supervisor`), unless a trainer has started this process.
+    The worker is a child of this process (see `supervisor`), unless a trainer or a supervisor has started this process.
     """
     try:
         config = WorkerConfig(
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     if not config.parent and not config.supervisor:
         return supervise(config.address, partial(command_of, arguments))
-    # What kernels warn of goes past `logging` to standard error, once for each op of whoever's program.
+    # Warnings of torch's kernels bypass `logging`. A program could fill standard error with one per op.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from backhaul_server.worker.main import serve
 
@@ -97,7 +97,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def command_of(arguments: argparse.Namespace, listen: str) -> list[str]:
-    """What starts a worker with the same options, at an address, with this process as its supervisor."""
+    """Returns the command line of a worker with the same options, with this process as its supervisor.
+
+    Args:
+        arguments: The parsed options of this process.
+        listen: The address to listen on.
+    """
     options = ["--listen", listen, "--device", arguments.device]
     if arguments.memory:
         options += ["--memory", f"{arguments.memory}B"]
@@ -106,5 +111,5 @@ def command_of(arguments: argparse.Namespace, listen: str) -> list[str]:
         options += ["--token-file", arguments.token_file]
     options += ["--shared-memory" if arguments.shared_memory else "--no-shared-memory"]
     options += ["--unix-socket" if arguments.unix_socket else "--no-unix-socket"]
-    # -P: no modules from the working directory.
+    # -P keeps modules of the working directory out.
     return [sys.executable, "-P", "-m", "backhaul", "worker", *options, "--supervisor", str(os.getpid())]

@@ -1,4 +1,4 @@
-"""A worker's settings. Free of torch: `backhaul worker --help` must be quick."""
+"""A worker's settings. The module does not import torch, so that `backhaul worker --help` is quick."""
 
 import math
 import re
@@ -10,7 +10,7 @@ from backhaul_runtime.process.addresses import Address
 from backhaul_runtime.wire.protocol import LEASE_S
 
 RUN_LIMIT_S = 120.0
-"""No run may take longer. Trainers wait for one at most four times as long as they think it takes, and 5 s at least."""
+"""Seconds that a run may take. A trainer waits at most four times its expected duration, and at least 5 s."""
 
 _MOST_BYTES = 1 << 50
 _KIB = 1 << 10
@@ -20,51 +20,51 @@ _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>b|[kmgt](i?b)?)?", re.IG
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """How a worker runs."""
+    """The settings of a worker, from the options of `backhaul worker`."""
 
     address: Address
-    """Where it listens. Port 0 takes any free one."""
+    """The address to listen on; port 0 takes any free port."""
 
     device: str = "auto"
-    """"auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N"."""
+    """The device that runs programs: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N"."""
 
     memory_bytes: int = 0
-    """Budget for everything it holds, 0 for half of the device's memory."""
+    """Budget in bytes for everything that the worker holds, 0 for half of the device's memory."""
 
     lease_s: float = LEASE_S
-    """What a silent trainer held is freed after so long."""
+    """Seconds without a request after which a trainer's session is closed."""
 
     run_limit_s: float = RUN_LIMIT_S
-    """No run of a program may take longer."""
+    """Seconds that a run of a program may take."""
 
     token: str = field(default="", repr=False)
-    """What a request must show, empty where whoever reaches the address may use the worker."""
+    """The token that requests must carry; empty if everyone who reaches the address may use the worker."""
 
     shared_memory: bool = True
-    """Take tensors of trainers on this machine through memory shared with them."""
+    """Whether trainers on this machine may send and receive tensors in shared memory."""
 
     unix_socket: bool = True
-    """Beside a TCP address, serve a Unix socket that trainers on this machine go on over."""
+    """Whether a worker with a TCP address also offers trainers on this machine a Unix socket."""
 
     parent: int = 0
-    """Trainer that started the worker for itself, and with which it ends; 0 for none."""
+    """Process id of the trainer that started the worker, and with which the worker ends; 0 for none."""
 
     supervisor: int = 0
-    """Process that starts the worker again if it dies, and with which it ends; 0 for none."""
+    """Process id of the supervisor that restarts the worker, and with which the worker ends; 0 for none."""
 
 
 def parse_size(text: str) -> int:
-    """Bytes, more than 0, from "4GiB", "4g", "512 MB" or "4096B", units being powers of 1024.
+    """Returns the bytes of a size such as "4GiB", "4g", "512 MB" or "4096B". Units are powers of 1024.
 
     Raises:
-        ArgumentTypeError: The text is not a size, or has no unit: "64" may mean bytes or gigabytes.
+        ArgumentTypeError: The text is no size above 0, or has no unit: "64" may mean bytes or gigabytes.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ArgumentTypeError(f'"{text}" is not a size: write a number with B, K, M, G or T, as in 8GiB')
     number, unit = float(match["number"]), match["unit"]
     if number == 0:
-        raise ArgumentTypeError(f'"{text}" leaves no room: leave it out to take half of the memory')
+        raise ArgumentTypeError(f'"{text}" leaves no room: omit it to take half of the memory')
     if unit is None:
         raise ArgumentTypeError(f'"{text}" has no unit: write {match["number"]}GiB, {match["number"]}MiB or another')
     size = int(number * _UNITS[unit[0].lower()])
@@ -74,7 +74,7 @@ def parse_size(text: str) -> int:
 
 
 def size_text(size_bytes: int) -> str:
-    """A size as people write it: "1.5 GiB"."""
+    """Formats a number of bytes, as in "1.5 GiB"."""
     value, unit = float(size_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < _KIB:
@@ -84,7 +84,7 @@ def size_text(size_bytes: int) -> str:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds, more than 0. Raises ArgumentTypeError."""
+    """Returns a number of seconds above 0. Raises ArgumentTypeError for any other text."""
     try:
         seconds = float(text)
     except ValueError:
@@ -95,7 +95,7 @@ def parse_seconds(text: str) -> float:
 
 
 def host_memory_bytes() -> int:
-    """Memory of this machine, or of the container around this process if that is less."""
+    """Returns the bytes of this machine's memory, or the limit of this process's container if that is lower."""
     total = next(
         int(line.split()[1]) * 1024
         for line in Path("/proc/meminfo").read_text().splitlines()

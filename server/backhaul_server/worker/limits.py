@@ -1,4 +1,4 @@
-"""How much a client may ask of a worker: sizes, counts and lengths, each with its reason. docs/limits.md lists them.
+"""Limits on the requests of a client: sizes, counts and lengths, each with its reason. docs/limits.md lists them.
 
 NOTE [Limits]
 1. The budget bounds memory: what a client makes the worker keep is charged to its session, with a constant for each
@@ -24,7 +24,7 @@ from backhaul_runtime.wire.telemetry import MAX_SPANS
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A limit.
+    """An upper bound on one count, with its reason.
 
     Attributes:
         what: The things that are counted, in words.
@@ -36,11 +36,11 @@ class Limit:
     most: int
     why: str
 
-    def check(self, found: int) -> None:
-        """Raises LimitError for more than is allowed."""
-        if found > self.most:
+    def check(self, count: int) -> None:
+        """Raises LimitError if the count is above the limit."""
+        if count > self.most:
             raise LimitError(
-                f"{found} {self.what}, a worker takes at most {self.most}", limit=self.what, most=self.most, found=found
+                f"{count} {self.what}, a worker takes at most {self.most}", limit=self.what, most=self.most, found=count
             )
 
 
@@ -90,20 +90,21 @@ _SPANS = Limit("spans of a call in a report", MAX_SPANS, "a call has seven, more
 _PROPERTIES = Limit("settings in a report", 256, "a run has about fifty")
 
 _SMALL, _LISTS, _REPORT, _TENSORS = 4 << 10, 1 << 20, 512 << 10, 2 << 20
-"""Bytes of requests: with a few names; with lists of numbers and addresses; with reports; with tensors."""
+"""Bytes of requests with a few names, with lists of numbers and addresses, with reports, and with tensors."""
 
 
 MOST_FIELDS = 16_384
-"""Fields of a large request, with those of the messages in it. Counting them takes 30 ms. Trainers send hundreds."""
+"""Fields of a large request, with those of its nested messages. Counting them takes 30 ms. Trainers send hundreds."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What a kind of request may hold.
+    """The limits of one kind of request.
 
     Attributes:
-        most_bytes: Of the whole message. Protobuf takes 60 ms for the worst MiB.
-        fields: Limits by path: how many a list has, how long a text or bytes are. A path goes through lists.
+        most_bytes: Bytes of the whole message. Protobuf takes up to 60 ms to parse a MiB.
+        fields: By path of a field, the limit of the length of a list, a text or bytes. A path may lead through lists,
+            to the field of each item.
     """
 
     most_bytes: int
@@ -156,11 +157,11 @@ REQUESTS_BY_KIND: Mapping[type[Message], RequestLimits] = {
         },
     ),
 }
-"""Of every request; a test holds that none is left out. Tensors that come with one are limited by `splicing`."""
+"""The limits of every kind of request, which a test checks for completeness. `splicing` limits a request's tensors."""
 
 
 def check_size(kind: type[Message], data: bytes) -> None:
-    """Raises LimitError for a request that is larger than its kind may be. Called before it is read."""
+    """Raises LimitError for a request that is too large for its kind. Call it before parsing."""
     most = REQUESTS_BY_KIND[kind].most_bytes
     if len(data) > most:
         what = f"bytes of a {kind.DESCRIPTOR.name}"
@@ -168,14 +169,14 @@ def check_size(kind: type[Message], data: bytes) -> None:
 
 
 def check_fields(message: Message) -> None:
-    """Raises LimitError for a request with a list or a name that is longer than it may be."""
+    """Raises LimitError for a request with a list or a name that is too long."""
     for path, limit in REQUESTS_BY_KIND[type(message)].fields.items():
-        for found in _lengths(message, path.split(".")):
-            limit.check(found)
+        for length in _lengths(message, path.split(".")):
+            limit.check(length)
 
 
 def _lengths(message: Any, path: list[str]) -> Iterator[int]:
-    """The lengths of what a path leads to. An empty last name stands for the items of a list."""
+    """Yields the lengths of all fields at a path. An empty last name stands for each item of a list."""
     value = getattr(message, path[0])
     if len(path) == 1:
         yield len(value)
@@ -184,5 +185,5 @@ def _lengths(message: Any, path: list[str]) -> Iterator[int]:
     elif isinstance(value, Message):
         yield from _lengths(value, path[1:])
     else:
-        for each in value:
-            yield from _lengths(each, path[1:])
+        for item in value:
+            yield from _lengths(item, path[1:])

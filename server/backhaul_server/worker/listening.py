@@ -1,7 +1,7 @@
-"""Taking an address so that nobody else can take it too.
+"""Addresses that only one worker can listen on.
 
-gRPC gives a second server the same TCP port (so_reuseport) or steals a live Unix socket without a word. So TCP ports
-are taken exclusively, and a lock beside a socket's path is held for as long as the worker lives.
+gRPC lets a second server share a TCP port (so_reuseport), or replaces a live Unix socket, without an error. So workers
+bind TCP ports exclusively, and hold a lock beside the path of a Unix socket for as long as they live.
 """
 
 import errno
@@ -21,15 +21,15 @@ from backhaul_runtime.process.addresses import Address, is_private
 from backhaul_runtime.wire.protocol import MAX_MESSAGE_BYTES
 
 MOST_FILES = 1 << 16
-"""Descriptors that a worker asks for where its limit allows. Each connection takes one."""
+"""Upper bound of the file descriptors that a worker asks for. Each connection takes one."""
 
-_MOST_CONNECTIONS = 8_192  # an idle one takes 10 KiB
-_HANDSHAKE_S, _IDLE_S = 5, 60  # trainers say something every second
-_MOST_CALLS = 32  # of a connection; a trainer has some twenty
+_MOST_CONNECTIONS = 8_192  # an idle connection takes 10 KiB
+_HANDSHAKE_S, _IDLE_S = 5, 60  # trainers send a request every second
+_MOST_CALLS = 32  # per connection; a trainer has about twenty
 
 
 def raise_file_limit() -> int:
-    """Lets this process open as many files as it may, and returns how many. Many systems begin with 1,024."""
+    """Raises the limit of open files, which is 1,024 on many systems, and returns the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_FILES if hard == resource.RLIM_INFINITY else min(MOST_FILES, hard)
     if most > soft:
@@ -38,7 +38,7 @@ def raise_file_limit() -> int:
 
 
 def server_options(files: int) -> tuple[tuple[str, int], ...]:
-    """GRPC's options for a server that may open so many files."""
+    """Returns gRPC's options for a server that may open this many files."""
     return (
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -51,7 +51,7 @@ def server_options(files: int) -> tuple[tuple[str, int], ...]:
 
 
 def connections_of_a_peer(files: int) -> int:
-    """How many connections one address may hold at a server that may open so many files."""
+    """Returns how many connections one address may hold at a server that may open this many files."""
     return _most_connections(files) // 4
 
 
@@ -60,19 +60,22 @@ def _most_connections(files: int) -> int:
 
 
 class ListenError(Exception):
-    """The address can't be taken; the message says why."""
+    """The worker cannot listen on the address; the message says why."""
 
 
 class SocketPath:
-    """A path for a Unix socket, taken until `release`, or until this process has ended however it did.
+    """A path for a Unix socket that no other worker can use until `release`, or until this process ends in any way.
+
+    Args:
+        path: The path of the socket. A socket that a dead worker has left there is removed.
 
     Raises:
-        ListenError: Another process has it, or no socket can be there.
+        ListenError: Another worker holds the path, or something other than a socket is there.
     """
 
     def __init__(self, path: Path) -> None:
         if path.exists() and not path.is_socket():
-            raise ListenError(f"can't listen on {path}: a file that is no socket is there")
+            raise ListenError(f"can't listen on {path}: it is a file, not a socket")
         try:
             lock = _lock_file(path.with_name(path.name + ".lock"))
         except OSError as error:
@@ -82,7 +85,7 @@ class SocketPath:
         except BlockingIOError:
             lock.close()
             raise ListenError(f"another worker listens on {path}") from None
-        # Held open: the lock goes with the descriptor, also after kill -9.
+        # The kernel releases the lock when the file is closed, also after kill -9. So the file stays open.
         self._lock = lock
         self.path = path
         path.unlink(missing_ok=True)
@@ -95,26 +98,31 @@ class SocketPath:
 
 
 def _lock_file(path: Path) -> IO[bytes]:
-    """Opens a file to be locked, made if need be. Somebody else's link to another file is not followed.
+    """Opens a file to lock, and creates it if it is missing. Does not follow links, which another user may have made.
 
     Raises:
-        OSError: It can't be opened, or is a link or no file.
+        OSError: The file cannot be opened, or is a link or no regular file.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "what is to be locked is no file", str(path))
+        raise OSError(errno.EINVAL, "the lock is no regular file", str(path))
     return os.fdopen(descriptor, "r+b")
 
 
 def take_beside(address: str, kind: str) -> SocketPath:
-    """Takes a path for another socket of a worker that listens on an address, which only its own user reaches.
+    """Takes a path for a further socket of a worker, which only the worker's user can access.
 
-    Beside its socket, or else in a directory of the user's, from where those of dead workers are removed.
+    The path lies beside the worker's Unix socket. A worker with a TCP address uses a directory of its user instead, and
+    removes the sockets that dead workers have left there.
+
+    Args:
+        address: The address that the worker listens on.
+        kind: The suffix of the path.
 
     Raises:
-        ListenError: The directory is somebody else's, or the path is taken.
-        OSError: It can't be made.
+        ListenError: The directory belongs to another user, or another worker holds the path.
+        OSError: The directory or the lock cannot be created.
     """
     if address.startswith("unix:"):
         return SocketPath(Path(f"{address.removeprefix('unix:')}.{kind}"))
@@ -122,7 +130,7 @@ def take_beside(address: str, kind: str) -> SocketPath:
     directory.mkdir(mode=0o700, exist_ok=True)
     if not is_private(directory):
         raise ListenError(f"{directory} is not a directory of this user alone")
-    # Else a lock that was made and not taken yet looks like a dead worker's.
+    # Without this lock, a worker that has created its lock file but not locked it would look dead.
     with _lock_file(directory / "lock") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
         for left in directory.glob("*.lock"):
@@ -132,14 +140,18 @@ def take_beside(address: str, kind: str) -> SocketPath:
 
 
 class Listener:
-    """Binds a server to an address and cleans up behind it."""
+    """Binds a server to an address, and removes its Unix socket at the end.
+
+    Args:
+        address: The address to listen on; port 0 takes a free port.
+    """
 
     def __init__(self, address: Address) -> None:
         self._address = address
         self._path: SocketPath | None = None
 
     def bind(self, server: grpc.aio.Server) -> str:
-        """Takes the address. Returns it with the port that was given. Raises ListenError."""
+        """Binds the server. Returns the address with the port that the system has chosen. Raises ListenError."""
         if self._address.unix_path:
             self._path = SocketPath(Path(self._address.unix_path))
         else:
@@ -155,22 +167,22 @@ class Listener:
         return f"{host}:{port}"
 
     def _check_port(self) -> None:
-        """Gives the system's reason where the port can't be had; gRPC keeps it to itself."""
+        """Raises ListenError with the system's reason if the port is not free, because gRPC does not report it."""
         try:
-            found = socket.getaddrinfo(self._address.host, self._address.port, type=socket.SOCK_STREAM)
-            for family, kind, protocol, _, address in found:
+            targets = socket.getaddrinfo(self._address.host, self._address.port, type=socket.SOCK_STREAM)
+            for family, kind, protocol, _, address in targets:
                 try:
                     with socket.socket(family, kind, protocol) as probe:
                         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                         probe.bind(address)
                 except OSError as error:
-                    # localhost names ::1 also where there is no IPv6: gRPC takes what there is.
+                    # localhost resolves to ::1 even without IPv6, and gRPC then uses IPv4 alone.
                     if error.errno not in {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}:
                         raise
         except OSError as error:
             raise ListenError(f'can\'t listen on "{self._address.text}": {error.strerror or error}') from None
 
     def close(self) -> None:
-        """Removes the socket and its lock."""
+        """Removes the Unix socket and its lock, if there is one."""
         if self._path is not None:
             self._path.release()

@@ -1,4 +1,4 @@
-"""A worker process from start to end."""
+"""The worker process: starts the server, and stops it without losing requests."""
 
 import asyncio
 import logging
@@ -42,19 +42,23 @@ from backhaul_server.worker.supervisor import OVERDUE_CODE
 logger = logging.getLogger("backhaul.worker")
 
 DRAIN_S = 30.0
-"""How long SIGTERM waits for what is in flight; a second one ends that."""
+"""Seconds that SIGTERM waits for requests in flight; a second SIGTERM ends the wait."""
 
 _END_S = 5.0
 
-_HEADROOM_BYTES = 1 << 30  # gRPC's buffers, programs and torch's own tables, beside the budget
-_STACK_BYTES = 8 << 20  # of each thread that a trainer may have ops run on
+_HEADROOM_BYTES = 1 << 30  # on top of the budget: gRPC's buffers, programs being decoded, torch's tables
+_STACK_BYTES = 8 << 20  # the stack of each thread that a program may run ops on
 _NO_LIMIT = 1 << 62
 _PARENT_POLL_S = 1.0
 _PULSE_S, _STANDSTILL_S = 1.0, 60.0
 
 
 def serve(config: WorkerConfig) -> int:
-    """Runs a worker until a signal ends it. Returns the exit code."""
+    """Runs a worker until a signal stops it. Returns the exit code: 0, or 2 if the worker could not start.
+
+    Args:
+        config: The settings of this worker.
+    """
     if not config.address.is_local and not config.token:
         print(
             f'backhaul worker: "{config.address.text}" can be reached from other machines, and everyone who reaches '
@@ -81,7 +85,7 @@ async def _serve(config: WorkerConfig, device: torch.device) -> None:
     budget = config.memory_bytes or memory // 2
     if budget > memory:
         sizes = size_text(budget), size_text(memory)
-        logger.warning("--memory %s is more than the machine's %s: the operating system may kill the worker", *sizes)
+        logger.warning("--memory %s is more than the device's %s: the operating system may kill the worker.", *sizes)
     _warm_up()
     keep_freed_memory(budget)
     _limit_memory(device, budget)
@@ -92,7 +96,7 @@ async def _serve(config: WorkerConfig, device: torch.device) -> None:
     run_memory = RunMemory(budget) if device.type == "cpu" else None
 
     def overdue(job: Job) -> None:
-        _end_because_of(job, worker, config.run_limit_s)
+        _exit_because_of(job, worker, config.run_limit_s)
 
     worker = Worker(device, budget, config.lease_s, config.run_limit_s, overdue, run_memory)
     offers: list[Callable[[], None]] = []
@@ -110,30 +114,30 @@ async def _serve(config: WorkerConfig, device: torch.device) -> None:
             tasks.append(asyncio.create_task(peers.watch()))
         await health.serving(True)
         print(announcement(address, device, budget), flush=True)
-        await stop.asked.wait()
-        logger.info("ending: what is in flight is finished, nothing new is taken")
+        await stop.requested.wait()
+        logger.info("The worker is stopping: it finishes requests in flight, and accepts no new ones.")
         worker.draining = True
         await health.serving(False)
         await _drained(worker, stop)
     finally:
-        await server.stop(1.0)  # streams that are idle by now end here
+        await server.stop(1.0)  # this ends streams that are still open and idle
         for end in offers:
             end()
         listener.close()
-        if config.parent:  # which made a directory for us, and may not be there to remove it
+        if config.parent:  # the trainer made the directory of the socket, and may have died
             with suppress(OSError):
                 Path(config.address.unix_path).parent.rmdir()
         try:
             await asyncio.wait_for(worker.close(), _END_S)
         except TimeoutError:
-            logger.warning("a run does not end: leaving it behind")
-            os._exit(1)  # its thread would be waited for
+            logger.warning("A run does not end: the process exits without it.")
+            os._exit(1)  # a normal exit would wait for the executor's thread
         for task in tasks:
             task.cancel()
 
 
 def _offer(config: WorkerConfig, server: grpc.aio.Server, worker: Worker, address: str) -> Iterator[Callable[[], None]]:
-    """Offers trainers on this machine what there is: a Unix socket, shared memory. Gives what ends each offer."""
+    """Offers trainers on this machine a Unix socket and shared memory. Yields functions that end the offers."""
     try:
         if config.unix_socket and not config.address.unix_path:
             path = take_beside(address, "sock")
@@ -145,17 +149,17 @@ def _offer(config: WorkerConfig, server: grpc.aio.Server, worker: Worker, addres
             yield handover.close
             worker.memory_path = handover.path
     except (ListenError, OSError, RuntimeError) as error:
-        logger.info("trainers on this machine are offered no more than others: %s", error)
+        logger.info("Trainers on this machine are offered no Unix socket or shared memory: %s", error)
 
 
 def _warm_up() -> None:
-    """Runs a backward. Torch's first imports 500 modules, which must not count as a trainer's time and memory."""
+    """Runs a first backward, which imports 500 modules. A trainer must not be charged with their time and memory."""
     x = torch.ones((), requires_grad=True)
     torch.autograd.grad(x * x, x, torch.ones(()))
 
 
 async def _beat(longest_s: float) -> None:
-    """Has the system end this process (SIGALRM) if the event loop stands still for so long, whatever holds it up."""
+    """Renews a timer whose signal (SIGALRM) ends this process if the event loop stands still for this many seconds."""
     try:
         while True:
             signal.setitimer(signal.ITIMER_REAL, longest_s)
@@ -164,12 +168,12 @@ async def _beat(longest_s: float) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _end_because_of(job: Job, worker: Worker, limit_s: float) -> None:
-    """Ends this process: a thread that is in the midst of an op can't be ended without it."""
+def _exit_because_of(job: Job, worker: Worker, limit_s: float) -> None:
+    """Ends this process, because nothing else can stop a thread that executes an op."""
     session = worker.sessions.get(job.session)
     logger.error(
-        "an op of %s for %s still runs after %g s; a run may take %g s, and a single op can't be cancelled. This "
-        "process ends now",
+        "An op of %s for %s still runs after %g s. A run may take %g s, and a single op cannot be cancelled, so this "
+        "process ends now.",
         job.name or "a segment",
         session.trainer if session is not None else "a trainer that has left",
         limit_s + GRACE_S,
@@ -180,22 +184,25 @@ def _end_because_of(job: Job, worker: Worker, limit_s: float) -> None:
 
 
 async def _drained(worker: Worker, stop: "_Stop") -> None:
-    """Waits until nothing is in flight."""
+    """Waits until no request is in flight, for `DRAIN_S` at most or until the second signal."""
     deadline = asyncio.get_running_loop().time() + DRAIN_S
     while worker.is_busy and not stop.now.is_set() and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(0.01)
 
 
 class _Stop:
-    """What ends a worker: SIGTERM, SIGINT, or the end of its parent.
+    """The signals that stop a worker: SIGTERM, SIGINT, or the end of its parent process.
+
+    Args:
+        parent: Process id of the parent, 0 if the worker does not end with it.
 
     Attributes:
-        asked: Finish what is in flight, then end.
-        now: Don't even do that: nobody is left to want it, or somebody asked twice.
+        requested: Set when the worker must finish requests in flight, and then stop.
+        now: Set when it must not finish them either: the parent is gone, or the signal came twice.
     """
 
     def __init__(self, parent: int) -> None:
-        self.asked = asyncio.Event()
+        self.requested = asyncio.Event()
         self.now = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -204,14 +211,17 @@ class _Stop:
             self._watch(parent)
 
     def _signal(self) -> None:
-        (self.now if self.asked.is_set() else self.asked).set()
+        (self.now if self.requested.is_set() else self.requested).set()
 
     def _orphaned(self) -> None:
         self.now.set()
-        self.asked.set()
+        self.requested.set()
 
     def _watch(self, parent: int) -> None:
-        """A pidfd tells within a millisecond and, unlike PR_SET_PDEATHSIG, of the whole process."""
+        """Watches the parent by a pidfd, which reports its end within a millisecond.
+
+        PR_SET_PDEATHSIG would fire when the thread that started the worker ends, even if the parent lives on.
+        """
         loop = asyncio.get_running_loop()
 
         def check() -> None:
@@ -223,7 +233,7 @@ class _Stop:
         if hasattr(os, "pidfd_open"):
             with suppress(ProcessLookupError):
                 loop.add_reader(os.pidfd_open(parent), self._orphaned)
-        check()  # it may have ended before; and where there are no pidfds this is what tells
+        check()  # the parent may have ended before the watch began, and not every system has pidfds
 
 
 def _device(name: str) -> torch.device:
@@ -246,7 +256,7 @@ def _memory_bytes(device: torch.device) -> int:
 
 
 def _limit_memory(device: torch.device, budget_bytes: int) -> None:
-    """The backstop behind the store's accounts: an op that takes far more than declared fails, and only that op."""
+    """Sets a memory limit for the process behind the store's accounts, so that only an op far above its size fails."""
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(min(1.0, 2 * budget_bytes / _memory_bytes(device)), device)
         return

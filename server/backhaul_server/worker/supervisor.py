@@ -34,26 +34,28 @@ from backhaul_runtime.process.addresses import Address
 logger = logging.getLogger("backhaul.worker")
 
 OVERDUE_CODE = 70
-"""Exit code of a worker that ended itself because an op does not end; its log says which run it was."""
+"""Exit code of a worker that ended itself because an op did not end; its log names the run."""
 
 STEADY_S = 10.0
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 10.0
 _MOST_FAILURES = 20
-"""Workers in a row that died before they were ready: then it is for others to see what is wrong."""
+"""Number of workers in a row that die before they are ready, after which the supervisor gives up."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def supervise(address: Address, command: Callable[[str], Sequence[str]]) -> int:
-    """Keeps a worker running until it ends well or is told to. Returns the exit code.
+    """Keeps a worker running until it exits with code 0 or a signal stops it. Returns the exit code.
+
+    Call it in the main thread, because it installs signal handlers.
 
     Args:
-        address: Where it listens; of port 0 a free port is taken.
-        command: What starts it, by the address as text.
+        address: The address to listen on; for port 0 a free port is chosen.
+        command: Returns the worker's command line for an address.
     """
     with ExitStack() as held:
         try:
-            text = address.text if address.unix_path else _held_address(address, held)
+            text = address.text if address.unix_path else _reserve_address(address, held)
         except OSError as error:
             sys.stderr.write(f'backhaul worker: can\'t listen on "{address.text}": {error.strerror or error}\n')
             return 2
@@ -69,7 +71,8 @@ class _Supervisor:
         self._was_ready = False
 
     def run(self) -> int:
-        before = {number: signal.signal(number, self._pass_on) for number in _SIGNALS}
+        """Runs workers until the supervisor stops. Returns its exit code."""
+        before = {number: signal.signal(number, self._forward_signal) for number in _SIGNALS}
         try:
             return self._run()
         finally:
@@ -80,31 +83,31 @@ class _Supervisor:
         failures = short_lives = 0
         while not self._asked.wait(_delay_s(short_lives)):
             began_at_s, is_ready = monotonic(), threading.Event()
-            code = self._life(is_ready)
-            if self._asked.is_set() and code == -signal.SIGTERM:  # it had not begun to serve
+            code = self._run_worker(is_ready)
+            if self._asked.is_set() and code == -signal.SIGTERM:  # the worker had not installed its handler yet
                 return 128 + self._asked_by
             if self._asked.is_set() or code == 0 or not self._was_ready:
                 return code if code >= 0 else 128 - code
             failures = 0 if is_ready.is_set() else failures + 1
             if failures == _MOST_FAILURES:
-                logger.error("%d workers in a row died before they were ready: giving up", failures)
+                logger.error("%d workers in a row died before they were ready: the supervisor gives up.", failures)
                 return code if code >= 0 else 128 - code
             is_steady = is_ready.is_set() and monotonic() - began_at_s >= STEADY_S
             short_lives = 0 if is_steady else short_lives + 1
-            logger.error("the worker %s: starting another in %g s", _said_of(code), _delay_s(short_lives))
+            logger.error("The worker %s: it is restarted in %g s.", _how_it_ended(code), _delay_s(short_lives))
         return 0
 
-    def _life(self, is_ready: threading.Event) -> int:
-        """Starts a worker and waits for its end. Returns its exit code, negative for a signal."""
+    def _run_worker(self, is_ready: threading.Event) -> int:
+        """Runs one worker until it ends. Returns its exit code, which is negative for a signal."""
         child = subprocess.Popen(
             self._command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # a terminal's Ctrl-C comes to us, and is passed on once
+            start_new_session=True,  # a terminal's Ctrl-C must reach the worker once, through this process
         )
         self._child = child
-        if self._asked.is_set():  # between the look at it and the start
+        if self._asked.is_set():  # the signal came before the child existed
             child.terminate()
         assert child.stdout is not None
         printing = threading.Thread(target=self._print, args=(child.stdout, child.pid, is_ready), daemon=True)
@@ -116,17 +119,17 @@ class _Supervisor:
         return child.returncode
 
     def _print(self, pipe: IO[str], pid: int, is_ready: threading.Event) -> None:
-        """Runs in a thread. Prints what a worker prints; of its first line, which says that it is ready, once."""
+        """Runs in a thread. Prints a worker's output, but the first line, the announcement, for one worker only."""
         for line in pipe:
             if self._was_ready and not is_ready.is_set():
-                logger.warning("there is a worker again, process %d", pid)
+                logger.warning("The worker runs again as process %d.", pid)
             else:
                 sys.stdout.write(line)
                 sys.stdout.flush()
             self._was_ready = True
             is_ready.set()
 
-    def _pass_on(self, number: int, _: FrameType | None) -> None:
+    def _forward_signal(self, number: int, _: FrameType | None) -> None:
         self._asked_by = signal.Signals(number)
         self._asked.set()
         child = self._child
@@ -136,19 +139,19 @@ class _Supervisor:
 
 
 def _reaped(pid: int) -> int:
-    """Waits for a child, and for whatever else this process has to wait for. Returns the child's exit code."""
+    """Waits for a child and reaps orphans meanwhile. Returns the child's exit code."""
     while True:
-        found, status = os.waitpid(-1, 0)
-        if found == pid:
+        ended, status = os.waitpid(-1, 0)
+        if ended == pid:
             return os.waitstatus_to_exitcode(status)
 
 
 def _delay_s(short_lives: int) -> float:
-    """Seconds before the next start, after so many workers in a row that did not live long (Rule 3)."""
+    """Returns the seconds before the next start, after this many short-lived workers in a row (Rule 3)."""
     return 0.0 if short_lives <= 1 else min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2 ** (short_lives - 2))
 
 
-def _said_of(code: int) -> str:
+def _how_it_ended(code: int) -> str:
     if code == OVERDUE_CODE:
         return "ended itself because an op did not end"
     if code == -signal.SIGALRM:
@@ -159,23 +162,23 @@ def _said_of(code: int) -> str:
     return f"ended with code {code}"
 
 
-def _held_address(address: Address, held: ExitStack) -> str:
-    """Takes a TCP address, and returns it with its port. Raises OSError where it can't be had.
+def _reserve_address(address: Address, held: ExitStack) -> str:
+    """Binds sockets to a TCP address until `held` is closed. Returns the address with its port. Raises OSError.
 
-    The sockets share the port with one that listens there later, as all of them say that they may.
+    The worker can still listen on the port, because all of these sockets allow reuse and none of them listens.
     """
     port = address.port
-    found = socket.getaddrinfo(address.host, port, type=socket.SOCK_STREAM)
-    for family, kind, protocol, _, target in found:
+    targets = socket.getaddrinfo(address.host, port, type=socket.SOCK_STREAM)
+    for family, kind, protocol, _, target in targets:
         try:
-            taken = held.enter_context(socket.socket(family, kind, protocol))
-            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound = held.enter_context(socket.socket(family, kind, protocol))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
-                taken.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            taken.bind((target[0], port, *target[2:]))
-            port = taken.getsockname()[1]
+                bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            bound.bind((target[0], port, *target[2:]))
+            port = bound.getsockname()[1]
         except OSError as error:
-            # localhost names ::1 also where there is no IPv6: gRPC takes what there is.
+            # localhost resolves to ::1 even without IPv6, and gRPC then uses IPv4 alone.
             if error.errno not in {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}:
                 raise
     return f"{address.text.rpartition(':')[0]}:{port}"

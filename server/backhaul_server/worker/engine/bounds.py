@@ -1,9 +1,9 @@
-"""What ends a run: cancellation, a deadline, a limit of memory.
+"""The bounds of a run: cancellation, a deadline, and a memory limit.
 
 NOTE [Bounds of a run]
 1. `Bounds.check` is called between ops, in forward and in backward. It ends a run whose segment was released, also
-   because its session closed or lost its lease; a run that has passed its deadline; and a run ahead of its request
-   that has taken long while a request waits.
+   because its session closed or lost its lease; a run that has passed its deadline; and a speculative
+   run that has taken long while a request waits.
 2. No thread of this process can cancel a single op that passes the deadline. The executor's timer ends the process.
 3. A run may allocate what it is charged with, and a margin for the temporary memory of ops. RLIMIT_DATA enforces it:
    an allocation beyond it fails, and so does only the op that asked for it. An accelerator has a limit of its own.
@@ -34,10 +34,10 @@ _RESIDENT, _SHARED, _DATA = 1, 2, 5  # fields of statm
 
 
 class RunMemory:
-    """The memory of this process, as its runs may take it. Used by the thread that runs; made by any, before it.
+    """The memory limit of this process's runs. Any thread may construct it; the executor's thread alone uses it.
 
     Args:
-        budget_bytes: Of the worker.
+        budget_bytes: The worker's whole memory budget, in bytes.
     """
 
     def __init__(self, budget_bytes: int) -> None:
@@ -47,14 +47,14 @@ class RunMemory:
         self._threads = 0
 
     def begin(self, charged_bytes: int) -> int:
-        """A run begins. Returns what `limited` is given (Rule 5)."""
+        """Prepares a run that is charged with this many bytes (Rule 5). Returns the limit to pass to `limited`."""
         if self._private_bytes() + charged_bytes > self._most_bytes:
             return_freed_memory()
         return self._fields()[_DATA] + charged_bytes + self._margin_bytes
 
     @contextmanager
     def limited(self, most_bytes: int, threads: int) -> Iterator[None]:
-        """Within it allocations fail that would take the process' data beyond so many bytes (Rules 3 and 4)."""
+        """Makes allocations fail that would take the process's data beyond `most_bytes` (Rules 3 and 4)."""
         if threads != self._threads:
             before = self._fields()[_DATA]
             torch.set_num_threads(threads)
@@ -83,49 +83,50 @@ class Bounds:
 
     Args:
         limit_s: Seconds that each run may take.
-        memory: None where something else limits the memory of runs.
+        memory: The memory limit of runs; None if something else limits their memory.
     """
 
-    __slots__ = ("_deadline", "_error", "_gives_way", "_limit_s", "_memory", "_most_bytes")
+    __slots__ = ("_deadline", "_error", "_limit_s", "_memory", "_most_bytes", "_must_yield")
 
     def __init__(self, limit_s: float = math.inf, memory: RunMemory | None = None) -> None:
         self._memory = memory
         self._error: BackhaulError | None = None
         self._deadline, self._limit_s = math.inf, limit_s
-        self._gives_way: Callable[[], bool] | None = None
+        self._must_yield: Callable[[], bool] | None = None
         self._most_bytes = 0
 
-    def begin(self, charged_bytes: int, gives_way: Callable[[], bool] | None = None) -> None:
-        """A run begins now, in the calling thread.
+    def begin(self, charged_bytes: int, must_yield: Callable[[], bool] | None = None) -> None:
+        """Begins a run in the calling thread, which must be the executor's.
 
         Args:
-            charged_bytes: What it is charged with.
-            gives_way: Tells whether it is to end because others wait; None for one that somebody asked for.
+            charged_bytes: The bytes that the run is charged with.
+            must_yield: Returns whether a speculative run must end because requests wait; None for a requested run.
         """
-        self._deadline, self._gives_way = monotonic() + self._limit_s, gives_way
+        self._deadline, self._must_yield = monotonic() + self._limit_s, must_yield
         if self._memory is not None:
             self._most_bytes = self._memory.begin(charged_bytes)
 
     def set(self, error: BackhaulError) -> None:
-        """The run that goes on, and all that begin from now on, end with this error. Called by any thread."""
+        """Ends the present run and all later ones with this error. Any thread may call it."""
         self._error = error
 
     def check(self) -> None:
         """Raises the error given to `set`, or ReplayError for a run that ends for another reason (Rule 1)."""
         if self._error is not None:
-            # A copy: a raised error leads to the run's graph, whose hooks lead here, and nothing frees such a cycle.
+            # A copy, because a raised error refers to the run's graph, whose hooks refer to this object: the garbage
+            # collector cannot free such a cycle.
             raise copy(self._error)
         if monotonic() > self._deadline:
             raise ReplayError(
                 f"the run was ended after {self._limit_s:g} s: make segments smaller, or start the worker with a "
                 "larger --run-limit"
             )
-        if self._gives_way is not None and self._gives_way():
-            raise ReplayError("a run ahead of its request was cancelled because requests wait")
+        if self._must_yield is not None and self._must_yield():
+            raise ReplayError("a speculative run was cancelled because requests wait")
 
     @contextmanager
     def working(self, threads: int) -> Iterator[None]:
-        """Around a part of the run that begun last, which runs ops on so many threads."""
+        """Limits the memory of ops in a part of the run that began last. The ops run on this many threads."""
         if self._memory is None:
             yield
         else:

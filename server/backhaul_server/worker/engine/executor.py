@@ -1,4 +1,4 @@
-"""One thread that owns the device, and the order in which it works."""
+"""The thread that runs all programs of a worker, and owns its device."""
 
 import asyncio
 import threading
@@ -9,22 +9,22 @@ from time import monotonic
 from backhaul_server.worker.engine.fair_queue import FairQueue, Job
 
 GRACE_S = 2.0
-"""Seconds that the op which runs at a deadline has to end by itself."""
+"""Seconds after its deadline within which the op that then runs has to end."""
 
 
 class Executor:
-    """Runs jobs one by one. Construct and use it in a running event loop's thread; `close` ends it.
+    """Runs jobs one by one in a thread. Construct and use it in a running event loop's thread; `close` ends it.
 
     Args:
-        ahead: Gives a job that has begun, for when none waits that can begin.
+        speculate: Returns a job that has begun already, or None. Called when no queued job can begin.
         overdue: Called with a job that still runs after `limit_s` and `GRACE_S`: a single op takes that long, which
             nothing in this process can cancel.
         limit_s: Seconds that a job may take. It ends by itself then, unless a single op takes longer.
     """
 
-    def __init__(self, ahead: Callable[[], Job | None], overdue: Callable[[Job], None], limit_s: float) -> None:
+    def __init__(self, speculate: Callable[[], Job | None], overdue: Callable[[Job], None], limit_s: float) -> None:
         self._limit_s = limit_s
-        self._ahead = ahead
+        self._speculate = speculate
         self._overdue = overdue
         self._watch: asyncio.TimerHandle | None = None
         self._queue = FairQueue()
@@ -37,42 +37,42 @@ class Executor:
         self._thread.start()
 
     def __len__(self) -> int:
-        """Jobs that wait or run."""
+        """Returns the number of jobs that wait or run."""
         return len(self._queue) + (self._running is not None)
 
     def submit(self, job: Job) -> None:
-        """Adds a job to its session's line."""
+        """Appends a job to its session's queue."""
         self._queue.push(job)
         self.wake()
 
     @property
     def has_waiting(self) -> bool:
-        """Whether jobs wait. Any thread may ask."""
+        """Whether jobs wait in the queue. Any thread may ask."""
         return bool(self._queue)
 
     def wake(self) -> None:
-        """There may be something to do ahead, or room for a job that waits."""
+        """Looks for a job in the next turn of the loop: there may be speculative work, or room for a waiting job."""
         if not self._is_woken:
             self._is_woken = True
             self._loop.call_soon(self._begin)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing runs and nothing was found to do."""
+        """Whether no job runs, and none is being looked for."""
         return self._running is None and not self._is_woken
 
-    def place(self, job: Job | None) -> tuple[bool, float]:
-        """Whether a job runs, and else the expected seconds of work before it."""
+    def position(self, job: Job | None) -> tuple[bool, float]:
+        """Returns whether a job runs, and else the expected seconds of work before it. None counts as not queued."""
         if job is None or job is self._running:
             return job is not None, 0.0
-        left = 0.0
+        queued_s = 0.0
         if self._running is not None:
-            # One that takes longer than expected may well take as long again.
-            left = abs(self._running.expected_s - (monotonic() - self._running_since))
-        return False, left + self._queue.ahead_of(job)
+            # A job that takes longer than expected may well take as long again.
+            queued_s = abs(self._running.expected_s - (monotonic() - self._running_since))
+        return False, queued_s + self._queue.queued_before(job)
 
     async def close(self) -> None:
-        """Waits for the job that runs and drops the others."""
+        """Waits until the running job has ended, and drops the others."""
         self._is_closed = True
         self._next.put(None)
         await asyncio.to_thread(self._thread.join)
@@ -80,16 +80,17 @@ class Executor:
     def _begin(self) -> None:
         self._is_woken = False
         if self._running is None and not self._is_closed:
-            self._running = self._queue.pop() or self._ahead()
+            self._running = self._queue.pop() or self._speculate()
             if self._running is not None:
                 self._running_since = monotonic()
                 self._watch = self._loop.call_later(self._limit_s + GRACE_S, self._overdue, self._running)
                 self._next.put(self._running)
 
     def _work(self) -> None:
+        """Runs in the executor's thread."""
         while (job := self._next.get()) is not None:
             job.work()
-            del job
+            del job  # while the thread waits, a reference would keep the job's segment alive
             self._loop.call_soon_threadsafe(self._end)
 
     def _end(self) -> None:

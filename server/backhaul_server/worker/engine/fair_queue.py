@@ -1,4 +1,4 @@
-"""The order in which one executor serves many sessions. Pure: no threads, no clocks."""
+"""The order in which one executor serves many sessions. The queue knows neither threads nor clocks."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -10,12 +10,12 @@ class Job:
     """A piece of work for the executor.
 
     Attributes:
-        session: Whose work it is.
-        begin: Called in the event loop just before it runs. Returns whether it can; else it waits, while others run.
+        session: Id of the session that the work is for.
+        begin: Called in the event loop just before the work. Returns False if it must wait while other jobs run.
         work: Called in the executor's thread. Must not raise.
-        end: Called in the event loop when it has run.
-        expected_s: What its trainer thinks it takes.
-        name: Of the segment, for the log.
+        end: Called in the event loop after the work.
+        expected_s: Seconds that the trainer expects the work to take.
+        name: Name of the segment, for the log.
     """
 
     session: str
@@ -27,43 +27,46 @@ class Job:
 
 
 class FairQueue:
-    """Sessions take turns, each in its own order."""
+    """A round-robin queue: sessions take turns, and each session's jobs run in order."""
 
     def __init__(self) -> None:
-        self._lines: OrderedDict[str, deque[Job]] = OrderedDict()
+        self._queues: OrderedDict[str, deque[Job]] = OrderedDict()
 
     def __len__(self) -> int:
-        return sum(map(len, self._lines.values()))
+        return sum(map(len, self._queues.values()))
 
     def __bool__(self) -> bool:
-        return bool(self._lines)
+        return bool(self._queues)
 
     def push(self, job: Job) -> None:
-        """Adds a job at the end of its session's line."""
-        self._lines.setdefault(job.session, deque()).append(job)
+        """Appends a job to its session's queue."""
+        self._queues.setdefault(job.session, deque()).append(job)
 
     def pop(self) -> Job | None:
-        """The next job that can begin, or None. Its session goes to the end of the round, those passed over do not."""
-        for session, jobs in self._lines.items():
+        """Removes and returns the next job that can begin, or None.
+
+        The job's session moves to the end of the round. Sessions whose job could not begin keep their turn.
+        """
+        for session, jobs in self._queues.items():
             if jobs[0].begin():
                 job = jobs.popleft()
-                self._lines.move_to_end(session)
+                self._queues.move_to_end(session)
                 if not jobs:
-                    del self._lines[session]
+                    del self._queues[session]
                 return job
         return None
 
-    def ahead_of(self, job: Job) -> float:
-        """Expected seconds of the work that will run before this job, were nothing added. 0 for one not queued."""
-        rounds = self._lines.get(job.session, deque())
-        if job not in rounds:
+    def queued_before(self, job: Job) -> float:
+        """Returns the expected seconds of the queued work that runs before a job; 0 for a job that is not queued."""
+        own_jobs = self._queues.get(job.session, deque())
+        if job not in own_jobs:
             return 0.0
-        place = rounds.index(job)
-        own = sum(other.expected_s for other in list(rounds)[:place])
+        turns = own_jobs.index(job)
+        own = sum(other.expected_s for other in list(own_jobs)[:turns])
         others = sum(
             other.expected_s
-            for session, jobs in self._lines.items()
+            for session, jobs in self._queues.items()
             if session != job.session
-            for other in list(jobs)[: place + 1]
+            for other in list(jobs)[: turns + 1]
         )
         return own + others

@@ -1,15 +1,17 @@
-"""Gradients of parameters that stay here across backward passes, until their trainer collects the sums.
+"""Gradients of parameters that a worker adds up across backward passes, until the trainer collects the sums.
 
 NOTE [Sums]
-1. What a backward keeps is pending until the trainer, having checked its values, commits it. What goes with its segment
-   before that does not count.
-2. Commits are numbered within a round. One that came before is passed over; after a gap, or one that is not pending, no
-   more are taken. So each counts once, and their number tells whether all did.
-3. Collecting ends a round. Its sums stay for a trainer that asks again, until something of a later round comes.
-4. They are summed as autograd sums: the contributions of one pass in their order, then that to the passes before. Both
-   are kept apart for parameters that several segments of a pass were seen to use; for others a pass is one commit.
-5. Bookkeeping is the event loop's. What adds runs in the executor's thread, in the order of commits, and makes new
-   tensors: what came may share memory.
+1. Gradients that a backward keeps on the worker are pending until the trainer has checked the backward's values and
+   commits it. Gradients whose segment is released before that are dropped.
+2. Commits are numbered within a round. A repeated commit is ignored. After a gap in the numbers, or a commit of a
+   backward that is not pending, no further commits are accepted. So each backward counts once, and the number of
+   accepted commits says whether all of them did.
+3. Collecting ends a round. Its sums are kept for a trainer that asks again, until a commit of a later round arrives.
+4. The order of additions is autograd's: first the contributions of one pass in their order, then their sum to that of
+   the passes before. The two are kept apart for parameters that several segments of a pass are known to use. For other
+   parameters a pass has only one commit.
+5. The event loop's thread does the bookkeeping. The executor's thread does the additions, in the order of the commits,
+   and never in place: contributions may share memory.
 """
 
 import asyncio
@@ -32,19 +34,20 @@ from backhaul_server.worker.engine.stored_values import Held
 logger = logging.getLogger("backhaul.worker")
 
 SUM_BYTES = 2 << 10
-"""What each tensor that is kept takes beside its elements, and what is noted of it."""
+"""Bytes of each kept tensor beside its elements, with its bookkeeping."""
 
 MOST_SHARED = 1 << 14
-"""Parameters that are remembered as used by several segments of a pass. Beyond it all are forgotten, and noted anew."""
+"""Upper bound of the parameters known to be used by several segments of a pass. When it is reached, the set is cleared
+and filled again."""
 
 
 @dataclass(frozen=True, slots=True)
 class GradientsToKeep:
-    """What a backward may keep here.
+    """The gradients that a backward may keep on the worker instead of sending them.
 
     Attributes:
-        slots: The trainer's names for parameters, by source.
-        pass_number: The same for backwards that autograd runs as one.
+        slots: The trainer's number of each parameter, by the source of the program that it is.
+        pass_number: The trainer's number of the backward pass; equal for all segments of one call of backward.
     """
 
     slots: Mapping[int, int]
@@ -53,7 +56,7 @@ class GradientsToKeep:
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    contributions: Mapping[int, Sequence[Tensor]]  # by slot, in order
+    contributions: Mapping[int, Sequence[Tensor]]  # by slot, in the order of the additions
     pass_number: int
     charged_bytes: int
 
@@ -62,11 +65,11 @@ class _Pending:
 class _Sum:
     total: Tensor
     pass_number: int
-    last_pass: Tensor | None = None  # not in the total yet
+    last_pass: Tensor | None = None  # the sum of the last pass, not yet added to the total (Rule 4)
 
 
 class _Round:
-    """Sums between two collections."""
+    """The sums of one round (Rule 3). The executor's thread alone uses `add`, `totals` and `size_bytes`."""
 
     def __init__(self, number: int, shared: set[int]) -> None:
         self.number = number
@@ -79,40 +82,42 @@ class _Round:
 
     @property
     def size_bytes(self) -> int:
-        """Of all tensors it holds, with what they take beside."""
-        held = [tensor for found in self._sums.values() for tensor in (found.total, found.last_pass)]
+        """Bytes of all tensors in the sums, with `SUM_BYTES` for each."""
+        held = [tensor for entry in self._sums.values() for tensor in (entry.total, entry.last_pass)]
         return sum(SUM_BYTES + tensor.nbytes for tensor in held if tensor is not None)
 
     def add(self, pending: _Pending) -> None:
+        """Adds the gradients of one commit (Rule 4)."""
         for slot, contributions in pending.contributions.items():
-            found = self._sums.get(slot)
-            if found is None:
+            entry = self._sums.get(slot)
+            if entry is None:
                 self._sums[slot] = _Sum(_added(None, contributions), pending.pass_number)
-            elif found.pass_number != pending.pass_number:
-                _fold(found)
-                found.pass_number = pending.pass_number
-                found.last_pass = _added(None, contributions)
-                if slot not in self._shared:
-                    _fold(found)
+            elif entry.pass_number != pending.pass_number:
+                _fold(entry)
+                entry.pass_number = pending.pass_number
+                entry.last_pass = _added(None, contributions)
+                if slot not in self._shared:  # no other segment of this pass will add to it
+                    _fold(entry)
             else:
                 if len(self._shared) >= MOST_SHARED:
                     self._shared.clear()
                 self._shared.add(slot)
-                if found.last_pass is None:
-                    found.total = _added(found.total, contributions)
+                if entry.last_pass is None:
+                    entry.total = _added(entry.total, contributions)
                 else:
-                    found.last_pass = _added(found.last_pass, contributions)
+                    entry.last_pass = _added(entry.last_pass, contributions)
 
     def totals(self) -> dict[int, Tensor]:
-        for found in self._sums.values():
-            _fold(found)
-        return {slot: found.total for slot, found in self._sums.items()}
+        """Returns the sum of all passes by slot."""
+        for entry in self._sums.values():
+            _fold(entry)
+        return {slot: entry.total for slot, entry in self._sums.items()}
 
 
 def _added(to: Tensor | None, contributions: Sequence[Tensor]) -> Tensor:
     for contribution in contributions:
         if to is not None and (to.shape, to.dtype) != (contribution.shape, contribution.dtype):
-            raise ProgramError(  # it would be broadcast, to more than was charged
+            raise ProgramError(  # torch would broadcast them, to a tensor larger than was charged
                 f"gradients of one parameter have shapes {list(to.shape)} and {list(contribution.shape)}, and dtypes "
                 f"{to.dtype} and {contribution.dtype}"
             )
@@ -121,112 +126,120 @@ def _added(to: Tensor | None, contributions: Sequence[Tensor]) -> Tensor:
     return to
 
 
-def _fold(found: _Sum) -> None:
-    if found.last_pass is not None:
-        found.total, found.last_pass = found.total + found.last_pass, None
+def _fold(entry: _Sum) -> None:
+    if entry.last_pass is not None:
+        entry.total, entry.last_pass = entry.total + entry.last_pass, None
 
 
 class GradientSums:
-    """Of one session.
+    """The gradient sums of one session. Event loop only.
 
     Args:
-        session: Its id.
-        store: Charged for all that is held, with what adding takes besides.
-        executor: Adds.
+        session: Id of the session that the gradients belong to.
+        store: Is charged with all gradients, and with the temporary memory of the additions.
+        executor: Runs the additions in its thread.
     """
 
     def __init__(self, session: str, store: Store[Held], executor: Executor) -> None:
         self._session = session
         self._store = store
         self._executor = executor
-        self._collecting: tuple[int, asyncio.Future[dict[int, OutgoingTensor]]] | None = None  # with the commits in it
-        self._pending: dict[int, dict[int, _Pending]] = {}  # by segment and request
+        # The last collection: the number of commits that it covers, and its answer.
+        self._collecting: tuple[int, asyncio.Future[dict[int, OutgoingTensor]]] | None = None
+        self._pending: dict[int, dict[int, _Pending]] = {}  # by segment, then by request
         self._shared: set[int] = set()
         self._round = _Round(0, self._shared)
         self._is_collected = True
 
     @property
     def are_awaited(self) -> bool:
-        """Whether something was committed that nobody has collected."""
+        """Whether the trainer has committed gradients that it has not collected."""
         return not self._is_collected
 
     def keep(
-        self, segment: int, backward: int, keep: GradientsToKeep, found: RunResult, sources: Sequence[Tensor]
+        self, segment: int, backward: int, keep: GradientsToKeep, result: RunResult, sources: Sequence[Tensor]
     ) -> RunResult:
-        """Takes contributions out of a result, pending (Rule 1); without room for them none.
+        """Takes contributions out of a result and makes them pending (Rule 1).
 
         Args:
-            segment: The trainer's number for it.
-            backward: Number of the request.
-            keep: What may stay.
-            found: The result.
-            sources: Of the segment.
+            segment: The trainer's number for the segment.
+            backward: The number of the backward request.
+            keep: Which gradients may stay.
+            result: The result of the backward, which is not changed.
+            sources: The tensors of the segment's sources, in their order.
+
+        Returns:
+            The result without the kept contributions; `result` itself if none can stay or there is no room.
         """
-        left, contributions = _without(found, keep.slots, sources)
+        left, contributions = _without(result, keep.slots, sources)
         sizes = [tensor.nbytes for tensors in contributions.values() for tensor in tensors]
         charged = sum(sizes) + max(sizes, default=0) + SUM_BYTES * (1 + len(sizes))
         if not sizes or not self._store.keep_sums(charged):
-            return found
+            return result
         self._drop(segment, backward)
         self._pending.setdefault(segment, {})[backward] = _Pending(contributions, keep.pass_number, charged)
         return left
 
     def released(self, segment: int) -> None:
-        """Drops what is pending of a segment."""
+        """Drops the pending gradients of a segment."""
         for backward in list(self._pending.get(segment, ())):
             self._drop(segment, backward)
 
     def commit(self, number: int, first: int, backwards: Sequence[tuple[int, int]]) -> None:
-        """Counts what backwards kept, each once (Rule 2).
+        """Commits pending gradients, each backward once (Rule 2).
 
         Args:
-            number: Of the round.
-            first: Number of the first of these in it.
-            backwards: Segment and request.
+            number: The number of the round.
+            first: The number within the round of the first commit in `backwards`.
+            backwards: Segment and backward request of each commit.
         """
         if number > self._round.number:
             self._end_round()
             self._round, self._collecting = _Round(number, self._shared), None
         if number < self._round.number:
             return
-        found, taken = self._round, []
-        for segment, backward in backwards[max(0, found.count + 1 - first) :] if first <= found.count + 1 else ():
-            pending = self._taken(segment, backward)
+        present, accepted = self._round, []
+        for segment, backward in backwards[max(0, present.count + 1 - first) :] if first <= present.count + 1 else ():
+            pending = self._pop_pending(segment, backward)
             if pending is None:
                 break
-            taken.append(pending)
-            found.count += 1
-        if taken:
+            accepted.append(pending)
+            present.count += 1
+        if accepted:
             self._is_collected = False
-            self._submit(found, taken)
+            self._submit(present, accepted)
 
     def collect(self, number: int, count: int) -> "asyncio.Future[dict[int, OutgoingTensor]]":
-        """The sums of a round by slot, once all that was committed is added. Who asks meanwhile shares the answer.
+        """Returns a future of the sums of a round by slot. Repeated calls share it until it is done.
+
+        Args:
+            number: The number of the round.
+            count: The number of commits that the trainer has made in the round.
 
         Raises:
-            SegmentUnknownError: Not all of its commits were taken.
+            SegmentUnknownError: Not all of these commits were accepted.
         """
-        found = self._round
-        if (found.number, found.count) != (number, count):
+        present = self._round
+        if (present.number, present.count) != (number, count):
             raise SegmentUnknownError(
                 f"{count} backwards of round {number} were committed, of which this worker has "
-                f"{found.count if found.number == number else 0}"
+                f"{present.count if present.number == number else 0}"
             )
-        taken, answer = self._collecting or (0, None)
-        if answer is None or answer.done() or taken != count:
+        collected, answer = self._collecting or (0, None)
+        if answer is None or answer.done() or collected != count:
             answer = asyncio.get_running_loop().create_future()
             self._collecting = count, answer
-            self._submit(found, [], answer)
+            self._submit(present, [], answer)
         self._is_collected = True
         return answer
 
     def close(self) -> None:
-        """Lets go of everything."""
+        """Drops all gradients, pending and added up."""
         for segment in list(self._pending):
             self.released(segment)
         self._end_round()
 
-    def _taken(self, segment: int, backward: int) -> _Pending | None:
+    def _pop_pending(self, segment: int, backward: int) -> _Pending | None:
         of_segment = self._pending.get(segment, {})
         pending = of_segment.pop(backward, None)
         if not of_segment:
@@ -234,7 +247,7 @@ class GradientSums:
         return pending
 
     def _drop(self, segment: int, backward: int) -> None:
-        pending = self._taken(segment, backward)
+        pending = self._pop_pending(segment, backward)
         if pending is not None:
             self._store.drop_sums(pending.charged_bytes)
 
@@ -244,45 +257,46 @@ class GradientSums:
         self._round.is_dropped = True
 
     def _submit(
-        self, found: _Round, taken: list[_Pending], answer: "asyncio.Future[dict[int, OutgoingTensor]] | None" = None
+        self, into: _Round, accepted: list[_Pending], answer: "asyncio.Future[dict[int, OutgoingTensor]] | None" = None
     ) -> None:
-        charged = sum(pending.charged_bytes for pending in taken)
+        charged = sum(pending.charged_bytes for pending in accepted)
         totals: dict[int, OutgoingTensor] = {}
         sizes: list[int] = []
 
         def work() -> None:
             try:
-                for pending in taken:
-                    found.add(pending)
-                taken.clear()
+                for pending in accepted:
+                    into.add(pending)
+                accepted.clear()
                 if answer is not None:
-                    totals.update((slot, OutgoingTensor.of(total)) for slot, total in found.totals().items())
-            except Exception:  # out of memory, say: the trainer learns it when it collects
-                logger.exception("adding gradients failed")
-                found.is_whole = False
-            sizes.append(found.size_bytes)
+                    totals.update((slot, OutgoingTensor.of(total)) for slot, total in into.totals().items())
+            except Exception:  # for example out of memory: the trainer gets an error when it collects
+                logger.exception("Adding gradients failed.")
+                into.is_whole = False
+            sizes.append(into.size_bytes)
 
         def end() -> None:
             self._store.drop_sums(charged)
-            if not found.is_dropped:
-                self._store.drop_sums(found.charged_bytes - sizes[0])
-                found.charged_bytes = sizes[0]
+            if not into.is_dropped:
+                self._store.drop_sums(into.charged_bytes - sizes[0])
+                into.charged_bytes = sizes[0]
             if answer is not None and not answer.done():
-                if found.is_whole:
+                if into.is_whole:
                     answer.set_result(totals)
                 else:
                     answer.set_exception(SegmentUnknownError("this worker could not add gradients up"))
-                    answer.exception()  # seen, also where nobody waits any more
+                    answer.exception()  # marks it as retrieved: the caller may have gone, and asyncio would log it
 
         self._executor.submit(Job(self._session, lambda: True, work, end, 0.0, "a sum of gradients"))
 
 
 def _without(
-    found: RunResult, slots: Mapping[int, int], sources: Sequence[Tensor]
+    result: RunResult, slots: Mapping[int, int], sources: Sequence[Tensor]
 ) -> tuple[RunResult, dict[int, list[Tensor]]]:
-    """A result without the contributions that can stay, and these by slot, in order.
+    """Returns a result without the contributions that can stay on the worker, and those contributions by slot.
 
-    A tensor stays if it has memory of its own and is as its parameter in all of its places.
+    A tensor can stay if it is not a view of larger memory, and if each contribution that uses it belongs to a parameter
+    of the same shape and dtype that has a slot.
     """
 
     def can_stay(parcel: OutgoingTensor, source: int) -> bool:
@@ -291,20 +305,20 @@ def _without(
         held_bytes = parcel.tensor.untyped_storage().nbytes()
         return source in slots and is_like and held_bytes <= parcel.layout.span_bytes + ALIGNMENT_BYTES
 
-    bundle = found.bundle
+    bundle = result.bundle
     sent = {
         view.parcel
         for view in bundle.views
-        if view.layout is not None or not can_stay(bundle.parcels[view.parcel], found.sources[view.position])
+        if view.layout is not None or not can_stay(bundle.parcels[view.parcel], result.sources[view.position])
     }
     contributions: dict[int, list[Tensor]] = {}
     kept = sorted((view.position, view.parcel) for view in bundle.views if view.parcel not in sent)
     for position, parcel in kept:
-        contributions.setdefault(slots[found.sources[position]], []).append(bundle.parcels[parcel].tensor)
+        contributions.setdefault(slots[result.sources[position]], []).append(bundle.parcels[parcel].tensor)
     index = {parcel: i for i, parcel in enumerate(sorted(sent))}
     left = Bundle(
         tuple(bundle.parcels[parcel] for parcel in index),
         tuple(replace(view, parcel=index[view.parcel]) for view in bundle.views if view.parcel in index),
     )
-    digests = tuple(found.tensor_digests[parcel] for parcel in index) if found.tensor_digests else ()
-    return replace(found, bundle=left, tensor_digests=digests, kept=frozenset(p for p, _ in kept)), contributions
+    digests = tuple(result.tensor_digests[parcel] for parcel in index) if result.tensor_digests else ()
+    return replace(result, bundle=left, tensor_digests=digests, kept=frozenset(p for p, _ in kept)), contributions

@@ -1,4 +1,4 @@
-"""What the executor's thread does: replay a segment, run its backward, or take what autograd saved in it."""
+"""The work of the executor's thread: replay a segment, run its backward, or return what autograd saved in it."""
 
 from collections.abc import Collection, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -18,21 +18,21 @@ from backhaul_runtime.wire.tensor_stream import OutgoingTensor
 from backhaul_server.worker.engine.bounds import Bounds
 
 RESULT_BYTES = 4 << 10
-"""What a result and its request take beside their lists."""
+"""Bytes of a result and its request without their lists."""
 
 PART_BYTES, NUMBER_BYTES = 512, 64
-"""What each thing in a list of a result takes, and each number of a sketch."""
+"""Bytes of each item in a list of a result, and of each number of a sketch."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveReplay:
-    """A replay that waits for its request.
+    """A finished replay, whose autograd graph is alive.
 
     Attributes:
-        replay: With its graph.
-        keeps_saved: Whether it can answer a recompute.
-        began_at_s: When it was made, in seconds since 1970.
-        took_s: What that took.
+        replay: The replayed program with its graph and outputs.
+        keeps_saved: Whether it kept the saved tensors, so that it can answer a recompute.
+        began_at_s: When the replay began, in seconds since 1970.
+        took_s: Seconds that the replay took.
     """
 
     replay: Replay
@@ -43,16 +43,16 @@ class LiveReplay:
 
 @dataclass(frozen=True, slots=True)
 class SegmentInputs:
-    """All a run needs.
+    """The inputs of a segment's runs.
 
     Attributes:
-        program: Checked.
-        sources: On the device, not written to.
-        generator_states: One per node that draws.
-        wants_sketches: Sketch what autograd saves.
-        kind: Equal for those whose replays take the same memory.
-        bounds: Of its runs.
-        known: Digests of sources from the runs of others.
+        program: A decoded program that has passed all checks.
+        sources: Tensors on the worker's device, one for each source of the program. Runs never write to them.
+        generator_states: One state for each node that draws random numbers.
+        wants_sketches: Whether runs return random projections of what autograd saves.
+        kind: Equal for segments whose replays take the same memory.
+        bounds: Deadline, memory limit and cancellation of the segment's runs.
+        known: Digests of tensors that earlier runs have computed; None to compute all of them.
     """
 
     program: Program
@@ -64,7 +64,7 @@ class SegmentInputs:
     known: KnownDigests | None = None
 
     def replay(self, *, keep_saved: bool, is_measured: bool = False) -> LiveReplay:
-        """Runs the program forward. Measured, its `Replay.footprint` is found."""
+        """Runs the program forward. With `is_measured` the replay also measures its `footprint`."""
         began_at_s = time()
         states = self.program.ambient_states
         try:
@@ -86,13 +86,13 @@ class SegmentInputs:
 
 @dataclass(frozen=True, slots=True)
 class BackwardInputs:
-    """What a backward starts from. Equal ones of a segment give equal results.
+    """The inputs of a backward. Two backwards of a segment with equal inputs have equal results.
 
     Attributes:
-        addresses: Of the gradients, with their positions in the program's outputs.
-        state: Ambient settings that the trainer's backward runs under.
-        wants_digests: Digest what is returned.
-        summed: Sources whose contributions are wanted as their sum.
+        addresses: Position of an output and address of its gradient, for each output that has one.
+        state: Ambient settings under which the trainer's backward runs.
+        wants_digests: Whether the result has digests of the returned tensors.
+        summed: Sources for which the trainer wants the sum of the contributions instead of each.
     """
 
     addresses: tuple[tuple[int, bytes], ...]
@@ -103,20 +103,20 @@ class BackwardInputs:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What a request is answered with.
+    """The result of a request.
 
     Attributes:
         bundle: Tensors to send: contributions by position in `sources`, or saved tensors by saved position.
-        saved_digests: What the replay saved, in order.
-        sources: Of each contribution, see `Contribution.source`; empty for a recompute.
-        tensor_digests: Of the bundle's parcels, if they were asked for.
-        saved_sketches: What the replay saved, if they were asked for.
-        chained: Gradients of sources that are outputs of predecessors, by source.
-        kept: Positions of contributions that were taken out of the bundle, see NOTE [Sums].
+        saved_digests: Digests of the tensors that autograd saved in the replay, in order.
+        sources: The source of each contribution, see `Contribution.source`; empty for a recompute.
+        tensor_digests: Addresses of the bundle's tensors; empty unless the trainer wanted them.
+        saved_sketches: Random projections of the saved tensors; empty unless the trainer wanted them.
+        chained: By source, the gradients of sources that are outputs of earlier segments.
+        kept: Positions of contributions that stay on the worker and are not in the bundle, see NOTE [Sums].
         recompute_at_s: When the replay began, in seconds since 1970.
-        recompute_s: What it took.
-        backward_at_s: When its backward began, in seconds since 1970; 0 for a recompute.
-        backward_s: What that took.
+        recompute_s: Seconds that the replay took.
+        backward_at_s: When the backward began, in seconds since 1970; 0 for a recompute.
+        backward_s: Seconds that the backward took; 0 for a recompute.
     """
 
     bundle: Bundle
@@ -133,24 +133,24 @@ class RunResult:
 
     @property
     def parts(self) -> int:
-        """Digests, views and gradients in it: how much there is to do to write it."""
+        """Number of digests, sketches, contributions and views, which the time to encode the result grows with."""
         return len(self.saved_digests) + len(self.saved_sketches) + len(self.sources) + len(self.bundle.views)
 
     def kept_bytes(self, sources: Sequence[Tensor]) -> int:
-        """What is kept with it: the whole memory behind its tensors, and all else in it.
+        """Returns the bytes that the result keeps alive: the storages of its tensors, and its lists.
 
         Args:
-            sources: Of the segment, which the store holds.
+            sources: The segment's sources. The store charges their storages already.
         """
         held = {storage_key(tensor) for tensor in sources}
-        found = 0
+        storage_bytes = 0
         for parcel in (*self.bundle.parcels, *self.chained.values()):
             if (key := storage_key(parcel.tensor)) not in held:
                 held.add(key)
-                found += parcel.tensor.untyped_storage().nbytes()
+                storage_bytes += parcel.tensor.untyped_storage().nbytes()
         sketched = sum(map(len, self.saved_sketches))
         parts = self.parts + len(self.chained) + len(self.bundle.parcels)
-        return found + RESULT_BYTES + PART_BYTES * parts + NUMBER_BYTES * sketched
+        return storage_bytes + RESULT_BYTES + PART_BYTES * parts + NUMBER_BYTES * sketched
 
 
 def backward(
@@ -160,14 +160,14 @@ def backward(
     gradients: Mapping[int, Tensor],
     chained: Collection[int] = (),
 ) -> RunResult:
-    """Runs a segment's backward.
+    """Runs a segment's backward. Executor's thread only.
 
     Args:
-        work: Of the segment.
-        ready: Its replay, if there is one already; used up.
-        start: What it starts from.
-        gradients: The tensors that `start` names, by position in the program's outputs.
-        chained: Sources whose gradients are wanted as sums too.
+        work: The inputs of the segment's runs.
+        ready: A replay of the segment, whose graph the backward frees; None to replay it first.
+        start: The inputs of the backward.
+        gradients: The tensors that `start` names, by position in the program's outputs. They are not written to.
+        chained: Sources that are outputs of earlier segments; the result also has their summed gradients.
     """
     ready = ready or work.replay(keep_saved=False)
     began_at_s = time()
@@ -177,8 +177,8 @@ def backward(
         sums = _sums(contributions, {*start.summed, *chained})
     contributions = _summed(contributions, {source: sums[source] for source in start.summed if source in sums})
     boundaries = {i for i, source in enumerate(work.program.sources) if not source.is_leaf}
-    found = [(i, c.gradient) for i, c in enumerate(contributions) if c.gradient is not None]
-    sent = _addressed(bundle(found), {i for i, c in enumerate(contributions) if c.source in boundaries})
+    gradients_sent = [(i, c.gradient) for i, c in enumerate(contributions) if c.gradient is not None]
+    sent = _addressed(bundle(gradients_sent), {i for i, c in enumerate(contributions) if c.source in boundaries})
     return RunResult(
         bundle=sent,
         saved_digests=tuple(ready.replay.saved_digests),
@@ -194,30 +194,30 @@ def backward(
 
 
 def _sums(contributions: Sequence[Contribution], wanted: Collection[int]) -> dict[int, Tensor]:
-    """Adds a source's contributions in the order in which autograd adds them on the trainer."""
-    found: dict[int, Tensor] = {}
+    """Adds each wanted source's contributions, in the order in which autograd adds them on the trainer."""
+    sums: dict[int, Tensor] = {}
     for contribution in contributions:
         source, gradient = contribution.source, contribution.gradient
         if source in wanted and gradient is not None:
             gradient = gradient.detach()
-            found[source] = found[source] + gradient if source in found else gradient
-    return found
+            sums[source] = sums[source] + gradient if source in sums else gradient
+    return sums
 
 
 def _summed(contributions: Sequence[Contribution], sums: Mapping[int, Tensor]) -> list[Contribution]:
-    """The contributions, the first of a source replaced by its sum and the others taken out."""
+    """Replaces the first contribution of each source by its sum, and the gradients of the others by None."""
     left = dict(sums)
     return [Contribution(c.source, left.pop(c.source, None)) if c.source in sums else c for c in contributions]
 
 
 def _named(parcel: OutgoingTensor) -> OutgoingTensor:
-    """The parcel with the address of its contents."""
+    """Returns the tensor with the address of its contents."""
     address = tensor_address(parcel.layout, content_digest(parcel.tensor, parcel.layout))
     return OutgoingTensor(parcel.tensor, parcel.layout, address)
 
 
 def recompute(work: SegmentInputs, ready: LiveReplay | None, positions: Sequence[int]) -> RunResult:
-    """Takes saved tensors of a segment, by position, in the order asked for."""
+    """Returns saved tensors of a segment by position, in the order of the request. Executor's thread only."""
     if ready is None or not ready.keeps_saved:
         ready = work.replay(keep_saved=True)
     replay = ready.replay
@@ -231,8 +231,8 @@ def recompute(work: SegmentInputs, ready: LiveReplay | None, positions: Sequence
     )
 
 
-def _addressed(found: Bundle, positions: Set[int]) -> Bundle:
-    """Names gradients of boundaries by their contents, so that the trainer can say "the one you sent"."""
-    whole = {view.parcel for view in found.views if view.layout is None and view.position in positions}
-    parcels = [_named(parcel) if i in whole else parcel for i, parcel in enumerate(found.parcels)]
-    return Bundle(tuple(parcels), found.views)
+def _addressed(sent: Bundle, positions: Set[int]) -> Bundle:
+    """Adds addresses to the gradients of boundaries, by which the trainer can name them without sending them back."""
+    whole = {view.parcel for view in sent.views if view.layout is None and view.position in positions}
+    parcels = [_named(parcel) if i in whole else parcel for i, parcel in enumerate(sent.parcels)]
+    return Bundle(tuple(parcels), sent.views)

@@ -1,4 +1,4 @@
-"""What a worker has of a segment, and of the trainer whose it is."""
+"""The state that a worker keeps for one segment, and for the session that the segment belongs to."""
 
 import asyncio
 from collections import OrderedDict
@@ -18,100 +18,101 @@ from backhaul_server.worker.engine.bounds import Bounds
 from backhaul_server.worker.engine.fair_queue import Job
 from backhaul_server.worker.engine.gradient_sums import GradientsToKeep
 from backhaul_server.worker.engine.runs import BackwardInputs, LiveReplay, RunResult, SegmentInputs
-from backhaul_server.worker.engine.segment_machine import (
-    Key,
-    SegmentMachine,
-)
+from backhaul_server.worker.engine.segment_machine import Key, SegmentMachine
 
-MOST_UNTOLD = 64
+MOST_UNPUSHED = 64
 MOST_UNPREDICTABLE = 32
 _NOTHING = Footprint(0, 0, 0)
 
 Operation = Callable[[SegmentInputs, LiveReplay | None], RunResult]
-"""What a request wants done with a segment. Called in the executor's thread."""
+"""The work of a request: takes the segment's inputs and its replay, if one is ready. Runs in the executor's thread."""
 
 
 class SharedMemory(Protocol):
-    """Memory that a session shares with its trainer, who is on the same machine. Event loop only."""
+    """Memory that a session shares with its trainer on the same machine. Event loop only."""
 
     def use(self, location: tensor_pb2.Location, layout: Layout) -> tuple[Tensor, Callable[[], None]]:
-        """A tensor in place, which must not be written to, and a function that frees its memory at once."""
+        """Maps a tensor where it lies. Returns it, never to be written to, and a function that frees its memory."""
         ...
 
     def answering(self, answer: int) -> SharedWriter:
-        """A function that writes tensors of an answer where the trainer will find them."""
+        """Returns a function that writes the tensors of this answer to memory that the trainer maps."""
         ...
 
     def close(self) -> None:
-        """Ends the sharing. Tensors in use keep their memory."""
+        """Stops sharing. Tensors that are in use keep their memory."""
         ...
 
 
 @dataclass(slots=True)
 class SegmentRequest:
-    """A request for a segment.
+    """A request of the trainer for a segment.
 
     Attributes:
-        perform: The work; None once it is done, with the tensors it held.
-        start: Of a backward.
-        keep: What a backward may keep here.
-        expected_s: What the trainer thinks it takes.
-        came_at_s: When it came, in seconds since 1970.
-        answer: Done when the work is; holds the result for those who ask again.
+        perform: The work; None once it has run, so that the tensors it holds are freed.
+        backward_inputs: The inputs of a backward; None for a recompute.
+        keep: The gradients that a backward may keep on the worker; None to send them all.
+        expected_s: Seconds that the trainer expects the run to take.
+        arrived_at_s: When the request arrived, in seconds since 1970.
+        answer: Resolves to the result when the run has ended; repeated requests share it.
     """
 
     perform: Operation | None
-    start: BackwardInputs | None
+    backward_inputs: BackwardInputs | None
     keep: GradientsToKeep | None
     expected_s: float
-    came_at_s: float
+    arrived_at_s: float
     answer: "asyncio.Future[RunResult]"
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeBackward:
-    """A backward nobody asked for yet.
+    """A backward that the trainer will probably request.
 
     Attributes:
-        start: What it starts from.
-        gradients: The tensors that `start` names.
-        finished: Its result, None until it has run.
-        was_pushed: The trainer has been sent that.
+        inputs: The inputs that the request will probably name.
+        gradients: The tensors that `inputs` names, by the program's output.
+        result: The result of the backward, None until it has run.
+        was_pushed: Whether the result was sent to the trainer before the request.
     """
 
-    start: BackwardInputs
+    inputs: BackwardInputs
     gradients: Mapping[int, Tensor]
-    finished: RunResult | None = None
+    result: RunResult | None = None
     was_pushed: bool = False
 
 
 @dataclass(eq=False)
 class Segment:
-    """What the worker has of a segment.
+    """The state of one segment. Event loop only, except `ready`, which a running job takes.
 
     Attributes:
-        session: Whose it is.
-        id: The trainer's number for it.
-        work: Program and tensors, None once it was released.
-        name: For people.
-        predecessors: By source, the segment and output it is.
-        made_of: Addresses of its program and of its sources.
-        is_confirmed: Its call has ended, and was what `work` says.
-        guess: What its backward will probably start from, and its result once that has run.
-        footprint: What its run takes; once one of its kind was replayed, by measurement.
-        bounds: Of its runs.
-        queued_at_s: When it could be replayed ahead, in seconds since 1970.
+        session: The session of the trainer that saved the segment.
+        id: The trainer's number for the segment.
+        inputs: The program and its input tensors, None once the segment was released.
+        name: The checkpointed call's name, for logs.
+        predecessors: For each source that is an output of an earlier segment, that segment's number and the output.
+        addresses: The address of the program, then those of its sources.
+        is_confirmed: False while the trainer has only predicted the call that `inputs` describes.
+        machine: Decides which work is due.
+        speculation: The backward that will probably be requested; None while its gradients are unknown.
+        ready: The replay that waits for a request or for a speculative backward; None if there is none.
+        footprint: Bytes that a run takes; an upper bound until a segment of the same kind was measured.
+        bounds: Deadline, memory limit and cancellation of the segment's runs.
+        queued_at_s: When the segment was scheduled for a replay ahead, in seconds since 1970.
+        job: The executor's job for the segment, None while there is none.
+        requests: Requests that have no answer yet or whose results are stored.
     """
 
     session: "SessionState"
     id: int
-    work: SegmentInputs | None
+    inputs: SegmentInputs | None
     name: str
     predecessors: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    made_of: tuple[bytes, ...] = ()
+    addresses: tuple[bytes, ...] = ()
     is_confirmed: bool = True
     machine: SegmentMachine = field(default_factory=SegmentMachine)
-    guess: SpeculativeBackward | None = None
+    speculation: SpeculativeBackward | None = None
     ready: LiveReplay | None = None
     footprint: Footprint = _NOTHING
     bounds: Bounds = field(default_factory=Bounds)
@@ -121,65 +122,67 @@ class Segment:
 
     @property
     def key(self) -> ScheduleKey:
-        """Names it among all segments of the worker, also beside one that it replaces."""
+        """Names the segment among all segments of the worker; a segment that replaces it has another key."""
         return self.session.id, id(self)
 
-    def fits(self, ready: LiveReplay) -> bool:
-        """Whether a replay is that of the call, as far as the call has ended."""
-        return not self.is_confirmed or self.work is None or ready.replay.drawn_from == list(self.work.generator_states)
+    def matches_recorded_rng(self, ready: LiveReplay) -> bool:
+        """Whether a replay drew from the generator states of the call. True until the call is confirmed."""
+        inputs = self.inputs
+        return not self.is_confirmed or inputs is None or ready.replay.drawn_from == list(inputs.generator_states)
 
-    def before(self) -> "list[Segment]":
-        """The segments whose outputs are sources of this one, as far as they are there."""
+    def saved_predecessors(self) -> "list[Segment]":
+        """Returns the segments whose outputs are sources of this one, without those that were released."""
         numbers = {number for number, _ in self.predecessors.values()}
-        found = [self.session.segments.get(number) for number in sorted(numbers)]
-        return [each for each in found if each is not None]
+        segments = [self.session.segments.get(number) for number in sorted(numbers)]
+        return [segment for segment in segments if segment is not None]
 
-    def goes_on(self) -> list[int]:
-        """The segments before it whose trainer is to be told of a guess soon."""
-        return [each.id for each in self.before() if each.is_guessed_soon] if self.session.telling is not None else []
-
-    @property
-    def takes_guess(self) -> bool:
-        """Whether nobody asked or guessed yet."""
-        return self.is_confirmed and self.guess is None and not self.machine.was_asked
+    def pushed_next(self) -> list[int]:
+        """Returns the numbers of the predecessors whose results the trainer can await on its push stream."""
+        is_open = self.session.push_queue is not None
+        return [segment.id for segment in self.saved_predecessors() if is_open and segment.is_speculating]
 
     @property
-    def is_guessed_soon(self) -> bool:
-        """Whether there is a guess, and a replay that it has run on, runs on or can run on."""
-        guess = self.guess
-        return guess is not None and (guess.finished is not None or self.ready is not None or self.job is not None)
+    def can_speculate(self) -> bool:
+        """Whether the trainer has requested nothing yet, and no speculative backward is known."""
+        return self.is_confirmed and self.speculation is None and not self.machine.was_asked
+
+    @property
+    def is_speculating(self) -> bool:
+        """Whether a speculative backward has run, runs now, or has a replay to run on."""
+        return bool(self.speculation and (self.speculation.result or self.ready or self.job))
 
     @property
     def about(self) -> dict[str, Any]:
-        """What a log call about it passes as `extra`."""
+        """The `extra` of log calls about the segment."""
         return about(self.session.run, self.name)
 
 
 @dataclass(eq=False)
 class SessionState:
-    """A trainer's stay.
+    """A worker session: what the worker holds for one trainer. Event loop only.
 
     Attributes:
-        id: Not to be guessed.
-        trainer: For people.
-        expires_at: When its lease runs out, by the monotonic clock.
-        segments: By the trainer's number.
-        gradients: Addresses of the last gradients that came or went, which are cached.
-        answers: How many are being sent.
-        requests: How many have no answer yet.
-        streams: How many are open that stay so.
-        own_bytes: What it is charged with in the store, beside what its segments are.
-        most_segments: The most that it had at once.
-        is_closed: Nothing may be kept for it any more.
-        named: Sources that its segments name, in all.
-        drift: The largest its trainer measured between its numbers and ours.
-        run: The trainer's session, which may have others on other workers.
-        client_version: Of the trainer.
-        last_error: Of the last request that was refused or failed.
-        unpredictable: Programs that draw from other generator states than the replay of a prediction does, the last
-            `MOST_UNPREDICTABLE` of them.
-        memory: What is shared with its trainer, if that is on this machine.
-        telling: Segments whose guess has run, for a trainer that wants to be told; None ends that.
+        id: A random name that others cannot guess.
+        trainer: The trainer's name, for logs and the dashboard.
+        expires_at: When the lease runs out, by the monotonic clock.
+        segments: Segments that are not released, by the trainer's number.
+        gradients: Addresses of the cached gradients that were received or sent last, oldest first.
+        answers: Number of answers that are being sent.
+        requests: Number of requests that have no answer yet.
+        streams: Number of open long-lived streams.
+        own_bytes: Bytes charged to the session itself in the store, without its segments.
+        most_segments: The largest number of segments that it had at once.
+        is_closed: Whether the session has ended, so that nothing more may be kept for it.
+        named_sources: Number of sources that all of its segments name together.
+        drift: The largest difference between its results and the worker's that the trainer has measured.
+        run: The trainer's run, which may have sessions on other workers too.
+        client_version: The trainer's version of backhaul.
+        last_error: Message of the last request that was refused or that failed, empty if none.
+        unpredictable: Programs whose predicted replays drew from the wrong generator states; the last
+            `MOST_UNPREDICTABLE` addresses.
+        memory: Memory shared with the trainer, None unless it runs on this machine.
+        push_queue: Segments whose speculative backward has run, for the trainer's push stream. None while no such
+            stream is open; a None in it ends the stream.
     """
 
     id: str
@@ -193,34 +196,38 @@ class SessionState:
     own_bytes: int = 0
     most_segments: int = 0
     is_closed: bool = False
-    named: int = 0
+    named_sources: int = 0
     drift: float = 0.0
     run: str = ""
     client_version: str = ""
     last_error: str = ""
     unpredictable: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     memory: SharedMemory | None = None
-    telling: "asyncio.Queue[Segment | None] | None" = None
+    push_queue: "asyncio.Queue[Segment | None] | None" = None
 
-    def mispredicted(self, program: bytes) -> None:
-        """A replay of a prediction drew from other generator states than the call."""
+    def note_misprediction(self, program: bytes) -> None:
+        """Notes that a predicted replay of this program drew from other generator states than the call did."""
         self.unpredictable[program] = None
         while len(self.unpredictable) > MOST_UNPREDICTABLE:
             self.unpredictable.popitem(last=False)
 
-    def tell(self, segment: Segment) -> None:
-        """Has a trainer that wants to be told, and listens, told of a guess that has run."""
-        if self.telling is not None and self.telling.qsize() < MOST_UNTOLD:
-            self.telling.put_nowait(segment)
+    def push(self, segment: Segment) -> None:
+        """Queues a finished speculative backward for the trainer's push stream.
 
-    def start_telling(self) -> "asyncio.Queue[Segment | None]":
-        """In place of a queue that was there."""
-        self.stop_telling()
-        self.telling = asyncio.Queue()
-        return self.telling
+        Dropped if no stream is open or `MOST_UNPUSHED` results wait: the trainer then calls Backward, so only latency
+        is lost.
+        """
+        if self.push_queue is not None and self.push_queue.qsize() < MOST_UNPUSHED:
+            self.push_queue.put_nowait(segment)
 
-    def stop_telling(self) -> None:
-        """Whoever waits for the queue meets its end."""
-        if self.telling is not None:
-            self.telling.put_nowait(None)
-            self.telling = None
+    def open_push_queue(self) -> "asyncio.Queue[Segment | None]":
+        """Opens a push queue. It replaces the present one, whose stream ends."""
+        self.close_push_queue()
+        self.push_queue = asyncio.Queue()
+        return self.push_queue
+
+    def close_push_queue(self) -> None:
+        """Closes the push queue, which ends its stream."""
+        if self.push_queue is not None:
+            self.push_queue.put_nowait(None)
+            self.push_queue = None

@@ -1,31 +1,33 @@
-"""What a worker holds, within a hard byte budget. Knows bytes and addresses, not tensors: they are opaque here.
+"""The memory accounts of a worker: what it holds, within a hard budget in bytes.
+
+The store knows bytes and addresses. Tensors and programs are opaque to it. Event loop only.
 
 NOTE [Room]
 1. All tiers share the budget: tensors and programs that live segments name, those cached for later, work (what runs,
-   and replays that are ready), finished results, answers on their way, sums of gradients, and what sessions and
-   segments take themselves. What runs is charged with the most it takes, a replay that is ready with what it holds.
-2. A segment is only accepted, and a tensor only let in, if beside all that can't be given up there is room for the
-   largest run among the segments. One thing runs at a time; so a request for an accepted segment has room, if need be
-   once an answer that is just being sent has gone.
-3. Room is made by giving up, in this order: cached tensors (oldest first), replays that are ready (in the order that
-   `Schedule` says), tensors that came for a segment to be saved, results nobody reads. Tensors of live segments are
-   never given up, nor are sums, nor is what runs.
-4. Incoming tensors are charged when they are declared, before memory is taken.
-5. Memory that is shared with trainers is taken for good, where there is room for good. A tensor in it is charged as any
-   other, and what is free in it too; so giving such a tensor up makes no room.
+   and replays that are ready), finished results, answers that are being sent, gradient sums, and the sessions and
+   segments themselves. A run is charged with the most it can take, a replay that is ready with what it holds.
+2. A segment or a tensor is accepted only if the largest run among the segments still fits beside everything that cannot
+   be evicted. One run happens at a time. So a request for an accepted segment always has room, if need be after the
+   answer that is being sent has gone.
+3. Room is made by evicting, in this order: cached tensors (oldest first), replays that are ready (in the order of
+   `Schedule`), tensors that arrived for a segment that is not saved yet, and results that no answer reads. Tensors of
+   live segments, gradient sums and the run in progress are never evicted.
+4. Incoming tensors are charged when they are declared, before their memory is allocated.
+5. Memory shared with trainers is taken permanently, and only where there is permanent room. A tensor in it is charged
+   like any other, and so is its free part. Evicting such a tensor therefore makes no room.
 6. Every object that a client can make the worker keep is charged with a constant beside its bytes: otherwise ten
    thousand small objects would take memory that is not accounted for.
 
 NOTE [Possession]
-1. A session may name only what it has sent or been sent. For anything else the answer is that it is missing, whether
-   the store holds it or not. So nobody learns from an address that another session has the tensor.
+1. A session may name only what it has sent or has been sent. Anything else is reported as missing, whether the store
+   holds it or not. So no session learns from an address that another session has the tensor.
 2. Sending the bytes is the proof of possession. Sessions that send equal tensors share one copy.
 3. An entry lives as long as a session possesses it or a segment names it. A session that gives up its possession does
-   not touch that of another session.
+   not affect that of another session.
 4. A cached tensor that is evicted is missing for all its owners. They learn that when they name it, and send it again.
-5. Addresses are made against accidents: another tensor with the same address can be computed in seconds. So what an
-   owner sends is compared with what others have stored there, and is refused if it is something else. Otherwise an
-   owner could be given what another made to collide.
+5. Addresses protect against accidents only: another tensor with the same address can be computed in seconds. So the
+   bytes that an owner sends are compared with those that others have stored under the address, and refused if they
+   differ. Otherwise an owner could receive a tensor that another had made to collide.
 """
 
 import operator
@@ -41,10 +43,10 @@ T = TypeVar("T")
 RETRY_AFTER_S = 1.0
 
 ENTRY_BYTES = 2 << 10
-"""What a tensor takes beside its elements: itself, its storage, its entry here. 0.8 KiB were measured."""
+"""Bytes of a tensor beside its elements: the object, its storage, its entry here. 0.8 KiB were measured."""
 
 OWNER_BYTES = 512
-"""What each further session that possesses it takes."""
+"""Bytes of an entry for each further session that possesses it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +54,14 @@ class Usage:
     """Bytes by tier.
 
     Attributes:
-        segments: Tensors and programs that live segments name, and what segments take beside them.
-        cached: Tensors kept for later, arriving ones and what is free in shared memory included.
-        working: What runs, and replays that are ready.
-        results: Finished results, answers on their way, and sums of gradients.
-        sessions: What sessions take beside all that.
-        budget: All of them together never exceed it.
-        refusals: Requests turned away for want of room.
-        evictions: What was given up for want of room (Rule 3).
+        segments: Bytes of the tensors and programs that live segments name, and of the segments themselves.
+        cached: Bytes of tensors kept for later, with arriving tensors and the free part of shared memory.
+        working: Bytes of the run in progress and of replays that are ready.
+        results: Bytes of finished results, of answers that are being sent, and of gradient sums.
+        sessions: Bytes of the sessions themselves.
+        budget: Bytes that all tiers together never exceed.
+        refusals: Number of requests that were refused because memory was short.
+        evictions: Number of tensors, replays and results that were evicted (Rule 3).
     """
 
     segments: int
@@ -76,24 +78,24 @@ class Usage:
 class _Entry(Generic[T]):
     value: T
     size_bytes: int
-    references: int = 0  # of live segments, and of answers that send it
+    references: int = 0  # live segments that name it, and answers that send it
     owners: set[Hashable] = field(default_factory=set)
-    is_awaited: bool = False  # it came for a segment that is not saved yet
+    is_awaited: bool = False  # it arrived for a segment that is not saved yet
     is_shared: bool = False
 
 
 @dataclass(slots=True)
 class _Possession:
-    references: int = 0  # of the owner's segments
-    is_kept: bool = False  # a later segment may name it, once these are gone
-    named_bytes: int = 0  # as counted for the owner while there are references
+    references: int = 0  # the owner's segments that name the entry
+    is_kept: bool = False  # it stays cached when no segment names it, for a later one
+    named_bytes: int = 0  # what the owner is counted with while there are references
 
 
 @dataclass(slots=True)
 class _Owner:
     possessions: dict[bytes, _Possession] = field(default_factory=dict)
     named_bytes: int = 0
-    has_left: bool = False  # answers that are being sent may still hold something
+    has_left: bool = False  # the session has ended, but answers that are being sent may still hold tensors
 
 
 @dataclass(slots=True)
@@ -106,15 +108,15 @@ class _Segment:
 
 @dataclass
 class Store(Generic[T]):
-    """Tensors and programs by address, and the budget of everything else.
+    """Tensors and programs by address, and the accounts of everything else that a worker holds.
 
-    An owner is a session.
+    An owner is the id of a session. Event loop only.
 
     Attributes:
-        budget_bytes: Limit of all tiers together.
-        last_needed: Says which of the replays that are ready gives way (Rule 3). The oldest unless given.
-        free_shared_bytes: What is free in memory that is shared with trainers (Rule 5).
-        is_same: Whether two values of one address are equal, bit by bit.
+        budget_bytes: Upper bound of the bytes of all tiers together.
+        last_needed: Returns the key of the replay to evict first (Rule 3); None to evict the oldest.
+        free_shared_bytes: Returns the bytes that are free in memory shared with trainers (Rule 5).
+        is_same: Returns whether two values of one address are equal, bit by bit.
     """
 
     budget_bytes: int
@@ -123,7 +125,7 @@ class Store(Generic[T]):
     is_same: Callable[[T, T], bool] = operator.eq
     _entries: dict[bytes, _Entry[T]] = field(default_factory=dict)
     _owners: dict[Hashable, _Owner] = field(default_factory=dict)
-    # What no segment names, by how it can be given up; oldest first.
+    # Addresses that no segment names, by the tier that decides when they are evicted; oldest first.
     _cached: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     _awaited: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     _shared: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
@@ -138,7 +140,7 @@ class Store(Generic[T]):
     _evictions: int = 0
 
     def usage(self) -> Usage:
-        """Bytes by tier, now."""
+        """Returns the present bytes of each tier."""
         count = self._bytes
         return Usage(
             segments=count["segments"],
@@ -152,54 +154,51 @@ class Store(Generic[T]):
         )
 
     def held_bytes(self, owner: Hashable) -> int:
-        """Of what an owner's segments name, each counted once."""
-        found = self._owners.get(owner)
-        return found.named_bytes if found is not None else 0
+        """Returns the bytes of all that an owner's segments name, each tensor counted once."""
+        return self._owners.get(owner, _Owner()).named_bytes
 
-    # What is named by its contents
+    # Tensors and programs
 
     def missing(self, owner: Hashable, addresses: Iterable[bytes]) -> list[bytes]:
-        """Those that an owner does not possess, whether they are here or not, each once."""
-        found = self._owners.get(owner)
-        possessions = found.possessions if found is not None else {}
+        """Returns the addresses that an owner does not possess, each once. They may be stored for other owners."""
+        possessions = self._owners.get(owner, _Owner()).possessions
         return [address for address in dict.fromkeys(addresses) if address not in possessions]
 
     def is_named(self, owner: Hashable, address: bytes) -> bool:
-        """Whether a live segment of an owner names it."""
-        found = self._owners.get(owner)
-        possession = found.possessions.get(address) if found is not None else None
+        """Whether a live segment of an owner names the address."""
+        possession = self._owners.get(owner, _Owner()).possessions.get(address)
         return possession is not None and possession.references > 0
 
     def value(self, address: bytes) -> T:
-        """What is stored there. Raises KeyError."""
+        """Returns the value at an address, and marks a cached one as just used. Raises KeyError."""
         entry = self._entries[address]
         if not entry.references:
             self._tier(entry).move_to_end(address)
         return entry.value
 
     def expect(self, size_bytes: int) -> None:
-        """Charges what was declared (Rule 4); `arrived` or `abandon` follows. Raises BudgetError."""
-        if not self._is_possible(size_bytes) or not self._fits(size_bytes):
+        """Charges a declared tensor or program (Rule 4). Call `arrived` or `abandon` next. Raises BudgetError."""
+        if not self._keeps_run_possible(size_bytes) or not self._make_room(size_bytes):
             retry_after_s = RETRY_AFTER_S if size_bytes <= self.budget_bytes else 0.0
             self._refuse(f"a tensor or program of {size_bytes} bytes", size_bytes, retry_after_s)
         self._bytes["arriving"] += size_bytes
 
     def abandon(self, size_bytes: int) -> None:
-        """Takes back what `expect` charged."""
+        """Refunds what `expect` charged."""
         self._bytes["arriving"] -= size_bytes
 
     def arrived(self, owner: Hashable, address: bytes, value: T, size_bytes: int, *, is_shared: bool = False) -> None:
-        """Stores what `expect` charged. Unnamed by any segment it is cached.
+        """Stores a value that `expect` charged. It is cached until a segment names it.
 
         Args:
-            owner: Who sent it.
-            address: Of it.
-            value: Itself.
-            size_bytes: As charged.
-            is_shared: It lies in shared memory.
+            owner: The session that sent the value.
+            address: The address that names the value's contents.
+            value: The tensor or program; the store keeps a reference.
+            size_bytes: The bytes that `expect` charged.
+            is_shared: Whether the value lies in memory shared with the trainer.
 
         Raises:
-            TransferError: Another owner sent something else with the same address.
+            TransferError: Another owner has sent a different value with the same address.
         """
         self.abandon(size_bytes)
         if self._collides(owner, address, value):
@@ -207,7 +206,7 @@ class Store(Generic[T]):
         self._possess(owner, address, value, size_bytes, is_shared=is_shared, is_awaited=True)
 
     def cache(self, owner: Hashable, address: bytes, value: T, size_bytes: int) -> None:
-        """Stores what is here already as part of something else; forgets it without room, or if it collides."""
+        """Stores a value that the worker has computed. Does nothing if there is no room, or if the address collides."""
         if not self._collides(owner, address, value):
             self._possess(owner, address, value, size_bytes)
 
@@ -221,15 +220,15 @@ class Store(Generic[T]):
         is_shared: bool = False,
         is_awaited: bool = False,
     ) -> None:
-        """Makes an owner possess what does not collide, if there is room."""
+        """Makes an owner possess a value that does not collide, if there is room."""
         entry = self._entries.get(address)
         if entry is not None and owner in entry.owners:
             return
-        if entry is not None and self._fits(OWNER_BYTES, only_cached=True):
-            entry = self._entries.get(address)  # room may have been made by giving it up
+        if entry is not None and self._make_room(OWNER_BYTES, only_cached=True):
+            entry = self._entries.get(address)  # making room may have evicted this very entry
         if entry is not None:
             self._resize(entry, OWNER_BYTES)
-        elif self._fits(size_bytes, only_cached=True):
+        elif self._make_room(size_bytes, only_cached=True):
             entry = self._entries[address] = _Entry(value, size_bytes, is_awaited=is_awaited, is_shared=is_shared)
             self._keep_cached(address, entry)
         else:
@@ -238,36 +237,35 @@ class Store(Generic[T]):
         self._owners.setdefault(owner, _Owner()).possessions[address] = _Possession()
 
     def _collides(self, owner: Hashable, address: bytes, value: T) -> bool:
-        """Whether others possess something else with that address (Rule 5 of NOTE [Possession])."""
+        """Whether other owners possess a different value at the address (Rule 5 of NOTE [Possession])."""
         entry = self._entries.get(address)
         return entry is not None and owner not in entry.owners and not self.is_same(entry.value, value)
 
-    def give_up(self, owner: Hashable, addresses: Iterable[bytes]) -> None:
-        """An owner will not name these again. What its segments name stays until they are gone."""
-        found = self._owners.get(owner)
-        possessions = found.possessions if found is not None else {}
+    def disown(self, owner: Hashable, addresses: Iterable[bytes]) -> None:
+        """Ends an owner's possession. Tensors that its segments name stay until these are detached."""
+        possessions = self._owners.get(owner, _Owner()).possessions
         for address in addresses:
             possession = possessions.get(address)
             if possession is not None:
                 possession.is_kept = False
                 self._dispossess(owner, address, possession)
 
-    def leave(self, owner: Hashable) -> None:
-        """An owner whose segments are detached is gone, with all it possessed."""
-        found = self._owners.get(owner)
-        if found is not None:
-            found.has_left = True
-            self.give_up(owner, list(found.possessions))
-            if not found.possessions:
+    def remove_owner(self, owner: Hashable) -> None:
+        """Ends all possessions of an owner whose segments are detached."""
+        state = self._owners.get(owner)
+        if state is not None:
+            state.has_left = True
+            self.disown(owner, list(state.possessions))
+            if not state.possessions:
                 self._owners.pop(owner, None)
 
     def _dispossess(self, owner: Hashable, address: bytes, possession: _Possession) -> None:
-        """Ends a possession, unless segments of the owner need it, and the entry with the last (Rule 3)."""
+        """Ends a possession unless segments of the owner need it. The entry goes with its last owner (Rule 3)."""
         if possession.references or possession.is_kept:
             return
-        entry, found = self._entries[address], self._owners[owner]
-        del found.possessions[address]
-        if found.has_left and not found.possessions:
+        entry, state = self._entries[address], self._owners[owner]
+        del state.possessions[address]
+        if state.has_left and not state.possessions:
             self._owners.pop(owner, None)
         entry.owners.discard(owner)
         if entry.owners:
@@ -277,7 +275,7 @@ class Store(Generic[T]):
             del self._entries[address]
 
     def _evict(self, address: bytes) -> None:
-        """Gives a cached tensor up for all who possess it."""
+        """Frees a cached tensor; it is then missing for all of its owners."""
         entry = self._entries.pop(address)
         self._take_from_cache(address, entry)
         for owner in entry.owners:
@@ -301,16 +299,16 @@ class Store(Generic[T]):
         self._bytes[tier] += added_bytes
 
     def oldest_shared(self, matches: Callable[[T], bool]) -> tuple[bytes, T] | None:
-        """Of the cached tensors in shared memory that match, the one that was not used for longest."""
+        """Returns the least recently used of the cached tensors in shared memory that match, with its address."""
         shared = ((address, self._entries[address].value) for address in self._shared)
         return next(((address, value) for address, value in shared if matches(value)), None)
 
     def has_room(self, size_bytes: int) -> bool:
-        """Whether so many bytes are free, with nothing given up, and can stay taken for good (Rule 2)."""
-        return size_bytes <= self._free_bytes() and self._is_possible(size_bytes)
+        """Whether this many bytes are free without evictions, and can be taken permanently (Rule 2)."""
+        return size_bytes <= self._free_bytes() and self._keeps_run_possible(size_bytes)
 
     def replace(self, address: bytes, value: T, copy: T) -> None:
-        """Holds a copy in the stead of a cached tensor in shared memory, if that is still held."""
+        """Replaces a cached tensor in shared memory by its copy, if that tensor is still stored."""
         entry = self._entries.get(address)
         if entry is not None and not entry.references and entry.value is value:
             self._take_from_cache(address, entry)
@@ -328,21 +326,21 @@ class Store(Generic[T]):
         need_bytes: int,
         own_bytes: int = 0,
     ) -> int:
-        """Lets a segment name what its owner possesses, and reserves room for its run (Rule 2).
+        """Lets a segment name tensors and programs that its owner possesses, and reserves room for its run (Rule 2).
 
         Args:
-            segment: Its key.
-            owner: Whose it is.
-            addresses: What it names.
-            transient: Those that go with the owner's last segment instead of being cached.
-            need_bytes: What a run of it takes at most.
-            own_bytes: What the segment itself takes.
+            segment: The key of the segment.
+            owner: The session of the segment.
+            addresses: Program and tensors that the segment names.
+            transient: Those of the addresses that are freed with the owner's last segment instead of being cached.
+            need_bytes: Upper bound of the bytes that a run takes.
+            own_bytes: Bytes of the segment itself.
 
         Returns:
-            Bytes that are held for it alone: itself, and what no other segment names.
+            Bytes that are held for this segment alone: its own, and those of what no other segment names.
 
         Raises:
-            BudgetError: With `retry_after_s` 0 where the segment would not fit alone.
+            BudgetError: There is no room; `retry_after_s` is 0 if the segment would not fit even alone.
         """
         names = tuple(dict.fromkeys(addresses))
         entries = [self._entries[address] for address in names]
@@ -352,73 +350,73 @@ class Store(Generic[T]):
         fresh = [(address, entry) for address, entry in zip(names, entries, strict=True) if not entry.references]
         added = sum(entry.size_bytes for _, entry in fresh)
         fixed = sum(entry.size_bytes for _, entry in fresh if entry.is_shared)
-        if not self._is_possible(added - fixed + own_bytes, need_bytes):
+        if not self._keeps_run_possible(added - fixed + own_bytes, need_bytes):
             self._refuse(f"a segment of {added + own_bytes} bytes more", held + need_bytes, RETRY_AFTER_S)
         for address, entry in fresh:
             self._take_from_cache(address, entry)
         self._bytes["segments"] += added
-        self._fits(own_bytes)  # it does, by Rule 2; what is named is no longer among what could be given up for it
+        self._make_room(own_bytes)  # succeeds by Rule 2, and can no longer evict what the segment names
         self._bytes["segments"] += own_bytes
-        passing, found = set(transient), self._owners.setdefault(owner, _Owner())
+        transient_addresses, state = set(transient), self._owners.setdefault(owner, _Owner())
         for address, entry in zip(names, entries, strict=True):
             entry.references += 1
             entry.is_awaited = False
-            possession = found.possessions[address]
+            possession = state.possessions[address]
             if not possession.references:
                 possession.named_bytes = entry.size_bytes
-                found.named_bytes += entry.size_bytes
+                state.named_bytes += entry.size_bytes
             possession.references += 1
-            possession.is_kept |= address not in passing
+            possession.is_kept |= address not in transient_addresses
         self._segments[segment] = _Segment(owner, names, need_bytes, own_bytes)
         insort(self._needs, need_bytes)
         return added + own_bytes
 
     def detach(self, segment: Hashable) -> None:
-        """Lets a segment's tensors go; what other segments of its owner may want again is cached."""
+        """Ends what `attach` began. Tensors that later segments of the owner may name stay cached."""
         attached = self._segments.pop(segment)
         del self._needs[bisect_left(self._needs, attached.need_bytes)]
         self._bytes["segments"] -= attached.own_bytes
-        found = self._owners.get(attached.owner, _Owner())
+        state = self._owners.get(attached.owner, _Owner())
         for address in attached.addresses:
-            entry, possession = self._entries[address], found.possessions[address]
+            entry, possession = self._entries[address], state.possessions[address]
             entry.references -= 1
             possession.references -= 1
-            found.named_bytes -= 0 if possession.references else possession.named_bytes
+            state.named_bytes -= 0 if possession.references else possession.named_bytes
             if not entry.references:
                 self._bytes["segments"] -= entry.size_bytes
                 self._keep_cached(address, entry)
             self._dispossess(attached.owner, address, possession)
 
     def resize(self, segment: Hashable, own_bytes: int) -> None:
-        """A segment takes another number of bytes itself. Raises BudgetError."""
+        """Changes the bytes of a segment itself. Raises BudgetError."""
         attached = self._segments[segment]
         added = own_bytes - attached.own_bytes
-        if added > 0 and (not self._is_possible(added) or not self._fits(added)):
+        if added > 0 and (not self._keeps_run_possible(added) or not self._make_room(added)):
             self._refuse(f"a segment that takes {own_bytes} bytes itself", added, RETRY_AFTER_S)
         self._bytes["segments"] += added
         attached.own_bytes = own_bytes
 
     def charge(self, what: str, size_bytes: int) -> None:
-        """Charges what a session takes for itself; `refund` follows. Raises BudgetError."""
-        if not self._is_possible(size_bytes) or not self._fits(size_bytes):
+        """Charges bytes of a session itself, until `refund`. Raises BudgetError, which names `what`."""
+        if not self._keeps_run_possible(size_bytes) or not self._make_room(size_bytes):
             self._refuse(what, size_bytes, RETRY_AFTER_S)
         self._bytes["sessions"] += size_bytes
 
     def refund(self, size_bytes: int) -> None:
-        """Takes what `charge` charged back, or some of it."""
+        """Refunds all or part of what `charge` charged."""
         self._bytes["sessions"] -= size_bytes
 
     # Work
 
     def start_run(self, segment: Hashable, most_bytes: int | None = None) -> int | None:
-        """Charges a run of a segment, making room (Rule 3). A replay of it that is ready is in use from now on.
+        """Charges a run of a segment, and makes room for it (Rule 3). The run takes over the replay that is ready.
 
         Args:
-            segment: Nothing is charged for one that was detached while its run waited.
-            most_bytes: What it takes at most, with a replay that it uses; what it was attached with unless given.
+            segment: The segment's key. Nothing is charged for a segment that was detached while its run waited.
+            most_bytes: Upper bound of the run's bytes, with a replay that it uses; None for that of `attach`.
 
         Returns:
-            What `end_run` takes back; None where it has to wait for an answer that is being sent (Rule 2).
+            Bytes to pass to `end_run`; None if the run has to wait for an answer that is being sent (Rule 2).
         """
         attached = self._segments.get(segment)
         if attached is None:
@@ -426,55 +424,55 @@ class Store(Generic[T]):
         need = attached.need_bytes if most_bytes is None else min(most_bytes, attached.need_bytes)
         if need > self.budget_bytes - self._fixed_bytes() - self._bytes["running"]:
             return None
-        self.let_go(segment)
-        self._fits(need)
+        self.free_ready(segment)
+        self._make_room(need)
         self._bytes["running"] += need
         return need
 
     def end_run(self, need_bytes: int) -> None:
-        """Takes the charge of a run back."""
+        """Refunds what `start_run` charged."""
         self._bytes["running"] -= need_bytes
 
     def keep_ready(self, segment: Hashable, size_bytes: int, drop: Callable[[], None]) -> None:
-        """Charges what a replay ahead holds, or the backward that followed it, from when it ended.
+        """Charges what a speculative replay or backward has left, until `free_ready`, `drop_ready` or `start_run`.
 
         Args:
-            segment: Its key.
-            size_bytes: No more than its run was charged.
-            drop: Called when its room is needed.
+            segment: The key of the segment.
+            size_bytes: Bytes that are held, at most what the run was charged with.
+            drop: Called when the store evicts it.
         """
-        self._fits(size_bytes)
+        self._make_room(size_bytes)
         self._ready[segment] = size_bytes, drop
         self._bytes["ready"] += size_bytes
 
-    def let_go(self, segment: Hashable) -> None:
-        """Takes the charge of what is ready back, if it is still there."""
+    def free_ready(self, segment: Hashable) -> None:
+        """Refunds what `keep_ready` charged, if it is still charged."""
         size, _ = self._ready.pop(segment, (0, None))
         self._bytes["ready"] -= size
 
     def drop_ready(self, segment: Hashable) -> None:
-        """Gives up what is ready."""
+        """Evicts what `keep_ready` charged."""
         _, drop = self._ready[segment]
-        self.let_go(segment)
+        self.free_ready(segment)
         self._evictions += 1
         drop()
 
     def room_for_replays(self) -> int:
-        """Bytes for all replays ahead together: what is left beside tensors, results and what runs."""
+        """Returns the bytes that replays may take together: the budget without tensors, results and the run."""
         kept = ("segments", "sessions", "arriving", "shared", "running", "results", "sending", "sums")
         return self.budget_bytes - sum(self._bytes[tier] for tier in kept) - self.free_shared_bytes()
 
     # Results
 
     def keep_result(self, key: Hashable, size_bytes: int, drop: Callable[[], None]) -> None:
-        """Charges a finished result until `forget_result`, or until its room is needed and `drop` is called."""
-        self._fits(size_bytes)
+        """Charges a finished result until `forget_result`, or until the store evicts it and calls `drop`."""
+        self._make_room(size_bytes)
         self._results[key] = size_bytes, drop
         self._bytes["results"] += size_bytes
         self._pinned_bytes += size_bytes if self._pinned[key] else 0
 
     def forget_result(self, key: Hashable) -> None:
-        """Takes the charge of a result back, if it is still there; of one that is pinned once it no longer is."""
+        """Refunds a result if it is still charged. A pinned result stays charged until it is unpinned."""
         if key not in self._results:
             return
         size, _ = self._results[key]
@@ -485,68 +483,68 @@ class Store(Generic[T]):
             self._bytes["results"] -= size
 
     def pin_result(self, key: Hashable) -> None:
-        """Somebody reads a result, which therefore can't be given up. `unpin_result` follows."""
+        """Protects a result from eviction while an answer reads it, until `unpin_result`."""
         self._pinned[key] += 1
         if self._pinned[key] == 1:
             self._pinned_bytes += self._results.get(key, (0, None))[0]
 
     def unpin_result(self, key: Hashable) -> None:
-        """Nobody reads it any more."""
+        """Ends one `pin_result`. The last one refunds a result that was forgotten meanwhile."""
         self._pinned[key] -= 1
         if not self._pinned[key]:
             del self._pinned[key]
-            size, drop = self._results.get(key, (0, pass_over))
+            size, drop = self._results.get(key, (0, _do_nothing))
             self._pinned_bytes -= size
             if drop is None:
                 self.forget_result(key)
 
     def start_sending(self, size_bytes: int) -> None:
-        """Charges copies of a result on their way to a trainer; `end_sending` follows.
+        """Charges the messages of an answer that is being sent, until `end_sending`.
 
-        One answer at a time can be sent whatever else is held, or an accepted segment might have no answer.
+        A single answer is accepted whatever else is held, because an accepted segment must have its answer.
 
         Raises:
-            BudgetError: There is no room beside others that are being sent.
+            BudgetError: There is no room beside other answers that are being sent.
         """
-        has_room = self._is_possible(size_bytes) and self._fits(size_bytes)
+        has_room = self._keeps_run_possible(size_bytes) and self._make_room(size_bytes)
         if not has_room and self._bytes["sending"]:
             self._refuse(f"an answer of {size_bytes} bytes beside those that are being sent", size_bytes, RETRY_AFTER_S)
         self._bytes["sending"] += size_bytes
 
     def end_sending(self, size_bytes: int) -> None:
-        """Takes the charge back."""
+        """Refunds what `start_sending` charged."""
         self._bytes["sending"] -= size_bytes
 
     def keep_sums(self, size_bytes: int) -> bool:
-        """Charges gradients that stay until `drop_sums`. Returns whether there is room; if not nothing is charged."""
-        if not self._is_possible(size_bytes) or not self._fits(size_bytes):
+        """Charges gradients that are kept until `drop_sums`. Without room returns False and charges nothing."""
+        if not self._keeps_run_possible(size_bytes) or not self._make_room(size_bytes):
             return False
         self._bytes["sums"] += size_bytes
         return True
 
     def drop_sums(self, size_bytes: int) -> None:
-        """Takes what `keep_sums` charged back, or some of it."""
+        """Refunds all or part of what `keep_sums` charged."""
         self._bytes["sums"] -= size_bytes
 
     # Room
 
-    def _is_possible(self, added_bytes: int, need_bytes: int = 0) -> bool:
-        """Whether Rule 2 holds with so many bytes more, and a run that needs so many."""
+    def _keeps_run_possible(self, added_bytes: int, need_bytes: int = 0) -> bool:
+        """Whether Rule 2 holds with this many more bytes, and with a run that needs `need_bytes`."""
         run = max(self._needs[-1] if self._needs else 0, need_bytes, self._bytes["running"])
         return self._fixed_bytes() + added_bytes + run <= self.budget_bytes
 
     def _fixed_bytes(self) -> int:
-        """What can't be given up, but for what runs."""
+        """Returns the bytes that cannot be evicted, without those of the run in progress."""
         count = self._bytes
-        shared = count["shared"] + self.free_shared_bytes()  # one becomes the other
+        shared = count["shared"] + self.free_shared_bytes()  # evicting a shared tensor only makes free shared bytes
         kept = count["segments"] + count["sessions"] + count["arriving"] + count["sending"] + count["sums"]
         return kept + shared + self._pinned_bytes
 
     def _free_bytes(self) -> int:
         return self.budget_bytes - sum(self._bytes.values()) - self.free_shared_bytes()
 
-    def _fits(self, size_bytes: int, *, only_cached: bool = False) -> bool:
-        """Whether so many bytes are free, after giving up what Rule 3 lets go, or only cached tensors."""
+    def _make_room(self, size_bytes: int, *, only_cached: bool = False) -> bool:
+        """Whether this many bytes are free, after evictions by Rule 3, or of cached tensors only."""
         free = self._free_bytes
         if free() >= size_bytes:
             return True
@@ -559,11 +557,11 @@ class Store(Generic[T]):
         for key in [] if only_cached or free() >= size_bytes else [k for k in self._results if not self._pinned[k]]:
             if free() >= size_bytes:
                 break
-            _, forgotten = self._results[key]
+            _, drop = self._results[key]
             self.forget_result(key)
             self._evictions += 1
-            if forgotten is not None:
-                forgotten()
+            if drop is not None:
+                drop()
         return free() >= size_bytes
 
     def _refuse(self, what: str, needed_bytes: int, retry_after_s: float) -> None:
@@ -578,5 +576,5 @@ class Store(Generic[T]):
         )
 
 
-def pass_over() -> None:
-    """Stands for what is called when a result is given up, where there is none."""
+def _do_nothing() -> None:
+    """The `drop` of a result that is not stored. It differs from None, which marks a forgotten result."""

@@ -1,4 +1,4 @@
-"""What the store of a worker holds by address: tensors and programs."""
+"""The values that a worker's store holds by address: tensors and programs."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,11 @@ from backhaul_runtime.tensors.layout import layout_of, payload
 
 @dataclass(frozen=True, slots=True)
 class ReadProgram:
-    """A program that was sent.
+    """A program that a trainer has sent, decoded and checked.
 
     Attributes:
-        program: The program, checked.
-        digest: The SHA-256 of its encoding: two programs of one address are compared by it.
+        program: The checked program, ready to run.
+        digest: SHA-256 of the encoding, by which two programs of one address are compared.
     """
 
     program: Program
@@ -23,11 +23,11 @@ class ReadProgram:
 
 
 Held = Tensor | ReadProgram
-"""What the store of a worker holds under addresses."""
+"""A value of the store."""
 
 
 def is_same(one: Held, other: Held) -> bool:
-    """Whether two that have the same address are equal, bit by bit."""
+    """Whether two values of the same address are equal, bit by bit."""
     if isinstance(one, ReadProgram) or isinstance(other, ReadProgram):
         return isinstance(one, ReadProgram) and isinstance(other, ReadProgram) and one.digest == other.digest
     layout = layout_of(one)

@@ -1,4 +1,7 @@
-"""The worker without its wire: who stays, and what they sent. Everything here runs in the event loop's thread."""
+"""The worker without its RPCs: sessions, and the programs, tensors and segments that they have sent.
+
+Everything here runs in the event loop's thread.
+"""
 
 import asyncio
 import logging
@@ -33,44 +36,42 @@ from backhaul_server.worker.engine.segment import Segment, SessionState
 from backhaul_server.worker.engine.segment_engine import SegmentEngine
 from backhaul_server.worker.engine.store import ENTRY_BYTES, Store
 from backhaul_server.worker.engine.stored_values import Held, ReadProgram, is_same
-from backhaul_server.worker.limits import (
-    ALL_SEGMENTS,
-    ALL_STREAMS,
-    NAMED,
-    SEGMENTS,
-    SESSIONS,
-    STREAMS,
-    UNNAMED_STREAMS,
-)
+from backhaul_server.worker.limits import ALL_SEGMENTS, ALL_STREAMS, NAMED, SEGMENTS, SESSIONS, STREAMS, UNNAMED_STREAMS
 
 logger = logging.getLogger("backhaul.worker")
 _SESSION_BYTES, _PASS_BYTES = 12 << 10, 512
-"""What a session takes beside its names, and what it takes for each segment of the largest number that it ever had at
-once: the schedule remembers the last pass."""
+"""Bytes of a session without its names, and for each segment of the largest number that it ever had at once, because
+the schedule remembers the last pass."""
 
 _SEGMENT_BYTES, _NAMED_BYTES = 4 << 10, 256
-"""What a segment takes beside its name and generator states, and for each of its sources, predecessors and states."""
+"""Bytes of a segment without its name and generator states, and for each of its sources, predecessors and states."""
 
 _PROGRAM_BYTES, _LONG_BYTES = 4 << 10, 16 << 10
+"""Bytes of a program beside its decoded form, and the encoded size above which a thread decodes it."""
 
 
 class Worker:
-    """Construct it in a running event loop; `close` ends it.
+    """The state of one worker. Construct it in a running event loop; `close` ends it.
 
     Args:
-        device: Programs run there.
-        budget_bytes: For everything held, see `Store`.
-        lease_s: A session silent for longer is freed.
-        run_limit_s: No run may take longer.
-        overdue: Called with a job that goes on nevertheless: only the end of the process ends it.
-        run_memory: Bounds what a run takes; None where something else does.
+        device: The device on which programs run.
+        budget_bytes: Upper bound of everything that the worker holds, see `Store`.
+        lease_s: Seconds without a request after which a session is closed.
+        run_limit_s: Seconds that a run may take.
+        overdue: Called with a job that runs on past its limit. Only the end of the process stops such a job.
+        run_memory: Limits the memory of a run; None where something else does.
 
     Attributes:
-        memory_path: Of the socket that hands out shared memory, empty without one.
-        socket_path: Of a Unix socket beside a TCP address, empty without one.
-        last_error: Of the last request that failed by a fault of the worker's own, and when, in seconds since 1970.
-        streams: How many are open that stay so, of all sessions.
-        unnamed_streams: How many more are open and have named no session yet.
+        engine: Runs requests for segments and sends their answers.
+        store: The worker's memory accounts, and the tensors and programs that sessions have sent.
+        sessions: Open sessions by id.
+        epoch: A random name of this worker process, new with each start.
+        draining: Whether the worker finishes its work and accepts nothing new.
+        memory_path: Path of the socket that hands out shared memory, empty if there is none.
+        socket_path: Path of a Unix socket beside a TCP address, empty if there is none.
+        last_error: Message of the last request that failed by a fault of the worker, and when, in seconds since 1970.
+        streams: Number of open long-lived streams of all sessions.
+        unnamed_streams: Number of further open streams that have not named their session yet.
     """
 
     def __init__(
@@ -87,44 +88,45 @@ class Worker:
         self.epoch = secrets.token_hex(8)
         schedule = Schedule()
         self.store: Store[Held] = Store(budget_bytes, schedule.last_needed, is_same=is_same)
-        self.segments = SegmentEngine(self.store, schedule, run_limit_s, overdue)
+        self.engine = SegmentEngine(self.store, schedule, run_limit_s, overdue)
         self.sessions: dict[str, SessionState] = {}
         self.draining = False
         self.memory_path = self.socket_path = ""
         self.last_error = ("", 0.0)
         self.streams = self.unnamed_streams = 0
-        self._reading = asyncio.Lock()
+        self._decoding = asyncio.Lock()  # guards the decoding of long programs, of which one runs at a time
         self._known = KnownDigests()
         self._run_memory = run_memory
         self._run_limit_s = run_limit_s
         self._expiry = asyncio.create_task(self._expire())
 
     async def close(self) -> None:
-        """Frees everything. What the executor runs is ended between two ops, and waited for."""
+        """Cancels the run in progress, waits until it has ended, and frees everything."""
         self._expiry.cancel()
         await asyncio.gather(self._expiry, return_exceptions=True)
         for session in self.sessions.values():
             for segment in session.segments.values():
                 segment.bounds.set(DrainingError("this worker has ended"))
-        await self.segments.executor.close()
+        await self.engine.executor.close()
         for session_id in list(self.sessions):
             self.close_session(session_id)
 
     # Sessions
 
     def open_session(self, trainer: str, run: str = "", client_version: str = "") -> SessionState:
-        """A new session. Raises BudgetError, DrainingError or LimitError."""
+        """Opens a session. Raises BudgetError, DrainingError or LimitError."""
         self._check_draining()
         SESSIONS.check(len(self.sessions) + 1)
         expires_at = monotonic() + self.lease_s
         session = SessionState(secrets.token_hex(16), trainer, expires_at, run=run, client_version=client_version)
-        self._charge(session, _SESSION_BYTES + 4 * (len(trainer) + len(run) + len(client_version)))  # 4 a character
+        # A character of a str takes up to 4 bytes.
+        self._charge(session, _SESSION_BYTES + 4 * (len(trainer) + len(run) + len(client_version)))
         self.sessions[session.id] = session
-        logger.info("%s (backhaul %s) opened a session", trainer, client_version, extra=about(run))
+        logger.info("%s opened a session with backhaul %s.", trainer, client_version, extra=about(run))
         return session
 
     def session(self, session_id: str) -> SessionState:
-        """The session of that id, its lease renewed. Raises SessionUnknownError."""
+        """Returns the session of that id, and renews its lease. Raises SessionUnknownError."""
         session = self.sessions.get(session_id)
         if session is None:
             raise SessionUnknownError(
@@ -135,17 +137,17 @@ class Worker:
         return session
 
     def close_session(self, session_id: str) -> None:
-        """Frees a session and all it holds. Unknown ones are gone already."""
+        """Closes a session and frees all it holds. Does nothing for an unknown session."""
         session = self.sessions.pop(session_id, None)
         if session is not None:
-            logger.info("the session of %s is closed", session.trainer, extra=about(session.run))
+            logger.info("The session of %s is closed.", session.trainer, extra=about(session.run))
             session.is_closed = True
             for segment in list(session.segments.values()):
-                self.segments.release(segment)
-            self.segments.closed(session)
-            self.store.leave(session.id)
+                self.engine.release(segment)
+            self.engine.close_session(session)
+            self.store.remove_owner(session.id)
             self.store.refund(session.own_bytes)
-            session.stop_telling()
+            session.close_push_queue()
             if session.memory is not None:
                 session.memory.close()
         if not self.sessions:
@@ -160,17 +162,26 @@ class Worker:
             await asyncio.sleep(min(1.0, self.lease_s / 4))
             for session in list(self.sessions.values()):
                 if session.expires_at < monotonic():
-                    logger.warning("the lease of %s ran out: freed", session.trainer, extra=about(session.run))
+                    logger.warning(
+                        "The lease of %s ran out: its session is closed.", session.trainer, extra=about(session.run)
+                    )
                     self.close_session(session.id)
 
     # Programs and tensors
 
     async def put_program(self, session: SessionState, encoded: bytes) -> bytes:
-        """Checks and keeps a program for a session. Returns its address. Raises BudgetError or ProgramError."""
+        """Checks a program and stores it for a session. Returns its address.
+
+        Raises:
+            BudgetError: The store has no room for the program.
+            ProgramError: The program is too long, malformed or not allowed.
+            SessionUnknownError: The session ended while the program was decoded.
+        """
         self._check_draining()
         if len(encoded) > MAX_PROGRAM_BYTES:
-            raise ProgramError(f"a program of {len(encoded)} bytes, at most {MAX_PROGRAM_BYTES} are taken")
-        # Both take long for a large one: in a thread. Short ones don't wait for those of others.
+            raise ProgramError(f"a program has {len(encoded)} bytes, but the limit is {MAX_PROGRAM_BYTES}")
+        # Hashing and decoding a long program would block the event loop, so a thread does both. Short programs are
+        # decoded here, so that they need not wait for the long programs of others.
         is_long = len(encoded) > _LONG_BYTES
         address = await asyncio.to_thread(address_of_program, encoded) if is_long else address_of_program(encoded)
         if self.store.missing(session.id, [address]):
@@ -178,11 +189,11 @@ class Worker:
             self.store.expect(size)
             try:
                 if is_long:
-                    async with self._reading:  # one at a time: they slow all other threads down
+                    async with self._decoding:  # several decoding threads would slow the event loop down
                         program = await asyncio.to_thread(decode_program, encoded, self.device)
                 else:
                     program = decode_program(encoded, self.device)
-                self.session(session.id)  # which may have ended meanwhile
+                self.session(session.id)  # raises if the session ended during the decoding
             except BaseException:
                 self.store.abandon(size)
                 raise
@@ -190,13 +201,17 @@ class Worker:
         return address
 
     def expect_tensor(self, layout: Layout) -> int:
-        """Makes room for a declared tensor. Returns what is charged for it. Raises BudgetError."""
+        """Reserves memory for a declared tensor. Returns the bytes that are charged for it. Raises BudgetError."""
         self._check_draining()
-        # One with gaps is put together from a packed copy.
+        # A tensor with gaps between its elements arrives packed, and is then copied into its strides.
         gaps = layout.payload_bytes if layout.payload_bytes < layout.span_bytes else 0
         charged = ENTRY_BYTES + layout.span_bytes + gaps
         self.store.expect(charged)
         return charged
+
+    def disown(self, session: SessionState, addresses: Sequence[bytes]) -> None:
+        """Ends a session's possession of tensors that its trainer will not name again."""
+        self.store.disown(session.id, addresses)
 
     # Segments
 
@@ -214,15 +229,28 @@ class Worker:
         *,
         is_predicted: bool = False,
     ) -> tuple[bool, list[bytes]]:
-        """Saves a segment and starts to replay it, as far as room allows. A repeated save changes nothing.
+        """Saves a segment and schedules its replay. A repeated save changes nothing.
 
-        One that is predicted can't be asked for before another save has confirmed it, or replaced it.
+        A predicted segment cannot be requested until another save has confirmed or replaced it.
+
+        Args:
+            session: The session of the trainer.
+            segment_id: The trainer's number for the segment.
+            program_address: Address of a stored program.
+            addresses: Addresses of stored tensors, one for each source of the program.
+            transient: Positions of the sources that the store may free together with the session's last segment.
+            generator_states: One state for each node that draws; an empty one only in a predicted segment.
+            name: The checkpointed call's name, for logs.
+            wants_sketches: Whether runs return random projections of what autograd saves.
+            predecessors: The field of `Segment`.
+            is_predicted: Whether the call has not ended yet.
 
         Returns:
-            Whether the program is missing, and which tensors are; saved only if neither.
+            Whether the program is missing, and which tensors are missing. The segment is saved only if neither is.
 
         Raises:
-            BudgetError: No room.
+            BudgetError: The store has no room for the segment.
+            LimitError: The session or the worker has too many segments.
             ProgramError: The lists do not fit the program.
         """
         self._check_draining()
@@ -231,18 +259,19 @@ class Worker:
             return False, []
         if present is None:
             SEGMENTS.check(len(session.segments) + 1)
-            ALL_SEGMENTS.check(len(self.segments) + 1)
-            NAMED.check(session.named + len(addresses))
-        made_of = (program_address, *addresses)
-        if present is not None and (present.made_of != made_of or wants_sketches):
-            self.segments.wasted += 1
-            self.segments.release(present)
+            ALL_SEGMENTS.check(len(self.engine) + 1)
+            NAMED.check(session.named_sources + len(addresses))
+        all_addresses = (program_address, *addresses)
+        # Replays of the predicted segment made no sketches, so a confirmation cannot ask for them.
+        if present is not None and (present.addresses != all_addresses or wants_sketches):
+            self.engine.speculation.misses += 1
+            self.engine.release(present)
             present = None
         missing = self.store.missing(session.id, addresses)
         program_missing = bool(self.store.missing(session.id, [program_address]))
         if program_missing or missing:
             return program_missing, missing
-        program, sources = self._held(program_address, addresses)
+        program, sources = self._stored(program_address, addresses)
         if len(addresses) != len(program.sources) or max(transient, default=-1) >= len(addresses):
             raise ProgramError(f"{len(addresses)} tensors are named for a program of {len(program.sources)} sources")
         if len(generator_states) != program.draws:
@@ -255,77 +284,82 @@ class Worker:
         own_bytes += _NAMED_BYTES * (len(addresses) + len(generator_states) + len(predecessors))
         if present is not None:
             self.store.resize(present.key, own_bytes)
-            self.segments.confirm(present, generator_states, predecessors)
+            self.engine.confirm(present, generator_states, predecessors)
             return False, []
         layouts = [layout_of(tensor) for tensor in sources]
         need = program.run_bytes([layout.gradient_bytes for layout in layouts])
         kind = sha256(program_address + b"".join(layout.full_header for layout in layouts)).digest()
         bounds = Bounds(self._run_limit_s, self._run_memory)
-        work = SegmentInputs(program, sources, generator_states, wants_sketches, kind, bounds, self._known)
-        segment = Segment(session, segment_id, work, name, predecessors, made_of, not is_predicted, bounds=bounds)
-        passing = [addresses[position] for position in transient]
-        remembered = _PASS_BYTES if len(session.segments) == session.most_segments else 0
-        added = self.store.attach(segment.key, session.id, made_of, passing, need, own_bytes + remembered)
-        if remembered:  # also when the segment is gone
+        inputs = SegmentInputs(program, sources, generator_states, wants_sketches, kind, bounds, self._known)
+        is_confirmed = not is_predicted
+        segment = Segment(session, segment_id, inputs, name, predecessors, all_addresses, is_confirmed, bounds=bounds)
+        transient_addresses = [addresses[position] for position in transient]
+        pass_bytes = _PASS_BYTES if len(session.segments) == session.most_segments else 0
+        # The bytes of the pass are charged with the segment first, so that one check covers both.
+        added = self.store.attach(
+            segment.key, session.id, all_addresses, transient_addresses, need, own_bytes + pass_bytes
+        )
+        if pass_bytes:
             self.store.resize(segment.key, own_bytes)
-            self._charge(session, remembered)
+            self._charge(session, pass_bytes)  # the schedule still remembers the pass when the segment is gone
         session.segments[segment_id] = segment
-        session.named += len(addresses)
+        session.named_sources += len(addresses)
         session.most_segments = max(session.most_segments, len(session.segments))
-        self.segments.add(segment, need, added)
+        self.engine.speculation.add(segment, need, added)
         if not is_predicted or program_address not in session.unpredictable:
-            self.segments.ahead(segment)
+            self.engine.speculation.schedule_replay(segment)
         return False, []
 
     def segment(self, session: SessionState, segment_id: int) -> Segment:
-        """A saved segment. Raises SegmentUnknownError."""
+        """Returns a confirmed segment. Raises SegmentUnknownError."""
         segment = session.segments.get(segment_id)
         if segment is None or not segment.is_confirmed:
             raise SegmentUnknownError(f"this worker has no segment {segment_id} of this session")
         return segment
 
     def gradients(self, session: SessionState, addresses: Mapping[int, bytes]) -> dict[int, Tensor]:
-        """The tensors a backward starts from. Raises TensorsMissingError."""
+        """Returns the gradients that a backward starts from, by output.
+
+        Raises:
+            ProgramError: An address is that of a program.
+            TensorsMissingError: The session does not possess a gradient.
+        """
         missing = self.store.missing(session.id, addresses.values())
         if missing:
             raise TensorsMissingError(
                 f"{len(missing)} gradients are named that this worker does not hold for this session: send them"
             )
-        found = {}
+        gradients = {}
         for output, address in addresses.items():
             value = self.store.value(address)
             if not isinstance(value, Tensor):
                 raise ProgramError("a program is named where a gradient is expected")
-            found[output] = value
-        self.segments.remember(session, addresses.values())
-        return found
+            gradients[output] = value
+        self.engine.keep_gradients(session, addresses.values())
+        return gradients
 
-    def _held(self, program_address: bytes, addresses: Sequence[bytes]) -> tuple[Program, list[Tensor]]:
-        """A program and tensors that are here. Raises ProgramError where one is named in the place of the other."""
-        read = self.store.value(program_address)
+    def _stored(self, program_address: bytes, addresses: Sequence[bytes]) -> tuple[Program, list[Tensor]]:
+        """Returns a stored program and stored tensors. Raises ProgramError for an address of the wrong type."""
+        stored = self.store.value(program_address)
         values = [self.store.value(address) for address in addresses]
         tensors = [value for value in values if isinstance(value, Tensor)]
-        if not isinstance(read, ReadProgram) or len(tensors) < len(values):
+        if not isinstance(stored, ReadProgram) or len(tensors) < len(values):
             raise ProgramError("a segment names a tensor as its program, or a program as a source")
-        return read.program, tensors
+        return stored.program, tensors
 
     def replay_ahead(self, session: SessionState, segment_ids: Sequence[int]) -> None:
-        """Starts on segments that will be asked for, as far as room allows. Unknown ones are passed over."""
-        for segment_id in segment_ids:
-            segment = session.segments.get(segment_id)
-            if segment is not None:
-                self.segments.ahead(segment)
+        """Schedules replays of segments that the trainer will request. Ignores unknown segments."""
+        for segment in filter(None, map(session.segments.get, segment_ids)):
+            self.engine.speculation.schedule_replay(segment)
 
     def release(self, session: SessionState, segment_ids: Sequence[int]) -> None:
-        """Frees segments. Unknown ones are gone already."""
-        for segment_id in segment_ids:
-            segment = session.segments.get(segment_id)
-            if segment is not None:
-                self.segments.release(segment)
+        """Frees segments. Ignores unknown segments."""
+        for segment in filter(None, map(session.segments.get, segment_ids)):
+            self.engine.release(segment)
 
     @contextmanager
     def streaming(self, session: SessionState) -> Iterator[None]:
-        """Around a stream that stays open. Raises LimitError for too many."""
+        """Counts a long-lived stream of a session while it is open. Raises LimitError for too many streams."""
         STREAMS.check(session.streams + 1)
         ALL_STREAMS.check(self.streams + 1)
         session.streams += 1
@@ -338,7 +372,7 @@ class Worker:
 
     @contextmanager
     def opening(self) -> Iterator[None]:
-        """Around the time until an open stream names its session. Raises LimitError if too many wait for that."""
+        """Counts an open stream that has not named its session. Raises LimitError for too many of them."""
         UNNAMED_STREAMS.check(self.unnamed_streams + 1)
         self.unnamed_streams += 1
         try:
@@ -348,10 +382,10 @@ class Worker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything runs, waits to or to be collected, or is being sent."""
+        """Whether a job runs or waits, an answer is being sent, or gradient sums wait to be collected."""
         is_answering = any(session.answers for session in self.sessions.values())
-        return len(self.segments.executor) > 0 or self.segments.has_sums or is_answering
+        return len(self.engine.executor) > 0 or self.engine.has_sums or is_answering
 
     def _check_draining(self) -> None:
         if self.draining:
-            raise DrainingError("this worker is shutting down: it finishes what it has and takes nothing new")
+            raise DrainingError("this worker is shutting down: it finishes its work and accepts nothing new")

@@ -1,12 +1,17 @@
-"""Hands shared memory over to trainers on this machine, and bounds it. Everything here runs in the event loop's thread.
+"""Shares memory with trainers on the same machine. Everything here runs in the event loop's thread.
+
+A region is a piece of shared memory that the worker and one trainer map. Tensors travel up (to the worker) in some
+regions, and down (to the trainer) in others.
 
 NOTE [Bounds of regions]
-1. Regions take part of the worker's budget, those of a direction at most the part below: a tensor that came is charged
-   as any other, and what is free beside it too (see NOTE [Room] of the store). What goes down lies there as a copy.
-2. Who finds no room gets another region. Who has less left than the last upload took has tensors that are only cached
-   moved to ordinary memory, those that were not used for longest first: so regions are used again instead of growing.
-   No more than that: parameters that are trained are cached between steps, and superseded before they are in the way.
-3. Whoever finds no room sends chunks meanwhile: nobody waits for a region.
+1. Regions are part of the worker's budget, and those of each direction take at most the fraction below. An uploaded
+   tensor is charged like any other, and so is the free part of its region (see NOTE [Room] of the store). A tensor that
+   goes down is a copy of the result.
+2. A trainer whose tensor finds no free slot is given another region. A trainer with less free memory than its last
+   upload took has its least recently used cached tensors moved to ordinary memory, so that regions are reused instead
+   of growing. No more tensors than necessary are moved: trained parameters stay cached between steps, and the trainer
+   supersedes them before their memory is needed.
+3. A trainer never waits for a region: it sends a tensor that finds no slot in messages instead.
 """
 
 import asyncio
@@ -46,35 +51,39 @@ from backhaul_server.worker.limits import SHARED_ANSWERS
 from backhaul_server.worker.listening import ListenError, SocketPath
 
 logger = logging.getLogger("backhaul.worker")
-REGION_BYTES = 65 << 20  # with its table room for 64 MiB of tensors, however large they are
+REGION_BYTES = 65 << 20  # holds 64 MiB of tensors of any size, and the table of slots
 UP_PART, DOWN_PART = 4, 16
-"""Of the budget, for tensors that come up, and that go down. Of a small one nothing goes down this way: its room is for
-replays."""
+"""The fraction of the budget for regions in each direction: 1/4 up, 1/16 down.
+
+If the fraction is smaller than a region there are none, because a small budget is needed for replays.
+"""
 _LONGEST_NAME = 64
 _NAMED_IN_S = 5.0
 _MOST_UNNAMED = 64
 _MOST_READ = 64
-"""Messages of one trainer that are read in a turn of the event loop."""
+"""Upper bound of the messages of one trainer that are read in a turn of the event loop."""
 
 
 class Handover:
-    """The socket where trainers ask for memory.
+    """The socket on which trainers ask for shared memory.
 
     Args:
-        worker: Whose sessions they are.
-        path: For the socket; its directory is this user's alone. Released by `close`, or by an error.
+        worker: The worker that has the trainers' sessions.
+        path: The socket's path, in a directory that only this user can access. `close` or an error releases it.
 
     Raises:
-        ListenError: There can be no socket.
+        ListenError: The path is too long for a socket.
     """
 
     def __init__(self, worker: Worker, path: SocketPath) -> None:
         if len(bytes(path.path)) > MAX_UNIX_PATH_BYTES:
             path.release()
-            raise ListenError(f"can't listen on {path.path}: a Unix socket takes {MAX_UNIX_PATH_BYTES} bytes")
+            raise ListenError(
+                f"can't listen on {path.path}: a Unix socket's path has at most {MAX_UNIX_PATH_BYTES} bytes"
+            )
         self.worker = worker
         self.numbers = itertools.count(1)
-        self._regions: dict[bool, list[weakref.ref[Region]]] = {False: [], True: []}  # asked at every turn of the store
+        self._regions: dict[bool, list[weakref.ref[Region]]] = {False: [], True: []}  # by `is_down`
         worker.store.free_shared_bytes = self._free_bytes
         self._tasks: set[asyncio.Task[object]] = set()
         self._unnamed: set[socket.socket] = set()
@@ -88,21 +97,21 @@ class Handover:
 
     @property
     def path(self) -> str:
-        """Of the socket."""
+        """The path of the socket."""
         return str(self._path.path)
 
     def close(self) -> None:
-        """Takes no more trainers, and removes the socket. Sessions close their own."""
+        """Accepts no more trainers, and removes the socket. Each session closes its own connection."""
         self._loop.remove_reader(self._listener)
         self._listener.close()
         for peer in list(self._unnamed):
-            self._give_up(peer)
+            self._drop_unnamed(peer)
         self._path.release()
         for task in self._tasks:
             task.cancel()
 
     def room(self, *, is_down: bool) -> int:
-        """Bytes that regions of a direction may still take (Rule 1)."""
+        """Returns the bytes that further regions of a direction may take (Rule 1)."""
         part = self.worker.store.budget_bytes // (DOWN_PART if is_down else UP_PART)
         if part < REGION_BYTES:
             return 0
@@ -115,12 +124,12 @@ class Handover:
         free = sum([region.size_bytes - region.used_bytes for region in self._mapped(is_down=False)])
         return free + sum([region.size_bytes for region in self._mapped(is_down=True)])
 
-    def made(self, region: Region, *, is_down: bool) -> None:
-        """Counts a region for as long as it is mapped."""
+    def track(self, region: Region, *, is_down: bool) -> None:
+        """Counts a region until it is unmapped."""
         self._regions[is_down] = [weakref.ref(mapped) for mapped in (*self._mapped(is_down=is_down), region)]
 
     def run(self, work: Coroutine[Any, Any, object]) -> None:
-        """Has work done beside what goes on."""
+        """Runs a coroutine as a task, which `close` cancels."""
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -128,10 +137,10 @@ class Handover:
     def _accept(self) -> None:
         try:
             peer, _ = self._listener.accept()
-        except OSError:  # it has left again
+        except OSError:  # the peer has closed the connection already
             return
         if not is_same_user(peer):
-            logger.warning("a process of another user asked for shared memory: refused")
+            logger.warning("A process of another user asked for shared memory, and was refused.")
             peer.close()
             return
         if len(self._unnamed) >= _MOST_UNNAMED:
@@ -139,18 +148,18 @@ class Handover:
             return
         peer.setblocking(False)
         self._unnamed.add(peer)
-        self._loop.add_reader(peer, self._name, peer)
-        self._loop.call_later(_NAMED_IN_S, self._give_up, peer)
+        self._loop.add_reader(peer, self._read_name, peer)
+        self._loop.call_later(_NAMED_IN_S, self._drop_unnamed, peer)
 
-    def _give_up(self, peer: socket.socket) -> None:
-        """Closes a connection that has named no session yet."""
+    def _drop_unnamed(self, peer: socket.socket) -> None:
+        """Closes a connection that has not named its session."""
         if peer in self._unnamed:
             self._unnamed.discard(peer)
             self._loop.remove_reader(peer)
             peer.close()
 
-    def _name(self, peer: socket.socket) -> None:
-        """The first message names the session."""
+    def _read_name(self, peer: socket.socket) -> None:
+        """Reads the first message, which names the session."""
         self._unnamed.discard(peer)
         self._loop.remove_reader(peer)
         try:
@@ -164,7 +173,13 @@ class Handover:
 
 
 class SharedMemoryEnd:
-    """Memory shared with a session's trainer."""
+    """The worker's end of the memory shared with one session's trainer. Event loop only.
+
+    Args:
+        handover: The socket on which the trainer asked.
+        peer: The connection to the trainer, owned by this object from now on.
+        session: The session that the trainer has named.
+    """
 
     def __init__(self, handover: Handover, peer: socket.socket, session: SessionState) -> None:
         self._handover = handover
@@ -174,14 +189,14 @@ class SharedMemoryEnd:
         self._down = Outbox()
         self._answers: dict[int, list[Slot]] = {}
         self._growing: set[bool] = set()
-        self._moving = asyncio.Lock()
+        self._moving = asyncio.Lock()  # guards `_move_out`: two at once would copy the same tensors
         self._is_making_room = False
         self._closed = False
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(peer, self._read)
 
     def use(self, location: tensor_pb2.Location, layout: Layout) -> tuple[Tensor, Callable[[], None]]:
-        """A tensor that came, in place, and what lets it go at once. Raises TransferError where none can be."""
+        """Returns an uploaded tensor where it lies, and a function that frees its slot. Raises TransferError."""
         region = self._up.get(location.region)
         if region is None:
             raise TransferError(f"a tensor is declared in region {location.region}, which this session does not have")
@@ -189,40 +204,41 @@ class SharedMemoryEnd:
         return region.use(location, layout), partial(region.let_go, location.slot, location.ticket)
 
     def answering(self, answer: int) -> SharedWriter:
-        """Puts tensors of an answer where its trainer finds them, until that has ended it."""
+        """Returns a function that copies tensors of an answer to shared memory, until the trainer ends the answer."""
         if answer not in self._answers and len(self._answers) >= SHARED_ANSWERS.most:
             return lambda _: None
         self._answers.setdefault(answer, [])
 
-        def place(parcel: OutgoingTensor) -> tensor_pb2.Location | None:
-            layout, places = parcel.layout, self._answers.get(answer)
-            if places is None or not Outbox.takes(layout):
+        def write(parcel: OutgoingTensor) -> tensor_pb2.Location | None:
+            layout, slots = parcel.layout, self._answers.get(answer)
+            if slots is None or not Outbox.takes(layout):
                 return None
-            found = self._down.put(parcel)
-            if found is None:
+            slot = self._down.put(parcel)
+            if slot is None:
                 self._grow(layout.span_bytes, is_down=True)
                 return None
-            places.append(found)
-            return found.location(layout, checksum_of(parcel.tensor, layout))
+            slots.append(slot)
+            return slot.location(layout, checksum_of(parcel.tensor, layout))
 
-        return place
+        return write
 
     def close(self) -> None:
-        """Shares nothing more. Regions stay mapped while tensors in them are held."""
+        """Stops sharing. A region stays mapped while tensors in it are in use."""
         if not self._closed:
             self._closed = True
             self._loop.remove_reader(self._peer)
             self._peer.close()
-            left = list(self._up.values())
+            regions = list(self._up.values())
             self._up, self._down, self._answers = {}, Outbox(), {}
             if self._session.memory is self:
                 self._session.memory = None
-            if left and self._handover.worker.sessions:  # which may have use for what is cached, but not for regions
-                self._handover.run(self._move_out(left, sum(region.size_bytes for region in left)))
+            # Other sessions may possess cached tensors in these regions: copies of them let the regions go.
+            if regions and self._handover.worker.sessions:
+                self._handover.run(self._move_out(regions, sum(region.size_bytes for region in regions)))
 
     def _read(self) -> None:
         try:
-            for _ in range(_MOST_READ):  # what is left is read in the next turn
+            for _ in range(_MOST_READ):  # further messages are read in the next turn of the loop
                 message = self._peer.recv(_LONGEST_NAME)
                 if not message:
                     break
@@ -238,11 +254,11 @@ class SharedMemoryEnd:
         except BlockingIOError:
             return
         except (OSError, TransferError) as error:
-            logger.info("shared memory: %s", error, extra=about(self._session.run))
+            logger.info("Sharing memory with a trainer ended: %s", error, extra=about(self._session.run))
         self.close()
 
     def _make_room(self, wanted_bytes: int) -> None:
-        """Makes room in the regions there are; who asks while that goes on has been heard."""
+        """Frees slots of the present regions. Does nothing while an earlier call is still freeing slots."""
 
         async def make() -> None:
             try:
@@ -257,10 +273,10 @@ class SharedMemoryEnd:
     def _grow(self, least_bytes: int, *, is_down: bool) -> None:
         if is_down not in self._growing and not self._closed:
             self._growing.add(is_down)
-            self._handover.run(self._more(least_bytes, is_down=is_down))
+            self._handover.run(self._add_region(least_bytes, is_down=is_down))
 
-    async def _more(self, least_bytes: int, *, is_down: bool) -> None:
-        """Another region, or more room in those there are (Rule 2)."""
+    async def _add_region(self, least_bytes: int, *, is_down: bool) -> None:
+        """Adds a region that holds at least this many bytes, or else frees slots of the present regions (Rule 2)."""
         region = None
         try:
             size = min(max(REGION_BYTES, least_bytes + 2 * LEAST_BYTES), self._handover.room(is_down=is_down))
@@ -271,7 +287,7 @@ class SharedMemoryEnd:
             if self._closed:
                 return
             if region is not None and store.has_room(size):
-                self._handover.made(region[0], is_down=is_down)
+                self._handover.track(region[0], is_down=is_down)
                 offer(self._peer, *region, is_down=is_down)
                 if is_down:
                     self._down.add(region[0])
@@ -281,7 +297,7 @@ class SharedMemoryEnd:
                 await self._move_out(list(self._up.values()), least_bytes)
                 offer_nothing(self._peer)
         except OSError as error:
-            logger.warning("no more shared memory: %s", error, extra=about(self._session.run))
+            logger.warning("Shared memory could not be created: %s", error, extra=about(self._session.run))
             self.close()
         finally:
             if region is not None:
@@ -289,25 +305,25 @@ class SharedMemoryEnd:
             self._growing.discard(is_down)
 
     async def _move_out(self, regions: list[Region], wanted_bytes: int) -> None:
-        """Copies tensors that no segment names to ordinary memory, so that their slots come back."""
+        """Moves cached tensors to ordinary memory until this many bytes of slots are free."""
         store, moved = self._handover.worker.store, 0
         async with self._moving:
             while moved < wanted_bytes:
-                found = store.oldest_shared(
+                oldest = store.oldest_shared(
                     lambda held: isinstance(held, Tensor) and any(region.holds(held) for region in regions)
                 )
-                if found is None:
+                if oldest is None:
                     return
-                address, tensor = found
+                address, tensor = oldest
                 if not isinstance(tensor, Tensor) or not store.has_room(tensor.nbytes):
                     return
                 store.replace(address, tensor, await asyncio.to_thread(copy_exact, tensor))
                 moved += tensor.nbytes
-                del found, tensor
+                del oldest, tensor  # a reference in this frame would keep the slot in use during the next copy
 
 
 def _make(number: int, size_bytes: int) -> tuple[Region, int]:
-    return_freed_memory()  # of which the region's pages may be had
+    return_freed_memory()  # the region may need the pages that malloc keeps
     descriptor = make_memory(size_bytes)
     try:
         return Region(number, descriptor), descriptor

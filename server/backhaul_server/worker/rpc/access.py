@@ -1,10 +1,10 @@
-"""Who may call which method of a worker.
+"""Access control: which requests may call which method of a worker.
 
 NOTE [Access]
-1. A worker with a token answers only requests that show it, and health checks: probes have none.
-2. A method is in `POLICY`, or is not there for anybody.
-3. Who is denied learns neither what is wrong with what they showed nor whether the method exists, and nothing of what
-   they send is read.
+1. A worker with a token answers only requests that carry it, and health checks, because probes have no token.
+2. A method that is not in `POLICY` does not exist for anyone.
+3. A client that is denied learns neither what is wrong with its token nor whether the method exists. The worker reads
+   nothing of what it sends.
 """
 
 import enum
@@ -23,7 +23,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class Needs(enum.Enum):
-    """What a request must show."""
+    """The credential that a method requires."""
 
     NOTHING = enum.auto()
     CREDENTIAL = enum.auto()
@@ -54,11 +54,15 @@ POLICY: Mapping[str, Needs] = {
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Denies requests that don't show the token of this worker."""
+    """Denies requests without the worker's token.
+
+    Args:
+        token: The worker's token, not empty.
+    """
 
     def __init__(self, token: str) -> None:
         self._token = token
-        # For unary methods too: a stream of requests is one that need not be read.
+        # A handler of request streams serves unary methods too, and need not read any request.
         self._denial: Handler = grpc.stream_stream_rpc_method_handler(self._deny)
 
     async def intercept_service(
@@ -66,18 +70,18 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "Handler | None":
-        """The method's handler, or one that denies. Called by gRPC once for each call, before its first message."""
+        """Returns the method's handler, or one that denies. gRPC calls it once per call, before the first message."""
         needs = POLICY.get(handler_call_details.method)
         if needs is not Needs.NOTHING:
             metadata = handler_call_details.invocation_metadata or ()
             if not shows((str(value) for key, value in metadata if key == AUTHORIZATION), self._token):
                 return self._denial
             if needs is None:
-                return None  # gRPC says UNIMPLEMENTED, as of a method that no server knows
+                return None  # gRPC answers UNIMPLEMENTED, as for any unknown method
         return await continuation(handler_call_details)
 
     async def _deny(self, _: object, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
-        logger.warning("denied a request without this worker's token from %s", context.peer())
+        logger.warning("Denied a request without this worker's token from %s.", context.peer())
         error = CredentialError("the worker wants a token, and the request shows none or a wrong one")
         context.set_trailing_metadata(((ERROR_METADATA_KEY, error.to_bytes()),))
         await context.abort(grpc.StatusCode[STATUS_NAMES[CredentialError]], error.message)

@@ -1,6 +1,6 @@
-"""Calls on their way through a worker: limited, measured, their errors as statuses, messages sealed.
+"""The parts that all RPCs of a worker share: limits, counts and durations, errors as statuses, and sealed messages.
 
-Knows no call by name.
+This module knows no RPC by name.
 """
 
 import logging
@@ -35,7 +35,7 @@ _KEPT_OF_ERROR = 500
 
 _MAX_DETAILS = 1_000
 _UNPRINTABLE = re.compile(r"[^ -~]")
-"""Each takes up to nine bytes of metadata, of which gRPC takes 16 KiB in all."""
+"""Characters that take up to nine bytes of metadata each, of which gRPC accepts 16 KiB in all."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 M = TypeVar("M", bound=Message)
@@ -44,7 +44,7 @@ Stream = Callable[[Any, Any, Context], AsyncIterator[M | bytes]]
 
 
 async def _abort(context: Context, error: Exception) -> None:
-    """Ends a call with an error of ours as its status, with what the client needs to raise it again."""
+    """Ends a call with the status of an error, and with metadata from which the client raises the error again."""
     if not isinstance(error, BackhaulError):
         error = WorkerError(f"the worker failed: {type(error).__name__}: {error}")
     status = next((STATUS_NAMES[kind] for kind in type(error).__mro__ if kind in STATUS_NAMES), "INTERNAL")
@@ -53,14 +53,14 @@ async def _abort(context: Context, error: Exception) -> None:
 
 
 def unary(method: Unary[M]) -> Unary[M]:
-    """Measures a method that answers once, and maps its errors."""
+    """Decorates an RPC with one answer: counts its calls, and maps its errors to statuses."""
 
     @wraps(method)
     async def call(self: "Servicer", request: Any, context: Context) -> M | bytes:
         started, failed = perf_counter(), False
         try:
             return await method(self, accepted(request), context)
-        except Exception as error:  # every error of ours has a status
+        except Exception as error:  # every error has a status, bugs of the worker too
             failed = True
             self.failed(request, error)
             await _abort(context, error)
@@ -72,15 +72,15 @@ def unary(method: Unary[M]) -> Unary[M]:
 
 
 def stream(method: Stream[M]) -> Stream[M]:
-    """Measures a method that answers many times, and maps its errors."""
+    """Decorates an RPC with a stream of answers: counts its calls, and maps its errors to statuses."""
 
     @wraps(method)
     async def call(self: "Servicer", request: Any, context: Context) -> AsyncIterator[M | bytes]:
-        started, failed = perf_counter(), False  # a client that has enough and leaves is no failure
+        started, failed = perf_counter(), False  # a client that cancels the stream is no failure
         try:
             async for answer in method(self, accepted(request), context):
                 yield answer
-        except Exception as error:  # every error of ours has a status
+        except Exception as error:  # every error has a status, bugs of the worker too
             failed = True
             self.failed(request, error)
             await _abort(context, error)
@@ -91,14 +91,14 @@ def stream(method: Stream[M]) -> Stream[M]:
 
 
 def open_stream(method: Stream[M]) -> Stream[M]:
-    """Maps the errors of a method that stays open, and measures what is asked on it by itself."""
+    """Decorates an RPC with a long-lived stream: maps its errors to statuses. The RPC counts its requests itself."""
 
     @wraps(method)
     async def call(self: "Servicer", request: Any, context: Context) -> AsyncIterator[M | bytes]:
         try:
             async for answer in method(self, accepted(request), context):
                 yield answer
-        except Exception as error:  # every error of ours has a status
+        except Exception as error:  # every error has a status, bugs of the worker too
             self.failed(request, error)
             await _abort(context, error)
 
@@ -106,11 +106,11 @@ def open_stream(method: Stream[M]) -> Stream[M]:
 
 
 class Servicer:
-    """Answers calls for a worker, and notes what fails.
+    """The base of all servicers. Event loop only.
 
     Args:
-        worker: Decides.
-        meter: Counts.
+        worker: The state of the worker, which decides about each request.
+        meter: Counts calls and bytes.
     """
 
     def __init__(self, worker: Worker, meter: RpcMeter) -> None:
@@ -118,25 +118,25 @@ class Servicer:
         self.meter = meter
 
     def failed(self, request: Any, error: Exception) -> None:
-        """Notes and logs an error for those who look after the worker."""
-        said = f"{type(error).__name__}: {error}"[:MAX_MESSAGE]
-        is_cut_off = isinstance(error, grpc.aio.BaseError)  # by the wire, or as the server ends
+        """Logs the error of a request, and notes it in the telemetry of the worker and of the session."""
+        text = f"{type(error).__name__}: {error}"[:MAX_MESSAGE]
+        is_cut_off = isinstance(error, grpc.aio.BaseError)  # the connection broke, or the server is stopping
         if (not isinstance(error, BackhaulError) and not is_cut_off) or type(error) is WorkerError:
-            self.worker.last_error = said, time()
+            self.worker.last_error = text, time()
         request = getattr(request, "message", request)
         key = getattr(request, "key", request)
         session = self.worker.sessions.get(getattr(key, "session", ""))
         extra = {}
         if session is not None:
-            session.last_error = said[:_KEPT_OF_ERROR]
+            session.last_error = text[:_KEPT_OF_ERROR]
             segment = session.segments.get(getattr(key, "segment", 0))
             extra = about(session.run, segment.name if segment else getattr(request, "name", ""))
         if isinstance(error, BackhaulError):
-            logger.debug("refused: %s", said, extra=extra)
+            logger.debug("A request was refused: %s", text, extra=extra)
         elif is_cut_off:
-            logger.info("a request was cut off: %s", said, extra=extra)
+            logger.info("A request was cut off: %s", text, extra=extra)
         else:
-            logger.error("a request failed", exc_info=error, extra=extra)
+            logger.error("A request failed.", exc_info=error, extra=extra)
 
 
 _MAKERS: Mapping[tuple[bool, bool], Any] = {
@@ -145,14 +145,14 @@ _MAKERS: Mapping[tuple[bool, bool], Any] = {
     (True, False): grpc.stream_unary_rpc_method_handler,
     (True, True): grpc.stream_stream_rpc_method_handler,
 }
-"""By whether requests and answers are streams."""
+"""GRPC's constructors of handlers, by whether requests and answers are streams."""
 
 
 def handler_of(method: MethodDescriptor, servicer: Servicer) -> Any:
-    """As the generated stubs make them, but messages are read and written by `splicing`, and their bytes counted.
+    """Returns a method's handler, like those of the generated stubs, but with `splicing` as the codec, and counted.
 
-    A request that is refused comes as the error that says why, see NOTE [Seal]. `unary` and `stream` raise it. A method
-    that takes a stream of requests calls `accepted` on each.
+    A request that is refused reaches the servicer as the error that says why, see NOTE [Seal]. `unary` and `stream`
+    raise that error. A method with a stream of requests calls `accepted` on each of them.
     """
     kind, meter = GetMessageClass(method.input_type), servicer.meter
     read = deserializer(kind, MOST_FIELDS)
@@ -165,7 +165,7 @@ def handler_of(method: MethodDescriptor, servicer: Servicer) -> Any:
             if not isinstance(request, BackhaulError):
                 check_fields(getattr(request, "message", request))
         except LimitError as error:
-            return error.with_traceback(None)  # the traceback would keep the message alive
+            return error.with_traceback(None)  # a traceback would keep the message alive
         return request
 
     def sent(message: Message | bytes) -> bytes:

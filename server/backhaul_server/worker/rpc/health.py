@@ -1,4 +1,4 @@
-"""gRPC's own health and reflection services, where the packages of the `server` extra are installed."""
+"""GRPC's own health and reflection services, if the packages of the `server` extra are installed."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from backhaul_server.worker.limits import WATCHES
 try:
     from grpc_health.v1 import health, health_pb2
     from grpc_reflection.v1alpha import reflection
-except ImportError:  # the core runs without them: an embedded worker is watched by its trainer
+except ImportError:  # the worker runs without them: a trainer watches its embedded worker itself
     INSTALLED = False
 else:
     INSTALLED = True
@@ -18,11 +18,11 @@ else:
     _MOST_NAME_BYTES = 256
 
     def _read(data: bytes) -> Any:
-        """A request, None if the name in it is longer than any service's."""
+        """Decodes a request. Returns None if its name is longer than that of any service."""
         return None if len(data) > _MOST_NAME_BYTES else health_pb2.HealthCheckRequest.FromString(data)
 
     class _BoundedServicer(health.aio.HealthServicer):
-        """Lets so many watch at the same time, and ends calls with long names: they need no token, and stay."""
+        """Limits the open watches, and refuses long names: these calls need no token, and a watch stays open."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -37,7 +37,7 @@ else:
             """Streams the status of a service."""
             await self._refuse_long(request, context)
             if self._watching >= WATCHES.most:
-                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{WATCHES.most} watch already")
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{WATCHES.most} watches are open already")
             self._watching += 1
             try:
                 await super().Watch(request, context)
@@ -45,7 +45,7 @@ else:
                 self._watching -= 1
 
         async def _refuse_long(self, request: Any, context: Any) -> None:
-            if request is None:  # gRPC holds what came for as long as the call lasts
+            if request is None:  # gRPC keeps the request's bytes until the call ends
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no service has so long a name")
 
 
@@ -57,11 +57,11 @@ SERVICES = tuple(
 
 
 class Health:
-    """Adds both services to a server that has not started.
+    """Adds both services to a server that has not been started.
 
     Args:
-        server: Of the worker.
-        reflects: Whether to tell everybody which services there are.
+        server: The gRPC server of the worker.
+        reflects: Whether every client may list the worker's services.
     """
 
     def __init__(self, server: grpc.aio.Server, *, reflects: bool) -> None:
@@ -78,7 +78,7 @@ class Health:
                 reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
 
     async def serving(self, is_serving: bool) -> None:
-        """Tells probes and load balancers whether to send requests here."""
+        """Sets the status that tells probes and load balancers whether to send requests to this worker."""
         if self._servicer is not None:
             status = health_pb2.HealthCheckResponse
             for name in ("", *SERVICES):

@@ -1,4 +1,4 @@
-"""Counts and durations of RPCs. Written and read in the event loop's thread."""
+"""Counts and durations of RPCs. Event loop only."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -8,13 +8,13 @@ from backhaul_runtime.wire.telemetry import BOUNDS_S, bucket_of
 
 @dataclass(slots=True)
 class Method:
-    """One method so far.
+    """Counts of one RPC since the worker's start.
 
     Attributes:
-        calls: Finished ones.
-        errors: Those of them that failed.
-        total_s: Of all calls.
-        buckets: Calls by duration, see `BOUNDS_S`.
+        calls: Number of finished calls.
+        errors: Number of finished calls that failed.
+        total_s: Duration of all calls together, in seconds.
+        buckets: Number of calls by duration; the bounds are in `BOUNDS_S`.
     """
 
     calls: int = 0
@@ -24,11 +24,11 @@ class Method:
 
 
 class RpcMeter:
-    """What the wire did so far.
+    """Counts of all RPCs since the worker's start.
 
     Attributes:
-        methods: Those that were called, by name.
-        bytes: Of messages, "received" and "sent".
+        methods: Counts by RPC name, of the RPCs that were called.
+        bytes: Bytes of all messages and shared tensors, by "received" and "sent".
     """
 
     def __init__(self) -> None:
@@ -36,17 +36,17 @@ class RpcMeter:
         self.bytes: Counter[str] = Counter()
 
     def received(self, size_bytes: int) -> None:
-        """Counts bytes of a message that came."""
+        """Counts bytes that a trainer has sent."""
         self.bytes["received"] += size_bytes
 
     def sent(self, size_bytes: int) -> None:
-        """Counts bytes of a message that went."""
+        """Counts bytes that the worker has sent."""
         self.bytes["sent"] += size_bytes
 
     def call(self, method: str, duration_s: float, *, failed: bool) -> None:
-        """Counts a finished call."""
-        found = self.methods.setdefault(method, Method())
-        found.calls += 1
-        found.errors += failed
-        found.total_s += duration_s
-        found.buckets[bucket_of(duration_s)] += 1
+        """Counts a finished call of an RPC."""
+        counts = self.methods.setdefault(method, Method())
+        counts.calls += 1
+        counts.errors += failed
+        counts.total_s += duration_s
+        counts.buckets[bucket_of(duration_s)] += 1

@@ -1,8 +1,7 @@
-"""How many connections one address may hold.
+"""A limit on the connections that one address may hold.
 
-gRPC bounds connections in all, but not those of a peer. So whoever opens as many as there may be would keep others out.
-The kernel tells whose each open socket is, and a socket that is shut down ends gRPC's connection as a broken network
-does.
+gRPC bounds all connections together, but not those of one peer, so a single peer could use them up and keep others out.
+The kernel knows the peer of each open socket. Shutting a socket down ends gRPC's connection like a broken network does.
 """
 
 import asyncio
@@ -19,15 +18,15 @@ logger = logging.getLogger("backhaul.worker")
 _LOOK_S = 1.0
 
 _Peer = tuple[str, int]
-"""Address and port."""
+"""The address and port of a peer."""
 
 
 class Peers:
-    """The connections to a port of this process.
+    """Limits the connections of each address to a port of this process.
 
     Args:
-        port: On which it listens.
-        most: Connections that an address may hold.
+        port: The TCP port on which this process listens.
+        most: The number of connections that one address may hold.
     """
 
     def __init__(self, port: int, most: int) -> None:
@@ -40,45 +39,48 @@ class Peers:
         while True:
             await asyncio.sleep(_LOOK_S)
             try:
-                if len(_open_files()) <= self._most:  # before that nobody can have too many
+                if len(_open_files()) <= self._most:  # no address can have too many
                     continue
                 closed = await asyncio.to_thread(self.enforce)
-            except OSError as error:  # no descriptor is left to look with
-                logger.warning("the connections of each address could not be counted: %s", error)
+            except OSError as error:  # no file descriptor is left to duplicate a socket with
+                logger.warning("The connections of each address could not be counted: %s", error)
                 continue
             for host, count in closed.items():
-                logger.warning("%s held more than %d connections: closed %d", host, self._most, count)
+                logger.warning("%s held more than %d connections: %d were closed.", host, self._most, count)
 
     def enforce(self) -> Counter[str]:
-        """Closes what is too much of an address, the newest connections first. Returns how many by address."""
+        """Closes the connections beyond the limit of each address, the newest first. Returns their number by address.
+
+        Reads /proc, so call it from a thread other than the event loop's.
+        """
         held, closed = Counter[str](), Counter[str]()
         known = set[_Peer]()
-        found = {peer: number for number in _open_files() if (peer := self._peer_of(number)) is not None}
-        for peer in sorted(found, key=lambda peer: peer not in self._known):
+        numbers = {peer: number for number in _open_files() if (peer := self._peer_of(number)) is not None}
+        for peer in sorted(numbers, key=lambda peer: peer not in self._known):
             host, _ = peer
             held[host] += 1
             if held[host] <= self._most:
                 known.add(peer)
-            elif self._shut_down(found[peer], peer):
+            elif self._shut_down(numbers[peer], peer):
                 closed[host] += 1
         self._known = known
         return closed
 
     def _peer_of(self, number: int) -> _Peer | None:
-        """The peer of a connection to the port, by the number of its descriptor; None for all other files."""
-        with suppress(OSError), _duplicated(number) as connection:  # closed since, or no socket
+        """Returns the peer of a connection to the port, by its file descriptor; None for all other files."""
+        with suppress(OSError), _duplicated(number) as connection:  # the file was closed meanwhile, or is no socket
             return self._connected_to(connection)
         return None
 
     def _shut_down(self, number: int, peer: _Peer) -> bool:
         with suppress(OSError), _duplicated(number) as connection:
-            if self._connected_to(connection) == peer:  # the number may be that of another file by now
+            if self._connected_to(connection) == peer:  # by now the descriptor may be another file's
                 connection.shutdown(socket.SHUT_RDWR)
                 return True
         return False
 
     def _connected_to(self, connection: socket.socket) -> _Peer | None:
-        """Raises OSError for a socket that listens, or whose connection has ended."""
+        """Returns a socket's peer, None if the socket has another port. Raises OSError if it is not connected."""
         if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.getsockname()[1] != self._port:
             return None
         host, port = connection.getpeername()[:2]
@@ -87,7 +89,7 @@ class Peers:
 
 @contextmanager
 def _duplicated(number: int) -> Iterator[socket.socket]:
-    """A descriptor of our own for a socket, which its owner can't close meanwhile. Raises OSError if it is none."""
+    """Duplicates a socket, so that its owner cannot close it during the use. Raises OSError if it is no socket."""
     descriptor = os.dup(number)
     try:
         connection = socket.socket(fileno=descriptor)

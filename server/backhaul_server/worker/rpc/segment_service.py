@@ -1,4 +1,8 @@
-"""Segments by wire: saved, recomputed, run backward, released. All decisions are the core's."""
+"""The RPCs for segments: save, recompute, run backward, release, and collect gradient sums.
+
+The servicer translates between protobuf and the engine. `Worker` decides about sessions and saved segments,
+`SegmentEngine` about requests and their answers.
+"""
 
 import asyncio
 import itertools
@@ -21,35 +25,48 @@ from backhaul_server.worker.engine import runs
 from backhaul_server.worker.engine.gradient_sums import GradientsToKeep
 from backhaul_server.worker.engine.runs import BackwardInputs, RunResult
 from backhaul_server.worker.engine.segment import Operation, Segment, SegmentRequest, SessionState
+from backhaul_server.worker.engine.segment_engine import SegmentEngine
 from backhaul_server.worker.engine.segment_machine import Key
+from backhaul_server.worker.engine.worker import Worker
 from backhaul_server.worker.rpc.calls import Context, Servicer, open_stream, stream, unary
+from backhaul_server.worker.rpc.meter import RpcMeter
 from backhaul_server.worker.rpc.tensor_service import TensorUpload
 
 MANY_PARTS = 2_048
-"""Of an answer: one with more digests, views and gradients is not written in the event loop, nor sent ahead."""
+"""A result with more digests, views and gradients is encoded by a thread beside the event loop, and is not pushed."""
 
 
 class SegmentServicer(Servicer):
-    """Saves, recomputes, runs backward, releases."""
+    """Implements the service of segments.
+
+    Args:
+        worker: Holds the sessions and their saved segments.
+        engine: Runs requests for these segments.
+        meter: Counts calls and bytes.
+    """
+
+    def __init__(self, worker: Worker, engine: SegmentEngine, meter: RpcMeter) -> None:
+        super().__init__(worker, meter)
+        self._engine = engine
 
     @unary
     async def SaveSegment(  # noqa: N802  gRPC's name
         self, carried: TensorMessage[segment_pb2.SaveSegmentRequest], context: Context
     ) -> segment_pb2.SaveSegmentResponse:
-        """Answers what is missing, or saves."""
-        return self._save(carried, self._take_in(carried))
+        """Saves a segment, or answers which tensors and whether the program are missing."""
+        return self._save(carried, self._store_tensors(carried))
 
     @open_stream
     async def ShortSaves(  # noqa: N802  gRPC's name
         self, requests: AsyncIterator[TensorMessage[segment_pb2.SaveSegmentRequest] | BackhaulError], context: Context
     ) -> AsyncIterator[segment_pb2.SaveSegmentResponse]:
-        """Answers each as SaveSegment does, but leaves it to that to say what is wrong."""
+        """Answers each request as SaveSegment does. For a refused request the trainer learns why from SaveSegment."""
         with ExitStack() as opened:
-            async for received in self._each(requests, opened):
+            async for received in self._counted(requests, opened):
                 started, stored = perf_counter(), list[bytes]()
                 try:
                     carried = accepted(received)
-                    stored = self._take_in(carried)
+                    stored = self._store_tensors(carried)
                     answer = self._save(carried, stored)
                 except BackhaulError as error:
                     self.failed(received, error)
@@ -59,18 +76,22 @@ class SegmentServicer(Servicer):
                 if not answer.refused:
                     self.meter.call("SaveSegment", perf_counter() - started, failed=False)
 
-    async def _each(
+    async def _counted(
         self, requests: AsyncIterator[TensorMessage[Any] | BackhaulError], opened: ExitStack
     ) -> AsyncIterator[TensorMessage[Any] | BackhaulError]:
-        """The requests of a stream, which counts among the streams of the first session that one of them names."""
+        """Yields a stream's requests. The first session that one of them names is charged with the stream.
+
+        Raises:
+            TransferError: No request has named a session within the time of a lease.
+        """
         with ExitStack() as opening:
             opening.enter_context(self.worker.opening())
-            is_counted, coming = False, aiter(requests)
+            is_counted, incoming = False, aiter(requests)
             named_until_s = asyncio.get_running_loop().time() + self.worker.lease_s
             while True:
                 try:
                     async with asyncio.timeout_at(None if is_counted else named_until_s):
-                        received = await anext(coming)
+                        received = await anext(incoming)
                 except StopAsyncIteration:
                     return
                 except TimeoutError:
@@ -83,25 +104,26 @@ class SegmentServicer(Servicer):
                         is_counted = True
                 yield received
 
-    def _take_in(
+    def _store_tensors(
         self, carried: "TensorMessage[segment_pb2.SaveSegmentRequest] | TensorMessage[segment_pb2.BackwardRequest]"
     ) -> list[bytes]:
-        """Stores what came with a request, all or nothing. Returns the addresses."""
-        with TensorUpload(self.worker) as arriving:
-            arriving.come_from(self.worker.session(carried.message.key.session))
-            arriving.add(carried)
+        """Stores all tensors of a request, or none if one is invalid. Returns their addresses."""
+        with TensorUpload(self.worker) as upload:
+            upload.set_session(self.worker.session(carried.message.key.session))
+            upload.add(carried)
             self.meter.received(shared_bytes(carried.tensors))
-            return arriving.stored()
+            return upload.stored()
 
     def _save(
         self, carried: TensorMessage[segment_pb2.SaveSegmentRequest], stored: Sequence[bytes]
     ) -> segment_pb2.SaveSegmentResponse:
         request = carried.message
         declarations = carried.tensors.declarations if carried.tensors is not None else ()
-        unnamed = (found for found, declared in zip(stored, declarations, strict=True) if not declared.address)
+        # A source without an address is the next tensor of the message whose declaration has none either.
+        unnamed = (address for address, declared in zip(stored, declarations, strict=True) if not declared.address)
         sources = [address or next(unnamed, b"") for address in request.sources]
         session = self.worker.session(request.key.session)
-        self.worker.store.give_up(session.id, request.superseded)
+        self.worker.disown(session, request.superseded)
         program_missing, missing = self.worker.save(
             session,
             request.key.segment,
@@ -111,7 +133,7 @@ class SegmentServicer(Servicer):
             request.generator_states,
             request.name,
             request.wants_sketches,
-            {each.source: (each.segment, each.output) for each in request.predecessors},
+            {origin.source: (origin.segment, origin.output) for origin in request.predecessors},
             is_predicted=request.predicted,
         )
         return segment_pb2.SaveSegmentResponse(program_missing=program_missing, missing_tensors=missing)
@@ -120,23 +142,23 @@ class SegmentServicer(Servicer):
     async def Recompute(  # noqa: N802  gRPC's name
         self, request: segment_pb2.RecomputeRequest, context: Context
     ) -> AsyncIterator[segment_pb2.RecomputeResponse | bytes]:
-        """Streams progress, then what was saved, in the order asked for."""
+        """Streams progress, then the requested saved tensors in the order of the request."""
         session = self.worker.session(request.key.session)
         segment = self.worker.segment(session, request.key.segment)
         key = Key("recompute", request.key.backward)
         positions = tuple(request.positions)
         if len(set(positions)) < len(positions):
-            raise ProgramError(f"a saved tensor of {segment.name} is asked for twice in one request")
+            raise ProgramError(f"a saved tensor of {segment.name} is requested twice in one request")
         perform = partial(runs.recompute, positions=positions)
-        with self.worker.segments.answering(segment, key):
-            asked = self.worker.segments.request(segment, key, lambda: perform, request.expected_s)
+        with self._engine.answering(segment, key):
+            submitted = self._engine.request(segment, key, lambda: perform, request.expected_s)
             self.worker.replay_ahead(session, request.upcoming_segments)
-            async for progress in self._wait(segment, asked.answer):
+            async for progress in self._wait(segment, submitted.answer):
                 yield segment_pb2.RecomputeResponse(progress=progress)
-            found = asked.answer.result()
-            place = self._placing(session, request.answer)
-            with self.worker.segments.sending(found.bundle.size_bytes):
-                for message in await self._made(found, lambda: _recompute_answer(segment, asked, place)):
+            result = submitted.answer.result()
+            writer = self._shared_writer(session, request.answer)
+            with self._engine.sending(result.bundle.size_bytes):
+                for message in await self._encoded(result, lambda: _recompute_answer(segment, submitted, writer)):
                     yield message
 
     @stream
@@ -144,116 +166,117 @@ class SegmentServicer(Servicer):
         self, carried: TensorMessage[segment_pb2.BackwardRequest], context: Context
     ) -> AsyncIterator[segment_pb2.BackwardResponse | bytes]:
         """Streams progress, then digests and contributions."""
-        with self._backward(carried) as (segment, asked):
-            async for progress in self._wait(segment, asked.answer):
+        with self._backward(carried) as (segment, submitted):
+            async for progress in self._wait(segment, submitted.answer):
                 yield segment_pb2.BackwardResponse(progress=progress)
-            found = asked.answer.result()
-            place = self._placing(segment.session, carried.message.answer)
-            with self.worker.segments.sending(found.bundle.size_bytes):
-                for message in await self._made(found, lambda: _backward_answer(segment, asked, place)):
+            result = submitted.answer.result()
+            writer = self._shared_writer(segment.session, carried.message.answer)
+            with self._engine.sending(result.bundle.size_bytes):
+                for message in await self._encoded(result, lambda: _backward_answer(segment, submitted, writer)):
                     yield message
 
     @open_stream
     async def ShortBackwards(  # noqa: N802  gRPC's name
         self, requests: AsyncIterator[TensorMessage[segment_pb2.BackwardRequest] | BackhaulError], context: Context
     ) -> AsyncIterator[segment_pb2.BackwardResponse | bytes]:
-        """Answers what it can with one message, soon. All else, errors too, is left to `Backward`."""
+        """Answers requests whose result is ready soon and fits one message. For others the trainer calls Backward."""
         with ExitStack() as opened:
-            async for received in self._each(requests, opened):
+            async for received in self._counted(requests, opened):
                 started, answer = perf_counter(), None
-                with suppress(Exception):  # a bug of ours too: `Backward` meets it again, and logs it
+                with suppress(Exception):  # the trainer repeats the request with `Backward`, which reports the error
                     carried = accepted(received)
                     answer = await self._short_answer(carried)
-                with self.worker.segments.sending(len(answer or b"")):
+                with self._engine.sending(len(answer or b"")):
                     yield segment_pb2.BackwardResponse() if answer is None else answer
                 if answer is not None:
                     self.meter.call("Backward", perf_counter() - started, failed=False)
 
     async def _short_answer(self, carried: TensorMessage[segment_pb2.BackwardRequest]) -> bytes | None:
-        with self._backward(carried) as (segment, asked):
-            await asyncio.wait([asked.answer], timeout=PROGRESS_INTERVAL_S)
-            most = PLACED_BYTES if carried.message.answer else CHUNK_BYTES
-            if not asked.answer.done() or asked.answer.result().bundle.size_bytes > most:
+        with self._backward(carried) as (segment, submitted):
+            await asyncio.wait([submitted.answer], timeout=PROGRESS_INTERVAL_S)
+            most_bytes = PLACED_BYTES if carried.message.answer else CHUNK_BYTES
+            if not submitted.answer.done() or submitted.answer.result().bundle.size_bytes > most_bytes:
                 return None
-            if asked.answer.result().parts > MANY_PARTS:
+            if submitted.answer.result().parts > MANY_PARTS:
                 return None
-            place = self._placing(segment.session, carried.message.answer)
-            first, *more = itertools.islice(_backward_answer(segment, asked, place), 2)
+            writer = self._shared_writer(segment.session, carried.message.answer)
+            first, *more = itertools.islice(_backward_answer(segment, submitted, writer), 2)
             return None if more else first
 
     @open_stream
     async def Ahead(  # noqa: N802  gRPC's name
         self, request: segment_pb2.AheadRequest, context: Context
     ) -> AsyncIterator[bytes]:
-        """Sends what is ready before it is asked for, for as long as the session lasts or until another call does."""
+        """Pushes results of speculative backwards until the session ends, or another call of this RPC takes over."""
         session = self.worker.sessions.get(request.session)
         if session is None:
             return
         with self.worker.streaming(session):
-            queue = session.start_telling()
+            queue = session.open_push_queue()
             try:
                 while (segment := await queue.get()) is not None:
                     segments = itertools.chain((segment,), _waiting(queue))
-                    for message in _together(filter(None, map(self._told, segments))):
-                        with suppress(BudgetError), self.worker.segments.sending(len(message)):
-                            yield message  # or not: who misses it asks
+                    for message in _joined(filter(None, map(self._pushed, segments))):
+                        # Without memory to send it, the message is dropped: the trainer then calls Backward.
+                        with suppress(BudgetError), self._engine.sending(len(message)):
+                            yield message
             finally:
-                if session.telling is queue:
-                    session.stop_telling()
+                if session.push_queue is queue:
+                    session.close_push_queue()
 
-    async def _made(self, found: RunResult, make: Callable[[], Iterator[bytes]]) -> Iterator[bytes]:
-        """The messages of an answer. What a long one says is written beside the event loop, by another thread."""
-        messages = make()
-        if found.parts <= MANY_PARTS:
+    async def _encoded(self, result: RunResult, encode: Callable[[], Iterator[bytes]]) -> Iterator[bytes]:
+        """Returns the messages of an answer. A thread encodes the first of a long one, which would block the loop."""
+        messages = encode()
+        if result.parts <= MANY_PARTS:
             return messages
         first = await asyncio.to_thread(next, messages)
         return itertools.chain((first,), messages)
 
-    def _told(self, segment: Segment) -> bytes | None:
-        """The guess about a segment as it is told, None where there is none or a larger one."""
-        found = self.worker.segments.told(segment, CHUNK_BYTES, MANY_PARTS)
-        return None if found is None else _ahead_answer(segment, *found)
+    def _pushed(self, segment: Segment) -> bytes | None:
+        """Encodes a segment's speculative backward. Returns None if it is gone, or too large to push."""
+        backward = self._engine.take_pushed(segment, CHUNK_BYTES, MANY_PARTS)
+        return None if backward is None else _pushed_answer(segment, *backward)
 
     @contextmanager
     def _backward(
         self, carried: TensorMessage[segment_pb2.BackwardRequest]
     ) -> Iterator[tuple[Segment, SegmentRequest]]:
-        """Around a backward that was asked for, and its answer."""
+        """Requests a backward, and keeps its result while the answer is sent. Yields the segment and the request."""
         request = carried.message
         session = self.worker.session(request.key.session)
         segment = self.worker.segment(session, request.key.segment)
         addresses = {gradient.output: gradient.tensor for gradient in request.start.gradients}
-        if segment.work is None or max(addresses, default=-1) >= len(segment.work.program.outputs):
+        if segment.inputs is None or max(addresses, default=-1) >= len(segment.inputs.program.outputs):
             raise ProgramError(
                 f"a gradient is given for output {max(addresses, default=0)}, past the last of {segment.name}"
             )
-        self._take_in(carried)
-        start = BackwardInputs(
+        self._store_tensors(carried)
+        inputs = BackwardInputs(
             tuple(sorted(addresses.items())),
             decode_state(request.start.ambient_state),
             request.start.wants_digests,
             tuple(request.start.summed_sources),
         )
-        slots = {each.source: each.slot for each in request.slots}
-        if max(slots, default=-1) >= len(segment.work.sources):
+        slots = {slot.source: slot.slot for slot in request.slots}
+        if max(slots, default=-1) >= len(segment.inputs.sources):
             raise ProgramError(f"a slot is named for source {max(slots)} of {segment.name}")
         keep = GradientsToKeep(slots, request.pass_number) if slots else None
 
         def prepare() -> Operation:
             gradients = self.worker.gradients(session, addresses)
-            return partial(runs.backward, start=start, gradients=gradients, chained=segment.predecessors)
+            return partial(runs.backward, start=inputs, gradients=gradients, chained=segment.predecessors)
 
         key = Key("backward", request.key.backward)
-        with self.worker.segments.answering(segment, key):
-            asked = self.worker.segments.request(segment, key, prepare, request.expected_s, start, keep)
+        with self._engine.answering(segment, key):
+            submitted = self._engine.request(segment, key, prepare, request.expected_s, inputs, keep)
             self.worker.replay_ahead(session, request.upcoming_segments)
-            yield segment, asked
+            yield segment, submitted
 
     @unary
     async def ReleaseSegments(  # noqa: N802  gRPC's name
         self, request: segment_pb2.ReleaseSegmentsRequest, context: Context
     ) -> segment_pb2.ReleaseSegmentsResponse:
-        """Counts what was kept, then frees segments."""
+        """Commits kept gradients to their sums, then frees segments."""
         if request.commits.backwards:
             self._commit(self.worker.session(request.commits.backwards[0].session), request.commits)
         for key in request.keys:
@@ -264,20 +287,20 @@ class SegmentServicer(Servicer):
     async def CollectGradients(  # noqa: N802  gRPC's name
         self, request: segment_pb2.CollectGradientsRequest, context: Context
     ) -> AsyncIterator[segment_pb2.CollectGradientsResponse | bytes]:
-        """Streams progress, then the sums."""
+        """Commits kept gradients, and streams progress, then the sums."""
         session = self.worker.session(request.session)
-        with self.worker.segments.collecting(session):
+        with self._engine.collecting(session):
             self._commit(session, request.commits)
-            answer = self.worker.segments.sums(session).collect(request.commits.round, request.count)
+            answer = self._engine.sums(session).collect(request.commits.round, request.count)
             while not answer.done():
                 self.worker.session(session.id)
                 yield segment_pb2.CollectGradientsResponse(progress=segment_pb2.Progress())
                 await asyncio.wait([answer], timeout=PROGRESS_INTERVAL_S)
-            found = answer.result()
-            result = segment_pb2.CollectGradientsResult(slots=found)
+            sums = answer.result()
+            result = segment_pb2.CollectGradientsResult(slots=sums)
             response = segment_pb2.CollectGradientsResponse(result=result)
-            parcels = batches(found.values(), self._placing(session, request.answer))
-            with self.worker.segments.sending(sum(parcel.layout.span_bytes for parcel in found.values())):
+            parcels = batches(sums.values(), self._shared_writer(session, request.answer))
+            with self._engine.sending(sum(parcel.layout.span_bytes for parcel in sums.values())):
                 for message in encode_all(parcels, response.TENSORS_FIELD_NUMBER, response):
                     yield message
 
@@ -285,80 +308,85 @@ class SegmentServicer(Servicer):
     async def FetchSources(  # noqa: N802  gRPC's name
         self, request: segment_pb2.FetchSourcesRequest, context: Context
     ) -> AsyncIterator[segment_pb2.FetchSourcesResponse | bytes]:
-        """Sends what is asked for, as far as segments of the session name it."""
+        """Sends those of the requested tensors that segments of the session name."""
         session = self.worker.session(request.session)
         response = segment_pb2.FetchSourcesResponse(result=segment_pb2.FetchSourcesResult())
-        with self.worker.segments.reading(session, request.addresses) as parcels:
-            placed = batches(parcels, self._placing(session, request.answer))
-            with self.worker.segments.sending(sum(parcel.layout.span_bytes for parcel in parcels)):
+        with self._engine.reading(session, request.addresses) as parcels:
+            placed = batches(parcels, self._shared_writer(session, request.answer))
+            with self._engine.sending(sum(parcel.layout.span_bytes for parcel in parcels)):
                 for message in encode_all(placed, response.TENSORS_FIELD_NUMBER, response):
                     yield message
 
     def _commit(self, session: SessionState, commits: segment_pb2.Commits) -> None:
         backwards = [(key.segment, key.backward) for key in commits.backwards]
-        self.worker.segments.sums(session).commit(commits.round, commits.first, backwards)
+        self._engine.sums(session).commit(commits.round, commits.first, backwards)
 
-    def _placing(self, session: SessionState, answer: int) -> SharedWriter:
-        """Puts tensors of an answer into memory that its trainer shares; without any they go as chunks."""
+    def _shared_writer(self, session: SessionState, answer: int) -> SharedWriter:
+        """Returns a function that writes tensors of an answer to memory that the trainer shares.
+
+        It returns None for a tensor that must travel in the message instead.
+        """
         if not answer or session.memory is None:
             return lambda _: None
-        put = session.memory.answering(answer)
+        write = session.memory.answering(answer)
 
-        def place(parcel: OutgoingTensor) -> tensor_pb2.Location | None:
-            placed = put(parcel)
-            if placed is not None:
+        def write_and_count(parcel: OutgoingTensor) -> tensor_pb2.Location | None:
+            location = write(parcel)
+            if location is not None:
                 self.meter.sent(parcel.layout.payload_bytes)
-            return placed
+            return location
 
-        return place
+        return write_and_count
 
     async def _wait(self, segment: Segment, answer: "asyncio.Future[RunResult]") -> AsyncIterator[segment_pb2.Progress]:
-        """Says how far a request is until it is done. Keeps its session alive meanwhile."""
+        """Yields the progress of a request until it is done. Renews the lease of its session meanwhile."""
         while not answer.done():
-            running, queued_s = self.worker.segments.executor.place(segment.job)
+            running, queued_s = self._engine.progress(segment)
             self.worker.session(segment.session.id)
             yield segment_pb2.Progress(running=running, ahead_s=queued_s)
             await asyncio.wait([answer], timeout=PROGRESS_INTERVAL_S)
 
 
-def _recompute_answer(segment: Segment, asked: SegmentRequest, place: SharedWriter) -> Iterator[bytes]:
-    found = asked.answer.result()
+def _recompute_answer(segment: Segment, submitted: SegmentRequest, writer: SharedWriter) -> Iterator[bytes]:
+    recomputed = submitted.answer.result()
     result = segment_pb2.RecomputeResult(
-        saved_digests=found.saved_digests,
-        views=[encode_view(view) for view in found.bundle.views],
-        saved_sketches=_sketches(found),
-        timing=_timing(segment, asked.came_at_s, found),
+        saved_digests=recomputed.saved_digests,
+        views=[encode_view(view) for view in recomputed.bundle.views],
+        saved_sketches=_sketches(recomputed),
+        timing=_timing(segment, submitted.arrived_at_s, recomputed),
     )
     response = segment_pb2.RecomputeResponse(result=result)
-    yield from encode_all(batches(found.bundle.parcels, place), response.TENSORS_FIELD_NUMBER, response)
+    yield from encode_all(batches(recomputed.bundle.parcels, writer), response.TENSORS_FIELD_NUMBER, response)
 
 
-def _backward_answer(segment: Segment, asked: SegmentRequest, place: SharedWriter = lambda _: None) -> Iterator[bytes]:
-    found = asked.answer.result()
-    response = segment_pb2.BackwardResponse(result=_backward_result(segment, found, asked.came_at_s))
-    yield from encode_all(batches(found.bundle.parcels, place), response.TENSORS_FIELD_NUMBER, response)
+def _backward_answer(segment: Segment, submitted: SegmentRequest, writer: SharedWriter) -> Iterator[bytes]:
+    result = submitted.answer.result()
+    response = segment_pb2.BackwardResponse(result=_backward_result(segment, result, submitted.arrived_at_s))
+    yield from encode_all(batches(result.bundle.parcels, writer), response.TENSORS_FIELD_NUMBER, response)
 
 
-def _ahead_answer(segment: Segment, start: BackwardInputs, found: RunResult) -> bytes:
-    """Not sealed: several go in one message."""
-    result = _backward_result(segment, found, time())
-    response = segment_pb2.AheadResponse(segment=segment.id, start=_encoded(start), result=result)
-    (part,) = encode_all(batches(found.bundle.parcels), response.TENSORS_FIELD_NUMBER, response, b"".join)
+def _pushed_answer(segment: Segment, inputs: BackwardInputs, result: RunResult) -> bytes:
+    """Encodes a pushed result. It is not sealed yet, because several of them share one message."""
+    response = segment_pb2.AheadResponse(
+        segment=segment.id, start=_encode_inputs(inputs), result=_backward_result(segment, result, time())
+    )
+    (part,) = encode_all(batches(result.bundle.parcels), response.TENSORS_FIELD_NUMBER, response, b"".join)
     return part
 
 
 def _waiting(queue: "asyncio.Queue[Segment | None]") -> Iterator[Segment]:
-    """What is in a queue already."""
+    """Yields the segments that are in a queue now. Leaves the None that ends it."""
     with suppress(asyncio.QueueEmpty):
         while (segment := queue.get_nowait()) is not None:
             yield segment
         queue.put_nowait(None)
 
 
-def _together(answers: Iterable[bytes]) -> Iterator[bytes]:
-    """Short ones, not sealed yet, as one message: it takes longer to send than what it holds.
+def _joined(answers: Iterable[bytes]) -> Iterator[bytes]:
+    """Joins short answers into sealed messages, because sending a message takes longer than a short answer is worth.
 
-    Reads no further than it has written.
+    Yields a message before it takes the next answer from the iterator: taking a result marks it as pushed, although
+    the stream may end before the result is sent.
     """
     number, held = segment_pb2.AheadResponse.MORE_FIELD_NUMBER, list[bytes]()
     for answer in answers:
@@ -370,51 +398,52 @@ def _together(answers: Iterable[bytes]) -> Iterator[bytes]:
         yield sealed(held)
 
 
-def encode_contributions(found: RunResult) -> list[segment_pb2.Contribution]:
-    """The contributions of a backward as they stand in its answer, in order."""
+def encode_contributions(result: RunResult) -> list[segment_pb2.Contribution]:
+    """Encodes the contributions of a backward, in their order."""
     contributions = [
-        segment_pb2.Contribution(source=source, kept=position in found.kept)
-        for position, source in enumerate(found.sources)
+        segment_pb2.Contribution(source=source, kept=position in result.kept)
+        for position, source in enumerate(result.sources)
     ]
-    for view in found.bundle.views:
+    for view in result.bundle.views:
         contributions[view.position].view.CopyFrom(encode_view(view))
     return contributions
 
 
-def _backward_result(segment: Segment, found: RunResult, asked_at_s: float) -> segment_pb2.BackwardResult:
+def _backward_result(segment: Segment, result: RunResult, requested_at_s: float) -> segment_pb2.BackwardResult:
     return segment_pb2.BackwardResult(
-        saved_digests=found.saved_digests,
-        contributions=encode_contributions(found),
-        tensor_digests=found.tensor_digests,
-        saved_sketches=_sketches(found),
-        timing=_timing(segment, asked_at_s, found),
+        saved_digests=result.saved_digests,
+        contributions=encode_contributions(result),
+        tensor_digests=result.tensor_digests,
+        saved_sketches=_sketches(result),
+        timing=_timing(segment, requested_at_s, result),
         chained_gradients=[
-            segment_pb2.SourceGradient(source=source, tensor=parcel.address) for source, parcel in found.chained.items()
+            segment_pb2.SourceGradient(source=source, tensor=parcel.address)
+            for source, parcel in result.chained.items()
         ],
-        goes_on=segment.goes_on(),
+        goes_on=segment.pushed_next(),
     )
 
 
-def _encoded(start: BackwardInputs) -> segment_pb2.Start:
+def _encode_inputs(inputs: BackwardInputs) -> segment_pb2.Start:
     return segment_pb2.Start(
-        gradients=[segment_pb2.OutputGradient(output=output, tensor=tensor) for output, tensor in start.addresses],
-        ambient_state=encode_state(start.state),
-        wants_digests=start.wants_digests,
-        summed_sources=start.summed,
+        gradients=[segment_pb2.OutputGradient(output=output, tensor=tensor) for output, tensor in inputs.addresses],
+        ambient_state=encode_state(inputs.state),
+        wants_digests=inputs.wants_digests,
+        summed_sources=inputs.summed,
     )
 
 
-def _sketches(found: RunResult) -> list[segment_pb2.Sketch]:
-    return [segment_pb2.Sketch(numbers=numbers) for numbers in found.saved_sketches]
+def _sketches(result: RunResult) -> list[segment_pb2.Sketch]:
+    return [segment_pb2.Sketch(numbers=numbers) for numbers in result.saved_sketches]
 
 
-def _timing(segment: Segment, asked_at_s: float, found: RunResult) -> segment_pb2.Timing:
-    was_ahead = found.recompute_at_s < asked_at_s
+def _timing(segment: Segment, requested_at_s: float, result: RunResult) -> segment_pb2.Timing:
+    was_speculative = result.recompute_at_s < requested_at_s
     return segment_pb2.Timing(
-        queued_at_s=segment.queued_at_s if was_ahead else asked_at_s,
-        recompute_at_s=found.recompute_at_s,
-        recompute_s=found.recompute_s,
-        requested_at_s=asked_at_s,
-        backward_at_s=found.backward_at_s,
-        backward_s=found.backward_s,
+        queued_at_s=segment.queued_at_s if was_speculative else requested_at_s,
+        recompute_at_s=result.recompute_at_s,
+        recompute_s=result.recompute_s,
+        requested_at_s=requested_at_s,
+        backward_at_s=result.backward_at_s,
+        backward_s=result.backward_s,
     )

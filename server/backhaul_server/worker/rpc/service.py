@@ -1,20 +1,12 @@
-"""All that a worker answers: protobuf in, protobuf out. All decisions are the core's."""
+"""The worker's RPCs: servicers translate between protobuf and the engine, which decides."""
 
 import math
 from time import time
 
 import grpc
 
-from backhaul_proto.v1 import (
-    program_pb2,
-    segment_pb2,
-    session_pb2,
-    telemetry_pb2,
-    tensor_pb2,
-)
-from backhaul_runtime.errors import (
-    ProtocolVersionError,
-)
+from backhaul_proto.v1 import program_pb2, segment_pb2, session_pb2, telemetry_pb2, tensor_pb2
+from backhaul_runtime.errors import ProtocolVersionError
 from backhaul_runtime.process.fingerprint import fingerprint
 from backhaul_runtime.version import version
 from backhaul_runtime.wire.protocol import PROTOCOL_VERSION
@@ -27,13 +19,13 @@ from backhaul_server.worker.rpc.tensor_service import TensorServicer
 
 
 class SessionServicer(Servicer):
-    """Opens, keeps and closes sessions."""
+    """Implements the service that opens, keeps and closes sessions."""
 
     @unary
     async def OpenSession(  # noqa: N802  gRPC's name
         self, request: session_pb2.OpenSessionRequest, context: Context
     ) -> session_pb2.OpenSessionResponse:
-        """Refuses other versions by name before anything else."""
+        """Opens a session. A trainer of another protocol version is refused before anything else."""
         if request.protocol_version != PROTOCOL_VERSION:
             raise ProtocolVersionError(
                 f"the trainer speaks protocol {request.protocol_version} (backhaul {request.client_version}), this "
@@ -58,7 +50,7 @@ class SessionServicer(Servicer):
     async def KeepSession(  # noqa: N802  gRPC's name
         self, request: session_pb2.KeepSessionRequest, context: Context
     ) -> session_pb2.KeepSessionResponse:
-        """Renews the lease."""
+        """Renews the lease, and notes the largest numerical difference that the trainer has measured."""
         session = self.worker.session(request.session)
         if math.isfinite(request.drift):
             session.drift = max(session.drift, request.drift)
@@ -68,31 +60,31 @@ class SessionServicer(Servicer):
     async def CloseSession(  # noqa: N802  gRPC's name
         self, request: session_pb2.CloseSessionRequest, context: Context
     ) -> session_pb2.CloseSessionResponse:
-        """Frees all a session held."""
+        """Closes a session, and frees all it holds."""
         self.worker.close_session(request.session)
         return session_pb2.CloseSessionResponse()
 
 
 class ProgramServicer(Servicer):
-    """Takes programs."""
+    """Implements the service that receives programs."""
 
     @unary
     async def PutProgram(  # noqa: N802  gRPC's name
         self, request: program_pb2.PutProgramRequest, context: Context
     ) -> program_pb2.PutProgramResponse:
-        """Checks it before keeping it."""
+        """Checks a program and stores it."""
         session = self.worker.session(request.session)
         return program_pb2.PutProgramResponse(address=await self.worker.put_program(session, request.program))
 
 
 def add_services(server: grpc.aio.Server, worker: Worker) -> None:
-    """Adds all of the worker's services to a server that has not started."""
+    """Adds all of the worker's services to a server that has not been started."""
     meter = RpcMeter()
     for file, servicer in (
         (session_pb2, SessionServicer(worker, meter)),
         (program_pb2, ProgramServicer(worker, meter)),
         (tensor_pb2, TensorServicer(worker, meter)),
-        (segment_pb2, SegmentServicer(worker, meter)),
+        (segment_pb2, SegmentServicer(worker, worker.engine, meter)),
         (telemetry_pb2, TelemetryServicer(worker, meter)),
     ):
         for service in file.DESCRIPTOR.services_by_name.values():

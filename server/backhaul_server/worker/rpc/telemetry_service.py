@@ -1,11 +1,9 @@
-"""What a worker tells of itself, and of what trainers told it."""
+"""The RPCs for telemetry: a worker's own state, and the reports of its trainers."""
 
 from collections import Counter
 from time import monotonic
 
-from backhaul_proto.v1 import (
-    telemetry_pb2,
-)
+from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.process.fingerprint import fingerprint
 from backhaul_runtime.process.resources import resident_bytes
 from backhaul_runtime.sealing import sealed
@@ -19,19 +17,24 @@ from backhaul_server.worker.rpc.trainer_reports import TrainerReports
 
 
 class TelemetryServicer(Servicer):
-    """Tells how the worker is, and what trainers told it."""
+    """Implements the service of telemetry.
+
+    Args:
+        worker: The worker whose state is reported.
+        meter: Counts calls and bytes.
+    """
 
     def __init__(self, worker: Worker, meter: RpcMeter) -> None:
         super().__init__(worker, meter)
         self._started = monotonic()
         self._reports = TrainerReports()
-        self._looks: Counter[str] = Counter()  # unread answers, by connection
+        self._unread: Counter[str] = Counter()  # the number of unread answers, by connection
 
     @unary
     async def PutReports(  # noqa: N802  gRPC's name
         self, request: telemetry_pb2.PutReportsRequest, context: Context
     ) -> telemetry_pb2.PutReportsResponse:
-        """Takes a report of a session's trainer."""
+        """Keeps a report of a session's trainer for dashboards."""
         self.worker.session(request.session)
         self._reports.put(request.report)
         return telemetry_pb2.PutReportsResponse()
@@ -40,13 +43,13 @@ class TelemetryServicer(Servicer):
     async def GetTelemetry(  # noqa: N802  gRPC's name
         self, request: telemetry_pb2.GetTelemetryRequest, context: Context
     ) -> bytes:
-        """The worker as it is now."""
+        """Answers with the worker's present state, and the reports after the one that the request names."""
         peer = context.peer()
-        LOOKS.check(self._looks[peer] + 1)
-        ALL_LOOKS.check(self._looks.total() + 1)
-        self._looks[peer] += 1
-        # Called once the answer was read, not once it was made. gRPC's stub asks for a class, gRPC for a callable.
-        context.add_done_callback(lambda _: self._looked(peer))  # type: ignore[arg-type]
+        LOOKS.check(self._unread[peer] + 1)
+        ALL_LOOKS.check(self._unread.total() + 1)
+        self._unread[peer] += 1
+        # gRPC calls it when the client has read the answer. The type stub declares a class instead of a callable.
+        context.add_done_callback(lambda _: self._was_read(peer))  # type: ignore[arg-type]
         worker, usage, now = self.worker, self.worker.store.usage(), monotonic()
         reports, has_more = self._reports.after(request.after_report if request.epoch == worker.epoch else 0)
         last_error, last_error_at_s = worker.last_error
@@ -81,25 +84,25 @@ class TelemetryServicer(Servicer):
             ],
             rpcs=[
                 telemetry_pb2.RpcTelemetry(
-                    method=name, calls=found.calls, errors=found.errors, total_s=found.total_s, buckets=found.buckets
+                    method=name, calls=rpc.calls, errors=rpc.errors, total_s=rpc.total_s, buckets=rpc.buckets
                 )
-                for name, found in sorted(self.meter.methods.items())
+                for name, rpc in sorted(self.meter.methods.items())
             ],
-            recomputed_segments=worker.segments.recomputed,
+            recomputed_segments=worker.engine.recomputed,
             received_bytes=self.meter.bytes["received"],
             sent_bytes=self.meter.bytes["sent"],
-            queued_requests=len(worker.segments.executor),
+            queued_requests=len(worker.engine.executor),
             fingerprint=fingerprint(worker.device),
             last_error=last_error,
             last_error_at_s=last_error_at_s,
             has_more_reports=has_more,
-            guessed_segments=worker.segments.guessed,
-            wasted_guesses=worker.segments.wasted,
+            guessed_segments=worker.engine.speculation.hits,
+            wasted_guesses=worker.engine.speculation.misses,
         )
         number = telemetry_pb2.GetTelemetryResponse.REPORTS_FIELD_NUMBER
         return sealed((answer.SerializeToString(), *(field_of(number, report) for report in reports)))
 
-    def _looked(self, peer: str) -> None:
-        self._looks[peer] -= 1
-        if not self._looks[peer]:
-            del self._looks[peer]
+    def _was_read(self, peer: str) -> None:
+        self._unread[peer] -= 1
+        if not self._unread[peer]:
+            del self._unread[peer]

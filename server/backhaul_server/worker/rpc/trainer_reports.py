@@ -1,4 +1,4 @@
-"""What trainers tell of their steps, held for whoever asks. The worker itself reads none of it."""
+"""The reports of trainers about their steps, kept for dashboards. The worker itself does not use them."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -8,13 +8,13 @@ from backhaul_proto.v1 import telemetry_pb2
 HELD_BYTES = 8 << 20
 ANSWER_BYTES = 256 << 10
 _REPORT_BYTES = 128
-"""What a report takes here beside its bytes."""
+"""Bytes of a kept report beside its encoding."""
 
 
 class TrainerReports:
-    """The last reports of all trainers, bounded in bytes. Used in the event loop's thread.
+    """The last reports of all trainers, bounded in bytes. Event loop only.
 
-    They are held as they are sent: a step that takes two bytes there takes a hundred as a message in memory.
+    Reports are kept encoded: a step of two bytes takes a hundred as a message object.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class TrainerReports:
         self._last = 0
 
     def put(self, report: telemetry_pb2.TrainerReport) -> None:
-        """Takes a report in; the oldest give way to it."""
+        """Adds a report, and drops the oldest ones beyond `HELD_BYTES`."""
         self._last += 1
         numbered = telemetry_pb2.Report(number=self._last, report=report).SerializeToString()
         self._held.append(numbered)
@@ -32,15 +32,15 @@ class TrainerReports:
             self._bytes -= _REPORT_BYTES + len(self._held.popleft())
 
     def after(self, number: int) -> tuple[list[bytes], bool]:
-        """Those that came after a report, encoded, as many as fit a message, and whether there are more."""
-        found: list[bytes] = []
+        """Returns the encoded reports after that number, as many as fit one answer, and whether there are more."""
+        reports: list[bytes] = []
         size = 0
         for report in self._newer(number):
-            if found and size + len(report) > ANSWER_BYTES:
-                return found, True
-            found.append(report)
+            if reports and size + len(report) > ANSWER_BYTES:
+                return reports, True
+            reports.append(report)
             size += len(report)
-        return found, False
+        return reports, False
 
     def _newer(self, number: int) -> Iterator[bytes]:
         first = self._last - len(self._held) + 1

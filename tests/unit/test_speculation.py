@@ -1,4 +1,4 @@
-"""A worker that goes on by itself from one segment's backward into that of the segment before."""
+"""Speculative work: a worker that continues with the backward of the segment before, before it is requested."""
 
 import asyncio
 from collections.abc import Iterator
@@ -15,9 +15,12 @@ from backhaul_runtime.program.program import Node, Program, ResultRef, Source, S
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.wire.splicing import SPLICED_BYTES
-from backhaul_server.worker.engine import runs, segment_engine
+from backhaul_server.worker.engine import runs, speculation
 from backhaul_server.worker.engine.segment import Segment, SessionState
-from backhaul_server.worker.engine.segment_machine import GuessAhead, Key, Phase, ReplayAhead, Run, SegmentMachine
+from backhaul_server.worker.engine.segment_machine import (
+    Key,
+    Phase,
+)
 from backhaul_server.worker.engine.worker import Worker
 from backhaul_server.worker.rpc import segment_service
 from unit.test_core import put, squaring, with_worker
@@ -26,15 +29,15 @@ FIRST = Key("backward", 1)
 STATE = ambient_state.capture()
 
 
-@pytest.fixture(autouse=True, params=[0.0, 10.0], ids=["one by one", "in one go"])
+@pytest.fixture(autouse=True, params=[0.0, 10.0], ids=["one by one", "in one job"])
 def short_s(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
-    """How long guesses may take that run in one go: whatever it is, they are the same."""
-    monkeypatch.setattr(segment_engine, "SHORT_S", request.param)
+    """The duration up to which speculative backwards share a job. It does not change their results."""
+    monkeypatch.setattr(speculation, "SHORT_S", request.param)
     return float(request.param)
 
 
 async def chain(worker: Worker, values: list[float]) -> list[Segment]:
-    """Segments that square, each fed by the one before. The second value is what the first squared, and so on."""
+    """Saves segments that square their input. Each one but the first has the output of the one before as its input."""
     session = worker.open_session("trainer")
     program = await worker.put_program(session, squaring())
     for number, value in enumerate(values, start=1):
@@ -45,7 +48,7 @@ async def chain(worker: Worker, values: list[float]) -> list[Segment]:
 
 
 async def backward(worker: Worker, segment: Segment, gradient: torch.Tensor, *, runs_anew: bool) -> torch.Tensor:
-    """The gradient that comes back. Fails if it was computed for this request and should not, or the other way."""
+    """Requests a backward, and returns the gradient. Checks whether a run or a speculative result answered it."""
     start = runs.BackwardInputs(((0, address_of(gradient)),), STATE)
     ran = []
 
@@ -53,125 +56,127 @@ async def backward(worker: Worker, segment: Segment, gradient: torch.Tensor, *, 
         ran.append(True)
         return runs.backward(work, ready, start, {0: gradient}, segment.predecessors)
 
-    found = await worker.segments.request(segment, FIRST, lambda: perform, 0.1, start).answer
+    result = await worker.engine.request(segment, FIRST, lambda: perform, 0.1, start).answer
     assert bool(ran) is runs_anew
-    bundle = found.bundle
+    bundle = result.bundle
     return sum(bundle.parcels[view.parcel].tensor for view in bundle.views)  # type: ignore[return-value]
 
 
 async def idle(worker: Worker) -> None:
-    while not worker.segments.executor.is_idle:
+    while not worker.engine.executor.is_idle:
         await asyncio.sleep(0)
 
 
-def test_a_guess_that_is_right_is_the_answer() -> None:
+def test_a_speculative_backward_from_the_right_gradients_is_the_answer() -> None:
     async def test(worker: Worker) -> None:
-        segment_engine = await chain(worker, [2.0, 4.0, 16.0])
-        gradient = await backward(worker, segment_engine[2], torch.ones(4), runs_anew=True)
+        segments = await chain(worker, [2.0, 4.0, 16.0])
+        gradient = await backward(worker, segments[2], torch.ones(4), runs_anew=True)
         await idle(worker)
-        for segment, value in ((segment_engine[1], 4.0), (segment_engine[0], 2.0)):
+        for segment, value in ((segments[1], 4.0), (segments[0], 2.0)):
             expected = gradient * 2 * value
             gradient = await backward(worker, segment, gradient, runs_anew=False)
             assert torch.equal(gradient, expected)
-        assert (worker.segments.guessed, worker.segments.wasted, worker.segments.recomputed) == (2, 0, 3)
+        assert (worker.engine.speculation.hits, worker.engine.speculation.misses, worker.engine.recomputed) == (2, 0, 3)
         assert worker.store.usage().working == 0
 
     with_worker(test)
 
 
-def test_a_guess_that_is_wrong_is_thrown_away() -> None:
+def test_a_speculative_backward_from_other_gradients_is_discarded() -> None:
     async def test(worker: Worker) -> None:
-        segment_engine = await chain(worker, [2.0, 4.0])
-        await backward(worker, segment_engine[1], torch.ones(4), runs_anew=True)
+        segments = await chain(worker, [2.0, 4.0])
+        await backward(worker, segments[1], torch.ones(4), runs_anew=True)
         await idle(worker)
-        gradient = await backward(worker, segment_engine[0], torch.full((4,), 0.5), runs_anew=True)
+        gradient = await backward(worker, segments[0], torch.full((4,), 0.5), runs_anew=True)
         assert torch.equal(gradient, torch.full((4,), 2.0))
-        assert (worker.segments.guessed, worker.segments.wasted) == (0, 1)
+        assert (worker.engine.speculation.hits, worker.engine.speculation.misses) == (0, 1)
         assert worker.store.usage().working == 0
 
     with_worker(test)
 
 
-def test_a_request_that_comes_while_its_guess_runs_waits_for_it() -> None:
+def test_a_request_waits_for_its_speculative_backward() -> None:
     async def test(worker: Worker) -> None:
-        segment_engine = await chain(worker, [2.0, 4.0])
+        segments = await chain(worker, [2.0, 4.0])
         await idle(worker)  # both replays are there
-        gradient = await backward(worker, segment_engine[1], torch.ones(4), runs_anew=True)
-        assert segment_engine[0].guess is not None
-        assert segment_engine[0].guess.finished is None
-        await backward(worker, segment_engine[0], gradient, runs_anew=False)
+        gradient = await backward(worker, segments[1], torch.ones(4), runs_anew=True)
+        assert segments[0].speculation is not None
+        assert segments[0].speculation.result is None
+        await backward(worker, segments[0], gradient, runs_anew=False)
 
     with_worker(test)
 
 
 def test_other_ambient_settings_are_another_request() -> None:
     async def test(worker: Worker) -> None:
-        segment_engine = await chain(worker, [2.0, 4.0])
-        gradient = await backward(worker, segment_engine[1], torch.ones(4), runs_anew=True)
+        segments = await chain(worker, [2.0, 4.0])
+        gradient = await backward(worker, segments[1], torch.ones(4), runs_anew=True)
         await idle(worker)
         with torch.autocast("cpu", torch.bfloat16):
             start = runs.BackwardInputs(((0, address_of(gradient)),), ambient_state.capture())
         perform = partial(runs.backward, start=start, gradients={0: gradient})
-        await worker.segments.request(segment_engine[0], FIRST, lambda: perform, 0.1, start).answer
-        assert (worker.segments.guessed, worker.segments.wasted) == (0, 1)
+        await worker.engine.request(segments[0], FIRST, lambda: perform, 0.1, start).answer
+        assert (worker.engine.speculation.hits, worker.engine.speculation.misses) == (0, 1)
 
     with_worker(test)
 
 
-def test_room_that_is_needed_is_taken_from_guesses() -> None:
+def test_speculative_results_are_evicted_when_memory_is_needed() -> None:
     async def test(worker: Worker) -> None:
-        segment_engine = await chain(worker, [2.0, 4.0])
-        gradient = await backward(worker, segment_engine[1], torch.ones(4), runs_anew=True)
+        segments = await chain(worker, [2.0, 4.0])
+        gradient = await backward(worker, segments[1], torch.ones(4), runs_anew=True)
         await idle(worker)
         usage = worker.store.usage()
         held = usage.segments + usage.sessions
-        worker.store.expect(usage.budget - held - segment_engine[0].footprint.run_bytes)
-        assert segment_engine[0].guess is None
-        assert segment_engine[0].machine.phase is Phase.SAVED
-        assert torch.equal(await backward(worker, segment_engine[0], gradient, runs_anew=True), gradient * 4)
+        worker.store.expect(usage.budget - held - segments[0].footprint.run_bytes)
+        assert segments[0].speculation is None
+        assert segments[0].machine.phase is Phase.SAVED
+        assert torch.equal(await backward(worker, segments[0], gradient, runs_anew=True), gradient * 4)
 
     with_worker(test)
 
 
-def test_a_segment_released_while_its_guess_runs_leaves_nothing() -> None:
+def test_a_segment_released_during_its_speculative_backward_leaves_nothing() -> None:
     async def test(worker: Worker) -> None:
-        segment_engine = await chain(worker, [2.0, 4.0])
-        await backward(worker, segment_engine[1], torch.ones(4), runs_anew=True)
-        session: SessionState = segment_engine[0].session
+        segments = await chain(worker, [2.0, 4.0])
+        await backward(worker, segments[1], torch.ones(4), runs_anew=True)
+        session: SessionState = segments[0].session
         worker.close_session(session.id)
         await idle(worker)
         usage = worker.store.usage()
         assert (usage.segments, usage.working, usage.results) == (0, 0, 0)
-        assert segment_engine[0].guess is None
+        assert segments[0].speculation is None
         assert session.segments == {}
 
     with_worker(test)
 
 
-def test_a_predecessor_that_is_gone_is_passed_over() -> None:
+def test_a_released_predecessor_is_skipped() -> None:
     async def test(worker: Worker) -> None:
-        segment_engine = await chain(worker, [2.0, 4.0])
-        worker.release(segment_engine[0].session, [1])
-        await backward(worker, segment_engine[1], torch.ones(4), runs_anew=True)
+        segments = await chain(worker, [2.0, 4.0])
+        worker.release(segments[0].session, [1])
+        await backward(worker, segments[1], torch.ones(4), runs_anew=True)
         await idle(worker)
-        assert worker.segments.recomputed == 1
+        assert worker.engine.recomputed == 1
 
     with_worker(test)
 
 
-def test_short_guesses_run_in_one_go(monkeypatch: pytest.MonkeyPatch, short_s: float) -> None:
+def test_short_speculative_backwards_share_a_job(monkeypatch: pytest.MonkeyPatch, short_s: float) -> None:
     async def test(worker: Worker) -> None:
-        found = await chain(worker, [2.0, 4.0, 16.0, 256.0])
+        segments = await chain(worker, [2.0, 4.0, 16.0, 256.0])
         await idle(worker)
         jobs = []
-        guess_ahead = worker.segments._guess_ahead
-        monkeypatch.setattr(worker.segments, "_guess_ahead", lambda each: (jobs.append(each.id), guess_ahead(each))[1])
-        telling = found[0].session.start_telling()
-        await backward(worker, found[3], torch.ones(4), runs_anew=True)
+        run_backward = worker.engine.speculation.run_backward
+        monkeypatch.setattr(
+            worker.engine.speculation, "run_backward", lambda first: (jobs.append(first.id), run_backward(first))[1]
+        )
+        queue = segments[0].session.open_push_queue()
+        await backward(worker, segments[3], torch.ones(4), runs_anew=True)
         await idle(worker)
         assert jobs == ([3] if short_s else [3, 2, 1])
-        told = [telling.get_nowait() for _ in range(telling.qsize())]
-        assert [each.id for each in told if each is not None] == [3, 2, 1]
+        pushed = [queue.get_nowait() for _ in range(queue.qsize())]
+        assert [segment.id for segment in pushed if segment is not None] == [3, 2, 1]
 
     with_worker(test)
 
@@ -179,7 +184,7 @@ def test_short_guesses_run_in_one_go(monkeypatch: pytest.MonkeyPatch, short_s: f
 @pytest.mark.parametrize("gone", [1, 2])
 def test_a_segment_released_in_the_midst_of_its_chain(monkeypatch: pytest.MonkeyPatch, gone: int) -> None:
     async def test(worker: Worker) -> None:
-        found = await chain(worker, [2.0, 4.0, 16.0, 256.0])
+        segments = await chain(worker, [2.0, 4.0, 16.0, 256.0])
         await idle(worker)
         run = runs.backward
 
@@ -189,15 +194,15 @@ def test_a_segment_released_in_the_midst_of_its_chain(monkeypatch: pytest.Monkey
             return run(work, *args)
 
         async def release() -> None:
-            worker.release(found[0].session, [gone])
+            worker.release(segments[0].session, [gone])
 
-        loop, first = asyncio.get_running_loop(), found[2].work
+        loop, first = asyncio.get_running_loop(), segments[2].inputs
         monkeypatch.setattr(runs, "backward", run_and_release)
-        await backward(worker, found[3], torch.ones(4), runs_anew=True)
+        await backward(worker, segments[3], torch.ones(4), runs_anew=True)
         await idle(worker)
-        assert [each.guess is not None for each in found] == [False, gone == 1, True, False]
-        assert found[gone - 1].ready is None
-        worker.close_session(found[0].session.id)
+        assert [segment.speculation is not None for segment in segments] == [False, gone == 1, True, False]
+        assert segments[gone - 1].ready is None
+        worker.close_session(segments[0].session.id)
         usage = worker.store.usage()
         assert (usage.segments, usage.working, usage.results) == (0, 0, 0)
 
@@ -206,7 +211,7 @@ def test_a_segment_released_in_the_midst_of_its_chain(monkeypatch: pytest.Monkey
 
 def test_a_request_in_the_midst_of_its_chain_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(worker: Worker) -> None:
-        found = await chain(worker, [2.0, 4.0, 16.0])
+        segments = await chain(worker, [2.0, 4.0, 16.0])
         await idle(worker)
         run, asked = runs.backward, []
 
@@ -216,23 +221,23 @@ def test_a_request_in_the_midst_of_its_chain_is_answered(monkeypatch: pytest.Mon
             return run(work, *args)
 
         async def ask() -> "asyncio.Task[torch.Tensor]":
-            task = asyncio.create_task(backward(worker, found[0], torch.full((4,), 0.5), runs_anew=True))
+            task = asyncio.create_task(backward(worker, segments[0], torch.full((4,), 0.5), runs_anew=True))
             await asyncio.sleep(0)
             return task
 
-        loop, middle = asyncio.get_running_loop(), found[1].work
+        loop, middle = asyncio.get_running_loop(), segments[1].inputs
         monkeypatch.setattr(runs, "backward", run_and_ask)
-        await backward(worker, found[2], torch.ones(4), runs_anew=True)
+        await backward(worker, segments[2], torch.ones(4), runs_anew=True)
         await idle(worker)
         assert torch.equal(await asked[0], torch.full((4,), 2.0))
-        worker.close_session(found[0].session.id)
+        worker.close_session(segments[0].session.id)
         usage = worker.store.usage()
         assert (usage.segments, usage.working, usage.results) == (0, 0, 0)
 
     with_worker(test)
 
 
-def test_short_answers_go_together_and_no_more_are_made_than_are_sent() -> None:
+def test_short_answers_share_a_message_and_none_is_taken_before_it_is_sent() -> None:
     made: list[int] = []
 
     def answers() -> Iterator[bytes]:
@@ -241,17 +246,17 @@ def test_short_answers_go_together_and_no_more_are_made_than_are_sent() -> None:
             result = segment_pb2.BackwardResult(tensor_digests=[bytes(size_bytes)])
             yield segment_pb2.AheadResponse(segment=segment, result=result).SerializeToString()
 
-    found = []
-    for message in segment_service._together(answers()):
+    received = []
+    for message in segment_service._joined(answers()):
         response = segment_pb2.AheadResponse.FromString(message)
-        found.append([response.segment, *(each.segment for each in response.more)])
-        assert made[-1] == found[-1][-1]
-        assert all(len(each.result.tensor_digests) == 1 for each in (response, *response.more))
-    assert found == [[5, 4, 3], [2, 1]]
+        received.append([response.segment, *(answer.segment for answer in response.more)])
+        assert made[-1] == received[-1][-1]
+        assert all(len(answer.result.tensor_digests) == 1 for answer in (response, *response.more))
+    assert received == [[5, 4, 3], [2, 1]]
 
 
 def drawing() -> bytes:
-    """Two draws of four numbers each, with x."""
+    """A program that draws four numbers twice, and multiplies x by the second draw."""
     x = SourceRef(0)
     draw = Node("aten.rand_like.default", (x,), (), 0, (16,), draws=True)
     product = Node("aten.mul.Tensor", (x, ResultRef(1, 0)), (), 0, (16,), draws=False)
@@ -268,12 +273,12 @@ def drawing() -> bytes:
 
 
 def states() -> list[bytes]:
-    """Of two draws of four numbers in a row."""
-    found = []
+    """The generator states before two draws of four numbers in a row."""
+    drawn = []
     for _ in range(2):
-        found.append(torch.get_rng_state().numpy().tobytes())
+        drawn.append(torch.get_rng_state().numpy().tobytes())
         torch.rand(4)
-    return found
+    return drawn
 
 
 @pytest.mark.parametrize("is_right", [True, False])
@@ -287,8 +292,8 @@ def test_a_replay_that_began_before_its_call_had_ended(*, is_right: bool, is_ear
         more = () if is_right else states()
 
         def save(given: list[bytes], *, is_predicted: bool) -> None:
-            found = worker.save(session, 1, program, [address], [0], given, "", False, is_predicted=is_predicted)
-            assert found == (False, [])
+            missing = worker.save(session, 1, program, [address], [0], given, "", False, is_predicted=is_predicted)
+            assert missing == (False, [])
 
         save([first, b""], is_predicted=True)
         with pytest.raises(SegmentUnknownError):
@@ -301,8 +306,8 @@ def test_a_replay_that_began_before_its_call_had_ended(*, is_right: bool, is_ear
         await idle(worker)
         assert segment.ready is not None
         assert (segment.ready is replayed) is (is_right and not is_early)
-        assert segment.ready.replay.drawn_from == list(segment.work.generator_states)
-        assert worker.segments.wasted == (not is_right and not is_early)
+        assert segment.ready.replay.drawn_from == list(segment.inputs.generator_states)
+        assert worker.engine.speculation.misses == (not is_right and not is_early)
         worker.release(session, [1])
         worker.close_session(session.id)
         usage = worker.store.usage()
@@ -311,7 +316,7 @@ def test_a_replay_that_began_before_its_call_had_ended(*, is_right: bool, is_ear
     with_worker(test)
 
 
-def test_a_call_that_was_another_takes_the_place_of_what_was_predicted() -> None:
+def test_a_mispredicted_segment_is_replaced() -> None:
     async def test(worker: Worker) -> None:
         session = worker.open_session("trainer")
         program = await worker.put_program(session, squaring())
@@ -322,7 +327,7 @@ def test_a_call_that_was_another_takes_the_place_of_what_was_predicted() -> None
         segment = worker.segment(session, 1)
         gradient = await backward(worker, segment, torch.ones(4), runs_anew=True)
         assert torch.equal(gradient, torch.full((4,), 6.0))
-        assert worker.segments.wasted == 1
+        assert worker.engine.speculation.misses == 1
         await idle(worker)
         worker.release(session, [1])
         worker.close_session(session.id)
@@ -330,16 +335,3 @@ def test_a_call_that_was_another_takes_the_place_of_what_was_predicted() -> None
         assert (usage.segments, usage.working, usage.results, usage.cached) == (0, 0, 0, 0)
 
     with_worker(test)
-
-
-def test_only_a_replay_that_is_ready_is_gone_on_from() -> None:
-    machine = SegmentMachine()
-    assert machine.guess() == []
-    assert machine.ahead() == [ReplayAhead()]
-    assert machine.guess() == []
-    machine.replayed(succeeded=True)
-    assert machine.guess() == [GuessAhead()]
-    assert machine.guess() == []
-    assert machine.requested(FIRST) == []
-    assert machine.replayed(succeeded=True) == [Run(FIRST)]
-    assert machine.was_asked
