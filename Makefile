@@ -79,8 +79,8 @@ $(VENV)/.server: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	$(PIP) --editable '.[server]'
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
-	$(PIP) --editable '.[server,dev]'
+$(VENV)/.dev: pyproject.toml benchmarks/pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
+	$(PIP) --editable '.[server,dev]' --editable benchmarks
 	@touch $@ $(VENV)/.server
 
 # Stubs need protobuf < 7 to be generated, the project itself runs on both: hence a venv of their own.

@@ -14,12 +14,14 @@ PACKAGES = {
     "backhaul_runtime": ROOT / "runtime/backhaul_runtime",
     "backhaul": ROOT / "client/backhaul",
     "backhaul_server": ROOT / "server/backhaul_server",
+    "backhaul_bench": ROOT / "benchmarks/backhaul_bench",
 }
 MAY_IMPORT = {
     "backhaul_proto": {"backhaul_proto"},
     "backhaul_runtime": {"backhaul_proto", "backhaul_runtime"},
     "backhaul": {"backhaul_proto", "backhaul_runtime", "backhaul"},
     "backhaul_server": {"backhaul_proto", "backhaul_runtime", "backhaul_server"},
+    "backhaul_bench": {"backhaul_proto", "backhaul_runtime", "backhaul", "backhaul_server", "backhaul_bench"},
 }
 SOURCES = [(name, path) for name, folder in PACKAGES.items() for path in sorted(folder.rglob("*.py"))]
 PUBLIC = ["backhaul", "backhaul_runtime.errors"]
@@ -52,7 +54,7 @@ def test_the_runtime_knows_no_server_and_the_proto_no_torch() -> None:
             assert "torch" not in imported(path), path
 
 
-@pytest.mark.parametrize("root", ["proto", "runtime", "client", "server"])
+@pytest.mark.parametrize("root", ["proto", "runtime", "client", "server", "benchmarks"])
 def test_a_source_root_is_no_package(root: str) -> None:
     assert not (ROOT / root / "__init__.py").exists()
 

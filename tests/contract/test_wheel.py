@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -44,3 +45,12 @@ def test_a_wheel_holds_all_that_runs_and_nothing_else(tmp_path: Path) -> None:
         "torch",
         "xxhash",
     }
+
+
+def test_the_benchmarks_have_the_version_of_the_project_and_need_it() -> None:
+    project, benchmarks = (
+        tomllib.loads((ROOT / file).read_text())["project"] for file in ("pyproject.toml", "benchmarks/pyproject.toml")
+    )
+    assert benchmarks["version"] == project["version"]
+    assert project["optional-dependencies"]["bench"] == [f"{benchmarks['name']}=={project['version']}"]
+    assert benchmarks["dependencies"] == [f"backhaul[server]=={project['version']}"]

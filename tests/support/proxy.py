@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from backhaul.bench.counting_proxy import CountingProxy
+from backhaul_bench.counting_proxy import CountingProxy
 
 
 class SlowProxy(CountingProxy):

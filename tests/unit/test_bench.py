@@ -11,16 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from backhaul.bench import child, command, rounds
-from backhaul.bench.device import GROUPS
-from backhaul.bench.figures import FIGURES, Figure, Kind, Verdict, chosen
-from backhaul.bench.noise import NOISY, Core, CoreTimes, ThreadTimes, foreign_share
-from backhaul.bench.outcomes import as_table, is_failed, of_counts, of_rounds, without_value
-from backhaul.bench.overlap import Lane, exposed
-from backhaul.bench.rounds import Alternative, Plan, Rounds, Spread, UnequalGradientsError, interleave, ratio_of
-from backhaul.bench.stage import Stage
-from backhaul.bench.training import Training, adapt, checkpoint_of_torch, compare, compare_gradients
+from backhaul._cli.main import main
 from backhaul.demo.model import Block
+from backhaul_bench import child, command, rounds
+from backhaul_bench.device import GROUPS
+from backhaul_bench.figures import FIGURES, Figure, Kind, Verdict, chosen
+from backhaul_bench.noise import NOISY, Core, CoreTimes, ThreadTimes, foreign_share
+from backhaul_bench.outcomes import as_table, is_failed, of_counts, of_rounds, without_value
+from backhaul_bench.overlap import Lane, exposed
+from backhaul_bench.rounds import Alternative, Plan, Rounds, Spread, UnequalGradientsError, interleave, ratio_of
+from backhaul_bench.stage import Stage
+from backhaul_bench.training import Training, adapt, checkpoint_of_torch, compare, compare_gradients
 from backhaul_proto.v1 import telemetry_pb2
 
 ISSUED = {
@@ -270,7 +271,7 @@ def test_unequal_gradients_leave_no_number(monkeypatch: pytest.MonkeyPatch) -> N
     def measure(stage: Stage) -> None:
         raise UnequalGradientsError("1 of 2 gradients of ours and theirs are not equal")
 
-    monkeypatch.setattr("backhaul.bench.tenants.measure", measure)
+    monkeypatch.setattr("backhaul_bench.tenants.measure", measure)
     found = child.measure("tenants", Stage.of(0, 1, os.getpid()))
     assert [outcome.name for outcome in found] == ["tenants", "tenants_fair"]
     assert all(outcome.verdict == "failed" and outcome.value is None for outcome in found)
@@ -374,7 +375,7 @@ def test_the_results_that_are_committed_can_be_read() -> None:
 
 
 def test_the_command_and_the_clients_without_torch_do_not_import_it() -> None:
-    modules = "backhaul.bench.command, backhaul.bench.bare, backhaul.bench.tenant_client"
+    modules = "backhaul_bench.command, backhaul_bench.bare, backhaul_bench.tenant_client"
     said = subprocess.run(
         [sys.executable, "-c", f"import sys, {modules}; print('torch' in sys.modules)"],
         capture_output=True,
@@ -400,3 +401,16 @@ def test_an_accelerator_has_the_figures_of_training(monkeypatch: pytest.MonkeyPa
     assert {figure.group for figure in found} == GROUPS
     with pytest.raises(ValueError, match="has work for it"):
         command._on_device(chosen(["tenants"]), "cuda")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["--only", "growth"], ["--json=file", "--", "--version"]])
+def test_without_the_distribution_the_command_names_its_extra(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("backhaul._cli.registry.entry_points", lambda **_: ())
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", *arguments])
+    assert capsys.readouterr().err == "backhaul bench needs pip install 'backhaul[bench]'\n"
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert "needs pip install 'backhaul[bench]'" in capsys.readouterr().out

@@ -128,3 +128,12 @@ def test_costs_that_can_not_be_read(text: str, tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "costs.json").write_text(text)
     assert main(["simulate", "--costs", str(tmp_path / "costs.json")]) == 2
     assert "--costs" in capsys.readouterr().err
+
+
+def test_measuring_without_the_benchmarks_names_their_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr("backhaul.simulate.command.entry_points", lambda **_: ())
+    assert main(["simulate"]) == 2
+    assert "pip install 'backhaul[bench]'" in capsys.readouterr().err

@@ -5,16 +5,18 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from backhaul.bench.machine import describe
 from backhaul.simulate.costs import Costs
-from backhaul.simulate.predictions import as_svg, as_table, measurable, others, rows
+from backhaul.simulate.predictions import Measured, as_svg, as_table, measurable, others, rows
 from backhaul_runtime.replay.schedule import Footprint
 
 HELP = "predict the time of a step with other depths, budgets, networks and workers"
+MEASUREMENTS = "backhaul.measurements"
 _CORES = 2
 
 
@@ -36,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"backhaul simulate: --{option} {path} can't be written there", file=sys.stderr)
             return 2
     found: dict[str, Any] = {}
-    measured: dict[str, Any] = {}
+    measured: Mapping[str, Measured] = {}
     costs: Costs | None = None
     if arguments.costs is not None:
         try:
@@ -50,9 +52,13 @@ def run(arguments: argparse.Namespace) -> int:
         if len(cores) < _CORES:
             print(f"backhaul simulate: measuring needs Linux and {_CORES} cores", file=sys.stderr)
             return 2
+        # backhaul-bench declares it, because measuring needs packages that the trainer's wheel does not hold.
+        entry = next(iter(entry_points(group=MEASUREMENTS, name="simulate")), None)
+        if entry is None:
+            print("backhaul simulate: measuring needs pip install 'backhaul[bench]'", file=sys.stderr)
+            return 2
         signal.signal(signal.SIGTERM, _interrupt)  # so that nothing is left behind then either
-        found["machine"] = describe(cores[0], cores[1], "cpu")
-        costs, measured = _on_stage(cores, costs, arguments.measure)
+        found["machine"], costs, measured = entry.load()(cores, costs, with_steps=arguments.measure)
     predicted = rows(costs, measurable(costs) | others(costs), measured)
     print(as_table(predicted))
     if arguments.json is not None:
@@ -67,29 +73,6 @@ def read_costs(path: Path) -> Costs:
     """Costs as --json wrote them. Raises OSError, ValueError, KeyError or TypeError for anything else."""
     found = json.loads(path.read_text())["costs"]
     return Costs(**{**found, "footprint": Footprint(**found["footprint"])})
-
-
-def _on_stage(cores: list[int], costs: Costs | None, is_measured: bool) -> tuple[Costs, dict[str, Any]]:
-    os.environ |= {"OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "6"}
-    from backhaul.bench.noise import pin
-    from backhaul.bench.stage import Stage
-
-    pin(cores[0])  # before torch starts threads
-    import torch
-
-    from backhaul.simulate.calibrate import calibrate
-    from backhaul.simulate.measure import measure
-
-    torch.set_num_threads(1)
-    with Stage.of(cores[0], cores[1], os.getpid()) as stage:
-        if costs is None:
-            print("measuring what a segment costs", file=sys.stderr, flush=True)
-            costs = calibrate(stage)
-    if not is_measured:
-        return costs, {}
-    with Stage.of(cores[0], cores[1], os.getpid()) as stage:
-        print("measuring steps", file=sys.stderr, flush=True)
-        return costs, dict(measure(stage, measurable(costs)))
 
 
 def _interrupt(number: int, frame: object) -> None:

@@ -1,18 +1,34 @@
 """What is predicted: a table, what a measurement is to show, and charts. Free of torch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from backhaul.simulate.chart import ChartPanel, draw
 from backhaul.simulate.costs import Costs, Setup, step_of_torch_s, step_without_checkpointing_s
 from backhaul.simulate.model import predict
 
-if TYPE_CHECKING:
-    from backhaul.simulate.measure import Measured
-
 SEGMENTS = 8
 _MEGABYTES = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Measured steps of one setup.
+
+    Attributes:
+        step_s: Median duration of the undisturbed steps, in seconds.
+        low_s: Lower quartile of the durations, in seconds.
+        high_s: Upper quartile of the durations, in seconds.
+        kept: Number of undisturbed steps. If they are too few, all steps count and the result is inconclusive.
+        is_conclusive: Whether there were enough undisturbed steps.
+    """
+
+    step_s: float
+    low_s: float
+    high_s: float
+    kept: int
+    is_conclusive: bool
 
 
 def measurable(costs: Costs) -> dict[str, Setup]:
@@ -41,7 +57,7 @@ def others(costs: Costs) -> dict[str, Setup]:
     }
 
 
-def rows(costs: Costs, setups: Mapping[str, Setup], measured: "Mapping[str, Measured]") -> list[dict[str, Any]]:
+def rows(costs: Costs, setups: Mapping[str, Setup], measured: Mapping[str, Measured]) -> list[dict[str, Any]]:
     """Each setup with what is predicted of it, and what was measured."""
     found = []
     for name, setup in setups.items():

@@ -1,6 +1,6 @@
 """A client without torch: sends prepared requests as fast as one trainer can, one after the other.
 
-`python -m backhaul.bench.tenant_client ADDRESS DIRECTORY` saves a segment of its own, asks for its backward once,
+`python -m backhaul_bench.tenant_client ADDRESS DIRECTORY` saves a segment of its own, asks for its backward once,
 leaves the answer in the directory, and prints a line. Then for each moment on stdin it prints how many were answered in
 the CLIENT_S after it.
 """

@@ -5,12 +5,12 @@ import ctypes
 import torch
 from torch import Tensor
 
-from backhaul.bench.noise import settle
-from backhaul.bench.outcomes import Outcome, of_rounds
-from backhaul.bench.rounds import Alternative, Plan, interleave, ratio_of
-from backhaul.bench.stage import Stage
-from backhaul.bench.training import compare_gradients
-from backhaul.bench.transfers import with_spans
+from backhaul_bench.noise import settle
+from backhaul_bench.outcomes import Outcome, of_rounds
+from backhaul_bench.rounds import Alternative, Plan, interleave, ratio_of
+from backhaul_bench.stage import Stage
+from backhaul_bench.training import compare_gradients
+from backhaul_bench.transfers import with_spans
 
 TENSOR_BYTES = 16 << 20
 TENSORS = 8

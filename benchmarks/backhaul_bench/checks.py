@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
-from backhaul.bench.outcomes import Outcome, of_rounds
-from backhaul.bench.rounds import Alternative, Plan, Round, interleave
-from backhaul.bench.stage import Stage
-from backhaul.bench.training import DROPOUT, LARGE, SMALL, WIDTH, compare_gradients
 from backhaul.demo.model import Block
+from backhaul_bench.outcomes import Outcome, of_rounds
+from backhaul_bench.rounds import Alternative, Plan, Round, interleave
+from backhaul_bench.stage import Stage
+from backhaul_bench.training import DROPOUT, LARGE, SMALL, WIDTH, compare_gradients
 from backhaul_runtime.program.op_list import allowed_ops
 from backhaul_runtime.record.recorder import Recorder
 from backhaul_runtime.record.recording import Recording

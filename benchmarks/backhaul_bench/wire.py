@@ -1,11 +1,11 @@
 """Bytes that travel for a step, over the least that must."""
 
-from backhaul.bench.counting_proxy import CountingProxy
-from backhaul.bench.noise import settle
-from backhaul.bench.outcomes import Outcome, of_counts
-from backhaul.bench.stage import Stage
-from backhaul.bench.steps import BLOCKS, on_trainer
-from backhaul.bench.training import LARGE, Training, checkpoint_of_torch, compare
+from backhaul_bench.counting_proxy import CountingProxy
+from backhaul_bench.noise import settle
+from backhaul_bench.outcomes import Outcome, of_counts
+from backhaul_bench.stage import Stage
+from backhaul_bench.steps import BLOCKS, on_trainer
+from backhaul_bench.training import LARGE, Training, checkpoint_of_torch, compare
 
 STEPS = 2
 

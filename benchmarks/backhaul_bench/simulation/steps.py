@@ -2,35 +2,16 @@
 
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
 
-from backhaul.bench.rounds import Alternative, Rounds, timed
-from backhaul.bench.stage import Stage
-from backhaul.bench.training import LARGE, Training, compare
 from backhaul.simulate.costs import Setup
-from backhaul.simulate.narrow import NarrowProxy
+from backhaul.simulate.predictions import Measured
+from backhaul_bench.rounds import Alternative, Rounds, timed
+from backhaul_bench.simulation.throttled_proxy import ThrottledProxy
+from backhaul_bench.stage import Stage
+from backhaul_bench.training import LARGE, Training, compare
 
 LIMIT_S = 420.0
 """No round begins later."""
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Steps of one setup.
-
-    Attributes:
-        step_s: The median of kept steps,
-        low_s: whose middle half begins here,
-        high_s: and ends here.
-        kept: Steps that nobody disturbed. Where they are too few all count, and show little.
-        is_conclusive: Whether they are enough.
-    """
-
-    step_s: float
-    low_s: float
-    high_s: float
-    kept: int
-    is_conclusive: bool
 
 
 def measure(stage: Stage, setups: dict[str, Setup]) -> dict[str, Measured]:
@@ -49,7 +30,7 @@ def measure(stage: Stage, setups: dict[str, Setup]) -> dict[str, Measured]:
                 workers = ",".join(stage.tcp_worker() for _ in range(setup.workers))
             if setup.bytes_per_s:
                 assert workers is not None
-                workers = opened.enter_context(NarrowProxy(workers, setup.bytes_per_s)).address
+                workers = opened.enter_context(ThrottledProxy(workers, setup.bytes_per_s)).address
             session = stage.session(workers, returns="gradients", memory_bytes=setup.memory_bytes)
             sessions.append(session)
             trainings[name] = Training(name, setup.segments, LARGE, session.checkpoint)

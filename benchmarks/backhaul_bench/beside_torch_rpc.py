@@ -5,12 +5,12 @@ import sys
 from functools import partial
 from typing import Any
 
-from backhaul.bench import rpc_peer
-from backhaul.bench.outcomes import Outcome, of_rounds
-from backhaul.bench.rounds import Alternative, Plan, Round, interleave
-from backhaul.bench.stage import Stage
-from backhaul.bench.steps import BLOCKS, on_trainer
-from backhaul.bench.training import SMALL, Training, checkpoint_of_torch, compare
+from backhaul_bench import rpc_peer
+from backhaul_bench.outcomes import Outcome, of_rounds
+from backhaul_bench.rounds import Alternative, Plan, Round, interleave
+from backhaul_bench.stage import Stage
+from backhaul_bench.steps import BLOCKS, on_trainer
+from backhaul_bench.training import SMALL, Training, checkpoint_of_torch, compare
 
 STEPS = 3
 """Timed together: what a step adds is a tenth of it."""
@@ -21,7 +21,7 @@ def measure(stage: Stage) -> list[Outcome]:
     """vs_torch_rpc."""
     session = stage.session(returns="gradients")
     port = rpc_peer.free_port()
-    peer, _ = stage.start([sys.executable, "-P", "-m", "backhaul.bench.rpc_peer", str(port)])
+    peer, _ = stage.start([sys.executable, "-P", "-m", "backhaul_bench.rpc_peer", str(port)])
     rpc_peer.join(port, rpc_peer.TRAINER)
     ways: dict[str, Any] = {
         "local": checkpoint_of_torch,

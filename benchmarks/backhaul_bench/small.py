@@ -2,11 +2,11 @@
 
 from functools import partial
 
-from backhaul.bench.outcomes import Outcome, of_rounds
-from backhaul.bench.rounds import Alternative, Plan, interleave, ratio_of
-from backhaul.bench.stage import OVER_TCP, Stage
-from backhaul.bench.steps import BLOCKS, on_trainer
-from backhaul.bench.training import SMALL, Training, checkpoint_of_torch, compare
+from backhaul_bench.outcomes import Outcome, of_rounds
+from backhaul_bench.rounds import Alternative, Plan, interleave, ratio_of
+from backhaul_bench.stage import OVER_TCP, Stage
+from backhaul_bench.steps import BLOCKS, on_trainer
+from backhaul_bench.training import SMALL, Training, checkpoint_of_torch, compare
 
 STEPS = 4
 """Timed together: one alone is too short to tell whether it was disturbed."""

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from backhaul.bench.figures import FIGURES, Figure, Verdict
-from backhaul.bench.rounds import Round, Rounds, Spread
+from backhaul_bench.figures import FIGURES, Figure, Verdict
+from backhaul_bench.rounds import Round, Rounds, Spread
 
 FORMAT = 1
 """Of the JSON: counts up when a reader of old results would misread new ones."""

@@ -2,11 +2,11 @@
 
 from functools import partial
 
-from backhaul.bench.outcomes import Outcome, of_rounds
-from backhaul.bench.rounds import Alternative, Plan, Round, interleave
-from backhaul.bench.stage import Stage
-from backhaul.bench.steps import on_trainer
-from backhaul.bench.training import Training, checkpoint_of_torch, compare
+from backhaul_bench.outcomes import Outcome, of_rounds
+from backhaul_bench.rounds import Alternative, Plan, Round, interleave
+from backhaul_bench.stage import Stage
+from backhaul_bench.steps import on_trainer
+from backhaul_bench.training import Training, checkpoint_of_torch, compare
 
 FEW, MANY = 8, 64
 WIDTH = 128

@@ -1,6 +1,6 @@
 """The yardsticks of transport: a gRPC server and a TCP server that do nothing but pass bytes. Free of torch.
 
-`python -m backhaul.bench.bare` runs both in one process, as the worker runs its own: asyncio, and an allocator that
+`python -m backhaul_bench.bare` runs both in one process, as the worker runs its own: asyncio, and an allocator that
 keeps what it has (its environment says so). Prints both ports.
 """
 
@@ -15,7 +15,7 @@ import grpc
 
 CHUNK_BYTES = 1 << 20
 TENSOR_BYTES = 64 << 20
-SERVICE = "backhaul.bench.Bare"
+SERVICE = "backhaul_bench.Bare"
 OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1), ("grpc.so_reuseport", 0))
 _UP, _DOWN = b"u", b"d"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self
 
-from backhaul.bench.noise import Core, pin
+from backhaul_bench.noise import Core, pin
 
 if TYPE_CHECKING:
     from backhaul._session import Session

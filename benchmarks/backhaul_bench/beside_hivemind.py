@@ -8,14 +8,14 @@ from time import perf_counter
 
 from torch import Tensor
 
-from backhaul.bench import hivemind_side
-from backhaul.bench.figures import Verdict
-from backhaul.bench.machine import HIVEMIND
-from backhaul.bench.noise import settle
-from backhaul.bench.outcomes import Outcome, of_rounds, without_value
-from backhaul.bench.rounds import Alternative, Plan, UnequalGradientsError, interleave, ratio_of
-from backhaul.bench.stage import Stage, read_line
-from backhaul.bench.steps import on_trainer
+from backhaul_bench import hivemind_side
+from backhaul_bench.figures import Verdict
+from backhaul_bench.machine import HIVEMIND
+from backhaul_bench.noise import settle
+from backhaul_bench.outcomes import Outcome, of_rounds, without_value
+from backhaul_bench.rounds import Alternative, Plan, UnequalGradientsError, interleave, ratio_of
+from backhaul_bench.stage import Stage, read_line
+from backhaul_bench.steps import on_trainer
 
 CALLS = 4
 """Timed together: one alone is too short to tell whether it was disturbed."""

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic
 
-from backhaul.bench.device import GROUPS, VARIABLE
-from backhaul.bench.figures import FIGURES, Figure, Verdict, chosen
-from backhaul.bench.machine import HIVEMIND, describe
-from backhaul.bench.outcomes import Outcome, as_json, as_line, as_table, is_failed, without_value
+from backhaul_bench.device import GROUPS, VARIABLE
+from backhaul_bench.figures import FIGURES, Figure, Verdict, chosen
+from backhaul_bench.machine import HIVEMIND, describe
+from backhaul_bench.outcomes import Outcome, as_json, as_line, as_table, is_failed, without_value
 
 HELP = "measure what Backhaul costs and spares, each figure beside its limit"
 GROUP_LIMIT_S = 600.0
@@ -118,7 +118,7 @@ def run_group(group: str, cores: Sequence[int]) -> list[Outcome]:
     with tempfile.TemporaryDirectory(prefix="backhaul-bench-") as directory:
         results = Path(directory) / "outcomes.json"
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "backhaul.bench.child", group, *map(str, cores), str(results)],
+            [sys.executable, "-P", "-m", "backhaul_bench.child", group, *map(str, cores), str(results)],
             stderr=subprocess.PIPE,
             text=True,
             env=environment,

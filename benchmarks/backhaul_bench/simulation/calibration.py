@@ -12,11 +12,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from backhaul.bench.noise import CoreTimes, settle
-from backhaul.bench.stage import Stage
-from backhaul.bench.training import DROPOUT, LARGE, WIDTH, Training
 from backhaul.demo.model import Block
 from backhaul.simulate.costs import Costs
+from backhaul_bench.noise import CoreTimes, settle
+from backhaul_bench.stage import Stage
+from backhaul_bench.training import DROPOUT, LARGE, WIDTH, Training
 from backhaul_runtime.program.op_list import allowed_ops
 from backhaul_runtime.record.recorder import Recorder
 from backhaul_runtime.replay.replay import Replay

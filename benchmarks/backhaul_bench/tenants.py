@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from backhaul.bench.outcomes import Outcome, of_rounds
-from backhaul.bench.rounds import Alternative, Plan, Rounds, interleave, ratio_of
-from backhaul.bench.stage import Stage, read_line
-from backhaul.bench.tenant_client import CLIENT_S
-from backhaul.bench.training import SMALL, WIDTH, compare_gradients
 from backhaul.demo.model import Block
+from backhaul_bench.outcomes import Outcome, of_rounds
+from backhaul_bench.rounds import Alternative, Plan, Rounds, interleave, ratio_of
+from backhaul_bench.stage import Stage, read_line
+from backhaul_bench.tenant_client import CLIENT_S
+from backhaul_bench.training import SMALL, WIDTH, compare_gradients
 from backhaul_proto.v1 import program_pb2, segment_pb2, tensor_pb2
 from backhaul_runtime.program.codec import address_of_program, encode_program, encode_state
 from backhaul_runtime.program.op_list import allowed_ops
@@ -39,7 +39,7 @@ def measure(stage: Stage) -> list[Outcome]:
     address = stage.tcp_worker()
     with TemporaryDirectory(prefix="backhaul-bench-") as directory:
         gradient = prepare(Path(directory))
-        command = [sys.executable, "-P", "-m", "backhaul.bench.tenant_client", address, directory]
+        command = [sys.executable, "-P", "-m", "backhaul_bench.tenant_client", address, directory]
         clients = [stage.start(command, stage.trainer)[0] for _ in range(CLIENTS)]
         received = answer(Path(directory))
         compare_gradients("a client and the trainer", [received], [gradient])

@@ -2,12 +2,12 @@
 
 from functools import partial
 
-from backhaul.bench.figures import Verdict
-from backhaul.bench.outcomes import Outcome, of_rounds, without_value
-from backhaul.bench.rounds import Alternative, Plan, Round, interleave
-from backhaul.bench.stage import Stage
-from backhaul.bench.training import Training, compare
 from backhaul.demo.dashboard import DashboardProcess
+from backhaul_bench.figures import Verdict
+from backhaul_bench.outcomes import Outcome, of_rounds, without_value
+from backhaul_bench.rounds import Alternative, Plan, Round, interleave
+from backhaul_bench.stage import Stage
+from backhaul_bench.training import Training, compare
 
 BLOCKS, WIDTH, TOKENS = 8, 256, (4, 64)
 STEPS = 3

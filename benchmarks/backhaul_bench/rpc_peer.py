@@ -1,6 +1,6 @@
 """Remote recomputation in the fewest lines of torch.distributed.rpc.
 
-`python -m backhaul.bench.rpc_peer PORT` is the peer. A segment's input, its weights and the RNG state leave while
+`python -m backhaul_bench.rpc_peer PORT` is the peer. A segment's input, its weights and the RNG state leave while
 forward goes on; in backward the peer recomputes the segment and returns all gradients. It checks nothing, and survives
 nothing.
 """
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.func import functional_call
 
-from backhaul.bench.training import DROPOUT, WIDTH
 from backhaul.demo.model import Block
+from backhaul_bench.training import DROPOUT, WIDTH
 
 PEER, TRAINER = 0, 1
 _names = {PEER: "peer", TRAINER: "trainer"}

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from backhaul.bench.device import synchronize
-from backhaul.bench.noise import NOISY, Core, foreign_share, settle
+from backhaul_bench.device import synchronize
+from backhaul_bench.noise import NOISY, Core, foreign_share, settle
 
 ENOUGH = 7
 """Fewer kept rounds than these say nothing."""

@@ -1,4 +1,4 @@
-"""The process of one group: pins itself, measures, writes what it found. `python -m backhaul.bench.child`."""
+"""The process of one group: pins itself, measures, writes what it found. `python -m backhaul_bench.child`."""
 
 import json
 import os
@@ -9,31 +9,31 @@ from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
-from backhaul.bench.figures import FIGURES, Verdict
-from backhaul.bench.noise import pin
-from backhaul.bench.outcomes import Outcome, without_value
-from backhaul.bench.rounds import UnequalGradientsError
-from backhaul.bench.stage import Stage
+from backhaul_bench.figures import FIGURES, Verdict
+from backhaul_bench.noise import pin
+from backhaul_bench.outcomes import Outcome, without_value
+from backhaul_bench.rounds import UnequalGradientsError
+from backhaul_bench.stage import Stage
 
 Measure = Callable[[Stage], list[Outcome]]
 MEASURES = {
-    "steps": "backhaul.bench.steps:measure",
-    "small_frozen": "backhaul.bench.small:measure_frozen",
-    "small": "backhaul.bench.small:measure_trainable",
-    "peak_flat": "backhaul.bench.peaks:measure_flat",
-    "peaks": "backhaul.bench.peaks:measure_beside_others",
-    "wire": "backhaul.bench.wire:measure",
-    "transfers": "backhaul.bench.transfers:measure",
-    "shared_memory": "backhaul.bench.shared_memory:measure",
-    "roundtrip": "backhaul.bench.roundtrip:measure",
-    "growth": "backhaul.bench.growth:measure",
-    "tenants": "backhaul.bench.tenants:measure",
-    "hivemind": "backhaul.bench.beside_hivemind:measure",
-    "torch_rpc": "backhaul.bench.beside_torch_rpc:measure",
-    "cores": "backhaul.bench.cores:measure",
-    "checks_large": "backhaul.bench.checks:measure_large",
-    "checks_small": "backhaul.bench.checks:measure_small",
-    "telemetry": "backhaul.bench.telemetry:measure",
+    "steps": "backhaul_bench.steps:measure",
+    "small_frozen": "backhaul_bench.small:measure_frozen",
+    "small": "backhaul_bench.small:measure_trainable",
+    "peak_flat": "backhaul_bench.peaks:measure_flat",
+    "peaks": "backhaul_bench.peaks:measure_beside_others",
+    "wire": "backhaul_bench.wire:measure",
+    "transfers": "backhaul_bench.transfers:measure",
+    "shared_memory": "backhaul_bench.shared_memory:measure",
+    "roundtrip": "backhaul_bench.roundtrip:measure",
+    "growth": "backhaul_bench.growth:measure",
+    "tenants": "backhaul_bench.tenants:measure",
+    "hivemind": "backhaul_bench.beside_hivemind:measure",
+    "torch_rpc": "backhaul_bench.beside_torch_rpc:measure",
+    "cores": "backhaul_bench.cores:measure",
+    "checks_large": "backhaul_bench.checks:measure_large",
+    "checks_small": "backhaul_bench.checks:measure_small",
+    "telemetry": "backhaul_bench.telemetry:measure",
 }
 """Where each group is measured, by module and function: imported when wanted, for they import torch."""
 

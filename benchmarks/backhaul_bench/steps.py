@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from backhaul.bench.device import measured
-from backhaul.bench.outcomes import Outcome, of_rounds
-from backhaul.bench.overlap import exposed_by_step
-from backhaul.bench.rounds import Alternative, Plan, Rounds, interleave, ratio_of
-from backhaul.bench.stage import Stage
-from backhaul.bench.training import DROPOUT, LARGE, WIDTH, Training, checkpoint_of_torch, compare
 from backhaul.demo.memory import live_bytes
 from backhaul.demo.model import Block
+from backhaul_bench.device import measured
+from backhaul_bench.outcomes import Outcome, of_rounds
+from backhaul_bench.overlap import exposed_by_step
+from backhaul_bench.rounds import Alternative, Plan, Rounds, interleave, ratio_of
+from backhaul_bench.stage import Stage
+from backhaul_bench.training import DROPOUT, LARGE, WIDTH, Training, checkpoint_of_torch, compare
 
 BLOCKS = 8
 ROOM = 4

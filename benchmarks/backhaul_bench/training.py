@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from backhaul.bench.device import measured
-from backhaul.bench.rounds import UnequalGradientsError
 from backhaul.demo.model import Block
+from backhaul_bench.device import measured
+from backhaul_bench.rounds import UnequalGradientsError
 
 WIDTH = 512
 DROPOUT = 0.1

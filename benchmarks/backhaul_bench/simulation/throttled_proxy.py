@@ -3,10 +3,10 @@
 import time
 from collections.abc import Callable
 
-from backhaul.bench.counting_proxy import CountingProxy
+from backhaul_bench.counting_proxy import CountingProxy
 
 
-class NarrowProxy(CountingProxy):
+class ThrottledProxy(CountingProxy):
     """Passes bytes on to a server, each way no faster than told. A context manager.
 
     Args:

@@ -1,6 +1,6 @@
 """What the two cores cost each other: forward here while the worker's core computes the same, over forward here alone.
 
-`python -m backhaul.bench.cores` is what computes on the worker's core. No Backhaul is in it: it bounds what can be had
+`python -m backhaul_bench.cores` is what computes on the worker's core. No Backhaul is in it: it bounds what can be had
 from recomputing beside forward.
 """
 
@@ -10,11 +10,11 @@ import sys
 
 import torch
 
-from backhaul.bench.outcomes import Outcome, of_rounds
-from backhaul.bench.rounds import Alternative, Plan, interleave, ratio_of
-from backhaul.bench.stage import Stage
-from backhaul.bench.steps import BLOCKS
-from backhaul.bench.training import LARGE, Training
+from backhaul_bench.outcomes import Outcome, of_rounds
+from backhaul_bench.rounds import Alternative, Plan, interleave, ratio_of
+from backhaul_bench.stage import Stage
+from backhaul_bench.steps import BLOCKS
+from backhaul_bench.training import LARGE, Training
 
 PLAN = Plan(most=15, limit_s=20.0)
 
@@ -22,7 +22,7 @@ PLAN = Plan(most=15, limit_s=20.0)
 def measure(stage: Stage) -> list[Outcome]:
     """cores_together."""
     training = Training("none", BLOCKS, LARGE, None)
-    other, _ = stage.start([sys.executable, "-P", "-m", "backhaul.bench.cores"])
+    other, _ = stage.start([sys.executable, "-P", "-m", "backhaul_bench.cores"])
     other.send_signal(signal.SIGSTOP)
 
     def alone() -> None:

@@ -4,14 +4,14 @@ import sys
 
 import torch
 
-from backhaul.bench.bare import BareGrpc
-from backhaul.bench.noise import settle
-from backhaul.bench.outcomes import Outcome, of_rounds
-from backhaul.bench.rounds import Alternative, Plan, interleave, ratio_of
-from backhaul.bench.stage import Stage
-from backhaul.bench.steps import on_trainer
-from backhaul.bench.training import compare_gradients
-from backhaul.bench.transfers import KEEPS_FREED_MEMORY
+from backhaul_bench.bare import BareGrpc
+from backhaul_bench.noise import settle
+from backhaul_bench.outcomes import Outcome, of_rounds
+from backhaul_bench.rounds import Alternative, Plan, interleave, ratio_of
+from backhaul_bench.stage import Stage
+from backhaul_bench.steps import on_trainer
+from backhaul_bench.training import compare_gradients
+from backhaul_bench.transfers import KEEPS_FREED_MEMORY
 
 SEGMENTS = 16
 BACKWARDS = 8
@@ -24,7 +24,7 @@ PLAN = Plan(most=25, warm=2, limit_s=25.0)
 def measure(stage: Stage) -> list[Outcome]:
     """small_roundtrip."""
     session = stage.session(returns="gradients")
-    _, ports = stage.start([sys.executable, "-P", "-m", "backhaul.bench.bare"], environment=KEEPS_FREED_MEMORY)
+    _, ports = stage.start([sys.executable, "-P", "-m", "backhaul_bench.bare"], environment=KEEPS_FREED_MEMORY)
     bare = BareGrpc(int(ports.split()[0]))
 
     def waited() -> float:

@@ -6,13 +6,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from backhaul.bench.bare import TENSOR_BYTES, BareGrpc, BareTcp
-from backhaul.bench.noise import settle
-from backhaul.bench.outcomes import Outcome, of_rounds
-from backhaul.bench.overlap import Lane, spans, told_calls
-from backhaul.bench.rounds import Alternative, Plan, Rounds, interleave, ratio_of
-from backhaul.bench.stage import OVER_TCP, Stage
-from backhaul.bench.training import compare_gradients
+from backhaul_bench.bare import TENSOR_BYTES, BareGrpc, BareTcp
+from backhaul_bench.noise import settle
+from backhaul_bench.outcomes import Outcome, of_rounds
+from backhaul_bench.overlap import Lane, spans, told_calls
+from backhaul_bench.rounds import Alternative, Plan, Rounds, interleave, ratio_of
+from backhaul_bench.stage import OVER_TCP, Stage
+from backhaul_bench.training import compare_gradients
 
 REPEATS = 4
 """Transfers timed together: one alone is too short to tell whether it was disturbed."""
@@ -24,7 +24,7 @@ KEEPS_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "268435456", "MALLOC_TRIM_THRESH
 def measure(stage: Stage) -> list[Outcome]:
     """The save_ and fetch_ figures: time of a tensor there over time here, which is bandwidth over bandwidth."""
     session = stage.session(stage.tcp_worker(), returns="gradients", **OVER_TCP)
-    _, ports = stage.start([sys.executable, "-P", "-m", "backhaul.bench.bare"], environment=KEEPS_FREED_MEMORY)
+    _, ports = stage.start([sys.executable, "-P", "-m", "backhaul_bench.bare"], environment=KEEPS_FREED_MEMORY)
     grpc_port, tcp_port = map(int, ports.split())
     bare, tcp = BareGrpc(grpc_port), BareTcp(tcp_port)
     x = torch.randn(TENSOR_BYTES // 4, requires_grad=True)

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from backhaul.bench.noise import settle
-from backhaul.bench.outcomes import Outcome, of_counts
-from backhaul.bench.stage import Stage
-from backhaul.bench.training import LARGE, Checkpoint, Training, checkpoint_of_torch, compare
 from backhaul.demo.memory import peak_live_bytes
+from backhaul_bench.noise import settle
+from backhaul_bench.outcomes import Outcome, of_counts
+from backhaul_bench.stage import Stage
+from backhaul_bench.training import LARGE, Checkpoint, Training, checkpoint_of_torch, compare
 from backhaul_runtime.process.resources import resident_bytes
 
 FEW, MANY = 8, 64
