@@ -21,30 +21,44 @@ _CORES = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Adds the options of `backhaul simulate` to its parser."""
     parser.add_argument(
-        "--costs", type=Path, metavar="FILE", help="of a segment, as --json wrote them (default: they are measured now)"
+        "--costs",
+        type=Path,
+        metavar="FILE",
+        help="read the costs of a segment from a file that --json wrote (default: measure them now)",
     )
-    parser.add_argument("--measure", action="store_true", help="measure what two cores can, and say the error")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write costs, predictions and measurements")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw predictions")
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="also measure the setups that fit on two cores, and print the error of each prediction",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write costs, predictions and measurements to a file")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the predictions as an SVG image")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures what a segment costs, predicts, prints, writes."""
+    """Measures or reads the costs of a segment, predicts steps, prints them and writes the requested files.
+
+    Returns:
+        The exit code: 0, or 2 if an option cannot be used.
+    """
     for option in ("json", "svg"):
         path = getattr(arguments, option)
         if path is not None and not os.access(path.absolute().parent, os.W_OK):
-            print(f"backhaul simulate: --{option} {path} can't be written there", file=sys.stderr)
+            print(
+                f"backhaul simulate: --{option} {path} cannot be written: the directory is missing or not writable",
+                file=sys.stderr,
+            )
             return 2
-    found: dict[str, Any] = {}
+    written: dict[str, Any] = {}
     measured: Mapping[str, Measured] = {}
     costs: Costs | None = None
     if arguments.costs is not None:
         try:
             costs = read_costs(arguments.costs)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            why = f"it has no {error}" if isinstance(error, KeyError) else error
+            why = f"the file has no {error}" if isinstance(error, KeyError) else error
             print(f"backhaul simulate: --costs {arguments.costs}: {why}", file=sys.stderr)
             return 2
     if costs is None or arguments.measure:
@@ -57,22 +71,27 @@ def run(arguments: argparse.Namespace) -> int:
         if entry is None:
             print("backhaul simulate: measuring needs pip install 'backhaul[bench]'", file=sys.stderr)
             return 2
-        signal.signal(signal.SIGTERM, _interrupt)  # so that nothing is left behind then either
-        found["machine"], costs, measured = entry.load()(cores, costs, with_steps=arguments.measure)
+        signal.signal(signal.SIGTERM, _interrupt)  # Raises, so that the worker processes are closed.
+        written["machine"], costs, measured = entry.load()(cores, costs, with_steps=arguments.measure)
     predicted = rows(costs, measurable(costs) | others(costs), measured)
     print(as_table(predicted))
     if arguments.json is not None:
-        found |= {"costs": asdict(costs), "steps": predicted}
-        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+        written |= {"costs": asdict(costs), "steps": predicted}
+        arguments.json.write_text(json.dumps(written, indent=2) + "\n")
     if arguments.svg is not None:
         arguments.svg.write_text(as_svg(costs))
     return 0
 
 
 def read_costs(path: Path) -> Costs:
-    """Costs as --json wrote them. Raises OSError, ValueError, KeyError or TypeError for anything else."""
-    found = json.loads(path.read_text())["costs"]
-    return Costs(**{**found, "footprint": Footprint(**found["footprint"])})
+    """Reads the costs from a file that --json wrote.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError, KeyError, TypeError: The file does not hold costs.
+    """
+    costs = json.loads(path.read_text())["costs"]
+    return Costs(**{**costs, "footprint": Footprint(**costs["footprint"])})
 
 
 def _interrupt(number: int, frame: object) -> None:
