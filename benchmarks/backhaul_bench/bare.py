@@ -21,7 +21,7 @@ _UP, _DOWN = b"u", b"d"
 
 
 class BareGrpc:
-    """The client of the gRPC server. It streams raw bytes."""
+    """A client of the gRPC server that streams raw bytes."""
 
     def __init__(self, port: int) -> None:
         self._channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=OPTIONS)
@@ -70,7 +70,7 @@ class BareGrpc:
 
 
 class BareTcp:
-    """The client of the TCP server. It has one socket and one buffer.
+    """A client of the TCP server with one socket and one buffer.
 
     Attributes:
         congestion_control: Name of the socket's TCP congestion control.

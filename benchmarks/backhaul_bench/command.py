@@ -16,7 +16,7 @@ from backhaul_bench.figures import FIGURES, Figure, Verdict, chosen
 from backhaul_bench.machine import HIVEMIND, describe
 from backhaul_bench.outcomes import Outcome, as_json, as_line, as_table, is_failed, without_value
 
-HELP = "measure what Backhaul costs and spares, each figure beside its limit"
+HELP = "measure the overhead and the savings of Backhaul and compare each figure with its limit"
 GROUP_LIMIT_S = 600.0
 LAST_BEGIN_S = 855.0
 """No group begins later than this, so that `make bench` takes under 15 minutes on slow machines too.

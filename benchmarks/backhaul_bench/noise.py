@@ -81,7 +81,7 @@ def foreign_share(before: CoreTimes, after: CoreTimes) -> float:
 
 
 def _delayed_by_others_s(before: CoreTimes, after: CoreTimes, pid: int, ours_s: float) -> float:
-    """Of the thread that ran most, by what is not among the time that all of ours ran on its core."""
+    """Returns how long other processes delayed a process' busiest thread: its delay minus our other threads' time."""
     earlier = before.threads.get(pid, {})
     none = ThreadTimes(0.0, 0.0)
     ran = {thread: times.ran_s - earlier.get(thread, none).ran_s for thread, times in after.threads[pid].items()}

@@ -102,7 +102,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """When a measurement ends.
+    """Limits that decide when a measurement ends.
 
     Attributes:
         enough: Number of kept rounds that ends the measurement.

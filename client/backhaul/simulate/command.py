@@ -15,7 +15,7 @@ from backhaul.simulate.costs import Costs
 from backhaul.simulate.predictions import Measured, as_svg, as_table, measurable, others, rows
 from backhaul_runtime.replay.schedule import Footprint
 
-HELP = "predict the time of a step with other depths, budgets, networks and workers"
+HELP = "predict the duration of a training step for other depths, memory budgets, networks and workers"
 MEASUREMENTS = "backhaul.measurements"
 _CORES = 2
 

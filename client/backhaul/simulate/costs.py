@@ -45,7 +45,7 @@ class Costs:
         return self.weight_bytes + self.boundary_bytes
 
     def budget_bytes(self, segments: int, replays: int) -> int:
-        """Returns the bytes that a worker needs to hold `segments` segments, `replays` of them replayed, and run one."""
+        """Returns bytes that a worker needs to hold `segments` segments, `replays` of them replayed, and run one."""
         running_bytes = self.weight_bytes + 2 * self.boundary_bytes
         return segments * self.result_bytes + replays * self.footprint.ready_bytes + running_bytes
 
