@@ -1,4 +1,4 @@
-"""What a user installs."""
+"""Tests of the wheel that users install, and of the distribution of the benchmarks."""
 
 import subprocess
 import sys
