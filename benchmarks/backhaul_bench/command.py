@@ -79,10 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"backhaul bench: {error}", file=sys.stderr)
         return 2
     if arguments.json is not None and not os.access(arguments.json.absolute().parent, os.W_OK):
-        print(
-            f"backhaul bench: --json {arguments.json} cannot be written: the directory is missing or not writable",
-            file=sys.stderr,
-        )
+        print(f"backhaul bench: --json {arguments.json}: its directory is missing or not writable", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, _interrupt)  # Raises, so that the processes it started are ended.
     os.environ[VARIABLE] = arguments.device

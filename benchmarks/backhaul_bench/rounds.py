@@ -144,12 +144,10 @@ def interleave(
     rounds, began_s = Rounds(), time.monotonic()
     for number in range(plan.warm + plan.most):
         turn = number % len(variants)
-        results = {v.name: measured(v, cores) for v in (*variants[turn:], *variants[:turn])}
+        taken = {v.name: measured(v, cores) for v in (*variants[turn:], *variants[:turn])}
         compare()
         if number >= plan.warm:
-            rounds.add(
-                {name: taken for name, (taken, _) in results.items()}, is_quiet=all(q for _, q in results.values())
-            )
+            rounds.add({name: value for name, (value, _) in taken.items()}, is_quiet=all(q for _, q in taken.values()))
         if rounds.kept >= plan.enough or (rounds.measured and time.monotonic() - began_s > plan.limit_s):
             break
     return rounds

@@ -27,7 +27,7 @@ def measure(stage: Stage) -> list[Outcome]:
     _, ports = stage.start([sys.executable, "-P", "-m", "backhaul_bench.bare"], environment=KEEPS_FREED_MEMORY)
     bare = BareGrpc(int(ports.split()[0]))
 
-    def wait_per_segment() -> float:
+    def wait_s() -> float:
         before = sum(segment.wait_s for segment in session.report().segments)
         for number in range(BACKWARDS):
             x = torch.full((ELEMENTS,), float(number), requires_grad=True)
@@ -41,10 +41,7 @@ def measure(stage: Stage) -> list[Outcome]:
         now = sum(segment.wait_s for segment in session.report().segments)
         return (now - before) / (BACKWARDS * SEGMENTS)
 
-    variants = [
-        Alternative("backhaul", wait_per_segment),
-        Alternative("grpc", lambda: bare.round_trips(TRIPS, 4 * ELEMENTS)),
-    ]
+    variants = [Alternative("backhaul", wait_s), Alternative("grpc", lambda: bare.round_trips(TRIPS, 4 * ELEMENTS))]
     rounds = interleave(variants, stage.cores, PLAN)
     bare.close()
     if not session.report().remote:

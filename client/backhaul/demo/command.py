@@ -24,18 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=_positive, default=8, help="training steps of each variant (default: %(default)s)"
     )
-    parser.add_argument(
-        "--layers", type=_positive, default=6, help="number of blocks; each block is one segment (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--width", type=_positive, default=256, help="width of the model, a multiple of 32 (default: %(default)s)"
-    )
+    parser.add_argument("--layers", type=_positive, default=6, help="blocks, one segment each (default: %(default)s)")
+    parser.add_argument("--width", type=_positive, default=256, help="a multiple of 32 (default: %(default)s)")
     parser.add_argument("--context", type=_positive, default=256, help="bytes of text per row (default: %(default)s)")
     parser.add_argument("--batch", type=_positive, default=4, help="rows per step (default: %(default)s)")
     parser.add_argument(
-        "--worker",
-        metavar="ADDRESS",
-        help="address of a running worker, or several separated by commas (default: start one)",
+        "--worker", metavar="ADDRESS", help="running worker, or several separated by commas (default: start one)"
     )
     parser.add_argument(
         "--token-file", metavar="FILE", help="file with the token of the worker, or several files separated by commas"
@@ -58,10 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"backhaul demo: --width {arguments.width} is not a multiple of 32", file=sys.stderr)
         return 2
     if arguments.json is not None and not os.access(arguments.json.parent, os.W_OK):
-        print(
-            f"backhaul demo: --json {arguments.json} cannot be written: the directory is missing or not writable",
-            file=sys.stderr,
-        )
+        print(f"backhaul demo: --json {arguments.json}: its directory is missing or not writable", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, _interrupt)  # Raises, so that the processes it started are ended.
     try:

@@ -46,10 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     for option in ("json", "svg"):
         path = getattr(arguments, option)
         if path is not None and not os.access(path.absolute().parent, os.W_OK):
-            print(
-                f"backhaul simulate: --{option} {path} cannot be written: the directory is missing or not writable",
-                file=sys.stderr,
-            )
+            print(f"backhaul simulate: --{option} {path}: its directory is missing or not writable", file=sys.stderr)
             return 2
     written: dict[str, Any] = {}
     measured: Mapping[str, Measured] = {}
