@@ -43,15 +43,15 @@ screenshots: $(VENV)/.dev
 soak: $(VENV)/.dev
 	$(BIN)/python -m pytest -m soak
 
-# Every figure beside its limit, on two cores (under 15 minutes). Let the machine do nothing else.
+# Measures every figure on two cores and compares it with its limit (under 15 minutes). Keep the machine idle otherwise.
 bench: $(VENV)/.dev .venv-hivemind/.done
 	$(BIN)/backhaul bench --hivemind .venv-hivemind/bin/python --json bench.json $(if $(ONLY),--only $(ONLY))
 
-# The figures of training on a CUDA device, trainer and worker sharing it (under 8 minutes). Without one it says so.
+# Measures the figures of training on a CUDA device that trainer and worker share (under 8 minutes).
 bench-gpu: $(VENV)/.dev
 	$(BIN)/backhaul bench --device cuda --json bench-gpu.json $(if $(ONLY),--only $(ONLY))
 
-# One figure is beside hivemind. Where it can't be installed the bench says so.
+# One figure is compared with hivemind. If hivemind cannot be installed, the bench reports the figure as unavailable.
 .venv-hivemind/.done:
 	$(PYTHON) -m venv .venv-hivemind
 	.venv-hivemind/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read when torch is imported
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # Set before torch is imported, which reads it.
 
 import matplotlib.pyplot as plt
 import torch
@@ -20,9 +20,9 @@ COLORS = ("#8c8c8c", "#2f6fb0", "#e0a030", "#c2410c")
 
 
 def curve(variant: Variant) -> list[float]:
-    """Megabytes during a step, the most in each of POINTS equal parts of it."""
+    """Returns the peak megabytes in each of POINTS equal parts of a step."""
     corpus = standard_library()
-    variant.backward(corpus, 0)  # makes the gradients, sends the weights
+    variant.backward(corpus, 0)  # Allocates the gradients and sends the weights.
     events = live_bytes(lambda: variant.backward(corpus, 1))
     first, last = events[0][0], events[-1][0]
     most = [0] * POINTS
@@ -37,14 +37,14 @@ def curve(variant: Variant) -> list[float]:
 
 
 def main() -> None:
-    """Runs a step of each variant and draws what it held."""
+    """Runs a step of each variant and draws its activation memory."""
     torch.set_num_threads(1)
     plt.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "memory", "axes.spines.top": False}
     plt.rcParams |= {"axes.spines.right": False, "font.family": "sans-serif"}
     figure, (whole, near) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
     with backhaul.connect() as session:
-        found = variants(Settings(layers=LAYERS), lambda returns: backhaul.connect(session.workers, returns=returns))
-        for variant, color in zip(found, COLORS, strict=True):
+        compared = variants(Settings(layers=LAYERS), lambda returns: backhaul.connect(session.workers, returns=returns))
+        for variant, color in zip(compared, COLORS, strict=True):
             megabytes = curve(variant)
             label = f"{variant.name}: {max(megabytes):.0f} MB at most"
             whole.plot(megabytes, color=color, label=label, linewidth=1.4)

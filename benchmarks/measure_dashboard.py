@@ -1,9 +1,9 @@
-"""What the dashboard takes with many workers, segments and open pages: resident memory and CPU time of its process.
+"""Measures resident memory and CPU time of a dashboard with many workers, segments and open pages.
 
     python benchmarks/measure_dashboard.py [--workers 50] [--segments 10000] [--pages 3] [--seconds 60]
 
-Workers are made up, in this process; each open page has the event stream and asks, as a browser with the page in front
-does, for memory, latency, timeline and segments.
+The workers are simulated in this process. Each open page reads the event stream and, with --ask-every, requests memory,
+latency, timeline, segments and runs as a browser does for a visible page.
 """
 
 import argparse
@@ -26,19 +26,19 @@ _PARTS = ("memory", "latency", "timeline", "segments", "runs")
 
 
 def cpu_s(pid: int) -> float:
-    """That a process has used so far."""
+    """Returns the CPU seconds that a process has used so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS_A_SECOND
 
 
 def memory_mb(pid: int, key: str) -> float:
-    """A memory field of a process, in MB."""
+    """Returns a memory field of a process' status, such as "VmRSS", in MB."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith(f"{key}:"))
 
 
 def look(url: str, every_s: float, ended: threading.Event, events: list[int]) -> None:
-    """An open page."""
+    """Acts as an open page until `ended` is set, and appends the size of each event in bytes to `events`."""
     with httpx.Client(base_url=url, timeout=30) as client:
 
         def ask() -> None:
@@ -58,13 +58,15 @@ def look(url: str, every_s: float, ended: threading.Event, events: list[int]) ->
 
 
 def main() -> None:
-    """Prints the figures."""
+    """Measures the dashboard and prints the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=50)
     parser.add_argument("--segments", type=int, default=10_000)
     parser.add_argument("--pages", type=int, default=3)
     parser.add_argument("--seconds", type=int, default=60)
-    parser.add_argument("--ask-every", type=float, default=0.0, help="seconds between a page's questions, 0 for none")
+    parser.add_argument(
+        "--ask-every", type=float, default=0.0, help="seconds between the requests of a page; 0: no requests"
+    )
     options = parser.parse_args()
     with Fleet(options.workers, options.segments) as fleet:
         command = [
@@ -91,7 +93,7 @@ def main() -> None:
                 time.sleep(0.1)
             for page in pages:
                 page.start()
-            time.sleep(5)  # what a start costs is not what running costs
+            time.sleep(5)  # Leaves out the costs of starting.
             began_s, used_s = time.monotonic(), cpu_s(process.pid)
             time.sleep(options.seconds)
             share = (cpu_s(process.pid) - used_s) / (time.monotonic() - began_s)

@@ -1,1 +1,1 @@
-"""`backhaul bench`: what Backhaul costs and spares, each figure beside its limit."""
+"""The benchmarks of Backhaul: `backhaul bench` measures figures and compares them with their limits."""

@@ -1,7 +1,7 @@
-"""The yardsticks of transport: a gRPC server and a TCP server that do nothing but pass bytes. Free of torch.
+"""Baselines for transfers: a gRPC server and a TCP server that only pass bytes. Imports no torch.
 
-`python -m backhaul_bench.bare` runs both in one process, as the worker runs its own: asyncio, and an allocator that
-keeps what it has (its environment says so). Prints both ports.
+`python -m backhaul_bench.bare` runs both servers in one process and prints their ports. Like the worker, it uses
+asyncio and an allocator that keeps freed memory, which environment variables configure.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ _UP, _DOWN = b"u", b"d"
 
 
 class BareGrpc:
-    """Streams of raw bytes, from the trainer's side."""
+    """A client of the gRPC server that streams raw bytes."""
 
     def __init__(self, port: int) -> None:
         self._channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=OPTIONS)
@@ -31,20 +31,20 @@ class BareGrpc:
         self._chunks = [bytes(CHUNK_BYTES)] * (TENSOR_BYTES // CHUNK_BYTES)
 
     def put(self) -> float:
-        """Seconds to send TENSOR_BYTES and have them acknowledged."""
+        """Sends TENSOR_BYTES and waits for the acknowledgement. Returns the duration in seconds."""
         began_s = perf_counter()
         self._put(iter(self._chunks))
         return perf_counter() - began_s
 
     def get(self) -> float:
-        """Seconds to ask for TENSOR_BYTES and receive them."""
+        """Requests TENSOR_BYTES and receives them. Returns the duration in seconds."""
         began_s = perf_counter()
         received = sum(map(len, self._get(b"")))
         assert received == TENSOR_BYTES
         return perf_counter() - began_s
 
     def round_trips(self, count: int, size_bytes: int) -> float:
-        """Seconds that one round trip takes on an open stream."""
+        """Makes `count` round trips on an open stream. Returns the mean duration of one, in seconds."""
         message = bytes(size_bytes)
         answered = threading.Semaphore(1)
 
@@ -54,7 +54,7 @@ class BareGrpc:
                 yield message
 
         answers = self._echo(messages())
-        next(answers)  # opens the stream
+        next(answers)  # The first round trip opens the stream and is not timed.
         began_s = perf_counter()
         answered.release()
         for _ in range(count):
@@ -65,15 +65,15 @@ class BareGrpc:
         return taken_s / count
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         self._channel.close()
 
 
 class BareTcp:
-    """One socket and one buffer, from the trainer's side.
+    """A client of the TCP server with one socket and one buffer.
 
     Attributes:
-        congestion_control: Of the socket.
+        congestion_control: Name of the socket's TCP congestion control.
     """
 
     def __init__(self, port: int) -> None:
@@ -83,7 +83,7 @@ class BareTcp:
         self.congestion_control = name.rstrip(b"\0").decode()
 
     def put(self) -> float:
-        """Seconds to send TENSOR_BYTES and have them acknowledged."""
+        """Sends TENSOR_BYTES and waits for the acknowledgement. Returns the duration in seconds."""
         began_s = perf_counter()
         self._socket.sendall(_UP)
         self._socket.sendall(self._buffer)
@@ -91,19 +91,19 @@ class BareTcp:
         return perf_counter() - began_s
 
     def get(self) -> float:
-        """Seconds to ask for TENSOR_BYTES and receive them."""
+        """Requests TENSOR_BYTES and receives them. Returns the duration in seconds."""
         began_s = perf_counter()
         self._socket.sendall(_DOWN)
         receive_into(self._socket, self._buffer)
         return perf_counter() - began_s
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         self._socket.close()
 
 
 def receive_into(source: socket.socket, buffer: bytearray) -> bool:
-    """Fills a buffer. Returns False where the other side has ended."""
+    """Fills a buffer from a socket. Returns False if the peer closed the connection."""
     view = memoryview(buffer)
     while view:
         received = source.recv_into(view)

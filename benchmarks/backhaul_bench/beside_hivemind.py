@@ -1,4 +1,4 @@
-"""One block's backward by Backhaul's worker and by hivemind's RemoteExpert."""
+"""Measures the backward of one block by Backhaul's worker and by hivemind's RemoteExpert."""
 
 import os
 import subprocess
@@ -18,17 +18,17 @@ from backhaul_bench.stage import Stage, read_line
 from backhaul_bench.steps import on_trainer
 
 CALLS = 4
-"""Timed together: one alone is too short to tell whether it was disturbed."""
+"""Calls timed together, because one alone is too short to detect disturbances."""
 PLAN = Plan(most=15, warm=1, limit_s=30.0)
 _ANSWER_S = 30.0
 
 
 def measure(stage: Stage) -> list[Outcome]:
-    """vs_hivemind."""
+    """Measures the figure vs_hivemind."""
     python = os.environ.get(HIVEMIND, "")
     if not python or subprocess.run([python, "-c", "import hivemind"], capture_output=True, check=False).returncode:
-        said = f'"{python}" does not have hivemind' if python else "no --hivemind PYTHON is given"
-        return [without_value("vs_hivemind", Verdict.UNAVAILABLE, said)]
+        reason = f'"{python}" does not have hivemind' if python else "no --hivemind PYTHON is given"
+        return [without_value("vs_hivemind", Verdict.UNAVAILABLE, reason)]
     model = find_spec("backhaul.demo.model")
     assert model is not None
     assert model.origin is not None
@@ -60,14 +60,14 @@ def measure(stage: Stage) -> list[Outcome]:
 
     def compare() -> None:
         if digests["backhaul"] != digests["hivemind"]:
-            raise UnequalGradientsError("the gradients of the input from hivemind and from backhaul are not equal")
+            raise UnequalGradientsError("hivemind and backhaul computed different gradients of the input")
 
     rounds = interleave([Alternative("backhaul", ours), Alternative("hivemind", theirs)], stage.cores, PLAN, compare)
     return [of_rounds("vs_hivemind", rounds, ratio_of("backhaul", "hivemind"), on_trainer(session.report().fallbacks))]
 
 
 def _backward(y: Tensor, x: Tensor, gradient: Tensor, stage: Stage) -> float:
-    settle(stage.cores)  # the input is there, and what can be done ahead is done
+    settle(stage.cores)  # The upload and all speculative work are finished.
     x.grad = None
     began_s = perf_counter()
     y.backward(gradient)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Steps of 8 small blocks, recomputed by Backhaul's worker and by a peer of torch.distributed.rpc, beside here."""
+"""Measures steps of 8 small blocks recomputed locally, by Backhaul's worker, and over torch.distributed.rpc."""
 
 import signal
 import sys
@@ -13,12 +13,12 @@ from backhaul_bench.steps import BLOCKS, on_trainer
 from backhaul_bench.training import SMALL, Training, checkpoint_of_torch, compare
 
 STEPS = 3
-"""Timed together: what a step adds is a tenth of it."""
-PLAN = Plan(most=20, limit_s=40.0, settle_s=0.2)  # the peer's threads never rest: they poll
+"""Steps timed together, because remote recomputation adds only a tenth to one."""
+PLAN = Plan(most=20, limit_s=40.0, settle_s=0.2)  # Short, because the peer's threads poll and never become idle.
 
 
 def measure(stage: Stage) -> list[Outcome]:
-    """vs_torch_rpc."""
+    """Measures the figure vs_torch_rpc."""
     session = stage.session(returns="gradients")
     port = rpc_peer.free_port()
     peer, _ = stage.start([sys.executable, "-P", "-m", "backhaul_bench.rpc_peer", str(port)])
@@ -31,7 +31,7 @@ def measure(stage: Stage) -> list[Outcome]:
     trainings = {name: Training(name, BLOCKS, SMALL, way) for name, way in ways.items()}
 
     def run(name: str) -> None:
-        # It polls on the worker's core also while nothing is asked of it.
+        # The idle peer polls, which would slow Backhaul's worker on the same core.
         peer.send_signal(signal.SIGCONT if name == "rpc" else signal.SIGSTOP)
         trainings[name].steps(STEPS)
 

@@ -1,7 +1,7 @@
-"""What recording and digests add to a step, apart from all that travels.
+"""Measures what recording and digests add to a step, without any transfers.
 
-Nothing is checkpointed here: what autograd saves stays where it is, so that a step differs from a plain one by the
-checks alone. CPU time is counted: one thread does everything.
+Nothing is checkpointed: autograd keeps its saved tensors, so that a step differs from a plain one only by the checks.
+One thread does all work, so CPU time is measured.
 """
 
 from collections.abc import Callable
@@ -28,33 +28,33 @@ BLOCKS = 4
 PLAN = Plan(most=15, warm=1, limit_s=20.0)
 
 Run = Callable[[Block, Tensor, list[object]], Tensor]
-"""Calls a block, with a list of what is to live until backward."""
+"""A function that runs a block. It appends objects to the list that must stay alive until backward."""
 
 
 def measure_large(stage: Stage) -> list[Outcome]:
-    """checks_large."""
+    """Measures the figure checks_large."""
     return [_measure("checks_large", stage, LARGE, steps=1)]
 
 
 def measure_small(stage: Stage) -> list[Outcome]:
-    """checks_small."""
+    """Measures the figure checks_small."""
     return [_measure("checks_small", stage, SMALL, steps=8)]
 
 
 def _measure(name: str, stage: Stage, tokens: tuple[int, int], steps: int) -> Outcome:
     blocks = [Block(WIDTH, DROPOUT) for _ in range(BLOCKS)]
     x = torch.randn(*tokens, WIDTH, requires_grad=True)
-    found: dict[str, list[Tensor]] = {}
+    gradients_of: dict[str, list[Tensor]] = {}
 
     def run(variant: str) -> float:
         taken_s = sum(_step(blocks, x, VARIANTS[variant]) for _ in range(steps))
         tensors = (x, *(parameter for block in blocks for parameter in block.parameters()))
-        found[variant] = [tensor.grad for tensor in tensors if tensor.grad is not None]
+        gradients_of[variant] = [tensor.grad for tensor in tensors if tensor.grad is not None]
         return taken_s
 
     def compare() -> None:
-        for variant, gradients in found.items():
-            compare_gradients(f'"{variant}" and "plain"', gradients, found["plain"])
+        for variant, gradients in gradients_of.items():
+            compare_gradients(f'"{variant}" and "plain"', gradients, gradients_of["plain"])
 
     variants = [Alternative(variant, partial(run, variant)) for variant in VARIANTS]
     rounds = interleave(variants, [stage.trainer], PLAN, compare)
@@ -68,7 +68,7 @@ def _added(variant: str, taken: Round) -> float:
 
 
 def _step(blocks: list[Block], x: Tensor, run: Run) -> float:
-    """Forward and backward. Returns seconds of CPU time."""
+    """Runs forward and backward. Returns seconds of CPU time."""
     x.grad = None
     for block in blocks:
         block.zero_grad()
@@ -84,7 +84,7 @@ def _step(blocks: list[Block], x: Tensor, run: Run) -> float:
         if isinstance(item, RemovableHandle):
             item.remove()
     refusals = [item.refusal for item in kept if isinstance(item, Recording) and item.refusal]
-    assert not refusals, refusals  # what is refused costs less
+    assert not refusals, refusals  # A refused recording costs less.
     return taken_s
 
 
@@ -93,7 +93,7 @@ def _plain(block: Block, x: Tensor, kept: list[object]) -> Tensor:
 
 
 def _digested(block: Block, x: Tensor, kept: list[object]) -> Tensor:
-    """With a digest of each tensor that autograd saves."""
+    """Runs a block with a digest of each tensor that autograd saves."""
     digests: list[bytes] = []
     kept.append(digests)
 
@@ -102,46 +102,46 @@ def _digested(block: Block, x: Tensor, kept: list[object]) -> Tensor:
         digests.append(saved_digest(layout, content_digest(tensor, layout)))
         return tensor
 
-    with saved_tensors_hooks(pack, _as_it_is):
+    with saved_tensors_hooks(pack, _identity):
         return block(x)  # type: ignore[no-any-return]
 
 
 def _recorded(block: Block, x: Tensor, kept: list[object], unpack: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """With the recorder, its digests and its copy of the argument, as a segment's forward has them."""
+    """Runs a block under the recorder with its digests and its copy of the argument, as a segment's forward does."""
 
     def pack(tensor: Tensor) -> Tensor:
         recorder.note_saved(tensor)
         return tensor
 
     recorder = Recorder([x], allowed_ops(), lambda tensor, layout, _: copy_exact(tensor, layout), pack)
-    with saved_tensors_hooks(pack, unpack or _as_it_is), recorder:
+    with saved_tensors_hooks(pack, unpack or _identity), recorder:
         y = block(x)
     kept += (recorder.recording, recorder.finish([y]))
     return y  # type: ignore[no-any-return]
 
 
 def _bytes_of_gradients(block: Block, x: Tensor, kept: list[object]) -> Tensor:
-    """Recorded, and each gradient digested in backward, as determinism_check="bytes" does on arrival."""
+    """Runs a block recorded and digests each gradient in backward, as determinism_check="bytes" does on arrival."""
     y = _recorded(block, x, kept)
-    kept += [tensor.register_hook(_digest_too) for tensor in (x, *block.parameters())]  # type: ignore[no-untyped-call]
+    kept += [tensor.register_hook(_digest) for tensor in (x, *block.parameters())]  # type: ignore[no-untyped-call]
     return y
 
 
 def _bytes_of_activations(block: Block, x: Tensor, kept: list[object]) -> Tensor:
-    """Recorded, and each saved tensor digested again in backward, likewise."""
+    """Runs a block recorded and digests each saved tensor again in backward."""
 
     def unpack(tensor: Tensor) -> Tensor:
-        _digest_too(tensor)
+        _digest(tensor)
         return tensor
 
     return _recorded(block, x, kept, unpack)
 
 
-def _digest_too(tensor: Tensor) -> None:
+def _digest(tensor: Tensor) -> None:
     address_of(tensor)
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 

@@ -1,4 +1,7 @@
-"""The process of one group: pins itself, measures, writes what it found. `python -m backhaul_bench.child`."""
+"""The process that measures one group. It pins itself, measures and writes the outcomes.
+
+Usage: `python -m backhaul_bench.child GROUP TRAINER_CORE WORKER_CORE RESULTS_FILE`.
+"""
 
 import json
 import os
@@ -35,29 +38,29 @@ MEASURES = {
     "checks_small": "backhaul_bench.checks:measure_small",
     "telemetry": "backhaul_bench.telemetry:measure",
 }
-"""Where each group is measured, by module and function: imported when wanted, for they import torch."""
+"""Module and function that measure each group. They are imported when needed, because they import torch."""
 
 
 def measure(group: str, stage: Stage) -> list[Outcome]:
-    """The outcomes of a group; all failed, without a number, where gradients were not equal."""
+    """Returns the outcomes of a group. If gradients were not equal, all of them are failed and have no value."""
     module, _, function = MEASURES[group].partition(":")
-    found: Measure = getattr(import_module(module), function)
+    measure_group: Measure = getattr(import_module(module), function)
     try:
-        return found(stage)
+        return measure_group(stage)
     except UnequalGradientsError as error:
         return [without_value(figure.name, Verdict.FAILED, str(error)) for figure in FIGURES if figure.group == group]
 
 
 def main(group: str, trainer_core: str, worker_core: str, results: str) -> None:
     """Measures a group on two cores and writes the outcomes as JSON."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what it has started is ended
-    pin(int(trainer_core))  # before torch starts threads
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # Unwinds, so that the stage ends its processes.
+    pin(int(trainer_core))  # Before torch is imported, because its threads inherit the affinity.
     import torch
 
     torch.set_num_threads(1)
     with Stage.of(int(trainer_core), int(worker_core), os.getpid()) as stage:
-        found = measure(group, stage)
-    Path(results).write_text(json.dumps([asdict(outcome) for outcome in found]))
+        outcomes = measure(group, stage)
+    Path(results).write_text(json.dumps([asdict(outcome) for outcome in outcomes]))
 
 
 if __name__ == "__main__":

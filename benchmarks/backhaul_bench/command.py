@@ -1,4 +1,4 @@
-"""`backhaul bench`. Measures nothing itself: each group of figures has a process of its own, fresh and pinned."""
+"""`backhaul bench`. It measures each group of figures in a fresh process that is pinned to a core."""
 
 import argparse
 import json
@@ -16,15 +16,18 @@ from backhaul_bench.figures import FIGURES, Figure, Verdict, chosen
 from backhaul_bench.machine import HIVEMIND, describe
 from backhaul_bench.outcomes import Outcome, as_json, as_line, as_table, is_failed, without_value
 
-HELP = "measure what Backhaul costs and spares, each figure beside its limit"
+HELP = "measure the overhead and the savings of Backhaul and compare each figure with its limit"
 GROUP_LIMIT_S = 600.0
 LAST_BEGIN_S = 855.0
-"""No group begins later: `make bench` takes under 15 minutes also where all is slow. Those without a limit are last."""
+"""No group begins later than this, so that `make bench` takes under 15 minutes on slow machines too.
+
+The figures without a limit come last, so they are the ones that are skipped.
+"""
 _END_S = 10.0
 _CORES = 2
-# glibc's thresholds in a process whose resident memory is measured, else it is fragmentation that is measured.
+# glibc's thresholds for a process whose resident memory is measured. With the defaults, fragmentation would count too.
 _PEAK_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-# The allocator keeps what it has: page faults, which change with every small allocation, would count as the checks'.
+# The allocator keeps freed memory. Otherwise page faults, which any small allocation changes, would count as checks.
 _CHECKS_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "8589934592", "MALLOC_TRIM_THRESHOLD_": "8589934592"}
 ENVIRONMENTS = {
     "peaks": _PEAK_ENVIRONMENT,
@@ -34,34 +37,41 @@ ENVIRONMENTS = {
 }
 
 RunGroup = Callable[[str, Sequence[int]], list[Outcome]]
-"""Measures the figures of a group on two cores, the trainer's and the worker's. Raises RuntimeError."""
+"""Measures a group's figures on two cores, the trainer's and the worker's. Raises RuntimeError if that fails."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Adds the options of `backhaul bench` to its parser."""
     parser.add_argument(
-        "--hivemind", metavar="PYTHON", default="", help="of an environment with hivemind, which one figure is beside"
+        "--hivemind",
+        metavar="PYTHON",
+        default="",
+        help="Python of an environment with hivemind, which one figure is compared with",
     )
     names = ", ".join(figure.name for figure in FIGURES)
     parser.add_argument(
         "--device",
         choices=["cpu", "cuda"],
         default="cpu",
-        help="where trainer and worker compute; on cuda only figures of training are measured (default: %(default)s)",
+        help="device of trainer and worker; on cuda only the figures of training are measured (default: %(default)s)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to a file")
     parser.add_argument(
         "--only",
         nargs="+",
         action="extend",
         default=[],
         metavar="NAME",
-        help=f"only these figures, of: {names}",
+        help=f"measure only these figures; the figures are {names}",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures, prints, writes. Returns 1 if a figure failed, 0 also where limits are missed."""
+    """Measures the figures, prints them and writes them to a file if requested.
+
+    Returns:
+        The exit code: 0, even if limits were missed; 1 if a figure failed; 2 if an option cannot be used.
+    """
     try:
         figures = _on_device(chosen(arguments.only), arguments.device)
         cores = _cores()
@@ -69,9 +79,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"backhaul bench: {error}", file=sys.stderr)
         return 2
     if arguments.json is not None and not os.access(arguments.json.absolute().parent, os.W_OK):
-        print(f"backhaul bench: --json {arguments.json} can't be written there", file=sys.stderr)
+        print(f"backhaul bench: --json {arguments.json}: its directory is missing or not writable", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, _interrupt)  # so that nothing is left behind then either
+    signal.signal(signal.SIGTERM, _interrupt)  # Raises, so that the processes it started are ended.
     os.environ[VARIABLE] = arguments.device
     if arguments.hivemind:
         os.environ[HIVEMIND] = arguments.hivemind
@@ -84,35 +94,35 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(figures: Sequence[Figure], cores: Sequence[int], run_group: RunGroup) -> list[Outcome]:
-    """The outcomes of the figures, in their order. A group that breaks fails its own figures and no others."""
-    found: dict[str, Outcome] = {}
+    """Returns the outcomes of the figures, in order. A group that raises RuntimeError fails only its own figures."""
+    by_name: dict[str, Outcome] = {}
     began_s = monotonic()
     for group in dict.fromkeys(figure.group for figure in figures):
         names = [figure.name for figure in figures if figure.group == group]
         after_s = monotonic() - began_s
         print(f"measuring {', '.join(names)} after {after_s:.0f} s", file=sys.stderr, flush=True)
         try:
-            measured = run_group(group, cores) if after_s <= LAST_BEGIN_S else _for_want_of_time(names)
+            measured = run_group(group, cores) if after_s <= LAST_BEGIN_S else _out_of_time(names)
             outcomes = {outcome.name: outcome for outcome in measured}
         except RuntimeError as error:
             outcomes = {name: without_value(name, Verdict.FAILED, str(error)) for name in names}
         for name in names:
-            missing = without_value(name, Verdict.FAILED, "the measurement did not give it")
-            found[name] = outcomes.get(name, missing)
-            print("  " + as_line(found[name]), file=sys.stderr, flush=True)  # in case what follows is interrupted
-    return [found[figure.name] for figure in figures]
+            missing = without_value(name, Verdict.FAILED, "the measurement did not report this figure")
+            by_name[name] = outcomes.get(name, missing)
+            print("  " + as_line(by_name[name]), file=sys.stderr, flush=True)  # In case a later group is interrupted.
+    return [by_name[figure.name] for figure in figures]
 
 
-def _for_want_of_time(names: Sequence[str]) -> list[Outcome]:
+def _out_of_time(names: Sequence[str]) -> list[Outcome]:
     note = f"no time was left: backhaul bench --only {' '.join(names)}"
     return [without_value(name, Verdict.UNAVAILABLE, note) for name in names]
 
 
 def run_group(group: str, cores: Sequence[int]) -> list[Outcome]:
-    """Measures a group in a process of its own, with one thread for each op.
+    """Measures a group in a process of its own, in which each op uses one thread.
 
     Raises:
-        RuntimeError: It broke or took too long, with what it said last.
+        RuntimeError: The process failed or timed out. The message is its last line on stderr.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "6", **ENVIRONMENTS.get(group, {})}
     with tempfile.TemporaryDirectory(prefix="backhaul-bench-") as directory:
@@ -122,23 +132,23 @@ def run_group(group: str, cores: Sequence[int]) -> list[Outcome]:
             stderr=subprocess.PIPE,
             text=True,
             env=environment,
-            start_new_session=True,  # Ctrl-C is for us, who then end it
+            start_new_session=True,  # Ctrl-C reaches only this process, which then ends the child.
         )
         try:
-            _, said = process.communicate(timeout=GROUP_LIMIT_S)
+            _, stderr = process.communicate(timeout=GROUP_LIMIT_S)
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"it took longer than {GROUP_LIMIT_S:g} s") from None
+            raise RuntimeError(f"the measurement took longer than {GROUP_LIMIT_S:g} s") from None
         finally:
             _end(process)
         if process.returncode or not results.exists():
-            last = said.strip().splitlines()[-1:] or [f"it ended with code {process.returncode}"]
-            print(said, file=sys.stderr)
+            last = stderr.strip().splitlines()[-1:] or [f"the measurement ended with code {process.returncode}"]
+            print(stderr, file=sys.stderr)
             raise RuntimeError(last[0])
-        return [Outcome(**found) for found in json.loads(results.read_text())]
+        return [Outcome(**fields) for fields in json.loads(results.read_text())]
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
-    """Ends a measurement, which ends what it has started; by force if it must be."""
+    """Ends a measurement, by force if it does not end in time. It ends the processes that it started."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -153,22 +163,22 @@ def _end(process: "subprocess.Popen[str]") -> None:
 def _cores() -> list[int]:
     usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if len(usable) < _CORES:
-        raise ValueError(f"it needs Linux and {_CORES} cores, one for the trainer and one for the worker")
+        raise ValueError(f"measuring needs Linux and {_CORES} cores, one for the trainer and one for the worker")
     return usable[:_CORES]
 
 
 def _on_device(figures: list[Figure], device: str) -> list[Figure]:
-    """Those that a device has. Raises ValueError where it isn't there, or has none of them."""
+    """Returns the figures that exist for a device. Raises ValueError if there are none or the device is missing."""
     if device == "cpu":
         return figures
     import torch
 
     if not torch.cuda.is_available():
         raise ValueError("--device cuda: this machine has no CUDA device that torch can use")
-    found = [figure for figure in figures if figure.group in GROUPS]
-    if not found:
-        raise ValueError("--device cuda: none of these figures has work for it")
-    return found
+    on_device = [figure for figure in figures if figure.group in GROUPS]
+    if not on_device:
+        raise ValueError("--device cuda: none of these figures is measured on cuda")
+    return on_device
 
 
 def _interrupt(number: int, frame: object) -> None:

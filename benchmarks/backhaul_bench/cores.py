@@ -1,7 +1,8 @@
-"""What the two cores cost each other: forward here while the worker's core computes the same, over forward here alone.
+"""Measures how much the two cores slow each other down.
 
-`python -m backhaul_bench.cores` is what computes on the worker's core. No Backhaul is in it: it bounds what can be had
-from recomputing beside forward.
+It compares a forward while the worker's core computes the same with a forward alone.
+`python -m backhaul_bench.cores` computes on the worker's core. Backhaul is not used, so the
+ratio bounds the gain from recomputing concurrently with forward.
 """
 
 import select
@@ -20,7 +21,7 @@ PLAN = Plan(most=15, limit_s=20.0)
 
 
 def measure(stage: Stage) -> list[Outcome]:
-    """cores_together."""
+    """Measures the figure cores_together."""
     training = Training("none", BLOCKS, LARGE, None)
     other, _ = stage.start([sys.executable, "-P", "-m", "backhaul_bench.cores"])
     other.send_signal(signal.SIGSTOP)
@@ -46,7 +47,7 @@ def _compute() -> None:
     torch.set_num_threads(1)
     training = Training("other", BLOCKS, LARGE, None)
     print("ready", flush=True)
-    while not select.select([sys.stdin], [], [], 0)[0]:  # it ends when whoever started it has gone
+    while not select.select([sys.stdin], [], [], 0)[0]:  # Readable means closed: the parent process has ended.
         training.forward()
 
 

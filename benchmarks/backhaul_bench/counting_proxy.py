@@ -1,4 +1,4 @@
-"""Stands between a trainer and a worker and counts the bytes of TCP each way. For runs that nobody times."""
+"""A proxy between a trainer and a worker that counts the bytes of both directions. It slows timed runs down."""
 
 import socket
 import threading
@@ -10,20 +10,20 @@ READ_BYTES = 1 << 16
 
 
 class CountingProxy:
-    """Passes bytes on to a server. A context manager.
+    """A TCP proxy that counts the bytes it passes on. A context manager.
 
     Args:
-        target: Of the server, as "host:port".
+        target: Address of the server, as "host:port".
 
     Attributes:
-        address: Where it listens.
-        passed_bytes: Both ways, so far.
+        address: Address that the proxy listens on, as "host:port".
+        passed_bytes: Number of bytes passed on so far, in both directions.
     """
 
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition(":")
         self._target = host, int(port)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # Guards passed_bytes, which the threads of all directions add to.
         self.passed_bytes = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._sockets = [self._listener]
@@ -55,7 +55,7 @@ class CountingProxy:
         _shut(source, sink)
 
     def _pace(self) -> Callable[[int], None]:
-        """Gives what waits before so many bytes of one direction are passed on."""
+        """Returns a function that is called before each chunk of one direction with its size, and may wait."""
         return lambda _: None
 
     def __enter__(self) -> Self:

@@ -1,20 +1,20 @@
-"""Which device is measured, by the environment variable of the command's option. Free of torch."""
+"""The device that is measured. An environment variable passes it to the process of each group. Imports no torch."""
 
 import os
 
 VARIABLE = "BACKHAUL_BENCH_DEVICE"
-"""Set for the process of each group, to "cpu" or "cuda"."""
+"""Environment variable with the device, "cpu" or "cuda"."""
 GROUPS = frozenset({"steps", "small_frozen", "small", "peak_flat", "peaks", "wire", "growth", "telemetry"})
-"""What is measured on an accelerator too: the others have no work for one."""
+"""Groups that are measured on an accelerator too. The other groups do not compute on one."""
 
 
 def measured() -> str:
-    """The device's kind, "cpu" or "cuda"."""
+    """Returns the device that is measured, "cpu" or "cuda"."""
     return os.environ.get(VARIABLE, "cpu")
 
 
 def synchronize() -> None:
-    """Returns when the device has done what it was given."""
+    """Waits until the device has finished all queued work."""
     if measured() == "cuda":
         import torch
 

@@ -1,4 +1,4 @@
-"""Every figure `backhaul bench` knows: its name, what it says, and the limit it must keep. Free of torch."""
+"""All figures of `backhaul bench`: their names, definitions and limits. Imports no torch."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -13,32 +13,32 @@ class Kind(Enum):
 
 
 class Verdict(Enum):
-    """What a measurement says of a figure."""
+    """Result of comparing a figure with its limit."""
 
     REACHED = "reached"
     MISSED = "missed"
     INCONCLUSIVE = "inconclusive"
-    """Too few rounds without a noisy neighbour."""
+    """Other processes disturbed too many rounds."""
     REPORTED = "reported"
-    """Measured; the figure has no limit."""
+    """The figure was measured and has no limit."""
     NOT_BUILT = "not built"
-    """In results of before: Backhaul could not do yet what would be measured."""
+    """Used in old results only: Backhaul did not have the measured feature yet."""
     UNAVAILABLE = "unavailable"
-    """What it is compared with is not there."""
+    """Something that the measurement needs is not available."""
     FAILED = "failed"
-    """Gradients were not bitwise equal, or the measurement broke. There is no number."""
+    """Gradients were not bitwise equal, or the measurement failed. The figure has no value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A ratio or a count.
+    """A measured ratio.
 
     Attributes:
-        name: Stable: results are compared by it.
-        what: For people, what is divided by what.
-        group: The measurement it comes from; the figures of a group share its rounds.
+        name: Name of the figure. It never changes, because results are compared by it.
+        what: Description for people, as "numerator / denominator".
+        group: Name of the measurement that yields the figure. Figures of a group share its rounds.
         kind: Which side of the limit is good.
-        limit: None where the figure is only reported.
+        limit: Limit that the value must keep. None: the figure is only reported.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Figure:
         assert (self.limit is None) == (self.kind is Kind.REPORTED), self.name
 
     def judge(self, value: float) -> Verdict:
-        """What a conclusive value means."""
+        """Returns the verdict on a conclusive value."""
         if self.limit is None:
             return Verdict.REPORTED
         good = value <= self.limit if self.kind is Kind.AT_MOST else value >= self.limit
@@ -59,7 +59,7 @@ class Figure:
 
     @property
     def limit_text(self) -> str:
-        """As "<= 0.80", empty without a limit."""
+        """The limit as text, such as "<= 0.80". Empty if there is no limit."""
         return "" if self.limit is None else f"{self.kind.value} {self.limit:.2f}"
 
 
@@ -106,10 +106,10 @@ FIGURES = (
 
 
 def chosen(names: list[str]) -> list[Figure]:
-    """The figures of these names in the registry's order, all without any.
+    """Returns the figures with these names, or all figures if there are no names, in the order of FIGURES.
 
     Raises:
-        ValueError: A name is of no figure.
+        ValueError: There is no figure with one of the names.
     """
     unknown = sorted(set(names) - {figure.name for figure in FIGURES})
     if unknown:

@@ -1,4 +1,4 @@
-"""Whether the 64th segment costs what the first did."""
+"""Measures whether later segments of a step cost more than the first ones."""
 
 from functools import partial
 
@@ -12,12 +12,12 @@ FEW, MANY = 8, 64
 WIDTH = 128
 TOKENS = (1, 256)
 STEPS_OF_FEW = 8
-"""Timed together, so that both variants take about as long."""
+"""Steps timed together, so that both variants take about equally long."""
 PLAN = Plan(most=15, warm=2, limit_s=50.0)
 
 
 def measure(stage: Stage) -> list[Outcome]:
-    """The figure growth."""
+    """Measures the figure growth."""
     session = stage.session(returns="gradients")
     pairs = {
         count: [

@@ -1,10 +1,11 @@
-"""The two sides of hivemind, run by a Python that has it and not Backhaul: a server with one expert, and its client.
+"""A hivemind server with one expert and its client. They run in a Python that has hivemind but not Backhaul.
 
-    python hivemind_side.py server MODEL_FILE     prints its address
+    python hivemind_side.py server MODEL_FILE
+        prints the address of the server
     python hivemind_side.py client MODEL_FILE ADDRESS
         prints a line, then for each line on stdin the seconds of a backward and the digest of the input's gradient
 
-MODEL_FILE is backhaul/demo/model.py, which needs torch alone.
+MODEL_FILE is backhaul/demo/model.py, which imports only torch.
 """
 
 import hashlib
@@ -22,7 +23,7 @@ FAR_S = 3600
 
 
 def block_of(model_file: str) -> torch.nn.Module:
-    """The same on both sides, and on Backhaul's."""
+    """Returns the block, with weights that are the same for the server, the client and Backhaul."""
     spec = importlib.util.spec_from_file_location("model", model_file)
     assert spec is not None
     assert spec.loader is not None
@@ -34,18 +35,18 @@ def block_of(model_file: str) -> torch.nn.Module:
 
 
 def tensors() -> tuple[torch.Tensor, torch.Tensor]:
-    """Input and gradient of the output, the same everywhere."""
+    """Returns the input and the gradient of the output, which are the same in all processes."""
     torch.manual_seed(SEED + 1)
     return torch.randn(*TOKENS, WIDTH, requires_grad=True), torch.randn(*TOKENS, WIDTH)
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Of its bits."""
+    """Returns the SHA-256 of a tensor's bytes, in hexadecimal."""
     return hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()
 
 
 def serve(model_file: str) -> None:
-    """Hosts the block until it is ended."""
+    """Hosts the block until stdin is closed."""
     from hivemind import DHT
     from hivemind.moe.server import ModuleBackend, Server
     from hivemind.utils.tensor_descr import BatchTensorDescriptor
@@ -61,7 +62,7 @@ def serve(model_file: str) -> None:
 
 
 def call(address: str) -> None:
-    """Runs a backward for each line that comes."""
+    """Runs a backward for each line on stdin."""
     from hivemind import DHT
     from hivemind.moe.client.expert import RemoteExpert, create_remote_experts
     from hivemind.moe.expert_uid import ExpertInfo

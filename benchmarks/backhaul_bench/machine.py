@@ -1,4 +1,4 @@
-"""What results were measured on. Free of torch."""
+"""Describes the machine that results were measured on. Imports no torch."""
 
 import os
 import platform
@@ -11,11 +11,11 @@ from typing import Any
 
 PACKAGES = ("backhaul", "torch", "grpcio", "protobuf", "numpy", "xxhash")
 HIVEMIND = "BACKHAUL_BENCH_HIVEMIND"
-"""Environment variable: the Python of an environment with hivemind."""
+"""Environment variable with the Python of an environment that has hivemind."""
 
 
 def describe(trainer_core: int, worker_core: int, device: str) -> dict[str, Any]:
-    """Hardware, versions and date, for the head of the JSON."""
+    """Returns hardware, versions and date as JSON. `device` is "cpu" or "cuda"."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": {
@@ -31,7 +31,7 @@ def describe(trainer_core: int, worker_core: int, device: str) -> dict[str, Any]
         "versions": {
             "python": platform.python_version(),
             "kernel": platform.release(),
-            **{name: found for name in PACKAGES if (found := _version(name))},
+            **{name: number for name in PACKAGES if (number := _version(name))},
         },
     }
 

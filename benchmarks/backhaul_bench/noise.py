@@ -1,12 +1,12 @@
-"""Whether a core was ours while something was timed. Free of torch; reads Linux' /proc.
+"""Detects whether other processes used a core during a measurement. Imports no torch; reads Linux' /proc.
 
 NOTE [Noise]
-A trainer that waits for its worker uses no CPU, so wall time over CPU time says nothing of neighbours. Two other
-accounts do, and a core is noisy if either finds more than NOISY of the time:
-1. What the computing thread of each process stood runnable without running (`schedstat`, to the nanosecond), less what
-   our other threads and processes on its core ran meanwhile, also those that have ended: they are ours.
-2. What the core was busy, or stolen by the hypervisor, less what our processes ran (`/proc/stat`). Not fooled by
-   threads of ours, but sampled at clock ticks: hence the allowance.
+A trainer that waits for its worker uses no CPU, so the ratio of wall time to CPU time does not show disturbances. Two
+other measures do. A core is noisy if either of them exceeds the fraction NOISY of the elapsed time:
+1. The time that the computing thread of each process was runnable but not running (`schedstat`, in nanoseconds), minus
+   the time that our other threads and processes ran on its core, including those that have ended.
+2. The time that the core was busy, or stolen by the hypervisor, minus the time that our processes ran (`/proc/stat`).
+   Our own threads do not distort it, but it is sampled at clock ticks: hence TICK_ALLOWANCE_S.
 """
 
 import os
@@ -23,7 +23,7 @@ _USER, _NICE, _SYSTEM, _STEAL = 0, 1, 2, 7
 
 @dataclass(frozen=True, slots=True)
 class ThreadTimes:
-    """Of one thread since it began."""
+    """Seconds that one thread has run, and has been runnable but not running, since it began."""
 
     ran_s: float
     delayed_s: float
@@ -31,13 +31,13 @@ class ThreadTimes:
 
 @dataclass(frozen=True, slots=True)
 class CoreTimes:
-    """A core at one moment.
+    """CPU times of a core at one moment.
 
     Attributes:
-        at_s: By a clock that only advances.
-        busy_s: Anything that ran on it since boot, and what was stolen; interrupts apart, which are nobody's.
-        processes_ran_s: What each of our processes on it has run, by pid.
-        threads: Those of our processes, by thread id.
+        at_s: The moment, in seconds of a monotonic clock.
+        busy_s: Seconds since boot that the core was busy or stolen, without interrupts, which belong to no process.
+        processes_ran_s: Seconds that each of our processes on the core has run, by pid.
+        threads: Times of our processes' threads, by pid and thread id.
     """
 
     at_s: float
@@ -51,15 +51,15 @@ class Core:
     """A core and the processes that were pinned to it.
 
     Attributes:
-        number: As the kernel counts cores.
-        pids: Our processes there.
+        number: Number of the core, as the kernel counts cores.
+        pids: Ids of our processes that are pinned to the core.
     """
 
     number: int
     pids: list[int] = field(default_factory=list)
 
     def times(self) -> CoreTimes:
-        """Its accounts now. Processes that have ended are left out."""
+        """Returns the times of the core now, without processes that have ended."""
         return CoreTimes(
             time.perf_counter(),
             _busy_s(self.number),
@@ -69,7 +69,10 @@ class Core:
 
 
 def foreign_share(before: CoreTimes, after: CoreTimes) -> float:
-    """The part of the time between that others took from us, see NOTE [Noise]; 0 if it can't be told from none."""
+    """Returns the fraction of the time between that other processes took from ours, see NOTE [Noise].
+
+    The fraction is 0 if it cannot be distinguished from none.
+    """
     wall_s = after.at_s - before.at_s
     ran_s = sum(ran - before.processes_ran_s.get(pid, 0.0) for pid, ran in after.processes_ran_s.items())
     by_core_s = after.busy_s - before.busy_s - ran_s - TICK_ALLOWANCE_S
@@ -78,7 +81,7 @@ def foreign_share(before: CoreTimes, after: CoreTimes) -> float:
 
 
 def _delayed_by_others_s(before: CoreTimes, after: CoreTimes, pid: int, ours_s: float) -> float:
-    """Of the thread that ran most, by what is not among the time that all of ours ran on its core."""
+    """Returns how long other processes delayed a process' busiest thread: its delay minus our other threads' time."""
     earlier = before.threads.get(pid, {})
     none = ThreadTimes(0.0, 0.0)
     ran = {thread: times.ran_s - earlier.get(thread, none).ran_s for thread, times in after.threads[pid].items()}
@@ -90,13 +93,13 @@ def _delayed_by_others_s(before: CoreTimes, after: CoreTimes, pid: int, ours_s: 
 
 
 def pin(core: int, pid: int = 0) -> None:
-    """Lets all threads of a process, this one by default, run on one core only; later threads inherit it."""
+    """Restricts all threads of a process, by default this one, to one core. Later threads inherit the restriction."""
     for thread in Path(f"/proc/{pid or os.getpid()}/task").iterdir():
         os.sched_setaffinity(int(thread.name), {core})
 
 
 def settle(cores: Sequence[Core], quiet_s: float = 0.03, timeout_s: float = 5.0) -> None:
-    """Returns when our processes on these cores have nothing left to do, or after the timeout."""
+    """Waits until our processes on these cores are idle, or until the timeout."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         before = _ran_s(cores)
@@ -111,20 +114,20 @@ def _ran_s(cores: Sequence[Core]) -> float:
 
 def _process_ran_s(pid: int) -> float | None:
     try:
-        return time.clock_gettime((~pid << 3) | 2)  # the CPU clock of a process, as clock_getcpuclockid(3) makes it
+        return time.clock_gettime((~pid << 3) | 2)  # The id that clock_getcpuclockid(3) returns.
     except OSError:
         return None
 
 
 def _threads(pid: int) -> dict[int, ThreadTimes]:
-    found = {}
+    times = {}
     try:
         for thread in Path(f"/proc/{pid}/task").iterdir():
             ran_ns, delayed_ns, _ = (thread / "schedstat").read_text().split()
-            found[int(thread.name)] = ThreadTimes(int(ran_ns) / 1e9, int(delayed_ns) / 1e9)
-    except OSError:  # it ends just now
+            times[int(thread.name)] = ThreadTimes(int(ran_ns) / 1e9, int(delayed_ns) / 1e9)
+    except OSError:  # The process has just ended.
         pass
-    return found
+    return times
 
 
 def _busy_s(core: int) -> float:
@@ -132,4 +135,4 @@ def _busy_s(core: int) -> float:
         name, *ticks = line.split()
         if name == f"cpu{core}":
             return sum(int(ticks[column]) for column in (_USER, _NICE, _SYSTEM, _STEAL)) / _TICKS_PER_S
-    raise ValueError(f"core {core} is not online: /proc/stat does not have it")
+    raise ValueError(f"core {core} is not online: /proc/stat does not list it")

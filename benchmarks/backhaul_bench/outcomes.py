@@ -1,4 +1,4 @@
-"""What was found of each figure, as a table and as JSON. Free of torch."""
+"""The outcomes of figures, as a table and as JSON. Imports no torch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -8,23 +8,23 @@ from backhaul_bench.figures import FIGURES, Figure, Verdict
 from backhaul_bench.rounds import Round, Rounds, Spread
 
 FORMAT = 1
-"""Of the JSON: counts up when a reader of old results would misread new ones."""
+"""Version of the JSON. It increases when a reader of old results would misread new ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one figure.
+    """Outcome of one figure.
 
     Attributes:
-        name: Of the figure.
-        verdict: Read the value only under one that has any.
-        value: The median; of an inconclusive figure it is of disturbed rounds too.
-        low: The middle half of the rounds begins here,
-        high: and ends here.
-        kept: Rounds that count.
-        dropped: Rounds that don't.
-        note: For people.
-        details: What the value was made of, by name.
+        name: Name of the figure.
+        verdict: Value of a `Verdict`.
+        value: Median over the kept rounds. An inconclusive one includes disturbed rounds. None: nothing was measured.
+        low: Lower quartile over the same rounds.
+        high: Upper quartile over the same rounds.
+        kept: Number of undisturbed rounds.
+        dropped: Number of disturbed rounds.
+        note: Remark for people, may be empty.
+        details: Medians that the value was computed from, by name.
     """
 
     name: str
@@ -39,15 +39,15 @@ class Outcome:
 
 
 def by_name(name: str) -> Figure:
-    """A figure of the registry."""
+    """Returns the figure with this name."""
     return next(figure for figure in FIGURES if figure.name == name)
 
 
 def of_rounds(name: str, rounds: Rounds, figure: Callable[[Round], float], note: str = "") -> Outcome:
-    """A timed figure: the median of its kept rounds, and what each variant took."""
+    """Returns the outcome of a timed figure, with the median of each variant as details."""
     spread = rounds.spread(figure)
     verdict = by_name(name).judge(spread.value) if rounds.is_conclusive else Verdict.INCONCLUSIVE
-    details = {variant: rounds.spread(lambda taken, v=variant: taken[v]).value for variant in rounds.found[0][0]}  # type: ignore[misc]
+    details = {variant: rounds.spread(lambda taken, v=variant: taken[v]).value for variant in rounds.measured[0][0]}  # type: ignore[misc]
     return Outcome(
         name, verdict.value, spread.value, spread.low, spread.high, rounds.kept, rounds.dropped, note, details
     )
@@ -56,29 +56,29 @@ def of_rounds(name: str, rounds: Rounds, figure: Callable[[Round], float], note:
 def of_counts(
     name: str, values: Sequence[float], note: str = "", details: Mapping[str, float] | None = None
 ) -> Outcome:
-    """A figure that neighbours can't disturb: bytes."""
+    """Returns the outcome of a figure that counts bytes, which other processes cannot disturb."""
     spread = Spread.of(values)
     verdict = by_name(name).judge(spread.value)
     return Outcome(name, verdict.value, spread.value, spread.low, spread.high, len(values), 0, note, details)
 
 
 def without_value(name: str, verdict: Verdict, note: str) -> Outcome:
-    """A figure that there is none of, and why."""
+    """Returns the outcome of a figure that has no value. The note says why."""
     return Outcome(name, verdict.value, note=note)
 
 
 def as_json(outcomes: Sequence[Outcome], machine: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything found, each figure under its name with its limit beside it."""
+    """Returns all outcomes as JSON, each under its name and with its limit."""
     figures = {}
     for outcome in outcomes:
         figure = by_name(outcome.name)
-        found = {key: value for key, value in asdict(outcome).items() if key != "name"}
-        figures[figure.name] = {"what": figure.what, "kind": figure.kind.name.lower(), "limit": figure.limit, **found}
+        fields = {key: value for key, value in asdict(outcome).items() if key != "name"}
+        figures[figure.name] = {"what": figure.what, "kind": figure.kind.name.lower(), "limit": figure.limit, **fields}
     return {"format": FORMAT, **machine, "figures": figures}
 
 
 def as_table(outcomes: Sequence[Outcome]) -> str:
-    """As people read it; the value of an inconclusive figure in brackets."""
+    """Formats the outcomes as a text table. Values of inconclusive figures are in brackets."""
     head = f"{'figure':<27}{'value':>10}  {'limit':<9}{'verdict':<14}{'middle half':<19}{'kept':>5}{'dropped':>9}"
     lines = [head, "-" * len(head)]
     for outcome in outcomes:
@@ -89,7 +89,7 @@ def as_table(outcomes: Sequence[Outcome]) -> str:
 
 
 def as_line(outcome: Outcome) -> str:
-    """Its row of the table."""
+    """Formats an outcome as a row of the table."""
     value = "-" if outcome.value is None else f"{outcome.value:.3f}"
     if outcome.verdict == Verdict.INCONCLUSIVE.value:
         value = f"({value})"
@@ -100,5 +100,5 @@ def as_line(outcome: Outcome) -> str:
 
 
 def is_failed(outcomes: Sequence[Outcome]) -> bool:
-    """Whether a figure failed. A limit that is missed is a result, and no failure."""
+    """Returns whether any figure failed. A missed limit is no failure."""
     return any(outcome.verdict == Verdict.FAILED.value for outcome in outcomes)

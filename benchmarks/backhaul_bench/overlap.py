@@ -1,4 +1,4 @@
-"""How much of the recomputation backward had to wait for, from what a session told its worker."""
+"""Computes how much of the recomputation backward waited for, from the telemetry that a session reports."""
 
 import time
 from collections import defaultdict
@@ -12,44 +12,44 @@ from backhaul_runtime.wire.splicing import accepted
 from backhaul_runtime.wire.stubs import stub
 
 Lane = telemetry_pb2.Lane
-TOLD_WITHIN_S = 2.5
-"""A session tells once a second."""
+REPORTED_WITHIN_S = 2.5
+"""Time after which a call has been reported. A session reports once a second."""
 
 
-def told_calls(worker: str) -> list[telemetry_pb2.SegmentCall]:
-    """All calls that a worker was told of, in the order of their steps, once those just ended are told too."""
-    time.sleep(TOLD_WITHIN_S)
-    found: list[telemetry_pb2.SegmentCall] = []
+def reported_calls(worker: str) -> list[telemetry_pb2.SegmentCall]:
+    """Returns all calls that were reported to a worker, by step. It first waits for the reports of the last calls."""
+    time.sleep(REPORTED_WITHIN_S)
+    calls: list[telemetry_pb2.SegmentCall] = []
     with grpc.insecure_channel(parse_address(worker).target) as channel:
-        ask = stub(channel, telemetry_pb2.DESCRIPTOR.services_by_name["TelemetryService"]).GetTelemetry
+        get_telemetry = stub(channel, telemetry_pb2.DESCRIPTOR.services_by_name["TelemetryService"]).GetTelemetry
         request = telemetry_pb2.GetTelemetryRequest()
         while True:
-            answer: telemetry_pb2.GetTelemetryResponse = accepted(ask(request))
-            found += [call for report in answer.reports for call in report.report.calls]
+            answer: telemetry_pb2.GetTelemetryResponse = accepted(get_telemetry(request))
+            calls += [call for report in answer.reports for call in report.report.calls]
             if not answer.has_more_reports:
                 break
             request = telemetry_pb2.GetTelemetryRequest(epoch=answer.epoch, after_report=answer.reports[-1].number)
-    return sorted(found, key=lambda call: (call.step, call.number))
+    return sorted(calls, key=lambda call: (call.step, call.number))
 
 
 def spans(call: telemetry_pb2.SegmentCall, lane: "Lane.ValueType") -> list[tuple[float, float]]:
-    """Begin and end of what a call had in a lane, in seconds."""
+    """Returns begin and end of each span of a call in a lane, in seconds."""
     return [(s.started_at_s, s.started_at_s + s.duration_s) for s in call.spans if s.lane == lane]
 
 
 def exposed_by_step(worker: str) -> list[float]:
-    """Of each step in order, the part of its recomputation that ran when it was already needed."""
+    """Returns the exposed fraction of the recomputation for each step, in order."""
     steps: dict[int, list[telemetry_pb2.SegmentCall]] = defaultdict(list)
-    for call in told_calls(worker):
+    for call in reported_calls(worker):
         steps[call.step].append(call)
     return [exposed(steps[number]) for number in sorted(steps)]
 
 
 def exposed(calls: Iterable[telemetry_pb2.SegmentCall]) -> float:
-    """The part of a step's recomputation that ran after its grad_output was there.
+    """Returns the fraction of a step's recomputation that ran after its grad_output was available.
 
-    It is there when backward asks for the segment, or, where the worker went on into the segment by itself, when it had
-    the gradient of the one after it. What the trainer recomputed was all waited for.
+    The grad_output is available when backward requests the segment. If the worker ran the segment speculatively, it is
+    available when the worker has finished the segment after it. Everything that the trainer recomputed is exposed.
     """
     late_s = all_s = 0.0
     after: Sequence[tuple[float, float]] = ()
@@ -66,5 +66,5 @@ def exposed(calls: Iterable[telemetry_pb2.SegmentCall]) -> float:
             late_s += ended - began
         after = backward
     if not all_s:
-        raise RuntimeError("no recomputation was told of")
+        raise RuntimeError("no recomputation was reported")
     return late_s / all_s

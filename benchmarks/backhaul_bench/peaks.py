@@ -1,4 +1,4 @@
-"""The trainer's peak of activation memory: beside depth, beside torch's checkpoint, beside the best offload."""
+"""Measures the trainer's peak activation memory by depth, against torch's checkpoint, and against an ideal offload."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ RESIDENT_LIMIT = 1.10
 
 
 def measure_flat(stage: Stage) -> list[Outcome]:
-    """peak_flat."""
+    """Measures the figure peak_flat."""
     few, few_resident = _of_depth(stage, FEW)
     many, many_resident = _of_depth(stage, MANY)
     resident = many_resident / few_resident
@@ -41,12 +41,12 @@ def _of_depth(stage: Stage, blocks: int) -> tuple[int, int]:
 
 
 def measure_beside_others(stage: Stage) -> list[Outcome]:
-    """peak_vs_torch and peak_vs_offload."""
+    """Measures the figures peak_vs_torch and peak_vs_offload."""
     session = stage.session(returns="gradients")
     ours, our_bytes = _measured(stage, BLOCKS, session.checkpoint)
     theirs, their_bytes = _measured(stage, BLOCKS, checkpoint_of_torch)
     compare([ours, theirs])
-    # Inputs that lie elsewhere cost nothing; what is left is one segment as it is recomputed and runs backward.
+    # An ideal offload keeps no inputs on the trainer. Its peak is that of one segment, recomputed and run backward.
     _, set_bytes = _measured(stage, PER_SEGMENT, None)
     details = {"backhaul_bytes": our_bytes, "torch_bytes": their_bytes, "working_set_bytes": set_bytes}
     return [
@@ -66,14 +66,14 @@ def _measured(stage: Stage, blocks: int, checkpoint: Checkpoint | None) -> tuple
 
 
 def _warm(stage: Stage, training: Training) -> None:
-    """Programs and weights travel; so do only inputs and gradients in the step that is measured."""
+    """Sends programs and weights, so that the measured step sends only inputs and gradients."""
     training.forward_backward()
     settle(stage.cores)
 
 
 def _resident_peak(step: Callable[[], object]) -> int:
-    """What the process held at most above what it holds before; also sees what torch does not know, gRPC's buffers."""
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    """Returns the growth of resident memory during a step, which includes memory unknown to torch such as gRPC's."""
+    Path("/proc/self/clear_refs").write_text("5")  # Resets VmHWM, the peak.
     before = resident_bytes("VmRSS")
     step()
     return resident_bytes("VmHWM") - before

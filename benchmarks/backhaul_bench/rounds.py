@@ -1,4 +1,4 @@
-"""Rounds in which variants take turns, and what remains of them once the noisy ones are dropped. Free of torch."""
+"""Rounds in which variants take turns, and their statistics without the disturbed rounds. Imports no torch."""
 
 import statistics
 import time
@@ -10,24 +10,24 @@ from backhaul_bench.device import synchronize
 from backhaul_bench.noise import NOISY, Core, foreign_share, settle
 
 ENOUGH = 7
-"""Fewer kept rounds than these say nothing."""
+"""Least number of kept rounds for a conclusive result."""
 
 Round = Mapping[str, float]
-"""What each variant took, in seconds or another unit."""
+"""Value of each variant in one round, in seconds or another unit."""
 
 
 class UnequalGradientsError(Exception):
-    """Two variants that were compared computed different gradients: their times are of different things."""
+    """Compared variants computed different gradients, so their times cannot be compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of the rounds of a figure.
+    """Median and quartiles of a figure over its rounds.
 
     Attributes:
-        value: The median.
-        low: The middle half begins here,
-        high: and ends here.
+        value: Median over the rounds.
+        low: Lower quartile over the rounds.
+        high: Upper quartile over the rounds.
     """
 
     value: float
@@ -36,7 +36,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """Of at least one value."""
+        """Computes the spread of at least one value."""
         ordered = sorted(values)
         quarter = len(ordered) // 4
         return cls(statistics.median(ordered), ordered[quarter], ordered[-1 - quarter])
@@ -44,55 +44,55 @@ class Spread:
 
 @dataclass(slots=True)
 class Rounds:
-    """Those measured so far, with whether nobody disturbed them."""
+    """The rounds measured so far, each with whether it was undisturbed."""
 
-    found: list[tuple[Round, bool]] = field(default_factory=list)
+    measured: list[tuple[Round, bool]] = field(default_factory=list)
 
     def add(self, taken: Round, *, is_quiet: bool) -> None:
-        """Takes a round in."""
-        self.found.append((taken, is_quiet))
+        """Appends a round."""
+        self.measured.append((taken, is_quiet))
 
     @property
     def kept(self) -> int:
-        """Rounds that count."""
-        return sum(is_quiet for _, is_quiet in self.found)
+        """Number of undisturbed rounds."""
+        return sum(is_quiet for _, is_quiet in self.measured)
 
     @property
     def dropped(self) -> int:
-        """Rounds in which somebody disturbed a variant."""
-        return len(self.found) - self.kept
+        """Number of rounds in which other processes disturbed a variant."""
+        return len(self.measured) - self.kept
 
     @property
     def is_conclusive(self) -> bool:
-        """Whether enough count."""
+        """Whether there are enough undisturbed rounds."""
         return self.kept >= ENOUGH
 
     def spread(self, figure: Callable[[Round], float]) -> Spread:
-        """A figure of each kept round, so that variants are compared within a round.
+        """Returns the spread of a figure over the kept rounds. It is computed per round, so variants share a round.
 
-        Where too few are kept it is of all rounds: worth a look, and no result.
+        If too few rounds are kept, all rounds count and the spread is only a hint.
         """
-        return Spread.of([figure(taken) for taken, is_quiet in self.found if is_quiet or not self.is_conclusive])
+        return Spread.of([figure(taken) for taken, is_quiet in self.measured if is_quiet or not self.is_conclusive])
 
 
 def ratio(one: str, other: str, taken: Round) -> float:
-    """Of two variants in a round."""
+    """Returns the ratio of two variants in a round."""
     return taken[one] / taken[other]
 
 
 def ratio_of(one: str, other: str) -> Callable[[Round], float]:
-    """Gives the ratio of two variants in a round."""
+    """Returns a function that computes the ratio of two variants in a round."""
     return partial(ratio, one, other)
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """One of several ways to do the same.
+    """One of the variants that a measurement compares.
 
     Attributes:
-        name: In the rounds.
-        run: Does it once, timed; may return what counts instead of wall time.
-        lead_in: Does it once before, untimed: what one run leaves to be sent burdens the next, as in a long training.
+        name: Name of the variant in the rounds.
+        run: Runs the variant once, timed. It may return a value that replaces the wall time.
+        lead_in: Runs the variant once before, untimed, so that leftover uploads burden the timed run as in training.
     """
 
     name: str
@@ -102,14 +102,14 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How many rounds there are.
+    """Limits that decide when a measurement ends.
 
     Attributes:
-        enough: Kept rounds that end the measurement.
-        most: Rounds that end it anyhow.
-        warm: Rounds before, which don't count: connections, programs and weights travel.
-        limit_s: No round begins after so many seconds.
-        settle_s: How long a variant waits at most for what runs beside it to come to rest.
+        enough: Number of kept rounds that ends the measurement.
+        most: Largest number of rounds, kept or not.
+        warm: Number of warm-up rounds, which open connections and send programs and weights and do not count.
+        limit_s: Seconds after which no round begins.
+        settle_s: Longest time that a variant waits for our other processes to become idle, in seconds.
     """
 
     enough: int = ENOUGH
@@ -128,30 +128,37 @@ def interleave(
 ) -> Rounds:
     """Runs the variants in turns until enough rounds are kept.
 
-    Each round begins with another variant, so that none always follows the same one.
+    Each round begins with another variant, so that no variant goes first in every round.
 
     Args:
-        variants: In the order of the first round.
-        cores: Whose neighbours are watched.
-        plan: When to stop.
-        compare: Called after each round, also the warm ones; raises UnequalGradientsError.
-        measured: Runs a variant and says what it took and whether undisturbed; `timed` unless given.
+        variants: The variants in the order of the first round.
+        cores: Cores that are checked for disturbances by other processes.
+        plan: When the measurement ends.
+        compare: Called after each round, including warm-up rounds. Raises UnequalGradientsError.
+        measured: Runs a variant and returns its value and whether it was undisturbed. None: `timed` does.
+
+    Returns:
+        The rounds after the warm-up.
     """
     measured = measured or partial(timed, settle_s=plan.settle_s)
     rounds, began_s = Rounds(), time.monotonic()
     for number in range(plan.warm + plan.most):
         turn = number % len(variants)
-        found = {v.name: measured(v, cores) for v in (*variants[turn:], *variants[:turn])}
+        taken = {v.name: measured(v, cores) for v in (*variants[turn:], *variants[:turn])}
         compare()
         if number >= plan.warm:
-            rounds.add({name: taken for name, (taken, _) in found.items()}, is_quiet=all(q for _, q in found.values()))
-        if rounds.kept >= plan.enough or (rounds.found and time.monotonic() - began_s > plan.limit_s):
+            rounds.add({name: value for name, (value, _) in taken.items()}, is_quiet=all(q for _, q in taken.values()))
+        if rounds.kept >= plan.enough or (rounds.measured and time.monotonic() - began_s > plan.limit_s):
             break
     return rounds
 
 
 def timed(variant: Alternative, cores: Sequence[Core], settle_s: float = 5.0) -> tuple[float, bool]:
-    """Runs a variant once on cores that have come to rest. Returns seconds, or what it returns, and whether quiet."""
+    """Runs a variant once, after our processes on the cores have become idle.
+
+    Returns:
+        The value that the variant returned or else the seconds it took, and whether it was undisturbed.
+    """
     settle(cores, timeout_s=settle_s)
     variant.lead_in()
     synchronize()

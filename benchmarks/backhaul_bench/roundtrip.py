@@ -1,4 +1,4 @@
-"""What backward waits for a segment that has nothing to compute, beside a bare round trip on a gRPC stream."""
+"""Compares backward's wait for a segment of negligible compute with a round trip on a bare gRPC stream."""
 
 import sys
 
@@ -16,32 +16,32 @@ from backhaul_bench.transfers import KEEPS_FREED_MEMORY
 SEGMENTS = 16
 BACKWARDS = 8
 ELEMENTS = 256
-"""Of 4 bytes: 1 KiB."""
+"""Number of float32 elements of a tensor, 1 KiB."""
 TRIPS = 400
 PLAN = Plan(most=25, warm=2, limit_s=25.0)
 
 
 def measure(stage: Stage) -> list[Outcome]:
-    """small_roundtrip."""
+    """Measures the figure small_roundtrip."""
     session = stage.session(returns="gradients")
     _, ports = stage.start([sys.executable, "-P", "-m", "backhaul_bench.bare"], environment=KEEPS_FREED_MEMORY)
     bare = BareGrpc(int(ports.split()[0]))
 
-    def waited() -> float:
+    def wait_s() -> float:
         before = sum(segment.wait_s for segment in session.report().segments)
         for number in range(BACKWARDS):
             x = torch.full((ELEMENTS,), float(number), requires_grad=True)
             y = x
             for _ in range(SEGMENTS):
                 y = session.checkpoint(torch.sin, y)
-            settle(stage.cores)  # all is saved: only the way there and back is left
+            settle(stage.cores)  # All segments are stored, so backward waits only for the round trips.
             y.sum().backward()  # type: ignore[no-untyped-call]
             assert x.grad is not None
             compare_gradients("the round trip", [x.grad], [_plain_gradient(x)])
         now = sum(segment.wait_s for segment in session.report().segments)
         return (now - before) / (BACKWARDS * SEGMENTS)
 
-    variants = [Alternative("backhaul", waited), Alternative("grpc", lambda: bare.round_trips(TRIPS, 4 * ELEMENTS))]
+    variants = [Alternative("backhaul", wait_s), Alternative("grpc", lambda: bare.round_trips(TRIPS, 4 * ELEMENTS))]
     rounds = interleave(variants, stage.cores, PLAN)
     bare.close()
     if not session.report().remote:

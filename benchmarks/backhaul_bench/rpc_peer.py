@@ -1,8 +1,8 @@
-"""Remote recomputation in the fewest lines of torch.distributed.rpc.
+"""A minimal remote recomputation with torch.distributed.rpc.
 
-`python -m backhaul_bench.rpc_peer PORT` is the peer. A segment's input, its weights and the RNG state leave while
-forward goes on; in backward the peer recomputes the segment and returns all gradients. It checks nothing, and survives
-nothing.
+`python -m backhaul_bench.rpc_peer PORT` is the peer. A segment's input, its weights and the RNG state are sent
+while forward continues. In backward the peer recomputes the segment and returns all gradients. Nothing is checked and
+no failure is handled.
 """
 
 import itertools
@@ -27,21 +27,21 @@ _saved: dict[int, tuple[Tensor, Tensor, list[Tensor]]] = {}
 
 
 def save(number: int, x: Tensor, rng_state: Tensor, weights: list[Tensor]) -> None:
-    """On the peer: keeps what a segment is recomputed from."""
+    """Runs on the peer. Stores the input, RNG state and weights of a segment."""
     _saved[number] = x, rng_state, weights
 
 
 def backward(number: int, gradient: Tensor) -> list[Tensor]:
-    """On the peer: recomputes a segment and runs its backward. Returns the gradients of its input and its weights."""
+    """Runs on the peer. Recomputes a segment, runs its backward and returns the gradients of its input and weights."""
     if not _block:
         _block.append(Block(WIDTH, DROPOUT))
     x, rng_state, weights = _saved.pop(number)
-    taken = [tensor.requires_grad_() for tensor in (x, *weights)]
+    inputs = [tensor.requires_grad_() for tensor in (x, *weights)]
     names = [name for name, _ in _block[0].named_parameters()]
     torch.set_rng_state(rng_state)
     with torch.enable_grad():
         y = functional_call(_block[0], dict(zip(names, weights, strict=True)), (x,))
-    return list(torch.autograd.grad(y, taken, gradient))
+    return list(torch.autograd.grad(y, inputs, gradient))
 
 
 class _Remote(torch.autograd.Function):
@@ -59,23 +59,23 @@ class _Remote(torch.autograd.Function):
 
 
 def checkpoint(block: nn.Module, x: Tensor) -> Tensor:
-    """Runs a block here and recomputes it on the peer."""
+    """Runs a block in this process. Its recomputation and backward run on the peer."""
     return _Remote.apply(block, x, *block.parameters())  # type: ignore[no-any-return, no-untyped-call]
 
 
 def join(port: int, rank: int) -> None:
-    """Connects both; returns when both are there."""
+    """Joins the RPC group. Returns once both processes have joined."""
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", num_worker_threads=2)
     rpc.init_rpc(_names[rank], rank=rank, world_size=2, rpc_backend_options=options)  # type: ignore[no-untyped-call]
 
 
 def leave() -> None:
-    """Ends both."""
+    """Leaves the RPC group. Returns once both processes leave."""
     rpc.shutdown()
 
 
 def free_port() -> int:
-    """A port of this host that nobody listens on now."""
+    """Returns a port of this host that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 

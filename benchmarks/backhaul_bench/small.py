@@ -1,4 +1,4 @@
-"""Steps of 8 blocks at 64 tokens, where what Backhaul adds to a segment is a large part of it."""
+"""Measures steps of 8 blocks at 64 tokens, where the overhead per segment is a large part of the step."""
 
 from functools import partial
 
@@ -9,17 +9,17 @@ from backhaul_bench.steps import BLOCKS, on_trainer
 from backhaul_bench.training import SMALL, Training, checkpoint_of_torch, compare
 
 STEPS = 4
-"""Timed together: one alone is too short to tell whether it was disturbed."""
+"""Steps timed together, because one alone is too short to detect disturbances."""
 PLAN = Plan(most=20, warm=2, limit_s=40.0)
 
 
 def measure_frozen(stage: Stage) -> list[Outcome]:
-    """small_frozen_vs_torch."""
+    """Measures the figure small_frozen_vs_torch."""
     return [_measure("small_frozen_vs_torch", stage, stage.tcp_worker(), is_adapted=True)]
 
 
 def measure_trainable(stage: Stage) -> list[Outcome]:
-    """small_trainable_vs_torch."""
+    """Measures the figure small_trainable_vs_torch."""
     return [_measure("small_trainable_vs_torch", stage, None, is_adapted=False)]
 
 

@@ -1,4 +1,4 @@
-"""Where a measurement takes place: two cores, and the processes it starts on them."""
+"""The two cores of a measurement, and the processes that it starts on them."""
 
 import os
 import select
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from backhaul._session import Session
 
 OVER_TCP: Mapping[str, Any] = {"shared_memory": False, "unix_socket": False}
-"""Options of a session that is to talk over TCP to a worker beside it, as it would to one elsewhere."""
+"""Options of a session that uses TCP for a worker on the same host, as for a worker on another host."""
 _START_S = 60.0
 _END_S = 5.0
 
 
 @dataclass
 class Stage:
-    """Two cores. A context manager; its end ends what was started, in the opposite order.
+    """Two cores and the processes on them. A context manager that ends its processes in reverse order on exit.
 
     Attributes:
-        trainer: This process' core.
-        worker: The other.
+        trainer: The core of this process, the trainer.
+        worker: The core of the workers.
     """
 
     trainer: Core
@@ -38,16 +38,16 @@ class Stage:
 
     @classmethod
     def of(cls, trainer_core: int, worker_core: int, pid: int) -> "Stage":
-        """A stage on which a process is the trainer."""
+        """Creates a stage whose trainer is the process with this pid."""
         return cls(Core(trainer_core, [pid]), Core(worker_core))
 
     @property
     def cores(self) -> list[Core]:
-        """Both."""
+        """The trainer's and the worker's core, in this order."""
         return [self.trainer, self.worker]
 
     def session(self, worker: str | None = None, **options: Any) -> "Session":
-        """Opens a session with `backhaul.connect`; a worker that it starts runs on the worker's core."""
+        """Opens a session with `backhaul.connect`. If that starts a worker, the worker runs on the worker's core."""
         import backhaul
 
         before = set(_descendants(os.getpid()))
@@ -59,17 +59,20 @@ class Stage:
         return session
 
     def tcp_worker(self, *options: str) -> str:
-        """Starts a worker that listens on TCP. Returns its address."""
+        """Starts a worker that listens on TCP. Returns its address as "host:port"."""
         line = self.start([sys.executable, "-P", "-m", "backhaul", "worker", "--listen", "127.0.0.1:0", *options])[1]
         return line.rpartition(" ")[2]
 
     def start(
         self, command: Sequence[str], core: Core | None = None, environment: Mapping[str, str] | None = None
     ) -> tuple["subprocess.Popen[str]", str]:
-        """Starts a process on a core, the worker's by default. Returns it and its first line on stdout.
+        """Starts a process on a core, the worker's by default.
+
+        Returns:
+            The process and its first line on stdout.
 
         Raises:
-            RuntimeError: It says nothing in time.
+            RuntimeError: The process printed no line within 60 seconds.
         """
         core = core or self.worker
         with _inherited(core.number):
@@ -79,7 +82,7 @@ class Stage:
                 stdout=subprocess.PIPE,
                 text=True,
                 env={**os.environ, **(environment or {})},
-                start_new_session=True,  # a group of its own: what it leaves behind ends with it
+                start_new_session=True,  # A process group of its own, so that its children are killed too.
             )
         self._started.callback(_end, process)
         line = read_line(process.stdout, _START_S, command)
@@ -96,18 +99,18 @@ class Stage:
 
 
 def read_line(pipe: IO[str] | None, timeout_s: float, what: object = "a process") -> str:
-    """The next line of a process that was told to say one. Raises RuntimeError where none comes."""
+    """Returns the next line of a process. Raises RuntimeError if none arrives in time."""
     assert pipe is not None
     ready, _, _ = select.select([pipe], [], [], timeout_s)
     line = pipe.readline().strip() if ready else ""
     if not line:
-        raise RuntimeError(f"{what} said nothing in {timeout_s:g} s, or has ended")
+        raise RuntimeError(f"{what} printed nothing within {timeout_s:g} s, or has ended")
     return line
 
 
 @contextmanager
 def _inherited(core: int) -> Iterator[None]:
-    """Lets what this thread starts run on another core."""
+    """Makes processes that this thread starts run on another core."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:
@@ -117,12 +120,12 @@ def _inherited(core: int) -> Iterator[None]:
 
 
 def _descendants(pid: int) -> list[int]:
-    found: list[int] = []
-    with suppress(OSError):  # it ends just now
+    pids: list[int] = []
+    with suppress(OSError):  # The process has just ended.
         for thread in Path(f"/proc/{pid}/task").iterdir():
             for child in map(int, (thread / "children").read_text().split()):
-                found += [child, *_descendants(child)]
-    return found
+                pids += [child, *_descendants(child)]
+    return pids
 
 
 def _end(process: "subprocess.Popen[str]") -> None:

@@ -1,4 +1,4 @@
-"""Steps of 8 blocks at 1,024 tokens: without checkpointing, with torch's, and with Backhaul in three ways."""
+"""Measures steps of 8 blocks at 1,024 tokens without checkpointing, with torch's and with Backhaul in three ways."""
 
 import torch
 from torch import Tensor
@@ -14,15 +14,15 @@ from backhaul_bench.training import DROPOUT, LARGE, WIDTH, Training, checkpoint_
 
 BLOCKS = 8
 ROOM = 4
-"""Segments whose recomputation the small worker has room for."""
+"""Number of recomputed segments that fit into the small worker's memory."""
 PLAN = Plan(most=12, limit_s=260.0)
 STEPS_PER_ROUND = 2
-"""One leads in, one is timed."""
+"""The first step of a round is the lead-in, the second is timed."""
 
 
 def measure(stage: Stage) -> list[Outcome]:
-    """The step_ figures and exposed_recompute."""
-    # A worker each: one would have from the first session what the others are to send.
+    """Measures the step_ figures and exposed_recompute."""
+    # Each session has a worker of its own: a shared one would already store the tensors that later sessions send.
     sessions = {
         "gradients": stage.session(returns="gradients"),
         "activations": stage.session(returns="activations"),
@@ -46,28 +46,28 @@ def measure(stage: Stage) -> list[Outcome]:
 
 
 def on_trainer(fallbacks: int) -> str:
-    """A note where the trainer did what a worker was meant to do."""
+    """Returns a note about segments that the trainer recomputed, empty if there were none."""
     return f"{fallbacks} segments fell back to the trainer" if fallbacks else ""
 
 
 def half_budget_bytes() -> int:
-    """What a worker needs for the weights, the boundaries, ROOM recomputed segments and one segment's gradients.
+    """Returns a worker's memory for the weights, the boundaries, ROOM recomputed segments and one segment's gradients.
 
-    And for as many segments' weights and boundaries more: new ones come while the old are still there.
+    It includes the weights and boundaries of ROOM more segments, which arrive before the old ones are freed.
     """
     block = Block(WIDTH, DROPOUT).to(measured())
     x = torch.randn(*LARGE, WIDTH, device=measured(), requires_grad=True)
     kept: list[Tensor] = []
-    saved = live_bytes(lambda: kept.append(block(x)))[-1][1]  # while its output lives, so does what autograd saved
+    saved = live_bytes(lambda: kept.append(block(x)))[-1][1]  # `kept` keeps the saved tensors alive.
     weights = sum(parameter.nbytes for parameter in block.parameters())
     return (BLOCKS + ROOM) * (weights + x.nbytes) + ROOM * saved + weights + 2 * x.nbytes
 
 
 def _exposed(worker: str, rounds: Rounds) -> Rounds:
-    """The same rounds, with what part of the timed step's recomputation was exposed."""
+    """Returns the same rounds with the exposed fraction of the timed step's recomputation."""
     by_step = exposed_by_step(worker)
     timed = by_step[PLAN.warm * STEPS_PER_ROUND + STEPS_PER_ROUND - 1 :: STEPS_PER_ROUND]
-    found = Rounds()
-    for exposed, (_, is_quiet) in zip(timed, rounds.found, strict=True):
-        found.add({"exposed": exposed}, is_quiet=is_quiet)
-    return found
+    with_exposed = Rounds()
+    for exposed, (_, is_quiet) in zip(timed, rounds.measured, strict=True):
+        with_exposed.add({"exposed": exposed}, is_quiet=is_quiet)
+    return with_exposed

@@ -1,4 +1,7 @@
-"""What telemetry adds to a step: two sessions take turns, one of them without it, while a dashboard watches both."""
+"""Measures what telemetry adds to a step.
+
+Two sessions take turns, one with telemetry and one without, while a dashboard watches the worker of the first.
+"""
 
 from functools import partial
 
@@ -11,21 +14,21 @@ from backhaul_bench.training import Training, compare
 
 BLOCKS, WIDTH, TOKENS = 8, 256, (4, 64)
 STEPS = 3
-"""Timed together: one alone is too short to tell whether it was disturbed."""
+"""Steps timed together, because one alone is too short to detect disturbances."""
 PLAN = Plan(most=20, warm=2, limit_s=20.0)
 
 
 def measure(stage: Stage) -> list[Outcome]:
-    """telemetry_added."""
-    # A worker each: one would have from the first session what the other is to send.
+    """Measures the figure telemetry_added."""
+    # Each session has a worker of its own: a shared one would already store the tensors that the second session sends.
     sessions = {
         "off": stage.session(returns="gradients", telemetry=False),
         "on": stage.session(returns="gradients"),
     }
-    dashboard = DashboardProcess(sessions["on"].workers, "")  # in use it has a machine of its own, here it has our core
+    dashboard = DashboardProcess(sessions["on"].workers, "")  # It shares the trainer's core.
     try:
         if not dashboard.url:
-            return [without_value("telemetry_added", Verdict.UNAVAILABLE, "no dashboard comes up")]
+            return [without_value("telemetry_added", Verdict.UNAVAILABLE, "the dashboard did not start")]
         trainings = [
             Training(name, BLOCKS, TOKENS, session.checkpoint, width=WIDTH) for name, session in sessions.items()
         ]

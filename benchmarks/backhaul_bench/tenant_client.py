@@ -1,8 +1,8 @@
-"""A client without torch: sends prepared requests as fast as one trainer can, one after the other.
+"""A client without torch. It sends prepared requests one after the other, as fast as a trainer can.
 
-`python -m backhaul_bench.tenant_client ADDRESS DIRECTORY` saves a segment of its own, asks for its backward once,
-leaves the answer in the directory, and prints a line. Then for each moment on stdin it prints how many were answered in
-the CLIENT_S after it.
+`python -m backhaul_bench.tenant_client ADDRESS DIRECTORY` saves a segment of its own, requests its backward once,
+writes the answer to the directory and prints a line. Then it reads points in time from stdin. For each it prints how
+many requests were answered in the following CLIENT_S seconds.
 """
 
 import sys
@@ -21,7 +21,7 @@ CLIENT_S = 1.5
 
 
 class Client:
-    """One session with one segment."""
+    """A session with one saved segment."""
 
     def __init__(self, channel: grpc.Channel, prepared: Path) -> None:
         services = [
@@ -45,7 +45,7 @@ class Client:
         self._backwards = 0
 
     def backward(self) -> list[segment_pb2.BackwardResponse]:
-        """Asks for a backward, each time another, so that it is computed."""
+        """Requests a backward under a new number, so that the worker computes it again."""
         self._backwards += 1
         self._request.key.CopyFrom(self._key(segment_pb2.OPERATION_BACKWARD, self._backwards))
         return list(self._segments.Backward(self._request))
@@ -61,10 +61,10 @@ class Client:
 
 
 def main(address: str, directory: str) -> None:
-    """See above."""
+    """Runs the client, see the module's docstring."""
     with grpc.insecure_channel(address, options=list(CHANNEL_OPTIONS)) as channel:
         client = Client(channel, Path(directory))
-        # All clients write the same: how much progress each was told is left out.
+        # Clients overwrite each other's answers, which are equal apart from progress messages.
         answers = [answer for answer in client.backward() if not answer.HasField("progress")]
         for number, answer in enumerate(answers):
             (Path(directory) / f"answer-{number:04}").write_bytes(answer.SerializeToString())

@@ -1,4 +1,4 @@
-"""One worker with 8 clients, beside the same worker with one."""
+"""Compares a worker with 8 clients with the same worker with one client."""
 
 import sys
 import time
@@ -35,7 +35,7 @@ _ANSWER_S = 60.0
 
 
 def measure(stage: Stage) -> list[Outcome]:
-    """The figures tenants and tenants_fair."""
+    """Measures the figures tenants and tenants_fair."""
     address = stage.tcp_worker()
     with TemporaryDirectory(prefix="backhaul-bench-") as directory:
         gradient = prepare(Path(directory))
@@ -50,16 +50,18 @@ def measure(stage: Stage) -> list[Outcome]:
         return sum(_requests(pipes[:1])) / CLIENT_S
 
     def together() -> float:
-        found = _requests(pipes)
-        fairness.append(min(found) / max(found))
-        return sum(found) / CLIENT_S
+        answered = _requests(pipes)
+        fairness.append(min(answered) / max(answered))
+        return sum(answered) / CLIENT_S
 
     rounds = interleave([Alternative("alone", alone), Alternative("together", together)], stage.cores, PLAN)
     work_s = 1 / rounds.spread(lambda taken: taken["alone"]).value
     if work_s < LEAST_WORK_S:
-        raise RuntimeError(f"a request takes {work_s * 1e3:.1f} ms: too little work to tell of a worker under load")
+        raise RuntimeError(
+            f"a request takes {work_s * 1e3:.1f} ms, which is too little work to measure a worker under load"
+        )
     shares = Rounds()
-    for (_, is_quiet), fair in zip(rounds.found, fairness[PLAN.warm :], strict=True):
+    for (_, is_quiet), fair in zip(rounds.measured, fairness[PLAN.warm :], strict=True):
         shares.add({"fair": fair}, is_quiet=is_quiet)
     return [
         of_rounds("tenants", rounds, ratio_of("together", "alone")),
@@ -68,17 +70,17 @@ def measure(stage: Stage) -> list[Outcome]:
 
 
 def _requests(pipes: Sequence[tuple[IO[str] | None, IO[str] | None]]) -> list[int]:
-    """Requests that each client had answered in CLIENT_S, all begun at one moment."""
+    """Returns how many requests of each client were answered within CLIENT_S. All clients begin at the same time."""
     begin = time.time() + 0.05
-    for said, _ in pipes:
-        assert said is not None
-        said.write(f"{begin}\n")
-        said.flush()
-    return [int(read_line(heard, _ANSWER_S, "a client")) for _, heard in pipes]
+    for stdin, _ in pipes:
+        assert stdin is not None
+        stdin.write(f"{begin}\n")
+        stdin.flush()
+    return [int(read_line(stdout, _ANSWER_S, "a client")) for _, stdout in pipes]
 
 
 def prepare(directory: Path) -> Tensor:
-    """Writes what a client without torch needs to ask for a block's backward. Returns the right gradient."""
+    """Writes the messages with which a client without torch requests a block's backward. Returns the exact gradient."""
     torch.manual_seed(0)
     block = Block(WIDTH, dropout=0.0).requires_grad_(False)
     x = torch.randn(*SMALL, WIDTH, requires_grad=True)
@@ -97,8 +99,8 @@ def prepare(directory: Path) -> Tensor:
     sources = recorder.recording.sources
     layout = layout_of(gradient)
     address = tensor_address(layout, content_digest(gradient, layout))
-    parcels = {source.address: OutgoingTensor(source.value, source.layout, source.address) for source in sources}
-    parcels[address] = OutgoingTensor(gradient, layout, address)
+    outgoing = {source.address: OutgoingTensor(source.value, source.layout, source.address) for source in sources}
+    outgoing[address] = OutgoingTensor(gradient, layout, address)
     messages = {
         "program": program_pb2.PutProgramRequest(program=program),
         "segment": segment_pb2.SaveSegmentRequest(
@@ -118,15 +120,15 @@ def prepare(directory: Path) -> Tensor:
     for name, message in messages.items():
         (directory / name).write_bytes(message.SerializeToString())
     empty = tensor_pb2.PutTensorsRequest()
-    for number, data in enumerate(encode_all(batches(parcels.values()), empty.TENSORS_FIELD_NUMBER, empty)):
+    for number, data in enumerate(encode_all(batches(outgoing.values()), empty.TENSORS_FIELD_NUMBER, empty)):
         (directory / f"tensors-{number:04}").write_bytes(data)
-    (found,) = torch.autograd.grad(y, x, gradient)
-    return found
+    (expected,) = torch.autograd.grad(y, x, gradient)
+    return expected
 
 
 def answer(directory: Path) -> Tensor:
-    """What a client was answered."""
+    """Returns the gradient that a client received."""
     receiver = TensorReceiver()
     for path in sorted(directory.glob("answer-*")):
         receiver.add(segment_pb2.BackwardResponse.FromString(path.read_bytes()).tensors)
-    return reduce(torch.add, receiver.tensors())  # one for each of the input's two uses
+    return reduce(torch.add, receiver.tensors())  # One gradient per use of the input, of which there are two.

@@ -1,4 +1,4 @@
-"""What is trained in the benchmarks: blocks in a row, a step of them, and whether two steps were the same.
+"""The trainings of the benchmarks, which are chains of blocks, and the comparison of their gradients.
 
 Shapes: B batch, T length, C width.
 """
@@ -18,9 +18,9 @@ from backhaul_bench.rounds import UnequalGradientsError
 WIDTH = 512
 DROPOUT = 0.1
 LARGE = (4, 256)
-"""Batch and length of 1,024 tokens."""
+"""Batch size and length of inputs with 1,024 tokens."""
 SMALL = (1, 64)
-"""Likewise of 64."""
+"""Batch size and length of inputs with 64 tokens."""
 _RANK = 8
 _SEED = 0
 
@@ -29,7 +29,7 @@ checkpoint_of_torch = partial(torch_checkpoint, use_reentrant=False)
 
 
 class Adapted(nn.Module):
-    """A frozen Linear and a trainable low-rank change of it, as LoRA has them."""
+    """A frozen Linear with a trainable low-rank adapter, as in LoRA."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -38,12 +38,12 @@ class Adapted(nn.Module):
         self.up = nn.Linear(_RANK, base.out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, C] to [B, T, C]."""
+        """Maps [B, T, C] to [B, T, C]."""
         return self.base(x) + self.up(self.down(x))  # type: ignore[no-any-return]
 
 
 def adapt(block: nn.Module) -> nn.Module:
-    """Freezes a block and puts a low-rank change beside each Linear, in place."""
+    """Freezes a block and adds a low-rank adapter to each Linear, in place."""
     block.requires_grad_(False)
     for name, module in list(block.named_modules()):
         if isinstance(module, nn.Linear):
@@ -53,18 +53,18 @@ def adapt(block: nn.Module) -> nn.Module:
 
 
 class Training:
-    """Blocks, an optimizer, and a step: zero_grad, forward, loss, backward, AdamW.
+    """A chain of blocks with an optimizer. A step is zero_grad, forward, loss, backward and AdamW.
 
-    Equal arguments give equal trainings, whatever the checkpoint: weights, input and dropout come from one seed.
+    Trainings that differ only in `checkpoint` compute the same, because weights, input and dropout come from one seed.
 
     Args:
-        name: For messages.
-        blocks: How many.
-        tokens: Batch and length of the input.
-        checkpoint: Runs a segment; None: plainly.
-        per_segment: Blocks in each.
-        width: Of the blocks.
-        is_adapted: Frozen, with LoRA.
+        name: Name of the training in messages.
+        blocks: Number of blocks in the chain.
+        tokens: Batch size B and length T of the input.
+        checkpoint: Function that runs a segment. None: without checkpointing.
+        per_segment: Number of blocks in each segment.
+        width: Width C of the blocks.
+        is_adapted: Whether blocks are frozen and have LoRA adapters.
     """
 
     def __init__(
@@ -95,64 +95,64 @@ class Training:
         self._steps = 0
 
     def step(self) -> None:
-        """One step of training. The gradients stay until the next."""
+        """Runs one step of training. The gradients stay until the next step."""
         self.clear_gradients()
         self.forward_backward()
         self.optimize()
 
     def clear_gradients(self) -> None:
-        """A step begins with this."""
+        """Clears all gradients. It is the first part of a step."""
         self._optimizer.zero_grad()
         self.x.grad = None
 
     def forward_backward(self) -> None:
-        """A step without the optimizer: gradients add to those that are there."""
+        """Runs a step without the optimizer. Gradients accumulate."""
         self.forward().backward()  # type: ignore[no-untyped-call]
 
     def optimize(self) -> None:
-        """A step ends with this."""
+        """Runs the optimizer. It is the last part of a step."""
         self._optimizer.step()
 
     def forward(self) -> Tensor:
-        """The loss."""
+        """Runs forward and returns the loss, a scalar."""
         self._steps += 1
-        torch.manual_seed(self._steps)  # the same dropout in every training
+        torch.manual_seed(self._steps)  # All trainings draw the same dropout.
         y = self.x
         for segment in self._segments:
             y = segment(y) if self._checkpoint is None else self._checkpoint(segment, y)
         return y.square().mean()
 
     def steps(self, count: int) -> None:
-        """So many steps."""
+        """Runs `count` steps."""
         for _ in range(count):
             self.step()
 
     def keep_gradients(self) -> None:
-        """Makes gradients of zeros, so that their memory is not counted as the next step's."""
+        """Allocates gradients of zeros, so that their memory is not counted as the next step's."""
         for tensor in (self.x, *self.parameters):
             tensor.grad = torch.zeros_like(tensor)
 
     def gradients(self) -> list[Tensor]:
-        """Of the input and of each parameter."""
-        found = [tensor.grad for tensor in (self.x, *self.parameters)]
-        assert all(gradient is not None for gradient in found)
-        return [gradient for gradient in found if gradient is not None]
+        """Returns the gradients of the input and of each trainable parameter, which must exist."""
+        gradients = [tensor.grad for tensor in (self.x, *self.parameters)]
+        assert all(gradient is not None for gradient in gradients)
+        return [gradient for gradient in gradients if gradient is not None]
 
     @property
     def parameter_bytes(self) -> int:
-        """Of those that are trained."""
+        """Size of the trainable parameters, in bytes."""
         return sum(parameter.nbytes for parameter in self.parameters)
 
 
 def compare(trainings: Sequence[Training]) -> None:
-    """Raises UnequalGradientsError unless all have the gradients of the first, bit by bit."""
+    """Raises UnequalGradientsError unless all trainings have bitwise the same gradients as the first."""
     first, *others = trainings
     for other in others:
         compare_gradients(f"{other.name} and {first.name}", other.gradients(), first.gradients())
 
 
-def compare_gradients(who: str, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
-    """Raises UnequalGradientsError unless both are equal, bit by bit."""
+def compare_gradients(what: str, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
+    """Raises UnequalGradientsError unless both lists of gradients are bitwise equal."""
     equal = [torch.equal(one, other) for one, other in zip(ours, theirs, strict=True)]
     if not all(equal):
-        raise UnequalGradientsError(f"{len(equal) - sum(equal)} of {len(equal)} gradients of {who} are not equal")
+        raise UnequalGradientsError(f"{len(equal) - sum(equal)} of {len(equal)} gradients of {what} are not equal")

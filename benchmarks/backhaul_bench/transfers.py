@@ -1,4 +1,4 @@
-"""Tensors of 64 MiB to a worker and back over TCP, beside bare gRPC streams and a bare socket."""
+"""Compares transfers of 64 MiB tensors over TCP, to a worker and back, with bare gRPC streams and a bare socket."""
 
 import sys
 from collections.abc import Callable
@@ -9,36 +9,39 @@ from torch import Tensor
 from backhaul_bench.bare import TENSOR_BYTES, BareGrpc, BareTcp
 from backhaul_bench.noise import settle
 from backhaul_bench.outcomes import Outcome, of_rounds
-from backhaul_bench.overlap import Lane, spans, told_calls
+from backhaul_bench.overlap import Lane, reported_calls, spans
 from backhaul_bench.rounds import Alternative, Plan, Rounds, interleave, ratio_of
 from backhaul_bench.stage import OVER_TCP, Stage
 from backhaul_bench.training import compare_gradients
 
 REPEATS = 4
-"""Transfers timed together: one alone is too short to tell whether it was disturbed."""
+"""Transfers timed together, because one alone is too short to detect disturbances."""
 PLAN = Plan(most=20, warm=2, limit_s=35.0)
-# The worker tunes its allocator by itself; the yardstick is to have no worse a one.
+# The worker tunes its allocator itself. The baseline gets the same tuning, so that the comparison is fair.
 KEEPS_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "268435456", "MALLOC_TRIM_THRESHOLD_": "268435456"}
 
 
 def measure(stage: Stage) -> list[Outcome]:
-    """The save_ and fetch_ figures: time of a tensor there over time here, which is bandwidth over bandwidth."""
+    """Measures the save_ and fetch_ figures.
+
+    Each is the baseline's time for a tensor over Backhaul's, so it is Backhaul's bandwidth over the baseline's.
+    """
     session = stage.session(stage.tcp_worker(), returns="gradients", **OVER_TCP)
     _, ports = stage.start([sys.executable, "-P", "-m", "backhaul_bench.bare"], environment=KEEPS_FREED_MEMORY)
     grpc_port, tcp_port = map(int, ports.split())
     bare, tcp = BareGrpc(grpc_port), BareTcp(tcp_port)
     x = torch.randn(TENSOR_BYTES // 4, requires_grad=True)
-    # It is needed and not trained, so that nothing but x has a gradient: autograd saves one number.
+    # Autograd saves this one number instead of a tensor, and only x has a gradient.
     scale = torch.tensor(2.0)
 
     def scaled() -> Tensor:
-        settle(stage.cores)  # what was predicted is sent beside forward: here neither slows the other
+        settle(stage.cores)  # The predicted upload ends before forward begins, so neither slows the other.
         return (x * scale).sum()
 
     def there_and_back() -> None:
         for _ in range(REPEATS):
             with torch.no_grad():
-                x.add_(1.0)  # other contents, or they need not travel
+                x.add_(1.0)  # New contents, because the worker already stores the old ones.
             y: Tensor = session.checkpoint(scaled)
             settle(stage.cores)
             x.grad = None
@@ -68,27 +71,27 @@ def _bare_runs(bare: BareGrpc, tcp: BareTcp) -> dict[str, Callable[[], float]]:
 
 
 def _repeated(run: Callable[[], float], stage: Stage) -> Callable[[], float]:
-    def rested() -> float:
-        settle(stage.cores)  # as ours: after a rest TCP is slower
+    def after_settling() -> float:
+        settle(stage.cores)  # As Backhaul's transfers do, because TCP is slower after a pause.
         return run()
 
-    return lambda: sum(rested() for _ in range(REPEATS))
+    return lambda: sum(after_settling() for _ in range(REPEATS))
 
 
 def with_spans(rounds: Rounds, worker: str, warm: int, repeats: int) -> Rounds:
-    """The rounds with what the session told of its transfers, as "save" and "fetch".
+    """Returns the rounds with the upload and download times that the session reported, as "save" and "fetch".
 
     Args:
-        rounds: With calls of a session timed in each.
-        worker: Of that session.
-        warm: Rounds before them.
-        repeats: Calls in each.
+        rounds: Rounds in which calls of the session were timed.
+        worker: Address of the session's worker.
+        warm: Number of warm-up rounds before them.
+        repeats: Number of calls in each round.
     """
-    calls = told_calls(worker)[warm * repeats :]
-    found = Rounds()
-    for number, (taken, is_quiet) in enumerate(rounds.found):
-        these = calls[number * repeats : (number + 1) * repeats]
-        saved_s = sum(end - begin for call in these for begin, end in spans(call, Lane.LANE_UPLOAD))
-        fetched_s = sum(end - begin for call in these for begin, end in spans(call, Lane.LANE_DOWNLOAD))
-        found.add({**taken, "save": saved_s, "fetch": fetched_s}, is_quiet=is_quiet)
-    return found
+    calls = reported_calls(worker)[warm * repeats :]
+    with_transfers = Rounds()
+    for number, (taken, is_quiet) in enumerate(rounds.measured):
+        round_calls = calls[number * repeats : (number + 1) * repeats]
+        saved_s = sum(end - begin for call in round_calls for begin, end in spans(call, Lane.LANE_UPLOAD))
+        fetched_s = sum(end - begin for call in round_calls for begin, end in spans(call, Lane.LANE_DOWNLOAD))
+        with_transfers.add({**taken, "save": saved_s, "fetch": fetched_s}, is_quiet=is_quiet)
+    return with_transfers

@@ -1,4 +1,4 @@
-"""Bytes that travel for a step, over the least that must."""
+"""Measures the bytes that a step transfers, relative to the minimum."""
 
 from backhaul_bench.counting_proxy import CountingProxy
 from backhaul_bench.noise import settle
@@ -11,28 +11,28 @@ STEPS = 2
 
 
 def measure(stage: Stage) -> list[Outcome]:
-    """wire_over_bound."""
+    """Measures the figure wire_over_bound."""
     with CountingProxy(stage.tcp_worker()) as proxy:
         session = stage.session(proxy.address, returns="gradients")
         training = Training("backhaul", BLOCKS, LARGE, session.checkpoint)
         reference = Training("torch", BLOCKS, LARGE, checkpoint_of_torch)
-        found = []
+        step_bytes = []
         for _ in range(1 + STEPS):
             before = proxy.passed_bytes
             training.step()
-            settle(stage.cores, quiet_s=0.1)  # what is sent after a step is the step's
-            found.append(proxy.passed_bytes - before)
+            settle(stage.cores, quiet_s=0.1)  # Includes the bytes that are sent after the step.
+            step_bytes.append(proxy.passed_bytes - before)
             reference.step()
             compare([training, reference])
         session.close()
     bound = _bound_bytes(training)
     note = on_trainer(session.report().fallbacks)
-    # The first step also carries programs, and no optimizer had changed its weights.
-    ratios = [passed / bound for passed in found[1:]]
-    return [of_counts("wire_over_bound", ratios, note, {"bound_bytes": bound, "step_bytes": found[-1]})]
+    # The first step is left out: it also sends programs, and its weights do not come from an update.
+    ratios = [passed / bound for passed in step_bytes[1:]]
+    return [of_counts("wire_over_bound", ratios, note, {"bound_bytes": bound, "step_bytes": step_bytes[-1]})]
 
 
 def _bound_bytes(training: Training) -> int:
-    """Each distinct input, one gradient up, a gradient down per segment, each parameter and its gradient, once."""
+    """Returns the minimum: all inputs, one gradient up, one down per segment, all parameters and their gradients."""
     boundary = training.x.nbytes
     return BLOCKS * boundary + boundary + BLOCKS * boundary + 2 * training.parameter_bytes

@@ -1,6 +1,6 @@
-"""Prints what a project and some of its extras depend on, one requirement a line, for `pip install --requirement`.
+"""Prints the dependencies of a project and some of its extras, one per line, for `pip install --requirement`.
 
-python requirements.py pyproject.toml EXTRA,EXTRA
+Usage: python requirements.py pyproject.toml EXTRA,EXTRA
 """
 
 import sys
@@ -9,11 +9,11 @@ from pathlib import Path
 
 
 def requirements(pyproject: str, extras: list[str]) -> list[str]:
-    """Of the text of a pyproject.toml. Raises ValueError for an extra that it does not have."""
+    """Returns the requirements in the text of a pyproject.toml. Raises ValueError for an unknown extra."""
     project = tomllib.loads(pyproject)["project"]
     optional = project["optional-dependencies"]
     if unknown := [extra for extra in extras if extra not in optional]:
-        raise ValueError(f"no extra {', '.join(unknown)}: there are {', '.join(sorted(optional))}")
+        raise ValueError(f"no extra {', '.join(unknown)}: the extras are {', '.join(sorted(optional))}")
     return [*project["dependencies"], *(requirement for extra in extras for requirement in optional[extra])]
 
 

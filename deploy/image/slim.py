@@ -1,8 +1,8 @@
-"""Takes out of a virtual environment what an image that only runs Backhaul never reads, and says what each part was.
+"""Removes files from a virtual environment that an image needs only to build or test, and prints the sizes.
 
     python slim.py VENV
 
-Bytecode stays: a read-only container can't write it, and would compile torch at every start.
+Bytecode is kept, because a read-only container cannot write it and would compile torch at every start.
 """
 
 import shutil
@@ -25,7 +25,7 @@ REMOVED = {
         "torch/bin/*.ptl",
         "torch/bin/test_*",
     ],
-    "what compiles against torch and numpy": [
+    "headers and tools to compile against torch and numpy": [
         "torch/bin/protoc*",
         "torch/include",
         "torch/share",
@@ -33,12 +33,12 @@ REMOVED = {
     ],
     "tests of other packages": [f"{package}/**/tests" for package in ("mpmath", "networkx", "numpy", "sympy")],
 }
-"""Patterns below site-packages. torch.testing stays: torch.utils.checkpoint imports it."""
+"""Patterns below site-packages. torch.testing is kept, because torch.utils.checkpoint imports it."""
 
 STRIPPED = ["torch/lib/libtorch_cpu.so", "torch/lib/libtorch_python.so"]
-"""Libraries with a symbol table for debuggers, a fifth of their size. What the loader needs is elsewhere in them."""
+"""Libraries whose symbol table for debuggers is a fifth of their size. The loader does not need that table."""
 
-# Of a 64-bit ELF header: offset and struct format of what is read or cleared here.
+# Offset and struct format of fields of a 64-bit ELF header.
 _MAGIC = b"\x7fELF\x02\x01"
 _PROGRAM_HEADERS = (0x20, "<Q")
 _SECTION_HEADERS = (0x28, "<Q")
@@ -54,19 +54,19 @@ def main(venv: Path) -> None:
     before = size_bytes(venv)
     for what, patterns in REMOVED.items():
         paths = [path for pattern in patterns for path in packages.glob(pattern)]
-        _say(what, sum(map(size_bytes, paths)))
+        _report(what, sum(map(size_bytes, paths)))
         for path in paths:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    _say("symbols for debuggers", sum(strip_symbols(packages / name) for name in STRIPPED))
+    _report("symbols for debuggers", sum(strip_symbols(packages / name) for name in STRIPPED))
     print(f"slim: {before / 1e6:.0f} MB -> {size_bytes(venv) / 1e6:.0f} MB")
 
 
 def strip_symbols(library: Path) -> int:
-    """Ends a shared library where its last loaded segment ends. Returns the bytes that went.
+    """Truncates a shared library after its last loaded segment. Returns the number of removed bytes.
 
-    Behind that are only sections which no process maps: symbols for debuggers and the table of sections itself. It is
-    what `strip` of binutils does, without a package of the distribution in the build. Anything but a little-endian
-    64-bit ELF file stays as it is.
+    Only sections that no process maps follow that segment: symbols for debuggers and the section table. `strip` of
+    binutils does the same but would need another package in the build. Files other than little-endian 64-bit ELF files
+    are not changed.
     """
     content = library.read_bytes()
     if not content.startswith(_MAGIC):
@@ -85,7 +85,7 @@ def strip_symbols(library: Path) -> int:
 
 
 def size_bytes(path: Path) -> int:
-    """Of a file, or of all files below a directory; links count as nothing."""
+    """Returns the size of a file, or of all files below a directory. Links count as 0 bytes."""
     if path.is_symlink():
         return 0
     return sum(map(size_bytes, path.iterdir())) if path.is_dir() else path.stat().st_size
@@ -96,8 +96,8 @@ def _field(content: bytes, field: tuple[int, str], base: int = 0) -> tuple[int, 
     return struct.unpack_from(form, content, base + offset)
 
 
-def _say(what: str, gone_bytes: int) -> None:
-    print(f"slim: {what}: {gone_bytes / 1e6:.1f} MB")
+def _report(what: str, removed_bytes: int) -> None:
+    print(f"slim: {what}: {removed_bytes / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

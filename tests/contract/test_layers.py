@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [ROOT / folder for folder in ("proto", "runtime", "client", "server", "benchmarks")]
+SOURCES = [ROOT / "proto", ROOT / "runtime", ROOT / "client", ROOT / "server", ROOT / "benchmarks"]
 PACKAGES = ("backhaul", "backhaul_runtime", "backhaul_server")
 PRIVATE_ATTRIBUTES = re.compile(
     r"_(base|version|cdata|is_view|is_zerotensor|schema|sequence_nr|set_sequence_nr|backward_cls|backward_hooks|"
@@ -20,7 +20,7 @@ def modules() -> dict[str, ast.Module]:
     """Every module of our own by its dotted name, generated ones aside."""
     parsed = {}
     for root in SOURCES:
-        for path in root.glob("backhaul*/**/*.py"):
+        for path in root.rglob("*.py"):
             if "_pb2" not in path.name:
                 name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
                 parsed[name] = ast.parse(path.read_text())

@@ -54,7 +54,7 @@ def test_the_runtime_knows_no_server_and_the_proto_no_torch() -> None:
             assert "torch" not in imported(path), path
 
 
-@pytest.mark.parametrize("root", ["proto", "runtime", "client", "server"])
+@pytest.mark.parametrize("root", ["proto", "runtime", "client", "server", "benchmarks"])
 def test_a_source_root_is_no_package(root: str) -> None:
     assert not (ROOT / root / "__init__.py").exists()
 

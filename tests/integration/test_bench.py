@@ -1,4 +1,4 @@
-"""`backhaul bench`, one small figure from the command to the file."""
+"""Tests of `backhaul bench` that measure single small figures."""
 
 import json
 import os
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def test_a_figure_that_can_not_be_had_is_said_by_the_whole_command(tmp_path: Path) -> None:
-    file = tmp_path / "found.json"
+    file = tmp_path / "results.json"
     done = subprocess.run(
         [sys.executable, "-m", "backhaul", "bench", "--only", "vs_hivemind", "--json", str(file)],
         capture_output=True,
@@ -29,20 +29,20 @@ def test_a_figure_that_can_not_be_had_is_said_by_the_whole_command(tmp_path: Pat
     )
     assert done.returncode == 0, done.stderr
     assert "unavailable" in done.stdout
-    found = json.loads(file.read_text())["figures"]
-    assert found["vs_hivemind"]["verdict"] == "unavailable"
+    figures = json.loads(file.read_text())["figures"]
+    assert figures["vs_hivemind"]["verdict"] == "unavailable"
 
 
 def test_a_figure_is_measured_with_a_worker_and_a_yardstick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roundtrip, "PLAN", Plan(enough=1, most=1, warm=0))
     monkeypatch.setattr(roundtrip, "BACKWARDS", 1)
     monkeypatch.setattr(roundtrip, "TRIPS", 5)
-    (found,) = on_stage(roundtrip.measure)
-    assert found.name == "small_roundtrip"
-    assert found.verdict == "inconclusive"  # one round says nothing
-    assert found.kept + found.dropped == 1
-    assert found.details is not None
-    assert all(value > 0 for value in found.details.values())
+    (outcome,) = on_stage(roundtrip.measure)
+    assert outcome.name == "small_roundtrip"
+    assert outcome.verdict == "inconclusive"  # One round is too few.
+    assert outcome.kept + outcome.dropped == 1
+    assert outcome.details is not None
+    assert all(value > 0 for value in outcome.details.values())
 
 
 def test_clients_without_torch_are_answered_with_the_right_gradient(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_what_is_started_is_ended_and_was_pinned() -> None:
         session = stage.session()
         stage.tcp_worker()
         pids = list(stage.worker.pids)
-        assert len(pids) == 3  # the session's worker; the other one with what supervises it
+        assert len(pids) == 3  # The session's worker, the other worker and its supervisor.
         assert all(os.sched_getaffinity(pid) == {cores[-1]} for pid in pids)
     assert session.closed
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

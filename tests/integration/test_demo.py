@@ -1,4 +1,4 @@
-"""`backhaul demo`, small, as a newcomer runs it."""
+"""Tests that run a small `backhaul demo` as a newcomer would."""
 
 import json
 import os
@@ -23,25 +23,27 @@ def demo(*options: str) -> "subprocess.Popen[str]":
 
 
 def test_all_four_variants_are_bitwise_equal(tmp_path: Path) -> None:
-    process = demo("--steps", "3", "--json", str(tmp_path / "found.json"))
+    process = demo("--steps", "3", "--json", str(tmp_path / "results.json"))
     shown, said = process.communicate(timeout=120)
     assert process.returncode == 0, said
     assert "bitwise equal in all four" in shown
     assert "step 3/3" in shown
 
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["all_equal"] is True
-    assert [variant["name"] for variant in found["variants"]] == VARIANTS
-    for variant in found["variants"]:
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["all_equal"] is True
+    assert [variant["name"] for variant in results["variants"]] == VARIANTS
+    for variant in results["variants"]:
         assert variant["losses_equal"] is True
         assert variant["gradients_equal"] is True
         assert len(variant["losses"]) == 3
         assert variant["median_step_s"] > 0
         assert variant["fallbacks"] == 0
         remote = variant["name"].startswith("backhaul")
-        assert variant["segments_remote"] == (8 if remote else 0)  # two layers, three steps and the one measured
+        assert variant["segments_remote"] == (
+            8 if remote else 0
+        )  # Two layers, each in three steps and in the one for memory.
         assert (variant["up_bytes"] > 0) is (variant["down_bytes"] > 0) is remote
-    peaks = {variant["name"]: variant["peak_activation_bytes"] for variant in found["variants"]}
+    peaks = {variant["name"]: variant["peak_activation_bytes"] for variant in results["variants"]}
     assert peaks["backhaul gradients"] < peaks["torch checkpoint"]
     assert peaks["backhaul activations"] <= peaks["torch checkpoint"]
 
@@ -49,7 +51,7 @@ def test_all_four_variants_are_bitwise_equal(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_worker_dies_or_hangs_in_the_middle(number: signal.Signals, tmp_path: Path) -> None:
     with WorkerProcess() as worker:
-        process = demo("--steps", "4", "--worker", worker.address, "--json", str(tmp_path / "found.json"))
+        process = demo("--steps", "4", "--worker", worker.address, "--json", str(tmp_path / "results.json"))
         assert process.stdout is not None
         assert any(line.startswith("step 1/4") for line in process.stdout)
         if number is signal.SIGKILL:
@@ -60,9 +62,9 @@ def test_the_worker_dies_or_hangs_in_the_middle(number: signal.Signals, tmp_path
             process.communicate(timeout=120)
             os.kill(worker.pid, signal.SIGCONT)
     assert process.returncode == 0
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["all_equal"] is True
-    for variant in found["variants"][2:]:
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["all_equal"] is True
+    for variant in results["variants"][2:]:
         assert variant["fallbacks"] > 0
         assert variant["segments_remote"] + variant["fallbacks"] == 10
 

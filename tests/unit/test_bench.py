@@ -1,4 +1,4 @@
-"""The harness of `backhaul bench`: rounds, noise, verdicts and results, without measuring anything."""
+"""Tests of the harness of `backhaul bench`: rounds, noise, verdicts and results. They measure nothing."""
 
 import argparse
 import json
@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 import pytest
@@ -53,10 +52,10 @@ BIGGER_IS_BETTER = {"save_vs_grpc", "fetch_vs_grpc", "shm_vs_memcpy", "tenants",
 
 
 def rounds_of(values: Sequence[tuple[float, bool]]) -> Rounds:
-    found = Rounds()
+    taken = Rounds()
     for value, is_quiet in values:
-        found.add({"ours": value, "theirs": 2.0}, is_quiet=is_quiet)
-    return found
+        taken.add({"ours": value, "theirs": 2.0}, is_quiet=is_quiet)
+    return taken
 
 
 def test_figures_have_the_names_and_limits_that_were_promised() -> None:
@@ -107,26 +106,28 @@ def test_variants_take_turns_and_each_round_begins_with_another() -> None:
 
 
 def test_rounds_with_a_disturbed_variant_are_dropped_whole_and_warm_ones_do_not_count() -> None:
-    disturbed = iter([False, False, True, False, False, False])  # two variants in three rounds, the first of them warm
+    disturbed = iter(
+        [False, False, True, False, False, False]
+    )  # Two variants in three rounds, of which the first is a warm-up.
 
     def measured(variant: Alternative, cores: Sequence[Core]) -> tuple[float, bool]:
         return 1.0, not next(disturbed)
 
     variants = [Alternative("a", lambda: None), Alternative("b", lambda: None)]
-    found = interleave(variants, [], Plan(enough=7, most=2, warm=1), measured=measured)
-    assert (found.kept, found.dropped) == (1, 1)
+    taken = interleave(variants, [], Plan(enough=7, most=2, warm=1), measured=measured)
+    assert (taken.kept, taken.dropped) == (1, 1)
 
 
 def test_it_ends_with_enough_kept_rounds() -> None:
-    found = interleave([Alternative("a", lambda: None)], [], Plan(enough=7, most=50), measured=lambda *_: (1.0, True))
-    assert (found.kept, found.dropped) == (7, 0)
+    taken = interleave([Alternative("a", lambda: None)], [], Plan(enough=7, most=50), measured=lambda *_: (1.0, True))
+    assert (taken.kept, taken.dropped) == (7, 0)
 
 
 def test_it_ends_when_its_time_is_up_but_has_a_round() -> None:
-    found = interleave(
+    taken = interleave(
         [Alternative("a", lambda: None)], [], Plan(warm=2, limit_s=0.0), measured=lambda *_: (1.0, False)
     )
-    assert len(found.found) == 1
+    assert len(taken.measured) == 1
 
 
 def test_unequal_gradients_end_the_measurement_even_in_a_warm_round() -> None:
@@ -150,17 +151,17 @@ def test_what_a_variant_counts_replaces_its_time_and_its_lead_in_comes_first() -
 
 def test_the_value_is_the_median_of_kept_rounds_with_their_middle_half() -> None:
     quiet = [(value, True) for value in (1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 9.0)]
-    found = of_rounds("growth", rounds_of([*quiet, (100.0, False)]), ratio_of("ours", "theirs"))
-    assert (found.value, found.low, found.high) == (0.8, 0.6, 1.0)
-    assert (found.kept, found.dropped, found.verdict) == (7, 1, "reached")
-    assert found.details == {"ours": 1.6, "theirs": 2.0}
+    outcome = of_rounds("growth", rounds_of([*quiet, (100.0, False)]), ratio_of("ours", "theirs"))
+    assert (outcome.value, outcome.low, outcome.high) == (0.8, 0.6, 1.0)
+    assert (outcome.kept, outcome.dropped, outcome.verdict) == (7, 1, "reached")
+    assert outcome.details == {"ours": 1.6, "theirs": 2.0}
 
 
 def test_too_few_kept_rounds_are_inconclusive_whatever_they_say() -> None:
-    found = of_rounds("growth", rounds_of([(0.2, True)] * 6 + [(9.0, False)] * 8), ratio_of("ours", "theirs"))
-    assert found.verdict == "inconclusive"
-    assert (found.kept, found.dropped, found.value) == (6, 8, 4.5)
-    assert "(4.500)" in as_table([found])
+    outcome = of_rounds("growth", rounds_of([(0.2, True)] * 6 + [(9.0, False)] * 8), ratio_of("ours", "theirs"))
+    assert outcome.verdict == "inconclusive"
+    assert (outcome.kept, outcome.dropped, outcome.value) == (6, 8, 4.5)
+    assert "(4.500)" in as_table([outcome])
 
 
 def test_a_spread_of_one_value_is_that_value() -> None:
@@ -204,7 +205,7 @@ def test_a_process_of_ours_on_the_same_core_is_no_noise() -> None:
 def test_a_busy_core_is_noise_even_where_no_thread_of_ours_was_delayed() -> None:
     before = times(0.0, 10.0, 0.0, {1: ThreadTimes(0.0, 0.0)})
     after = times(1.0, 10.6, 0.3, {1: ThreadTimes(0.3, 0.0)})
-    assert foreign_share(before, after) == pytest.approx(0.27)  # less the allowance for ticks
+    assert foreign_share(before, after) == pytest.approx(0.27)  # Without the allowance for ticks.
     assert foreign_share(before, after) > NOISY
 
 
@@ -273,10 +274,10 @@ def test_unequal_gradients_leave_no_number(monkeypatch: pytest.MonkeyPatch) -> N
         raise UnequalGradientsError("1 of 2 gradients of ours and theirs are not equal")
 
     monkeypatch.setattr("backhaul_bench.tenants.measure", measure)
-    found = child.measure("tenants", Stage.of(0, 1, os.getpid()))
-    assert [outcome.name for outcome in found] == ["tenants", "tenants_fair"]
-    assert all(outcome.verdict == "failed" and outcome.value is None for outcome in found)
-    assert is_failed(found)
+    outcomes = child.measure("tenants", Stage.of(0, 1, os.getpid()))
+    assert [outcome.name for outcome in outcomes] == ["tenants", "tenants_fair"]
+    assert all(outcome.verdict == "failed" and outcome.value is None for outcome in outcomes)
+    assert is_failed(outcomes)
 
 
 def test_a_group_that_breaks_fails_its_own_figures_only() -> None:
@@ -285,8 +286,8 @@ def test_a_group_that_breaks_fails_its_own_figures_only() -> None:
             raise RuntimeError("the worker is gone")
         return [of_counts("peak_flat", [1.01])] if group == "peak_flat" else []
 
-    found = command.measure(chosen(["growth", "peak_flat", "wire_over_bound"]), [0, 1], run_group)  # type: ignore[arg-type]
-    assert {outcome.name: outcome.verdict for outcome in found} == {
+    outcomes = command.measure(chosen(["growth", "peak_flat", "wire_over_bound"]), [0, 1], run_group)  # type: ignore[arg-type]
+    assert {outcome.name: outcome.verdict for outcome in outcomes} == {
         "peak_flat": "reached",
         "growth": "failed",
         "wire_over_bound": "failed",
@@ -296,12 +297,12 @@ def test_a_group_that_breaks_fails_its_own_figures_only() -> None:
 def test_nothing_begins_once_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, command.LAST_BEGIN_S, command.LAST_BEGIN_S + 1])
     monkeypatch.setattr(command, "monotonic", lambda: next(times))
-    found = command.measure(chosen(["peak_flat", "growth"]), [0, 1], lambda group, cores: [of_counts(group, [1.0])])
-    assert [(outcome.name, outcome.verdict) for outcome in found] == [
+    outcomes = command.measure(chosen(["peak_flat", "growth"]), [0, 1], lambda group, cores: [of_counts(group, [1.0])])
+    assert [(outcome.name, outcome.verdict) for outcome in outcomes] == [
         ("peak_flat", "reached"),
         ("growth", "unavailable"),
     ]
-    assert found[1].note == "no time was left: backhaul bench --only growth"
+    assert outcomes[1].note == "no time was left: backhaul bench --only growth"
 
 
 def arguments(*argv: str) -> argparse.Namespace:
@@ -313,13 +314,13 @@ def arguments(*argv: str) -> argparse.Namespace:
 def test_the_json_has_each_figure_under_its_name_with_its_limit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = {
+    outcomes_of = {
         "wire": [of_counts("wire_over_bound", [1.5, 1.4, 1.6], "a note", {"bound_bytes": 10.0})],
         "shared_memory": [without_value("shm_vs_memcpy", Verdict.UNAVAILABLE, "not here")],
     }
-    monkeypatch.setattr(command, "run_group", lambda group, cores: found[group])
+    monkeypatch.setattr(command, "run_group", lambda group, cores: outcomes_of[group])
     monkeypatch.setattr(command, "_cores", lambda: [0, 1])
-    file = tmp_path / "found.json"
+    file = tmp_path / "results.json"
     assert command.run(arguments("--only", "wire_over_bound", "shm_vs_memcpy", "--json", str(file))) == 0
 
     results = json.loads(file.read_text())
@@ -355,7 +356,7 @@ def test_a_failed_figure_is_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> No
     assert command.run(arguments("--only", "growth")) == 1
 
 
-@pytest.mark.parametrize("argv", [["--only", "nothing"], ["--json", "/no/such/folder/found.json"]])
+@pytest.mark.parametrize("argv", [["--only", "nothing"], ["--json", "/no/such/folder/results.json"]])
 def test_what_can_not_be_done_is_said_before_anything_is_measured(
     argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -398,34 +399,20 @@ def test_without_an_accelerator_its_figures_are_refused(
 
 def test_an_accelerator_has_the_figures_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    found = command._on_device(chosen([]), "cuda")
-    assert {figure.group for figure in found} == GROUPS
-    with pytest.raises(ValueError, match="has work for it"):
+    figures = command._on_device(chosen([]), "cuda")
+    assert {figure.group for figure in figures} == GROUPS
+    with pytest.raises(ValueError, match="is measured on cuda"):
         command._on_device(chosen(["tenants"]), "cuda")
 
 
-@pytest.fixture
-def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the entry points of the trainer's own wheel are there."""
-
-    def own_entry_points(**selection: str) -> list[EntryPoint]:
-        return [entry for entry in entry_points(**selection) if not entry.value.startswith("backhaul_bench")]
-
-    monkeypatch.setattr("backhaul._cli.registry.entry_points", own_entry_points)
-    monkeypatch.setattr("backhaul.simulate.command.entry_points", own_entry_points)
-
-
-@pytest.mark.usefixtures("not_installed")
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["--only", "growth", "--json", "bench.json"]])
-def test_without_its_package_the_command_names_it(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *arguments]) == 2
-    assert "pip install 'backhaul[bench]'" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("not_installed")
-def test_without_the_package_help_names_it_and_simulate_measures_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["--only", "growth"], ["--json=file", "--", "--version"]])
+def test_without_the_distribution_the_command_names_its_extra(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("backhaul._cli.registry.entry_points", lambda **_: ())
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", *arguments])
+    assert capsys.readouterr().err.endswith("backhaul bench needs pip install 'backhaul[bench]'\n")
+    with pytest.raises(SystemExit, match="0"):
         main(["--help"])
-    assert "backhaul[bench]" in "".join(capsys.readouterr().out.split())
-    assert main(["simulate"]) == 2
-    assert "--costs FILE does not" in capsys.readouterr().err
+    assert "needs pip install 'backhaul[bench]'" in capsys.readouterr().out

@@ -26,7 +26,7 @@ def test_requirements_are_those_of_the_project_and_of_the_extras_asked_for() -> 
     requirements = script("requirements").requirements
     assert requirements(text, ["x"]) == ["a>=1", "b", "c<2"]
     assert requirements(text, ["x", "y"]) == ["a>=1", "b", "c<2", "d"]
-    with pytest.raises(ValueError, match="no extra z: there are x, y"):
+    with pytest.raises(ValueError, match="no extra z: the extras are x, y"):
         requirements(text, ["x", "z"])
 
 

@@ -1,4 +1,4 @@
-"""Predictions, by costs that are known."""
+"""Tests of predictions from known costs."""
 
 import json
 from dataclasses import asdict, replace
@@ -28,7 +28,7 @@ FREE = Costs(
     boundary_bytes=2,
     footprint=Footprint(90, 88, 100),
 )
-"""Backward takes twice a forward, all else nothing: the units of the design's arithmetic."""
+"""Costs with which backward takes twice as long as forward and everything else takes no time."""
 
 
 def over_none(setup: Setup, costs: Costs = FREE) -> float:
@@ -94,7 +94,7 @@ def test_room_for_some_of_the_segments(ready: int) -> None:
     setup = Setup(8, memory_bytes=memory)
     predicted = predict(FREE, setup)
     assert over_none(setup) == pytest.approx(1 + (1 - ready / 8) / 3)
-    assert predicted.replays == 8  # nothing was made and given up
+    assert predicted.replays == 8  # No replay was discarded.
 
 
 def test_no_number_of_workers_makes_one_batch_faster() -> None:
@@ -113,13 +113,13 @@ def test_a_faster_worker_helps_and_a_slower_one_hurts() -> None:
 
 
 def test_predictions_are_printed_written_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    costs, written, drawn = (tmp_path / name for name in ("costs.json", "found.json", "found.svg"))
+    costs, written, drawn = (tmp_path / name for name in ("costs.json", "results.json", "results.svg"))
     costs.write_text(json.dumps({"costs": asdict(FREE)}))
     assert main(["simulate", "--costs", str(costs), "--json", str(written), "--svg", str(drawn)]) == 0
     assert "room for 4 of 8" in capsys.readouterr().out
-    found = json.loads(written.read_text())
-    assert found["costs"] == asdict(FREE)
-    assert {step["name"]: step["replays"] for step in found["steps"]}["12 blocks"] == 12
+    results = json.loads(written.read_text())
+    assert results["costs"] == asdict(FREE)
+    assert {step["name"]: step["replays"] for step in results["steps"]}["12 blocks"] == 12
     assert len(ElementTree.parse(drawn).findall(".//{*}polyline")) == 9
 
 
@@ -128,3 +128,12 @@ def test_costs_that_can_not_be_read(text: str, tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "costs.json").write_text(text)
     assert main(["simulate", "--costs", str(tmp_path / "costs.json")]) == 2
     assert "--costs" in capsys.readouterr().err
+
+
+def test_measuring_without_the_benchmarks_names_their_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr("backhaul.simulate.command.entry_points", lambda **_: ())
+    assert main(["simulate"]) == 2
+    assert "pip install 'backhaul[bench]'" in capsys.readouterr().err

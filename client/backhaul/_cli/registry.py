@@ -1,13 +1,13 @@
 """The subcommands of `backhaul`: entry points, so an installed wheel finds those of the server too. Free of torch."""
 
 import argparse
-import sys
 from importlib.metadata import entry_points
 
 from backhaul_runtime.version import version
 
 GROUP = "backhaul.commands"
-NEEDS_BENCH = "the package backhaul-bench: pip install 'backhaul[bench]'"
+EXTRAS = {"bench": "bench"}
+"""Commands that a distribution of their own declares, each with the extra that installs it."""
 
 
 def build() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
@@ -21,21 +21,23 @@ def build() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]
     parser.add_argument("--version", action="version", version=f"backhaul {version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     found = {}
-    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
-        module = entry.load()
-        command = found[entry.name] = commands.add_parser(entry.name, help=module.HELP, description=module.HELP)
+    entries = {entry.name: entry for entry in entry_points(group=GROUP)}
+    for name in sorted(entries.keys() | EXTRAS):
+        if name not in entries:
+            found[name] = _add_missing(commands, name)
+            continue
+        module = entries[name].load()
+        command = found[name] = commands.add_parser(name, help=module.HELP, description=module.HELP)
         module.add_arguments(command)
-        command.set_defaults(run=module.run, command=entry.name)
-    if "bench" not in found:
-        # Options have no prefix here, so that every argument is accepted, and the answer is always what is missing.
-        missing = found["bench"] = commands.add_parser(
-            "bench", help=f"needs {NEEDS_BENCH}", prefix_chars="\0", add_help=False
-        )
-        missing.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
-        missing.set_defaults(run=_explain_missing, command="bench")
+        command.set_defaults(run=module.run, command=name)
     return parser, found
 
 
-def _explain_missing(arguments: argparse.Namespace) -> int:
-    print(f"backhaul bench: this command needs {NEEDS_BENCH}", file=sys.stderr)
-    return 2
+def _add_missing(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str) -> argparse.ArgumentParser:
+    """Adds a command that is not installed: whatever its arguments, it says what to install and exits with code 2."""
+    needs = f"needs pip install 'backhaul[{EXTRAS[name]}]'"
+    # No argument begins with NUL, so options (--help too) are accepted as positional arguments.
+    command = commands.add_parser(name, help=needs, description=needs, prefix_chars="\0", add_help=False)
+    command.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
+    command.set_defaults(run=lambda _: command.exit(2, f"backhaul {name} {needs}\n"), command=name)
+    return command

@@ -1,1 +1,1 @@
-"""`backhaul demo`: a small language model trained four ways, and whether all four are the same to the last bit."""
+"""`backhaul demo` trains a small language model in four ways and checks that all four agree to the last bit."""

@@ -20,37 +20,41 @@ _RETRY_S = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Adds the options of `backhaul demo` to its parser."""
     parser.add_argument(
         "--steps", type=_positive, default=8, help="training steps of each variant (default: %(default)s)"
     )
-    parser.add_argument("--layers", type=_positive, default=6, help="blocks, each one segment (default: %(default)s)")
+    parser.add_argument("--layers", type=_positive, default=6, help="blocks, one segment each (default: %(default)s)")
     parser.add_argument("--width", type=_positive, default=256, help="a multiple of 32 (default: %(default)s)")
     parser.add_argument("--context", type=_positive, default=256, help="bytes of text per row (default: %(default)s)")
     parser.add_argument("--batch", type=_positive, default=4, help="rows per step (default: %(default)s)")
     parser.add_argument(
-        "--worker", metavar="ADDRESS", help="of a running worker, several with commas between (default: one is started)"
+        "--worker", metavar="ADDRESS", help="running worker, or several separated by commas (default: start one)"
     )
     parser.add_argument(
-        "--token-file", metavar="FILE", help="with the token that the worker wants, several with commas between"
+        "--token-file", metavar="FILE", help="file with the token of the worker, or several files separated by commas"
     )
     parser.add_argument(
-        "--wait", type=float, default=0.0, metavar="SECONDS", help="wait so long for the worker to come up"
+        "--wait", type=float, default=0.0, metavar="SECONDS", help="how long to wait for the worker to start"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
-    parser.add_argument("--dashboard", action="store_true", help="start the dashboard beside it")
-    parser.add_argument("--serve", action="store_true", help="keep worker and dashboard up until Ctrl-C")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to a file")
+    parser.add_argument("--dashboard", action="store_true", help="start a dashboard that watches the training")
+    parser.add_argument("--serve", action="store_true", help="keep the worker and the dashboard running until Ctrl-C")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trains, compares, prints. Returns 0 only if all variants were bitwise equal."""
+    """Trains all variants, compares them and prints the results.
+
+    Returns:
+        The exit code: 0 if all variants were bitwise equal, 1 if not, 2 if an option cannot be used, 130 after Ctrl-C.
+    """
     if arguments.width % 32:
         print(f"backhaul demo: --width {arguments.width} is not a multiple of 32", file=sys.stderr)
         return 2
     if arguments.json is not None and not os.access(arguments.json.parent, os.W_OK):
-        print(f"backhaul demo: --json {arguments.json} can't be written there", file=sys.stderr)
+        print(f"backhaul demo: --json {arguments.json}: its directory is missing or not writable", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, _interrupt)  # so that nothing is left behind then either
+    signal.signal(signal.SIGTERM, _interrupt)  # Raises, so that the processes it started are ended.
     try:
         return _run(arguments)
     except (AddressError, ConnectError, CredentialError, ProtocolVersionError, SettingError) as error:
@@ -59,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler else notes its every start and stop
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # Otherwise torch's profiler logs each start and stop.
     import torch
 
     from backhaul.demo.corpus import standard_library
@@ -67,7 +71,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from backhaul.demo.results import as_json, as_table
     from backhaul.demo.variants import Settings, variants
 
-    # Trainer and worker share this machine: half of its cores for each.
+    # The trainer and the worker share this machine, so each gets half of its cores.
     torch.set_num_threads(max(1, usable_cores() // 2))
     settings = Settings(arguments.steps, arguments.layers, arguments.width, arguments.context, arguments.batch)
     print(f"training {settings.layers} blocks of width {settings.width} on the source of Python's standard library")
@@ -75,7 +79,7 @@ def _run(arguments: argparse.Namespace) -> int:
     sessions: list[Session] = []
     dashboard: DashboardProcess | None = None
     try:
-        # Two sessions on one worker: each variant has a report of its own.
+        # Two sessions share one worker, so that each variant has a report of its own.
         worker = arguments.worker
 
         def connect(returns: str) -> "Session":
@@ -85,20 +89,20 @@ def _run(arguments: argparse.Namespace) -> int:
             worker = worker or session.workers
             return session
 
-        found = variants(settings, connect)
+        trained = variants(settings, connect)
         if arguments.dashboard:
             dashboard = DashboardProcess(worker, sessions[0].config.token_file)
         for step in range(settings.steps):
-            for variant in found:
+            for variant in trained:
                 variant.train(corpus, step)
-                variant.compare(found[0])
-            for variant in found:
+                variant.compare(trained[0])
+            for variant in trained:
                 variant.finish()
-            times = "   ".join(f"{variant.step_s[-1]:.2f} s" for variant in found)
-            print(f"step {step + 1}/{settings.steps}   loss {found[0].losses[-1]:.4f}   {times}", flush=True)
-        for variant in found:
+            times = "   ".join(f"{variant.step_s[-1]:.2f} s" for variant in trained)
+            print(f"step {step + 1}/{settings.steps}   loss {trained[0].losses[-1]:.4f}   {times}", flush=True)
+        for variant in trained:
             variant.measure_memory(corpus)
-        results = as_json(settings, found)
+        results = as_json(settings, trained)
         print("\n" + as_table(results))
         print(_verdict(results))
         if arguments.json is not None:

@@ -1,4 +1,4 @@
-"""Real text that every machine with Python has: the source of its standard library."""
+"""Real text that every machine with Python has, namely the source code of its standard library."""
 
 import sysconfig
 from pathlib import Path
@@ -10,7 +10,7 @@ MAX_BYTES = 4 << 20
 
 
 def standard_library() -> Tensor:
-    """The first 4 MiB of the standard library's modules in order of name, uint8 [n]."""
+    """Returns up to 4 MiB of the standard library's modules, in the order of their names, as uint8 of shape [n]."""
     root = Path(sysconfig.get_path("stdlib"))
     text = bytearray()
     for path in sorted(root.glob("*.py")):
@@ -21,10 +21,16 @@ def standard_library() -> Tensor:
 
 
 def batch(corpus: Tensor, size: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Stretches of the corpus, drawn with a seed.
+    """Draws random rows from the corpus.
+
+    Args:
+        corpus: Bytes of text, uint8 of shape [n].
+        size: Number of rows in the batch.
+        length: Number of bytes per row.
+        seed: Seed for the positions of the rows.
 
     Returns:
-        Input and target, int64 [size, length]; the target is the input one byte later.
+        Input and target, int64 of shape [size, length]. The target is the input shifted by one byte.
     """
     starts = torch.randint(len(corpus) - length - 1, (size,), generator=torch.Generator().manual_seed(seed))
     rows = torch.stack([corpus[start : start + length + 1] for start in starts.tolist()]).long()

@@ -1,4 +1,4 @@
-"""The dashboard beside the demo, as a process of its own."""
+"""Runs a dashboard in a process of its own."""
 
 import select
 import subprocess
@@ -11,21 +11,23 @@ _END_S = 5.0
 
 
 class DashboardProcess:
-    """Starts a dashboard that watches a worker, on any free port of this machine.
+    """A dashboard process that watches workers. It listens on a free port of 127.0.0.1.
+
+    If the dashboard does not start, a message on stderr says why and `url` is empty.
 
     Args:
-        worker: Its address, several with commas between.
-        token_file: As for `backhaul.connect`.
+        worker: Addresses of the workers, separated by commas.
+        token_file: Files with the tokens of the workers, separated by commas. Empty: the workers need no token.
 
     Attributes:
-        url: Where it is, empty where it did not start.
+        url: URL of the dashboard, empty if it did not start.
     """
 
     def __init__(self, worker: str, token_file: str) -> None:
         self.url = ""
         self._process: subprocess.Popen[str] | None = None
         if find_spec("fastapi") is None:
-            print("no dashboard: install backhaul[server] for it", file=sys.stderr)
+            print("no dashboard: it needs pip install 'backhaul[server]'", file=sys.stderr)
             return
         arguments = ["dashboard", "--worker", worker, "--listen", "127.0.0.1:0"]
         if token_file:
@@ -40,10 +42,10 @@ class DashboardProcess:
         ready, _, _ = select.select([self._process.stdout], [], [], _START_S)
         self.url = self._process.stdout.readline().strip().rpartition(" ")[2] if ready else ""
         if not self.url:
-            print(f"no dashboard: it did not come up in {_START_S:g} s", file=sys.stderr)
+            print(f"no dashboard: it did not start within {_START_S:g} s", file=sys.stderr)
 
     def close(self) -> None:
-        """Ends it."""
+        """Stops the process, by force if it does not end within 5 seconds."""
         if self._process is None:
             return
         with suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""A step's peak activation memory, counted from torch's own allocations."""
+"""The peak activation memory of a step, computed from torch's own allocations."""
 
 from collections.abc import Callable
 
@@ -6,22 +6,22 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def live_bytes(step: Callable[[], object]) -> list[tuple[int, int]]:
-    """Bytes allocated during a step and not before it: (nanoseconds, bytes) at each change.
+    """Returns how many bytes are live that were allocated during a step, as (nanoseconds, bytes) at each change.
 
-    From the memory events of torch's profiler, which slow the step down: run one that is not timed. Gradients must be
-    there already, or they count too. The events are of the calling thread and of autograd's; see docs/architecture.md
-    for what the threads of a session hold beside them.
+    The numbers come from the memory events of torch's profiler, which slow the step down, so do not time this step.
+    Allocate the gradients before the step, or they are counted as well. Only the calling thread and autograd's threads
+    are covered; docs/architecture.md says what the threads of a session hold in addition.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         step()
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live, found = 0, []
+    live, changes = 0, []
     for event in sorted(events, key=lambda event: event.start_ns()):
         live += event.nbytes()
-        found.append((event.start_ns(), live))
-    return found
+        changes.append((event.start_ns(), live))
+    return changes
 
 
 def peak_live_bytes(step: Callable[[], object]) -> int:
-    """Most bytes that were allocated at once during a step and not before it."""
+    """Returns the peak number of live bytes that were allocated during a step."""
     return max((live for _, live in live_bytes(step)), default=0)

@@ -14,11 +14,11 @@ BYTES = 256
 HEAD_WIDTH = 32
 
 Checkpoint = Callable[..., Any]
-"""Called with a block and its arguments."""
+"""A function that runs a block under checkpointing. It is called with the block and its arguments."""
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each behind a norm and beside a residual."""
+    """A pre-norm transformer block: attention and an MLP, each with a residual connection."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, C] to [B, T, C]."""
+        """Maps [B, T, C] to [B, T, C]."""
         x = x + self.attend(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
 
@@ -49,13 +49,13 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Predicts the next byte.
+    """Predicts the next byte of a text.
 
     Args:
-        layers: Number of blocks.
-        width: A multiple of 32.
-        context: Longest length.
-        dropout: In attention and behind each half of a block.
+        layers: Number of transformer blocks.
+        width: Width C, a multiple of 32.
+        context: Largest supported length T.
+        dropout: Dropout probability in attention and after each half of a block.
     """
 
     def __init__(self, layers: int, width: int, context: int, dropout: float = 0.1) -> None:
@@ -67,7 +67,10 @@ class LanguageModel(nn.Module):
         self.head = nn.Linear(width, BYTES)
 
     def forward(self, text: Tensor, checkpoint: Checkpoint | None = None) -> Tensor:
-        """Logits [B, T, 256] for int64 [B, T]; each block runs under `checkpoint` if given."""
+        """Returns float logits of shape [B, T, 256] for int64 text of shape [B, T].
+
+        Each block runs under `checkpoint` unless that is None.
+        """
         x = self.bytes(text) + self.positions(torch.arange(text.shape[1], device=text.device))
         for block in self.blocks:
             x = block(x) if checkpoint is None else checkpoint(block, x)

@@ -1,4 +1,4 @@
-"""What the demo found, as a table and as JSON."""
+"""The results of the demo as a table and as JSON."""
 
 import statistics
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ from typing import Any
 from backhaul.demo.variants import Settings, Variant
 
 
-def as_json(settings: Settings, found: Sequence[Variant]) -> dict[str, Any]:
-    """Everything measured; keys that contain "equal" are true or false."""
+def as_json(settings: Settings, variants: Sequence[Variant]) -> dict[str, Any]:
+    """Returns all measurements as JSON. Values of keys that contain "equal" are booleans."""
     return {
         "settings": asdict(settings),
-        "all_equal": all(variant.losses_equal and variant.gradients_equal for variant in found),
-        "variants": [_variant(variant) for variant in found],
+        "all_equal": all(variant.losses_equal and variant.gradients_equal for variant in variants),
+        "variants": [_variant(variant) for variant in variants],
     }
 
 
@@ -24,7 +24,7 @@ def _variant(variant: Variant) -> dict[str, Any]:
         "losses": variant.losses,
         "losses_equal": variant.losses_equal,
         "gradients_equal": variant.gradients_equal,
-        # The first step warms caches and connections up.
+        # The first step is left out: it opens connections and sends programs and weights.
         "median_step_s": statistics.median(variant.step_s[1:] or variant.step_s),
         "peak_activation_bytes": variant.peak_bytes,
         "up_bytes": report.up_bytes if report else 0,
@@ -35,7 +35,7 @@ def _variant(variant: Variant) -> dict[str, Any]:
 
 
 def as_table(results: dict[str, Any]) -> str:
-    """The comparison as people read it."""
+    """Formats the comparison as a text table."""
     head = (
         f"{'':<22}{'last loss':>10}{'equal':>7}{'step':>10}{'peak':>11}{'up':>11}{'down':>11}"
         f"{'remote':>8}{'fallbacks':>11}"

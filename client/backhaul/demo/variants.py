@@ -1,4 +1,4 @@
-"""The four ways to train, and one step of each."""
+"""The four variants of training that the demo compares."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,35 +18,41 @@ from backhaul.demo.model import Checkpoint, LanguageModel
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the demo trains."""
+    """Size of the model and length of the training."""
 
     steps: int = 8
     """Training steps of each variant."""
 
     layers: int = 6
-    """Blocks, each one segment."""
+    """Number of blocks. Each block is one segment."""
 
     width: int = 256
     """Width of the model, a multiple of 32."""
 
     context: int = 256
-    """Bytes of text per row."""
+    """Number of bytes of text per row."""
 
     batch: int = 4
-    """Rows per step."""
+    """Number of rows per step."""
 
     seed: int = 0
-    """Of weights, batches and dropout."""
+    """Seed for weights, batches and dropout."""
 
 
 @dataclass
 class Variant:
-    """One way to train, with a model and an optimizer of its own.
+    """One variant of training, with a model and an optimizer of its own.
 
     Attributes:
-        name: For the table.
-        checkpoint: Runs each block, None: plainly.
-        session: Of a Backhaul variant.
+        name: Name of the variant in the table.
+        checkpoint: Function that runs each block. None: without checkpointing.
+        settings: Size of the model and length of the training.
+        session: Session of a Backhaul variant. None for the other variants.
+        losses: Loss of each step so far.
+        step_s: Duration of each step so far, in seconds.
+        losses_equal: Whether all losses were bitwise equal to the reference's.
+        gradients_equal: Whether all gradients were bitwise equal to the reference's.
+        peak_bytes: Peak activation memory of a step in bytes, 0 until `measure_memory` has run.
     """
 
     name: str
@@ -65,17 +71,17 @@ class Variant:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
 
     def backward(self, corpus: Tensor, step: int) -> float:
-        """Forward and backward of a step. Returns the loss; gradients stand in the parameters."""
+        """Runs forward and backward of a step. Returns the loss and leaves the gradients in the parameters."""
         settings = self.settings
         text, target = batch(corpus, settings.batch, settings.context, settings.seed + step)
-        torch.manual_seed(settings.seed + step)  # the same dropout in every variant
+        torch.manual_seed(settings.seed + step)  # Every variant draws the same dropout.
         logits = self.model(text, self.checkpoint)
         loss = F.cross_entropy(logits.flatten(0, 1), target.flatten())
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.item()
 
     def train(self, corpus: Tensor, step: int) -> None:
-        """A timed step up to its gradients and the optimizer's change of the weights, which `finish` makes."""
+        """Runs and times a step without the optimizer's update, which `finish` does once gradients are compared."""
         started = perf_counter()
         self.losses.append(self.backward(corpus, step))
         if self.session is not None:
@@ -83,14 +89,14 @@ class Variant:
         self.step_s.append(perf_counter() - started)
 
     def finish(self) -> None:
-        """The optimizer's part of the step, timed with it."""
+        """Runs the optimizer and adds its time to the step's."""
         started = perf_counter()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step_s[-1] += perf_counter() - started
 
     def compare(self, reference: "Variant") -> None:
-        """Compares the present loss and every gradient with those of another variant, bit by bit."""
+        """Compares the last loss and every gradient bitwise with those of another variant."""
         self.losses_equal &= self.losses[-1] == reference.losses[-1]
         for ours, theirs in zip(self.model.parameters(), reference.model.parameters(), strict=True):
             assert ours.grad is not None
@@ -98,25 +104,25 @@ class Variant:
             self.gradients_equal &= torch.equal(ours.grad, theirs.grad)
 
     def measure_memory(self, corpus: Tensor) -> None:
-        """One more step that is not timed and changes nothing, for its peak of activation memory."""
+        """Measures the peak activation memory in one more step, which is not timed and updates no weights."""
         for parameter in self.model.parameters():
-            parameter.grad = torch.zeros_like(parameter)  # so that gradients are not counted as activations
+            parameter.grad = torch.zeros_like(parameter)  # Or new gradients would be counted as activations.
         self.peak_bytes = peak_live_bytes(partial(self.backward, corpus, self.settings.steps))
         self.optimizer.zero_grad()
 
 
 def variants(settings: Settings, connect: Callable[[str], Session]) -> list[Variant]:
-    """All four, no checkpointing first.
+    """Returns all four variants. The first one trains without checkpointing and is the reference.
 
     Args:
-        settings: Of each.
-        connect: Opens a session whose segments return the given kind.
+        settings: Settings that all variants share.
+        connect: Function that opens a session, given the value for `returns`: "activations" or "gradients".
     """
-    found = [
+    created = [
         Variant("no checkpointing", None, settings),
         Variant("torch checkpoint", partial(torch_checkpoint, use_reentrant=False), settings),
     ]
     for returns in ("activations", "gradients"):
         session = connect(returns)
-        found.append(Variant(f"backhaul {returns}", session.checkpoint, settings, session))
-    return found
+        created.append(Variant(f"backhaul {returns}", session.checkpoint, settings, session))
+    return created

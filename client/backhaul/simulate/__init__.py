@@ -1,1 +1,1 @@
-"""Predicts the time of a step from what one segment costs: `backhaul simulate`."""
+"""`backhaul simulate` predicts the duration of a training step from the costs of one segment."""

@@ -1,4 +1,4 @@
-"""Draws predictions as SVG, with nothing but the standard library."""
+"""Draws predictions as SVG with the standard library alone."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class ChartPanel:
-    """One of the charts beside each other.
+    """One chart of a row of charts.
 
     Attributes:
-        title: What is drawn against what.
-        lines: Points by name.
-        ticks: Along the x axis: where, and what it says.
-        is_log: Of the x axis.
+        title: Text above the chart, which names the x axis.
+        lines: Points of each line, by its name in the legend.
+        ticks: Position and label of each tick on the x axis.
+        is_log: Whether the x axis is logarithmic.
     """
 
     title: str
@@ -28,13 +28,13 @@ class ChartPanel:
 
 
 def draw(panels: Sequence[ChartPanel], low: float, high: float, steps: Sequence[float]) -> str:
-    """An SVG document.
+    """Returns the charts as an SVG document.
 
     Args:
-        panels: All with lines of the same names.
-        low: Of the y axis, which they share.
-        high: Likewise.
-        steps: Values named on it.
+        panels: The charts, from left to right. All have lines of the same names.
+        low: Lowest value of the shared y axis.
+        high: Highest value of the shared y axis.
+        steps: Values that are labelled on the y axis.
     """
     width = _LEFT + len(panels) * (_WIDTH + _GAP)
     parts = [

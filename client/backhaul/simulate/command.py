@@ -3,70 +3,93 @@
 import argparse
 import json
 import os
+import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from backhaul._cli.registry import NEEDS_BENCH
 from backhaul.simulate.costs import Costs
 from backhaul.simulate.predictions import Measured, as_svg, as_table, measurable, others, rows
 from backhaul_runtime.replay.schedule import Footprint
 
-HELP = "predict the time of a step with other depths, budgets, networks and workers"
+HELP = "predict the duration of a training step for other depths, memory budgets, networks and workers"
+MEASUREMENTS = "backhaul.measurements"
+_CORES = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Adds the options of `backhaul simulate` to its parser."""
     parser.add_argument(
-        "--costs", type=Path, metavar="FILE", help="of a segment, as --json wrote them (default: they are measured now)"
+        "--costs",
+        type=Path,
+        metavar="FILE",
+        help="read the costs of a segment from a file that --json wrote (default: measure them now)",
     )
-    parser.add_argument("--measure", action="store_true", help="measure what two cores can, and say the error")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write costs, predictions and measurements")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw predictions")
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="also measure the setups that fit on two cores, and print the error of each prediction",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write costs, predictions and measurements to a file")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the predictions as an SVG image")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures what a segment costs, predicts, prints, writes."""
+    """Measures or reads the costs of a segment, predicts steps, prints them and writes the requested files.
+
+    Returns:
+        The exit code: 0, or 2 if an option cannot be used.
+    """
     for option in ("json", "svg"):
         path = getattr(arguments, option)
         if path is not None and not os.access(path.absolute().parent, os.W_OK):
-            print(f"backhaul simulate: --{option} {path} can't be written there", file=sys.stderr)
+            print(f"backhaul simulate: --{option} {path}: its directory is missing or not writable", file=sys.stderr)
             return 2
-    results: dict[str, Any] = {}
-    measured: dict[str, Measured] = {}
+    written: dict[str, Any] = {}
+    measured: Mapping[str, Measured] = {}
     costs: Costs | None = None
     if arguments.costs is not None:
         try:
             costs = read_costs(arguments.costs)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            why = f"it has no {error}" if isinstance(error, KeyError) else error
+            why = f"the file has no {error}" if isinstance(error, KeyError) else error
             print(f"backhaul simulate: --costs {arguments.costs}: {why}", file=sys.stderr)
             return 2
     if costs is None or arguments.measure:
-        measurements = entry_points(group="backhaul.measurements", name="simulate")
-        if not measurements:
-            print(f"backhaul simulate: measuring needs {NEEDS_BENCH}, --costs FILE does not", file=sys.stderr)
+        cores = sorted(os.sched_getaffinity(0))[:_CORES] if hasattr(os, "sched_getaffinity") else []
+        if len(cores) < _CORES:
+            print(f"backhaul simulate: measuring needs Linux and {_CORES} cores", file=sys.stderr)
             return 2
-        measure_costs = next(iter(measurements)).load()
-        try:
-            results["machine"], costs, measured = measure_costs(costs, with_steps=arguments.measure)
-        except OSError as error:
-            print(f"backhaul simulate: {error}", file=sys.stderr)
+        # backhaul-bench declares it, because measuring needs packages that the trainer's wheel does not hold.
+        entry = next(iter(entry_points(group=MEASUREMENTS, name="simulate")), None)
+        if entry is None:
+            print("backhaul simulate: measuring needs pip install 'backhaul[bench]'", file=sys.stderr)
             return 2
-    assert costs is not None
+        signal.signal(signal.SIGTERM, _interrupt)  # Raises, so that the worker processes are closed.
+        written["machine"], costs, measured = entry.load()(cores, costs, with_steps=arguments.measure)
     predicted = rows(costs, measurable(costs) | others(costs), measured)
     print(as_table(predicted))
     if arguments.json is not None:
-        results |= {"costs": asdict(costs), "steps": predicted}
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+        written |= {"costs": asdict(costs), "steps": predicted}
+        arguments.json.write_text(json.dumps(written, indent=2) + "\n")
     if arguments.svg is not None:
         arguments.svg.write_text(as_svg(costs))
     return 0
 
 
 def read_costs(path: Path) -> Costs:
-    """Costs as --json wrote them. Raises OSError, ValueError, KeyError or TypeError for anything else."""
-    found = json.loads(path.read_text())["costs"]
-    return Costs(**{**found, "footprint": Footprint(**found["footprint"])})
+    """Reads the costs from a file that --json wrote.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError, KeyError, TypeError: The file does not hold costs.
+    """
+    costs = json.loads(path.read_text())["costs"]
+    return Costs(**{**costs, "footprint": Footprint(**costs["footprint"])})
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt

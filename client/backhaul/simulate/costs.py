@@ -1,4 +1,4 @@
-"""What one segment costs, and where it runs: all that a prediction is made of. Free of torch."""
+"""The inputs of a prediction: the costs of one segment, and the setup it runs in. Imports no torch."""
 
 from dataclasses import dataclass
 
@@ -7,22 +7,22 @@ from backhaul_runtime.replay.schedule import Footprint
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Of one segment, on the core it was measured on, in seconds of CPU time.
+    """Costs of one segment, in seconds of CPU time on the core that they were measured on.
 
     Attributes:
-        forward_s: Plain, on the trainer.
-        backward_s: Likewise.
-        optimizer_s: Likewise.
-        record_s: What `checkpoint` adds to the forward.
-        upload_s: Sending it, on the trainer.
-        ingest_s: Taking it in, on the worker.
-        replay_s: On the worker.
-        replay_backward_s: The backward of that.
-        answer_s: Sending gradients, on the worker.
-        finish_s: Asking for them, receiving and checking them, on the trainer.
-        weight_bytes: Of its parameters.
-        boundary_bytes: Of its input, output, and the gradients of both.
-        footprint: Of its replay.
+        forward_s: Forward without checkpointing, on the trainer.
+        backward_s: Backward without checkpointing, on the trainer.
+        optimizer_s: The optimizer's update of the segment's parameters, on the trainer.
+        record_s: Time that `checkpoint` adds to forward, on the trainer.
+        upload_s: Sending the segment, on the trainer.
+        ingest_s: Receiving the segment, on the worker.
+        replay_s: Recomputing the forward, on the worker.
+        replay_backward_s: Backward of the recomputed forward, on the worker.
+        answer_s: Sending the gradients, on the worker.
+        finish_s: Requesting, receiving and checking the gradients, on the trainer.
+        weight_bytes: Size of the segment's parameters, in bytes.
+        boundary_bytes: Size of the input, in bytes. The output and the gradients of both have the same size.
+        footprint: Memory that a replay of the segment needs on the worker.
     """
 
     forward_s: float
@@ -41,13 +41,13 @@ class Costs:
 
     @property
     def result_bytes(self) -> int:
-        """What an answer carries."""
+        """Size of the gradients that the worker returns, in bytes."""
         return self.weight_bytes + self.boundary_bytes
 
     def budget_bytes(self, segments: int, replays: int) -> int:
-        """What a worker needs for so many segments, of which so many are ready, beside what one takes that runs."""
-        beside = self.weight_bytes + 2 * self.boundary_bytes
-        return segments * self.result_bytes + replays * self.footprint.ready_bytes + beside
+        """Returns bytes that a worker needs to hold `segments` segments, `replays` of them replayed, and run one."""
+        running_bytes = self.weight_bytes + 2 * self.boundary_bytes
+        return segments * self.result_bytes + replays * self.footprint.ready_bytes + running_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +55,15 @@ class Setup:
     """A training and its workers.
 
     Attributes:
-        segments: One after the other.
-        workers: Each with a core of its own, unless `share_core`.
-        memory_bytes: Of each worker; 0: enough.
-        bytes_per_s: Of the network, each way; 0: it is no limit.
-        latency_s: One way.
-        worker_speed: Of a worker's core, over the trainer's.
-        is_predicted: A segment leaves before its forward, by the program it had last; else after it.
-        shares_core: All workers are on one core.
+        segments: Number of segments, which run one after the other.
+        workers: Number of workers. Each has a core of its own unless `shares_core` is set.
+        memory_bytes: Memory budget of each worker, in bytes. 0: unlimited.
+        bytes_per_s: Bandwidth of the network in each direction. 0: unlimited.
+        latency_s: Latency of the network in one direction, in seconds.
+        worker_speed: Speed of a worker's core relative to the trainer's core.
+        is_predicted: Whether a segment is sent before its forward, using the program of its last call. If not, it is
+            sent after its forward.
+        shares_core: Whether all workers run on one core.
     """
 
     segments: int
@@ -76,10 +77,10 @@ class Setup:
 
 
 def step_without_checkpointing_s(costs: Costs, segments: int) -> float:
-    """A step on the trainer alone that keeps everything."""
+    """Returns the duration of a step on the trainer alone that keeps all activations."""
     return segments * (costs.forward_s + costs.backward_s + costs.optimizer_s)
 
 
 def step_of_torch_s(costs: Costs, segments: int) -> float:
-    """Likewise, one that recomputes each segment itself."""
+    """Returns the duration of a step on the trainer alone that recomputes each segment."""
     return step_without_checkpointing_s(costs, segments) + segments * costs.forward_s

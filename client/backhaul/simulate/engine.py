@@ -1,7 +1,8 @@
-"""Discrete events: threads that share cores, and links that carry bytes. Free of torch.
+"""A discrete-event simulation of threads that share cores, and of links that carry bytes. Imports no torch.
 
-A thread is a generator. What it yields it waits for: `Compute` on a core, which all threads there share equally;
-`Transfer` over a link, one after the other; an `Event`; or another thread's generator, run beside it.
+A thread is a generator. It waits for whatever it yields: `Compute` on a core, which its threads share equally;
+`Transfer` over a link, which carries one transfer at a time; an `Event`; or another thread's generator, which runs
+concurrently.
 """
 
 from collections import deque
@@ -17,11 +18,11 @@ _EPSILON_S = 1e-12
 
 @dataclass(eq=False)
 class SimulatedCore:
-    """Runs the threads that work on it at once.
+    """A core that divides its time equally among the threads that compute on it.
 
     Attributes:
-        speed: Seconds of CPU time that it does in one, of the core that costs were measured on.
-        spans: What it did, by thread: label, begin, end.
+        speed: Speed relative to the core that the costs were measured on.
+        spans: Finished computations, each as label, begin and end in simulated seconds.
     """
 
     speed: float = 1.0
@@ -33,8 +34,9 @@ class SimulatedLink:
     """One direction of a connection.
 
     Attributes:
-        bytes_per_s: What it carries.
-        latency_s: Until the last byte is there.
+        bytes_per_s: Bandwidth in bytes per second.
+        latency_s: Delay between sending and receiving the last byte, in seconds.
+        free_at_s: Simulated time at which the last queued transfer has been sent.
     """
 
     bytes_per_s: float = float("inf")
@@ -44,7 +46,7 @@ class SimulatedLink:
 
 @dataclass(eq=False)
 class Event:
-    """Happens once. Those who wait go on, those who come later need not wait."""
+    """An event that happens once. It resumes the waiting threads; threads that wait for it later continue at once."""
 
     has_happened: bool = False
     waiting: "list[Thread]" = field(default_factory=list)
@@ -52,7 +54,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """CPU time on a core, at speed 1."""
+    """A request to compute for `cpu_s` seconds on a core of speed 1."""
 
     core: SimulatedCore
     cpu_s: float
@@ -61,7 +63,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Bytes over a link."""
+    """A request to send bytes over a link."""
 
     link: SimulatedLink
     size_bytes: float
@@ -79,10 +81,10 @@ class _Task:
 
 
 class Simulation:
-    """Runs threads until none has anything left to do.
+    """Runs simulated threads until all of them have ended or are blocked forever.
 
     Attributes:
-        now_s: The time.
+        now_s: The simulated time in seconds.
     """
 
     def __init__(self) -> None:
@@ -93,7 +95,7 @@ class Simulation:
         self._numbers = count()
 
     def start(self, thread: Thread) -> Event:
-        """Starts a thread. Returns what happens when it ends."""
+        """Starts a thread. Returns an event that happens when the thread ends."""
         ended = Event()
 
         def whole() -> Thread:
@@ -104,13 +106,13 @@ class Simulation:
         return ended
 
     def happens(self, event: Event) -> None:
-        """Lets those go on who wait for an event."""
+        """Marks an event as happened and resumes the threads that wait for it."""
         event.has_happened = True
         self._ready.extend(event.waiting)
         event.waiting.clear()
 
     def run(self) -> None:
-        """Until all threads have ended, or wait for what never happens."""
+        """Runs until all threads have ended or wait for events that never happen."""
         while self._ready or self._timers or any(self._tasks.values()):
             while self._ready:
                 thread = self._ready.popleft()
@@ -134,7 +136,7 @@ class Simulation:
                 event.waiting.append(thread)
 
     def _advance(self) -> None:
-        """To the next moment at which a task or a transfer ends."""
+        """Advances the time to the next moment at which a task or a transfer ends."""
         ends = [
             min(task.left_s for task in tasks) * len(tasks) / core.speed for core, tasks in self._tasks.items() if tasks
         ]

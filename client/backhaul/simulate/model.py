@@ -1,8 +1,8 @@
-"""A step of training with workers as discrete events. Their order of work is that of a worker: `Schedule`.
+"""Simulates training steps with workers. Simulated workers order their work with the real worker's `Schedule`.
 
-Modelled: the trainer's core, which computes and sends; each worker's core, which takes in, computes and answers; a link
-each way; room in bytes. Not modelled: silence, deadlines and what falls back to the trainer; memory bandwidth and
-caches that cores share.
+The model covers the trainer's core, which computes and sends; each worker's core, which receives, computes and answers;
+one link in each direction; and the workers' memory budgets. It does not cover unresponsive workers, deadlines,
+fallbacks to the trainer, or memory bandwidth and caches that cores share.
 """
 
 from collections import deque
@@ -14,20 +14,20 @@ from backhaul.simulate.engine import Compute, Event, SimulatedCore, SimulatedLin
 from backhaul_runtime.replay.schedule import Key, Schedule
 
 STEPS = 3
-"""The first does not know how many segments there are, the last is told of."""
+"""Simulated steps. In the first one the number of segments is unknown; only the last one is reported."""
 INFLIGHT_BYTES = 64 << 20
-"""Forward waits while more than this waits to be sent, as `inflight_bytes` has it."""
+"""Forward blocks while more bytes than this are queued for upload. It is the default of `inflight_bytes`."""
 _ENOUGH_BYTES = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """A step.
+    """A predicted step.
 
     Attributes:
-        step_s: How long it takes.
-        replays: How many segments were replayed; more than there are means work for nothing.
-        spans: Core, label, begin and end of all that was computed.
+        step_s: Duration of the step, in seconds.
+        replays: Number of replays. If it exceeds the number of segments, some replays were discarded and repeated.
+        spans: Core, label, begin and end of every computation, in seconds since the step began.
     """
 
     step_s: float
@@ -39,13 +39,13 @@ class Predicted:
 class _Segment:
     saved: Event = field(default_factory=Event)
     answered: Event = field(default_factory=Event)
-    was_asked: bool = False
+    was_requested: bool = False
     is_ready: bool = False
     is_done: bool = False
 
 
 class _Worker:
-    """Executes segments one at a time, as `backhaul_server.worker.engine.segment_engine` does."""
+    """A worker that executes segments one at a time, as `backhaul_server.worker.engine.segment_engine` does."""
 
     def __init__(self, simulation: Simulation, costs: Costs, setup: Setup, core: SimulatedCore) -> None:
         self.core = core
@@ -63,16 +63,16 @@ class _Worker:
         simulation.start(self._execute())
 
     def save(self, number: int) -> None:
-        """A segment is here."""
+        """Stores a segment that has arrived."""
         self._schedule.saved(("trainer", number), self._costs.footprint, self._costs.result_bytes)
         self._schedule.wanted(("trainer", number))
         self._simulation.happens(self.segments[number].saved)
         self._wake()
 
-    def ask(self, number: int) -> None:
-        """Its gradients are asked for."""
+    def request_gradients(self, number: int) -> None:
+        """Requests the gradients of a segment."""
         segment = self.segments[number]
-        segment.was_asked = True
+        segment.was_requested = True
         self._schedule.demanded(("trainer", number))
         if segment.is_done:
             self._done(number)
@@ -81,7 +81,7 @@ class _Worker:
         self._wake()
 
     def release(self, number: int) -> None:
-        """The trainer has them."""
+        """Frees a segment whose gradients the trainer has received."""
         del self.segments[number]
         self._schedule.released(("trainer", number))
         self._results_bytes -= self._costs.result_bytes
@@ -99,11 +99,11 @@ class _Worker:
                     self._done(number)
             elif (step := self._schedule.next(self._room_bytes())) is not None:
                 for key in step.gives_way:
-                    self._give_up(key)
+                    self._discard_replay(key)
                 number = step.key[1]
                 if self.segments[number].is_ready:
                     yield from self._backward(number)
-                    if self.segments[number].was_asked:
+                    if self.segments[number].was_requested:
                         self._demanded.remove(number)
                         self._done(number)
                     else:
@@ -122,19 +122,19 @@ class _Worker:
         yield Compute(self.core, self._costs.replay_s, f"replay {number}")
 
     def _backward(self, number: int) -> Thread:
-        """Runs it, on the replay that is ready if there is one, and goes on into the segment before."""
+        """Runs the backward of a segment, replaying it first if necessary, and then marks the one before as guessed."""
         segment = self.segments[number]
         self._schedule.started(("trainer", number))
         while self._schedule.held_bytes + self._costs.footprint.run_bytes > self._room_bytes():
             if not self._schedule.held_bytes:
                 break
-            self._give_up(self._schedule.last_needed())
+            self._discard_replay(self._schedule.last_needed())
         if not segment.is_ready:
             yield from self._replay(number)
         segment.is_ready = False
         yield Compute(self.core, self._costs.replay_backward_s, f"backward {number}")
         before = self.segments.get(number - 1)
-        if before is not None and not before.was_asked and before.saved.has_happened:
+        if before is not None and not before.was_requested and before.saved.has_happened:
             self._schedule.guessed(("trainer", number - 1))
 
     def _done(self, number: int) -> None:
@@ -142,7 +142,7 @@ class _Worker:
         self._results_bytes += self._costs.result_bytes
         self._simulation.happens(self.segments[number].answered)
 
-    def _give_up(self, key: Key) -> None:
+    def _discard_replay(self, key: Key) -> None:
         self.segments[key[1]].is_ready = self.segments[key[1]].is_done = False
         self._schedule.dropped(key)
 
@@ -162,7 +162,7 @@ class _Trainer:
         self._workers = workers
         self._placement = Placement()
         self._queues: dict[_Worker, deque[int]] = {worker: deque() for worker in workers}
-        self._came = {worker: Event() for worker in workers}
+        self._arrived = {worker: Event() for worker in workers}
         self._waiting_bytes = 0
         self._sent = Event()
         for worker in workers:
@@ -174,28 +174,28 @@ class _Trainer:
         for _ in range(STEPS):
             began_s = self._simulation.now_s
             replays = sum(worker.replays for worker in self._workers)
-            places: list[tuple[int, _Worker]] = []
+            calls: list[tuple[int, _Worker]] = []
             for _ in range(self._setup.segments):
                 worker = self._workers[self._placement.place(len(self._workers))]
                 number = next(numbers)
-                places.append((number, worker))
+                calls.append((number, worker))
                 worker.segments[number] = _Segment()
                 if self._setup.is_predicted:
                     yield from self._queue(number, worker)
                 yield Compute(self.core, costs.forward_s + costs.record_s, f"forward {number}")
                 if not self._setup.is_predicted:
                     yield from self._queue(number, worker)
-            after: _Worker | None = None
-            for number, worker in reversed(places):
+            next_worker: _Worker | None = None
+            for number, worker in reversed(calls):
                 self._placement.backward()
                 yield worker.segments[number].saved
-                yield Transfer(worker.up, 0 if worker is after else costs.boundary_bytes)
+                yield Transfer(worker.up, 0 if worker is next_worker else costs.boundary_bytes)
                 segment = worker.segments[number]
-                worker.ask(number)
+                worker.request_gradients(number)
                 yield segment.answered
                 yield from self._receive(worker)
                 worker.release(number)
-                after = worker
+                next_worker = worker
             yield Compute(self.core, self._setup.segments * costs.optimizer_s, "optimizer")
             self.times_s.append(self._simulation.now_s - began_s)
             self.replays.append(sum(worker.replays for worker in self._workers) - replays)
@@ -206,33 +206,33 @@ class _Trainer:
             yield self._sent
         self._waiting_bytes += self._costs.boundary_bytes
         self._queues[worker].append(number)
-        self._simulation.happens(self._came[worker])
+        self._simulation.happens(self._arrived[worker])
 
     def _upload(self, worker: _Worker) -> Thread:
         queue = self._queues[worker]
         while True:
             if not queue:
-                self._came[worker] = Event()
-                yield self._came[worker]
+                self._arrived[worker] = Event()
+                yield self._arrived[worker]
             number = queue.popleft()
-            # Chunks are sent, carried and taken in at the same time.
-            at_once = [
+            # Chunks are sent, transferred and received concurrently.
+            concurrent = [
                 self._simulation.start(_one(Compute(self.core, self._costs.upload_s, f"upload {number}"))),
                 self._simulation.start(_one(Transfer(worker.up, self._costs.result_bytes))),
                 self._simulation.start(_one(Compute(worker.core, self._costs.ingest_s, f"ingest {number}"))),
             ]
-            yield from at_once
+            yield from concurrent
             self._waiting_bytes -= self._costs.boundary_bytes
             self._simulation.happens(self._sent)
             worker.save(number)
 
     def _receive(self, worker: _Worker) -> Thread:
-        at_once = [
+        concurrent = [
             self._simulation.start(_one(Compute(worker.core, self._costs.answer_s, "answer"))),
             self._simulation.start(_one(Transfer(worker.down, self._costs.result_bytes))),
             self._simulation.start(_one(Compute(self.core, self._costs.finish_s, "receive"))),
         ]
-        yield from at_once
+        yield from concurrent
 
 
 def _one(wanted: Compute | Transfer) -> Thread:
@@ -240,7 +240,7 @@ def _one(wanted: Compute | Transfer) -> Thread:
 
 
 def predict(costs: Costs, setup: Setup) -> Predicted:
-    """A step like the many before it."""
+    """Predicts a step of a training that has run for many steps."""
     simulation = Simulation()
     core = SimulatedCore(setup.worker_speed)
     cores = [core if setup.shares_core else SimulatedCore(setup.worker_speed) for _ in range(setup.workers)]

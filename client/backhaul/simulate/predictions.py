@@ -1,4 +1,4 @@
-"""What is predicted: a table, what a measurement is to show, and charts. Free of torch."""
+"""The setups to predict, and the predictions as a table and as charts. Imports no torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,11 +17,11 @@ class Measured:
     """Measured steps of one setup.
 
     Attributes:
-        step_s: The median of the kept steps, in seconds.
-        low_s: The beginning of their middle half, in seconds.
-        high_s: The end of their middle half, in seconds.
-        kept: The number of undisturbed steps. If they are too few, all steps count, and show little.
-        is_conclusive: Whether enough steps were undisturbed.
+        step_s: Median duration of the undisturbed steps, in seconds.
+        low_s: Lower quartile of the durations, in seconds.
+        high_s: Upper quartile of the durations, in seconds.
+        kept: Number of undisturbed steps. If they are too few, all steps count and the result is inconclusive.
+        is_conclusive: Whether there were enough undisturbed steps.
     """
 
     step_s: float
@@ -32,7 +32,7 @@ class Measured:
 
 
 def measurable(costs: Costs) -> dict[str, Setup]:
-    """Setups that two cores can measure. Costs were measured on another depth than any of them."""
+    """Returns the setups that can be measured on two cores. None has the depth that the costs were measured on."""
     usual = Setup(SEGMENTS)
     return {
         f"{SEGMENTS} blocks": usual,
@@ -44,7 +44,7 @@ def measurable(costs: Costs) -> dict[str, Setup]:
 
 
 def others(costs: Costs) -> dict[str, Setup]:
-    """Setups for which other machines are needed, or programs that change with each call."""
+    """Returns the setups that need other machines, or programs that change with each call."""
     usual = Setup(SEGMENTS)
     return {
         "32 blocks": Setup(32),
@@ -58,8 +58,8 @@ def others(costs: Costs) -> dict[str, Setup]:
 
 
 def rows(costs: Costs, setups: Mapping[str, Setup], measured: Mapping[str, Measured]) -> list[dict[str, Any]]:
-    """Each setup with what is predicted of it, and what was measured."""
-    found = []
+    """Returns one row per setup, as JSON: its prediction and, if it was measured, the measurement and the error."""
+    table = []
     for name, setup in setups.items():
         predicted = predict(costs, setup)
         row: dict[str, Any] = {
@@ -73,30 +73,30 @@ def rows(costs: Costs, setups: Mapping[str, Setup], measured: Mapping[str, Measu
         if name in measured:
             row["measured"] = asdict(measured[name])
             row["error"] = predicted.step_s / measured[name].step_s - 1
-        found.append(row)
-    return found
+        table.append(row)
+    return table
 
 
-def as_table(found: Sequence[Mapping[str, Any]]) -> str:
-    """The rows as people read them."""
+def as_table(table: Sequence[Mapping[str, Any]]) -> str:
+    """Formats the rows as a text table."""
     head = f"{'':<28}{'predicted':>11}{'x none':>8}{'x torch':>9}{'replays':>9}{'measured':>12}{'error':>8}"
     lines = [head, "-" * len(head)]
-    for row in found:
+    for row in table:
         line = (
             f"{row['name']:<28}{row['predicted_s'] * 1e3:>8.0f} ms{row['over_none']:>8.2f}{row['over_torch']:>9.2f}"
             f"{row['replays']:>9}"
         )
         if "measured" in row:
-            said = f"{row['measured']['step_s'] * 1e3:.0f} ms"
-            line += f"{said if row['measured']['is_conclusive'] else f'({said})':>12}{row['error']:>+8.1%}"
+            step = f"{row['measured']['step_s'] * 1e3:.0f} ms"
+            line += f"{step if row['measured']['is_conclusive'] else f'({step})':>12}{row['error']:>+8.1%}"
         lines.append(line)
-    if any("measured" in row and not row["measured"]["is_conclusive"] for row in found):
-        lines.append("(in brackets: inconclusive, others disturbed too many steps)")
+    if any("measured" in row and not row["measured"]["is_conclusive"] for row in table):
+        lines.append("(in brackets: inconclusive, because other processes disturbed too many steps)")
     return "\n".join(lines)
 
 
 def as_svg(costs: Costs) -> str:
-    """Steps over those without checkpointing, by room, network and worker."""
+    """Draws the step time, relative to training without checkpointing, over memory, network and worker speed."""
     usual = Setup(SEGMENTS)
 
     def line(setups: Sequence[tuple[float, Setup]]) -> list[tuple[float, float]]:
@@ -108,11 +108,11 @@ def as_svg(costs: Costs) -> str:
     speed = [(s / 4, replace(usual, worker_speed=s / 4)) for s in range(2, 17)]
     torch = step_of_torch_s(costs, SEGMENTS) / step_without_checkpointing_s(costs, SEGMENTS)
 
-    def panel(title: str, found: Sequence[tuple[float, Setup]], ticks: Sequence[float], *, is_log: bool) -> ChartPanel:
+    def panel(title: str, setups: Sequence[tuple[float, Setup]], ticks: Sequence[float], *, is_log: bool) -> ChartPanel:
         lines = {
-            "predicted programs": line(found),
-            "known after forward": line([(x, replace(setup, is_predicted=False)) for x, setup in found]),
-            "torch's checkpoint": [(x, torch) for x, _ in found],
+            "predicted programs": line(setups),
+            "known after forward": line([(x, replace(setup, is_predicted=False)) for x, setup in setups]),
+            "torch's checkpoint": [(x, torch) for x, _ in setups],
         }
         return ChartPanel(title, lines, [(tick, f"{tick:g}") for tick in ticks], is_log)
 

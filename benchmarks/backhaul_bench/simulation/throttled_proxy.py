@@ -1,4 +1,4 @@
-"""Stands between a trainer and a worker and lets only so many bytes a second pass."""
+"""A proxy between a trainer and a worker that limits the bandwidth."""
 
 import time
 from collections.abc import Callable
@@ -6,12 +6,12 @@ from collections.abc import Callable
 from backhaul_bench.counting_proxy import CountingProxy
 
 
-class NarrowProxy(CountingProxy):
-    """Passes bytes on to a server, each way no faster than told. A context manager.
+class ThrottledProxy(CountingProxy):
+    """A TCP proxy that limits the bandwidth of each direction. A context manager.
 
     Args:
-        target: Of the server, as "host:port".
-        bytes_per_s: Each way.
+        target: Address of the server, as "host:port".
+        bytes_per_s: Bandwidth of each direction, in bytes per second.
     """
 
     def __init__(self, target: str, bytes_per_s: float) -> None:

@@ -1,9 +1,10 @@
-"""Measures what one segment costs, by CPU clocks, so that neighbours don't count.
+"""Measures the costs of one segment with CPU clocks, so that other processes do not count.
 
 NOTE [Costs]
-A plain training and one with a worker have BLOCKS blocks each. Forward, backward and optimizer are measured one after
-the other, each until trainer and worker have nothing left to do, so what belongs to which is known. On each side the
-thread that computes (the one that ran most) is told from those that send and receive. The median of ROUNDS counts.
+One training without checkpointing and one with a worker have BLOCKS blocks each. Forward, backward and optimizer are
+measured one after the other, each until trainer and worker are idle, so that every cost belongs to one phase. On each
+side the computing thread, which is the one that ran most, is separated from the threads that send and receive. Each
+cost is the median of ROUNDS rounds.
 """
 
 import statistics
@@ -28,18 +29,18 @@ ROUNDS = 7
 _WARM = 2
 
 Seconds = dict[str, float]
-"""By what it was spent on, per block."""
+"""CPU seconds per block, by core and phase."""
 
 
 def calibrate(stage: Stage) -> Costs:
-    """Costs of a block of the benchmarks, its input 1,024 tokens."""
+    """Measures the costs of one block of the benchmarks with an input of 1,024 tokens."""
     session = stage.session(returns="gradients")
     plain = Training("plain", BLOCKS, LARGE, None)
-    ours = Training("ours", BLOCKS, LARGE, session.checkpoint)
-    rounds = [(_phases(stage, plain), _phases(stage, ours)) for _ in range(_WARM + ROUNDS)][_WARM:]
+    remote = Training("remote", BLOCKS, LARGE, session.checkpoint)
+    rounds = [(_phases(stage, plain), _phases(stage, remote)) for _ in range(_WARM + ROUNDS)][_WARM:]
 
     def median(side: int, name: str) -> float:
-        return statistics.median(found[side][name] for found in rounds)
+        return statistics.median(taken[side][name] for taken in rounds)
 
     forward_s, backward_s = median(0, "trainer forward"), median(0, "trainer backward")
     return Costs(
@@ -60,7 +61,7 @@ def calibrate(stage: Stage) -> Costs:
 
 
 def footprint() -> Footprint:
-    """Of a block's replay, found by one here."""
+    """Measures the memory of a block's replay by running one in this process."""
     block, x = Block(WIDTH, DROPOUT), torch.randn(*LARGE, WIDTH, requires_grad=True)
     recorder = Recorder([x], allowed_ops(), lambda tensor, layout, _: copy_exact(tensor, layout))
     with recorder:
@@ -69,38 +70,38 @@ def footprint() -> Footprint:
     assert program is not None, recorder.recording.refusal
     sources = [source.value for source in recorder.recording.sources]
     states = recorder.recording.generator_states
-    found = Replay(program, sources, states, is_own=True, is_measured=True).footprint
-    assert found is not None
-    return found
+    measured = Replay(program, sources, states, is_own=True, is_measured=True).footprint
+    assert measured is not None
+    return measured
 
 
 def _phases(stage: Stage, training: Training) -> Seconds:
-    """A step of a training, phase by phase."""
-    found: Seconds = {}
+    """Runs a step of a training phase by phase and measures each."""
+    spent: Seconds = {}
     losses: list[Tensor] = []
 
     def backward() -> None:
         losses.pop().backward()  # type: ignore[no-untyped-call]
 
     training.clear_gradients()
-    _spend(stage, "forward", lambda: losses.append(training.forward()), found)
-    _spend(stage, "backward", backward, found)
-    _spend(stage, "optimizer", training.optimize, found)
-    return found
+    _measure_phase(stage, "forward", lambda: losses.append(training.forward()), spent)
+    _measure_phase(stage, "backward", backward, spent)
+    _measure_phase(stage, "optimizer", training.optimize, spent)
+    return spent
 
 
-def _spend(stage: Stage, phase: str, run: Callable[[], None], found: Seconds) -> None:
+def _measure_phase(stage: Stage, phase: str, run: Callable[[], None], spent: Seconds) -> None:
     settle(stage.cores)
     before = [core.times() for core in stage.cores]
     run()
     settle(stage.cores)
     for name, core, earlier in zip(("trainer", "worker"), stage.cores, before, strict=True):
         lead_s, others_s = _by_thread(earlier, core.times())
-        found[f"{name} {phase}"], found[f"{name}'s others {phase}"] = lead_s / BLOCKS, others_s / BLOCKS
+        spent[f"{name} {phase}"], spent[f"{name}'s others {phase}"] = lead_s / BLOCKS, others_s / BLOCKS
 
 
 def _by_thread(before: CoreTimes, after: CoreTimes) -> tuple[float, float]:
-    """What the thread that ran most has run, and all the others, those that have ended too."""
+    """Returns the CPU seconds of the thread that ran most, and of all others including those that have ended."""
     ran_s = sum(ran - before.processes_ran_s.get(pid, 0.0) for pid, ran in after.processes_ran_s.items())
     lead_s = max(
         (

@@ -1,0 +1,1 @@
+"""The measurements behind `backhaul simulate`: the costs of one segment, and steps to compare with predictions."""
