@@ -55,7 +55,7 @@ def connect(
         connect_timeout_s: How long to wait for the workers here.
         silence_s: A worker that sends nothing for so long is given up.
         inflight_bytes: Bound of the copies of arguments, and of parameters that FSDP frees, that wait to be sent.
-        inflight_boundaries: Likewise of the segments they belong to.
+        inflight_boundaries: The most segments whose inputs may wait to be sent, before forward waits.
         shared_memory: Send large tensors to a worker on this machine through shared memory (the default).
         unix_socket: Talk to a worker on this machine over its Unix socket (the default), whatever its address.
         memory_bytes: Budget of a worker started here.

@@ -52,7 +52,7 @@ class Session:
     Its methods may be called from several threads.
 
     Args:
-        config: Settings.
+        config: The resolved settings of the session.
 
     Raises:
         AddressError: An address can't be read.
@@ -223,11 +223,11 @@ class Session:
             GradientsLostError: A worker is gone with some of them. Then none are added and none are left: set
                 gradients to zero and run the step's backwards again.
         """
-        found: list[tuple[Tensor, Tensor]] = []
+        sums: list[tuple[Tensor, Tensor]] = []
         lost: dict[str, str] = {}
         for side in self._sides:
             try:
-                found += side.uploader.uncollected.collect(partial(self._received, "Session.collect"))
+                sums += side.uploader.uncollected.collect(partial(self._received, "Session.collect"))
             except BackhaulError as error:
                 lost[side.link.name] = error.message
         if lost:
@@ -237,8 +237,8 @@ class Session:
                 "sum. Call zero_grad() and run the forwards and backwards of this step again",
                 workers=list(lost),
             )
-        while found:
-            parameter, gradient = found.pop()
+        while sums:
+            parameter, gradient = sums.pop()
             torch.autograd.backward(parameter, gradient.to(parameter.device))
 
     @property

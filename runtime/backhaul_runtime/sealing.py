@@ -37,5 +37,5 @@ def is_sealed(data: bytes) -> bool:
     end = len(data) - SEAL_BYTES
     if end < 0 or data[end : end + len(_TAG)] != _TAG:
         return False
-    found = int.from_bytes(data[end + len(_TAG) :], "little")
-    return xxhash.xxh3_64_intdigest(memoryview(data)[:end]) == found
+    checksum = int.from_bytes(data[end + len(_TAG) :], "little")
+    return xxhash.xxh3_64_intdigest(memoryview(data)[:end]) == checksum

@@ -68,7 +68,7 @@ class RemoteSegment(Protocol):
         The worker may have kept some contributions, which are None here. They count once that was called.
 
         Args:
-            gradients: Of the program's outputs, by position.
+            gradients: The gradients of the program's outputs, by the output's position.
             state: Ambient settings that backward runs under.
             summed: Sources whose contributions are wanted as one, their sum in order; the others are None.
             due: The source and the layout of the gradient of each contribution, in order.
@@ -171,7 +171,7 @@ class HandleTable:
     A frame refers to the handles weakly and never to the table, else both would keep each other alive.
 
     Args:
-        call: The call.
+        call: The call whose saved tensors these are.
         so_far: Returns the program recorded so far. Dropped when the call has ended.
 
     Attributes:
@@ -261,7 +261,7 @@ class Frame:
     methods of the frame itself.
 
     Attributes:
-        call: The call.
+        call: The call that the segment was recorded from.
         handles: The handles of the call's saved tensors.
         program: What recomputes the segment: all of it, or the part before something that no program can carry. None if
             nothing needs to be recomputed.
@@ -299,7 +299,7 @@ class Frame:
         Called by autograd, in the thread that runs backward.
 
         Args:
-            gradients: Of the program's outputs, by position. Not kept.
+            gradients: The gradients of the program's outputs, by the output's position. They are not kept.
             ways: Tensors through which contributions go on, by place among what is returned.
 
         Returns:
@@ -350,7 +350,7 @@ class Frame:
         numbers = [number for number, count in enumerate(self.uses.counts) for _ in range(count)]
         ends = [*range(len(self.uses.counts))]
         ends[len(self.program.sources) : len(self.program.sources) + len(self.program.casts)] = self.program.casts
-        return {ends[numbers[place]]: way for place, way in ways.items()}
+        return {ends[numbers[position]]: way for position, way in ways.items()}
 
     def _due(self) -> list[tuple[int, Layout]]:
         """The source and the layout of the gradient of each contribution that a backward gives, in order."""
@@ -462,10 +462,10 @@ class Frame:
         return tensor
 
     def _check(self, remote: RemoteSegment, saved: Recomputed) -> None:
-        found = check_recomputed(self.call.name, self.call.recording.saved, saved)
-        if found:
-            self.call.log.drift(found)
-            remote.drifted(found)
+        drift = check_recomputed(self.call.name, self.call.recording.saved, saved)
+        if drift:
+            self.call.log.drift(drift)
+            remote.drifted(drift)
 
     def _stop_incoming(self) -> None:
         incoming, self._incoming = self._incoming, None

@@ -81,14 +81,14 @@ class Lineage:
     """What it takes to compute a segment again.
 
     Attributes:
-        name: What was called.
+        name: The name of what was called, for messages.
         session: Names the trainer's session.
         site: File and line of the call.
-        program: Of the segment, with its outputs.
-        recording: From its forward.
-        copies: Of the session.
-        durability: Of the call.
-        recipes: Of the sources that are not held, by index.
+        program: The program of the segment, with its outputs.
+        recording: The recording of the segment's forward.
+        copies: The copies of tensors that the session keeps.
+        durability: The option `durability` of the call.
+        recipes: The recipes of the sources whose values are not kept, by the source's index.
         serial: Greater than those of all segments it follows from.
     """
 
@@ -209,17 +209,17 @@ class _Walk:
         self._outputs: dict[Lineage, dict[int, Tensor]] = {}
         missing = self._find_missing()
         last_uses: dict[bytes | Lineage, int] = {}
-        for number, place in enumerate(missing):
-            last_uses |= dict.fromkeys(_needs(place), number)
+        for number, input_ref in enumerate(missing):
+            last_uses |= dict.fromkeys(_needs(input_ref), number)
         last_uses |= dict.fromkeys([source.address for source in lineage.recording.sources], len(missing))
         stride = 1 if len(missing) <= _FEW else math.isqrt(len(missing))
-        for number, place in enumerate(missing):
-            rebuilt = self._rebuild(place)
-            self._values[place.source.address] = rebuilt
+        for number, input_ref in enumerate(missing):
+            rebuilt = self._rebuild(input_ref)
+            self._values[input_ref.source.address] = rebuilt
             if (number + 1) % stride == 0 or number >= len(missing) - stride:  # Rule 4
-                place.source.held = rebuilt
-                lineage.copies.add(place.source.address, rebuilt)
-            for key in _needs(place):
+                input_ref.source.held = rebuilt
+                lineage.copies.add(input_ref.source.address, rebuilt)
+            for key in _needs(input_ref):
                 if last_uses[key] == number:
                     self._values.pop(key, None) if isinstance(key, bytes) else self._outputs.pop(key, None)
 
@@ -229,40 +229,40 @@ class _Walk:
 
     def _find_missing(self) -> list[Input]:
         """What has to be rebuilt, earliest first."""
-        found: dict[bytes, Input] = {}
+        missing: dict[bytes, Input] = {}
         stack = [Input(self._lineage, index) for index in range(len(self._lineage.recording.sources))]
         while stack:
-            place = stack.pop()
-            source, lineage = place.source, place.lineage
-            known = found.get(source.address)
+            input_ref = stack.pop()
+            source, lineage = input_ref.source, input_ref.lineage
+            known = missing.get(source.address)
             if source.held is not None or source.address in self._values:
                 continue
             if known is not None and known.lineage.serial <= lineage.serial:
                 continue
-            recipe = lineage.recipes.get(place.index)
+            recipe = lineage.recipes.get(input_ref.index)
             held = _find(source, lineage.copies) if recipe is not None else None
             if held is not None:
                 self._values[source.address] = held
                 continue
             if recipe is None:
                 raise self._lineage.lost(f"an input of shape {list(source.layout.shape)} is kept nowhere")
-            found[source.address] = place
+            missing[source.address] = input_ref
             for end in ends_of(recipe):
                 if isinstance(end, Output):
                     stack += [Input(end.lineage, index) for index in range(len(end.lineage.recording.sources))]
                 elif isinstance(end, Input):
                     stack.append(end)
-        return sorted(found.values(), key=lambda place: place.lineage.serial)
+        return sorted(missing.values(), key=lambda input_ref: input_ref.lineage.serial)
 
-    def _rebuild(self, place: Input) -> Tensor:
+    def _rebuild(self, input_ref: Input) -> Tensor:
         with torch.no_grad():
-            value = self._evaluate(place.lineage.recipes[place.index])
-        rebuilt = _as_it_was(value, place.source)
+            value = self._evaluate(input_ref.lineage.recipes[input_ref.index])
+        rebuilt = _as_it_was(value, input_ref.source)
         if rebuilt is None:
             raise self._lineage.lost(
-                f"an input of shape {list(place.source.layout.shape)} was computed again from earlier segments, and "
-                "came out other than it was: it, or what it was computed from, was written to unseen (NumPy, .data, "
-                "no_grad)"
+                f"an input of shape {list(input_ref.source.layout.shape)} was computed again from earlier segments, "
+                "and came out other than it was: it, or what it was computed from, was written to unseen (NumPy, "
+                ".data, no_grad)"
             )
         return rebuilt
 
@@ -301,9 +301,9 @@ def _as_it_was(value: Tensor, source: RecordedSource) -> Tensor | None:
     return value if tensor_address(layout, content_digest(value, layout)) == source.address else None
 
 
-def _needs(place: Input) -> Iterator[bytes | Lineage]:
+def _needs(input_ref: Input) -> Iterator[bytes | Lineage]:
     """The sources, by address, and the outputs of segments, that rebuilding one takes."""
-    for end in ends_of(place.lineage.recipes[place.index]):
+    for end in ends_of(input_ref.lineage.recipes[input_ref.index]):
         if isinstance(end, Output):
             yield end.lineage
             yield from (source.address for source in end.lineage.recording.sources)

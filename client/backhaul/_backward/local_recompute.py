@@ -61,8 +61,8 @@ def replay_here(
         recording: What was recorded of that forward.
         values: One tensor per source of the program.
         aids: What the call brought for this.
-        keep_saved: As for `Replay`.
-        histories: As for `Replay`.
+        keep_saved: Whether to keep the saved tensors, as for `Replay`.
+        histories: Tensors whose history the sources get, as for `Replay`.
 
     Raises:
         StaleTensorError: A captured tensor no longer holds what it held at forward.
@@ -133,7 +133,7 @@ def gradients_here(
         program: What the segment's forward ran.
         recording: What was recorded of that forward.
         values: One tensor per source of the program.
-        gradients: Of the program's outputs, by position.
+        gradients: The gradients of the program's outputs, by the output's position.
         aids: What the call brought for this.
         ways: By source, or by output that others follow from, a tensor through which gradients reach it, for a backward
             that is batched or to be differentiated itself. Its values are not read. See `Contribution.source`.

@@ -38,7 +38,8 @@ class _Mark:
 
     Attributes:
         kind: Which of the two.
-        lineage: Of the segment. Weakly: the graph must not keep what only a backward needs that may be over.
+        lineage: The lineage of the segment. The reference is weak: the graph must not keep what only a backward needs
+            that may be over.
         number: Position or index there.
         version: Version counter of the tensor when the call had ended.
     """
@@ -59,7 +60,7 @@ def mark_given(lineage: Lineage, tensors: Sequence[Tensor], edges: Sequence[Grad
     """Tells the graph which tensors a segment was given, as far as it took copies.
 
     Args:
-        lineage: Of the segment.
+        lineage: The lineage of the segment.
         tensors: The caller's object behind each source.
         edges: Their places in the graph.
     """
@@ -112,14 +113,14 @@ def _read(node: Node, output_nr: int, nodes_left: Iterator[int]) -> tuple[Recipe
     if name not in _READERS or next(nodes_left, None) is None:
         raise _UnreadableError
     function, count = _READERS[name](node)
-    found = []
+    operands = []
     for operand, operand_nr in node.next_functions[:count]:
         if operand is None:  # a number, or a tensor without gradient
             raise _UnreadableError
-        found.append(_read(operand, operand_nr, nodes_left))
+        operands.append(_read(operand, operand_nr, nodes_left))
     # A view shares the counter of what it is a view of.
-    version = found[0][1] if isinstance(function, _View) else 0
-    return Op(function, tuple(recipe for recipe, _ in found)), version
+    version = operands[0][1] if isinstance(function, _View) else 0
+    return Op(function, tuple(recipe for recipe, _ in operands)), version
 
 
 class _View(partial[Tensor]):

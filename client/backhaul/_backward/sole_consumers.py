@@ -28,12 +28,12 @@ class SoleConsumers:
 
     def watch(self, tensors: Iterable[tuple[int, Tensor]]) -> None:
         """Watches sources, by index, once the segment's own nodes are made. Called by the thread that made them."""
-        found, last = self._found, (threading.get_ident(), next_sequence_number())
+        unused, last = self._found, (threading.get_ident(), next_sequence_number())
 
         def watched(index: int, tensor: Tensor) -> weakref.ref[Tensor]:
             def died(_: object) -> None:
                 if (threading.get_ident(), next_sequence_number()) == last:  # each thread counts for itself
-                    found.append(index)
+                    unused.append(index)
 
             return weakref.ref(tensor, died)
 

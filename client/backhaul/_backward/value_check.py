@@ -25,21 +25,22 @@ class Recomputed:
     """What a worker's replay saved.
 
     Attributes:
-        digests: In order.
-        sketches: Likewise, where the worker computes other bits than this trainer; else empty.
+        digests: The digests of the saved tensors, in order.
+        sketches: The random projections of the saved tensors if the worker computes other bits than this trainer; else
+            empty.
     """
 
     digests: Sequence[bytes]
     sketches: Sequence[Sequence[float]] = ()
 
 
-def check_recomputed(name: str, saved: Sequence[SavedTensor], found: Recomputed) -> float:
+def check_recomputed(name: str, saved: Sequence[SavedTensor], recomputed: Recomputed) -> float:
     """Compares everything forward saved with what a worker did: bit by bit, or computed numbers within tolerances.
 
     Args:
         name: The name of the segment, for messages.
-        saved: From forward.
-        found: From the worker.
+        saved: The tensors that autograd saved in forward.
+        recomputed: What the worker's replay saved.
 
     Returns:
         The drift, 0 where all bits are equal.
@@ -47,13 +48,13 @@ def check_recomputed(name: str, saved: Sequence[SavedTensor], found: Recomputed)
     Raises:
         CheckpointError: Naming both sides and the positions.
     """
-    if not found.sketches:
-        check_values(name, _WORKER, saved, found.digests)
+    if not recomputed.sketches:
+        check_values(name, _WORKER, saved, recomputed.digests)
         return 0.0
-    for given in (found.digests, found.sketches):
+    for given in (recomputed.digests, recomputed.sketches):
         check_count(name, _WORKER, saved, len(given))
-    different = [i for i, digest in enumerate(found.digests) if not digest or digest != saved[i].digest]
-    drifts = {i: drift(saved[i].sketch, found.sketches[i]) if saved[i].sketch else math.inf for i in different}
+    different = [i for i, digest in enumerate(recomputed.digests) if not digest or digest != saved[i].digest]
+    drifts = {i: drift(saved[i].sketch, recomputed.sketches[i]) if saved[i].sketch else math.inf for i in different}
     off = [i for i, value in drifts.items() if value > tolerance(saved[i].layout.dtype)]
     if off:
         lines = [
@@ -81,7 +82,7 @@ def check_values(
     Args:
         name: The name of the segment, for messages.
         where: Who recomputed, for the message.
-        saved: From forward.
+        saved: The tensors that autograd saved in forward.
         digests: From the recomputation, in order.
 
     Raises:
@@ -105,11 +106,11 @@ def check_count(name: str, where: str, saved: Sequence[SavedTensor], count: int)
 
 def check_uses(name: str, where: str, use_counts: Sequence[int], contributions: Sequence[Contribution]) -> None:
     """Raises CheckpointError where a recomputation's graph takes its sources up at other places than forward's."""
-    found = [contribution.source for contribution in contributions]
+    given = [contribution.source for contribution in contributions]
     due = [source for source, count in enumerate(use_counts) for _ in range(count)]
-    if found != due:
+    if given != due:
         raise CheckpointError(
-            f"segment {name}: recomputation {where} gave gradients for the sources {found}, one per use, where forward "
+            f"segment {name}: recomputation {where} gave gradients for the sources {given}, one per use, where forward "
             f"had {due}. Please report it with the function",
             segment=name,
         )
@@ -126,8 +127,8 @@ def check_digests(
     Args:
         name: The name of the segment, for messages.
         where: Who recomputed, for the message.
-        saved: From forward.
-        digests: Of recomputed tensors, by position.
+        saved: The tensors that autograd saved in forward.
+        digests: The digests of the recomputed tensors, by position.
     """
     different = [i for i, digest in digests.items() if not digest or digest != saved[i].digest]
     if different:

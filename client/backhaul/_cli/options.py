@@ -18,12 +18,12 @@ FOOTNOTE = (
 
 def options_of(command: str, parser: argparse.ArgumentParser) -> Options:
     """What the environment can give a command: all options but --help and hidden ones."""
-    found = {}
+    options = {}
     for action in parser._actions:  # argparse has no other way to list them
         if action.option_strings and action.dest != "help" and action.help != argparse.SUPPRESS:
             long = [option for option in action.option_strings if option.startswith("--")]
-            found[variable_of(command, (long or action.option_strings)[0])] = action
-    return found
+            options[variable_of(command, (long or action.option_strings)[0])] = action
+    return options
 
 
 def explain(options: Options, parser: argparse.ArgumentParser) -> None:
@@ -40,8 +40,8 @@ def parse(
     """Reads a command line, and for what it doesn't give the environment. The parser is used up.
 
     Args:
-        parser: Of all commands. What it parses says as `command` which one it is.
-        options: By command.
+        parser: The parser of all commands. Its result names the command in `command`.
+        options: The options of each command, by its name.
         argv: Without the program's name; None for the process's own.
 
     Returns:
@@ -49,10 +49,10 @@ def parse(
 
     Raises:
         SettingError: Naming a variable and why it can't be read.
-        SystemExit: As argparse does.
+        SystemExit: The arguments are wrong, or --help was among them.
     """
-    for found in options.values():
-        for variable, action in found.items():
+    for own in options.values():
+        for variable, action in own.items():
             if in_environment(variable) is not None:
                 action.required = False
     arguments = parser.parse_args(argv)
@@ -78,10 +78,10 @@ def _value(action: argparse.Action, text: str, default: Any) -> Any:
         return action.const if boolean(text) else default
     if action.nargs is None:
         return _item(action, text)
-    found = [_item(action, item) for item in items(text)]
-    if not found:
+    values = [_item(action, item) for item in items(text)]
+    if not values:
         raise ValueError(f'"{text}" has no item')
-    return found
+    return values
 
 
 def _item(action: argparse.Action, text: str) -> Any:

@@ -20,17 +20,17 @@ def build() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]
     )
     parser.add_argument("--version", action="version", version=f"backhaul {version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    found = {}
+    parsers = {}
     entries = {entry.name: entry for entry in entry_points(group=GROUP)}
     for name in sorted(entries.keys() | EXTRAS):
         if name not in entries:
-            found[name] = _add_missing(commands, name)
+            parsers[name] = _add_missing(commands, name)
             continue
         module = entries[name].load()
-        command = found[name] = commands.add_parser(name, help=module.HELP, description=module.HELP)
+        command = parsers[name] = commands.add_parser(name, help=module.HELP, description=module.HELP)
         module.add_arguments(command)
         command.set_defaults(run=module.run, command=name)
-    return parser, found
+    return parser, parsers
 
 
 def _add_missing(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str) -> argparse.ArgumentParser:

@@ -41,10 +41,10 @@ class Dispatcher:
     """Gives the segments of a session to its workers: a `Destination`. Any thread may call it.
 
     Args:
-        config: Of the session.
+        config: The settings of the session.
         journal: The session's, with its id.
         sides: Its workers, which may still come.
-        copies: Of the session.
+        copies: The copies of tensors that the session keeps.
         is_closed: Whether the session is, or this process is the child of a fork.
     """
 
@@ -72,8 +72,8 @@ class Dispatcher:
         if self._config.numerics == "exact" or self._is_closed():
             return False
         up = [(side, generation) for side in self._sides if (generation := side.link.up) is not None]
-        found = [self._differences(side, generation, device.type) for side, generation in up]
-        return any(different and not different.keys() & DECISIVE for different in found)
+        mismatches = [self._differences(side, generation, device.type) for side, generation in up]
+        return any(different and not different.keys() & DECISIVE for different in mismatches)
 
     def why_useless(self) -> str:
         """Why no worker that is up can be given any segment of this trainer; empty if one can."""
@@ -81,10 +81,10 @@ class Dispatcher:
         for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
             for side in self._sides:
                 if (generation := side.link.up) is not None:
-                    found = differences(fingerprint(torch.device(device)), generation.fingerprint)
-                    if not found or (self._config.numerics != "exact" and not found.keys() & DECISIVE):
+                    mismatch = differences(fingerprint(torch.device(device)), generation.fingerprint)
+                    if not mismatch or (self._config.numerics != "exact" and not mismatch.keys() & DECISIVE):
                         return ""
-                    reasons.setdefault(side.link.name, _in_words(found))
+                    reasons.setdefault(side.link.name, _in_words(mismatch))
         return "; ".join(f"of worker {name} {reason}" for name, reason in reasons.items())
 
     def begin(self, call: Call, fn: Callable[..., Any], arguments: list[Tensor]) -> PendingCall:
@@ -105,12 +105,14 @@ class Dispatcher:
         call, uses, tensors, recording = segment.call, segment.uses, segment.tensors, segment.call.recording
         if self._is_closed():  # first: in the child of a fork the lock may be held for ever
             raise Refusal("the session is closed")
-        place = pending.place
-        was_sent = place is not None and place[0].link.up is place[1]
-        side, generation, number = place if place is not None and was_sent else self._next_place()
-        found = self._differences(side, generation, recording.sources[0].layout.device if recording.sources else "cpu")
-        if found and (not recording.has_recorded_choices or found.keys() & DECISIVE):
-            other = f"the worker {side.link.name} computes other bits than this trainer: {_in_words(found)}"
+        target = pending.place
+        was_sent = target is not None and target[0].link.up is target[1]
+        side, generation, number = target if target is not None and was_sent else self._next_place()
+        mismatch = self._differences(
+            side, generation, recording.sources[0].layout.device if recording.sources else "cpu"
+        )
+        if mismatch and (not recording.has_recorded_choices or mismatch.keys() & DECISIVE):
+            other = f"the worker {side.link.name} computes other bits than this trainer: {_in_words(mismatch)}"
             raise Refusal(recording.unrecorded_choices or other)
         need = segment.program.run_bytes([source.layout.gradient_bytes for source in recording.sources])
         total = need + sum(source.layout.span_bytes for source in recording.sources)
@@ -131,7 +133,7 @@ class Dispatcher:
             for source, tensor in zip(recording.sources, tensors, strict=True)
         ]
         save = self._save_of(call, generation, number, known, sources, recording.generator_states)
-        save.wants_sketches = bool(found)
+        save.wants_sketches = bool(mismatch)
         save.superseded = superseded
         save.predecessors = [
             Predecessor(site.guesses, source, weakref.ref(before.remote), output)
@@ -220,18 +222,18 @@ class Dispatcher:
     def _differences(self, side: WorkerHandle, generation: WorkerSession, device: str) -> Mapping[str, tuple[str, str]]:
         """What makes a worker compute other bits than a device here, said once in the log; empty if nothing does."""
         key = generation.number, device
-        found = side.differences.get(key)
-        if found is None:
-            found = side.differences[key] = differences(fingerprint(torch.device(device)), generation.fingerprint)
-            if found and not found.keys() & DECISIVE and self._config.numerics != "exact":
+        mismatch = side.differences.get(key)
+        if mismatch is None:
+            mismatch = side.differences[key] = differences(fingerprint(torch.device(device)), generation.fingerprint)
+            if mismatch and not mismatch.keys() & DECISIVE and self._config.numerics != "exact":
                 logger.warning(
                     "worker %s computes other bits than this trainer: %s. What it recomputes is compared within "
                     'tolerances; numerics="exact" keeps such segments on the trainer',
                     side.link.name,
-                    _in_words(found),
+                    _in_words(mismatch),
                     extra=about(self.journal.session),
                 )
-        return found
+        return mismatch
 
     def _backward_reached(self, side: WorkerHandle, number: int, site: CallSite) -> list[int]:
         with self._lock:

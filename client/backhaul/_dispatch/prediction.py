@@ -40,7 +40,7 @@ class EncodedProgram:
     """A program as it travels.
 
     Attributes:
-        numbers: `numbers_in` the program.
+        numbers: The numbers in the program, see `numbers_in`.
     """
 
     program: Program
@@ -60,9 +60,9 @@ class _Source:
     Attributes:
         argument: Which tensor among the call's arguments, -1 for a captured one.
         captured: That, as long as it is there.
-        version: Of the captured one, when the call had ended.
+        version: The version counter of the captured tensor when the call had ended.
         layout: When the call met it.
-        address: Of what it held then.
+        address: The address of what the captured tensor held when the call had ended.
         is_copy: Others may write to it while it is sent.
         is_transient: No later segment will name it.
     """
@@ -111,8 +111,8 @@ class CallSite:
         """Takes in what a call turned out to be.
 
         Args:
-            program: Of the call.
-            recording: Likewise.
+            program: The program of the call.
+            recording: The recording of the call.
             tensors: The caller's object behind each source.
             arguments: Tensors among the arguments.
 
@@ -162,7 +162,7 @@ class CallSite:
         """
         if self.last is None or not self._is_steady:
             return None
-        program, found = self.last.program, []
+        program, sources = self.last.program, []
         for source, wanted in zip(self._sources, program.sources, strict=True):
             tensor = arguments[source.argument] if 0 <= source.argument < len(arguments) else None
             if source.captured is not None:
@@ -186,12 +186,12 @@ class CallSite:
                 value = hold(tensor, now, address)
             elif self._trusts_versions and source.version == version_of(tensor) and now == source.layout:
                 address = source.address
-            found.append(SourceTensor(address, now, value, source.is_copy, source.is_transient))
+            sources.append(SourceTensor(address, now, value, source.is_copy, source.is_transient))
         draws = sum(node.draws for node in program.nodes)
-        device = torch.device(found[0].layout.device if found else "cpu")
+        device = torch.device(sources[0].layout.device if sources else "cpu")
         # Only the first state is known; from there a generator goes on by itself.
         states = [default_generator(device).get_state().numpy().tobytes(), *[b""] * (draws - 1)] if draws else []
-        return self.last, found, states
+        return self.last, sources, states
 
 
 @dataclass

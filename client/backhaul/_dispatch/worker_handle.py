@@ -36,7 +36,7 @@ class WorkerHandle:
         On the host, owned by the caller. Waits within the bounds of `_calls`.
 
         Args:
-            address: Of it.
+            address: The content address of the tensor.
             count: Told of bytes received.
         """
         generation = self.uploader.holder_of(address)

@@ -101,7 +101,7 @@ class Local(NamedTuple):
     """As `KeepInside`, and no worker gets the segment.
 
     Attributes:
-        reason: Why not.
+        reason: Why no worker gets the segment.
         keeps_activations: Whether activations that no program can carry stay on the trainer.
     """
 
@@ -235,7 +235,7 @@ def decide(
 
     Args:
         recorder: The recorder of the call, which has ended.
-        call: The call.
+        call: The call that was recorded.
         edges: Where gradients of its sources arrive; None for a source that takes none.
         outputs: The tensors that it returned and made, where they require a gradient.
         tensors: All tensors that it returned.
@@ -270,7 +270,7 @@ def _keep(
     """Decides who will recompute the segment, and builds its frame.
 
     Args:
-        destination: Where segments go.
+        destination: The dispatcher that segments go to.
         call: The call, which has ended.
         recorder: The recorder of the call.
         pending: What was sent when the call began.
@@ -294,11 +294,11 @@ def _keep(
     sources = recorder.sources.tensors
     decision = decide(recorder, call, edges, outputs, tensors, settled=settled, is_held=is_held)
     if isinstance(decision, Graft):
-        found = decision.uses
-        program = recorder.finish(outputs, found.casts)
-        made = (*found.tensors[len(call.recording.sources) :], *outputs)
+        graph_uses = decision.uses
+        program = recorder.finish(outputs, graph_uses.casts)
+        made = (*graph_uses.tensors[len(call.recording.sources) :], *outputs)
         layouts = [*[source.layout for source in call.recording.sources], *map(layout_of, made)]
-        uses = Uses([len(of_one) for of_one in found.uses], layouts, len(found.stages) > 1)
+        uses = Uses([len(of_one) for of_one in graph_uses.uses], layouts, len(graph_uses.stages) > 1)
     else:
         uses = Uses()
         program = recorder.finish(early_stop=call.options.early_stop)
@@ -344,7 +344,7 @@ def _keep(
             lineage.program = whole
             mark_returned(lineage, outputs)
         return frame, returned[0]
-    grafted = graft(frame, outputs, found.tensors, found.uses, found.stages)
+    grafted = graft(frame, outputs, graph_uses.tensors, graph_uses.uses, graph_uses.stages)
     mark_returned(lineage, grafted)
     frame.consumers.watch((source, sources[source]) for source, *_ in predecessors)
     return frame, _replaced(returned[0], dict(zip(map(id, outputs), grafted, strict=True)))

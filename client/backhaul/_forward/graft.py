@@ -77,7 +77,7 @@ class _Graft(torch.autograd.Function):
             if gradient is not None
         }
         contributions = frame.gradients(given, ctx.ways)
-        return None, None, None, None, *[contributions[place].gradient for place in ctx.ways]
+        return None, None, None, None, *[contributions[index].gradient for index in ctx.ways]
 
 
 def origin_of(edge: GradientEdge) -> tuple[Frame, int] | None:
@@ -102,21 +102,21 @@ def graft(
     """Returns the outputs with the segment as one node behind them, or with one for each stage.
 
     Args:
-        frame: Of the segment; from now on autograd holds it.
+        frame: The frame of the segment. Autograd owns it from now on.
         outputs: Differentiable, none sharing storage with a source or with another.
         used: The sources, then the casts.
         uses: For each of these, then for each output, where the call used it, in the order of `Frame.gradients`.
-        stages: At least one.
+        stages: The stages of the segment's backward, at least one.
     """
     assert frame.program is not None
     casts = any(map(is_autocast, frame.program.ambient_states))
-    all_uses = [(number, use) for number, found in enumerate(uses) for use in found]
+    all_uses = [(number, use) for number, of_tensor in enumerate(uses) for use in of_tensor]
     grafted = list(outputs)
     with torch.enable_grad():
         for stage in stages:
-            places = [place for place, (_, use) in enumerate(all_uses) if use.node in stage.nodes]
+            places = [index for index, (_, use) in enumerate(all_uses) if use.node in stage.nodes]
             tensors = [*used, *grafted]
-            mine = [(tensors[number], use) for number, use in (all_uses[place] for place in places)]
+            mine = [(tensors[number], use) for number, use in (all_uses[index] for index in places)]
             leaves = {id(tensor) for tensor, _ in mine if _shows_order(tensor)}
             handed_on = _stand_ins(mine, in_order=len(leaves) > 1 or len(stages) > 1 or casts)
             own = tuple([outputs[position] for position in stage.outputs])
@@ -139,20 +139,20 @@ def _own_node(of_graft: Tensor, output: Tensor) -> Tensor:
 def _stand_ins(used: Sequence[tuple[Tensor, Use]], *, in_order: bool) -> list[Tensor]:
     """One for each use of a tensor (Rules 2 and 3)."""
     groups: dict[Node | None, list[tuple[int, int]]] = {}
-    for place, (_, use) in enumerate(used):
-        groups.setdefault(use.node if in_order else None, []).append((use.input_index if in_order else 0, place))
+    for position, (_, use) in enumerate(used):
+        groups.setdefault(use.node if in_order else None, []).append((use.input_index if in_order else 0, position))
     made: dict[int, Tensor] = {}
     for node, group in groups.items():
         group.sort()
-        tensors = [used[place][0] for _, place in group]
+        tensors = [used[position][0] for _, position in group]
         if len(group) == 1 and type(tensors[0]) in _PARAMETERS and tensors[0].is_leaf:
             stand_ins = (torch.ops.aten.alias.default(tensors[0]),)  # the same, but ten times as fast
         else:
             stand_ins = _StandIn.apply(*tensors)  # type: ignore[no-untyped-call]
         if node is not None:
             set_sequence_number(stand_ins[0], sequence_number(node))
-        made |= {place: stand_in for (_, place), stand_in in zip(group, stand_ins, strict=True)}
-    return [made[place] for place in range(len(used))]
+        made |= {position: stand_in for (_, position), stand_in in zip(group, stand_ins, strict=True)}
+    return [made[position] for position in range(len(used))]
 
 
 _PARAMETERS = (Tensor, nn.Parameter)

@@ -61,8 +61,8 @@ def find_graph_uses(
     if recorder.used_autocast:
         made = find_casts(outputs, targets, recorder.first_sequence)
         cached = cached_casts([taking[source] for source in made])
-        for (source, found), cast in zip(made.items(), cached, strict=True):
-            if cast is not None and cast.grad_fn is not None and (cast.grad_fn, cast.output_nr) in found:
+        for (source, edges_of_cast), cast in zip(made.items(), cached, strict=True):
+            if cast is not None and cast.grad_fn is not None and (cast.grad_fn, cast.output_nr) in edges_of_cast:
                 targets[cast.grad_fn, cast.output_nr] = len(taking)
                 taking.append(cast)
                 casts.append(source)

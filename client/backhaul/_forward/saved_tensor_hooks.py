@@ -109,10 +109,10 @@ class SavedTensorHooks:
                 tensor = self._copy(tensor)
             version, shape = version_of(tensor), list(tensor.shape) if is_plain else type(tensor).__name__
 
-            def error(found: Tensor) -> Exception:
+            def error(changed: Tensor) -> Exception:
                 return SavedTensorModifiedError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"a tensor {shape} is at version {version_of(found)}, it was saved at {version}. Without "
+                    f"a tensor {shape} is at version {version_of(changed)}, it was saved at {version}. Without "
                     "checkpointing this fails too: use the out-of-place op"
                 )
 

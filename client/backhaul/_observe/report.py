@@ -44,8 +44,8 @@ class SegmentReport:
     """All calls under one name.
 
     Attributes:
-        name: What was called.
-        calls: Forward calls.
+        name: The name of what was called.
+        calls: The number of forward calls.
         decisions: Recomputations by who did them, and calls whose activations were kept.
         wait_s: What backward waited for them.
         fallbacks: Segments that a worker had, or should have had, and the trainer recomputed.
@@ -53,7 +53,7 @@ class SegmentReport:
         kept: Why activations were kept, with counts.
         inside: Why activations came back where gradients might have, with counts.
         up_bytes: Sent for these calls.
-        down_bytes: Received for them.
+        down_bytes: The bytes received for these calls.
         drift: The largest relative difference between what a worker computed and forward, 0 where bits are equal.
     """
 
@@ -133,7 +133,7 @@ class SegmentLog:
     """Counts of one name. Written by the trainer's threads and the session's.
 
     Attributes:
-        name: What was called.
+        name: The name of what was called.
         session: Whose log it is, for people.
     """
 
@@ -182,9 +182,9 @@ class SegmentLog:
         """Notes why the trainer recomputes, in the log only the first time.
 
         Args:
-            reason: For people.
+            reason: The reason, as the log and the report show it.
             is_said: Somebody else has put it in the log.
-            step: Of the call, if steps are counted.
+            step: The step of the call; None if steps are not counted.
         """
         with self._lock:
             self._reasons[reason] += 1
@@ -197,8 +197,8 @@ class SegmentLog:
         """Notes why the trainer keeps activations, in the log only the first time.
 
         Args:
-            reason: For people.
-            step: Of the call, if steps are counted.
+            reason: The reason, as the log and the report show it.
+            step: The step of the call; None if steps are not counted.
         """
         with self._lock:
             self._decisions[Decision.KEPT] += 1
@@ -253,10 +253,10 @@ class Journal:
     def log(self, name: str) -> SegmentLog:
         """The log of that name, made at its first call."""
         with self._lock:
-            found = self._logs.get(name)
-            if found is None:
-                found = self._logs[name] = SegmentLog(name, self.session)
-            return found
+            log = self._logs.get(name)
+            if log is None:
+                log = self._logs[name] = SegmentLog(name, self.session)
+            return log
 
     def report(self) -> Report:
         """Everything so far."""

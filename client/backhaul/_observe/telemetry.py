@@ -70,7 +70,7 @@ class CallLog:
     Methods may be called by any thread.
 
     Args:
-        log: Of its name.
+        log: The log of all calls with this name.
         telemetry: Where it is told, if anywhere.
 
     Attributes:
@@ -235,7 +235,7 @@ class Telemetry:
     """Counts a session's steps and sends them. `close` it; until `start` nothing is sent.
 
     Args:
-        deliver: Sends a report.
+        deliver: Sends a report to a worker. Called by the telemetry thread.
         run: What is said of the session with each report.
         traces: Is told the same, if there are to be any.
     """
@@ -322,7 +322,7 @@ class Telemetry:
         """A step ended. One without calls is none.
 
         Args:
-            loss: Of the step.
+            loss: The loss of the step; None if it is unknown.
             is_told: By the training loop; from the first time on, steps of optimizers don't count.
         """
         with self._lock:
@@ -383,26 +383,26 @@ class Telemetry:
         """What is to be told now, nothing if there is nothing."""
         with self._lock:
             current = self._now.number
-            told = [call for call in self._calls if is_last or _has_ended(call, current)]
-            if told:
-                chosen = set(map(id, told))
+            reported = [call for call in self._calls if is_last or _has_ended(call, current)]
+            if reported:
+                chosen = set(map(id, reported))
                 self._calls = deque(call for call in self._calls if id(call) not in chosen)
             steps = list(self._steps)
             self._steps.clear()
         if is_last:
             self._run.is_closed = True
-        found = [_told(step, loss) for step, loss, _ in steps]
+        messages = [_told(step, loss) for step, loss, _ in steps]
         contexts = {step.number: context for step, _, context in steps if context is not None}
-        while found or told or is_last:
+        while messages or reported or is_last:
             report = telemetry_pb2.TrainerReport(
                 run=self._run,
-                steps=found,
-                calls=[call.told() for call in told[:CALLS_PER_REPORT]],
+                steps=messages,
+                calls=[call.told() for call in reported[:CALLS_PER_REPORT]],
                 dropped=self._dropped,
             )
             self._trace(report, contexts)
             yield report
-            found, told, is_last = [], told[CALLS_PER_REPORT:], False
+            messages, reported, is_last = [], reported[CALLS_PER_REPORT:], False
 
 
 def _has_ended(call: CallLog, current_step: int) -> bool:

@@ -132,9 +132,9 @@ def decorator(
 
     Args:
         checkpoint: Runs a function as a segment.
-        args: None are meant.
+        args: No positional arguments are allowed here.
         rest: Keyword arguments that are no options; none are meant.
-        options: For each call.
+        options: The options that each call of the function gets.
     """
     if args or rest:
         raise ValueError("checkpoint() was given arguments but no function: name it first")

@@ -97,10 +97,10 @@ class Selection(DispatchMode):
         parts = [kept.get(id(leaf), leaf) for leaf in leaves]
 
         def given() -> Any:
-            found = [part().detach() if isinstance(part, KeptTensor) else part for part in parts]
+            results = [part().detach() if isinstance(part, KeptTensor) else part for part in parts]
             if self._may_change:  # the recomputation may write to it as well
-                found = [copy_exact(part) if isinstance(part, Tensor) else part for part in found]
-            return pytree.tree_unflatten(found, spec)
+                results = [copy_exact(part) if isinstance(part, Tensor) else part for part in results]
+            return pytree.tree_unflatten(results, spec)
 
         return given
 
@@ -140,9 +140,9 @@ class _Result:
     """What is kept in a storage: a result of an op, which autograd may save as it is or a part of which.
 
     Args:
-        tensor: The result.
-        kept: It.
-        is_offloaded: Likewise.
+        tensor: The result of the op.
+        kept: The result, once it is kept; None before.
+        is_offloaded: Whether the policy moves the result to the host.
     """
 
     def __init__(self, tensor: Tensor, kept: "KeptTensor", is_offloaded: bool) -> None:
@@ -178,9 +178,9 @@ class _Recomputation(DispatchMode):
 
     def __torch_dispatch__(self, op: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Gives the results of an op that are kept, else runs it."""
-        place = self._calls[op]
+        number = self._calls[op]
         self._calls[op] += 1
-        noted = self._results.get(op, [])[place : place + 1]
+        noted = self._results.get(op, [])[number : number + 1]
         for given, results in noted:
             if results is not None and given == _given(args):
                 return results()
@@ -196,7 +196,7 @@ class KeptTensor:
     """A tensor that stays on the trainer. Call it to have it back.
 
     Args:
-        tensor: Detached.
+        tensor: The detached tensor to keep.
         version: The version counter that it must still have, None for any.
         error: What to raise where it has another. Without it the RuntimeError of torch's selective checkpointing.
 
@@ -237,12 +237,12 @@ class KeptTensor:
 
     def __call__(self) -> Tensor:
         """The tensor. Raises an error if it was written to."""
-        found: Tensor = self._packed
-        if not self._unpacks and self._version is not None and version_of(found) != self._version:
-            raise self._error(found)
+        tensor: Tensor = self._packed
+        if not self._unpacks and self._version is not None and version_of(tensor) != self._version:
+            raise self._error(tensor)
         for unpack in reversed(self._unpacks):
-            found = unpack(found)
-        return found
+            tensor = unpack(tensor)
+        return tensor
 
     @property
     def is_of_others(self) -> bool:

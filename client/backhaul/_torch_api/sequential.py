@@ -21,7 +21,8 @@ def checkpoint_sequential(
         checkpoint: Runs a chunk as a segment.
         functions: An nn.Sequential, whose children are taken, or a sequence of functions.
         segments: Number of chunks. Each has len(functions) // segments functions, the last takes the rest.
-        *inputs: Of the first function. If there are several, a tuple that a function returns is unpacked for the next.
+        *inputs: Further arguments of the first function. If there are any, a tuple that a function returns is unpacked
+            for the next one.
         **kwargs: As for `checkpoint`; the functions take none.
 
     Raises:

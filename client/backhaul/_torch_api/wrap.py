@@ -107,15 +107,15 @@ def unwrap(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: A wrapped module was given to fully_shard, which works by hooks of the wrapper.
     """
-    found = [
+    wrapped = [
         (parent, f"{prefix}.{name}".lstrip("."), name, child)
         for prefix, parent in model.named_modules()
         for name, child in submodules_of(parent).items()
         if isinstance(child, SegmentModule)
     ]
-    for _, path, _, child in found:
+    for _, path, _, child in wrapped:
         if is_sharded(child):
             raise ValueError(f"{path} was sharded after wrap(): call unwrap() before fully_shard()")
-    for parent, _, name, child in found:
+    for parent, _, name, child in wrapped:
         submodules_of(parent)[name] = inside_of(child)
     return model

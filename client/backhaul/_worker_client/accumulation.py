@@ -44,7 +44,7 @@ class UncollectedGradients:
     """Of one worker.
 
     Args:
-        link: To it.
+        link: The connection to the worker.
     """
 
     def __init__(self, link: Connection) -> None:
@@ -69,8 +69,8 @@ class UncollectedGradients:
 
         Args:
             generation: Where it was kept.
-            key: Of the backward.
-            parameters: Whose gradients.
+            key: The key of the backward request.
+            parameters: The parameters whose gradients the worker kept.
         """
         with self._lock:
             self._is_lost |= self._generation is not None and self._generation is not generation
@@ -98,18 +98,18 @@ class UncollectedGradients:
             count: Told of bytes received.
 
         Raises:
-            BackhaulError: It is lost.
+            BackhaulError: The worker was lost, and its gradients with it.
         """
         with self._lock:
             if not self:
                 return []
             try:
-                found = self._collected(count)
+                sums = self._collected(count)
             except BackhaulError:
                 self._end_round()
                 raise
             self._end_round()
-            return found
+            return sums
 
     def forked(self) -> None:
         """In the child of a fork, where the holder of the lock may not exist."""
@@ -151,11 +151,11 @@ class UncollectedGradients:
             count(stream.received_bytes)
         if set(slots) != self._parameters.keys() or len(slots) != len(tensors):
             raise WorkerLostError("the worker has other gradients than it kept", status="LOST")
-        found = [(self._parameters[slot], tensor) for slot, tensor in zip(slots, tensors, strict=True)]
-        for parameter, tensor in found:
+        sums = [(self._parameters[slot], tensor) for slot, tensor in zip(slots, tensors, strict=True)]
+        for parameter, tensor in sums:
             if (tensor.dtype, tensor.shape) != (parameter.dtype, parameter.shape):
                 raise WorkerLostError("the worker has gradients of other shapes than it kept", status="LOST")
-        return found
+        return sums
 
     def _commits(self) -> segment_pb2.Commits:
         first = self._count - len(self._untaken) + 1

@@ -38,7 +38,7 @@ def contributions_in(
     all, only the worker knows.
 
     Args:
-        result: The answer.
+        result: The worker's answer without its tensors.
         tensors: That came with it.
         due: The source and the layout of the gradient of each contribution, in order. Only dtype, shape and device of
             the layout count.
@@ -66,8 +66,8 @@ def contributions_in(
         if contribution.source in summed and index and sources[index - 1] == contribution.source:
             raise TransferError(f"source {contribution.source} has two contributions where their sum was asked for")
         views.append(decode_view(contribution.view))
-    found = _unbundled(tensors, views)
-    for index, gradient in found.items():
+    gradients = _unbundled(tensors, views)
+    for index, gradient in gradients.items():
         source, layout = due[index]
         is_there = gradient.device.type == layout.device or not gradient.dim()
         if (gradient.dtype, tuple(gradient.shape)) != (layout.dtype, layout.shape) or not is_there:
@@ -75,7 +75,7 @@ def contributions_in(
                 f"a gradient of source {source} came as {gradient.dtype} {list(gradient.shape)} on {gradient.device}, "
                 f"it takes {layout.dtype} {list(layout.shape)} on {layout.device}"
             )
-    return [Contribution(source, found.get(index)) for index, source in enumerate(sources)]
+    return [Contribution(source, gradients.get(index)) for index, source in enumerate(sources)]
 
 
 def _unbundled(tensors: Sequence[Tensor], views: Sequence[View]) -> Mapping[int, Tensor]:
@@ -95,15 +95,15 @@ def saved_views(views: Iterable[segment_pb2.View], wanted: Collection[int]) -> d
     Raises:
         TransferError: The answer does not name each of these positions once, and no other.
     """
-    found = [decode_view(view) for view in views]
-    counts = Counter(view.position for view in found)
+    decoded = [decode_view(view) for view in views]
+    counts = Counter(view.position for view in decoded)
     if counts != Counter(list(wanted)):
         raise TransferError(f"saved tensors came at the positions {sorted(counts.elements())}, not {sorted(wanted)}")
-    return {view.position: view for view in found}
+    return {view.position: view for view in decoded}
 
 
 def check_saved(position: int, tensor: Tensor, layout: Layout) -> None:
     """Raises TransferError for a saved tensor that does not lie in memory as it did when autograd saved it."""
-    found = layout_of(tensor)
-    if (found.header, found.device) != (layout.header, layout.device):
-        raise TransferError(f"saved tensor {position} came as {found}, autograd saved {layout}")
+    layout_here = layout_of(tensor)
+    if (layout_here.header, layout_here.device) != (layout.header, layout.device):
+        raise TransferError(f"saved tensor {position} came as {layout_here}, autograd saved {layout}")

@@ -58,7 +58,7 @@ class WorkerSession:
     Attributes:
         number: Counted by the link.
         session: The worker's name for the session.
-        budget_bytes: Of the worker's memory.
+        budget_bytes: The memory budget of the worker.
         fingerprint: What its numbers depend on.
         lease_s: The session ends after so much silence.
         memory: What is shared with the worker, if that is on this machine.
@@ -81,7 +81,7 @@ class Stubs:
     """The services at the other end of a channel.
 
     Args:
-        channel: To a worker.
+        channel: The gRPC channel to a worker.
         token: Shown with every call.
         silence_s: Longer than any answer on the streams of NOTE [Short] may take.
     """
@@ -145,8 +145,8 @@ class Connection:
         takes_socket: Whether to go on over such a worker's Unix socket.
 
     Attributes:
-        name: The worker's address.
-        run: As given.
+        name: The address of the worker, for messages.
+        run: The id of the session.
         drift: The largest measured between its numbers and ours, of which it is told.
     """
 

@@ -50,8 +50,8 @@ def error_of(error: grpc.RpcError) -> BackhaulError:
     """The error the worker raised, or WorkerLostError where gRPC itself gave up."""
     metadata: dict[str, str | bytes] = dict(error.trailing_metadata() or ()) if isinstance(error, grpc.Call) else {}
     detail = metadata.get(ERROR_METADATA_KEY)
-    if isinstance(detail, bytes) and (found := from_bytes(detail)) is not None:
-        return found
+    if isinstance(detail, bytes) and (decoded := from_bytes(detail)) is not None:
+        return decoded
     code = error.code() if isinstance(error, grpc.Call) else None
     details = error.details() if isinstance(error, grpc.Call) else str(error)
     if code is grpc.StatusCode.UNIMPLEMENTED:
@@ -147,9 +147,9 @@ def call_unary(
     """One answer to a message, or to a stream of them whose progress counts as a sign of life.
 
     Args:
-        method: Of a stub.
+        method: The method of a stub.
         request: A message, or an iterator of them.
-        silence_s: See NOTE [Bounds].
+        silence_s: The longest silence in seconds, see NOTE [Bounds].
         watch: Counts the signs of life of a stream.
         wait_for_ready: Wait for the connection instead of failing while there is none.
         check: Called every SLICE_S seconds while the answer is awaited. What it raises ends the call.
@@ -210,10 +210,10 @@ class AnswerStream(Generic[R]):
     their memory is the caller's, and the worker sends no faster than they are asked for. `close` it.
 
     Args:
-        method: Of a stub.
-        request: Its message.
+        method: The method of a stub.
+        request: The message that the method is called with.
         expected_s: What the work should take.
-        silence_s: See NOTE [Bounds].
+        silence_s: The longest silence in seconds, see NOTE [Bounds].
         memory: Through which tensors may come.
         answer: What the request names it there.
         is_lent: Tensors stay where they came in shared memory.
@@ -257,8 +257,8 @@ class AnswerStream(Generic[R]):
                 self._running_since = None
                 self._receiver.add_carried(carried)
                 self.received_bytes += shared_bytes(carried.tensors)
-                found: R = message.result
-                return found
+                answer: R = message.result
+                return answer
             self._check_queue(message.progress.ahead_s)
             if message.progress.running and self._running_since is None:
                 self._running_since = monotonic()
@@ -305,16 +305,16 @@ class AnswerStream(Generic[R]):
         while True:
             before = monotonic()
             try:
-                found = self._messages.get(timeout=SLICE_S)
+                message = self._messages.get(timeout=SLICE_S)
             except queue.Empty:
                 silent += min(SLICE_S, monotonic() - before)  # Rule 2
             else:
-                if isinstance(found, grpc.RpcError):
-                    raise error_of(found) from None
-                if isinstance(found, TransferError):
-                    raise damaged_error(found)
-                self.received_bytes += found.size_bytes if found is not None else 0
-                return found
+                if isinstance(message, grpc.RpcError):
+                    raise error_of(message) from None
+                if isinstance(message, TransferError):
+                    raise damaged_error(message)
+                self.received_bytes += message.size_bytes if message is not None else 0
+                return message
             if silent >= self._silence_s:
                 raise WorkerLostError(f"the worker was silent for {self._silence_s:g} s", status="SILENT")
             if self._running_since is not None and monotonic() - self._running_since > self._longest_run_s:
@@ -339,10 +339,10 @@ class AnswerStream(Generic[R]):
             end = error
         self._offer(end)
 
-    def _offer(self, found: _Message) -> bool:
+    def _offer(self, message: _Message) -> bool:
         while not self._closed.is_set():
             try:
-                self._messages.put(found, timeout=SLICE_S)
+                self._messages.put(message, timeout=SLICE_S)
             except queue.Full:
                 continue
             return True

@@ -32,7 +32,7 @@ class PushedResults:
     """Of the session that asks. Opened by the first that does, and again after it broke. `close` it.
 
     Args:
-        method: Of a stub.
+        method: The method of a stub that opens the stream.
     """
 
     def __init__(self, method: Any) -> None:
@@ -58,11 +58,11 @@ class PushedResults:
                     self._changed.notify_all()
                 return None
             while True:  # Rule 4
-                number, found = self._found.popitem(last=False)
+                number, pushed = self._found.popitem(last=False)
                 if number == segment:
                     break
             self._changed.notify_all()
-        return found if found.message.start == start else None
+        return pushed if pushed.message.start == start else None
 
     def promise(self, segments: Iterable[int]) -> None:
         """What a result that was asked for says of what comes next."""
@@ -80,7 +80,7 @@ class PushedResults:
             call.cancel()
 
     def _is_full(self) -> bool:
-        held_bytes = sum(found.size_bytes for found in self._found.values())
+        held_bytes = sum(pushed.size_bytes for pushed in self._found.values())
         return len(self._found) >= MOST_HELD or held_bytes >= HELD_BYTES
 
     def _open(self, session: str) -> None:
@@ -101,9 +101,9 @@ class PushedResults:
                     self._changed.wait_for(lambda: call is not self._call or not self._is_full())
                     if call is not self._call:
                         return
-                    for found in _each(carried):
-                        self._found[found.message.segment] = found
-                        self._promised = frozenset(found.message.result.goes_on)
+                    for pushed in _each(carried):
+                        self._found[pushed.message.segment] = pushed
+                        self._promised = frozenset(pushed.message.result.goes_on)
                     self._changed.notify_all()
         with self._changed:
             if call is self._call:
@@ -114,8 +114,8 @@ class PushedResults:
 def _each(carried: TensorMessage[segment_pb2.AheadResponse]) -> Iterator[TensorMessage[segment_pb2.AheadResponse]]:
     """The results of a message."""
     more = [
-        TensorMessage(each, each.tensors if each.HasField("tensors") else None, each.ByteSize())
-        for each in carried.message.more
+        TensorMessage(pushed, pushed.tensors if pushed.HasField("tensors") else None, pushed.ByteSize())
+        for pushed in carried.message.more
     ]
-    yield replace(carried, size_bytes=carried.size_bytes - sum(each.size_bytes for each in more))
+    yield replace(carried, size_bytes=carried.size_bytes - sum(pushed.size_bytes for pushed in more))
     yield from more

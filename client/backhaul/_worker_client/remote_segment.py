@@ -97,13 +97,13 @@ class SavedSegment:
     """A segment that was handed to an uploader. Its end releases what the worker has of it.
 
     Args:
-        link: To its worker.
-        uploader: Of that link.
-        save: As queued.
+        link: The connection to the segment's worker.
+        uploader: The uploader of that connection.
+        save: The upload of the segment, as it was queued.
         log: Told of bytes and times.
         expected_s: What a replay with its backward should take.
         upcoming: Gives the segments that will be asked for after this one.
-        answer_bytes: Of all gradients that a backward returns, those of `parameters` aside.
+        answer_bytes: The bytes of all gradients that a backward returns, except those of `parameters`.
         parameters: Whose gradients may stay on the worker, by source.
 
     Attributes:
@@ -217,9 +217,9 @@ class SavedSegment:
             missing = []
 
         if self._answer_bytes <= (CHUNK_BYTES if self.generation.memory is None else PLACED_BYTES):
-            found = self._ask_shortly(request, missing, stubs)
-            if found is not None:
-                return found
+            answer = self._ask_shortly(request, missing, stubs)
+            if answer is not None:
+                return answer
         stream = self._open(stubs.segments.Backward, self._encoded(request, missing), request.answer)
         try:
             result = stream.result()
@@ -248,9 +248,9 @@ class SavedSegment:
     def _encoded(self, request: segment_pb2.BackwardRequest, missing: Sequence[OutgoingTensor]) -> bytes:
         """A request for another answer."""
         request.answer = self._new_answer()
-        (found,) = encode_all(batches(missing), request.TENSORS_FIELD_NUMBER, request)
-        self._sent(len(found))
-        return found
+        (encoded,) = encode_all(batches(missing), request.TENSORS_FIELD_NUMBER, request)
+        self._sent(len(encoded))
+        return encoded
 
     def _short_answer(self, carried: TensorMessage[Any]) -> Answer:
         self._log.traffic(down_bytes=carried.size_bytes + shared_bytes(carried.tensors))
@@ -264,12 +264,12 @@ class SavedSegment:
         return result, tensors, receiver.addresses()
 
     def _chained(self, result: segment_pb2.BackwardResult) -> None:
-        found = {gradient.source: gradient.tensor for gradient in result.chained_gradients}
-        self._uploader.learn(self.generation, found.values())
+        addresses = {gradient.source: gradient.tensor for gradient in result.chained_gradients}
+        self._uploader.learn(self.generation, addresses.values())
         for predecessor in self._save.predecessors:
             segment = predecessor.segment()
-            if segment is not None and predecessor.source in found:
-                segment.expected[predecessor.output] = SpeculativeGradient(found[predecessor.source], predecessor)
+            if segment is not None and predecessor.source in addresses:
+                segment.expected[predecessor.output] = SpeculativeGradient(addresses[predecessor.source], predecessor)
 
     def drifted(self, drift: float) -> None:
         """See `RemoteSegment`."""

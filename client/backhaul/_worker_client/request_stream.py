@@ -24,8 +24,8 @@ class RequestStream:
     """Opened by its first request, and again after it broke. `close` it.
 
     Args:
-        method: Of a stub; it answers each message by one.
-        silence_s: See Rule 2.
+        method: The method of a stub. It answers each message with one message.
+        silence_s: The longest silence in seconds, see Rule 2.
     """
 
     def __init__(self, method: Any, silence_s: float) -> None:

@@ -35,7 +35,7 @@ class TrainerSharedMemory:
     """Memory shared with a worker for one session there. Any thread may call it.
 
     Args:
-        path: Of the worker's socket.
+        path: The path of the worker's Unix socket.
         session: The worker's name for the session.
     """
 
@@ -64,17 +64,17 @@ class TrainerSharedMemory:
         def place(parcel: OutgoingTensor) -> tensor_pb2.Location | None:
             if not Outbox.takes(parcel.layout) or outbox is not self._outbox:
                 return None
-            found = outbox.put(parcel)
-            if found is None:
+            slot = outbox.put(parcel)
+            if slot is None:
                 self._ask_for(parcel.layout.span_bytes)
                 return None
-            places.append(found)
+            places.append(slot)
             count(parcel.layout.span_bytes)
-            return found.location(parcel.layout)
+            return slot.location(parcel.layout)
 
         try:
             yield place
-            self._uploaded_bytes = sum(each.size_bytes for each in places) or self._uploaded_bytes
+            self._uploaded_bytes = sum(slot.size_bytes for slot in places) or self._uploaded_bytes
         except BaseException as error:
             if isinstance(error, BackhaulError) and not isinstance(error, WorkerLostError):
                 outbox.withdraw(places)
@@ -170,10 +170,10 @@ class TrainerSharedMemory:
         with self._lock:
             try:
                 while self._peer is not None:
-                    found = take_offer(self._peer)
-                    if found is None:
+                    offer = take_offer(self._peer)
+                    if offer is None:
                         return self.forget()
-                    is_down, region = found
+                    is_down, region = offer
                     if not is_down:
                         self._has_asked = False
                     if region is not None and is_down:
@@ -200,8 +200,8 @@ def sending(memory: TrainerSharedMemory | None, count: Callable[[int], None]) ->
     if memory is None:
         yield lambda _: None
         return
-    with memory.sending(count) as place:
-        yield place
+    with memory.sending(count) as write:
+        yield write
 
 
 def receiving(

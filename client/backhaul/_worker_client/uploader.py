@@ -48,8 +48,8 @@ class SourceTensor:
     """A tensor a segment names.
 
     Attributes:
-        address: Of its contents at forward; empty: of those it has when it is sent.
-        layout: Likewise.
+        address: The address of its contents in forward; empty if its contents at the time of sending are meant.
+        layout: The layout of the tensor in forward.
         value: Read when it is sent; if it has changed by then the worker refuses it. None if the worker is known to
             hold the tensor and the memory here may be freed at any time.
         is_copy: Whether `value` is a copy that waits to be sent.
@@ -80,11 +80,11 @@ class SegmentUpload:
     Attributes:
         generation: It goes there or nowhere.
         segment: Number of the segment in its session.
-        program: Encoded.
-        program_address: Of it.
+        program: The encoded program of the segment.
+        program_address: The content address of the program.
         sources: In program order; empty once the worker has them.
         generator_states: One per node that draws.
-        name: For people.
+        name: The name of the segment in messages.
         queued_bytes: Copies of arguments it holds until it is sent.
         saved: Done when the worker has it; holds the error where it has not.
         count: Told of bytes sent.
@@ -133,7 +133,7 @@ class Uploader:
     """The sending side of a link.
 
     Args:
-        link: To the worker.
+        link: The connection to the worker.
         inflight_bytes: Bound of what waits to be sent.
         inflight_boundaries: Bound of the segments whose inputs are among it.
 
@@ -219,8 +219,8 @@ class Uploader:
             WorkerError: The worker refuses them.
             WorkerLostError: Silence, or the connection broke.
         """
-        with sending(generation.memory, count) as place:
-            addresses = self._put(generation, batches(parcels, place), count)
+        with sending(generation.memory, count) as write:
+            addresses = self._put(generation, batches(parcels, write), count)
         self.learn(generation, addresses)
 
     def _put(self, generation: WorkerSession, sent: Iterable[Batch], count: Callable[[int], None]) -> list[bytes]:
@@ -338,9 +338,9 @@ class Uploader:
             name=save.name[:MAX_NAME],
             wants_sketches=save.wants_sketches,
             predecessors=[
-                segment_pb2.Predecessor(source=each.source, segment=segment.number, output=each.output)
-                for each in save.predecessors
-                if (segment := each.segment()) is not None
+                segment_pb2.Predecessor(source=predecessor.source, segment=segment.number, output=predecessor.output)
+                for predecessor in save.predecessors
+                if (segment := predecessor.segment()) is not None
             ],
             predicted=save.is_predicted,
             superseded=save.superseded(),
@@ -372,8 +372,10 @@ class Uploader:
         self._give(save, request, addresses)
         request.sources[:] = addresses
         save.count(request.ByteSize())
-        found: segment_pb2.SaveSegmentResponse = call_unary(stubs.segments.SaveSegment, request, self._link.silence_s)
-        return found
+        response: segment_pb2.SaveSegmentResponse = call_unary(
+            stubs.segments.SaveSegment, request, self._link.silence_s
+        )
+        return response
 
     def _give(
         self,
@@ -392,9 +394,9 @@ class Uploader:
             for index, (address, source) in enumerate(zip(addresses, save.sources, strict=True)):
                 if not self.knows(generation, address):
                     parcels[address or index] = OutgoingTensor(source.to_read(), source.layout, address)
-        began, found, answer = perf_counter(), list[bytes](), None
-        with sending(generation.memory, save.count) as place:
-            sent = batches(parcels.values(), place)
+        began, missing, answer = perf_counter(), list[bytes](), None
+        with sending(generation.memory, save.count) as write:
+            sent = batches(parcels.values(), write)
             begin = list(itertools.islice(sent, 2))
             if short is not None and not begin[1:]:
                 request.sources[:] = addresses
@@ -403,20 +405,20 @@ class Uploader:
                 answer = short.ask(encoded)
                 if answer is None:
                     raise _UnansweredError
-                found = list(answer.stored)
-                if parcels and not found:
+                missing = list(answer.stored)
+                if parcels and not missing:
                     raise TransferError("the worker did not take what came with a segment")
                 self.watch.sign()
             elif begin:
-                found = self._put(generation, itertools.chain(begin, sent), save.count)
-            if len(found) != len(parcels):
-                raise WorkerLostError(f"the worker says that it took {len(found)} tensors of {len(parcels)}")
-        for key, address in zip(parcels, found, strict=True):
+                missing = self._put(generation, itertools.chain(begin, sent), save.count)
+            if len(missing) != len(parcels):
+                raise WorkerLostError(f"the worker says that it took {len(missing)} tensors of {len(parcels)}")
+        for key, address in zip(parcels, missing, strict=True):
             if isinstance(key, int):
                 addresses[key] = address
         if parcels:
             save.sent(perf_counter() - began)
-            self.learn(generation, found)
+            self.learn(generation, missing)
         return answer
 
     def _put_program(self, save: SegmentUpload) -> None:

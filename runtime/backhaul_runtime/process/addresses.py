@@ -77,7 +77,7 @@ def parse_addresses(text: str) -> list[Address]:
 def is_private(directory: Path) -> bool:
     """Whether it is a directory of this process's user alone: nobody else can have put a socket there."""
     try:
-        found = directory.lstat()
+        status = directory.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077

@@ -120,7 +120,7 @@ def _warn_of_readers(path: Path, descriptor: int) -> None:
 
     Secrets that a container engine mounts belong to another user or lie on a read-only mount.
     """
-    found = os.fstat(descriptor)
-    is_fixed = found.st_uid != os.geteuid() or os.fstatvfs(descriptor).f_flag & os.ST_RDONLY
-    if stat.S_ISREG(found.st_mode) and found.st_mode & _OTHERS and not is_fixed:
+    status = os.fstat(descriptor)
+    is_fixed = status.st_uid != os.geteuid() or os.fstatvfs(descriptor).f_flag & os.ST_RDONLY
+    if stat.S_ISREG(status.st_mode) and status.st_mode & _OTHERS and not is_fixed:
         logger.warning("others than its owner can read the token file %s: chmod 600 %s", path, path)

@@ -29,7 +29,7 @@ Whatever else differs moves no more than roundings."""
 @cache
 def fingerprint(device: torch.device) -> Mapping[str, str]:
     """Fingerprint of this process for programs on a device."""
-    found = {
+    facts = {
         "torch": f"{torch.__version__.partition('+')[0]} {torch.version.git_version}",
         "build": torch.__version__,
         "machine": platform.machine(),
@@ -37,12 +37,12 @@ def fingerprint(device: torch.device) -> Mapping[str, str]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "device": device.type,
     }
-    found |= {name: os.environ[name] for name in _KERNEL_VARIABLES if name in os.environ}
+    facts |= {name: os.environ[name] for name in _KERNEL_VARIABLES if name in os.environ}
     if device.type == "cuda":
-        found["gpu"] = torch.cuda.get_device_name(device)
-        found["cudnn"] = cudnn_version()
-        found["cuda"] = str(torch.version.cuda)
-    return found
+        facts["gpu"] = torch.cuda.get_device_name(device)
+        facts["cudnn"] = cudnn_version()
+        facts["cuda"] = str(torch.version.cuda)
+    return facts
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> dict[str, tuple[str, str]]:

@@ -86,7 +86,7 @@ class Line:
     """A line that a command logged, as somebody reads it who started the command.
 
     Attributes:
-        level: As logging counts.
+        level: The level as a number of the module logging.
         message: With the exception, if there is one.
         about: Session, segment and step, as far as they are known.
     """
@@ -99,12 +99,12 @@ class Line:
 def parse(line: str) -> Line | None:
     """Reads a line of JSON. None for any other: not all that a process prints is logged."""
     try:
-        found = json.loads(line)
-        level = logging.getLevelNamesMapping()[found["level"]]
-        message = "\n".join(str(found[name]) for name in ("message", "exception") if name in found)
+        fields = json.loads(line)
+        level = logging.getLevelNamesMapping()[fields["level"]]
+        message = "\n".join(str(fields[name]) for name in ("message", "exception") if name in fields)
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return Line(level, message, {name: found[name] for name in ABOUT if name in found})
+    return Line(level, message, {name: fields[name] for name in ABOUT if name in fields})
 
 
 @dataclass(slots=True)
@@ -127,16 +127,16 @@ class _Seldom(logging.Filter):
         """Whether a record is written. One that is says how many were left out before it."""
         now = monotonic()
         with self._lock:
-            place = self._places.setdefault((record.pathname, record.lineno), _Place(now))
-            if now - place.began_at_s >= INTERVAL_S:
-                place.began_at_s, place.written = now, 0
-            if place.written >= MOST_LINES:
-                place.left_out += 1
+            origin = self._places.setdefault((record.pathname, record.lineno), _Place(now))
+            if now - origin.began_at_s >= INTERVAL_S:
+                origin.began_at_s, origin.written = now, 0
+            if origin.written >= MOST_LINES:
+                origin.left_out += 1
                 # Not the record: its arguments and traceback lead to requests and tensors.
-                place.like = record.name, record.levelno, str(record.msg)[:_SHOWN_OF_MESSAGE]
+                origin.like = record.name, record.levelno, str(record.msg)[:_SHOWN_OF_MESSAGE]
                 return False
-            place.written += 1
-            record.left_out, place.left_out = place.left_out, 0
+            origin.written += 1
+            record.left_out, origin.left_out = origin.left_out, 0
             return True
 
     def last(self) -> list[logging.LogRecord]:
@@ -148,12 +148,12 @@ class _Seldom(logging.Filter):
                     "levelno": level,
                     "levelname": logging.getLevelName(level),
                     "msg": "%d lines like this one were left out: %s",
-                    "args": (place.left_out, message),
+                    "args": (origin.left_out, message),
                 }
             )
-            for place in self._places.values()
-            if place.left_out
-            for name, level, message in [place.like]
+            for origin in self._places.values()
+            if origin.left_out
+            for name, level, message in [origin.like]
         ]
 
 
@@ -196,8 +196,8 @@ class _Text(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  logging's name
         """The line, with what it is about behind it."""
         record.message = _message(record)
-        found = ", ".join(f"{name} {value}" for name, value in _about(record).items())
-        return super().formatMessage(record) + (f" ({found})" if found else "")
+        context = ", ".join(f"{name} {value}" for name, value in _about(record).items())
+        return super().formatMessage(record) + (f" ({context})" if context else "")
 
 
 def _message(record: logging.LogRecord) -> str:

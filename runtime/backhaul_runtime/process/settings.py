@@ -47,12 +47,12 @@ def items(text: str) -> list[str]:
 
 def unknown(environment: Mapping[str, str], known: Collection[str]) -> dict[str, str]:
     """Variables that look like settings and are none, each with the one that it is nearest to, "" if none is near."""
-    found = {}
+    suggestions = {}
     for variable, text in sorted(environment.items()):
         if variable.startswith(PREFIX) and variable not in known and variable not in OTHERS:
             name = variable.removeprefix(PREFIX)
             if not _SERVICE_LINK.fullmatch(name) and not (_SERVICE_PORT.fullmatch(name) and "://" in text):
                 names = [other.removeprefix(PREFIX) for other in sorted(known)]
                 nearest = difflib.get_close_matches(name, names, n=1)
-                found[variable] = PREFIX + nearest[0] if nearest else ""
-    return found
+                suggestions[variable] = PREFIX + nearest[0] if nearest else ""
+    return suggestions

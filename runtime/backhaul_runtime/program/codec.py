@@ -185,15 +185,15 @@ def decode_program(encoded: bytes, device: torch.device) -> Program:
         raise ProgramError(f"the program can't be read: {error}") from None
     if message.format != FORMAT:
         raise ProgramError(f"a program of format {message.format}, this side reads format {FORMAT}")
-    for what, found, most in (
+    for what, count, most in (
         ("nodes", len(message.nodes), MAX_NODES),
         ("sources", len(message.sources), MAX_SOURCES),
         ("outputs", len(message.outputs), MAX_OUTPUTS),
         ("saved tensors", message.saved_count, MAX_SAVED),
         ("ambient states", len(message.ambient_states), MAX_STATES),
     ):
-        if found > most:
-            raise ProgramError(f"a program of {found} {what}, at most {most} are taken")
+        if count > most:
+            raise ProgramError(f"a program of {count} {what}, at most {most} are taken")
     return _Reader(message, device).program()
 
 

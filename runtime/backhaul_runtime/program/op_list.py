@@ -28,9 +28,9 @@ def resolve(name: str) -> OpOverload:
     if name not in allowed_ops():
         raise ProgramError(f'the op "{name}" is not on the list of ops a worker runs', op=name)
     namespace, packet, overload = name.split(".")
-    found: Any = getattr(torch.ops, namespace)
+    op: Any = getattr(torch.ops, namespace)
     for part in (packet, overload):
-        found = getattr(found, part, None)
-    if not isinstance(found, OpOverload):
+        op = getattr(op, part, None)
+    if not isinstance(op, OpOverload):
         raise ProgramError(f'torch {torch.__version__} of this worker has no op "{name}"', op=name)
-    return found
+    return op

@@ -125,7 +125,7 @@ class OpRules:
     """What the recorder asks of an op, looked up once.
 
     Attributes:
-        name: "namespace.name.overload".
+        name: The op's name, in the form "namespace.name.overload".
         draws: May draw from a generator.
         written: Positions and names of the arguments it writes to.
         views: Positions of the arguments its results are views of.
@@ -168,10 +168,10 @@ def rules(op: OpOverload) -> OpRules:
 
 def written_tensors(op_rules: OpRules, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors among these arguments that the op will write to."""
-    found: list[Tensor] = []
+    written: list[Tensor] = []
     for position, name in op_rules.written:
-        found += tensors_in(args[position] if position < len(args) else kwargs.get(name))
-    return found
+        written += tensors_in(args[position] if position < len(args) else kwargs.get(name))
+    return written
 
 
 def hides_write(name: str, tensor: Tensor) -> bool:

@@ -68,10 +68,10 @@ class Node:
     """One op. Nobody changes it but the recorder, once the op has run.
 
     Attributes:
-        op: "namespace.name.overload".
+        op: The op's name, in the form "namespace.name.overload".
         args: Positional arguments: references, constants, tuples of both.
         kwargs: Keyword arguments in the order given.
-        ambient: Index into `Program.ambient_states`.
+        ambient: The index of its ambient state in `Program.ambient_states`.
         result_bytes: Per tensor returned, the bytes of its storage if the op made it, 0 for a view.
         draws: It draws from a generator, whose state before travels with the segment.
         fresh_casts: Autocast's cache of casts was cleared since the node before: a weight is cast anew.
@@ -128,7 +128,7 @@ class Program:
         `NODE_BYTES`.
 
         Args:
-            source_bytes: Of each source.
+            source_bytes: The bytes of each source's gradient.
         """
         own = sum(
             size * (source.requires_grad + source.is_written)

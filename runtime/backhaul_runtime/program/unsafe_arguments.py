@@ -16,10 +16,10 @@ def check_values(name: str, op: OpOverload, args: Sequence[Any], kwargs: Mapping
     """Raises ValueError for values that an op must not be given.
 
     Args:
-        name: Of the op on the list.
-        op: It.
-        args: Its positional arguments.
-        kwargs: The others.
+        name: The name of the op on the list.
+        op: The op that is about to run.
+        args: The positional arguments of the op.
+        kwargs: The keyword arguments of the op.
     """
     check = _CHECKS.get(name)
     if check is not None:
@@ -54,9 +54,9 @@ def _lstm(given: Mapping[str, Any]) -> None:
         one = [(4 * cell, width), (4 * cell, output), *([(4 * cell,)] * 2 if biased else [])]
         expected += (one + ([(output, cell)] if output != cell else [])) * directions
     held = [(layers * directions, batch, size) for size in (output, cell)]
-    found = [tuple(tensor.shape) for tensor in (*states, *parameters)]
-    if found != [*held, *expected]:
-        raise ValueError(f"an LSTM is given states and weights of sizes {found}, not {[*held, *expected]}")
+    shapes = [tuple(tensor.shape) for tensor in (*states, *parameters)]
+    if shapes != [*held, *expected]:
+        raise ValueError(f"an LSTM is given states and weights of sizes {shapes}, not {[*held, *expected]}")
 
 
 def _weight_norm(given: Mapping[str, Any]) -> None:

@@ -79,7 +79,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         arguments: Tensors passed to the call. They are copied at first use, for the caller may change them later.
         allowed: Names of ops a program may hold.
-        hold: Makes the copies.
+        hold: Makes copies of tensors that may change.
         pack: The hook that sees what autograd saves; any other on top of it is foreign.
         op_ended: Called after each op, with whether it is part of the program (Rule 4).
         traces: Describe each op for people.
@@ -312,11 +312,11 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         # A weight and its transpose are the same bytes.
         start = int(tensor.storage_offset()) * layout.dtype.itemsize
         key = (storage_key(tensor), start, layout.span_bytes, layout.memory_order, version_of(tensor))
-        found = self._contents.get(key)
-        if found is None:
+        digest = self._contents.get(key)
+        if digest is None:
             with DisablePythonDispatcher(), DisableTorchDispatch():
-                found = self._contents[key] = self._digests.take(tensor, layout)
-        return found
+                digest = self._contents[key] = self._digests.take(tensor, layout)
+        return digest
 
     def _check_reads(self, op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         written = {identity_of(tensor) for tensor in written_tensors(op_rules, args, kwargs)}
@@ -493,7 +493,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
 
         Args:
             outputs: The tensors whose gradients backward will be given; see `why_not_cut`.
-            casts: See `Program.casts`.
+            casts: The sources with shared casts, see `Program.casts`.
             early_stop: Leave out what comes after the last tensor that was saved.
         """
         if self.recording.refusal is not None:

@@ -13,7 +13,7 @@ class RecordedSource:
     """A tensor from outside the call, as it was at first use.
 
     Attributes:
-        layout: Its layout.
+        layout: The layout of the tensor.
         offset: Elements from the start of its storage.
         named: Its `address`, which may still be on an accelerator.
         held: Holds these contents: a copy where they may well change before backward, else the caller's memory. None
@@ -67,7 +67,8 @@ class SavedTensor:
         source: Index of the source whose storage it lies in, -1 for any other.
         offset: Elements from the start of that storage.
         is_undefined: Its bytes may be undefined by design: the digest is of its layout and of all its op read.
-        sketch: Of its values, or of what its op read, where a replay may give others; see `sketch.sketch`.
+        sketch: The random projection of its values, or of what its op read, where a replay may give other values; else
+            empty.
     """
 
     noted: Digest

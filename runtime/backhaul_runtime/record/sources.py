@@ -29,7 +29,7 @@ class SourceLedger:
     Args:
         noted: Where they are noted; it may outlive the call.
         arguments: Tensors passed to the call. They are copied at first use, for the caller may change them later.
-        hold: Makes the copies.
+        hold: Makes copies of tensors that may change.
 
     Attributes:
         arguments: As given, also those that no op used yet.
@@ -52,7 +52,7 @@ class SourceLedger:
     def is_of_argument(self, tensor: Tensor) -> bool:
         """Whether it lies in the memory of an argument."""
         key = storage_key(tensor)
-        return any(storage_key(found) == key for found in self.arguments if unsupported_reason(found) is None)
+        return any(storage_key(argument) == key for argument in self.arguments if unsupported_reason(argument) is None)
 
     def at(self, storage: int) -> Sequence[int]:
         """The sources that lie in a storage, given by its key."""

@@ -97,12 +97,12 @@ class FootprintMeter:
 
     def _storage(self, tensor: Tensor) -> _Storage:
         key = storage_key(tensor)
-        found = self._found.get(key)
-        if found is None:
+        known = self._found.get(key)
+        if known is None:
             storage = tensor.untyped_storage()
             reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            found = self._found[key] = _Storage(storage.nbytes(), self._node, reference)
-        return found
+            known = self._found[key] = _Storage(storage.nbytes(), self._node, reference)
+        return known
 
 
 def _is_kept(storage: _Storage) -> bool:

@@ -95,8 +95,8 @@ class DrawRecorder(DispatchMode):
     """Enter it around one op to learn what it draws.
 
     Attributes:
-        drawn: Copies, in order.
-        refusal: Of an op whose draws can't be told from its results, None if there was none.
+        drawn: Copies of the drawn tensors, in order.
+        refusal: The refusal of an op whose draws cannot be derived from its results; None if there was no such op.
     """
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class ChoiceRecorder:
         Args:
             tensor: Saved by the op that runs.
             is_hidden: In memory of its own.
-            is_undefined: Of undefined bytes, so that what the op read stands for it.
+            is_undefined: Whether its bytes are undefined, so that the op's arguments are compared instead.
             is_fixed: Part of a source that nobody writes to.
         """
         if is_undefined:

@@ -63,7 +63,7 @@ class Contribution:
 
     Attributes:
         source: Index of the source; sources are followed by casts, see `Program.casts`, and these by outputs.
-        gradient: What it adds.
+        gradient: The tensor that it adds; None for no gradient.
     """
 
     source: int
@@ -82,7 +82,7 @@ class Replay:
         keep_saved: Hold every saved tensor, for `saved`; else only autograd holds them, and frees them in `backward`.
         is_own: This process recorded the program, so its values did no harm then, and `hostile` need not look at them.
         wants_sketches: Take sketches of what autograd saves.
-        is_measured: Find its `footprint`.
+        is_measured: Whether to measure its `footprint`.
         histories: By number of a source that takes gradients, or of an output that others follow from, a tensor whose
             history ops see in its place; see `Contribution.source`. For contributions that are to be differentiated.
         context: Ops run in it.
@@ -236,9 +236,9 @@ class Replay:
         number = len(self._program.sources) + len(self._program.casts) + position
         made = self._value(self._program.outputs[position], results)
         cut = with_history_of(made, self._histories[number])
-        for found in results:
-            if found is not None:
-                found[:] = [cut if tensor is made else tensor for tensor in found]
+        for result in results:
+            if result is not None:
+                result[:] = [cut if tensor is made else tensor for tensor in result]
         self._targets[get_gradient_edge(cut)[:2]] = number
         self._cut[position] = made
 
@@ -263,8 +263,8 @@ class Replay:
             self._check_lent(op, args, kwargs)
             if not self._is_own:
                 unsafe_arguments.check_values(node.op, op, args, kwargs)
-            found = self._results(op, node, args, kwargs)
-            sizes = tuple([ledger.add(tensor) for tensor in found])
+            returned = self._results(op, node, args, kwargs)
+            sizes = tuple([ledger.add(tensor) for tensor in returned])
         except ProgramError:
             raise
         except Exception as error:  # ops raise what they like
@@ -272,14 +272,14 @@ class Replay:
         if sizes != node.result_bytes:
             raise ReplayError(f"{node.op} took {sizes} bytes on replay, {node.result_bytes} when recorded", op=node.op)
         if self._trace is not None:
-            self._trace.append(describe_op(op, tuple(args), kwargs, found))
+            self._trace.append(describe_op(op, tuple(args), kwargs, returned))
         if meter is not None:
-            meter.ran(tensors_in((args, list(kwargs.values()))), found)
+            meter.ran(tensors_in((args, list(kwargs.values()))), returned)
         if node.op in UNWRITTEN_RESULTS:
-            for tensor in found:
+            for tensor in returned:
                 with DisableTorchDispatch():
                     tensor.detach().zero_()
-        return found
+        return returned
 
     def _check_lent(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raises ProgramError for an op that would write into lent memory, or reach past it. NOTE [Lent memory]."""
@@ -323,9 +323,9 @@ class Replay:
             case SourceRef(index):
                 return self._sources[index]
             case ResultRef(node, output):
-                found = results[node]
-                assert found is not None, "freed before its last use"
-                return found[output]
+                result = results[node]
+                assert result is not None, "freed before its last use"
+                return result[output]
             case tuple():
                 return [self._value(item, results) for item in value]
         return value
@@ -334,7 +334,7 @@ class Replay:
         """The `index`-th tensor that autograd saved. Shares memory with the replay, and with sources.
 
         Raises:
-            ProgramError: It saved fewer.
+            ProgramError: The replay saved fewer tensors.
         """
         if index >= len(self._packing.kept):
             raise ProgramError(f"saved tensor {index} is asked for of {len(self._packing.kept)}")
@@ -383,13 +383,13 @@ class Replay:
         uses = self.uses()
         collected: dict[tuple[int, int], Tensor | None] = {}
         by_node: dict[Any, list[tuple[int, tuple[int, int]]]] = {}
-        for source, found in enumerate(uses):
-            for number, use in enumerate(found):
+        for source, of_source in enumerate(uses):
+            for number, use in enumerate(of_source):
                 by_node.setdefault(use.node, []).append((use.input_index, (source, number)))
         handles = [node.register_hook(_collector(places, collected)) for node, places in by_node.items()]
         inputs = [GradientEdge(*target) for target, number in self._targets.items() if uses[number]]
         of_outputs = zip(self._outputs, uses[len(uses) - len(self._outputs) :], strict=True)
-        inputs += [get_gradient_edge(output) for output, found in of_outputs if found]
+        inputs += [get_gradient_edge(output) for output, of_source in of_outputs if of_source]
         positions = [position for position in gradients if self._outputs[position].requires_grad]
         try:
             if inputs and positions:
@@ -409,8 +409,8 @@ class Replay:
                 handle.remove()
         return [
             Contribution(source, collected.get((source, number)))
-            for source, found in enumerate(uses)
-            for number in range(len(found))
+            for source, of_source in enumerate(uses)
+            for number in range(len(of_source))
         ]
 
 
@@ -428,9 +428,9 @@ def _collector(
 
     def hook(grad_inputs: tuple[Tensor | None, ...], grad_outputs: Any) -> tuple[Tensor | None, ...]:
         remaining = list(grad_inputs)
-        for input_index, place in places:
+        for input_index, position in places:
             gradient = grad_inputs[input_index]
-            collected[place] = None if gradient is None else with_memory(gradient)
+            collected[position] = None if gradient is None else with_memory(gradient)
             remaining[input_index] = None
         return tuple(remaining)
 

@@ -44,19 +44,19 @@ class SavedTensorPacker:
     """The hook for what autograd saves. The graph keeps it, so it must not lead back to whoever holds the graph.
 
     Args:
-        keep_saved: Keep the tensors.
-        contents: Takes their digests.
+        keep_saved: Whether to keep the saved tensors.
+        contents: Takes the digests of tensors.
         fixed: Storages of sources that nobody writes to, if sketches are to be taken.
         meter: Told of each tensor.
 
     Attributes:
-        digests: Of each tensor saved so far.
+        digests: The digest of each tensor saved so far.
         kept: The tensors, if they are to be kept.
         op: The op that runs.
         reads: Digest of all that the op reads, if what it saves may be undefined; else None.
         reads_sketch: Sketch of all that the op reads, if what it saves may be undefined; else empty.
         wants_sketches: Take sketches of what is saved.
-        sketches: Of each tensor saved so far; empty for parts of sources that nobody writes to.
+        sketches: The random projection of each tensor saved so far; empty for parts of sources that nobody writes to.
     """
 
     def __init__(

@@ -102,21 +102,21 @@ class _Session:
     def in_order_of_need(self) -> Iterator[tuple[int, _Segment]]:
         reached = self.reached
         if reached is not None:
-            yield from (found for found in reversed(self.segments.items()) if found[1].order <= reached)
-        yield from (found for found in reversed(self.segments.items()) if reached is None or found[1].order > reached)
+            yield from (item for item in reversed(self.segments.items()) if item[1].order <= reached)
+        yield from (item for item in reversed(self.segments.items()) if reached is None or item[1].order > reached)
 
     def ready(self) -> list[tuple[int, int]]:
         """What can be given up, with its bytes, in order of need."""
         reached = self.reached
-        found = sorted(
+        items = sorted(
             self.with_replay.items(),
-            key=lambda each: (reached is not None and each[1].order > reached, -each[1].order),
+            key=lambda item: (reached is not None and item[1].order > reached, -item[1].order),
         )
-        return [(number, each.held_bytes or 0) for number, each in found]
+        return [(number, item.held_bytes or 0) for number, item in items]
 
     def to_be_kept(self, room_bytes: int) -> list[tuple[int, _Segment]]:
         """Rule 2."""
-        found = []
+        kept = []
         beside = 0
         for number, segment in islice(chain(self._to_come(), self.in_order_of_need()), MOST_AHEAD):
             if number is not None and segment.held_bytes is None and not segment.is_wanted:
@@ -126,8 +126,8 @@ class _Session:
             if room_bytes < beside:
                 break
             if number is not None:
-                found.append((number, segment))
-        return found
+                kept.append((number, segment))
+        return kept
 
     def _to_come(self) -> Iterator[tuple[None, _Segment]]:
         if self.reached is None:
@@ -138,7 +138,7 @@ class Schedule:
     """Of one worker. Each method but `next` and `last_needed` tells of an event.
 
     Attributes:
-        held_bytes: Of all replays that are ready.
+        held_bytes: The bytes of all live replays.
     """
 
     def __init__(self) -> None:
@@ -218,7 +218,7 @@ class Schedule:
         Args:
             room_bytes: For all replays together, those that are ready included.
         """
-        sharing = sum(1 for each in self._sessions.values() if each.segments)
+        sharing = sum(1 for other in self._sessions.values() if other.segments)
         for name in self._sessions:
             step = self._next_of(name, room_bytes, sharing)
             if step is not None:
@@ -228,7 +228,7 @@ class Schedule:
 
     def last_needed(self) -> Key:
         """The replay that gives way to what is demanded (Rule 5). There is one."""
-        name, session = max(self._sessions.items(), key=lambda found: found[1].held_bytes)
+        name, session = max(self._sessions.items(), key=lambda item: item[1].held_bytes)
         return name, session.ready()[-1][0]
 
     def _segment(self, key: Key) -> _Segment:
@@ -249,8 +249,8 @@ class Schedule:
                 missing_bytes = self.held_bytes + segment.work_bytes - room_bytes
                 if missing_bytes <= 0:
                     return ScheduledWork((name, number), ())
-                numbers = {each for each, _ in kept}
-                own = [found for found in session.ready() if found[0] not in numbers]
+                numbers = {kept_number for kept_number, _ in kept}
+                own = [item for item in session.ready() if item[0] not in numbers]
                 gives_way = self._giving_way(name, own, session.held_bytes + segment.work_bytes, missing_bytes)
                 return None if gives_way is None else ScheduledWork((name, number), gives_way)
         return None
@@ -261,20 +261,20 @@ class Schedule:
         """Rule 4. None where that is not enough.
 
         Args:
-            name: Of a session.
+            name: The name of the session.
             own: What it holds and need not keep, with bytes, in order of need.
             own_bytes: All that it would hold.
             missing_bytes: How much is to be given up.
         """
-        ready = {each: session.ready() for each, session in self._sessions.items()} | {name: own}
-        total = {each: session.held_bytes for each, session in self._sessions.items()} | {name: own_bytes}
-        found: list[Key] = []
+        ready = {other: session.ready() for other, session in self._sessions.items()} | {name: own}
+        total = {other: session.held_bytes for other, session in self._sessions.items()} | {name: own_bytes}
+        victims: list[Key] = []
         while missing_bytes > 0:
-            giver = name if own else max(total, key=lambda each: (total[each], each == name))
+            giver = name if own else max(total, key=lambda other: (total[other], other == name))
             if giver == name and not own:
                 return None
             number, size = ready[giver].pop()
-            found.append((giver, number))
+            victims.append((giver, number))
             total[giver] -= size
             missing_bytes -= size
-        return tuple(found)
+        return tuple(victims)

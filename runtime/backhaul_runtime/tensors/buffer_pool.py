@@ -24,7 +24,7 @@ class BufferPool:
     """A process' buffers.
 
     Attributes:
-        idle_bytes: See Rule 1.
+        idle_bytes: The bytes of unused buffers that are kept, see Rule 1.
     """
 
     def __init__(self, idle_bytes: int = IDLE_BYTES) -> None:

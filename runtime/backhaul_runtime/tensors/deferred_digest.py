@@ -33,10 +33,10 @@ class DeferredDigest:
 
     def read(self) -> bytes:
         """Its bytes. Waits for the device, the first time."""
-        found = self._found
-        if not isinstance(found, bytes):
-            found = self._found = found()
-        return found
+        digest = self._found
+        if not isinstance(digest, bytes):
+            digest = self._found = digest()
+        return digest
 
 
 Digest = bytes | DeferredDigest
@@ -83,15 +83,15 @@ class ContentDigests:
     def __init__(self, known: KnownDigests | None = None, stored: Iterable[Tensor] = ()) -> None:
         self._known = known
         places = ((_place(tensor, layout_of(tensor)), tensor) for tensor in stored if tensor.nbytes >= KNOWN_BYTES)
-        self._stored = {place: tensor for place, tensor in places if place is not None}
+        self._stored = {key: tensor for key, tensor in places if key is not None}
         self._sums = _DeviceSums()
 
     def take(self, tensor: Tensor, layout: Layout) -> Digest:
         """As `content_digest`, but nobody waits for an accelerator. The tensor may change once this returns."""
-        place = _place(tensor, layout) if self._stored else None
-        if self._known is None or place not in self._stored:
+        key = _place(tensor, layout) if self._stored else None
+        if self._known is None or key not in self._stored:
             return self._take(tensor, layout)
-        return self._known.of(self._stored[place], lambda: self._take(tensor, layout))
+        return self._known.of(self._stored[key], lambda: self._take(tensor, layout))
 
     def _take(self, tensor: Tensor, layout: Layout) -> Digest:
         if not layout.is_on_accelerator:

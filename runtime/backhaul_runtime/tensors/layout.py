@@ -169,7 +169,7 @@ def _shared_layout(
 
 def check_layout(layout: Layout) -> None:
     """Raises TransferError for a layout no tensor can have, before anything is allocated for it."""
-    for problem, found in (
+    for problem, is_wrong in (
         ("shape and strides differ in length", len(layout.shape) != len(layout.strides)),
         (f"more than {MAX_RANK} dimensions", len(layout.shape) > MAX_RANK),
         ("a negative size or stride", min((*layout.shape, *layout.strides), default=0) < 0),
@@ -179,7 +179,7 @@ def check_layout(layout: Layout) -> None:
         (f"an alignment of {ALIGNMENT_BYTES} or more", layout.alignment_bytes >= ALIGNMENT_BYTES),
         ("a conjugate bit without a complex dtype", layout.conjugate and not layout.dtype.is_complex),
     ):
-        if found:
+        if is_wrong:
             raise TransferError(f"a tensor is declared with {problem}: {layout}")
     if layout.span_bytes > MAX_SPAN_BYTES or math.prod(layout.shape) * layout.dtype.itemsize > MAX_SPAN_BYTES:
         raise TransferError(f"a tensor is declared with more than 2**62 bytes: {layout}")
@@ -197,7 +197,7 @@ def allocate(
     """A tensor of this layout, owned by the caller. Its elements are undefined, gaps between them are zero.
 
     Args:
-        layout: Of it.
+        layout: The layout of the new tensor.
         device: Where it is made, this process's device of the layout's kind if None.
         take_large: Gives uint8 [n] on the host for one of LARGE_BYTES or more without gaps.
     """

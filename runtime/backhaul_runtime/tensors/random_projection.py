@@ -86,7 +86,7 @@ def drift(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """
     if len(ours) != len(theirs) or len(ours) % SIZE:
         return math.inf
-    found = 0.0
+    largest = 0.0
     for start in range(0, len(ours), SIZE):
         count, norm, *projections = ours[start : start + SIZE]
         other_count, other_norm, *others = theirs[start : start + SIZE]
@@ -95,8 +95,8 @@ def drift(ours: Sequence[float], theirs: Sequence[float]) -> float:
         if count != other_count or not math.isfinite(distance):
             return math.inf
         if distance:
-            found = max(found, distance / norm if norm else math.inf)
-    return found
+            largest = max(largest, distance / norm if norm else math.inf)
+    return largest
 
 
 def tolerance(dtype: torch.dtype) -> float:

@@ -31,7 +31,7 @@ class DeviceMoment:
     """A moment on a device.
 
     Attributes:
-        device: With its index.
+        device: The device, with its index.
         event: What was queued before it is done once this has happened; None for a moment that is past.
     """
 
@@ -51,13 +51,13 @@ def is_staged(device: torch.device) -> bool:
 
 def device_moments(tensors: Iterable[Tensor]) -> Sequence[DeviceMoment]:
     """Now, on the calling thread's streams, for the accelerators among the devices of these tensors."""
-    found = []
+    moments = []
     for device in {tensor.device for tensor in tensors}:
         if (cuda := _cuda(device)) is not None:
             event = cuda.Event()
             event.record(cuda.current_stream(device))
-            found.append(DeviceMoment(device, event))
-    return found
+            moments.append(DeviceMoment(device, event))
+    return moments
 
 
 @cache
@@ -110,7 +110,7 @@ def host_pieces(tensor: Tensor, layout: Layout, after: Sequence[DeviceMoment]) -
 
     Args:
         tensor: On any device; must not change until all is read.
-        layout: Of it.
+        layout: The layout of the tensor.
         after: When it was made, from `device_moments`. Empty on the host, where its one piece may share its memory.
     """
     if not after:

@@ -103,7 +103,7 @@ _dispatch_modes = _DispatchModes()
 @cache
 def settings() -> Mapping[str, _Setting]:
     """The settings this process has, by name. Depends only on the build and on whether it has CUDA."""
-    found = {
+    table = {
         "grad": _Setting(torch.is_grad_enabled, torch._C._set_grad_enabled),
         "default_dtype": _dtype_setting(torch.get_default_dtype, torch.set_default_dtype),
         "flush_denormal": _Setting(_flushes_denormals, torch.set_flush_denormal),
@@ -130,7 +130,7 @@ def settings() -> Mapping[str, _Setting]:
         **{f"mkldnn_{op}_precision": _precision("mkldnn", op) for op in ("matmul", "conv", "rnn")},
     }
     if torch.cuda.is_available():
-        found |= {
+        table |= {
             **_autocast("cuda"),
             "cudnn_sdp": _sdp("cudnn"),
             **{name: _pair(name) for name in ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic")},
@@ -140,7 +140,7 @@ def settings() -> Mapping[str, _Setting]:
             "cuda_matmul_precision": _precision("cuda", "matmul"),
             **{f"cudnn_{op}_precision": _precision("cuda", op) for op in ("conv", "rnn")},
         }
-    return found
+    return table
 
 
 _clears = itertools.count(1)
@@ -179,7 +179,7 @@ def _autocast_switches() -> tuple[int, ...]:
 
 def is_autocast(state: State) -> bool:
     """Whether autocast was on for any kind of device."""
-    return any(state[place] for place in _autocast_switches())
+    return any(state[position] for position in _autocast_switches())
 
 
 def with_present_modes(state: State) -> State:

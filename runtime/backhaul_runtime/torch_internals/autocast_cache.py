@@ -78,27 +78,27 @@ def cached_casts(weights: Sequence[Tensor]) -> list[Tensor | None]:
     Args:
         weights: Neither they nor the cache are changed.
     """
-    found: dict[int, Tensor] = {}
+    casts: dict[int, Tensor] = {}
     with torch.no_grad(), torch._C.DisableTorchFunction(), _dispatching(), _Reader() as reader:
         for device in {weight.device for weight in weights}:
             here = [(index, weight) for index, weight in enumerate(weights) if weight.device == device]
             with _region(device.type):
                 for start in range(0, len(here), _ARITY):
                     some = here[start : start + _ARITY]
-                    if not _read(reader, some, found):
+                    if not _read(reader, some, casts):
                         for one in some:
-                            _read(reader, [one], found)
-    return [found.get(index) for index in range(len(weights))]
+                            _read(reader, [one], casts)
+    return [casts.get(index) for index in range(len(weights))]
 
 
-def _read(reader: _Reader, weights: Sequence[tuple[int, Tensor]], found: dict[int, Tensor]) -> bool:
+def _read(reader: _Reader, weights: Sequence[tuple[int, Tensor]], casts: dict[int, Tensor]) -> bool:
     """Looks for the casts of up to three weights. Returns False if one of them is not in the cache."""
     tensors = [weight for _, weight in weights]
     try:
         _OP(*tensors, *[tensors[0]] * (_ARITY - len(tensors)))
     except _NotCachedError:
         return False
-    found |= {index: cast for (index, weight), cast in zip(weights, reader.given, strict=False) if cast is not weight}
+    casts |= {index: cast for (index, weight), cast in zip(weights, reader.given, strict=False) if cast is not weight}
     return True
 
 
@@ -117,7 +117,7 @@ class CastWatch:
 
         Args:
             weight: That an op is about to use.
-            address: Of what it holds now.
+            address: The address of what the weight holds now, or its deferred digest.
         """
         is_cast = weight.requires_grad and weight.is_leaf and weight.dtype is torch.float32
         if not is_cast or not torch.is_autocast_enabled(weight.device.type):

@@ -61,8 +61,8 @@ def find_uses(
                 raise Refusal(f"its graph leads to one made before it ({name_of(following)})")
             else:
                 stack.append(following)
-    for found in uses:
-        found.sort(key=lambda use: (-use.node._sequence_nr(), use.input_index))
+    for of_source in uses:
+        of_source.sort(key=lambda use: (-use.node._sequence_nr(), use.input_index))
     return uses
 
 
@@ -94,8 +94,8 @@ def find_stages(
     whichever of its outputs got a gradient.
 
     Args:
-        outputs: As for `find_uses`.
-        targets: As for `find_uses`.
+        outputs: The outputs of the call, as for `find_uses`.
+        targets: The edges into sources, as for `find_uses`.
         uses: As `find_uses` gives them.
 
     Returns:
@@ -109,17 +109,17 @@ def find_stages(
     ends = _edges(outputs).keys() | targets.keys()
     reached = [_reached(output, ends) for output in outputs]
     stage_of = list(range(len(outputs)))
-    found: dict[Node, int] = {}
+    part_of: dict[Node, int] = {}
     for position, nodes in enumerate(reached):
         for node in nodes:
-            common = stage_of[found.setdefault(node, position)]
+            common = stage_of[part_of.setdefault(node, position)]
             stage_of = [stage_of[position] if stage == common else stage for stage in stage_of]
     for node in {use.node for used in uses for use in used}:
-        stage = stage_of[found[node]]
+        stage = stage_of[part_of[node]]
         if any(stage_of[position] == stage and node not in nodes for position, nodes in enumerate(reached)):
             raise Refusal("its outputs share a part of its inside, but lead to different inputs or to each other")
     needs = {
-        (stage_of[found[use.node]], stage_of[position])
+        (stage_of[part_of[use.node]], stage_of[position])
         for position, used in enumerate(uses[len(uses) - len(outputs) :])
         for use in used
     }
@@ -132,7 +132,7 @@ def find_stages(
     return [
         BackwardStage(
             tuple(position for position, own in enumerate(stage_of) if own == stage),
-            {node for node, position in found.items() if stage_of[position] == stage},
+            {node for node, position in part_of.items() if stage_of[position] == stage},
         )
         for stage in order
     ]
@@ -154,14 +154,14 @@ def find_casts(
     """Finds where a call's graph casts what takes gradients: by autocast, or because the function said so.
 
     Args:
-        outputs: As for `find_uses`.
-        targets: As for `find_uses`.
+        outputs: The outputs of the call, as for `find_uses`.
+        targets: The edges into sources, as for `find_uses`.
         first_sequence: As for `find_uses`. Older casts are found too: autocast may have made one for an earlier call.
 
     Returns:
         The casts by the number of what they are of. They can be used as targets.
     """
-    found: dict[int, list[Target]] = {}
+    casts: dict[int, list[Target]] = {}
     stack = [output.grad_fn for output in outputs]
     for node in _each_once(stack):
         is_cast = name_of(node) == "ToCopyBackward0"
@@ -172,8 +172,8 @@ def find_casts(
             if number is None and (is_cast or node._sequence_nr() >= first_sequence):
                 stack.append(following)
             elif number is not None and is_cast:
-                found.setdefault(number, []).append((node, 0))
-    return found
+                casts.setdefault(number, []).append((node, 0))
+    return casts
 
 
 def custom_function(outputs: Sequence[Tensor], first_sequence: int) -> str:
@@ -181,7 +181,7 @@ def custom_function(outputs: Sequence[Tensor], first_sequence: int) -> str:
 
     Args:
         outputs: What the call returned.
-        first_sequence: As for `find_uses`.
+        first_sequence: The sequence number at which the call began.
     """
     stack = [output.grad_fn for output in outputs]
     for node in _each_once(stack):

@@ -24,7 +24,7 @@ class View:
         position: Which tensor this is to the one who asked.
         parcel: Index of the parcel.
         layout: None for the parcel itself, else how to view the parcel's bytes.
-        offset_bytes: Of the view in the parcel.
+        offset_bytes: The offset of the view in its tensor.
     """
 
     position: int

@@ -21,17 +21,17 @@ def has_more_fields(data: bytes, kind: type[Message], most: int) -> bool:
     Args:
         data: An encoded message. Where it is malformed counting ends: protobuf will refuse it.
         kind: The class of the message.
-        most: Counting ends there.
+        most: The number of fields at which counting ends.
     """
-    found = 0
+    count = 0
     waiting = [(0, len(data), kind.DESCRIPTOR)]
     try:
         while waiting:
             at, end, message = waiting.pop()
             inner = _messages_in(message)
             while at < end:
-                found += 1
-                if found > most:
+                count += 1
+                if count > most:
                     return True
                 tag, at = _varint(data, at)
                 wire_type = tag & 7

@@ -95,12 +95,12 @@ class Region:
 
     Args:
         number: Names it between the two processes.
-        descriptor: Of its memfd. It stays the caller's.
+        descriptor: The file descriptor of its memfd, which the caller still owns.
 
     Attributes:
-        size_bytes: Its table included.
+        size_bytes: The size of the region, including its table.
         slots: How many tensors it can hold.
-        begin: Of the bytes behind the table.
+        begin: The offset of the bytes behind the table.
 
     Raises:
         TransferError: It is not sealed.
@@ -200,10 +200,10 @@ class Region:
 
         The caller compares its elements (Rule 5).
         """
-        found = allocate(layout)
-        _move(found.data_ptr(), self.raw(location.offset_bytes, layout.span_bytes).ctypes.data, layout.span_bytes)
+        copied = allocate(layout)
+        _move(copied.data_ptr(), self.raw(location.offset_bytes, layout.span_bytes).ctypes.data, layout.span_bytes)
         self._give_back(location.slot, location.ticket)
-        return with_bits(found, layout)
+        return with_bits(copied, layout)
 
     def _raw_of(self, location: tensor_pb2.Location, layout: Layout) -> Bytes:
         gap = layout.alignment_bytes
@@ -238,11 +238,11 @@ class Slot:
     """Where a tensor was written to.
 
     Attributes:
-        region: The region.
-        slot: Of it.
-        begin: Of what was taken of the region.
-        size_bytes: Of that.
-        ticket: Of this use of the slot.
+        region: The number of the region.
+        slot: The number of the slot in its region.
+        begin: The offset of the bytes that were taken from the region.
+        size_bytes: The number of bytes that were taken.
+        ticket: A number that identifies this use of the slot.
     """
 
     region: Region
@@ -255,7 +255,7 @@ class Slot:
         """As it stands in a declaration.
 
         Args:
-            layout: Of the tensor.
+            layout: The layout of the tensor.
             checksum: `checksum_of` the tensor, where its receiver compares that (Rule 5).
         """
         offset = self.begin + layout.alignment_bytes
@@ -273,9 +273,9 @@ class _Sending:
         self.taken: dict[int, Slot] = {}  # by slot
 
     def sweep(self) -> None:
-        for place in list(self.taken.values()):
-            if self.region.is_back(place.slot, place.ticket):
-                self.give(place)
+        for slot in list(self.taken.values()):
+            if self.region.is_back(slot.slot, slot.ticket):
+                self.give(slot)
 
     def take(self, size_bytes: int, ticket: int) -> Slot | None:
         self.sweep()
@@ -284,14 +284,14 @@ class _Sending:
             return None
         slot = next(slot for slot in range(self.region.slots) if slot not in self.taken)
         self.region.open(slot, ticket)
-        place = self.taken[slot] = Slot(self.region, slot, begin, size_bytes, ticket)
-        return place
+        taken = self.taken[slot] = Slot(self.region, slot, begin, size_bytes, ticket)
+        return taken
 
-    def give(self, place: Slot) -> None:
-        taken = self.taken.get(place.slot)
-        if taken is not None and taken.ticket == place.ticket:
-            del self.taken[place.slot]
-            self.room.give(place.begin, place.size_bytes)
+    def give(self, returned: Slot) -> None:
+        taken = self.taken.get(returned.slot)
+        if taken is not None and taken.ticket == returned.ticket:
+            del self.taken[returned.slot]
+            self.room.give(returned.begin, returned.size_bytes)
 
 
 class Outbox:
@@ -330,34 +330,34 @@ class Outbox:
             UnsupportedTensorError: The tensor's memory was freed.
         """
         layout = parcel.layout
-        place = self._take(_aligned(layout.alignment_bytes + layout.span_bytes))
-        if place is not None:
+        slot = self._take(_aligned(layout.alignment_bytes + layout.span_bytes))
+        if slot is not None:
             try:
                 data = payload(parcel.tensor.detach(), layout)
-                target = place.region.raw(place.begin + layout.alignment_bytes, layout.span_bytes)
+                target = slot.region.raw(slot.begin + layout.alignment_bytes, layout.span_bytes)
                 _move(target.ctypes.data, data.data_ptr(), layout.span_bytes)
             except BaseException:
-                self.withdraw([place])
+                self.withdraw([slot])
                 raise
-        return place
+        return slot
 
     def withdraw(self, places: Iterable[Slot]) -> None:
         """Frees places that the receiver will not look at again; it may have given back some."""
         with self._lock:
-            for place in places:
-                sending = self._regions.get(place.region.number)
+            for slot in places:
+                sending = self._regions.get(slot.region.number)
                 if sending is not None:
-                    sending.give(place)
+                    sending.give(slot)
 
     def end(self, places: Iterable[Slot]) -> None:
         """Frees places that the receiver will not look at again, but for those where it uses a tensor now."""
-        self.withdraw([place for place in places if not place.region.is_used(place.slot, place.ticket)])
+        self.withdraw([slot for slot in places if not slot.region.is_used(slot.slot, slot.ticket)])
 
     def _take(self, size_bytes: int) -> Slot | None:
         with self._lock:
             ticket = next(self._tickets)
-            found = (sending.take(size_bytes, ticket) for sending in self._regions.values())
-            return next((place for place in found if place is not None), None)
+            slots = (sending.take(size_bytes, ticket) for sending in self._regions.values())
+            return next((slot for slot in slots if slot is not None), None)
 
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if IS_AVAILABLE else 0
@@ -393,7 +393,7 @@ def take_offer(peer: socket.socket) -> tuple[bool, Region | None] | None:
         None where the other end is closed.
 
     Raises:
-        BlockingIOError: Nothing was said.
+        BlockingIOError: The peer has sent nothing yet.
         TransferError: It is no region.
         OSError: It can't be mapped.
     """
@@ -438,8 +438,8 @@ class SharedMemoryRequest(IntEnum):
 
 def is_same_user(peer: socket.socket) -> bool:
     """Whether the process at the other end of a Unix socket belongs to this process's user (Rule 3)."""
-    found = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(found)
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
     return bool(user == os.geteuid())
 
 

@@ -49,8 +49,8 @@ class Batch:
     """See TensorBatch in tensor.proto. Chunks' data lies where it lay: that memory must not change.
 
     Attributes:
-        declarations: Of tensors.
-        chunks: Of their elements.
+        declarations: The declarations of tensors in this batch.
+        chunks: The chunks of the tensors' elements.
         held: What owns memory of chunks that nobody else may hold.
     """
 
@@ -66,7 +66,7 @@ class TensorMessage(Generic[M]):
     Attributes:
         message: All of it but its tensors.
         tensors: None where it carries none. Views of what came, which live as long as they do.
-        size_bytes: On the wire.
+        size_bytes: The size of the message on the wire.
     """
 
     message: M
@@ -83,8 +83,8 @@ def encode(
     """A message with a batch in its field of that number. Copies the chunks' data, without the GIL where it is much.
 
     Args:
-        batch: To be carried.
-        number: Of the field.
+        batch: The tensor batch that the message carries.
+        number: The number of the batch's field.
         rest: The other fields, encoded.
         join: Makes the message of its parts: `b"".join` for one that will be a field of another, which has the seal.
     """
@@ -135,9 +135,9 @@ def deserializer(kind: type[M], most_fields: int | None = None) -> Callable[[byt
     """
     parse = kind.FromString if most_fields is None else partial(_parse, kind=kind, most_fields=most_fields)
     read: Callable[[bytes], Any] = parse
-    for found in kind.DESCRIPTOR.fields:
-        if found.message_type is tensor_pb2.TensorBatch.DESCRIPTOR:
-            read = partial(decode, kind=kind, name=found.name, parse=parse)
+    for descriptor in kind.DESCRIPTOR.fields:
+        if descriptor.message_type is tensor_pb2.TensorBatch.DESCRIPTOR:
+            read = partial(decode, kind=kind, name=descriptor.name, parse=parse)
 
     def checked(data: bytes) -> Any:
         if not is_sealed(data):
@@ -176,9 +176,9 @@ def decode(data: bytes, kind: type[M], name: str, parse: Callable[[bytes], M] | 
     """A message whose field of that name is a batch.
 
     Args:
-        data: The message.
-        kind: Of it.
-        name: Of the field.
+        data: The bytes of the message.
+        kind: The protobuf class of the message.
+        name: The name of the batch's field.
         parse: Reads what is not read in place; protobuf unless given.
 
     Raises:
@@ -186,8 +186,8 @@ def decode(data: bytes, kind: type[M], name: str, parse: Callable[[bytes], M] | 
         LimitError: It holds more tensors than one message may.
     """
     parse = parse or kind.FromString
-    if len(data) >= SPLICED_BYTES and (found := _in_place(data, kind, name, parse)) is not None:
-        return found
+    if len(data) >= SPLICED_BYTES and (spliced := _in_place(data, kind, name, parse)) is not None:
+        return spliced
     message = parse(data)
     return TensorMessage(message, getattr(message, name) if message.HasField(name) else None, len(data))
 
@@ -265,9 +265,9 @@ def _read_varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _varint(value: int) -> bytes:
-    found = bytearray()
+    encoded = bytearray()
     while value >= 1 << 7:
-        found.append(value & 0x7F | 0x80)
+        encoded.append(value & 0x7F | 0x80)
         value >>= 7
-    found.append(value)
-    return bytes(found)
+    encoded.append(value)
+    return bytes(encoded)

@@ -19,9 +19,9 @@ def stub(channel: Any, service: ServiceDescriptor, reader: Reader = deserializer
     An answer that is refused comes as a TransferError: see NOTE [Seal].
 
     Args:
-        channel: Of grpc or of grpc.aio.
+        channel: A channel of grpc or of grpc.aio.
         service: One of those in `backhaul_proto`.
-        reader: Reads the answers.
+        reader: Parses the bytes of an answer.
     """
     return SimpleNamespace(**{method.name: _method(channel, method, reader) for method in service.methods})
 

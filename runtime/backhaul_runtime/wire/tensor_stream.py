@@ -48,7 +48,7 @@ class OutgoingTensor:
 
     Attributes:
         tensor: On any device; read in chunks through host memory.
-        layout: Of the tensor.
+        layout: The layout of the tensor.
         address: Under which the receiver is to store it. Empty: under that of its contents, or the order names it.
         made: When the tensor was; empty on the host.
     """
@@ -111,12 +111,12 @@ SharedWriter: TypeAlias = Callable[[OutgoingTensor], tensor_pb2.Location | None]
 """Puts a tensor into shared memory; None for one that is to go as chunks."""
 
 
-def batches(parcels: Iterable[OutgoingTensor], place: SharedWriter = lambda _: None) -> Iterator[Batch]:
+def batches(parcels: Iterable[OutgoingTensor], write: SharedWriter = lambda _: None) -> Iterator[Batch]:
     """Writes parcels as messages of about CHUNK_BYTES each, in order. They share the parcels' memory.
 
     Args:
         parcels: To be read while this goes on.
-        place: See `SharedWriter`.
+        write: Writes tensors to shared memory, see `SharedWriter`.
     """
     batch = Batch()
     filled = placed = 0
@@ -125,7 +125,7 @@ def batches(parcels: Iterable[OutgoingTensor], place: SharedWriter = lambda _: N
             yield batch
             batch, filled, placed = Batch(), 0, 0
         size = parcel.layout.payload_bytes
-        location = place(parcel)
+        location = write(parcel)
         batch.declarations.append(
             tensor_pb2.TensorDeclaration(
                 address=parcel.address, spec=encode_layout(parcel.layout), size_bytes=size, location=location

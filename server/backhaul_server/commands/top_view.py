@@ -39,19 +39,19 @@ def view(watch: Watch, now_s: float) -> RenderableType:
 
 
 def _headline(watch: Watch, now_s: float) -> Text:
-    found = overview(watch, now_s, "")
-    parts = [f"{found.healthy_workers} of {found.workers} workers serve"]  # then what is known
-    if found.steps_per_s is not None:
-        parts.append(f"{found.steps_per_s:.3g} steps/s")
-    if found.saved_bytes is not None:
-        parts.append(f"{_size(found.saved_bytes)} saved")
-    if found.added_ms_per_step is not None:
-        parts.append(f"{found.added_ms_per_step:+.3g} ms per step")
-    if found.remote_share is not None:
-        parts.append(f"{found.remote_share:.0%} recomputed on workers")
-    if found.fallbacks is not None:
-        parts.append(f"{found.fallbacks:,} fallbacks in 5 min")
-    return Text(" · ".join(parts), "bold" if found.healthy_workers == found.workers else "bold red")
+    headline = overview(watch, now_s, "")
+    parts = [f"{headline.healthy_workers} of {headline.workers} workers serve"]  # then what is known
+    if headline.steps_per_s is not None:
+        parts.append(f"{headline.steps_per_s:.3g} steps/s")
+    if headline.saved_bytes is not None:
+        parts.append(f"{_size(headline.saved_bytes)} saved")
+    if headline.added_ms_per_step is not None:
+        parts.append(f"{headline.added_ms_per_step:+.3g} ms per step")
+    if headline.remote_share is not None:
+        parts.append(f"{headline.remote_share:.0%} recomputed on workers")
+    if headline.fallbacks is not None:
+        parts.append(f"{headline.fallbacks:,} fallbacks in 5 min")
+    return Text(" · ".join(parts), "bold" if headline.healthy_workers == headline.workers else "bold red")
 
 
 def _workers(watch: Watch) -> Table:

@@ -27,12 +27,12 @@ def _page(text: str) -> str:
 
 def _between(mark: str, made: str, text: str) -> str:
     begin, end = f"<!-- {mark}: made by `make monitoring` -->", f"<!-- end of {mark} -->"
-    found, count = re.subn(
+    replaced, count = re.subn(
         f"{re.escape(begin)}.*?{re.escape(end)}", lambda _: f"{begin}\n{made}\n{end}", text, flags=re.DOTALL
     )
     if count != 1:
         raise ValueError(f'{PAGE} has {count} places between "{begin}" and "{end}", and must have one')
-    return found
+    return replaced
 
 
 def _metrics() -> str:

@@ -87,8 +87,8 @@ def _panels() -> Iterator[dict[str, Any]]:
     number, top = 0, 0
     for title, panels in ROWS:
         number += 1
-        place = {"x": 0, "y": top, "w": COLUMNS, "h": 1}
-        yield {"id": number, "type": "row", "title": title, "collapsed": False, "gridPos": place, "panels": []}
+        position = {"x": 0, "y": top, "w": COLUMNS, "h": 1}
+        yield {"id": number, "type": "row", "title": title, "collapsed": False, "gridPos": position, "panels": []}
         top += 1
         left, height = 0, 0
         for panel in panels:
@@ -101,14 +101,14 @@ def _panels() -> Iterator[dict[str, Any]]:
         top += height
 
 
-def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
+def _panel(panel: Panel, number: int, position: dict[str, int]) -> dict[str, Any]:
     return {
         "id": number,
         "type": panel.kind,
         "title": panel.title,
         "description": panel.about,
         "datasource": _SOURCE,
-        "gridPos": place,
+        "gridPos": position,
         "targets": [_target(panel, index) for index in range(len(panel.queries))],
         "fieldConfig": {"defaults": _defaults(panel), "overrides": _overrides(panel)},
         "options": _options(panel),
@@ -134,10 +134,10 @@ def _defaults(panel: Panel) -> dict[str, Any]:
     steps: list[dict[str, Any]] = [{"color": "green" if panel.kind == "stat" else "transparent", "value": None}]
     if panel.limit is not None:
         steps.append({"color": "red", "value": panel.limit})
-    found: dict[str, Any] = {"unit": panel.unit, "thresholds": {"mode": "absolute", "steps": steps}}
+    defaults: dict[str, Any] = {"unit": panel.unit, "thresholds": {"mode": "absolute", "steps": steps}}
     if panel.kind == "timeseries":
-        found["min"] = 0
-        found["custom"] = {
+        defaults["min"] = 0
+        defaults["custom"] = {
             "drawStyle": "line",
             "fillOpacity": 30 if panel.is_stacked else 5,
             "lineWidth": 1,
@@ -145,7 +145,7 @@ def _defaults(panel: Panel) -> dict[str, Any]:
             "stacking": {"mode": "normal" if panel.is_stacked else "none", "group": "A"},
             "thresholdsStyle": {"mode": "off" if panel.limit is None else "line"},
         }
-    return found
+    return defaults
 
 
 def _overrides(panel: Panel) -> list[dict[str, Any]]:

@@ -24,12 +24,12 @@ class Panel:
     """A panel.
 
     Attributes:
-        title: What it shows.
+        title: The heading of the panel.
         about: What to read from it.
         unit: One of Grafana's units.
-        queries: Its lines.
+        queries: The queries that give the panel's lines.
         kind: How it is drawn.
-        width: Of 24 columns.
+        width: The width in columns of the grid, of which there are 24.
         is_stacked: Whether lines lie upon each other.
         limit: From where on a value is marked red, None for nowhere.
     """

@@ -23,7 +23,7 @@ class Counted:
 
     Attributes:
         buckets: By duration, see `backhaul_runtime.wire.telemetry`.
-        errors: Those that failed.
+        errors: The number of calls that failed.
     """
 
     buckets: list[int] = field(default_factory=lambda: [0] * ERRORS)
@@ -57,7 +57,7 @@ class Tally:
         self._second = 0
         self._now: Counter[int] = Counter()
 
-    def add(self, at_s: float, method: str, place: int, count: int) -> None:
+    def add(self, at_s: float, method: str, bucket: int, count: int) -> None:
         """Counts calls of a method in a bucket, or errors. Methods beyond those that fit are left out."""
         if int(at_s) > self._second:
             if self._now:
@@ -68,21 +68,21 @@ class Tally:
             if len(self._methods) >= METHODS:
                 return
             number = self._methods[method] = len(self._methods)
-        key = number << 8 | place
+        key = number << 8 | bucket
         self._now[key] = min(self._now[key] + count, _MOST)
 
     def counted(self, since_s: float) -> dict[str, Counted]:
         """By method, from then on."""
-        found = {name: Counted() for name in self._methods}
-        by_number = list(found.values())
+        counts = {name: Counted() for name in self._methods}
+        by_number = list(counts.values())
         for _, second in self._seconds(since_s):
             for key, count in second:
-                method, place = by_number[key >> 8], key & 0xFF
-                if place == ERRORS:
+                method, bucket = by_number[key >> 8], key & 0xFF
+                if bucket == ERRORS:
                     method.errors += count
                 else:
-                    method.buckets[place] += count
-        return found
+                    method.buckets[bucket] += count
+        return counts
 
     def fill(
         self,
@@ -98,7 +98,7 @@ class Tally:
             columns: Counts by column, then by row.
             column_of: The column of a second.
             row_of: The row of each bucket.
-            since_s: From when on.
+            since_s: The earliest second, since 1970, to add.
             wants: Whether a method counts.
         """
         wanted = [wants(name) for name in self._methods]
@@ -126,7 +126,7 @@ class Durations:
         of_all: Where its calls are counted beside those of others.
 
     Attributes:
-        tally: Of its own calls.
+        tally: The tally of this worker's calls.
     """
 
     def __init__(self, of_all: Tally) -> None:
@@ -150,8 +150,8 @@ class Durations:
             self._totals[rpc.method] = totals
             if self._is_first:
                 continue
-            for place, (new, old) in enumerate(zip(totals, before or repeat(0))):  # noqa: B905  no end to the zeros
+            for bucket, (new, old) in enumerate(zip(totals, before or repeat(0))):  # noqa: B905  no end to the zeros
                 if new > old:
                     for tally in (self.tally, self._of_all):
-                        tally.add(at_s, rpc.method, place, min(new - old, _MOST))
+                        tally.add(at_s, rpc.method, bucket, min(new - old, _MOST))
         self._is_first = False

@@ -13,9 +13,9 @@ class HeldByRun:
     """One run.
 
     Attributes:
-        run: Its id.
-        trainer: Host and process.
-        budget_bytes: Of the workers it has sessions on.
+        run: The id of the run.
+        trainer: The host and process of the trainer.
+        budget_bytes: The sum of the budgets of the workers that it has sessions on.
         series: Bytes held on workers, the trainer's own peak, bytes it does not hold thanks to its workers.
     """
 
@@ -50,10 +50,14 @@ class Held:
             for run in runs:
                 budgets[run] = min(LARGEST, budgets.get(run, 0) + worker.budget_bytes)
         for run, held_bytes in held.items():
-            if (found := self._runs.get(run)) is not None:
-                found.budget_bytes = budgets[run]
-                told = trainers.find(run)
-                of_trainer = (told.peak_bytes, told.last_step.peak_saved_bytes) if told is not None else (0, 0)
-                found.series.append(now_s, (held_bytes, *of_trainer))
-        for run in [run for run, each in self._runs.items() if each.series.at_s[-1] < now_s - KEPT_S]:
+            if (record := self._runs.get(run)) is not None:
+                record.budget_bytes = budgets[run]
+                trainer_run = trainers.find(run)
+                of_trainer = (
+                    (trainer_run.peak_bytes, trainer_run.last_step.peak_saved_bytes)
+                    if trainer_run is not None
+                    else (0, 0)
+                )
+                record.series.append(now_s, (held_bytes, *of_trainer))
+        for run in [run for run, record in self._runs.items() if record.series.at_s[-1] < now_s - KEPT_S]:
             del self._runs[run]

@@ -46,15 +46,15 @@ def step_row(step: telemetry_pb2.Step) -> tuple[float, float, float, float, floa
     return step.number, 1e3 * step.duration_s, step.peak_bytes, moved_bytes, loss
 
 
-def _step_number(told: telemetry_pb2.Step | telemetry_pb2.SegmentCall) -> int:
-    return told.number if isinstance(told, telemetry_pb2.Step) else told.step
+def _step_number(part: telemetry_pb2.Step | telemetry_pb2.SegmentCall) -> int:
+    return part.number if isinstance(part, telemetry_pb2.Step) else part.step
 
 
 class Detail:
     """What takes room of a run.
 
     Attributes:
-        segments: Its table.
+        segments: The table of the run's segments.
         steps: A row of each of the last steps, see `step_row`, in the order they were told.
     """
 
@@ -77,9 +77,9 @@ class TrainerRun:
         last_step: The one of the highest number.
         told: The last steps by number.
         recent: Sums of the last five minutes.
-        totals: Sums of all.
+        totals: The sums over all steps and calls.
         detail: None where there was no room.
-        calls_bytes: Of the calls kept.
+        calls_bytes: The bytes of all calls that are kept.
     """
 
     def __init__(self, about: telemetry_pb2.Run, now_s: float) -> None:
@@ -116,7 +116,7 @@ class TrainerRun:
 
         Args:
             report: What its trainer told.
-            now_s: This process's clock.
+            now_s: The time of this process's clock, in seconds since 1970.
             since_s: When the worker was asked before, by the same clock: nothing in the report is older, whatever
                 the trainer's clock says. 0 where it is not known.
         """
@@ -128,15 +128,15 @@ class TrainerRun:
         by_second: dict[int, list[Totals]] = {}
         parts: list[telemetry_pb2.Step | telemetry_pb2.SegmentCall] = [*report.steps, *report.calls]
         # By number, so that of many steps none is too late for its own calls.
-        for told in sorted(parts, key=_step_number):
-            if isinstance(told, telemetry_pb2.Step):
-                at_s = max(since_s, min(now_s, told.started_at_s + told.duration_s))
+        for part in sorted(parts, key=_step_number):
+            if isinstance(part, telemetry_pb2.Step):
+                at_s = max(since_s, min(now_s, part.started_at_s + part.duration_s))
                 heard_at_s.append(at_s)
-                self._take_step(told, at_s)
+                self._take_step(part, at_s)
             else:
-                ends_s = max((span.started_at_s + span.duration_s for span in told.spans), default=now_s)
+                ends_s = max((span.started_at_s + span.duration_s for span in part.spans), default=now_s)
                 ended_at_s = max(since_s, min(now_s, ends_s))
-                by_second.setdefault(int(ended_at_s), []).append(self._take_call(told, ended_at_s))
+                by_second.setdefault(int(ended_at_s), []).append(self._take_call(part, ended_at_s))
         for second, sums in by_second.items():
             self._count(Totals.of_all(sums), float(second))
         self.heard_at_s = max(self.heard_at_s, since_s, min(now_s, max(heard_at_s)))
@@ -153,16 +153,16 @@ class TrainerRun:
         return self.told[number]
 
     def _take_step(self, step: telemetry_pb2.Step, at_s: float) -> None:
-        told = self._told(step.number)
-        if told is None or told.step is not None:
+        report = self._told(step.number)
+        if report is None or report.step is not None:
             return
-        told.step = telemetry_pb2.Step()
-        told.step.CopyFrom(step)  # alone, the report it came in goes
+        report.step = telemetry_pb2.Step()
+        report.step.CopyFrom(step)  # alone, the report it came in goes
         self.steps += 1
         self.first_step_at_s = self.first_step_at_s or at_s
         self.stepped_at_s = max(self.stepped_at_s, at_s)
         if step.number >= self.last_step.number:
-            self.last_step = told.step
+            self.last_step = report.step
         self.peak_bytes = max(self.peak_bytes, step.peak_bytes)
         self._durations_s.append(step.duration_s)
         self._count(Totals.of_step(step), at_s)
@@ -171,21 +171,21 @@ class TrainerRun:
 
     def _take_call(self, call: telemetry_pb2.SegmentCall, at_s: float) -> Totals:
         """Keeps a call. Returns what it adds, which is nothing the second time."""
-        told = self._told(call.step)
-        if told is None or told.seen >> call.number & 1:
+        report = self._told(call.step)
+        if report is None or report.seen >> call.number & 1:
             return Totals()
         if call.number >= CALLS_OF_A_STEP:
             self.dropped = min(LARGEST, self.dropped + 1)
             return Totals()
-        told.seen |= 1 << call.number
+        report.seen |= 1 << call.number
         lanes_s = [0.0] * _LANES
         for span in call.spans:
             lanes_s[span.lane] += span.duration_s
-        told.lanes_s = list(map(add, told.lanes_s, lanes_s))
+        report.lanes_s = list(map(add, report.lanes_s, lanes_s))
         if self.detail is not None:
             self.detail.segments.take(call, lanes_s, at_s)
-            told.calls[call.number] = call.SerializeToString()
-            self.calls_bytes += len(told.calls[call.number])
+            report.calls[call.number] = call.SerializeToString()
+            self.calls_bytes += len(report.calls[call.number])
         return Totals.of_call(call, lanes_s)
 
     def _count(self, sums: Totals, at_s: float) -> None:
@@ -195,20 +195,20 @@ class TrainerRun:
     def forget_detail(self) -> None:
         """Others need the room."""
         self.detail = None
-        for told in self.told.values():
-            self._forget_calls(told)
+        for report in self.told.values():
+            self._forget_calls(report)
 
     def forget_oldest_calls(self) -> None:
         """Gives up the calls of the oldest step that has some."""
-        self._forget_calls(next(told for _, told in sorted(self.told.items()) if told.calls))
+        self._forget_calls(next(report for _, report in sorted(self.told.items()) if report.calls))
 
-    def _forget_calls(self, told: StepReport) -> None:
-        self.calls_bytes -= sum(map(len, told.calls.values()))
-        told.calls = {}
+    def _forget_calls(self, report: StepReport) -> None:
+        self.calls_bytes -= sum(map(len, report.calls.values()))
+        report.calls = {}
 
     def ended_steps(self) -> list[telemetry_pb2.Step]:
         """The last ones, by number."""
-        return [told.step for _, told in sorted(self.told.items()) if told.step is not None]
+        return [report.step for _, report in sorted(self.told.items()) if report.step is not None]
 
     @property
     def median_step_s(self) -> float | None:

@@ -156,7 +156,7 @@ class SegmentTable:
     """The rows of one run.
 
     Args:
-        run: Its id.
+        run: The id of the run.
         has_room: Whether there may be one more.
     """
 
@@ -193,16 +193,16 @@ def select(tables: Iterable[SegmentTable], text: str, sort: Column, *, descendin
         reason: A reason, word for word, that calls of the row had; "" for all rows.
     """
     wanted = text.casefold()
-    found = [
+    rows = [
         row
         for table in tables
         for row in table
         if (not reason or reason in row.why or reason == row.reason) and (not wanted or _contains(row, wanted))
     ]
-    found.sort(key=lambda row: (row.run, row.name, row.position), reverse=descending and sort == "segment")
+    rows.sort(key=lambda row: (row.run, row.name, row.position), reverse=descending and sort == "segment")
     if sort != "segment":
-        found.sort(key=attrgetter(sort), reverse=descending)
-    return found
+        rows.sort(key=attrgetter(sort), reverse=descending)
+    return rows
 
 
 def _contains(row: Row, wanted: str) -> bool:

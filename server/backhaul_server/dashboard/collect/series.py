@@ -19,7 +19,7 @@ class Series:
 
     Attributes:
         at_s: When each row was, in seconds since 1970, never falling.
-        columns: Of the rows' numbers, each as long as `at_s`.
+        columns: The numbers of the rows by column, each column as long as `at_s`.
     """
 
     def __init__(self, kept: int, columns: int) -> None:

@@ -14,7 +14,7 @@ class Totals(NamedTuple):
     """Of steps, and of their segments' calls as far as these were told. Seconds are sums over segments: they overlap.
 
     Attributes:
-        steps: That ended.
+        steps: The number of steps that ended.
         gradients: Recomputations on a worker that gave gradients; activations likewise.
         on_trainer: Recomputations on the trainer.
         fallbacks: Those of them that were meant for a worker.
@@ -22,12 +22,12 @@ class Totals(NamedTuple):
         overhead_s: Spent on recording, digests and sending in the trainer's own threads.
         spared_s: What functions took whose recomputation a worker did.
         up_bytes: To workers; down_bytes from them.
-        calls: Of segments that were told.
-        retries: Of their requests.
+        calls: The number of reported segment calls.
+        retries: The number of repeated requests of these calls.
         mismatches: Recomputations whose values were refused.
-        upload_s: Of segments; queue_s, recompute_s, backward_s and download_s likewise.
-        exposed_queue_s: Of queue_s, while backward stood still. The rest costs nothing: segments that are recomputed
-            ahead of their need wait for each other.
+        upload_s: Seconds of uploads of segments. queue_s, recompute_s, backward_s and download_s are the other phases.
+        exposed_queue_s: The part of queue_s for which backward was blocked. The rest costs nothing: segments that are
+            replayed ahead wait for each other.
         remote_forward_s: The forward time of those calls that a worker recomputed.
     """
 

@@ -77,8 +77,8 @@ class Trainers:
 
     def heard(self, run: str, at_s: float) -> None:
         """A worker says that a run's session was alive then."""
-        if (found := self._runs.get(run)) is not None:
-            found.heard_at_s = max(found.heard_at_s, at_s)
+        if (known := self._runs.get(run)) is not None:
+            known.heard_at_s = max(known.heard_at_s, at_s)
 
     def _admit(self, about: telemetry_pb2.Run, now_s: float) -> TrainerRun | None:
         """Room for another run: the one that ended, or was last heard of, the longest ago gives way."""

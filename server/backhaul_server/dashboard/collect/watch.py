@@ -37,14 +37,14 @@ class Watch:
     """All workers, and the trainers that told them something. `run` it as a task; it ends by cancellation.
 
     Args:
-        addresses: Of workers.
+        addresses: The addresses of the workers.
         tokens: What to show them, None for nothing: one for all, or one each in the order of addresses.
         keep: Given every report once it is cleaned, also those that come twice. Must not block.
 
     Attributes:
         workers: In the order of addresses.
-        calls: Of all workers together.
-        trainers: Their runs.
+        calls: The tally of the calls of all workers together.
+        trainers: The runs that trainers reported.
         held: What runs held on workers over time.
     """
 
@@ -113,14 +113,14 @@ class Watch:
     async def _take(self, worker: Watched, answer: telemetry_pb2.GetTelemetryResponse) -> None:
         since_s = max(0.0, worker.caught_up_at_s - _LATE_S)
         after = worker.after_report if answer.epoch == worker.epoch else 0
-        for told in answer.reports:
-            if told.number <= after:
+        for report in answer.reports:
+            if report.number <= after:
                 continue
-            after = told.number
-            if clean_report(told.report):
+            after = report.number
+            if clean_report(report.report):
                 if self._keep is not None:
-                    self._keep(told.report)
-                self.trainers.take(told.report, time.time(), since_s)
+                    self._keep(report.report)
+                self.trainers.take(report.report, time.time(), since_s)
             else:
                 self.trainers.refused_reports += 1
             await asyncio.sleep(0)  # others want their turn

@@ -26,7 +26,7 @@ class Growth:
 
     Attributes:
         at_s: When it was seen, in seconds since 1970.
-        kind: What it was.
+        kind: Whether something was evicted or refused.
         count: How often since it was last asked.
     """
 
@@ -49,8 +49,8 @@ class Watched:
         error: Why it did not answer since, empty while it does.
         was_asked: Whether it was asked once, and answered or didn't.
         memory: Bytes by tier, in the order of TIERS.
-        growths: The last ones.
-        durations: Of its calls.
+        growths: The last evictions and refusals.
+        durations: The durations of this worker's calls.
         after_report: The last report that was taken from it.
         caught_up_at_s: When it last had no more reports to give; 0 before.
     """

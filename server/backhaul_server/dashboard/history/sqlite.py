@@ -227,10 +227,10 @@ class HistoryFile:
         if self._path == MEMORY:
             return None
         try:
-            found = Path(self._path).stat()
+            status = Path(self._path).stat()
         except OSError:
             return (0, 0)
-        return found.st_dev, found.st_ino
+        return status.st_dev, status.st_ino
 
     def write(self, reports: Iterable[ReportRows]) -> None:
         """Adds what is new, all of it or nothing."""
@@ -290,13 +290,13 @@ class HistoryFile:
         A point stands for equally many step numbers and is read by itself, so no query is long however many steps a
         run has.
         """
-        found = self._connection.execute(
+        row = self._connection.execute(
             "SELECT id, min(number), max(number) FROM runs LEFT JOIN steps ON run = id WHERE name = ? GROUP BY id",
             (run,),
         ).fetchone()
-        if found is None:
+        if row is None:
             return None
-        identity, first, last = found
+        identity, first, last = row
         return iter(()) if first is None else self._points(identity, first, -(-(last - first + 1) // points))
 
     def _points(self, identity: int, first: int, width: int) -> Iterator[Point]:

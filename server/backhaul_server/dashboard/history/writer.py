@@ -104,11 +104,11 @@ class History:
         return await self._ask(lambda file: self._series(file, run, points), None)
 
     def _series(self, file: HistoryFile, run: str, points: int) -> StepSeries | None:
-        found = file.series(run, points)
-        if found is None:
+        stored = file.series(run, points)
+        if stored is None:
             return None
         series = StepSeries(run=run, step=[], step_ms=[], peak_bytes=[], moved_bytes=[], loss=[])
-        for point in found:
+        for point in stored:
             series.step.append(point.step)
             series.step_ms.append(point.step_ms)
             series.peak_bytes.append(point.peak_bytes)

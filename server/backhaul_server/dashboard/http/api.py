@@ -131,10 +131,10 @@ class Sources:
 
     def run(self, name: str) -> TrainerRun:
         """Raises 404 for one that is not known."""
-        found = self.watch.trainers.find(name)
-        if found is None:
+        known = self.watch.trainers.find(name)
+        if known is None:
             raise HTTPException(404, f'no run "{name}" has been heard of since the dashboard began: see /api/v1/runs')
-        return found
+        return known
 
     def run_or_newest(self, name: str) -> TrainerRun | None:
         """The run of that name, without one the run that began last."""
@@ -214,7 +214,7 @@ def add_routes(app: FastAPI, sources: Sources, feed: Feed) -> None:
     ) -> schemas.Latency:
         """Percentiles by RPC, a heat map of durations, and the phases of segments by step."""
         calls = sources.worker(worker).durations.tally if worker else sources.watch.calls
-        runs = [sources.run(run)] if run else [each for each in sources.watch.trainers if each.detail is not None]
+        runs = [sources.run(run)] if run else [known for known in sources.watch.trainers if known.detail is not None]
         return latency(calls, runs, time.time(), seconds, method)
 
     @app.get("/api/v1/timeline", tags=["steps and segments"], responses={**_shows(schemas.Timeline), **_MISSING})
@@ -237,10 +237,10 @@ def add_routes(app: FastAPI, sources: Sources, feed: Feed) -> None:
         ] = None,
     ) -> Response:
         """The same as a file for Perfetto or chrome://tracing. Its traceEvents may join those of torch.profiler's."""
-        found = sources.run_or_newest(run)
-        if found is None:
+        known = sources.run_or_newest(run)
+        if known is None:
             raise HTTPException(404, "no trainer has told of a step yet: train with a session on one of the workers")
-        shown = last_steps(found, steps)
+        shown = last_steps(known, steps)
         return Response(
             json.dumps(chrome_trace(shown, base_ns)),
             media_type="application/json",

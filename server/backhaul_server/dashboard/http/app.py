@@ -57,10 +57,10 @@ def create_app(
     """The application; it watches the workers while it runs.
 
     Args:
-        addresses: Of the workers.
+        addresses: The addresses of the workers.
         tokens: What to show them, None for nothing: one for all, or one each in the order of addresses.
         token: What visitors must show, None for nothing.
-        host: Where it listens.
+        host: The host that the server listens on.
         history: Where reports are kept, nowhere if None.
 
     Returns:
@@ -83,7 +83,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         history.start()
-        tasks = [asyncio.create_task(each) for each in (watch.run(), look(), feed.run())]
+        tasks = [asyncio.create_task(coroutine) for coroutine in (watch.run(), look(), feed.run())]
         yield
         for task in tasks:
             task.cancel()

@@ -120,11 +120,18 @@ def _fingerprint_skew(watch: Watch, now_s: float) -> Found:
     for worker in watch.workers:
         for run in {session.run for session in worker.sessions()} - {""}:
             workers.setdefault(run, []).append(worker)
-    for run, found in workers.items():
-        prints = [dict(worker.telemetry.fingerprint) for worker in found if worker.telemetry is not None]
-        keys = sorted({key for each in prints for key in each if any(other.get(key) != each[key] for other in prints)})
+    for run, of_run in workers.items():
+        prints = [dict(worker.telemetry.fingerprint) for worker in of_run if worker.telemetry is not None]
+        keys = sorted(
+            {
+                key
+                for fingerprint in prints
+                for key in fingerprint
+                if any(other.get(key) != fingerprint[key] for other in prints)
+            }
+        )
         if keys:
-            names = ", ".join(worker.address.text for worker in found)
+            names = ", ".join(worker.address.text for worker in of_run)
             yield (
                 run,
                 f"its workers ({names}) differ in {', '.join(keys)}: their numbers differ from each other's. Use "

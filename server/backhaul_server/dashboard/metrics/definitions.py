@@ -27,7 +27,7 @@ class Histogram:
 
     Attributes:
         counts: How many took no longer than each of BUCKETS_S.
-        calls: All of them.
+        calls: The number of all calls.
         sum_s: What they took together.
     """
 
@@ -47,7 +47,7 @@ class MetricDefinition:
     Attributes:
         name: As queries name it, but a histogram's without `_bucket`, `_sum` and `_count`.
         kind: What may be done with it: rates are of counters.
-        help: What it measures.
+        help: The description of what it measures.
         labels: Names of its labels.
         read: All its samples now.
     """
@@ -78,7 +78,7 @@ def _worker(name: str, kind: Kind, text: str, value: Callable[[GetTelemetryRespo
     """A metric with one value of each worker."""
 
     def read(source: MetricSource) -> Iterator[Sample]:
-        return (((worker,), value(found)) for worker, found in _answering(source))
+        return (((worker,), value(telemetry)) for worker, telemetry in _answering(source))
 
     return MetricDefinition(name, kind, text, ("worker",), read)
 
@@ -106,41 +106,41 @@ def _up(source: MetricSource) -> Iterator[Sample]:
 
 
 def _info(source: MetricSource) -> Iterator[Sample]:
-    for worker, found in _answering(source):
-        yield (worker, found.worker_version, found.device, _fingerprint(found)), 1.0
+    for worker, telemetry in _answering(source):
+        yield (worker, telemetry.worker_version, telemetry.device, _fingerprint(telemetry)), 1.0
 
 
-def _fingerprint(found: GetTelemetryResponse) -> str:
+def _fingerprint(telemetry: GetTelemetryResponse) -> str:
     """Short, and another one where anything differs; empty where the worker tells none."""
-    lines = "\n".join(f"{key}={value}" for key, value in sorted(found.fingerprint.items()))
+    lines = "\n".join(f"{key}={value}" for key, value in sorted(telemetry.fingerprint.items()))
     return hashlib.sha256(lines.encode()).hexdigest()[:8] if lines else ""
 
 
 def _mixed_runs(source: MetricSource) -> int:
     """Runs whose workers differ in fingerprint."""
     seen: dict[str, set[str]] = {}
-    for _, found in _answering(source):
-        for session in found.sessions:
+    for _, telemetry in _answering(source):
+        for session in telemetry.sessions:
             if session.run:
-                seen.setdefault(session.run, set()).add(_fingerprint(found))
+                seen.setdefault(session.run, set()).add(_fingerprint(telemetry))
     return sum(len(fingerprints) > 1 for fingerprints in seen.values())
 
 
 def _memory(source: MetricSource) -> Iterator[Sample]:
-    for worker, found in _answering(source):
+    for worker, telemetry in _answering(source):
         for tier, field in _TIERS.items():
-            yield (worker, tier), getattr(found.memory, field)
+            yield (worker, tier), getattr(telemetry.memory, field)
 
 
 def _durations(source: MetricSource) -> Iterator[Sample]:
-    for worker, found in _answering(source):
-        for rpc in found.rpcs:
+    for worker, telemetry in _answering(source):
+        for rpc in telemetry.rpcs:
             yield (worker, rpc.method), histogram(rpc)
 
 
 def _errors(source: MetricSource) -> Iterator[Sample]:
-    for worker, found in _answering(source):
-        for rpc in found.rpcs:
+    for worker, telemetry in _answering(source):
+        for rpc in telemetry.rpcs:
             yield (worker, rpc.method), rpc.errors
 
 
@@ -161,8 +161,10 @@ METRICS: tuple[MetricDefinition, ...] = (
         ("worker", "version", "device", "fingerprint"),
         _info,
     ),
-    _worker("backhaul_worker_draining", "gauge", "1 while a worker takes nothing new", lambda found: found.draining),
-    _worker("backhaul_worker_uptime_seconds", "gauge", "Since a worker started", lambda found: found.uptime_s),
+    _worker(
+        "backhaul_worker_draining", "gauge", "1 while a worker takes nothing new", lambda telemetry: telemetry.draining
+    ),
+    _worker("backhaul_worker_uptime_seconds", "gauge", "Since a worker started", lambda telemetry: telemetry.uptime_s),
     MetricDefinition(
         "backhaul_worker_memory_bytes",
         "gauge",
@@ -175,56 +177,65 @@ METRICS: tuple[MetricDefinition, ...] = (
         "backhaul_worker_memory_budget_bytes",
         "gauge",
         "What all tiers together may take",
-        lambda found: found.memory.budget_bytes,
+        lambda telemetry: telemetry.memory.budget_bytes,
     ),
     _worker(
         "backhaul_worker_resident_memory_bytes",
         "gauge",
         "Of a worker's process, as its kernel counts it",
-        lambda found: found.memory.resident_bytes,
+        lambda telemetry: telemetry.memory.resident_bytes,
     ),
     _worker(
         "backhaul_worker_refusals_total",
         "counter",
         "Requests turned away for want of room: their segments run on the trainer",
-        lambda found: found.memory.refusals,
+        lambda telemetry: telemetry.memory.refusals,
     ),
     _worker(
         "backhaul_worker_evictions_total",
         "counter",
         "Cached tensors, replays ahead and results given up for want of room",
-        lambda found: found.memory.evictions,
+        lambda telemetry: telemetry.memory.evictions,
     ),
-    _worker("backhaul_worker_sessions", "gauge", "Open sessions of trainers", lambda found: len(found.sessions)),
+    _worker(
+        "backhaul_worker_sessions", "gauge", "Open sessions of trainers", lambda telemetry: len(telemetry.sessions)
+    ),
     _worker(
         "backhaul_worker_skewed_sessions",
         "gauge",
         "Sessions of trainers with another version of Backhaul than the worker's",
-        lambda found: sum(session.client_version not in {"", found.worker_version} for session in found.sessions),
+        lambda telemetry: sum(
+            session.client_version not in {"", telemetry.worker_version} for session in telemetry.sessions
+        ),
     ),
     _worker(
         "backhaul_worker_segments",
         "gauge",
         "Segments held for a backward to come",
-        lambda found: sum(session.segments for session in found.sessions),
+        lambda telemetry: sum(session.segments for session in telemetry.sessions),
     ),
     _worker(
         "backhaul_worker_drift_ratio",
         "gauge",
         "Largest relative difference between a worker's numbers and a trainer's, 0 where all bits are equal",
-        lambda found: max((session.drift for session in found.sessions), default=0.0),
+        lambda telemetry: max((session.drift for session in telemetry.sessions), default=0.0),
     ),
     _worker(
-        "backhaul_worker_queued_requests", "gauge", "Requests that wait or run", lambda found: found.queued_requests
+        "backhaul_worker_queued_requests",
+        "gauge",
+        "Requests that wait or run",
+        lambda telemetry: telemetry.queued_requests,
     ),
     _worker(
         "backhaul_worker_recomputed_segments_total",
         "counter",
         "Replays that ran, those ahead of their request included",
-        lambda found: found.recomputed_segments,
+        lambda telemetry: telemetry.recomputed_segments,
     ),
-    _worker("backhaul_worker_received_bytes_total", "counter", "Of messages", lambda found: found.received_bytes),
-    _worker("backhaul_worker_sent_bytes_total", "counter", "Of messages", lambda found: found.sent_bytes),
+    _worker(
+        "backhaul_worker_received_bytes_total", "counter", "Of messages", lambda telemetry: telemetry.received_bytes
+    ),
+    _worker("backhaul_worker_sent_bytes_total", "counter", "Of messages", lambda telemetry: telemetry.sent_bytes),
     MetricDefinition(
         "backhaul_rpc_duration_seconds",
         "histogram",

@@ -26,16 +26,16 @@ def _family(definition: MetricDefinition, source: MetricSource) -> Metric:
     samples = definition.read(source)
     if definition.kind == "histogram":
         durations = HistogramMetricFamily(name, text, labels=labels)
-        for values, found in samples:
-            assert isinstance(found, Histogram)
-            buckets = [(str(bound), count) for bound, count in zip(BUCKETS_S, found.counts, strict=True)]
-            durations.add_metric(values, [*buckets, ("+Inf", found.calls)], found.sum_s)
+        for values, value in samples:
+            assert isinstance(value, Histogram)
+            buckets = [(str(bound), count) for bound, count in zip(BUCKETS_S, value.counts, strict=True)]
+            durations.add_metric(values, [*buckets, ("+Inf", value.calls)], value.sum_s)
         return durations
     kind = CounterMetricFamily if definition.kind == "counter" else GaugeMetricFamily
     numbers: CounterMetricFamily | GaugeMetricFamily = kind(name, text, labels=labels)
-    for values, found in samples:
-        assert not isinstance(found, Histogram)
-        numbers.add_metric(values, found)
+    for values, value in samples:
+        assert not isinstance(value, Histogram)
+        numbers.add_metric(values, value)
     return numbers
 
 

@@ -16,10 +16,10 @@ _OWN_METHOD = "GetTelemetry"
 
 def latency(calls: Tally, runs: Iterable[TrainerRun], now_s: float, seconds: int, method: str) -> schemas.Latency:
     """Of those calls and runs. The heat map is of one method, or of all but the one this process calls itself."""
-    found = calls.counted(now_s - seconds)
+    counts = calls.counted(now_s - seconds)
     return schemas.Latency(
         window_s=seconds,
-        rpcs=[_rpc(name, counted) for name, counted in sorted(found.items()) if counted.calls or counted.errors],
+        rpcs=[_rpc(name, counted) for name, counted in sorted(counts.items()) if counted.calls or counted.errors],
         heat=_heat(calls, now_s, seconds, method),
         phases=[_phases(run) for run in runs],
     )
@@ -27,7 +27,8 @@ def latency(calls: Tally, runs: Iterable[TrainerRun], now_s: float, seconds: int
 
 def _rpc(method: str, counted: Counted) -> schemas.Rpc:
     p50_ms, p90_ms, p99_ms = (
-        None if (found := counted.percentile(share)) is None else round(1e3 * found, 3) for share in (0.5, 0.9, 0.99)
+        None if (seconds := counted.percentile(share)) is None else round(1e3 * seconds, 3)
+        for share in (0.5, 0.9, 0.99)
     )
     return schemas.Rpc(
         method=method, calls=counted.calls, errors=counted.errors, p50_ms=p50_ms, p90_ms=p90_ms, p99_ms=p99_ms
@@ -57,14 +58,14 @@ def _heat(calls: Tally, now_s: float, seconds: int, method: str) -> schemas.Heat
 
 
 def _phases(run: TrainerRun) -> schemas.Phases:
-    told = [(number, each.lanes_s) for number, each in sorted(run.told.items()) if each.step is not None]
+    steps = [(number, report.lanes_s) for number, report in sorted(run.told.items()) if report.step is not None]
 
     def lane_ms(lane: telemetry_pb2.Lane.ValueType) -> list[float]:
-        return [round(1e3 * lanes_s[lane], 3) for _, lanes_s in told]
+        return [round(1e3 * lanes_s[lane], 3) for _, lanes_s in steps]
 
     return schemas.Phases(
         run=run.id,
-        step=[number for number, _ in told],
+        step=[number for number, _ in steps],
         upload_ms=lane_ms(telemetry_pb2.LANE_UPLOAD),
         queue_ms=lane_ms(telemetry_pb2.LANE_QUEUE),
         recompute_ms=lane_ms(telemetry_pb2.LANE_RECOMPUTE),

@@ -14,18 +14,18 @@ stayed on the trainer, as without checkpointing; "" if nothing was recomputed.""
 
 def example_of(model: type[BaseModel]) -> dict[str, Any]:
     """What an answer looks like: the examples of its fields, put together. Raises KeyError for a field without one."""
-    found = {}
+    example = {}
     for name, field in model.model_fields.items():
         kinds = (field.annotation, *get_args(field.annotation))
         inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
         if field.examples:
-            found[name] = field.examples[0]
+            example[name] = field.examples[0]
         elif inner is not None:
             is_one = inner is field.annotation
-            found[name] = example_of(inner) if is_one else [example_of(inner)]
+            example[name] = example_of(inner) if is_one else [example_of(inner)]
         else:
             raise KeyError(f"{model.__name__}.{name} has no example")
-    return found
+    return example
 
 
 def _with_example(schema: dict[str, Any], model: type[BaseModel]) -> None:

@@ -35,7 +35,7 @@ class Bar:
     """A span of a call, cut to the steps that are shown.
 
     Attributes:
-        lane: What is done.
+        lane: The phase that the bar shows.
         worker: By whom, empty for the trainer.
         start_s: By the trainer's clock, since 1970; end_s likewise.
         call: Index of its call.
@@ -53,13 +53,13 @@ class Steps:
     """The last steps of a run that ended.
 
     Attributes:
-        run: Which one.
-        steps: By number.
-        calls: Of these steps.
-        bars: Of these calls, in order of their begins.
+        run: The run that they belong to.
+        steps: The steps, ordered by number.
+        calls: The segment calls of these steps.
+        bars: The bars of these calls, ordered by their begin.
         left_out: Bars there was no room for.
-        begin_s: Of the first step, since 1970.
-        end_s: Of the last one.
+        begin_s: The begin of the first step, in seconds since 1970.
+        end_s: The end of the last step, in seconds since 1970.
     """
 
     run: TrainerRun
@@ -108,19 +108,19 @@ def timeline(run: TrainerRun | None, count: int) -> schemas.Timeline:
     """Of the last steps. Without a run it is empty."""
     if run is None:
         return schemas.Timeline(run="", begins_at_s=0, duration_ms=0, steps=[], spans=[], calls=[], left_out=0)
-    found = last_steps(run, count, SHOWN_BARS)
+    shown_steps = last_steps(run, count, SHOWN_BARS)
     bars: dict[int, list[Bar]] = defaultdict(list)
-    for bar in found.bars:
-        bars[found.calls[bar.call].step].append(bar)
-    shown = {call: index for index, call in enumerate(sorted({bar.call for bar in found.bars}))}
+    for bar in shown_steps.bars:
+        bars[shown_steps.calls[bar.call].step].append(bar)
+    shown = {call: index for index, call in enumerate(sorted({bar.call for bar in shown_steps.bars}))}
     return schemas.Timeline(
         run=run.id,
-        begins_at_s=found.begin_s,
-        duration_ms=1e3 * (found.end_s - found.begin_s),
-        steps=[_step(step, found.begin_s, bars[step.number]) for step in found.steps],
-        spans=_spans(found, shown),
-        calls=[_call(found.calls[call]) for call in shown],
-        left_out=found.left_out,
+        begins_at_s=shown_steps.begin_s,
+        duration_ms=1e3 * (shown_steps.end_s - shown_steps.begin_s),
+        steps=[_step(step, shown_steps.begin_s, bars[step.number]) for step in shown_steps.steps],
+        spans=_spans(shown_steps, shown),
+        calls=[_call(shown_steps.calls[call]) for call in shown],
+        left_out=shown_steps.left_out,
     )
 
 
@@ -132,10 +132,10 @@ def by_lane(bars: Sequence[Bar]) -> dict[tuple[schemas.Lane, str], list[Bar]]:
     return lanes
 
 
-def _spans(found: Steps, shown: Mapping[int, int]) -> list[schemas.Span]:
-    spans, names = [], [name_of(call) for call in found.calls]
-    for (lane, worker), bars in by_lane(found.bars).items():
-        placed = [(_on_grid(bar.start_s - found.begin_s), _on_grid(bar.end_s - found.begin_s)) for bar in bars]
+def _spans(steps: Steps, shown: Mapping[int, int]) -> list[schemas.Span]:
+    spans, names = [], [name_of(call) for call in steps.calls]
+    for (lane, worker), bars in by_lane(steps.bars).items():
+        placed = [(_on_grid(bar.start_s - steps.begin_s), _on_grid(bar.end_s - steps.begin_s)) for bar in bars]
         for bar, (start_ms, end_ms), row in zip(bars, placed, rows_of(placed), strict=True):
             spans.append(
                 schemas.Span(

@@ -21,16 +21,16 @@ def base_of(at_s: float) -> int:
     return int(at_s // _PROFILER_BASE_S) * _PROFILER_BASE_S * 10**9
 
 
-def chrome_trace(found: Steps, base_ns: int | None = None) -> dict[str, Any]:
+def chrome_trace(steps: Steps, base_ns: int | None = None) -> dict[str, Any]:
     """The trainer is a process, and so is each worker; lanes are their threads, more than one where bars overlap.
 
     Args:
-        found: What to show.
+        steps: The steps and bars to show.
         base_ns: What times are counted from, torch.profiler's own base if None.
     """
-    base_ns = base_of(found.begin_s) if base_ns is None else base_ns
-    about = found.run.about
-    workers = sorted({bar.worker for bar in found.bars} - {""})
+    base_ns = base_of(steps.begin_s) if base_ns is None else base_ns
+    about = steps.run.about
+    workers = sorted({bar.worker for bar in steps.bars} - {""})
     processes = {name: _FIRST_PROCESS + index for index, name in enumerate(["", *workers])}
     events = []
     for name, process in processes.items():
@@ -38,10 +38,10 @@ def chrome_trace(found: Steps, base_ns: int | None = None) -> dict[str, Any]:
         events.append(_named("process_name", process, 0, name=shown))
         events.append(_named("process_sort_index", process, 0, sort_index=process))
     trainer = processes[""]
-    if found.steps:
+    if steps.steps:
         events.append(_named("thread_name", trainer, _STEPS_THREAD, name="step"))
     next_us: float = inf
-    for step in sorted(found.steps, key=lambda step: step.started_at_s, reverse=True):
+    for step in sorted(steps.steps, key=lambda step: step.started_at_s, reverse=True):
         start_us, end_us = _since(base_ns, step.started_at_s, step.started_at_s + step.duration_s)
         numbers: dict[str, object] = {"step": step.number, "wait_ms": 1e3 * step.wait_s}
         if step.HasField("loss"):
@@ -51,7 +51,7 @@ def chrome_trace(found: Steps, base_ns: int | None = None) -> dict[str, Any]:
         events.append(_complete(f"step {step.number}", trainer, _STEPS_THREAD, interval, numbers))
         next_us = start_us
     order = {lane: number for number, lane in LANES.items()}
-    for (lane, worker), bars in sorted(by_lane(found.bars).items(), key=lambda item: order[item[0][0]]):
+    for (lane, worker), bars in sorted(by_lane(steps.bars).items(), key=lambda item: order[item[0][0]]):
         intervals = [_since(base_ns, bar.start_s, bar.end_s) for bar in bars]
         rows = rows_of(intervals)
         for row in range(max(rows) + 1):
@@ -60,7 +60,7 @@ def chrome_trace(found: Steps, base_ns: int | None = None) -> dict[str, Any]:
             events.append(_named("thread_name", processes[worker], thread, name=name))
             events.append(_named("thread_sort_index", processes[worker], thread, sort_index=thread))
         for bar, interval, row in zip(bars, intervals, rows, strict=True):
-            call = found.calls[bar.call]
+            call = steps.calls[bar.call]
             about_call: dict[str, object] = {
                 "step": call.step,
                 "decision": call.decision,
@@ -74,10 +74,10 @@ def chrome_trace(found: Steps, base_ns: int | None = None) -> dict[str, Any]:
     return {"baseTimeNanoseconds": base_ns, "displayTimeUnit": "ms", "traceEvents": events}
 
 
-def file_name(found: Steps) -> str:
+def file_name(steps: Steps) -> str:
     """Of the attachment."""
-    last = found.steps[-1].number if found.steps else 0
-    return f"backhaul-{re.sub(r'[^A-Za-z0-9_.-]', '_', found.run.id)}-{last}.json"
+    last = steps.steps[-1].number if steps.steps else 0
+    return f"backhaul-{re.sub(r'[^A-Za-z0-9_.-]', '_', steps.run.id)}-{last}.json"
 
 
 def _named(kind: str, process: int, thread: int, **arguments: object) -> dict[str, object]:

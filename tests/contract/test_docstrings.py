@@ -1,0 +1,59 @@
+"""What docstrings and names must say: fields with content, and locals that tell what they hold."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [
+    path
+    for folder in ("runtime", "client", "server", "benchmarks")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if "_pb2" not in path.name
+]
+FEWEST_WORDS = 4
+EMPTY = re.compile(r"Of |It\.|Itself|Likewise|See above")
+VAGUE = {"found", "each", "place", "told"}
+
+
+def fields(docstring: str) -> Iterator[tuple[str, str]]:
+    """The names and texts of the fields in the sections of a docstring that have some."""
+    for section in re.findall(r"^(?:Args|Attributes|Raises):\n((?:    .*\n?|\n)+)", docstring, re.MULTILINE):
+        for name, text in re.findall(r"^ {4}([\w.*]+): ((?:.+\n?)(?:^ {5,}.+\n?)*)", section, re.MULTILINE):
+            yield name, " ".join(text.split())
+
+
+def test_every_field_says_what_its_value_is() -> None:
+    empty = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                empty += [
+                    f"{path.relative_to(ROOT)}: {node.name}: {name}: {text}"
+                    for name, text in fields(ast.get_docstring(node) or "")
+                    if len(text.split()) < FEWEST_WORDS or EMPTY.match(text)
+                ]
+    assert empty == []
+
+
+def test_the_check_finds_an_empty_field() -> None:
+    docstring = "What.\n\nArgs:\n    tensor: Of it.\n    count: How many tensors\n        there are.\n\nMore."
+    assert list(fields(docstring)) == [("tensor", "Of it."), ("count", "How many tensors there are.")]
+
+
+def test_locals_say_what_they_hold() -> None:
+    vague = []
+    for path in SOURCES:
+        functions = [
+            node
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        ]
+        for function in functions:
+            stored = {
+                node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            }
+            stored |= {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
+            vague += [f"{path.relative_to(ROOT)}:{function.lineno}: {name}" for name in sorted(stored & VAGUE)]
+    assert vague == []
