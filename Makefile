@@ -7,7 +7,7 @@ CONSTRAINTS := $(if $(TORCH),build/constraints-torch-$(TORCH).txt,constraints.tx
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) $(PIP_ARGS)
 
-.PHONY: demo test soak bench bench-gpu lint types fmt proto check-proto ops docs picture clean test-monitoring monitoring test-browser screenshots
+.PHONY: demo test fast check soak bench bench-gpu lint types fmt proto check-proto ops docs picture clean test-monitoring monitoring test-browser screenshots
 
 demo: $(VENV)/.server
 	$(BIN)/backhaul demo --dashboard --json demo.json $(if $(SERVE),--serve)
@@ -15,6 +15,17 @@ demo: $(VENV)/.server
 # Three processes or four: tests wait for processes that they start, and each process of ours has a worker of its own.
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest --numprocesses $$(($$(nproc) > 3 ? 4 : 3)) --dist worksteal
+
+# The pure tests: no worker process, no database of torch's, nothing above 0.25 s.
+fast: $(VENV)/.dev
+	$(BIN)/python -m pytest --quiet --numprocesses $$(nproc) --dist loadfile -m 'not slow' tests/unit tests/contract
+
+# What to run before each commit. It leaves out the comparison of generated stubs, which needs a venv of its own.
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/ruff check --quiet .
+	$(BIN)/mypy
+	@$(MAKE) --silent fast
 
 # Debian's Prometheus reads our files and scrapes a dashboard. Where it is missing its package is unpacked, not installed:
 # that would start a service.

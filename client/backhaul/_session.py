@@ -76,9 +76,9 @@ class Session:
         self.copies = Copies(self._fetch)
         self._closed = False
         self._embedded: EmbeddedWorker | None = None
-        self._sides: list[WorkerHandle] = []
-        self._dispatcher = Dispatcher(config, self.journal, self._sides, self.copies, lambda: self._closed)
-        link_to = partial(
+        self._workers: list[WorkerHandle] = []
+        self._dispatcher = Dispatcher(config, self.journal, self._workers, self.copies, lambda: self._closed)
+        connect_to = partial(
             Connection,
             silence_s=config.silence_s,
             run=self.run,
@@ -88,17 +88,17 @@ class Session:
         if config.worker:
             addresses = parse_addresses(config.worker)
             token_files = one_for_each([file.strip() for file in config.token_file.split(",") if file], len(addresses))
-            links = [
-                link_to(partial(_same, address), token_file=file)
+            connections = [
+                connect_to(partial(_same, address), token_file=file)
                 for address, file in zip(addresses, token_files, strict=True)
             ]
         else:
             self._embedded = EmbeddedWorker(config.memory_bytes, config.connect_timeout_s)
-            links = [link_to(self._embedded.ensure)]
+            connections = [connect_to(self._embedded.ensure)]
         try:
-            for link in links:
-                link.open(config.connect_timeout_s)
-                self._sides.append(WorkerHandle(link, config.inflight_bytes, config.inflight_boundaries))
+            for connection in connections:
+                connection.open(config.connect_timeout_s)
+                self._workers.append(WorkerHandle(connection, config.inflight_bytes, config.inflight_boundaries))
             self._warn_if_useless()
         except BaseException:
             self.close()
@@ -195,7 +195,7 @@ class Session:
     @property
     def workers(self) -> str:
         """Addresses of the workers with commas between, as `connect` takes them."""
-        return ",".join(side.link.name for side in self._sides)
+        return ",".join(worker.connection.name for worker in self._workers)
 
     def report(self) -> Report:
         """What ran where so far, why, and what it cost."""
@@ -225,11 +225,11 @@ class Session:
         """
         sums: list[tuple[Tensor, Tensor]] = []
         lost: dict[str, str] = {}
-        for side in self._sides:
+        for worker in self._workers:
             try:
-                sums += side.uploader.uncollected.collect(partial(self._received, "Session.collect"))
+                sums += worker.uploader.uncollected.collect(partial(self._received, "Session.collect"))
             except BackhaulError as error:
-                lost[side.link.name] = error.message
+                lost[worker.connection.name] = error.message
         if lost:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in lost.items())
             raise GradientsLostError(
@@ -270,10 +270,10 @@ class Session:
             self.telemetry.close()
         if self._embedded is not None:
             self._embedded.interrupt()
-        for side in self._sides:
-            side.link.close()
-        for side in self._sides:
-            side.uploader.close()
+        for worker in self._workers:
+            worker.connection.close()
+        for worker in self._workers:
+            worker.uploader.close()
         if self._embedded is not None:
             self._embedded.close()
 
@@ -322,7 +322,9 @@ class Session:
         """A tensor that a worker was given, from one that still has it."""
         if self._closed:  # first: in the child of a fork locks may be held for ever
             return None
-        fetched = (side.fetch(address, partial(self._received, "boundaries of lost segments")) for side in self._sides)
+        fetched = (
+            worker.fetch(address, partial(self._received, "boundaries of lost segments")) for worker in self._workers
+        )
         return next((tensor for tensor in fetched if tensor is not None), None)
 
     def _received(self, name: str, size_bytes: int) -> None:
@@ -339,20 +341,22 @@ class Session:
             started_at_s=time(),
             settings={name: value for name, value in settings.items() if name not in SECRETS},
             fingerprint=fingerprint(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
-            workers=[side.link.name for side in self._sides],
+            workers=[worker.connection.name for worker in self._workers],
         )
 
     def _deliver(self, report: telemetry_pb2.TrainerReport) -> bool:
         """Tells one worker that is up, if workers are to be told."""
         if not self.config.telemetry:
             return True
-        for side in self._sides:
-            if (generation := side.link.up) is not None:
-                request = telemetry_pb2.PutReportsRequest(session=generation.session, report=report)
+        for worker in self._workers:
+            if (worker_session := worker.connection.up) is not None:
+                request = telemetry_pb2.PutReportsRequest(session=worker_session.session, report=report)
                 try:
-                    call_unary(side.link.stubs(generation).telemetry.PutReports, request, self.config.silence_s)
+                    call_unary(
+                        worker.connection.stubs(worker_session).telemetry.PutReports, request, self.config.silence_s
+                    )
                 except BackhaulError as error:
-                    logger.debug("telling %s of steps: %s", side.link.name, error, extra=about(self.run))
+                    logger.debug("telling %s of steps: %s", worker.connection.name, error, extra=about(self.run))
                 else:
                     return True
         return False
@@ -362,9 +366,9 @@ class Session:
         self.journal = self._dispatcher.journal = Journal(self.run)  # the parent's threads may have held its locks
         if self.telemetry is not None:
             self.telemetry.forked()
-        for side in self._sides:
-            side.link.forked()
-            side.uploader.uncollected.forked()
+        for worker in self._workers:
+            worker.connection.forked()
+            worker.uploader.uncollected.forked()
 
 
 def _traces() -> "Traces":

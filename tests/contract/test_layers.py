@@ -114,6 +114,7 @@ def private_names(tree: ast.Module) -> Iterator[str]:
             yield node.attr
 
 
+@pytest.mark.slow
 def test_private_names_of_torch_are_used_in_one_folder() -> None:
     outside = {
         name: sorted(set(private_names(tree)))

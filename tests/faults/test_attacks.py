@@ -66,6 +66,7 @@ def attacked(worker: WorkerProcess, attack: Callable[[Hostile, int], None], time
     assert worker.serving() == process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
 def test_memory_stays_within_the_budget(victim: WorkerProcess, attack: Callable[[Hostile, int], None]) -> None:
     attacked(victim, attack, 1)
@@ -93,6 +94,7 @@ def fuzz(worker: WorkerProcess, seed: int, attempts: int) -> None:
     assert worker.serving() == process
 
 
+@pytest.mark.slow
 def test_fuzzed_requests_and_programs(victim: WorkerProcess) -> None:
     fuzz(victim, seed=0, attempts=300)
 
@@ -160,6 +162,7 @@ def test_streams_that_name_no_session_are_bounded(victim: WorkerProcess) -> None
         assert all(isinstance(error_of(call), LimitError) for call in refused())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guesses", [False, True], ids=["says nothing", "guesses names"])
 def test_a_stream_that_names_no_session_is_ended(*, guesses: bool) -> None:
     ended = threading.Event()
@@ -184,6 +187,7 @@ def test_a_backward_of_a_segment_without_outputs_is_refused(victim: WorkerProces
         assert isinstance(error_of(caught.value), ProgramError)
 
 
+@pytest.mark.slow
 def test_telemetry_that_nobody_reads_is_bounded(victim: WorkerProcess) -> None:
     with Hostile(victim.address) as client:
         way = Stalled(victim.address)

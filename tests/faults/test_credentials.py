@@ -119,6 +119,7 @@ def test_a_request_that_does_not_show_the_token_is_denied(
     assert call.details() == "the worker wants a token, and the request shows none or a wrong one"
 
 
+@pytest.mark.slow
 def test_denials_are_logged_but_not_each(token_file: Path) -> None:
     with WorkerProcess("--memory", "256MiB", "--token-file", str(token_file)) as process:
         with grpc.insecure_channel(process.address) as channel:

@@ -55,6 +55,7 @@ def release(client: Hostile) -> None:
     client.segments.ReleaseSegments(request, timeout=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [close, release])
 def test_a_run_is_cancelled_with_its_segment(worker: WorkerProcess, end: Callable[[Hostile], None]) -> None:
     with Hostile(worker.address) as client:
@@ -65,6 +66,7 @@ def test_a_run_is_cancelled_with_its_segment(worker: WorkerProcess, end: Callabl
         close(client)
 
 
+@pytest.mark.slow
 def test_a_run_ends_at_its_deadline_and_an_op_that_does_not_ends_the_process() -> None:
     with WorkerProcess("--run-limit", "1", "--memory", "1GiB") as worker:
         with Hostile(worker.address) as client:

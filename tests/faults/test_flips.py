@@ -156,13 +156,13 @@ def while_fetching(worker: WorkerProcess, flips: Flips, count: int) -> Iterator[
     ):
         xs = [torch.randn(size, requires_grad=True) for size in (4, 1 << 19)]
         held = [session.checkpoint(torch.sin, x) for x in xs]
-        (side,) = session._sides
-        while any(side.uploader.holder_of(address_of(x)) is None for x in xs):
+        (worker,) = session._workers
+        while any(worker.uploader.holder_of(address_of(x)) is None for x in xs):
             session.checkpoint(torch.sin, torch.randn(3, requires_grad=True)).sum().backward()
 
         def step() -> str:
             found = [session._fetch(address_of(x)) for x in xs]
-            side._failed = None
+            worker._failed = None
             assert all(f is None or torch.equal(f, x) for f, x in zip(found, xs, strict=True))
             return "the trainer" if None in found else "the worker"
 
@@ -191,6 +191,7 @@ def flip_everywhere(
     return flips.flipped, outcomes
 
 
+@pytest.mark.slow
 def test_no_flipped_bit_changes_a_gradient(caplog: pytest.LogCaptureFixture) -> None:
     with WorkerProcess("--memory", "2GiB") as worker:
         found, outcomes = flip_everywhere(worker, 192, AT_ONCE, caplog)

@@ -261,6 +261,7 @@ def chain(op: str, length: int, size_bytes: int) -> list[Node]:
     return [Node(op, (ref, first) if twice else (ref,), (), 0, (size_bytes,), draws=False) for ref in refs]
 
 
+@pytest.mark.slow
 def test_answers_that_are_being_read_are_finished(own_worker: WorkerProcess) -> None:
     wire, x = Wire(own_worker.address), torch.randn(4 << 20)
     key = wire.save(1, chain("aten.tanh.default", 5, x.nbytes), 5, x)
@@ -276,6 +277,7 @@ def test_answers_that_are_being_read_are_finished(own_worker: WorkerProcess) -> 
     wire.channel.close()
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_end_holds_nobody_up(own_worker: WorkerProcess) -> None:
     hog, x = Wire(own_worker.address), torch.zeros(1500, 1500)
     key = hog.save(1, chain("aten.mm.default", 16, x.nbytes), 32, x)
@@ -292,6 +294,7 @@ def test_a_run_that_does_not_end_holds_nobody_up(own_worker: WorkerProcess) -> N
     hog.channel.close()
 
 
+@pytest.mark.slow
 def test_too_many_answers_at_once_are_refused(wire: Wire) -> None:
     x = torch.randn(1 << 20)
     answers, errors = [], []
@@ -333,6 +336,7 @@ def test_only_what_segments_of_the_session_name_is_fetched(wire: Wire, worker: W
     other.channel.close()
 
 
+@pytest.mark.slow
 def test_what_is_being_fetched_is_held_until_then_and_counts_as_an_answer(own_worker: WorkerProcess) -> None:
     wire, x = Wire(own_worker.address), torch.randn(4 << 20)
     key = wire.save(1, chain("aten.tanh.default", 1, x.nbytes), 1, x)
@@ -404,6 +408,7 @@ def test_what_comes_ahead_ends_with_its_session_and_with_another_that_asks(wire:
     assert [list(call) for call in calls] == [[], []]
 
 
+@pytest.mark.slow
 def test_half_an_upload_is_not_waited_for_longer_than_a_lease() -> None:
     def halted() -> Iterator[tensor_pb2.PutTensorsRequest]:
         first, *_ = batches([parcel(torch.randn(1 << 20))])
@@ -427,6 +432,7 @@ def test_nothing_is_held_once_everybody_has_left(own_worker: WorkerProcess) -> N
     wire.channel.close()
 
 
+@pytest.mark.slow
 def test_a_worker_far_away_is_reached(worker: WorkerProcess) -> None:
     with SlowProxy(worker.address, delay_s=0.2) as proxy, backhaul.connect(proxy.address, silence_s=QUIET_S) as session:
         x = torch.randn(3, requires_grad=True)

@@ -70,6 +70,7 @@ def train_through(
     assert differing(found, expected) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("returns", RETURNS)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_killed(moment: str, returns: str) -> None:
@@ -80,6 +81,7 @@ def test_killed(moment: str, returns: str) -> None:
         assert report.remote + report.fallbacks == 3 * LAYERS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("returns", "is_first"), [("gradients", False), ("activations", True)])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_one_of_two_killed(worker: WorkerProcess, moment: str, returns: str, is_first: bool) -> None:
@@ -95,13 +97,14 @@ def test_one_of_two_killed(worker: WorkerProcess, moment: str, returns: str, is_
 
 def wait_until_sent(session: Session) -> None:
     def only_the_first_is_here() -> bool:
-        for side in session._sides:
-            side.uploader.let_go()
+        for worker in session._workers:
+            worker.uploader.let_go()
         return len(session.copies._tensors) == 1
 
     wait_until(only_the_first_is_here, "all boundaries but the first are sent and let go")
 
 
+@pytest.mark.slow
 def test_boundaries_that_the_survivor_has_are_not_computed_again(
     worker: WorkerProcess, returns: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +135,7 @@ def test_boundaries_that_the_survivor_has_are_not_computed_again(
     assert fetches() == before + 1
 
 
+@pytest.mark.slow
 def test_a_survivor_that_is_stopped_is_waited_for_once(caplog: pytest.LogCaptureFixture) -> None:
     def stop() -> None:
         wait_until_sent(session)
@@ -153,24 +157,27 @@ def test_a_survivor_that_is_stopped_is_waited_for_once(caplog: pytest.LogCapture
     assert len([message for message in waited if survivor.address in message]) == 1
 
 
+@pytest.mark.slow
 def test_killed_with_copies_of_everything() -> None:
     with WorkerProcess() as worker, backhaul.connect(worker.address, silence_s=QUIET_S) as session:
         train_through(session, "gradients", "between", worker.kill, "host")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_killed_with_copies_of_nothing(moment: str) -> None:
     with WorkerProcess() as worker, backhaul.connect(worker.address, silence_s=QUIET_S) as session:
 
         def lose() -> None:
             worker.kill()
-            session._sides[0].link._stubs.ahead.close()  # with what came before it was asked for
+            session._workers[0].connection._stubs.ahead.close()  # with what came before it was asked for
 
         with pytest.raises(backhaul.SegmentLostError, match=r"test_worker_dies\.py:\d+, is lost") as caught:
             train_through(session, "gradients", moment, lose, "none")
         assert caught.value.session == session.run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("returns", RETURNS)
 @pytest.mark.parametrize("moment", ["forward", "backward"])
 def test_stopped(moment: str, returns: str) -> None:
@@ -180,12 +187,13 @@ def test_stopped(moment: str, returns: str) -> None:
         finally:
             os.kill(worker.pid, signal.SIGCONT)
         assert session.report().fallbacks >= LAYERS  # what came ahead of the stop was not lost
-        wait_until(lambda: session._sides[0].link.up is not None, "the worker is back")
+        wait_until(lambda: session._workers[0].connection.up is not None, "the worker is back")
         before = session.report().remote
         train_through(session, returns, moment, lambda: None)
         assert session.report().remote == before + 3 * LAYERS
 
 
+@pytest.mark.slow
 def test_a_session_closes_though_its_worker_is_stopped_in_the_middle_of_an_upload() -> None:
     with backhaul.connect(silence_s=1.0, memory_bytes=1 << 30) as session:
         assert session._embedded is not None
@@ -200,12 +208,13 @@ def test_a_session_closes_though_its_worker_is_stopped_in_the_middle_of_an_uploa
     assert not Path(f"/proc/{stopped}").exists()
 
 
+@pytest.mark.slow
 def test_an_embedded_worker_that_dies_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
     with backhaul.connect(silence_s=QUIET_S, memory_bytes=1 << 30) as session:
         assert session._embedded is not None
         first = session._embedded.pid
         train_through(session, "gradients", "backward", lambda: os.kill(first, signal.SIGKILL))
-        wait_until(lambda: session._sides[0].link.up is not None, "a new worker is up")
+        wait_until(lambda: session._workers[0].connection.up is not None, "a new worker is up")
         assert session._embedded.pid not in {None, first}
         before = session.report()
         assert before.fallbacks > 0
@@ -219,13 +228,14 @@ def test_an_embedded_worker_that_dies_is_started_again(caplog: pytest.LogCapture
         assert said("worker.sock is back") == said("Segments run on the trainer until it is back") == 1
 
 
+@pytest.mark.slow
 def test_a_worker_started_anew_at_the_same_address_is_a_new_one() -> None:
     with WorkerProcess() as first, backhaul.connect(first.address, silence_s=QUIET_S) as session:
         linear, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
         y = session.checkpoint(linear, x, returns="gradients")
         first.kill()
         with WorkerProcess(listen=first.address):
-            wait_until(lambda: session._sides[0].link.up is not None, "the new worker is found")
+            wait_until(lambda: session._workers[0].connection.up is not None, "the new worker is found")
             y.sum().backward()
             assert torch.equal(x.grad, torch.autograd.grad(linear(x).sum(), x)[0])
             assert (session.report().remote, session.report().fallbacks) == (0, 1)
@@ -233,18 +243,20 @@ def test_a_worker_started_anew_at_the_same_address_is_a_new_one() -> None:
             assert session.report().remote == 1
 
 
+@pytest.mark.slow
 def test_a_lease_that_ran_out_is_renewed_by_a_new_session() -> None:
     with WorkerProcess("--lease", "1") as worker, backhaul.connect(worker.address, silence_s=1.0) as session:
         train_through(session, "gradients", "forward", lambda: None)
         os.kill(worker.pid, signal.SIGSTOP)
-        wait_until(lambda: session._sides[0].link.up is None, "the silence is noticed")
+        wait_until(lambda: session._workers[0].connection.up is None, "the silence is noticed")
         os.kill(worker.pid, signal.SIGCONT)
-        wait_until(lambda: session._sides[0].link.up is not None, "the worker is back")
+        wait_until(lambda: session._workers[0].connection.up is not None, "the worker is back")
         before = session.report().remote
         train_through(session, "gradients", "forward", lambda: None)
         assert session.report().remote == before + 3 * LAYERS
 
 
+@pytest.mark.slow
 def test_strict_raises_in_backward_where_the_worker_is_gone() -> None:
     with WorkerProcess() as worker, backhaul.connect(worker.address, strict=True, silence_s=QUIET_S) as session:
         y = session.checkpoint(nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True), returns="gradients")
@@ -253,6 +265,7 @@ def test_strict_raises_in_backward_where_the_worker_is_gone() -> None:
             y.sum().backward()
 
 
+@pytest.mark.slow
 def test_a_dead_trainers_memory_is_free_within_its_lease() -> None:
     import subprocess
     import sys

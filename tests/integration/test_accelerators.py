@@ -79,6 +79,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     yield found
 
 
+@pytest.mark.slow
 def test_forward_reads_no_digest_and_gradients_are_equal(
     session: Session, checkpoint: Checkpoint, reads: list[bool]
 ) -> None:
@@ -89,6 +90,7 @@ def test_forward_reads_no_digest_and_gradients_are_equal(
     assert sum(reads) == 0
 
 
+@pytest.mark.slow
 def test_a_lost_worker_costs_no_gradient_where_digests_are_unread(
     own_worker: WorkerProcess, reads: list[bool], returns: str
 ) -> None:

@@ -71,6 +71,7 @@ def train(
     return [*results, *(parameter.detach() for parameter in parameters)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("build", [chain, tied])
 def test_sums_are_those_of_the_trainer(keeping: Session, build: Any, optimizer: Any) -> None:
@@ -79,6 +80,7 @@ def test_sums_are_those_of_the_trainer(keeping: Session, build: Any, optimizer: 
     assert keeping.report().fallbacks == 0
 
 
+@pytest.mark.slow
 def test_less_comes_back(keeping: Session, worker: WorkerProcess) -> None:
     def received(session: Session) -> int:
         train(session.checkpoint, chain, micro_batches=4)
@@ -117,12 +119,12 @@ def test_commits_that_come_again_count_once(keeping: Session, monkeypatch: pytes
 def test_a_collection_cut_off_is_asked_for_again(keeping: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, cut_off = UncollectedGradients._asked, []
 
-    def cutting(self: UncollectedGradients, generation: Any, count: Any) -> Any:
-        answer = asked(self, generation, count)
+    def cutting(self: UncollectedGradients, worker_session: Any, count: Any) -> Any:
+        answer = asked(self, worker_session, count)
         if len(cut_off) % 2 == 0:
-            cut_off.append(generation)
+            cut_off.append(worker_session)
             raise backhaul.WorkerLostError("cut off", status="UNAVAILABLE")
-        cut_off.append(generation)
+        cut_off.append(worker_session)
         return answer
 
     monkeypatch.setattr(UncollectedGradients, "_asked", cutting)
@@ -192,9 +194,10 @@ def test_two_workers(worker: WorkerProcess, own_worker: WorkerProcess) -> None:
     with backhaul.connect(both, silence_s=QUIET_S, returns="gradients", accumulate="worker") as session:
         ours = train(session.checkpoint, chain, micro_batches=2)  # more micro-batches would change the order of the sum
         assert differing(ours, train(plainly, chain, micro_batches=2)) == []
-        assert all(side.uploader.uncollected._round > 1 for side in session._sides)
+        assert all(worker.uploader.uncollected._round > 1 for worker in session._workers)
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_with_gradients(own_worker: WorkerProcess) -> None:
     linear, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH)
     optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
@@ -221,17 +224,19 @@ def test_a_worker_that_dies_with_gradients(own_worker: WorkerProcess) -> None:
 def test_a_worker_that_forgot(worker: WorkerProcess) -> None:
     linear, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH)
     session = backhaul.connect(worker.address, silence_s=QUIET_S, accumulate="worker")
-    link = session._sides[0].link
+    connection = session._workers[0].connection
 
     def backward() -> None:
         session.checkpoint(linear, x).square().mean().backward()
 
     def forget() -> None:
-        generation = link.up
-        assert generation is not None
-        link.stubs(generation).sessions.CloseSession(session_pb2.CloseSessionRequest(session=generation.session))
-        link._wake.set()
-        wait_until(lambda: link.up not in (None, generation), "there is another session")
+        worker_session = connection.up
+        assert worker_session is not None
+        connection.stubs(worker_session).sessions.CloseSession(
+            session_pb2.CloseSessionRequest(session=worker_session.session)
+        )
+        connection._wake.set()
+        wait_until(lambda: connection.up not in (None, worker_session), "there is another session")
 
     backward()
     forget()

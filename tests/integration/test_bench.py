@@ -18,6 +18,7 @@ from backhaul_bench.stage import Stage
 T = TypeVar("T")
 
 
+@pytest.mark.slow
 def test_a_figure_that_can_not_be_had_is_said_by_the_whole_command(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     done = subprocess.run(
@@ -33,6 +34,7 @@ def test_a_figure_that_can_not_be_had_is_said_by_the_whole_command(tmp_path: Pat
     assert figures["vs_hivemind"]["verdict"] == "unavailable"
 
 
+@pytest.mark.slow
 def test_a_figure_is_measured_with_a_worker_and_a_yardstick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roundtrip, "PLAN", Plan(enough=1, most=1, warm=0))
     monkeypatch.setattr(roundtrip, "BACKWARDS", 1)
@@ -45,6 +47,7 @@ def test_a_figure_is_measured_with_a_worker_and_a_yardstick(monkeypatch: pytest.
     assert all(value > 0 for value in outcome.details.values())
 
 
+@pytest.mark.slow
 def test_clients_without_torch_are_answered_with_the_right_gradient(tmp_path: Path) -> None:
     def answered(stage: Stage) -> bool:
         right = tenants.prepare(tmp_path)
@@ -55,6 +58,7 @@ def test_clients_without_torch_are_answered_with_the_right_gradient(tmp_path: Pa
     assert on_stage(answered)
 
 
+@pytest.mark.slow
 def test_what_is_started_is_ended_and_was_pinned() -> None:
     cores = sorted(os.sched_getaffinity(0))
     with Stage.of(cores[0], cores[-1], os.getpid()) as stage:

@@ -69,6 +69,7 @@ def calls(telemetry: telemetry_pb2.GetTelemetryResponse) -> int:
     return sum(rpc.calls for rpc in telemetry.rpcs if rpc.method == "Backward")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "guessed_each_step"),
     [(straight, BLOCKS - 1), (used_twice, BLOCKS - 1), (residual, 0), (with_losses, 0), (with_hooks, 0)],
@@ -132,6 +133,6 @@ def test_programs_that_change_each_step_leave_nothing_behind(session: Session) -
             block.scale = 1 - step / 10
             x = session.checkpoint(block, x, returns="gradients")
         x.sum().backward()
-    counted = [session._dispatcher._sites.of(block, 0).guesses._misses for block in blocks]
+    counted = [session._dispatcher._sites.of(block, 0).speculation._misses for block in blocks]
     assert [len(misses) for misses in counted] == [0, *[1] * (BLOCKS - 1)]
     assert session.report().remote == 6 * BLOCKS

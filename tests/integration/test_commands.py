@@ -49,6 +49,7 @@ def guarded_dashboard(token_file: Path) -> Iterator[httpx.Client]:
         process.wait(10)
 
 
+@pytest.mark.slow
 def test_a_token_is_made_once_and_never_said(tmp_path: Path) -> None:
     path = tmp_path / "token"
     assert run("token", str(path)) == (0, f"{path} has a new token\n")
@@ -58,6 +59,7 @@ def test_a_token_is_made_once_and_never_said(tmp_path: Path) -> None:
     assert read_token(path) == token
 
 
+@pytest.mark.slow
 def test_a_place_where_no_token_can_be_is_named(tmp_path: Path) -> None:
     missing, short = tmp_path / "missing/token", tmp_path / "short"
     short.write_text("secret")
@@ -67,21 +69,25 @@ def test_a_place_where_no_token_can_be_is_named(tmp_path: Path) -> None:
     assert short.read_text() == "secret"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", [".", "/", "", ".."])
 def test_a_folder_is_no_place_for_a_token(folder: str) -> None:
     assert run("token", folder) == (2, f"backhaul token: can't write {folder or '.'}: Is a directory\n")
 
 
+@pytest.mark.slow
 def test_a_worker_that_serves_is_well(worker: WorkerProcess) -> None:
     assert run("health", worker.address) == (0, f"{worker.address}: serving\n")
 
 
+@pytest.mark.slow
 def test_a_worker_with_a_token_tells_probes_too(token_file: Path, tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/b.sock"
     with WorkerProcess("--token-file", str(token_file), listen=address):
         assert run("health", address) == (0, f"{address}: serving\n")
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_stopped_is_not_well(own_worker: WorkerProcess) -> None:
     os.kill(own_worker.pid, signal.SIGSTOP)
     try:
@@ -110,6 +116,7 @@ def test_a_bad_option_is_named(arguments: list[str], message: str) -> None:
     assert (code, message in said) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_dashboard_with_a_token_is_well_and_logs_people_in(guarded_dashboard: httpx.Client, token_file: Path) -> None:
     client, url = guarded_dashboard, str(guarded_dashboard.base_url).rstrip("/")
     assert run("health", url) == (0, f"{url}: serving\n")

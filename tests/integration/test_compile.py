@@ -12,6 +12,7 @@ from support.loopback import Loopback
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns itself while it compiles
 
 
+@pytest.mark.slow
 def test_a_graph_breaks_cleanly_around_a_segment(loopback: Loopback) -> None:
     layers, graphs = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), []
 
@@ -31,6 +32,7 @@ def test_a_graph_breaks_cleanly_around_a_segment(loopback: Loopback) -> None:
     assert loopback.report().remote == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("returns", ["gradients", "activations"])
 def test_compiled_code_inside_a_segment_keeps_its_activations(returns: str, loopback: Loopback) -> None:
     layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh())

@@ -80,6 +80,7 @@ def test_a_file_without_a_token_is_said_before_anybody_is_asked(guarded: WorkerP
         connect("a:1,b:2", token_file="a,b,c")
 
 
+@pytest.mark.slow
 def test_a_worker_that_wants_none_takes_any(
     worker: WorkerProcess, token_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +91,7 @@ def test_a_worker_that_wants_none_takes_any(
         compared(session, "auto")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_several_workers(is_shared: bool, guarded: WorkerProcess, token_file: str, tmp_path: Path) -> None:
     other = token_file if is_shared else new_token(tmp_path / "other")
@@ -102,6 +104,7 @@ def test_several_workers(is_shared: bool, guarded: WorkerProcess, token_file: st
                 connect(f"{guarded.address},{second.address}", token_file=f"{other},{token_file}")
 
 
+@pytest.mark.slow
 def test_a_worker_that_comes_back_with_another_token_fails_no_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -109,11 +112,11 @@ def test_a_worker_that_comes_back_with_another_token_fails_no_step(
     ours, theirs = new_token(tmp_path / "ours"), new_token(tmp_path / "theirs")
     with WorkerProcess("--token-file", ours, listen=address) as first:
         session = connect(address, token_file=ours)
-        link, linear, x = session._sides[0].link, nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
+        connection, linear, x = session._workers[0].connection, nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
         y = session.checkpoint(linear, x)
         first.kill()
     with session, WorkerProcess("--token-file", theirs, listen=address):
-        wait_until(lambda: "does not take the token" in link.why_down, "the link says why")
+        wait_until(lambda: "does not take the token" in connection.why_down, "the link says why")
         y.sum().backward()
         assert torch.equal(x.grad, torch.autograd.grad(linear(x).sum(), x)[0])
         compared(session, "auto")
@@ -124,7 +127,7 @@ def test_a_worker_that_comes_back_with_another_token_fails_no_step(
         assert len([r for r in caplog.records if "does not take the token" in r.getMessage()]) == 1
 
         Path(ours).write_text(Path(theirs).read_text())
-        wait_until(lambda: link.up is not None, "the file is read again")
+        wait_until(lambda: connection.up is not None, "the file is read again")
         compared(session, "auto")
         assert session.report().remote == 6
 
@@ -136,8 +139,14 @@ def test_a_token_is_nowhere_to_be_seen(
     with caplog.at_level(logging.DEBUG):
         with connect(guarded.address, token_file=token_file) as session:
             compared(session, "gradients")
-            link = session._sides[0].link
-            shown = [session, session.config, session.report(), link, link.stubs(link.up).segments.Backward]
+            connection = session._workers[0].connection
+            shown = [
+                session,
+                session.config,
+                session.report(),
+                connection,
+                connection.stubs(connection.up).segments.Backward,
+            ]
             seen = "".join(f"{thing!r}{thing}" for thing in shown)
             with pytest.raises(CredentialError) as caught:
                 connect(guarded.address, token_file=wrong)
@@ -148,6 +157,7 @@ def test_a_token_is_nowhere_to_be_seen(
     assert [secret for secret in (token, read_token(wrong)) if secret in seen] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["worker", "dashboard"])
 def test_beyond_this_machine_nobody_serves_without_one(name: str, token_file: str) -> None:
     def said(*options: str) -> str:

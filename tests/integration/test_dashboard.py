@@ -43,6 +43,7 @@ def train(session: Session, steps: int) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.slow
 def test_workers_may_be_named_in_several_options(worker: WorkerProcess) -> None:
     options = ("--worker", "127.0.0.1:1,127.0.0.1:2", "127.0.0.1:3", "--worker", "127.0.0.1:4")
     with Dashboard(worker.address, options=options) as dashboard:
@@ -59,6 +60,7 @@ def test_asked_for_no_more_than_the_head_it_answers_as_if_asked_for_all(dashboar
     assert dashboard.get(path).status_code == 200  # on the same connection
 
 
+@pytest.mark.slow
 def test_numbers_follow_a_training(dashboard: Dashboard, session: Session, worker: WorkerProcess) -> None:
     train(session, 5)
     name = session.telemetry._run.id
@@ -95,6 +97,7 @@ def test_numbers_follow_a_training(dashboard: Dashboard, session: Session, worke
     assert memory["resident_bytes"] > 1 << 20
 
 
+@pytest.mark.slow
 def test_held_memory_is_shown_over_time(dashboard: Dashboard, session: Session) -> None:
     held = session.checkpoint(torch.sin, torch.randn(1 << 18, requires_grad=True), returns="gradients")
     settle(session)
@@ -126,14 +129,16 @@ def test_metrics_are_what_prometheus_reads(dashboard: Dashboard, session: Sessio
     assert tiers == {"segments", "cached", "working", "results"}
 
 
+@pytest.mark.slow
 def test_drift_is_shown(dashboard: Dashboard, session: Session) -> None:
-    session._sides[0].link.drift = 2.5e-7  # as if this trainer had other hardware
+    session._workers[0].connection.drift = 2.5e-7  # as if this trainer had other hardware
     drifts = [2.5e-7]
     wait_until(lambda: [s["drift"] for s in dashboard.api("sessions")] == drifts, "the worker is told, and asked")
     families = {family.name: family for family in text_string_to_metric_families(dashboard.get("/metrics").text)}
     assert families["backhaul_worker_drift_ratio"].samples[0].value == 2.5e-7
 
 
+@pytest.mark.slow
 def test_the_page_is_whole_without_any_other_host(dashboard: Dashboard) -> None:
     for path in ("/", "/api"):
         page = dashboard.get(path)
@@ -154,6 +159,7 @@ def test_the_page_is_whole_without_any_other_host(dashboard: Dashboard) -> None:
     assert [dashboard.get(path).status_code for path in ("/docs", "/redoc")] == [404, 404]
 
 
+@pytest.mark.slow
 def test_a_worker_out_of_reach_is_shown_as_such_beside_the_others(worker: WorkerProcess) -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
@@ -167,6 +173,7 @@ def test_a_worker_out_of_reach_is_shown_as_such_beside_the_others(worker: Worker
             assert "} 0.0" in dashboard.get("/metrics").text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -24,6 +24,7 @@ def kept(store: Path, training: Training, steps: int) -> None:
         wait_until(lambda: [run["steps"] for run in shown.api("runs")] == [steps], "it is told")
 
 
+@pytest.mark.slow
 def test_a_run_is_there_after_a_restart(tmp_path: Path) -> None:
     training = Training(began_at_s=time.time() - 10)
     kept(tmp_path / "history.sqlite3", training, 12)
@@ -35,6 +36,7 @@ def test_a_run_is_there_after_a_restart(tmp_path: Path) -> None:
         assert shown.api("overview")["history"] == ""
 
 
+@pytest.mark.slow
 def test_what_came_last_is_kept_when_the_dashboard_is_told_to_end(tmp_path: Path) -> None:
     training = Training(began_at_s=time.time() - 10)
     with FakeWorker() as worker, dashboard(tmp_path / "history.sqlite3", worker.address) as shown:
@@ -44,6 +46,7 @@ def test_what_came_last_is_kept_when_the_dashboard_is_told_to_end(tmp_path: Path
         assert [run["steps"] for run in shown.api("runs")] == [3]
 
 
+@pytest.mark.slow
 def test_a_place_where_nothing_can_be_kept_is_said_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     store = tmp_path / "file/history.sqlite3"
@@ -53,6 +56,7 @@ def test_a_place_where_nothing_can_be_kept_is_said_at_the_start(tmp_path: Path) 
         assert shown.logged() == ""
 
 
+@pytest.mark.slow
 def test_a_corrupt_file_costs_the_history_and_nothing_else(tmp_path: Path) -> None:
     store = tmp_path / "history.sqlite3"
     store.write_bytes(os.urandom(1 << 16))
@@ -65,6 +69,7 @@ def test_a_corrupt_file_costs_the_history_and_nothing_else(tmp_path: Path) -> No
         assert shown.api("workers")[0]["state"] == "serving"
 
 
+@pytest.mark.slow
 def test_retention_is_a_setting(tmp_path: Path) -> None:
     store = tmp_path / "history.sqlite3"
     kept(store, Training(began_at_s=time.time() - 3 * 86_400), 5)
@@ -74,6 +79,7 @@ def test_retention_is_a_setting(tmp_path: Path) -> None:
         wait_until(lambda: shown.api("runs") == [], "it is forgotten")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store", [":memory:", None])
 def test_nothing_is_left_where_nothing_was_asked_for(
     store: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -22,6 +22,7 @@ def worker_of_the_test() -> Iterator[FakeWorker]:
         yield worker
 
 
+@pytest.mark.slow
 def test_live_says_what_the_other_routes_say(worker_of_the_test: FakeWorker) -> None:
     training = Training(segments=2, began_at_s=time.time() - 1)
     worker_of_the_test.tell(training.report([0]))
@@ -38,6 +39,7 @@ def test_live_says_what_the_other_routes_say(worker_of_the_test: FakeWorker) -> 
         assert first["overview"].keys() == dashboard.api("overview").keys()
 
 
+@pytest.mark.slow
 def test_events_are_named_and_say_when_to_come_back(worker_of_the_test: FakeWorker) -> None:
     with (
         Dashboard(worker_of_the_test.address) as dashboard,
@@ -52,6 +54,7 @@ def test_events_are_named_and_say_when_to_come_back(worker_of_the_test: FakeWork
     assert (event[0], event[2]) == ("event: live", "retry: 1000")
 
 
+@pytest.mark.slow
 def test_sigterm_ends_it_within_a_second_with_streams_open() -> None:
     with Fleet(20, 10_000) as fleet, ExitStack() as streams:
         dashboard = Dashboard(*fleet.addresses).ready()
@@ -72,6 +75,7 @@ def test_sigterm_ends_it_within_a_second_with_streams_open() -> None:
             assert list(lines)[-1] == ""  # they end as they should, after a whole event
 
 
+@pytest.mark.slow
 def test_a_listener_that_does_not_read_costs_nobody_anything() -> None:
     with (
         Fleet(50, 100) as fleet,
@@ -84,6 +88,7 @@ def test_a_listener_that_does_not_read_costs_nobody_anything() -> None:
         assert dashboard.get("/healthz").status_code == 200
 
 
+@pytest.mark.slow
 def test_only_so_many_follow_the_stream_at_once(worker_of_the_test: FakeWorker) -> None:
     with Dashboard(worker_of_the_test.address).ready() as dashboard, ExitStack() as streams:
         followers = [streams.enter_context(deaf(dashboard, "/api/v1/live")) for _ in range(MOST_LISTENERS)]

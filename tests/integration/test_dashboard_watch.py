@@ -22,6 +22,7 @@ def state_of(dashboard: Dashboard, worker: FakeWorker) -> str:
     return next(str(found["state"]) for found in dashboard.api("workers") if found["address"] == worker.address)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fate", ["hung", "closed"])
 def test_a_worker_that_falls_silent_is_unreachable_within_3_s(
     fate: str, workers: tuple[FakeWorker, FakeWorker]
@@ -45,6 +46,7 @@ def test_a_worker_that_falls_silent_is_unreachable_within_3_s(
             wait_until(lambda: dashboard.api("alerts") == [], "the alert ends")
 
 
+@pytest.mark.slow
 def test_a_restarted_worker_counts_from_0_again(workers: tuple[FakeWorker, FakeWorker]) -> None:
     one, _ = workers
     one.served("Backward", [0.01] * 1000)
@@ -72,6 +74,7 @@ def test_a_restarted_worker_counts_from_0_again(workers: tuple[FakeWorker, FakeW
         assert dashboard.api("latency")["rpcs"][0]["errors"] == 2
 
 
+@pytest.mark.slow
 def test_reports_are_taken_once_from_any_worker_in_any_order(workers: tuple[FakeWorker, FakeWorker]) -> None:
     one, other = workers
     training = Training(segments=3, workers=[one.address, other.address])
@@ -89,6 +92,7 @@ def test_reports_are_taken_once_from_any_worker_in_any_order(workers: tuple[Fake
         assert dashboard.api(f"runs/{training.run}/steps")["step"] == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_many_reports_come_in_pages(workers: tuple[FakeWorker, FakeWorker]) -> None:
     one, _ = workers
     training = Training(segments=1_000, workers=[one.address])
@@ -98,6 +102,7 @@ def test_many_reports_come_in_pages(workers: tuple[FakeWorker, FakeWorker]) -> N
         wait_until(lambda: dashboard.api("segments?limit=1")["rows"][0]["calls"] == 20, "all come")
 
 
+@pytest.mark.slow
 def test_a_worker_that_wants_a_token_gets_its_own(tmp_path: Path) -> None:
     tokens = ["a" * 32, "b" * 32]
     files = [tmp_path / name for name in ("one", "other")]
@@ -112,6 +117,7 @@ def test_a_worker_that_wants_a_token_gets_its_own(tmp_path: Path) -> None:
             assert [worker["state"] for worker in dashboard.api("workers")] == ["serving", "serving"]
 
 
+@pytest.mark.slow
 def test_nonsense_from_a_trainer_harms_nobody(workers: tuple[FakeWorker, FakeWorker]) -> None:
     one, _ = workers
     good = Training(segments=2)
@@ -122,6 +128,7 @@ def test_nonsense_from_a_trainer_harms_nobody(workers: tuple[FakeWorker, FakeWor
         wait_until(lambda: [run["run"] for run in dashboard.api("runs")] == [good.run], "only the good one is taken")
 
 
+@pytest.mark.slow
 def test_fifty_workers_and_ten_thousand_segments_are_shown() -> None:
     with Fleet(50, 10_000) as fleet, Dashboard(*fleet.addresses) as dashboard:
         wait_until(lambda: dashboard.api("segments?limit=1")["total"] == 10_000, "all are told")

@@ -22,6 +22,7 @@ def demo(*options: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_all_four_variants_are_bitwise_equal(tmp_path: Path) -> None:
     process = demo("--steps", "3", "--json", str(tmp_path / "results.json"))
     shown, said = process.communicate(timeout=120)
@@ -48,6 +49,7 @@ def test_all_four_variants_are_bitwise_equal(tmp_path: Path) -> None:
     assert peaks["backhaul activations"] <= peaks["torch checkpoint"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_worker_dies_or_hangs_in_the_middle(number: signal.Signals, tmp_path: Path) -> None:
     with WorkerProcess() as worker:
@@ -69,6 +71,7 @@ def test_the_worker_dies_or_hangs_in_the_middle(number: signal.Signals, tmp_path
         assert variant["segments_remote"] + variant["fallbacks"] == 10
 
 
+@pytest.mark.slow
 def test_it_shows_its_dashboard_and_serves_until_it_is_stopped() -> None:
     process = demo("--steps", "1", "--dashboard", "--serve")
     assert process.stdout is not None
@@ -91,6 +94,7 @@ def _parent(process: Path) -> int:
         return 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -99,6 +99,7 @@ def destructors() -> Iterator[str]:
                         yield f"{where}: {ast.unparse(node)}"
 
 
+@pytest.mark.slow
 def test_all_that_runs_when_an_object_dies_is_known() -> None:
     assert sorted(destructors()) == sorted(DEATHS)
 

@@ -69,6 +69,7 @@ def train(session: Session, calls: int = 4) -> None:
         session.checkpoint(block, x, returns="gradients").sum().backward()
 
 
+@pytest.mark.slow
 def test_a_worker_logs_json_under_load_with_the_trainers_session() -> None:
     with WorkerProcess("--memory", "1GiB") as worker:
         with (
@@ -85,6 +86,7 @@ def test_a_worker_logs_json_under_load_with_the_trainers_session() -> None:
     }
 
 
+@pytest.mark.slow
 def test_an_error_is_one_line_that_says_of_which_segment() -> None:
     with WorkerProcess("--memory", "1GiB", program=("-c", FAILING)) as worker:
         with backhaul.connect(worker.address, silence_s=QUIET_S) as session:
@@ -95,6 +97,7 @@ def test_an_error_is_one_line_that_says_of_which_segment() -> None:
     assert str(line["exception"]).endswith("ZeroDivisionError: a bug\nof two lines")
 
 
+@pytest.mark.slow
 def test_what_a_worker_refuses_is_there_for_those_who_ask() -> None:
     with WorkerProcess("--memory", "1GiB", environment={"BACKHAUL_LOG_LEVEL": "debug"}) as worker:
         with (
@@ -102,17 +105,18 @@ def test_what_a_worker_refuses_is_there_for_those_who_ask() -> None:
             grpc.insecure_channel(worker.address) as wire,
         ):
             settle(session)
-            generation = session._sides[0].link.up
-            assert generation is not None
-            key = segment_pb2.OperationKey(session=generation.session, segment=999)
+            worker_session = session._workers[0].connection.up
+            assert worker_session is not None
+            key = segment_pb2.OperationKey(session=worker_session.session, segment=999)
             with pytest.raises(grpc.RpcError):
                 list(Services(wire).segments.Recompute(segment_pb2.RecomputeRequest(key=key)))
         logged = worker.end()
     (line,) = named(lines(logged), "refused: SegmentUnknownError")
     assert (line["level"], line["session"]) == ("DEBUG", session.run)
-    assert generation.session not in logged  # it opens the session
+    assert worker_session.session not in logged  # it opens the session
 
 
+@pytest.mark.slow
 def test_no_token_is_logged_however_much_else_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     for file in (right, wrong):
@@ -131,6 +135,7 @@ def test_no_token_is_logged_however_much_else_is(tmp_path: Path, caplog: pytest.
     assert "-token-of-" not in logged + caplog.text
 
 
+@pytest.mark.slow
 def test_a_trainer_that_is_gone_is_named() -> None:
     code = "import backhaul, os, sys; print(backhaul.connect(sys.argv[1]).run, flush=True); os.kill(os.getpid(), 9)"
     with WorkerProcess("--memory", "1GiB", "--lease", "0.2") as worker:
@@ -142,6 +147,7 @@ def test_a_trainer_that_is_gone_is_named() -> None:
     assert (line["level"], line["session"]) == ("WARNING", trainer.stdout.strip())
 
 
+@pytest.mark.slow
 def test_a_dashboard_logs_json_also_what_its_server_says() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", FAILING_PAGE, "dashboard", "--worker", "127.0.0.1:1", "--listen", "127.0.0.1:0"],
@@ -160,6 +166,7 @@ def test_a_dashboard_logs_json_also_what_its_server_says() -> None:
     assert str(line["exception"]).endswith("ZeroDivisionError: a bug")
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_text() -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
@@ -201,6 +208,7 @@ def test_the_trainers_log_says_which_session_segment_and_step(
     assert record.__dict__["step"] == 1
 
 
+@pytest.mark.slow
 def test_an_embedded_worker_is_heard_as_loud_as_it_speaks(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "backhaul")
     with backhaul.connect(silence_s=QUIET_S) as session:
@@ -210,6 +218,7 @@ def test_an_embedded_worker_is_heard_as_loud_as_it_speaks(caplog: pytest.LogCapt
     assert record.__dict__["session"] == session.run
 
 
+@pytest.mark.slow
 def test_an_embedded_worker_has_its_settings_from_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BACKHAUL_WORKER_MEMORY", "lots")
     monkeypatch.setenv("BACKHAUL_LOG_FORMAT", "xml")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -24,6 +25,7 @@ def measured(worker: WorkerProcess, *layers: int) -> dict[str, dict[str, int]]:
     return json.loads(found.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_peaks_against_torchs_checkpoint(worker: WorkerProcess) -> None:
     found = measured(worker, 4)["4"]
     for count in ("live", "resident"):
@@ -34,6 +36,7 @@ def test_peaks_against_torchs_checkpoint(worker: WorkerProcess) -> None:
         assert abs(found[f"{variant}_resident"] / found[f"{variant}_live"] - 1) < 0.1
 
 
+@pytest.mark.slow
 def test_the_peak_does_not_grow_with_depth(session: Session, returns: str) -> None:
     layer, x = nn.Linear(16, 16), torch.randn(1024, 16, requires_grad=True)
 

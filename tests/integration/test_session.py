@@ -36,6 +36,7 @@ def compared(session: Session, returns: str = "auto") -> None:
     assert differing(steps(partial(session.checkpoint, returns=returns)), steps(plainly)) == []
 
 
+@pytest.mark.slow
 def test_an_embedded_worker_needs_no_address() -> None:
     with connect(memory_bytes=1 << 30) as session:
         assert session.workers.startswith("unix:")
@@ -101,6 +102,7 @@ ANOTHER_TORCH = (
 )
 
 
+@pytest.mark.slow
 def test_connect_warns_where_no_segment_can_go_to_a_worker(worker: WorkerProcess) -> None:
     threads = threading.active_count()
     with WorkerProcess("--memory", "1GiB", program=("-c", ANOTHER_TORCH)) as another:
@@ -123,6 +125,7 @@ def test_connect_warns_where_no_segment_can_go_to_a_worker(worker: WorkerProcess
     wait_until(lambda: threading.active_count() <= threads, "threads end")
 
 
+@pytest.mark.slow
 def test_a_closed_session_still_trains() -> None:
     session = connect()
     linear = nn.Linear(3, 3)
@@ -170,6 +173,7 @@ def test_a_trainer_of_another_version_is_refused_by_name(worker: WorkerProcess) 
     assert "protocol 7 (backhaul 0.0.7)" in caught.value.details()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("returns", ["gradients", "activations"])
 def test_a_budget_too_small_for_one_segment(returns: str, caplog: pytest.LogCaptureFixture) -> None:
     with WorkerProcess("--memory", "20k") as worker, connect(worker.address) as session:
@@ -181,6 +185,7 @@ def test_a_budget_too_small_for_one_segment(returns: str, caplog: pytest.LogCapt
             session.checkpoint(nn.Linear(100, 100), torch.randn(100, 100), strict=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("returns", ["gradients", "activations"])
 def test_a_budget_for_some_segments_serves_those(returns: str) -> None:
     with WorkerProcess("--memory", "4M") as worker, connect(worker.address) as session:
@@ -217,18 +222,20 @@ def test_two_workers_get_a_contiguous_run_each(worker: WorkerProcess, own_worker
     assert worker.telemetry().recomputed_segments - before == 4 + 3
 
 
+@pytest.mark.slow
 def test_of_two_workers_one_that_dies_leaves_the_other(worker: WorkerProcess) -> None:
     with WorkerProcess() as doomed, connect(f"{doomed.address},{worker.address}") as session:
         compared(session)
         doomed.kill()
         compared(session)
-        wait_until(lambda: session._sides[0].link.up is None, "the death is noticed")
+        wait_until(lambda: session._workers[0].connection.up is None, "the death is noticed")
         before = session.report()
         compared(session)
         assert session.report().fallbacks == before.fallbacks
         assert session.report().remote == before.remote + 6
 
 
+@pytest.mark.slow
 def test_another_thread_count_is_state_not_a_difference(session: Session) -> None:
     torch.set_num_threads(2)
     compared(session)
@@ -246,6 +253,7 @@ def test_backward_in_another_thread(returns: str, session: Session) -> None:
     assert session.report().fallbacks == 0
 
 
+@pytest.mark.slow
 def test_several_threads_train_at_once(session: Session) -> None:
     def train_alone(seed: int) -> list[int]:
         generator = torch.Generator().manual_seed(seed)
@@ -288,6 +296,7 @@ def test_equal_weights_and_masks_travel_once(session: Session) -> None:
     assert once < session.report().up_bytes < 1.2 * once
 
 
+@pytest.mark.slow
 def test_the_gradient_a_worker_sent_does_not_travel_back(session: Session) -> None:
     h = torch.randn(256, 1024, requires_grad=True)
     sent = []
@@ -307,6 +316,7 @@ def _train_in_child(session: Session, results: "multiprocessing.queues.SimpleQue
     results.put((torch.equal(found, torch.autograd.grad(linear(x).sum(), x)[0]), session.report().fallbacks))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_the_child_of_a_fork_trains_without_the_session(session: Session) -> None:
     context = multiprocessing.get_context("fork")
@@ -320,6 +330,7 @@ def test_the_child_of_a_fork_trains_without_the_session(session: Session) -> Non
     assert session.report().fallbacks == 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_backward_leaves_nothing_behind(tmp_path: Path) -> None:
     code = (
         "import backhaul, os, signal, torch\n"
@@ -345,6 +356,7 @@ def test_ctrl_c_in_backward_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_session_nobody_closed_is_closed_at_exit(tmp_path: Path) -> None:
     code = "import backhaul; print(backhaul.connect()._embedded.pid)"
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
@@ -374,6 +386,7 @@ def test_decisions_are_reported(session: Session) -> None:
     assert segment.wait_s > 0
 
 
+@pytest.mark.slow
 def test_signals_of_the_terminal_do_not_reach_the_worker() -> None:
     before = signal.getsignal(signal.SIGINT)
     with connect() as session:

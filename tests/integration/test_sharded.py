@@ -111,6 +111,7 @@ def trained(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("returns", RETURNS)
 @pytest.mark.parametrize("build", WAYS)
 def test_sharded_blocks_are_recomputed_by_a_worker(
@@ -188,9 +189,9 @@ def test_a_weight_that_the_worker_gave_up_is_not_read_here(
     model, x = called(session, session.checkpoint), torch.randn(4, WIDTH)
     model(x).sum().backward()
     settle(session)
-    (side,) = session._sides
-    knows = side.uploader.knows
-    monkeypatch.setattr(side.uploader, "knows", lambda *given: knows(*given) and threading.current_thread() is MAIN)
+    (worker,) = session._workers
+    knows = worker.uploader.knows
+    monkeypatch.setattr(worker.uploader, "knows", lambda *given: knows(*given) and threading.current_thread() is MAIN)
     model(x).sum().backward()
     assert session.report().fallbacks == BLOCKS
     (reason,) = session.report().segments[0].reasons
@@ -222,6 +223,7 @@ def test_forward_is_the_modules_own_again(alone: None, session: Session) -> None
     assert block.forward is own
 
 
+@pytest.mark.slow
 def test_two_processes(worker: WorkerProcess, tmp_path: Path) -> None:
     program = Path(__file__).parents[1] / "support/sharded_trainer.py"
     subprocess.run([sys.executable, program, worker.address, tmp_path], check=True, timeout=100)

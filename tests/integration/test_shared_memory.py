@@ -69,7 +69,7 @@ def share(session: Session) -> None:
     """Returns when the session and its worker share memory both ways: who finds no room sends chunks and asks."""
 
     def both_ways() -> bool:
-        memory = session._sides[0].link._memory
+        memory = session._workers[0].connection._memory
         assert memory is not None
         session.checkpoint(torch.sin, torch.randn(LEAST_BYTES // 2, requires_grad=True)).sum().backward()
         memory._poll()
@@ -78,6 +78,7 @@ def share(session: Session) -> None:
     wait_until(both_ways, "memory is shared")
 
 
+@pytest.mark.slow
 def test_gradients_through_shared_memory(session: Session, worker: WorkerProcess, returns: str) -> None:
     share(session)
     before = session.report()
@@ -93,6 +94,7 @@ def test_gradients_through_shared_memory(session: Session, worker: WorkerProcess
     assert mapped(worker.pid) > 0
 
 
+@pytest.mark.slow
 def test_a_session_that_ends_leaves_no_memory(worker: WorkerProcess) -> None:
     with backhaul.connect(worker.address, silence_s=QUIET_S) as session:
         share(session)
@@ -103,6 +105,7 @@ def test_a_session_that_ends_leaves_no_memory(worker: WorkerProcess) -> None:
     assert mapped() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["trainer", "worker"])
 def test_off_with_one_flag_each(side: str, sockets: Path) -> None:
     flags = ["--no-shared-memory", "--no-unix-socket"] if side == "worker" else []
@@ -111,36 +114,41 @@ def test_off_with_one_flag_each(side: str, sockets: Path) -> None:
         with backhaul.connect(worker.address, silence_s=QUIET_S, **options) as session:
             assert all(map(torch.equal, gradients(session.checkpoint), gradients(plainly)))
             assert session.report().fallbacks == 0
-            assert not session._sides[0].link._has_switched
+            assert not session._workers[0].connection._has_switched
         assert mapped() == mapped(worker.pid) == 0
-        assert any(path.is_socket() for path in sockets.rglob("*")) == (side == "trainer")
+        assert any(path.is_socket() for path in sockets.rglob("*")) == (worker == "trainer")
 
 
+@pytest.mark.slow
 def test_a_trainer_goes_on_over_the_workers_socket_and_back_where_that_is_gone(sockets: Path) -> None:
     with WorkerProcess() as worker, backhaul.connect(worker.address, silence_s=1.0) as session:
-        link = session._sides[0].link
-        assert link._has_switched
+        connection = session._workers[0].connection
+        assert connection._has_switched
         for path in sockets.rglob("*.sock"):
             path.unlink()
-        generation = link.up
-        assert generation is not None
-        link._use(link._channel_to(f"unix:{sockets}/gone.sock"), has_switched=True)
-        wait_until(lambda: not link._has_switched and link.up is generation, "the session is kept over TCP")
+        worker_session = connection.up
+        assert worker_session is not None
+        connection._use(connection._channel_to(f"unix:{sockets}/gone.sock"), has_switched=True)
+        wait_until(
+            lambda: not connection._has_switched and connection.up is worker_session, "the session is kept over TCP"
+        )
 
 
+@pytest.mark.slow
 def test_a_token_is_not_shown_to_a_socket_that_others_could_have_made(sockets: Path) -> None:
     with WorkerProcess() as worker:
         (directory,) = sockets.iterdir()
         directory.chmod(0o755)
         with backhaul.connect(worker.address, silence_s=QUIET_S) as session:
-            assert not session._sides[0].link._has_switched
+            assert not session._workers[0].connection._has_switched
 
 
+@pytest.mark.slow
 def test_a_worker_that_can_have_no_sockets_offers_none(sockets: Path) -> None:
     (sockets / f"backhaul-{os.geteuid()}").touch()
     with WorkerProcess() as worker, backhaul.connect(worker.address, silence_s=QUIET_S) as session:
         assert "Trainers on this machine are offered no Unix socket or shared memory" in worker.logged()
-        assert session._sides[0].link._memory is None
+        assert session._workers[0].connection._memory is None
         assert all(map(torch.equal, gradients(session.checkpoint), gradients(plainly)))
         assert session.report().fallbacks == 0
 
@@ -148,10 +156,11 @@ def test_a_worker_that_can_have_no_sockets_offers_none(sockets: Path) -> None:
 def test_what_is_behind_a_proxy_stays_there(worker: WorkerProcess) -> None:
     with SlowProxy(worker.address, 0.0) as proxy, backhaul.connect(proxy.address, silence_s=QUIET_S) as session:
         settle(session)
-        assert not session._sides[0].link._has_switched
-        assert session._sides[0].link._memory is None
+        assert not session._workers[0].connection._has_switched
+        assert session._workers[0].connection._memory is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_is_refused(sockets: Path) -> None:
     with WorkerProcess(listen=f"unix:{sockets}/b.sock") as worker:
@@ -172,7 +181,7 @@ def test_another_user_is_refused(sockets: Path) -> None:
 
 @pytest.mark.parametrize("name", [b"0" * 32, b"\xff", b"0" * 200], ids=["unknown", "no text", "long"])
 def test_who_names_no_session_gets_nothing(name: bytes, session: Session) -> None:
-    memory = session._sides[0].link._memory
+    memory = session._workers[0].connection._memory
     assert memory is not None
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
         peer.connect(memory._path)
@@ -180,9 +189,10 @@ def test_who_names_no_session_gets_nothing(name: bytes, session: Session) -> Non
         assert peer.recv(64) == b""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("said", [b"?", b"\x09" + bytes(8), b"\x01" + b"\xff" * 8, b"\x02" + b"\xff" * 8])
 def test_what_no_trainer_says_ends_no_more_than_its_own_sharing(said: bytes, session: Session) -> None:
-    memory = session._sides[0].link._memory
+    memory = session._workers[0].connection._memory
     assert memory is not None
     assert memory._peer is not None
     memory._peer.send(said)
@@ -190,6 +200,7 @@ def test_what_no_trainer_says_ends_no_more_than_its_own_sharing(said: bytes, ses
     assert session.report().fallbacks == 0
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_leaves_nothing(sockets: Path) -> None:
     with backhaul.connect(silence_s=QUIET_S, memory_bytes=2 << 30) as session:
         assert session._embedded is not None
@@ -210,6 +221,7 @@ def test_a_worker_that_is_killed_leaves_nothing(sockets: Path) -> None:
     assert list(sockets.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_sockets_are_their_users_alone_and_go_with_the_next_worker_where_one_is_killed(sockets: Path) -> None:
     with WorkerProcess() as first:
         (directory,) = sockets.iterdir()
@@ -221,6 +233,7 @@ def test_sockets_are_their_users_alone_and_go_with_the_next_worker_where_one_is_
             assert not any(path.exists() for path in left)
 
 
+@pytest.mark.slow
 def test_a_trainer_that_is_killed_leaves_nothing(sockets: Path) -> None:
     code = (
         "import backhaul, os, signal, sys, torch\n"
@@ -238,6 +251,7 @@ def test_a_trainer_that_is_killed_leaves_nothing(sockets: Path) -> None:
         assert opened(worker.pid) == []
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_the_child_of_a_fork_has_none_of_it(session: Session) -> None:
     share(session)

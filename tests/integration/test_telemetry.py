@@ -1,5 +1,6 @@
 """Steps and segments of a training as a worker's telemetry has them."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -33,6 +34,7 @@ def reports_of(session: Session, worker: WorkerProcess) -> list[telemetry_pb2.Tr
     return [found.report for found in worker.telemetry().reports if found.report.run.id == session.run]
 
 
+@pytest.mark.slow
 def test_a_training_is_told_to_its_worker(session: Session, worker: WorkerProcess, returns: str) -> None:
     train(session, 3, returns=returns)
     wait_until(lambda: sum(len(report.calls) for report in reports_of(session, worker)) >= 9, "all is told")
@@ -64,6 +66,7 @@ def test_a_training_is_told_to_its_worker(session: Session, worker: WorkerProces
             assert span.started_at_s >= forward.started_at_s - 0.005  # the worker's clock is known to half a round trip
 
 
+@pytest.mark.slow
 def test_why_activations_come_back_is_told(session: Session, worker: WorkerProcess) -> None:
     x = torch.randn(8, requires_grad=True)
     session.checkpoint(lambda x: (x.exp().sin(), x.view(2, 4)), x)[0].sum().backward()
@@ -79,6 +82,7 @@ def test_why_activations_come_back_is_told(session: Session, worker: WorkerProce
     assert [step.loss for step in steps] == [3.5]
 
 
+@pytest.mark.slow
 def test_why_activations_are_kept_is_told(session: Session, worker: WorkerProcess) -> None:
     x = torch.randn(8, requires_grad=True)
     session.checkpoint(lambda x: TimesOne.apply(x.exp()).sin(), x).sum().backward()

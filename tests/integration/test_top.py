@@ -67,6 +67,7 @@ def train(worker: FakeWorker, **changed: object) -> Training:
     return training
 
 
+@pytest.mark.slow
 def test_workers_and_trainers_are_shown_once(fake: FakeWorker) -> None:
     train(fake, fallbacks=2, on_trainer=2)
     found = top(fake.address, "--once")
@@ -82,6 +83,7 @@ def test_workers_and_trainers_are_shown_once(fake: FakeWorker) -> None:
     assert "FallbackRateHigh: " in found.stdout
 
 
+@pytest.mark.slow
 def test_an_output_that_is_no_terminal_gets_one_table(fake: FakeWorker) -> None:
     found = top(fake.address)
     assert found.returncode == 0
@@ -89,6 +91,7 @@ def test_an_output_that_is_no_terminal_gets_one_table(fake: FakeWorker) -> None:
     assert "\x1b" not in found.stdout
 
 
+@pytest.mark.slow
 def test_it_fits_eighty_columns(fake: FakeWorker) -> None:
     train(fake)
     found = top(fake.address, COLUMNS="80")
@@ -97,6 +100,7 @@ def test_it_fits_eighty_columns(fake: FakeWorker) -> None:
     assert "…" not in found.stdout
 
 
+@pytest.mark.slow
 def test_a_worker_out_of_reach_is_shown_beside_the_others(fake: FakeWorker, nobody: str) -> None:
     found = top(nobody, fake.address)
     assert found.returncode == 0
@@ -105,12 +109,14 @@ def test_a_worker_out_of_reach_is_shown_beside_the_others(fake: FakeWorker, nobo
     assert row(found.stdout, fake.address)[1] == "serving"
 
 
+@pytest.mark.slow
 def test_nobody_at_all_is_a_failure(nobody: str) -> None:
     found = top(nobody, "--once")
     assert found.returncode == 1
     assert row(found.stdout, nobody) == [nobody, "unreachable"]
 
 
+@pytest.mark.slow
 def test_a_worker_that_wants_a_token_is_shown_it(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(TOKEN)
@@ -122,6 +128,7 @@ def test_a_worker_that_wants_a_token_is_shown_it(tmp_path: Path) -> None:
     assert TOKEN not in shown.stdout + shown.stderr
 
 
+@pytest.mark.slow
 def test_what_others_say_is_no_markup_and_no_control_sequence(fake: FakeWorker) -> None:
     with fake.lock:
         fake.telemetry.last_error = "[bold]no\x1b[2J\nroom[/bold] :rocket:"
@@ -130,6 +137,7 @@ def test_what_others_say_is_no_markup_and_no_control_sequence(fake: FakeWorker) 
     assert f"{fake.address}: [bold]no [2J room[/bold] :rocket:" in found.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -145,6 +153,7 @@ def test_a_bad_option_is_named(arguments: list[str], message: str) -> None:
     assert message in found.stderr
 
 
+@pytest.mark.slow
 def test_it_needs_neither_torch_nor_fastapi(nobody: str) -> None:
     code = (
         "from contextlib import redirect_stdout\nimport io\nfrom backhaul._cli.main import main\n"
@@ -185,6 +194,7 @@ class Terminal:
         os.close(self.ours)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_terminal_is_refreshed_and_left_as_it_was(fake: FakeWorker, number: signal.Signals) -> None:
     files = open_files()
@@ -203,6 +213,7 @@ def test_a_terminal_is_refreshed_and_left_as_it_was(fake: FakeWorker, number: si
     assert open_files() == files
 
 
+@pytest.mark.slow
 def test_telemetry_of_a_stranger_does_no_harm(fake: FakeWorker) -> None:
     with fake.lock:
         fake.telemetry.memory.budget_bytes = 0

@@ -35,6 +35,7 @@ print(json.dumps([
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("telemetry", ["true", "false"])
 def test_steps_are_spans_inside_the_programs_own(telemetry: str) -> None:
     found = subprocess.run(

@@ -32,6 +32,7 @@ def test_its_first_line_says_what_it_is_and_ends_with_its_address(worker: Worker
     assert worker.line == f"{wanted}{int(worker.address.rpartition(':')[2])}"
 
 
+@pytest.mark.slow
 def test_a_budget_that_the_machine_does_not_have_is_said(worker: WorkerProcess) -> None:
     with WorkerProcess("--memory", "64TiB") as generous:
         assert "budget 64 TiB" in generous.line
@@ -39,6 +40,7 @@ def test_a_budget_that_the_machine_does_not_have_is_said(worker: WorkerProcess) 
     assert "is more than the" not in worker.logged()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -66,6 +68,7 @@ def test_a_port_belongs_to_one_worker(worker: WorkerProcess) -> None:
     assert f'can\'t listen on "{worker.address}": Address already in use' in process.stderr
 
 
+@pytest.mark.slow
 def test_a_socket_belongs_to_one_worker_and_goes_with_it(tmp_path: Path) -> None:
     path = tmp_path / "b.sock"
     with WorkerProcess(listen=f"unix:{path}"):
@@ -77,6 +80,7 @@ def test_a_socket_belongs_to_one_worker_and_goes_with_it(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "important.txt"
     path.write_text("hello")
@@ -85,6 +89,7 @@ def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
     assert "it is a file, not a socket" in process.stderr
 
 
+@pytest.mark.slow
 def test_a_socket_left_behind_is_taken_over(tmp_path: Path) -> None:
     path = tmp_path / "b.sock"
     with WorkerProcess(listen=f"unix:{path}") as first:
@@ -104,6 +109,7 @@ def test_health_and_reflection(worker: WorkerProcess) -> None:
         assert "backhaul_proto.v1.SessionService" in services
 
 
+@pytest.mark.slow
 def test_sigterm_finishes_what_is_in_flight_and_ends_idle_streams() -> None:
     with WorkerProcess() as worker, grpc.insecure_channel(worker.address) as channel:
         statuses = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
@@ -122,6 +128,7 @@ def test_sigterm_finishes_what_is_in_flight_and_ends_idle_streams() -> None:
             next(statuses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_ends_also_while_it_starts(number: signal.Signals) -> None:
     command = [sys.executable, "-m", "backhaul", "worker", "--listen", "127.0.0.1:0"]
@@ -139,6 +146,7 @@ def serving_again(worker: WorkerProcess, before: int) -> None:
     assert not worker.telemetry().draining
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_started_again_at_the_same_address() -> None:
     with WorkerProcess() as worker:
         epoch, first = worker.telemetry().epoch, worker.pid
@@ -158,6 +166,7 @@ def test_a_worker_that_dies_is_started_again_at_the_same_address() -> None:
     assert "Traceback" not in logged
 
 
+@pytest.mark.slow
 def test_the_worker_ends_with_a_supervisor_that_is_killed() -> None:
     with WorkerProcess() as worker:
         mapped = Path(f"/proc/{worker.process.pid}/maps").read_text()
@@ -168,6 +177,7 @@ def test_the_worker_ends_with_a_supervisor_that_is_killed() -> None:
         wait_until(lambda: not is_running(worker.pid), "the worker is gone")
 
 
+@pytest.mark.slow
 def test_memory_that_a_step_freed_is_kept_until_the_last_trainer_has_gone(own_worker: WorkerProcess) -> None:
     def resident() -> int:
         return own_worker.telemetry().memory.resident_bytes
@@ -185,6 +195,7 @@ def test_memory_that_a_step_freed_is_kept_until_the_last_trainer_has_gone(own_wo
     wait_until(lambda: resident() < before + saved_bytes // 2, "the worker gives its memory back")
 
 
+@pytest.mark.slow
 def test_an_embedded_worker_ends_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
     code = (
         "import backhaul, os, signal\n"
@@ -205,6 +216,7 @@ def test_an_embedded_worker_ends_with_a_trainer_that_is_killed(tmp_path: Path) -
     assert not Path(path).parent.exists()
 
 
+@pytest.mark.slow
 def test_it_listens_where_dns_names_point() -> None:
     with WorkerProcess(listen="dns:///localhost:0") as worker:
         assert not worker.telemetry().draining

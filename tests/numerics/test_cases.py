@@ -51,6 +51,7 @@ def check(case: Case, remote: Loopback | Session, returns: str) -> None:
         assert done == {expected_decision}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("returns", RETURNS)
 @pytest.mark.parametrize("name", CASES)
 def test_case(name: str, returns: str, loopback: Loopback) -> None:

@@ -38,6 +38,7 @@ def classes(model: nn.Module, family: Family) -> tuple[type[nn.Module], ...]:
     return tuple({type(module) for module in model.modules() if type(module).__name__ in family.segments})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("returns", ["gradients", "activations"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_model(name: str, returns: str, session: Session) -> None:
@@ -92,6 +93,7 @@ OWN_CHECKPOINTING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", OWN_CHECKPOINTING)
 def test_a_librarys_own_checkpointing_runs_remotely(name: str, session: Session) -> None:

@@ -20,6 +20,7 @@ KEPT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("returns", ["gradients", "activations"])
 @pytest.mark.parametrize("info", module_db, ids=lambda info: info.name)
 @pytest.mark.filterwarnings("ignore")

@@ -13,6 +13,7 @@ from support.loopback import Loopback
 SAMPLES = 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "info", [i for i in op_db if i.supports_autograd], ids=lambda i: f"{i.name}.{i.variant_test_name}"
 )

@@ -76,6 +76,7 @@ def one_step(case: Case, checkpoint: Checkpoint) -> list[Tensor | None]:
     return train(checkpoint, case.build, case.run, steps=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("returns", RETURNS)
 @pytest.mark.parametrize("name", REMOTE)
 def test_gradients_are_right_on_other_hardware(name: str, returns: str, other: WorkerProcess) -> None:
@@ -90,6 +91,7 @@ def test_gradients_are_right_on_other_hardware(name: str, returns: str, other: W
     assert report.remote > 0
 
 
+@pytest.mark.slow
 def test_drift_is_measured_and_shown(other: WorkerProcess) -> None:
     with backhaul.connect(other.address, silence_s=QUIET_S) as session:
         one_step(CASES["shared states and weights"], session.checkpoint)
@@ -114,6 +116,7 @@ def test_exact_numerics_stay_on_the_trainer(returns: str, other: WorkerProcess) 
     assert "here and" in reason
 
 
+@pytest.mark.slow
 def test_it_is_said_once(other: WorkerProcess, caplog: pytest.LogCaptureFixture) -> None:
     with backhaul.connect(other.address, silence_s=QUIET_S) as session:
         for _ in range(3):
@@ -125,10 +128,12 @@ def test_it_is_said_once(other: WorkerProcess, caplog: pytest.LogCaptureFixture)
 def test_another_torch_or_kind_of_device_is_more_than_rounding(
     key: str, session: Session, caplog: pytest.LogCaptureFixture
 ) -> None:
-    side = session._sides[0]
-    generation = side.link.up
-    assert generation is not None
-    side.link._generation = replace(generation, fingerprint={**generation.fingerprint, key: "another"})
+    worker = session._workers[0]
+    worker_session = worker.connection.up
+    assert worker_session is not None
+    worker.connection._worker_session = replace(
+        worker_session, fingerprint={**worker_session.fingerprint, key: "another"}
+    )
     assert differing(one_step(CASES["stack"], session.checkpoint), one_step(CASES["stack"], plainly)) == []
     assert session.report().remote == 0
     (reason,) = session.report().segments[0].reasons
@@ -228,12 +233,13 @@ def test_experts_stay_chosen_where_rounding_would_turn_them(
     assert report.drift > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choose", CHOICES)
 def test_without_pins_they_would_turn(choose: Any, perturbed: WorkerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """So the test above could fail. What comes of it is seen, and the trainer's own gradient is taken."""
     expected = route(choose, plainly)
     with backhaul.connect(perturbed.address, silence_s=QUIET_S) as session:
-        side, dispatcher = session._sides[0], session._dispatcher
+        worker, dispatcher = session._workers[0], session._dispatcher
         save = dispatcher.save
 
         def lie(segment: RecordedSegment, *given: Any) -> Any:
@@ -243,7 +249,7 @@ def test_without_pins_they_would_turn(choose: Any, perturbed: WorkerProcess, mon
         monkeypatch.setattr(dispatcher, "records_choices", lambda device: False)
         monkeypatch.setattr(dispatcher, "save", lie)
         assert differing(route(choose, session.checkpoint), expected) == []
-        assert side.link.drift == 0
+        assert worker.connection.drift == 0
         assert session.report().fallbacks == 1
 
 
@@ -312,13 +318,13 @@ def test_more_than_rounding_is_refused() -> None:
 
 def test_a_call_before_the_worker_changed_is_not_sent(session: Session) -> None:
     """A recording without pins can't go to a worker of other hardware, whenever that appeared."""
-    side = session._sides[0]
-    generation = side.link.up
-    assert generation is not None
+    worker = session._workers[0]
+    worker_session = worker.connection.up
+    assert worker_session is not None
     x = torch.randn(4, requires_grad=True)
 
     def fn(h: Tensor) -> Tensor:
-        side.differences[generation.number, "cpu"] = {"cpu": ("one", "another")}
+        worker.differences[worker_session.number, "cpu"] = {"cpu": ("one", "another")}
         return h.sin()
 
     session.checkpoint(fn, x).sum().backward()

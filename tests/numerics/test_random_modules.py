@@ -60,10 +60,12 @@ def check(session: Session | Loopback, examples: int, *, derandomize: bool) -> N
     assert report.fallbacks == sum(undecided)
 
 
+@pytest.mark.slow
 def test_modules_at_random(session: Session) -> None:
     check(session, 400, derandomize=True)
 
 
+@pytest.mark.slow
 def test_modules_at_random_with_their_draws_and_decisions_pinned() -> None:
     check(Loopback(pins=True), 100, derandomize=True)
 

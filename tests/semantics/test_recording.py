@@ -98,9 +98,9 @@ def test_strict_names_what_a_program_can_not_carry(returns: str, session: Sessio
 def test_equal_calls_are_one_program(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """What differs between calls is in the program; what doesn't travels once."""
     sent: set[bytes] = set()
-    side = session._sides[0]
-    save = side.uploader.save
-    monkeypatch.setattr(side.uploader, "save", lambda found: sent.add(found.program_address) or save(found))
+    worker = session._workers[0]
+    save = worker.uploader.save
+    monkeypatch.setattr(worker.uploader, "save", lambda found: sent.add(found.program_address) or save(found))
     layer, (_, h) = Residual(), inputs()
     for gain in (1.0, 1.0, 2.0, 1.0):
         layer.gain = gain

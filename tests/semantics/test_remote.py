@@ -254,6 +254,7 @@ def test_s41_not_before_the_output_is_dropped(checkpoint: Checkpoint, session: S
     wait_until(lambda: remaining(worker) == 0, "segments are released")
 
 
+@pytest.mark.slow
 def test_s41_within_the_lease_where_the_trainer_died() -> None:
     code = (
         "import os, signal, torch, backhaul\n"

@@ -31,7 +31,9 @@ def on_every_channel(on_its_way: OnItsWay) -> Iterator[None]:
     """Messages of sessions that connect meanwhile pass through a function, sealed as they are."""
     make = Connection._channel_to
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Connection, "_channel_to", lambda link, target: _Channel(make(link, target), on_its_way))
+        patch.setattr(
+            Connection, "_channel_to", lambda connection, target: _Channel(make(connection, target), on_its_way)
+        )
         yield
 
 

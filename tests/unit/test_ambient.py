@@ -7,6 +7,7 @@ from backhaul import ProgramError
 from backhaul_runtime.torch_internals import ambient_state
 
 
+@pytest.mark.slow
 def test_a_state_is_put_back() -> None:
     before = ambient_state.capture()
     with ambient_state.restored():

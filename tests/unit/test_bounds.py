@@ -57,6 +57,7 @@ def test_a_cancelled_segment_stays_cancelled() -> None:
             cancelled.check()
 
 
+@pytest.mark.slow
 def test_a_cancelled_run_keeps_no_memory() -> None:
     cancelled = Bounds(math.inf)
     nodes_run = 0
@@ -111,6 +112,7 @@ def test_backward_is_cancelled_between_its_ops_and_keeps_the_errors_name(program
     assert isinstance(caught.value, DrainingError)
 
 
+@pytest.mark.slow
 def test_an_op_that_takes_far_more_memory_than_its_run_fails_alone() -> None:
     memory = bounds.RunMemory(64 << 20)
     most = memory.begin(1 << 20)

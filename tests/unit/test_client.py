@@ -27,6 +27,7 @@ def test_silence_is_what_the_waiter_was_awake_for() -> None:
     assert caught.value.status == "SILENT"
 
 
+@pytest.mark.slow
 def test_signs_of_life_prolong_a_wait() -> None:
     watch, future = Liveness(0.3), Future()
 

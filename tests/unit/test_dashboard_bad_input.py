@@ -165,6 +165,7 @@ def _check_values(found: Any) -> None:
 SLOW = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 
 
+@pytest.mark.slow
 @SLOW
 @given(st.lists(messages(telemetry_pb2.TrainerReport), min_size=1, max_size=4))
 def test_any_reports_are_answered_for(reports: list[telemetry_pb2.TrainerReport]) -> None:
@@ -174,6 +175,7 @@ def test_any_reports_are_answered_for(reports: list[telemetry_pb2.TrainerReport]
     check(answers)
 
 
+@pytest.mark.slow
 @SLOW
 @given(st.lists(messages(telemetry_pb2.GetTelemetryResponse), min_size=1, max_size=4))
 def test_any_telemetry_is_answered_for(told: list[telemetry_pb2.GetTelemetryResponse]) -> None:
@@ -202,6 +204,7 @@ def test_absurd_steps_are_shown_as_numbers() -> None:
     assert found["timeline?steps=20"]["duration_ms"] < 1e10
 
 
+@pytest.mark.slow
 def test_a_trainer_that_tells_too_much_is_bounded() -> None:
     trainers, now_s = Trainers(), time.time()
     spans = Training().call(0, 0).spans

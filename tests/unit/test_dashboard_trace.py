@@ -5,6 +5,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -15,6 +16,7 @@ from backhaul_server.dashboard.views.trace import base_of, chrome_trace
 from support.reporting import Training
 
 
+@pytest.mark.slow
 def test_it_merges_with_a_trace_of_torchs_profiler(tmp_path: Path) -> None:
     began_s = time.time()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:

@@ -230,6 +230,7 @@ def test_retention_forgets_runs_and_the_old_steps_of_those_that_go_on(
         assert series(found, "over") is None
 
 
+@pytest.mark.slow
 def test_retention_is_applied_again_while_it_runs(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "FORGET_S", 0.05)
     with kept(path, retention_days=2 / DAY_S) as found:
@@ -383,6 +384,7 @@ def test_a_file_that_may_not_grow_can_still_be_read(path: str, monkeypatch: pyte
         assert found.error == ""
 
 
+@pytest.mark.slow
 def test_a_lock_is_waited_for_without_holding_up_anybody(path: str) -> None:
     with kept(path) as found:
         found.put(report_of(step_of(1)))
@@ -397,6 +399,7 @@ def test_a_lock_is_waited_for_without_holding_up_anybody(path: str) -> None:
         assert found.error == ""
 
 
+@pytest.mark.slow
 def test_stop_ends_within_a_second_also_while_the_file_is_held(path: str) -> None:
     with kept(path) as found:
         found.put(report_of(step_of(1)))
@@ -450,6 +453,7 @@ def test_nobody_waits_for_an_answer_of_a_history_that_does_not_run(path: str) ->
     assert series(found) is None
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_million_steps_stay_usable(path: str) -> None:

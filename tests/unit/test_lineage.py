@@ -248,6 +248,7 @@ def test_a_segment_whose_predecessor_ran_backward_before_is_still_rebuilt(loopba
     assert differing(ours, run(plainly, lambda: None)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["chain", "residual"])
 def test_a_long_chain_is_rebuilt_in_small_steps(loopback: Loopback, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     count = 36  # two roots of it are 12

@@ -177,6 +177,7 @@ def test_other_lines_are_no_log(line: str) -> None:
     assert logs.parse(line) is None
 
 
+@pytest.mark.slow
 def test_a_place_that_says_much_is_written_seldom(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

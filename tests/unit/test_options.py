@@ -134,6 +134,7 @@ def backhaul(*arguments: str, **environment: str) -> subprocess.CompletedProcess
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=surroundings, check=False)
 
 
+@pytest.mark.slow
 def test_a_command_names_the_variable_of_a_bad_value() -> None:
     found = backhaul("worker", BACKHAUL_WORKER_LEASE="0")
     assert found.returncode == 2
@@ -141,6 +142,7 @@ def test_a_command_names_the_variable_of_a_bad_value() -> None:
     assert backhaul("worker", "--help", BACKHAUL_WORKER_LEASE="0").returncode == 0
 
 
+@pytest.mark.slow
 def test_a_value_that_is_refused_later_is_named_too() -> None:
     found = backhaul("dashboard", BACKHAUL_DASHBOARD_WORKER="a:1", BACKHAUL_DASHBOARD_LISTEN="nowhere")
     assert found.returncode == 2

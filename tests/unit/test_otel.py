@@ -141,6 +141,7 @@ def test_calls_find_their_step_whichever_is_told_first(recorded: Recorded) -> No
     assert [span.parent for span in recorded.spans("backhaul.segment")] == [whole.context] * 2
 
 
+@pytest.mark.slow
 def test_calls_without_a_step_are_not_kept(recorded: Recorded) -> None:
     recorded.tell([step(4)], [call(3)])  # it has passed and was not told
     recorded.tell(calls=[call(9)] * (KEPT_CALLS + 5))

@@ -146,6 +146,7 @@ def test_a_function_that_another_library_put_there_may_not_be_redirected(monkeyp
     monkeypatch.undo()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch warns itself while it compiles
 @pytest.mark.parametrize("compiles_before", [False, True])
 def test_what_torch_compile_captures_it_recomputes_itself(compiles_before: bool, loopback: Loopback, x: Tensor) -> None:

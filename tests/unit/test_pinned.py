@@ -91,6 +91,7 @@ def test_values_follow_the_places_that_are_given() -> None:
     assert values.unique().tolist() == [0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize("shape", [(), (5,), (300, 700), (2_000_000,)])
 def test_drift_is_about_the_relative_error(shape: tuple[int, ...], dtype: torch.dtype) -> None:

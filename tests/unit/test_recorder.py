@@ -120,6 +120,7 @@ def test_what_an_op_writes_to_is_copied_before() -> None:
     assert not torch.equal(norm.running_mean, torch.zeros(4))
 
 
+@pytest.mark.slow
 def test_intermediate_tensors_are_not_kept() -> None:
     alive: list[int] = []
 
@@ -149,6 +150,7 @@ def test_what_the_recorder_does_not_see_takes_torchs_own_way() -> None:
     assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [torch.ops.aten.sin.default]
 
 
+@pytest.mark.slow
 def test_no_compiler_is_imported() -> None:
     record(nn.Linear(4, 4), torch.randn(2, 4))
     import subprocess

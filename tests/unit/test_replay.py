@@ -116,6 +116,7 @@ def test_memory_written_past_torch_never_becomes_a_gradient() -> None:
         y.sum().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("returns", RETURNS)
 @pytest.mark.parametrize("remote", [Loopback, Unreachable])
 def test_nothing_is_left_when_a_step_is_over(block: nn.Module, returns: str, remote: type[Loopback]) -> None:

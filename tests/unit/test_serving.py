@@ -51,6 +51,7 @@ def test_who_takes_nothing_for_long_is_cut_off() -> None:
     assert not slow.is_cut
 
 
+@pytest.mark.slow
 def test_the_connection_of_a_client_that_stops_reading_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "STUCK_S", 0.0)
 

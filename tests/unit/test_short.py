@@ -72,6 +72,7 @@ def test_one_that_broke_gives_nothing_and_the_next_opens_another(short: RequestS
     assert played.opened == 2
 
 
+@pytest.mark.slow
 def test_silence_is_an_error(short: RequestStream, played: Played) -> None:
     played.is_silent.set()
     with pytest.raises(WorkerLostError) as caught:

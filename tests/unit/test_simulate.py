@@ -112,6 +112,7 @@ def test_a_faster_worker_helps_and_a_slower_one_hurts() -> None:
     assert fast < usual < slow
 
 
+@pytest.mark.slow
 def test_predictions_are_printed_written_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     costs, written, drawn = (tmp_path / name for name in ("costs.json", "results.json", "results.svg"))
     costs.write_text(json.dumps({"costs": asdict(FREE)}))

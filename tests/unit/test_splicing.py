@@ -103,6 +103,7 @@ def same_as_protobuf(data: bytes) -> None:
 SMALL = encode(Batch([tensor_pb2.TensorDeclaration(size_bytes=3)], [Chunk(0, 200, b"abc")]), 2, b"\x0a\x01s")
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_any_bytes_are_read_as_protobuf_reads_them(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:

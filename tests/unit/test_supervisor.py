@@ -85,6 +85,7 @@ def test_a_worker_that_exits_with_zero_is_not_restarted(tmp_path: Path) -> None:
         assert (process.returncode, printed.count("\n"), logged) == (0, 1, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_supervisor_ends_with_the_exit_code_of_a_stopped_worker(number: signal.Signals, tmp_path: Path) -> None:
     worker = f"signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); {READY} {LIVE}"
@@ -95,6 +96,7 @@ def test_the_supervisor_ends_with_the_exit_code_of_a_stopped_worker(number: sign
         assert process.returncode == 0
 
 
+@pytest.mark.slow
 def test_the_supervisor_gives_up_on_a_worker_that_never_gets_ready_again(tmp_path: Path) -> None:
     with supervised(tmp_path, f"{LIVED} and sys.exit(5); {READY} os.kill(os.getpid(), signal.SIGABRT)") as process:
         _, logged = process.communicate(timeout=30)
@@ -104,6 +106,7 @@ def test_the_supervisor_gives_up_on_a_worker_that_never_gets_ready_again(tmp_pat
     assert "20 workers in a row died before they were ready: the supervisor gives up" in logged
 
 
+@pytest.mark.slow
 def test_the_supervisor_keeps_the_port_while_no_worker_runs(tmp_path: Path) -> None:
     with supervised(tmp_path, f"{READY} {LIVE}") as process:
         assert process.stdout is not None

@@ -125,6 +125,7 @@ def test_a_step_without_calls_is_none() -> None:
     assert told.steps == []
 
 
+@pytest.mark.slow
 def test_a_call_is_told_once_its_frame_is_gone_or_its_step_has_ended() -> None:
     told, frame, other = Told(), Frame(), Frame()
     gone, waits, done = told.call("gone"), told.call("waits"), told.call("done")
@@ -155,6 +156,7 @@ def test_lists_are_bounded_and_what_is_dropped_is_counted() -> None:
     assert told.reports[-1].dropped == 5 + MAX_STEPS + 3 + 3
 
 
+@pytest.mark.slow
 def test_what_can_not_be_sent_is_dropped_and_counted() -> None:
     arrived: list[telemetry_pb2.TrainerReport] = []
 
@@ -171,6 +173,7 @@ def test_what_can_not_be_sent_is_dropped_and_counted() -> None:
     assert [report.dropped for report in arrived] == [0, 1]
 
 
+@pytest.mark.slow
 def test_delivery_that_hangs_or_fails_holds_nobody_up() -> None:
     release, asked = threading.Event(), threading.Event()
 

@@ -96,6 +96,7 @@ def test_known_digests_are_those_of_each_layout(make: Callable[[], torch.Tensor]
             assert taken_of(stored, known, [stored]) == content_digest(stored, layout_of(stored))
 
 
+@pytest.mark.slow
 def test_a_digest_that_nobody_reads_holds_nothing_that_is_stored(cuda: FakeCuda) -> None:
     known, stored = KnownDigests(), [torch.zeros(KNOWN_BYTES), torch.zeros(KNOWN_BYTES)]
     freed = [weakref.ref(tensor) for tensor in stored]

@@ -90,12 +90,12 @@ class FakeLink:
         self.sources = [address or answer.stored[0] for address in self.sources]
         return answer
 
-    def stubs(self, generation: WorkerSession) -> "FakeLink":
-        if generation is not self.up:
+    def stubs(self, worker_session: WorkerSession) -> "FakeLink":
+        if worker_session is not self.up:
             raise WorkerLostError("down", status="DOWN")
         return self
 
-    def trouble(self, generation: WorkerSession, error: WorkerLostError) -> None:
+    def trouble(self, worker_session: WorkerSession, error: WorkerLostError) -> None:
         self.troubles.append(error.status)
 
 
@@ -108,16 +108,17 @@ def save_of(tensor: torch.Tensor, number: int = 1) -> SegmentUpload:
     )
 
 
+@pytest.mark.slow
 def test_forward_waits_while_too_much_is_on_its_way() -> None:
-    link = FakeLink()
-    uploader = Uploader(link, inflight_bytes=600, inflight_boundaries=4)
+    connection = FakeLink()
+    uploader = Uploader(connection, inflight_bytes=600, inflight_boundaries=4)
     first, second = save_of(torch.zeros(100)), save_of(torch.ones(100))
     uploader.save(first)
     thread = threading.Thread(target=uploader.save, args=(second,))
     thread.start()
     thread.join(0.3)
     assert thread.is_alive()
-    link.gate.set()
+    connection.gate.set()
     thread.join(10)
     assert not thread.is_alive()
     second.saved.result(10)
@@ -125,11 +126,11 @@ def test_forward_waits_while_too_much_is_on_its_way() -> None:
 
 
 def test_forward_does_not_wait_for_a_worker_that_is_gone() -> None:
-    link = FakeLink()
-    uploader = Uploader(link, inflight_bytes=1, inflight_boundaries=4)
+    connection = FakeLink()
+    uploader = Uploader(connection, inflight_bytes=1, inflight_boundaries=4)
     uploader.save(save_of(torch.zeros(100)))
-    link.up = None
-    link.gate.set()
+    connection.up = None
+    connection.gate.set()
     lost = save_of(torch.ones(100))
     uploader.save(lost)
     assert lost.saved.exception(10).status == "DOWN"
@@ -137,9 +138,9 @@ def test_forward_does_not_wait_for_a_worker_that_is_gone() -> None:
 
 
 def test_one_that_is_larger_than_the_bound_goes_alone() -> None:
-    link = FakeLink()
-    link.gate.set()
-    uploader = Uploader(link, inflight_bytes=1, inflight_boundaries=4)
+    connection = FakeLink()
+    connection.gate.set()
+    uploader = Uploader(connection, inflight_bytes=1, inflight_boundaries=4)
     save = save_of(torch.zeros(1000))
     uploader.save(save)
     assert save.saved.result(10) is None
@@ -147,38 +148,38 @@ def test_one_that_is_larger_than_the_bound_goes_alone() -> None:
 
 
 def test_what_the_worker_has_is_not_sent_again() -> None:
-    link = FakeLink()
-    link.gate.set()
-    uploader = Uploader(link, inflight_bytes=1 << 20, inflight_boundaries=4)
+    connection = FakeLink()
+    connection.gate.set()
+    uploader = Uploader(connection, inflight_bytes=1 << 20, inflight_boundaries=4)
     for number in (1, 2):
         save = save_of(torch.zeros(10), number)
         uploader.save(save)
         save.saved.result(10)
-    assert link.log == ["program", "save with tensors", "short save"]
+    assert connection.log == ["program", "save with tensors", "short save"]
     uploader.close()
 
 
 def test_what_the_worker_gave_up_is_sent_again() -> None:
-    link = FakeLink()
-    link.gate.set()
+    connection = FakeLink()
+    connection.gate.set()
     save = save_of(torch.zeros(10))
-    link.missing = [[save.sources[0].address]]
-    uploader = Uploader(link, inflight_bytes=1 << 20, inflight_boundaries=4)
+    connection.missing = [[save.sources[0].address]]
+    uploader = Uploader(connection, inflight_bytes=1 << 20, inflight_boundaries=4)
     uploader.save(save)
     save.saved.result(10)
-    assert link.log == ["program", "save with tensors", "save with tensors"]
+    assert connection.log == ["program", "save with tensors", "save with tensors"]
     uploader.close()
 
 
 def test_what_does_not_fit_one_message_goes_first() -> None:
-    link = FakeLink()
-    link.gate.set()
-    uploader = Uploader(link, inflight_bytes=1 << 30, inflight_boundaries=4)
+    connection = FakeLink()
+    connection.gate.set()
+    uploader = Uploader(connection, inflight_bytes=1 << 30, inflight_boundaries=4)
     save = save_of(torch.zeros(1 << 20))
     uploader.save(save)
     save.saved.result(10)
-    assert link.log == ["program", "tensors", "save"]
-    assert link.sources == [address_of(torch.zeros(1 << 20))]
+    assert connection.log == ["program", "tensors", "save"]
+    assert connection.sources == [address_of(torch.zeros(1 << 20))]
     uploader.close()
 
 
@@ -193,20 +194,20 @@ def test_what_does_not_fit_one_message_goes_first() -> None:
 def test_what_the_stream_does_not_save_a_call_does(
     answer: segment_pb2.SaveSegmentResponse | None, then: list[str]
 ) -> None:
-    link = FakeLink()
-    link.gate.set()
-    link.shortly = [answer]
-    uploader = Uploader(link, inflight_bytes=1 << 20, inflight_boundaries=4)
+    connection = FakeLink()
+    connection.gate.set()
+    connection.shortly = [answer]
+    uploader = Uploader(connection, inflight_bytes=1 << 20, inflight_boundaries=4)
     save = save_of(torch.zeros(10))
     uploader.save(save)
     save.saved.result(10)
-    assert link.log == ["program", "save with tensors", *then]
+    assert connection.log == ["program", "save with tensors", *then]
     uploader.close()
 
 
 def test_a_segment_released_before_it_was_sent_is_not_sent() -> None:
-    link = FakeLink()
-    uploader = Uploader(link, inflight_bytes=1 << 20, inflight_boundaries=4)
+    connection = FakeLink()
+    uploader = Uploader(connection, inflight_bytes=1 << 20, inflight_boundaries=4)
     first, second = save_of(torch.zeros(10)), save_of(torch.ones(10), 2)
     owners = [nn.Identity(), nn.Identity()]
     for number, (owner, save) in enumerate(zip(owners, (first, second), strict=True), 1):
@@ -215,52 +216,52 @@ def test_a_segment_released_before_it_was_sent_is_not_sent() -> None:
     assert uploader.segments() == [1, 2]
     del owner, owners[1]
     assert uploader.segments() == [1]
-    link.gate.set()
+    connection.gate.set()
     first.saved.result(10)
     assert "released before it was sent" in str(second.saved.exception(10))
-    wait_until(lambda: "release" in link.log, "the second is released")
-    assert link.log == ["program", "save with tensors", "release"]
+    wait_until(lambda: "release" in connection.log, "the second is released")
+    assert connection.log == ["program", "save with tensors", "release"]
     owners.clear()
-    wait_until(lambda: link.log.count("release") == 2, "the first is released")
+    wait_until(lambda: connection.log.count("release") == 2, "the first is released")
     uploader.close()
 
 
 def test_what_an_accelerator_has_yet_to_compute_is_sent_once_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, link, tensor = FakeCuda.installed(monkeypatch), FakeLink(), torch.zeros(100)
-    link.gate.set()
+    cuda, connection, tensor = FakeCuda.installed(monkeypatch), FakeLink(), torch.zeros(100)
+    connection.gate.set()
     cuda.trainer.begin()
     save = save_of(tensor)
     save.made = device_moments([tensor])
     save.sources = [replace(save.sources[0], address=b"")]  # of what is there when it is sent
-    uploader = Uploader(link, inflight_bytes=1 << 20, inflight_boundaries=4)
+    uploader = Uploader(connection, inflight_bytes=1 << 20, inflight_boundaries=4)
     uploader.save(save)
     wait_until(lambda: "side waits for trainer" in cuda.log, "the thread that sends waits")
     tensor.fill_(3)
     cuda.trainer.end()
     save.saved.result(10)
-    assert link.sources == [address_of(torch.full((100,), 3.0))]
+    assert connection.sources == [address_of(torch.full((100,), 3.0))]
     uploader.close()
 
 
 def test_nothing_waits_for_what_an_accelerator_is_given_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, link, tensor = FakeCuda.installed(monkeypatch), FakeLink(), torch.ones(100)
+    cuda, connection, tensor = FakeCuda.installed(monkeypatch), FakeLink(), torch.ones(100)
     cuda.others = cuda.trainer
-    link.gate.set()
+    connection.gate.set()
     save = save_of(tensor)
     save.made = device_moments([tensor])
     cuda.trainer.begin()
-    uploader = Uploader(link, inflight_bytes=1 << 20, inflight_boundaries=4)
+    uploader = Uploader(connection, inflight_bytes=1 << 20, inflight_boundaries=4)
     uploader.save(save)
     assert save.saved.result(5) is None
     uploader.close()
 
 
 def test_an_accelerator_that_fails_costs_the_segment_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, link, tensor = FakeCuda.installed(monkeypatch), FakeLink(), torch.zeros(100)
-    link.gate.set()
+    cuda, connection, tensor = FakeCuda.installed(monkeypatch), FakeLink(), torch.zeros(100)
+    connection.gate.set()
     lost, other = save_of(tensor), save_of(torch.ones(100))
     lost.made = last_moment(tensor.device)
-    uploader = Uploader(link, inflight_bytes=1 << 20, inflight_boundaries=4)
+    uploader = Uploader(connection, inflight_bytes=1 << 20, inflight_boundaries=4)
     with monkeypatch.context() as patch:
         patch.setattr(cuda, "Event", lambda **_: 1 / 0)
         uploader.save(lost)
@@ -271,11 +272,11 @@ def test_an_accelerator_that_fails_costs_the_segment_and_nothing_else(monkeypatc
 
 
 def test_a_prediction_that_could_not_be_sent_holds_nothing() -> None:
-    link = FakeLink()
-    uploader = Uploader(link, inflight_bytes=600, inflight_boundaries=4)
+    connection = FakeLink()
+    uploader = Uploader(connection, inflight_bytes=600, inflight_boundaries=4)
     predicted = save_of(torch.zeros(100))
     predicted.is_predicted = True
-    link.up = None
+    connection.up = None
     uploader.save(predicted)
     assert isinstance(predicted.saved.exception(5), WorkerLostError)
     uploader.close()

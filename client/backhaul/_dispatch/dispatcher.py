@@ -43,7 +43,7 @@ class Dispatcher:
     Args:
         config: The settings of the session.
         journal: The session's, with its id.
-        sides: Its workers, which may still come.
+        workers: Its workers, which may still come.
         copies: The copies of tensors that the session keeps.
         is_closed: Whether the session is, or this process is the child of a fork.
     """
@@ -52,14 +52,14 @@ class Dispatcher:
         self,
         config: Config,
         journal: Journal,
-        sides: Sequence[WorkerHandle],
+        workers: Sequence[WorkerHandle],
         copies: Copies,
         is_closed: Callable[[], bool],
     ) -> None:
         self._config = config
         self.journal = journal
         self.telemetry: Telemetry | None = None
-        self._sides = sides
+        self._workers = workers
         self.copies = copies
         self._is_closed = is_closed
         self._numbers = itertools.count(1)
@@ -71,20 +71,22 @@ class Dispatcher:
         """Whether a worker that is up computes other bits than this trainer does on a device, and may."""
         if self._config.numerics == "exact" or self._is_closed():
             return False
-        up = [(side, generation) for side in self._sides if (generation := side.link.up) is not None]
-        mismatches = [self._differences(side, generation, device.type) for side, generation in up]
+        up = [
+            (worker, worker_session) for worker in self._workers if (worker_session := worker.connection.up) is not None
+        ]
+        mismatches = [self._differences(worker, worker_session, device.type) for worker, worker_session in up]
         return any(different and not different.keys() & DECISIVE for different in mismatches)
 
     def why_useless(self) -> str:
         """Why no worker that is up can be given any segment of this trainer; empty if one can."""
         reasons: dict[str, str] = {}
         for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
-            for side in self._sides:
-                if (generation := side.link.up) is not None:
-                    mismatch = differences(fingerprint(torch.device(device)), generation.fingerprint)
+            for worker in self._workers:
+                if (worker_session := worker.connection.up) is not None:
+                    mismatch = differences(fingerprint(torch.device(device)), worker_session.fingerprint)
                     if not mismatch or (self._config.numerics != "exact" and not mismatch.keys() & DECISIVE):
                         return ""
-                    reasons.setdefault(side.link.name, _in_words(mismatch))
+                    reasons.setdefault(worker.connection.name, _in_words(mismatch))
         return "; ".join(f"of worker {name} {reason}" for name, reason in reasons.items())
 
     def begin(self, call: Call, fn: Callable[..., Any], arguments: list[Tensor]) -> PendingCall:
@@ -96,8 +98,8 @@ class Dispatcher:
             predicted = pending.site.predict(arguments, self.copies.hold)
         if predicted is not None:
             with suppress(Refusal):
-                pending.place = side, generation, number = self._next_place()
-                side.uploader.save(self._save_of(call, generation, number, *predicted, is_predicted=True))
+                pending.place = worker, worker_session, number = self._next_place()
+                worker.uploader.save(self._save_of(call, worker_session, number, *predicted, is_predicted=True))
         return pending
 
     def save(self, segment: RecordedSegment, pending: PendingCall, forward_s: float) -> tuple[SavedSegment, Program]:
@@ -106,19 +108,19 @@ class Dispatcher:
         if self._is_closed():  # first: in the child of a fork the lock may be held for ever
             raise Refusal("the session is closed")
         target = pending.place
-        was_sent = target is not None and target[0].link.up is target[1]
-        side, generation, number = target if target is not None and was_sent else self._next_place()
+        was_sent = target is not None and target[0].connection.up is target[1]
+        worker, worker_session, number = target if target is not None and was_sent else self._next_place()
         mismatch = self._differences(
-            side, generation, recording.sources[0].layout.device if recording.sources else "cpu"
+            worker, worker_session, recording.sources[0].layout.device if recording.sources else "cpu"
         )
         if mismatch and (not recording.has_recorded_choices or mismatch.keys() & DECISIVE):
-            other = f"the worker {side.link.name} computes other bits than this trainer: {_in_words(mismatch)}"
+            other = f"the worker {worker.connection.name} computes other bits than this trainer: {_in_words(mismatch)}"
             raise Refusal(recording.unrecorded_choices or other)
         need = segment.program.run_bytes([source.layout.gradient_bytes for source in recording.sources])
         total = need + sum(source.layout.span_bytes for source in recording.sources)
-        if total > generation.budget_bytes:
+        if total > worker_session.budget_bytes:
             raise Refusal(
-                f"it needs {total} bytes on the worker, whose budget is {generation.budget_bytes}: give it more "
+                f"it needs {total} bytes on the worker, whose budget is {worker_session.budget_bytes}: give it more "
                 "--memory, or make the segment smaller"
             )
         if len({source.value.device for source in recording.sources if source.layout.is_on_accelerator}) > 1:
@@ -127,24 +129,24 @@ class Dispatcher:
         site = pending.site
         known, superseded = site.learn(segment.program, recording, tensors, pending.arguments)
         sources = [
-            self._may_be_freed(side, generation, source, tensor)
+            self._may_be_freed(worker, worker_session, source, tensor)
             if may_be_freed(tensor) and not source.is_copy
             else SourceTensor(source.named, source.layout, source.value, source.is_copy, source.is_transient)
             for source, tensor in zip(recording.sources, tensors, strict=True)
         ]
-        save = self._save_of(call, generation, number, known, sources, recording.generator_states)
+        save = self._save_of(call, worker_session, number, known, sources, recording.generator_states)
         save.wants_sketches = bool(mismatch)
         save.superseded = superseded
         save.predecessors = [
-            Predecessor(site.guesses, source, weakref.ref(before.remote), output)
+            Predecessor(site.speculation, source, weakref.ref(before.remote), output)
             for source, before, output in segment.predecessors
             if isinstance(before.remote, SavedSegment)
-            and before.remote.generation is generation
-            and site.guesses.is_worth(source)
+            and before.remote.worker_session is worker_session
+            and site.speculation.is_worth(source)
         ]
         if was_sent:  # with the same copies
             save.queued_bytes = 0
-        call.log.worker = side.link.name
+        call.log.worker = worker.connection.name
         parameters = {
             i: tensor
             for i, (source, tensor) in enumerate(zip(sources, tensors, strict=True))
@@ -155,12 +157,12 @@ class Dispatcher:
             and isinstance(tensor, nn.Parameter)
         }
         saved = SavedSegment(
-            side.link,
-            side.uploader,
+            worker.connection,
+            worker.uploader,
             save,
             call.log,
             _BACKWARD_FACTOR * forward_s,
-            lambda: self._backward_reached(side, number, site),
+            lambda: self._backward_reached(worker, number, site),
             sum(
                 count * layout.gradient_bytes
                 for i, (count, layout) in enumerate(zip(uses.counts, uses.layouts, strict=True))
@@ -169,15 +171,15 @@ class Dispatcher:
             parameters,
         )
         pending.is_saved = was_sent
-        side.uploader.save(save)
+        worker.uploader.save(save)
         return saved, known.program
 
     def _may_be_freed(
-        self, side: WorkerHandle, generation: WorkerSession, source: RecordedSource, tensor: Tensor
+        self, worker: WorkerHandle, worker_session: WorkerSession, source: RecordedSource, tensor: Tensor
     ) -> SourceTensor:
         """A source whose memory FSDP may free: a copy, unless the worker has it already. NOTE [Sharded], Rule 3."""
         address, layout = source.named, source.layout
-        if isinstance(address, bytes) and side.uploader.knows(generation, address):
+        if isinstance(address, bytes) and worker.uploader.knows(worker_session, address):
             return SourceTensor(address, layout, None, False, source.is_transient)
         # FSDP preserves version counters, so an equal counter does not prove that an earlier copy is still right.
         can_share = isinstance(address, bytes)
@@ -187,7 +189,7 @@ class Dispatcher:
     def _save_of(
         self,
         call: Call,
-        generation: WorkerSession,
+        worker_session: WorkerSession,
         number: int,
         program: EncodedProgram,
         sources: Sequence[SourceTensor],
@@ -197,7 +199,7 @@ class Dispatcher:
     ) -> SegmentUpload:
         log = call.log
         return SegmentUpload(
-            generation=generation,
+            worker_session=worker_session,
             segment=number,
             program=program.encoded,
             program_address=program.address,
@@ -214,32 +216,40 @@ class Dispatcher:
     def _next_place(self) -> tuple[WorkerHandle, WorkerSession, int]:
         """Where the next segment goes, and its number. Raises Refusal where no worker can be reached."""
         with self._lock:
-            up = [(side, generation) for side in self._sides if (generation := side.link.up) is not None]
+            up = [
+                (worker, worker_session)
+                for worker in self._workers
+                if (worker_session := worker.connection.up) is not None
+            ]
             if not up:
-                raise Refusal(f"no worker can be reached: {self._sides[0].link.why_down}", is_said=True)
+                raise Refusal(f"no worker can be reached: {self._workers[0].connection.why_down}", is_said=True)
             return *up[self._placement.place(len(up))], next(self._numbers)
 
-    def _differences(self, side: WorkerHandle, generation: WorkerSession, device: str) -> Mapping[str, tuple[str, str]]:
+    def _differences(
+        self, worker: WorkerHandle, worker_session: WorkerSession, device: str
+    ) -> Mapping[str, tuple[str, str]]:
         """What makes a worker compute other bits than a device here, said once in the log; empty if nothing does."""
-        key = generation.number, device
-        mismatch = side.differences.get(key)
+        key = worker_session.number, device
+        mismatch = worker.differences.get(key)
         if mismatch is None:
-            mismatch = side.differences[key] = differences(fingerprint(torch.device(device)), generation.fingerprint)
+            mismatch = worker.differences[key] = differences(
+                fingerprint(torch.device(device)), worker_session.fingerprint
+            )
             if mismatch and not mismatch.keys() & DECISIVE and self._config.numerics != "exact":
                 logger.warning(
                     "worker %s computes other bits than this trainer: %s. What it recomputes is compared within "
                     'tolerances; numerics="exact" keeps such segments on the trainer',
-                    side.link.name,
+                    worker.connection.name,
                     _in_words(mismatch),
                     extra=about(self.journal.session),
                 )
         return mismatch
 
-    def _backward_reached(self, side: WorkerHandle, number: int, site: CallSite) -> list[int]:
+    def _backward_reached(self, worker: WorkerHandle, number: int, site: CallSite) -> list[int]:
         with self._lock:
             self._placement.backward()
             self._sites.keep(site)
-            return side.upcoming(number)
+            return worker.upcoming(number)
 
 
 def _in_words(different: Mapping[str, tuple[str, str]]) -> str:

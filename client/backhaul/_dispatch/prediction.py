@@ -95,12 +95,12 @@ class CallSite:
     Attributes:
         key: The key under which `CallSites` keeps it, None if it is kept by module.
         last: The program of the last call from there.
-        guesses: Counts of a worker's guesses of gradients for the segments called there.
+        speculation: Counts of a worker's guesses of gradients for the segments called there.
     """
 
     key: Hashable = None
     last: EncodedProgram | None = None
-    guesses: SpeculationHistory = field(default_factory=SpeculationHistory)
+    speculation: SpeculationHistory = field(default_factory=SpeculationHistory)
     _sources: list[_Source] = field(default_factory=list)
     _is_steady: bool = False
     _trusts_versions: bool = True
@@ -215,8 +215,8 @@ class PendingCall:
 
     def __exit__(self, *exception: object) -> None:
         if self.place is not None and not self.is_saved:
-            side, generation, number = self.place
-            side.uploader.release(generation, number)
+            worker, worker_session, number = self.place
+            worker.uploader.release(worker_session, number)
 
 
 @dataclass

@@ -19,9 +19,9 @@ logger = logging.getLogger("backhaul")
 class WorkerHandle:
     """A worker of the session: its link, what sends to it, and the segments it has."""
 
-    def __init__(self, link: Connection, inflight_bytes: int, inflight_boundaries: int) -> None:
-        self.link = link
-        self.uploader = Uploader(link, inflight_bytes, inflight_boundaries)
+    def __init__(self, connection: Connection, inflight_bytes: int, inflight_boundaries: int) -> None:
+        self.connection = connection
+        self.uploader = Uploader(connection, inflight_bytes, inflight_boundaries)
         self.differences: dict[tuple[int, str], Mapping[str, tuple[str, str]]] = {}  # by generation and kind of device
         self._failed: WorkerSession | None = None  # to give what it was asked for
 
@@ -39,25 +39,27 @@ class WorkerHandle:
             address: The content address of the tensor.
             count: Told of bytes received.
         """
-        generation = self.uploader.holder_of(address)
-        if generation is None or generation is self._failed:
+        worker_session = self.uploader.holder_of(address)
+        if worker_session is None or worker_session is self._failed:
             return None
         try:
-            return self._fetched(generation, address, count)
+            return self._fetched(worker_session, address, count)
         except BackhaulError as error:  # what it holds can be computed again, and nobody waits for it twice
-            self._failed = generation
+            self._failed = worker_session
             if isinstance(error, WorkerLostError):
-                self.link.trouble(generation, error)
-            logger.debug("fetching a boundary from %s: %s", self.link.name, error, extra=about(self.link.run))
+                self.connection.trouble(worker_session, error)
+            logger.debug(
+                "fetching a boundary from %s: %s", self.connection.name, error, extra=about(self.connection.run)
+            )
             return None
 
-    def _fetched(self, generation: WorkerSession, address: bytes, count: Callable[[int], None]) -> Tensor | None:
-        memory = generation.memory
+    def _fetched(self, worker_session: WorkerSession, address: bytes, count: Callable[[int], None]) -> Tensor | None:
+        memory = worker_session.memory
         answer = memory.answer() if memory is not None else 0
-        request = segment_pb2.FetchSourcesRequest(session=generation.session, addresses=[address], answer=answer)
-        method, deadline = self.link.stubs(generation).segments.FetchSources, monotonic() + longest_run_s(0.0)
+        request = segment_pb2.FetchSourcesRequest(session=worker_session.session, addresses=[address], answer=answer)
+        method, deadline = self.connection.stubs(worker_session).segments.FetchSources, monotonic() + longest_run_s(0.0)
         stream: AnswerStream[segment_pb2.FetchSourcesResult] = AnswerStream(
-            method, request, 0.0, self.link.silence_s, memory, answer
+            method, request, 0.0, self.connection.silence_s, memory, answer
         )
         try:
             stream.result()

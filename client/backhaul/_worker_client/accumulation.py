@@ -44,17 +44,17 @@ class UncollectedGradients:
     """Of one worker.
 
     Args:
-        link: The connection to the worker.
+        connection: The connection to the worker.
     """
 
-    def __init__(self, link: Connection) -> None:
-        self._link = link
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
         self._lock = threading.Lock()
         self._round = 1
         self._clear()
 
     def _clear(self) -> None:
-        self._generation: WorkerSession | None = None
+        self._worker_session: WorkerSession | None = None
         self._is_lost = False
         self._parameters: dict[int, Tensor] = {}  # by id
         self._count = 0
@@ -64,25 +64,27 @@ class UncollectedGradients:
         """Whether there is anything to collect."""
         return bool(self._parameters)
 
-    def commit(self, generation: WorkerSession, key: segment_pb2.OperationKey, parameters: Iterable[Tensor]) -> None:
+    def commit(
+        self, worker_session: WorkerSession, key: segment_pb2.OperationKey, parameters: Iterable[Tensor]
+    ) -> None:
         """Counts what a worker kept of a backward. It is told with the next release.
 
         Args:
-            generation: Where it was kept.
+            worker_session: Where it was kept.
             key: The key of the backward request.
             parameters: The parameters whose gradients the worker kept.
         """
         with self._lock:
-            self._is_lost |= self._generation is not None and self._generation is not generation
-            self._generation = generation
+            self._is_lost |= self._worker_session is not None and self._worker_session is not worker_session
+            self._worker_session = worker_session
             self._parameters |= {id(parameter): parameter for parameter in parameters}
             self._count += 1
             self._untaken.append(key)
 
-    def commits(self, generation: WorkerSession) -> segment_pb2.Commits | None:
+    def commits(self, worker_session: WorkerSession) -> segment_pb2.Commits | None:
         """What a worker may not have taken yet."""
         with self._lock:
-            return self._commits() if self._untaken and self._generation is generation else None
+            return self._commits() if self._untaken and self._worker_session is worker_session else None
 
     def taken(self, commits: segment_pb2.Commits | None) -> None:
         """The worker has taken these."""
@@ -120,28 +122,28 @@ class UncollectedGradients:
         self._clear()
 
     def _collected(self, count: Callable[[int], None]) -> list[tuple[Tensor, Tensor]]:
-        generation = self._generation
-        assert generation is not None
+        worker_session = self._worker_session
+        assert worker_session is not None
         if self._is_lost:
             raise WorkerLostError("the worker lost what it held", status="LOST")
         try:
-            return self._asked(generation, count)
+            return self._asked(worker_session, count)
         except (WorkerLostError, TransferError) as error:
             if isinstance(error, WorkerLostError):
-                self._link.trouble(generation, error)
-            if not self._link.recovered(generation):
+                self._connection.trouble(worker_session, error)
+            if not self._connection.recovered(worker_session):
                 raise
-        return self._asked(generation, count)
+        return self._asked(worker_session, count)
 
-    def _asked(self, generation: WorkerSession, count: Callable[[int], None]) -> list[tuple[Tensor, Tensor]]:
-        memory = generation.memory
+    def _asked(self, worker_session: WorkerSession, count: Callable[[int], None]) -> list[tuple[Tensor, Tensor]]:
+        memory = worker_session.memory
         answer = memory.answer() if memory is not None else 0
         request = segment_pb2.CollectGradientsRequest(
-            session=generation.session, commits=self._commits(), count=self._count, answer=answer
+            session=worker_session.session, commits=self._commits(), count=self._count, answer=answer
         )
-        method = self._link.stubs(generation).segments.CollectGradients
+        method = self._connection.stubs(worker_session).segments.CollectGradients
         stream: AnswerStream[segment_pb2.CollectGradientsResult] = AnswerStream(
-            method, request, LONGEST_S, self._link.silence_s, memory, answer
+            method, request, LONGEST_S, self._connection.silence_s, memory, answer
         )
         try:
             slots = list(stream.result().slots)

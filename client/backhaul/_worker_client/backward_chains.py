@@ -50,13 +50,13 @@ class Predecessor:
     """A segment whose output is a source of another.
 
     Attributes:
-        guesses: The guesses at the place where the other segment was called.
+        speculation: The guesses at the place where the other segment was called.
         source: Index among the other segment's sources.
         segment: The segment that made the output.
         output: Position among that segment's outputs.
     """
 
-    guesses: SpeculationHistory
+    speculation: SpeculationHistory
     source: int
     segment: weakref.ref[ChainedSegment]
     output: int
@@ -80,4 +80,4 @@ class SpeculativeGradient:
         Args:
             actual: Content address of the gradient that backward has, None if it has none.
         """
-        self.predecessor.guesses.count(self.predecessor.source, is_right=actual == self.address)
+        self.predecessor.speculation.count(self.predecessor.source, is_right=actual == self.address)

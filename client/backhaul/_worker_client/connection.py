@@ -171,7 +171,7 @@ class Connection:
         self.name = ""
         self.drift = 0.0
         self._clock = ClockOffset()
-        self._generation: WorkerSession | None = None
+        self._worker_session: WorkerSession | None = None
         self._generations = 0
         self._why_down = "not connected yet"
         self._up = False
@@ -218,33 +218,33 @@ class Connection:
     @property
     def up(self) -> WorkerSession | None:
         """What new segments can be sent to, None while there is nothing."""
-        return self._generation if self._up and not self._draining else None
+        return self._worker_session if self._up and not self._draining else None
 
     @property
     def why_down(self) -> str:
         """Why there is nothing to send to."""
         return "the worker is shutting down" if self._up and self._draining else self._why_down
 
-    def stubs(self, generation: WorkerSession) -> Stubs:
+    def stubs(self, worker_session: WorkerSession) -> Stubs:
         """The services of a generation. Raises WorkerLostError where it is gone or out of reach (Rules 2 and 3)."""
-        if self._generation is not generation:
+        if self._worker_session is not worker_session:
             raise WorkerLostError("the worker lost what it held", status="LOST")
         if not self._up:
             raise WorkerLostError("the worker is out of reach", status="DOWN")
         return self._stubs
 
-    def trouble(self, generation: WorkerSession, error: WorkerLostError) -> None:
+    def trouble(self, worker_session: WorkerSession, error: WorkerLostError) -> None:
         """A call met silence or a broken connection: down until the keeper has looked."""
-        if self._generation is generation and error.status not in {"BUSY", "SLOW", "DOWN", "LOST", "DAMAGED"}:
+        if self._worker_session is worker_session and error.status not in {"BUSY", "SLOW", "DOWN", "LOST", "DAMAGED"}:
             self._down(error.message)
             self._wake.set()
 
-    def recovered(self, generation: WorkerSession) -> bool:
+    def recovered(self, worker_session: WorkerSession) -> bool:
         """Whether a generation goes on after `trouble`. Asks the worker once, and not for long."""
-        if self._generation is not generation or self._closed:
+        if self._worker_session is not worker_session or self._closed:
             return False
         try:
-            self._ask(generation, RECOVERY_S)
+            self._ask(worker_session, RECOVERY_S)
         except BackhaulError:
             return False
         self._up = True
@@ -252,7 +252,7 @@ class Connection:
 
     def forked(self) -> None:
         """In the child of a fork: the connection is the parent's. Takes no lock, for its holder may not exist here."""
-        self._generation, self._up, self._closed = None, False, True
+        self._worker_session, self._up, self._closed = None, False, True
         if self._memory is not None:
             self._memory.forget()
         self._why_down = "the session belongs to the parent of this forked process"
@@ -261,11 +261,11 @@ class Connection:
         """Ends the session on the worker and the link's threads. Does not wait for a worker that is out of reach."""
         self._closed = True
         self._wake.set()
-        generation, up = self._generation, self._up
-        self._generation, self._up, self._why_down = None, False, "the session is closed"
-        if generation is not None and up:
+        worker_session, up = self._worker_session, self._up
+        self._worker_session, self._up, self._why_down = None, False, "the session is closed"
+        if worker_session is not None and up:
             try:
-                request = session_pb2.CloseSessionRequest(session=generation.session)
+                request = session_pb2.CloseSessionRequest(session=worker_session.session)
                 call_unary(self._stubs.sessions.CloseSession, request, self.silence_s)
             except BackhaulError as error:
                 logger.debug("closing the session on %s: %s", self.name, error, extra=about(self.run))
@@ -309,7 +309,7 @@ class Connection:
         self._clock = ClockOffset()
         self._clock.compare(asked_at_s, answer.clock_s, time())
         self._generations += 1
-        self._generation = WorkerSession(
+        self._worker_session = WorkerSession(
             self._generations,
             answer.session,
             answer.budget_bytes,
@@ -317,7 +317,7 @@ class Connection:
             answer.lease_s,
             self._share(address, answer),
         )
-        self._ask(self._generation)  # opening takes longer, so the clocks are better compared by this
+        self._ask(self._worker_session)  # opening takes longer, so the clocks are better compared by this
         self._up = True
 
     def _channel_to(self, target: str) -> grpc.Channel:
@@ -366,9 +366,9 @@ class Connection:
         )
 
     def _ask(
-        self, generation: WorkerSession, silence_s: float = 0.0, check: Callable[[], object] = lambda: None
+        self, worker_session: WorkerSession, silence_s: float = 0.0, check: Callable[[], object] = lambda: None
     ) -> None:
-        request = session_pb2.KeepSessionRequest(session=generation.session, drift=self.drift)
+        request = session_pb2.KeepSessionRequest(session=worker_session.session, drift=self.drift)
         method = self._stubs.sessions.KeepSession
         asked_at_s = time()
         answer = call_unary(method, request, silence_s or self.silence_s, wait_for_ready=True, check=check)
@@ -385,9 +385,9 @@ class Connection:
     def _keep(self) -> None:
         backoff_s = FIRST_BACKOFF_S
         while not self._closed:
-            generation, was_up = self._generation, self._up
-            if was_up and generation is not None:
-                self._wake.wait(min(KEEP_INTERVAL_S, generation.lease_s / 4))
+            worker_session, was_up = self._worker_session, self._up
+            if was_up and worker_session is not None:
+                self._wake.wait(min(KEEP_INTERVAL_S, worker_session.lease_s / 4))
             else:
                 self._wake.wait(backoff_s * random.uniform(0.5, 1.0))
                 backoff_s = min(LONGEST_BACKOFF_S, 2 * backoff_s)
@@ -395,7 +395,7 @@ class Connection:
             if self._closed:
                 return
             try:
-                self._look(generation)
+                self._look(worker_session)
                 if was_up:  # and stays so: a worker that dies as often as it comes back is asked ever less often
                     backoff_s = FIRST_BACKOFF_S
             except BackhaulError as error:
@@ -408,23 +408,23 @@ class Connection:
                 logger.exception("looking after the connection to %s failed", self.name, extra=about(self.run))
                 self._down(f"{type(error).__name__}: {error}")
 
-    def _look(self, generation: WorkerSession | None) -> None:
+    def _look(self, worker_session: WorkerSession | None) -> None:
         """Keeps the generation, or starts another."""
         was_up = self._up
         address = self._find()
-        if generation is not None:
+        if worker_session is not None:
             try:
                 # The connection ends before the process does: a worker of our own may be found dead only now.
-                self._ask(generation, check=self._find)
+                self._ask(worker_session, check=self._find)
                 self._up = True
             except (SessionUnknownError, CredentialError) as error:  # Rules 2 and 4
                 self._down(error.message)
-                self._generation = generation = None
+                self._worker_session = worker_session = None
             except WorkerLostError:
                 if self._has_switched:  # the socket may be gone while the worker is not
                     self._use(self._channel_to(address.target), has_switched=False)
                 raise
-        if generation is None:
+        if worker_session is None:
             self._connect(address, self.silence_s)
         if not was_up and not self._closed:
             logger.warning("worker %s is back", self.name, extra=about(self.run))

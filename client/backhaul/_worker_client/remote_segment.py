@@ -97,7 +97,7 @@ class SavedSegment:
     """A segment that was handed to an uploader. Its end releases what the worker has of it.
 
     Args:
-        link: The connection to the segment's worker.
+        connection: The connection to the segment's worker.
         uploader: The uploader of that connection.
         save: The upload of the segment, as it was queued.
         log: Told of bytes and times.
@@ -112,7 +112,7 @@ class SavedSegment:
 
     def __init__(
         self,
-        link: Connection,
+        connection: Connection,
         uploader: Uploader,
         save: SegmentUpload,
         log: CallLog,
@@ -121,7 +121,7 @@ class SavedSegment:
         answer_bytes: int,
         parameters: Mapping[int, Tensor],
     ) -> None:
-        self._link = link
+        self._connection = connection
         self._uploader = uploader
         self._save = save
         self._log = log
@@ -132,12 +132,12 @@ class SavedSegment:
         self._device = save.made[0].device if save.made else None
         self.expected: dict[int, SpeculativeGradient] = {}
         self._backwards = itertools.count(1)
-        save.owner = uploader.release_after(self, save.generation, save.segment)
+        save.owner = uploader.release_after(self, save.worker_session, save.segment)
 
     @property
-    def generation(self) -> WorkerSession:
+    def worker_session(self) -> WorkerSession:
         """Where it was saved."""
-        return self._save.generation
+        return self._save.worker_session
 
     @property
     def number(self) -> int:
@@ -195,28 +195,28 @@ class SavedSegment:
             raise TransferError("gradients are not those that the worker computed: damaged on the way")
         contributions = contributions_in(result, tensors, due, summed, slots)
         kept = {contribution.source for contribution in result.contributions if contribution.kept}
-        self._uploader.learn(self.generation, addresses)
+        self._uploader.learn(self.worker_session, addresses)
         self._chained(result)
 
         def commit() -> None:
             if kept:
-                self._uploader.uncollected.commit(self.generation, key, [slots[source] for source in kept])
+                self._uploader.uncollected.commit(self.worker_session, key, [slots[source] for source in kept])
 
         return _recomputed(result), contributions, commit
 
     def _ask(self, request: segment_pb2.BackwardRequest, gradients: Sequence[OutgoingTensor]) -> Answer:
         """The answer to a backward: one that came already, else by the shortest way that goes well."""
-        session, stubs = self.generation.session, self._link.stubs(self.generation)
+        session, stubs = self.worker_session.session, self._connection.stubs(self.worker_session)
         if self._answer_bytes <= CHUNK_BYTES and not request.slots:
             ahead = stubs.ahead.take(session, self.number, request.start)
             if ahead is not None:
                 return self._short_answer(ahead)
-        missing = self._uploader.missing(self.generation, gradients)
+        missing = self._uploader.missing(self.worker_session, gradients)
         if sum(parcel.layout.payload_bytes for parcel in missing) > SHORT_BYTES:
-            self._uploader.put(self.generation, missing, self._sent)
+            self._uploader.put(self.worker_session, missing, self._sent)
             missing = []
 
-        if self._answer_bytes <= (CHUNK_BYTES if self.generation.memory is None else PLACED_BYTES):
+        if self._answer_bytes <= (CHUNK_BYTES if self.worker_session.memory is None else PLACED_BYTES):
             answer = self._ask_shortly(request, missing, stubs)
             if answer is not None:
                 return answer
@@ -242,8 +242,8 @@ class SavedSegment:
             stubs.ahead.promise(carried.message.result.goes_on)
             return self._short_answer(carried)
         finally:
-            if self.generation.memory is not None and request.answer:
-                self.generation.memory.ended(request.answer)
+            if self.worker_session.memory is not None and request.answer:
+                self.worker_session.memory.ended(request.answer)
 
     def _encoded(self, request: segment_pb2.BackwardRequest, missing: Sequence[OutgoingTensor]) -> bytes:
         """A request for another answer."""
@@ -254,18 +254,18 @@ class SavedSegment:
 
     def _short_answer(self, carried: TensorMessage[Any]) -> Answer:
         self._log.traffic(down_bytes=carried.size_bytes + shared_bytes(carried.tensors))
-        receiver = receiving(self.generation.memory, self._device)
+        receiver = receiving(self.worker_session.memory, self._device)
         receiver.add_carried(carried)
         return self._answer(carried.message.result, receiver)
 
     def _answer(self, result: segment_pb2.BackwardResult, receiver: TensorReceiver) -> Answer:
         tensors = receiver.tensors()
-        self._log.answered(result.timing, self._link.clock_offset_s)
+        self._log.answered(result.timing, self._connection.clock_offset_s)
         return result, tensors, receiver.addresses()
 
     def _chained(self, result: segment_pb2.BackwardResult) -> None:
         addresses = {gradient.source: gradient.tensor for gradient in result.chained_gradients}
-        self._uploader.learn(self.generation, addresses.values())
+        self._uploader.learn(self.worker_session, addresses.values())
         for predecessor in self._save.predecessors:
             segment = predecessor.segment()
             if segment is not None and predecessor.source in addresses:
@@ -273,7 +273,7 @@ class SavedSegment:
 
     def drifted(self, drift: float) -> None:
         """See `RemoteSegment`."""
-        self._link.drift = max(self._link.drift, drift)
+        self._connection.drift = max(self._connection.drift, drift)
 
     def recompute(self, wanted: Mapping[int, Layout]) -> "SavedTensors":
         """See `RemoteSegment`."""
@@ -286,14 +286,14 @@ class SavedSegment:
 
         def ask() -> SavedTensors:
             request.answer = self._new_answer()
-            method = self._link.stubs(self.generation).segments.Recompute
+            method = self._connection.stubs(self.worker_session).segments.Recompute
             stream = self._open(method, request, request.answer, is_lent=True)
             try:
                 result = stream.result()
 
                 def close(stream: AnswerStream[Any]) -> None:
                     self._closed(stream)
-                    self._log.answered(result.timing, self._link.clock_offset_s)
+                    self._log.answered(result.timing, self._connection.clock_offset_s)
 
                 return SavedTensors(stream, result, saved_views(result.views, wanted), wanted, close, self._uploader)
             except BaseException:
@@ -304,7 +304,7 @@ class SavedSegment:
 
     def _key(self, operation: "segment_pb2.Operation.ValueType") -> segment_pb2.OperationKey:
         return segment_pb2.OperationKey(
-            session=self.generation.session,
+            session=self.worker_session.session,
             segment=self._save.segment,
             backward=next(self._backwards),
             operation=operation,
@@ -318,21 +318,21 @@ class SavedSegment:
         except TransferError:  # a request that was damaged, or tensors of the answer
             pass
         except WorkerLostError as error:
-            self._link.trouble(self.generation, error)
-            if error.status not in _REPEATABLE or not self._link.recovered(self.generation):
+            self._connection.trouble(self.worker_session, error)
+            if error.status not in _REPEATABLE or not self._connection.recovered(self.worker_session):
                 raise
         self._log.retries += 1
         try:
             return ask()
         except WorkerLostError as error:
-            self._link.trouble(self.generation, error)
+            self._connection.trouble(self.worker_session, error)
             raise
 
     def _wait_until_saved(self) -> None:
         deadline = monotonic() + longest_run_s(self._expected_s)
 
         def check() -> None:
-            self._link.stubs(self.generation)
+            self._connection.stubs(self.worker_session)
             if monotonic() > deadline:
                 raise WorkerLostError("sending the segment takes longer than recomputing it here", status="BUSY")
 
@@ -340,13 +340,13 @@ class SavedSegment:
         self._uploader.let_go()
 
     def _new_answer(self) -> int:
-        memory = self.generation.memory
+        memory = self.worker_session.memory
         return memory.answer() if memory is not None else 0
 
     def _open(self, method: Any, request: Any, answer: int, *, is_lent: bool = False) -> "AnswerStream[Any]":
-        memory, device = self.generation.memory, self._device
+        memory, device = self.worker_session.memory, self._device
         return AnswerStream(
-            method, request, self._expected_s, self._link.silence_s, memory, answer, device, is_lent=is_lent
+            method, request, self._expected_s, self._connection.silence_s, memory, answer, device, is_lent=is_lent
         )
 
     def _closed(self, stream: "AnswerStream[Any]") -> None:

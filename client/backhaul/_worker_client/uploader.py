@@ -78,7 +78,7 @@ class SegmentUpload:
     """A segment to be saved.
 
     Attributes:
-        generation: It goes there or nowhere.
+        worker_session: It goes there or nowhere.
         segment: Number of the segment in its session.
         program: The encoded program of the segment.
         program_address: The content address of the program.
@@ -97,7 +97,7 @@ class SegmentUpload:
         owner: Who will ask for the segment. If it has died, nobody will.
     """
 
-    generation: WorkerSession
+    worker_session: WorkerSession
     segment: int
     program: bytes
     program_address: bytes
@@ -118,7 +118,7 @@ class SegmentUpload:
 
 @dataclass(frozen=True, slots=True)
 class _Release:
-    generation: WorkerSession
+    worker_session: WorkerSession
     segment: int
 
 
@@ -133,7 +133,7 @@ class Uploader:
     """The sending side of a link.
 
     Args:
-        link: The connection to the worker.
+        connection: The connection to the worker.
         inflight_bytes: Bound of what waits to be sent.
         inflight_boundaries: Bound of the segments whose inputs are among it.
 
@@ -142,12 +142,12 @@ class Uploader:
         uncollected: Gradients that the worker keeps. What was committed travels with releases, before them.
     """
 
-    def __init__(self, link: Connection, inflight_bytes: int, inflight_boundaries: int) -> None:
-        self._link = link
+    def __init__(self, connection: Connection, inflight_bytes: int, inflight_boundaries: int) -> None:
+        self._connection = connection
         self._limit_bytes = inflight_bytes
         self._limit_boundaries = inflight_boundaries
-        self.watch = Liveness(link.silence_s)
-        self.uncollected = UncollectedGradients(link)
+        self.watch = Liveness(connection.silence_s)
+        self.uncollected = UncollectedGradients(connection)
         # put() of a SimpleQueue may be called by the garbage collector in the midst of another put().
         self._queue: queue.SimpleQueue[_Item | DeathNotice | None] = queue.SimpleQueue()
         self._endings = DeathQueue(self._queue.put)
@@ -165,7 +165,7 @@ class Uploader:
         self.let_go()
         with self._room:
             while save.queued_bytes and self._is_full(save):
-                if self._link.up is not save.generation:
+                if self._connection.up is not save.worker_session:
                     break
                 self._room.wait(SLICE_S)
             try:
@@ -187,13 +187,13 @@ class Uploader:
             while True:
                 self._sent.get_nowait()
 
-    def release(self, generation: WorkerSession, segment: int) -> None:
+    def release(self, worker_session: WorkerSession, segment: int) -> None:
         """Queues the release of a segment."""
-        self._queue.put(_Release(generation, segment))
+        self._queue.put(_Release(worker_session, segment))
 
-    def release_after(self, owner: object, generation: WorkerSession, segment: int) -> DeathNotice:
+    def release_after(self, owner: object, worker_session: WorkerSession, segment: int) -> DeathNotice:
         """Releases a segment when its owner has died. NOTE [Endings]."""
-        return self._endings.watch(owner, _Release(generation, segment))
+        return self._endings.watch(owner, _Release(worker_session, segment))
 
     def do_after(self, owner: object, then: Callable[[], None]) -> DeathNotice:
         """Has the sending thread do something when its owner has died. NOTE [Endings]."""
@@ -212,38 +212,40 @@ class Uploader:
         self._queue.put(None)
         self._thread.join()
 
-    def put(self, generation: WorkerSession, parcels: Iterable[OutgoingTensor], count: Callable[[int], None]) -> None:
+    def put(
+        self, worker_session: WorkerSession, parcels: Iterable[OutgoingTensor], count: Callable[[int], None]
+    ) -> None:
         """Sends tensors. Called by any thread, waits until they are there.
 
         Raises:
             WorkerError: The worker refuses them.
             WorkerLostError: Silence, or the connection broke.
         """
-        with sending(generation.memory, count) as write:
-            addresses = self._put(generation, batches(parcels, write), count)
-        self.learn(generation, addresses)
+        with sending(worker_session.memory, count) as write:
+            addresses = self._put(worker_session, batches(parcels, write), count)
+        self.learn(worker_session, addresses)
 
-    def _put(self, generation: WorkerSession, sent: Iterable[Batch], count: Callable[[int], None]) -> list[bytes]:
+    def _put(self, worker_session: WorkerSession, sent: Iterable[Batch], count: Callable[[int], None]) -> list[bytes]:
         def encoded() -> Iterator[bytes]:
-            named = tensor_pb2.PutTensorsRequest(session=generation.session)
+            named = tensor_pb2.PutTensorsRequest(session=worker_session.session)
             for message in encode_all(sent, named.TENSORS_FIELD_NUMBER, named):
                 count(len(message))
                 yield message
 
         messages = with_liveness(encoded(), self.watch)
-        method = self._link.stubs(generation).tensors.PutTensors
-        return list(call_unary(method, messages, self._link.silence_s, self.watch).addresses)
+        method = self._connection.stubs(worker_session).tensors.PutTensors
+        return list(call_unary(method, messages, self._connection.silence_s, self.watch).addresses)
 
-    def missing(self, generation: WorkerSession, parcels: Iterable[OutgoingTensor]) -> list[OutgoingTensor]:
+    def missing(self, worker_session: WorkerSession, parcels: Iterable[OutgoingTensor]) -> list[OutgoingTensor]:
         """Those that the worker does not have, as far as is known."""
-        return [parcel for parcel in parcels if not self.knows(generation, parcel.address)]
+        return [parcel for parcel in parcels if not self.knows(worker_session, parcel.address)]
 
-    def learn(self, generation: WorkerSession, addresses: Iterable[bytes]) -> None:
+    def learn(self, worker_session: WorkerSession, addresses: Iterable[bytes]) -> None:
         """Notes what the worker holds. It may give some up; then it says what is missing."""
         with self._known_lock:
-            if self._known_of is not generation:
+            if self._known_of is not worker_session:
                 self._known.clear()
-                self._known_of = generation
+                self._known_of = worker_session
             for address in addresses:
                 self._known[address] = None
                 self._known.move_to_end(address)
@@ -261,10 +263,10 @@ class Uploader:
         with self._known_lock:
             return self._known_of if address in self._known else None
 
-    def knows(self, generation: WorkerSession, address: bytes) -> bool:
+    def knows(self, worker_session: WorkerSession, address: bytes) -> bool:
         """Whether the worker holds a tensor or program, as far as is known."""
         with self._known_lock:
-            return self._known_of is generation and address in self._known
+            return self._known_of is worker_session and address in self._known
 
     def _serve(self) -> None:
         held: list[_Release] = []
@@ -293,7 +295,7 @@ class Uploader:
         try:
             then()
         except Exception:  # a bug of ours must not end the thread that forward waits for
-            logger.exception("letting go failed", extra=about(self._link.run))
+            logger.exception("letting go failed", extra=about(self._connection.run))
 
     def _save(self, save: SegmentUpload) -> None:
         try:
@@ -305,11 +307,11 @@ class Uploader:
             save.saved.set_result(None)
         except BackhaulError as error:
             if isinstance(error, WorkerLostError):
-                self._link.trouble(save.generation, error)
+                self._connection.trouble(save.worker_session, error)
             error.__traceback__ = None  # leads to tensors, and the future keeps the error
             save.saved.set_exception(error)
         except Exception as error:  # a bug of ours must end in a fallback, not in a thread that is gone
-            logger.exception("sending a segment failed", extra=about(self._link.run, save.name))
+            logger.exception("sending a segment failed", extra=about(self._connection.run, save.name))
             save.saved.set_exception(WorkerLostError(f"sending failed: {type(error).__name__}: {error}"))
         finally:
             if save.is_predicted:  # whose copies nobody recomputes from
@@ -320,7 +322,7 @@ class Uploader:
                 self._room.notify_all()
 
     def _send(self, save: SegmentUpload) -> None:
-        generation = save.generation
+        worker_session = save.worker_session
         with on_side_stream(save.made):
             addresses = [
                 address
@@ -330,7 +332,7 @@ class Uploader:
             ]
         request = segment_pb2.SaveSegmentRequest(
             key=segment_pb2.OperationKey(
-                session=generation.session, segment=save.segment, operation=segment_pb2.OPERATION_SAVE
+                session=worker_session.session, segment=save.segment, operation=segment_pb2.OPERATION_SAVE
             ),
             program=save.program_address,
             transient_sources=[i for i, source in enumerate(save.sources) if source.is_transient],
@@ -346,12 +348,12 @@ class Uploader:
             superseded=save.superseded(),
         )
         for _ in range(MAX_ATTEMPTS):
-            if not self.knows(generation, save.program_address):
+            if not self.knows(worker_session, save.program_address):
                 self._put_program(save)
             answer = self._ask_to_save(save, request, addresses)
             if not answer.program_missing and not answer.missing_tensors:
-                if generation.memory is not None and not save.is_predicted:
-                    generation.memory.make_room()
+                if worker_session.memory is not None and not save.is_predicted:
+                    worker_session.memory.make_room()
                 return
             self.unlearn([*answer.missing_tensors, *([save.program_address] if answer.program_missing else [])])
         raise WorkerLostError(
@@ -362,18 +364,18 @@ class Uploader:
     def _ask_to_save(
         self, save: SegmentUpload, request: segment_pb2.SaveSegmentRequest, addresses: list[bytes]
     ) -> segment_pb2.SaveSegmentResponse:
-        stubs = self._link.stubs(save.generation)
+        stubs = self._connection.stubs(save.worker_session)
         try:
             answer = self._give(save, request, addresses, stubs.short_saves)
             if answer is not None and not answer.refused:
                 return answer
         except (TransferError, _UnansweredError) as error:  # what is wrong the call says
-            logger.debug("saving on the open stream: %r", error, extra=about(self._link.run, save.name))
+            logger.debug("saving on the open stream: %r", error, extra=about(self._connection.run, save.name))
         self._give(save, request, addresses)
         request.sources[:] = addresses
         save.count(request.ByteSize())
         response: segment_pb2.SaveSegmentResponse = call_unary(
-            stubs.segments.SaveSegment, request, self._link.silence_s
+            stubs.segments.SaveSegment, request, self._connection.silence_s
         )
         return response
 
@@ -388,14 +390,14 @@ class Uploader:
 
         The worker says which addresses the sources have that came without. Returns its answer if the request was sent.
         """
-        generation = save.generation
+        worker_session = save.worker_session
         parcels: dict[bytes | int, OutgoingTensor] = {}
         with on_side_stream(save.made):
             for index, (address, source) in enumerate(zip(addresses, save.sources, strict=True)):
-                if not self.knows(generation, address):
+                if not self.knows(worker_session, address):
                     parcels[address or index] = OutgoingTensor(source.to_read(), source.layout, address)
         began, missing, answer = perf_counter(), list[bytes](), None
-        with sending(generation.memory, save.count) as write:
+        with sending(worker_session.memory, save.count) as write:
             sent = batches(parcels.values(), write)
             begin = list(itertools.islice(sent, 2))
             if short is not None and not begin[1:]:
@@ -410,7 +412,7 @@ class Uploader:
                     raise TransferError("the worker did not take what came with a segment")
                 self.watch.sign()
             elif begin:
-                missing = self._put(generation, itertools.chain(begin, sent), save.count)
+                missing = self._put(worker_session, itertools.chain(begin, sent), save.count)
             if len(missing) != len(parcels):
                 raise WorkerLostError(f"the worker says that it took {len(missing)} tensors of {len(parcels)}")
         for key, address in zip(parcels, missing, strict=True):
@@ -418,32 +420,32 @@ class Uploader:
                 addresses[key] = address
         if parcels:
             save.sent(perf_counter() - began)
-            self.learn(generation, missing)
+            self.learn(worker_session, missing)
         return answer
 
     def _put_program(self, save: SegmentUpload) -> None:
-        request = program_pb2.PutProgramRequest(session=save.generation.session, program=save.program)
+        request = program_pb2.PutProgramRequest(session=save.worker_session.session, program=save.program)
         save.count(request.ByteSize())
-        call_unary(self._link.stubs(save.generation).programs.PutProgram, request, self._link.silence_s)
-        self.learn(save.generation, [save.program_address])
+        call_unary(self._connection.stubs(save.worker_session).programs.PutProgram, request, self._connection.silence_s)
+        self.learn(save.worker_session, [save.program_address])
 
     def _release(self, releases: Sequence[_Release]) -> None:
-        for generation, group in itertools.groupby(releases, lambda release: release.generation):
+        for worker_session, group in itertools.groupby(releases, lambda release: release.worker_session):
             keys = [
                 segment_pb2.OperationKey(
-                    session=generation.session, segment=release.segment, operation=segment_pb2.OPERATION_RELEASE
+                    session=worker_session.session, segment=release.segment, operation=segment_pb2.OPERATION_RELEASE
                 )
                 for release in group
             ]
-            commits = self.uncollected.commits(generation)
+            commits = self.uncollected.commits(worker_session)
             request = segment_pb2.ReleaseSegmentsRequest(keys=keys, commits=commits)
             try:
-                stubs = self._link.stubs(generation)
-                call_unary(stubs.segments.ReleaseSegments, request, self._link.silence_s)
+                stubs = self._connection.stubs(worker_session)
+                call_unary(stubs.segments.ReleaseSegments, request, self._connection.silence_s)
                 self.uncollected.taken(commits)
             except WorkerLostError as error:
-                self._link.trouble(generation, error)  # what it held goes with the session's lease
+                self._connection.trouble(worker_session, error)  # what it held goes with the session's lease
             except BackhaulError as error:
-                logger.debug("releasing segments: %s", error, extra=about(self._link.run))
+                logger.debug("releasing segments: %s", error, extra=about(self._connection.run))
             except Exception:  # a bug of ours must not end the thread that forward waits for
-                logger.exception("releasing segments failed", extra=about(self._link.run))
+                logger.exception("releasing segments failed", extra=about(self._connection.run))
