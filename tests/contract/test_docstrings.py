@@ -1,4 +1,4 @@
-"""What docstrings and names must say: fields with content, and locals that tell what they hold."""
+"""What docstrings and names must say: fields with content, locals that tell what they hold, unique classes."""
 
 import ast
 import re
@@ -57,3 +57,12 @@ def test_locals_say_what_they_hold() -> None:
             stored |= {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
             vague += [f"{path.relative_to(ROOT)}:{function.lineno}: {name}" for name in sorted(stored & VAGUE)]
     assert vague == []
+
+
+def test_no_public_class_name_occurs_twice() -> None:
+    places: dict[str, list[str]] = {}
+    for path in SOURCES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}

@@ -116,7 +116,7 @@ def test_off_with_one_flag_each(side: str, sockets: Path) -> None:
             assert session.report().fallbacks == 0
             assert not session._workers[0].connection._has_switched
         assert mapped() == mapped(worker.pid) == 0
-        assert any(path.is_socket() for path in sockets.rglob("*")) == (worker == "trainer")
+        assert any(path.is_socket() for path in sockets.rglob("*")) == (side == "trainer")
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backhaul._backward.frame import Call, RecordedSegment
+from backhaul._backward.frame import CheckpointedCall, RecordedSegment
 from backhaul._backward.lineage import Copies
 from backhaul._backward.value_check import Recomputed
 from backhaul._config import Config
@@ -117,7 +117,7 @@ class Loopback:
     def records_choices(self, device: torch.device) -> bool:
         return self.pins
 
-    def begin(self, call: Call, fn: Any, arguments: list[Tensor]) -> PendingCall:
+    def begin(self, call: CheckpointedCall, fn: Any, arguments: list[Tensor]) -> PendingCall:
         return PendingCall(CallSite(), arguments)
 
     def save(self, segment: RecordedSegment, pending: PendingCall, forward_s: float) -> tuple[LoopbackSegment, Program]:

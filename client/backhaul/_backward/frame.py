@@ -95,7 +95,7 @@ class SavedTensorStream(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class CheckpointedCall:
     """A checkpointed call, from before it runs.
 
     Attributes:
@@ -178,7 +178,7 @@ class HandleTable:
         handles: The handles that are still alive, and dead references.
     """
 
-    def __init__(self, call: Call, so_far: Callable[[], Program]) -> None:
+    def __init__(self, call: CheckpointedCall, so_far: Callable[[], Program]) -> None:
         self.handles: dict[int, weakref.ref[Handle]] = {}
         self._call = call
         self._so_far: Callable[[], Program] | None = so_far
@@ -246,7 +246,7 @@ class RecordedSegment:
         predecessors: Segments whose outputs are sources of this one: the source, the frame, and the output's position.
     """
 
-    call: Call
+    call: CheckpointedCall
     program: Program
     tensors: Sequence[Tensor]
     uses: Uses
@@ -275,7 +275,7 @@ class Frame:
         local_reason: Why the trainer recomputes the segment, if that is settled.
     """
 
-    call: Call
+    call: CheckpointedCall
     handles: Handles
     program: Program | None = None
     lineage: Lineage | None = None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backhaul._backward.frame import Call, RecordedSegment
+from backhaul._backward.frame import CheckpointedCall, RecordedSegment
 from backhaul._backward.lineage import Copies
 from backhaul._config import Config
 from backhaul._dispatch.placement import Placement
@@ -89,7 +89,7 @@ class Dispatcher:
                     reasons.setdefault(worker.connection.name, _in_words(mismatch))
         return "; ".join(f"of worker {name} {reason}" for name, reason in reasons.items())
 
-    def begin(self, call: Call, fn: Callable[..., Any], arguments: list[Tensor]) -> PendingCall:
+    def begin(self, call: CheckpointedCall, fn: Callable[..., Any], arguments: list[Tensor]) -> PendingCall:
         """Sends what a call that begins now will probably be, if that is known."""
         pending = PendingCall(self._sites.of(fn, self._placement.position), arguments)
         if self._is_closed() or call.local_reason or call.recording.has_recorded_choices:
@@ -188,7 +188,7 @@ class Dispatcher:
 
     def _save_of(
         self,
-        call: Call,
+        call: CheckpointedCall,
         worker_session: WorkerSession,
         number: int,
         program: EncodedProgram,

@@ -18,7 +18,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from backhaul._backward.frame import Call, Frame, Handles, HandleTable, RecordedSegment, RemoteSegment, Uses, awaited
+from backhaul._backward.frame import (
+    CheckpointedCall,
+    Frame,
+    Handles,
+    HandleTable,
+    RecordedSegment,
+    RemoteSegment,
+    Uses,
+    awaited,
+)
 from backhaul._backward.lineage import Copies, Lineage, Recipe
 from backhaul._backward.local_recompute import ReplayOptions, nesting
 from backhaul._backward.recipes import mark_given, mark_returned, recipe_of
@@ -63,7 +72,7 @@ class Destination(Protocol):
     def records_choices(self, device: torch.device) -> bool:
         """Whether a worker would compute other bits than this trainer does on a device, see NOTE [Recorded choices]."""
 
-    def begin(self, call: Call, fn: Callable[..., Any], arguments: list[Tensor]) -> PendingCall:
+    def begin(self, call: CheckpointedCall, fn: Callable[..., Any], arguments: list[Tensor]) -> PendingCall:
         """Sends what a call that begins now will probably be, if that is known.
 
         Args:
@@ -149,7 +158,7 @@ def _run_segment(
         traces=options.debug,
         pins=destination.records_choices(arguments[0].device if arguments else torch.device("cpu")),
     )
-    call = Call(name, log, options, recorder.recording, local_reason)
+    call = CheckpointedCall(name, log, options, recorder.recording, local_reason)
     if local_reason:
         call.check_strict(local_reason)
         log.on_trainer(local_reason)
@@ -187,7 +196,7 @@ def _run_segment(
     return kept
 
 
-def _kept_bytes(call: Call) -> int:
+def _kept_bytes(call: CheckpointedCall) -> int:
     """The bytes that the trainer keeps for backward besides leaves, which it has anyway."""
     sources = call.recording.sources
     return sum(source.layout.span_bytes for source in sources if not source.is_leaf and source.held is not None)
@@ -223,7 +232,7 @@ def _check_ended(returned: list[Any], options: Options, had_cuda: bool) -> None:
 
 def decide(
     recorder: Recorder,
-    call: Call,
+    call: CheckpointedCall,
     edges: Sequence[GradientEdge | None],
     outputs: list[Tensor],
     tensors: list[Tensor],
@@ -258,7 +267,7 @@ def decide(
 
 def _keep(
     destination: Destination,
-    call: Call,
+    call: CheckpointedCall,
     recorder: Recorder,
     pending: PendingCall,
     returned: list[Any],
@@ -354,7 +363,9 @@ def _local_reason(decision: Graft | KeepInside | Local) -> str:
     return decision.reason if isinstance(decision, Local) else ""
 
 
-def _recipe(call: Call, sources: Sequence[Tensor], edges: Sequence[GradientEdge | None], index: int) -> Recipe | None:
+def _recipe(
+    call: CheckpointedCall, sources: Sequence[Tensor], edges: Sequence[GradientEdge | None], index: int
+) -> Recipe | None:
     """How a source follows from earlier segments, if autograd's graph says so in full."""
     edge = edges[index]
     return None if edge is None else recipe_of(sources[index], call.recording.sources[index], edge)

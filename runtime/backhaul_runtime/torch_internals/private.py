@@ -22,44 +22,14 @@ from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-__all__ = [
+__all__ = [  # what is exported from torch; the functions below are exported as well
     "DisablePythonDispatcher",
     "DisableTorchDispatch",
     "OpOverload",
     "WeakTensorRef",
-    "alias_of",
-    "arguments_of",
-    "backward_pass",
-    "backward_task_id",
-    "base_of",
-    "container_node",
-    "cudnn_version",
-    "current_transforms_differentiate",
-    "dispatch_kind",
-    "has_accumulation_hooks",
-    "identity_of",
-    "is_batched",
-    "is_differentiable_view",
-    "is_functorch_wrapped",
-    "is_in_forward_mode",
-    "is_memoryless_zero",
-    "is_node_of",
-    "is_plain_backward",
-    "is_selective_pair",
     "next_sequence_number",
-    "op_name",
-    "outside_transforms",
     "pytree",
-    "returns_of",
-    "saved_alpha",
-    "saved_other",
-    "sequence_number",
-    "set_sequence_number",
-    "submodules_of",
     "top_saved_tensor_hooks",
-    "version_of",
-    "with_lazy_bits",
-    "without_dynamo",
 ]
 
 _VMAP = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("VmapMode"))
