@@ -1,11 +1,13 @@
 """Torch's private names, under names of our own.
 
 No module outside this folder uses a private name of torch, which a test checks. So a change in a new release of torch
-is repaired here. Functions take and return live objects of torch; none of them copies tensor data.
+is repaired here. Functions take and return live objects of torch; none of them copies tensor data. The recorder calls
+some of them for each tensor of each op. Those are `attrgetter` or `methodcaller`, which run no Python code.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -40,20 +42,16 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def identity_of(tensor: Tensor) -> int:
-    """Identifies the C++ tensor behind a Python object, for as long as the tensor lives."""
-    identity: int = tensor._cdata
-    return identity
+identity_of: Callable[[Tensor], int] = attrgetter("_cdata")
+"""Identifies the C++ tensor behind a Python object, for as long as the tensor lives."""
 
 
-def base_of(tensor: Tensor) -> Tensor | None:
-    """The tensor that a view is a view of; None for a tensor that is no differentiable view."""
-    return tensor._base
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+"""The tensor that a view is a view of; None for a tensor that is no differentiable view."""
 
 
-def is_differentiable_view(tensor: Tensor) -> bool:
-    """Whether autograd tracks the tensor as a view of another."""
-    return tensor._is_view()
+is_differentiable_view: Callable[[Tensor], bool] = methodcaller("_is_view")
+"""Whether autograd tracks the tensor as a view of another."""
 
 
 def dispatch_kind(tensor: Tensor) -> int:
@@ -62,9 +60,8 @@ def dispatch_kind(tensor: Tensor) -> int:
     return kind
 
 
-def is_memoryless_zero(tensor: Tensor) -> bool:
-    """Whether the tensor is a zero that autograd has made without memory."""
-    return tensor._is_zerotensor()
+is_memoryless_zero: Callable[[Tensor], bool] = methodcaller("_is_zerotensor")
+"""Whether the tensor is a zero that autograd has made without memory."""
 
 
 def is_functorch_wrapped(tensor: Tensor) -> bool:
@@ -93,9 +90,8 @@ def alias_of(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
-def sequence_number(node: Node) -> int:
-    """The place of a node in the order of its creation in its thread. Backward runs the latest first."""
-    return node._sequence_nr()
+sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")
+"""The place of a node in the order of its creation in its thread. Backward runs the latest first."""
 
 
 def set_sequence_number(tensor: Tensor, number: int) -> None:
@@ -109,9 +105,8 @@ def is_node_of(node: Node, function: type[torch.autograd.Function]) -> bool:
     return type(node) is function._backward_cls
 
 
-def saved_alpha(node: Any) -> Any:
-    """The `alpha` with which an addition or subtraction scaled its second operand."""
-    return node._saved_alpha
+saved_alpha: Callable[[Any], Any] = attrgetter("_saved_alpha")
+"""The `alpha` with which an addition or subtraction scaled its second operand."""
 
 
 def saved_other(node: Any) -> Tensor | None:
@@ -175,24 +170,20 @@ def is_selective_pair(first: Any, second: Any) -> bool:
     return type(first) is _CachingTorchDispatchMode and type(second) is _CachedTorchDispatchMode
 
 
-def submodules_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The modules directly inside a module by name, as a dict whose changes change the module."""
-    return module._modules
+submodules_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+"""The modules directly inside a module by name, as a dict whose changes change the module."""
 
 
-def arguments_of(op: OpOverload) -> Any:
-    """The arguments of an op's schema, in order."""
-    return op._schema.arguments
+arguments_of: Callable[[OpOverload], Any] = attrgetter("_schema.arguments")
+"""The arguments of an op's schema, in order."""
 
 
-def op_name(op: OpOverload) -> str:
-    """The name of an op with its namespace and without its overload, as in "aten::add"."""
-    return op._schema.name
+op_name: Callable[[OpOverload], str] = attrgetter("_schema.name")
+"""The name of an op with its namespace and without its overload, as in "aten::add"."""
 
 
-def returns_of(op: OpOverload) -> Any:
-    """What an op's schema says that it returns, in order."""
-    return op._schema.returns
+returns_of: Callable[[OpOverload], Any] = attrgetter("_schema.returns")
+"""What an op's schema says that it returns, in order."""
 
 
 def without_dynamo(function: Any) -> Any:
