@@ -19,7 +19,7 @@ Accumulate = Literal["trainer", "worker"]
 ACCUMULATE: tuple[str, ...] = ("trainer", "worker")
 _CHOICES = {"returns": RETURNS, "durability": DURABILITIES, "numerics": NUMERICS, "accumulate": ACCUMULATE}
 SECRETS = frozenset({"token_file"})
-"""Settings that are shown to nobody."""
+"""Settings that no report shows."""
 
 
 @dataclass(frozen=True, slots=True)

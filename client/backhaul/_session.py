@@ -48,7 +48,7 @@ logger = logging.getLogger("backhaul")
 class Session:
     """Connects a trainer to its workers. Made by `backhaul.connect`; a context manager.
 
-    After construction nothing raises for want of a worker, unless `strict`: segments run on the trainer meanwhile.
+    After construction a missing worker raises nothing, unless `strict` is set: segments run on the trainer meanwhile.
     Its methods may be called from several threads.
 
     Args:

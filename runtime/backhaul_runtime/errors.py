@@ -107,7 +107,7 @@ class SettingError(BackhaulError, ValueError):
 
 
 class ConnectError(BackhaulError, ConnectionError):
-    """connect() found nobody at an address."""
+    """connect() got no answer at an address."""
 
 
 class ProtocolVersionError(BackhaulError):

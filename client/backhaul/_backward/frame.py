@@ -1,7 +1,7 @@
 """What the trainer keeps of a segment between forward and backward.
 
 Autograd holds the frame, and nothing else does: a graft's node, or the handles that stand where saved tensors would be.
-So a frame lives as long as somebody could need its segment, and its end releases everything remote.
+So a frame lives as long as a backward could need its segment, and its end releases everything on the worker.
 """
 
 import threading
@@ -76,7 +76,7 @@ class RemoteSegment(Protocol):
         """
 
     def drifted(self, drift: float) -> None:
-        """Hears how far the worker's numbers were from forward's."""
+        """Notes the drift: the largest relative distance between the worker's tensors and those of forward."""
 
     def recompute(self, wanted: Mapping[int, Layout]) -> "SavedTensorStream":
         """The saved tensors of these positions, which come in this order and with these layouts."""
@@ -91,7 +91,7 @@ class SavedTensorStream(Protocol):
         """One that was asked for, once."""
 
     def close(self) -> None:
-        """Wants no more of them."""
+        """Cancels the stream. Call it when no more tensors will be taken."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -268,7 +268,7 @@ class Frame:
         lineage: What the trainer recomputes the segment from; None if nothing needs to be recomputed.
         uses: Where its graph takes gradients to.
         replay_options: What the call brought for recomputation on the trainer.
-        consumers: Which sources that are outputs of other segments nobody else can have used after this segment.
+        consumers: The sources that are outputs of other segments and that nothing can have used after this segment.
         arguments: The tensors that the call was given, with their versions. Nobody may write to them before backward.
         is_mutated: Whether the call wrote to something that its own policy keeps.
         remote: The worker's side; None if no worker has the segment.
@@ -436,7 +436,7 @@ class Frame:
         self._recompute_here({*positions, *self._wanted})
 
     def _next(self, index: int) -> Tensor | None:
-        """A tensor that was recomputed, or None where it lies in memory that somebody has written to since."""
+        """A recomputed tensor; None if it lies in memory that was written to since."""
         if index not in self._here and self._incoming is not None:
             try:
                 return self._take(self._incoming, index)

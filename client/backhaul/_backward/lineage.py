@@ -39,7 +39,7 @@ _serials = itertools.count()
 
 
 class Copies:
-    """Tensors that the trainer holds copies of, by content, each for as long as somebody needs it.
+    """Copies of tensors that the trainer keeps, by content, each for as long as it is referenced.
 
     Args:
         fetch: Asks workers for what is not held here, within bounds. What it returns need not be what was asked for.
@@ -50,7 +50,7 @@ class Copies:
         self._tensors: weakref.WeakValueDictionary[Hashable, Tensor] = weakref.WeakValueDictionary()
 
     def hold(self, tensor: Tensor, layout: Layout, address: Digest | None) -> Tensor:
-        """A copy of a tensor of this address, shared with everybody who holds the same contents.
+        """A copy of a tensor with this address, shared by all holders of the same contents.
 
         Where the address is not known without waiting for an accelerator, the same tensor at the same version is taken
         to hold the same.
@@ -62,11 +62,11 @@ class Copies:
         return held
 
     def find(self, address: bytes) -> Tensor | None:
-        """A copy that somebody still holds."""
+        """A copy that is still referenced."""
         return self._tensors.get(address)
 
     def add(self, address: bytes, tensor: Tensor) -> None:
-        """Shares a tensor that nobody will write to."""
+        """Shares a tensor that will not be written to."""
         self._tensors[address] = tensor
 
 
@@ -121,7 +121,7 @@ class Lineage:
             source.held = None
 
     def take_back(self) -> None:
-        """Holds again what has not been sent yet: the worker is gone, and with it whoever waits to send."""
+        """Keeps again what has not been sent yet. Call it when the worker is lost, and its uploader with it."""
         for index in self.recipes:
             source = self.recording.sources[index]
             source.held = source.held if source.held is not None else self.copies.find(source.address)
@@ -142,7 +142,7 @@ class Lineage:
         return outputs_here(self.name, self.program, self.recording, values, range(len(self.program.outputs)))
 
     def lost(self, why: str) -> SegmentLostError:
-        """The error that says so."""
+        """The error for a segment whose inputs cannot be obtained any more."""
         return SegmentLostError(
             f"segment {self.name}, called at {self.site}, is lost with its worker (session {self.session}): {why}. "
             'durability="host" keeps a copy of every input on the trainer',

@@ -32,7 +32,7 @@ class ReplayOptions:
         context: Ops run in it.
         again: Gives results of ops that are kept, so that these do not run. If other values than forward's come of
             that, which its rules can't rule out, all ops run.
-        trace: A line per op of forward, for the error where recomputation differs; None where nobody asked for it.
+        trace: A line per op of forward, for the error if recomputation differs; None unless debug=True.
     """
 
     context: AbstractContextManager[Any] | None = None
@@ -181,7 +181,7 @@ def saved_before(name: str, so_far: Program, recording: Recording, position: int
 
 @contextmanager
 def _ours(values: Sequence[Tensor]) -> Iterator[None]:
-    """Around a replay in the midst of somebody's backward: its generators, settings and transforms are its own."""
+    """Isolates a replay from the backward that it runs in: generators, settings and transforms are its own."""
     devices = list(dict.fromkeys(value.device for value in values))
     # In the vmap that batches gradients, torch refuses to draw random numbers, and a replay draws those of forward.
     with outside_transforms(), isolated(devices), torch.enable_grad():

@@ -103,7 +103,7 @@ def recipe_of(tensor: Tensor, source: RecordedSource, edge: GradientEdge) -> Rec
 
 
 def _read(node: Node, output_nr: int, nodes_left: Iterator[int]) -> tuple[Recipe, int]:
-    """The recipe of a node's output, and the version counter that it has if nobody wrote to it since."""
+    """The recipe of a node's output, and the version counter that the output has if it was not written to since."""
     mark = _marks_of(node).get(output_nr)
     if mark is not None and (lineage := mark.lineage()) is not None:
         return mark.kind(lineage, mark.number), mark.version

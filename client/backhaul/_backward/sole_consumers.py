@@ -1,8 +1,8 @@
-"""Inputs of a segment that nobody used after it, so that the worker may add their gradient's contributions up.
+"""Inputs of a segment that nothing used after it, so that the worker may sum the contributions to their gradients.
 
 Autograd adds what the uses of a tensor contribute one by one, those made last first. Contributions that come first may
 be added up before: (a + b) + c is what it does. Whether others came before is not to be seen in backward. But a tensor
-that dies before any other node of autograd was made can have been used by nobody later.
+that dies before any other node of autograd was made cannot have been used later.
 """
 
 import threading

@@ -27,13 +27,13 @@ def variables_of_commands() -> list[str]:
 
 
 def warn_of_unknown() -> None:
-    """Says in the log which variables are read by nobody, once in a process."""
+    """Warns about variables that look like settings but are not read, once per process."""
     known = variables_of_sessions()
     if not any(name.startswith(PREFIX) and name not in known for name in os.environ):
         return
     try:
         known += variables_of_commands()
-    except Exception:  # a command of somebody else's that can't be imported is no reason not to train
+    except Exception:  # a broken command of another package must not prevent training
         logger.debug("commands can't be listed", exc_info=True)
         return
     for variable, nearest in unknown(os.environ, known).items():

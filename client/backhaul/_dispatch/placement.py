@@ -1,7 +1,7 @@
 """Which worker gets which segment: each a contiguous run, so that parameters stay where they are. Pure."""
 
 FIRST_RUN = 4
-"""Until the first backward nobody knows how many segments a pass has: the first pass goes in runs of this length."""
+"""Length of the runs in the first pass: until the first backward the number of segments in a pass is unknown."""
 
 
 class Placement:

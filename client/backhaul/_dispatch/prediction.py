@@ -154,7 +154,7 @@ class CallSite:
         return [address for address in changed if address not in named]
 
     def predict(self, arguments: Sequence[Tensor], hold: Hold) -> "Predicted | None":
-        """What the call that begins now will probably be; None where nobody knows.
+        """What the call that begins now will probably be; None if that is unknown.
 
         Args:
             arguments: Tensors among its arguments.

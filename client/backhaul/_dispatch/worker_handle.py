@@ -44,7 +44,9 @@ class WorkerHandle:
             return None
         try:
             return self._fetched(worker_session, address, count)
-        except BackhaulError as error:  # what it holds can be computed again, and nobody waits for it twice
+        except (
+            BackhaulError
+        ) as error:  # the tensor can be computed again, so the trainer does not wait for this worker twice
             self._failed = worker_session
             if isinstance(error, WorkerLostError):
                 self.connection.trouble(worker_session, error)

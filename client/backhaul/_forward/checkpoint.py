@@ -61,7 +61,7 @@ class Destination(Protocol):
 
     Attributes:
         journal: Where calls are counted by name.
-        telemetry: Where calls are reported; None if nobody wants to know.
+        telemetry: Where calls are reported; None if telemetry is off.
         copies: The copies of tensors that the trainer keeps.
     """
 

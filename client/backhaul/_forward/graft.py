@@ -8,7 +8,7 @@ NOTE [Graft]
    their gradients in the order they would have without checkpointing, and contributions to one tensor are added in that
    order too (see `backhaul_runtime.torch_internals.graph_uses`).
 3. Where there is one parameter at most, and no autocast, a thread has no order to keep, and one stand-in hands on
-   everything. Autocast may have made a cast in the midst of the call that others use after it.
+   everything. Autocast may have made a cast during the call that other code uses after it.
 4. Autograd alone holds the frame, as the packed form of a saved tensor. So the frame goes when autograd lets go of what
    it saved, a second backward meets torch's own error, and retain_graph works.
 5. A call that returns outputs which follow from each other has a graft for each stage, see `find_stages`. The graft of

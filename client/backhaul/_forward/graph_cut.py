@@ -50,7 +50,7 @@ def find_graph_uses(
         edges: Where gradients of its sources arrive; None for a source that takes none.
         outputs: What it returned and made, where that requires a gradient.
         tensors: All that it returned.
-        is_held: An output is held by somebody else than the caller.
+        is_held: Whether something besides the return value refers to an output.
     """
     if reason := recorder.why_not_cut(outputs):
         raise Refusal(reason)

@@ -1,4 +1,4 @@
-"""Whether anybody but the return value of a call holds one of its differentiable outputs.
+"""Whether anything besides the return value of a call refers to one of its differentiable outputs.
 
 A graft gives the caller new tensors in place of the outputs, in new containers. Whoever holds an old one (a forward
 hook, an attribute of a module, a list that is returned and kept) would then hold something that is no longer part of
@@ -18,7 +18,7 @@ from backhaul_runtime.torch_internals.private import base_of, container_node, py
 
 
 def has_other_references(returned: list[Any], is_output: Callable[[Tensor], bool]) -> bool:
-    """Whether an output in this list, whose only item is what a call returned, is held by anybody else.
+    """Whether an output in this list, whose only item is what a call returned, has other references.
 
     Counted are the tensors, what they are views of, and the nodes of autograd that made them. Whoever calls holds none
     of them but by the list. A container of a kind that can't be looked into counts as somebody else.
@@ -81,7 +81,7 @@ def _references(container: Any) -> Iterator[Any]:
 
 
 def _idle_counts() -> tuple[int, int, int]:
-    """The counts that this Python and this torch give for what nobody holds."""
+    """The counts that this Python and this torch give for objects without other references."""
     x = torch.zeros(2, requires_grad=True)
     with torch.enable_grad():
         tensors = {0: (x * 1).view(2, 1)}

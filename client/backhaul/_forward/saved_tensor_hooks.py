@@ -19,11 +19,11 @@ from backhaul_runtime.torch_internals.storages import StorageLedger
 class SavedTensorHooks:
     """The hook that autograd calls for each tensor it saves.
 
-    Autograd keeps it as long as the handles, so it lets go of the recorder, and with it of the call's tensors.
+    Autograd keeps it as long as the handles, so `release` drops the recorder, and with it the call's tensors.
 
     Attributes:
         recorder: Records the call while that runs, None afterwards.
-        packed_bytes: What autograd saved and nobody keeps, each storage once, leaves not.
+        packed_bytes: The bytes that autograd saved and that are not kept, each storage once, leaves not counted.
     """
 
     def __init__(self, hold: Hold, selection: Selection | None, hooks: Hooks | None) -> None:
@@ -93,7 +93,7 @@ class SavedTensorHooks:
             self._undefined.append((kept, tensor))
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        """What an argument holds, for the caller may write to it. Shared with others who keep the same."""
+        """A copy of an argument, because the caller may write to it. Equal copies are shared."""
         layout = layout_of(tensor)
         address = None if layout.is_on_accelerator else tensor_address(layout, content_digest(tensor, layout))
         return self._hold(tensor, layout, address)

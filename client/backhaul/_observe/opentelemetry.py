@@ -8,7 +8,7 @@
     └── backhaul.segment
 
 NOTE [Spans]
-1. All is told after it happened: spans are made with the times they had, by the trainer's clock.
+1. Spans are made after the fact, with the times that the events had by the trainer's clock.
 2. A step is a child of the span that was current in the thread that ended it; its calls are children of the step.
    Calls may be told before their step, and then wait for it, or after it; both are bounded.
 3. A segment that a worker was meant to recompute and the trainer did is an error of that segment, not of its step.

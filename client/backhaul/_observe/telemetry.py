@@ -4,7 +4,7 @@ NOTE [Never in the way]
 1. Training adds numbers and appends to lists. What takes longer, and all that may fail, is the thread's.
 2. Lists are bounded. What does not fit, or can't be sent, is dropped and counted.
 3. A call is told once nobody can need its segment any more, or its step has ended after its recomputation.
-4. Frames die in the midst of anything. Their endings are appended to a deque: see `_endings`.
+4. Frames die at any time, in any thread. Their deaths are appended to a queue: see `_endings`.
 """
 
 import logging
@@ -71,7 +71,7 @@ class CallLog:
 
     Args:
         log: The log of all calls with this name.
-        telemetry: Where it is told, if anywhere.
+        telemetry: Where the call is reported; None if telemetry is off.
 
     Attributes:
         worker: That was given it.
@@ -118,7 +118,7 @@ class CallLog:
 
     @property
     def is_gone(self) -> bool:
-        """Whether its forward has ended and nobody can need its segment any more."""
+        """Whether its forward has ended and no backward can need its segment any more."""
         return self._frame is not None and self._frame() is None
 
     def add(self, decision: Decision, took_s: float) -> None:
@@ -200,7 +200,7 @@ class CallLog:
             self._telemetry.fell_back()
 
     def told(self) -> telemetry_pb2.SegmentCall:
-        """The call as it is told."""
+        """The call as a message of the report."""
         return telemetry_pb2.SegmentCall(
             step=self.step,
             number=self.number,
@@ -372,7 +372,7 @@ class Telemetry:
         if self._traces is not None:
             try:
                 self._traces.tell(report, contexts)
-            except Exception:  # the user's SDK: workers are told all the same
+            except Exception:  # the user's SDK failed: workers get the report nevertheless
                 logger.debug("traces failed", exc_info=True)
 
     def _drop(self, report: telemetry_pb2.TrainerReport) -> None:

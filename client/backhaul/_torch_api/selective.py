@@ -151,7 +151,7 @@ class _Result:
         self._is = _identity(tensor)
 
     def is_same(self, tensor: Tensor) -> bool:
-        """Whether a tensor in this storage is the result, and nobody wrote to it since."""
+        """Whether a tensor in this storage is the result and was not written to since."""
         return _identity(tensor) == self._is
 
 
@@ -230,7 +230,7 @@ class KeptTensor:
         self._unpacks.append(lambda held: held if held.device == device else copy_exact(held, device=device))
 
     def pack(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-        """Hands it to the hooks of somebody else, who may well give back another."""
+        """Passes the tensor to the user's saved-tensor hooks, which may return another one."""
         self._is_of_others = True
         self._packed = pack(self._packed)
         self._unpacks.append(unpack)
@@ -246,7 +246,7 @@ class KeptTensor:
 
     @property
     def is_of_others(self) -> bool:
-        """Whether hooks of somebody else give it back, who may have changed it."""
+        """Whether the user's saved-tensor hooks return the tensor, and may have changed it."""
         return self._is_of_others
 
     def is_intact(self, tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Modules that checkpoint themselves, in place, without anybody else noticing."""
+"""Modules that checkpoint themselves, in place, without a change of names or of state_dict keys."""
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy

@@ -67,7 +67,7 @@ class UncollectedGradients:
     def commit(
         self, worker_session: WorkerSession, key: segment_pb2.OperationKey, parameters: Iterable[Tensor]
     ) -> None:
-        """Counts what a worker kept of a backward. It is told with the next release.
+        """Counts the gradients that a worker kept in a backward. The commit is sent with the next release.
 
         Args:
             worker_session: Where it was kept.

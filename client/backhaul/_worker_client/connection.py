@@ -147,7 +147,7 @@ class Connection:
     Attributes:
         name: The address of the worker, for messages.
         run: The id of the session.
-        drift: The largest measured between its numbers and ours, of which it is told.
+        drift: The largest drift measured for this worker, which is sent to it with each keep-alive.
     """
 
     def __init__(
@@ -376,7 +376,7 @@ class Connection:
         self._draining = answer.draining
 
     def _down(self, why: str) -> None:
-        with self._going_down:  # all who talk to a worker that dies meet it at once, and one of them says so
+        with self._going_down:  # all callers of a dying worker get here at once, and one of them logs it
             was_up, self._up, self._why_down = self._up, False, why
         if was_up:
             extra = about(self.run)
@@ -402,7 +402,7 @@ class Connection:
                 if isinstance(error, CredentialError) and error.message != self._why_down:
                     logger.warning(
                         "%s", error.message, extra=about(self.run)
-                    )  # unlike a worker that is gone, this needs somebody to act
+                    )  # unlike a lost worker, this needs an action of the user
                 self._down(error.message)
             except Exception as error:  # a bug of ours, or a system without processes or files to spare
                 logger.exception("looking after the connection to %s failed", self.name, extra=about(self.run))

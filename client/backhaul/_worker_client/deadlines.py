@@ -275,7 +275,7 @@ class AnswerStream(Generic[R]):
         return self._receiver.tensor(index)
 
     def forget(self, index: int) -> None:
-        """Lets go of the `index`-th tensor: nobody will ask for it again."""
+        """Drops the `index`-th tensor. It cannot be requested again."""
         self._receiver.forget(index)
 
     def rest(self, deadline: float = math.inf) -> TensorReceiver:
@@ -286,7 +286,7 @@ class AnswerStream(Generic[R]):
         return self._receiver
 
     def close(self) -> None:
-        """Wants no more of the answer."""
+        """Cancels the rest of the answer."""
         self._closed.set()
         self._call.cancel()  # of a call that has ended this does nothing
         if self._memory is not None and self._answer:

@@ -86,7 +86,7 @@ class SavedTensors:
         return tensor
 
     def close(self) -> None:
-        """Wants no more of them. Safe to call twice."""
+        """Cancels the stream. It may be called twice."""
         if self._ending is not None:
             self._close()
             self._uploader.call_off(self._ending)

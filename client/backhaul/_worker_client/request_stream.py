@@ -57,7 +57,7 @@ class RequestStream:
             if self._is_silent:
                 raise WorkerLostError(f"the worker was silent for {self._silence_s:g} s", status="SILENT") from None
             return None
-        except BaseException:  # Ctrl-C: the answer that is still to come is nobody's
+        except BaseException:  # Ctrl-C: no caller is left for the answer
             self.close()
             raise
         finally:

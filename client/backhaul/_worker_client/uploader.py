@@ -94,7 +94,7 @@ class SegmentUpload:
         is_predicted: Its call has not run yet.
         superseded: Gives addresses that need not be kept for later.
         made: When the sources were, on their accelerators.
-        owner: Who will ask for the segment. If it has died, nobody will.
+        owner: The object that will request the segment. If it has died, the upload is skipped.
     """
 
     worker_session: WorkerSession
@@ -148,7 +148,7 @@ class Uploader:
         self._limit_boundaries = inflight_boundaries
         self.watch = Liveness(connection.silence_s)
         self.uncollected = UncollectedGradients(connection)
-        # put() of a SimpleQueue may be called by the garbage collector in the midst of another put().
+        # put() of a SimpleQueue may be called by the garbage collector during another put().
         self._queue: queue.SimpleQueue[_Item | DeathNotice | None] = queue.SimpleQueue()
         self._endings = DeathQueue(self._queue.put)
         self._waiting: set[SegmentUpload] = set()  # those with copies
@@ -314,7 +314,7 @@ class Uploader:
             logger.exception("sending a segment failed", extra=about(self._connection.run, save.name))
             save.saved.set_exception(WorkerLostError(f"sending failed: {type(error).__name__}: {error}"))
         finally:
-            if save.is_predicted:  # whose copies nobody recomputes from
+            if save.is_predicted:  # its copies are not used for recomputation
                 self._sent.put(save.sources)
                 save.sources = ()
             with self._room:

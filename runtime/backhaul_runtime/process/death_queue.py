@@ -28,7 +28,7 @@ class DeathQueue:
 
     Args:
         put: Adds an ending to the queue: `SimpleQueue.put` or `deque.append`. It must be a built-in function that can
-            be called in the midst of another call of itself.
+            be called during another call of itself.
     """
 
     def __init__(self, put: Callable[[DeathNotice], None]) -> None:

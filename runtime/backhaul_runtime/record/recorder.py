@@ -88,7 +88,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         recording: What outlives the call.
         sources: What the call took from outside. They go with the recorder.
-        trace: A line per op, None where nobody asked for them.
+        trace: A line per op; None unless traces were requested.
         own_s: What recording took so far, of the time that the call took.
     """
 
@@ -134,7 +134,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._pack = None  # it refers to whoever made us
+        self._pack = None  # it refers to the caller of the recorder
         self._op_ended = lambda _: None  # so does this
 
     def around(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -400,7 +400,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         results: list[Tensor],
         draws: DrawRecorder | None,
     ) -> None:
-        """Notes what a node drew and decided, or that nobody can tell."""
+        """Notes what a node drew and decided, or that this cannot be derived from its results."""
         try:
             noted = pins.noted(op, read, results, draws)
         except Refusal as refusal:

@@ -18,7 +18,7 @@ class RecordedSource:
         named: Its `address`, which may still be on an accelerator.
         held: Holds these contents: a copy where they may well change before backward, else the caller's memory. None
             once the call has ended and nobody keeps them here.
-        is_copy: Whether `held` is a copy, so that nobody can change it.
+        is_copy: Whether `held` is a copy, which does not change.
         is_argument: Passed to the call rather than captured by it.
         requires_grad: Whether it took gradients.
         is_leaf: Whether it was a leaf of autograd's graph.

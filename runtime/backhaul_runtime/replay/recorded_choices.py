@@ -140,7 +140,7 @@ class ChoiceRecorder:
             tensor: Saved by the op that runs.
             is_hidden: In memory of its own.
             is_undefined: Whether its bytes are undefined, so that the op's arguments are compared instead.
-            is_fixed: Part of a source that nobody writes to.
+            is_fixed: Whether it is part of a source that is not written to.
         """
         if is_undefined:
             return self._reads
@@ -232,7 +232,7 @@ class ChoiceReplay(DispatchMode):
     def _in_place_of(self, result: Tensor) -> Tensor:
         if self._left and self._left[0][0].shape != result.shape and not self._left[0][1]:
             return copy_exact(self._left.popleft()[0])  # a count of hits, which decides a shape
-        self._overwrite(result.data)  # past the version counter: nobody has seen it yet
+        self._overwrite(result.data)  # past the version counter: no other op has seen the result yet
         return result
 
 

@@ -438,7 +438,7 @@ def _collector(
 
 
 def _last_uses(program: Program) -> dict[int, list[int]]:
-    """By node, the earlier nodes whose results nobody needs after it."""
+    """By node, the earlier nodes whose results no later node needs."""
     last: dict[int, int] = {index: index for index in range(len(program.nodes))}
 
     def visit(value: Any, at: int) -> None:

@@ -41,12 +41,12 @@ class VersionedTensor:
 
 
 class SavedTensorPacker:
-    """The hook for what autograd saves. The graph keeps it, so it must not lead back to whoever holds the graph.
+    """The hook for what autograd saves. The graph keeps the hook, so it must not refer to the owner of the graph.
 
     Args:
         keep_saved: Whether to keep the saved tensors.
         contents: Takes the digests of tensors.
-        fixed: Storages of sources that nobody writes to, if sketches are to be taken.
+        fixed: Storages of sources that are not written to, if random projections are to be taken.
         meter: Told of each tensor.
 
     Attributes:
@@ -75,7 +75,7 @@ class SavedTensorPacker:
         self.reads: bytes | None = None
 
     def __call__(self, tensor: Tensor) -> VersionedTensor:
-        """Takes a tensor that autograd saves, in the midst of an op."""
+        """Takes a tensor that autograd saves while an op runs."""
         layout = layout_of(tensor)
         with DisableTorchDispatch():  # what we ask of tensors is not the business of modes around the ops
             content = self.reads if self.reads is not None else self._contents.take(tensor, layout)

@@ -77,7 +77,7 @@ class _Segment:
 
     @property
     def beside_bytes(self) -> int:
-        """What is taken while it runs and let go after."""
+        """The bytes that are used while it runs and freed afterwards."""
         return 0 if self.is_done else max(0, self.footprint.run_bytes - self.kept_bytes)
 
     @property
@@ -227,7 +227,7 @@ class Schedule:
         return None
 
     def last_needed(self) -> Key:
-        """The replay that gives way to what is demanded (Rule 5). There is one."""
+        """The replay to drop in favour of a request (Rule 5). There is at least one replay."""
         name, session = max(self._sessions.items(), key=lambda item: item[1].held_bytes)
         return name, session.ready()[-1][0]
 

@@ -1,4 +1,4 @@
-"""Digests of tensors on an accelerator, which stay there until somebody needs their bytes.
+"""Digests of tensors on an accelerator, which stay there until their bytes are needed.
 
 Whoever takes a digest in forward must not wait for the device, and most are needed in backward only. On the host a
 digest is its bytes; see NOTE [Staging] for how those of a device are read.
@@ -87,7 +87,7 @@ class ContentDigests:
         self._sums = _DeviceSums()
 
     def take(self, tensor: Tensor, layout: Layout) -> Digest:
-        """As `content_digest`, but nobody waits for an accelerator. The tensor may change once this returns."""
+        """As `content_digest`, but without waiting for an accelerator. The tensor may change once this returns."""
         key = _place(tensor, layout) if self._stored else None
         if self._known is None or key not in self._stored:
             return self._take(tensor, layout)

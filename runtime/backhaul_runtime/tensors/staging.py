@@ -101,7 +101,7 @@ def use_here(tensor: Tensor) -> None:
 
 
 def page_locked(size_bytes: int) -> Tensor:
-    """uint8 [size_bytes] on the host with undefined elements, for copies that nobody waits for (Rule 4)."""
+    """uint8 [size_bytes] on the host with undefined elements, for asynchronous copies (Rule 4)."""
     return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 

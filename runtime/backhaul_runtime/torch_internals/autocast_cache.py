@@ -110,7 +110,7 @@ class CastWatch:
         self._seen: dict[int, tuple[WeakTensorRef, int, object]] = {}
 
     def has_stale_cast(self, weight: Tensor, address: object) -> bool:
-        """Whether autocast's cache holds a cast of a weight that nobody would make now.
+        """Whether autocast's cache holds a cast of a weight that would not be made now.
 
         That is one of what the weight held before it changed, or one of another dtype, from the region around this one.
         On an accelerator only the version counter shows a change: reading the address would keep the caller waiting.

@@ -61,7 +61,7 @@ class PreDispatchMode(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         raise NotImplementedError
 
     def refuse(self, reason: str) -> None:
-        """Hears of what it can't see into."""
+        """Called for an op that the mode cannot look into, with the reason."""
         raise NotImplementedError
 
 
@@ -77,7 +77,7 @@ torch._ops._mode_stack_state_for_pre_dispatch = _stack
 
 def _dispatched(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Rule 4. As torch does it, the mode is away for the time."""
-    if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):  # nobody is to see the op
+    if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):  # no mode may see the op
         return op._op_dk(_KEY, *args, **kwargs)
     mode = _stack.get(_OURS)
     if not isinstance(mode, PreDispatchMode) or _stack.get(_OTHERS) is not None:

@@ -5,7 +5,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Identifies a tensor's storage for as long as somebody holds it, weakly or not."""
+    """Identifies a tensor's storage for as long as the storage is referenced, weakly or not."""
     key: int = tensor.untyped_storage()._cdata
     return key
 

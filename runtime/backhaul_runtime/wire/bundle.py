@@ -21,7 +21,7 @@ class View:
     """A tensor as (part of) one of a bundle's parcels.
 
     Attributes:
-        position: Which tensor this is to the one who asked.
+        position: The position of the tensor among those requested.
         parcel: Index of the parcel.
         layout: None for the parcel itself, else how to view the parcel's bytes.
         offset_bytes: The offset of the view in its tensor.

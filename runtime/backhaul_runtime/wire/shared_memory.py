@@ -91,7 +91,7 @@ class FreeList:
 
 
 class Region:
-    """A region as this process has it mapped, until nobody has a tensor in it.
+    """A region as this process has it mapped, until no tensor in it is referenced.
 
     Args:
         number: Names it between the two processes.

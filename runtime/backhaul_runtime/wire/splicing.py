@@ -51,7 +51,7 @@ class Batch:
     Attributes:
         declarations: The declarations of tensors in this batch.
         chunks: The chunks of the tensors' elements.
-        held: What owns memory of chunks that nobody else may hold.
+        held: The owners of the chunks' memory, which have no other reference.
     """
 
     declarations: list[tensor_pb2.TensorDeclaration] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Writes the files, for those who work on Backhaul: `make monitoring`."""
+"""Writes the generated files of the project: `make monitoring`."""
 
 import sys
 from pathlib import Path

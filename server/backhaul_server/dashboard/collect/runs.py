@@ -24,11 +24,11 @@ _MEDIAN_STEPS = 50
 
 @dataclass(slots=True)
 class StepReport:
-    """What was told of one step.
+    """What a trainer reported of one step.
 
     Attributes:
         step: The step itself, None while it goes on.
-        seen: Bit n is set once call n was told.
+        seen: Bit n is set once call n was reported.
         lanes_s: Seconds of its calls' spans, by lane.
         calls: Serialized SegmentCalls by number, of a run in detail: a fifth of what they take as objects.
     """
@@ -142,7 +142,7 @@ class TrainerRun:
         self.heard_at_s = max(self.heard_at_s, since_s, min(now_s, max(heard_at_s)))
 
     def _told(self, number: int) -> StepReport | None:
-        """Where what is told of a step goes; None where it is too late."""
+        """The record of a step; None if the step is too old to be kept."""
         if number not in self.told:
             if len(self.told) >= STEPS:
                 oldest = min(self.told)

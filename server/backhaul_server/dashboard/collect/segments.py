@@ -120,7 +120,7 @@ class Row:
         """Adds a call.
 
         Args:
-            call: As it was told.
+            call: The call as it was reported.
             lanes: The seconds of its spans by lane.
             at_s: When it ended, in seconds since 1970.
         """

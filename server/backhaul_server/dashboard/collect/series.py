@@ -11,7 +11,7 @@ _SPARE = 256
 
 
 class Series:
-    """Rows of numbers, oldest first, each with its time. Of too many the oldest give way.
+    """Rows of numbers, oldest first, each with its time. If there are too many, the oldest are dropped.
 
     Args:
         kept: Rows that are kept for certain.

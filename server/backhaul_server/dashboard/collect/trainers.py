@@ -1,4 +1,4 @@
-"""All runs that trainers told of, within bounds: a trainer that tells nonsense costs itself its detail, nobody else."""
+"""All runs that trainers reported, within bounds: a trainer that reports nonsense loses only its own detail."""
 
 import time
 from collections.abc import Iterator
@@ -81,7 +81,7 @@ class Trainers:
             known.heard_at_s = max(known.heard_at_s, at_s)
 
     def _admit(self, about: telemetry_pb2.Run, now_s: float) -> TrainerRun | None:
-        """Room for another run: the one that ended, or was last heard of, the longest ago gives way."""
+        """Makes room for another run: drops the run that ended, or was last heard of, the longest ago."""
         if len(self._runs) >= RUNS:
             over = self._over(now_s)
             if over is None:

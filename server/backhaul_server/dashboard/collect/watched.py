@@ -74,7 +74,7 @@ class Watched:
 
     @property
     def state(self) -> State:
-        """As its last answer, or the want of one, says."""
+        """The state according to its last answer; "unreachable" if it does not answer."""
         if self.error or self.telemetry is None:
             return "unreachable"
         return "draining" if self.telemetry.draining else "serving"

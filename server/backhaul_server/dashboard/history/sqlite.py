@@ -220,7 +220,7 @@ class HistoryFile:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the path still leads to the file that is open: somebody may have moved it away."""
+        """Whether the path still leads to the open file, which may have been moved away."""
         return self._file == self._identity()
 
     def _identity(self) -> tuple[int, int] | None:

@@ -47,7 +47,7 @@ class History:
 
     Attributes:
         error: Why no history is kept, empty while it is. Read from any thread.
-        dropped_steps: Steps that were not kept for want of room while the file could not be used.
+        dropped_steps: Steps that were dropped because the queue was full while the file could not be used.
     """
 
     def __init__(self, path: str, retention_days: float) -> None:

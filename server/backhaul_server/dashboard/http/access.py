@@ -43,7 +43,7 @@ class TokenMiddleware:
     """Middleware around the dashboard's application: asks for the token, if there is one.
 
     Args:
-        app: What answers those who may look.
+        app: The application that answers requests with the token.
         token: What visitors must show, None for nothing.
         host: Where the dashboard listens, by which it may be called besides localhost and any IP address.
     """
@@ -119,7 +119,7 @@ class TokenMiddleware:
             return _wrong_method("POST")
         answer = RedirectResponse("/login", 303)
         name = request.cookies.get(COOKIE)
-        if name is not None:  # a form on another site sends none, and logs nobody out
+        if name is not None:  # a form on another site sends no cookie, so it cannot log a user out
             self._logins.close(name)
             _set_cookie(answer, request, "", 0)
         return answer

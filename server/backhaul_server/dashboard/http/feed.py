@@ -1,4 +1,4 @@
-"""The stream of /api/v1/live: once a second the state of everything, encoded once for all who listen."""
+"""The stream of /api/v1/live: once a second the state of everything, encoded once for all listeners."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ class Feed:
     """Events for up to MOST_LISTENERS listeners. A slow listener misses events: none is kept for it.
 
     Args:
-        build: Puts the state together. Called once a second while anybody listens.
+        build: Builds the state. Called once a second while there are listeners.
     """
 
     def __init__(self, build: Callable[[], Live]) -> None:

@@ -6,7 +6,7 @@ from time import monotonic
 
 LASTS_S = 12 * 3600
 MOST = 1000
-"""Beyond it the oldest ends. Only who knows the token makes one."""
+"""Beyond this number the oldest login ends. Only a holder of the token can create one."""
 
 
 class Logins:

@@ -1,4 +1,4 @@
-"""An HTTP server that ends within a second, whoever still listens."""
+"""An HTTP server that stops within a second, even if clients are still connected."""
 
 import asyncio
 import socket
@@ -57,7 +57,7 @@ class Server(uvicorn.Server):
                 self._waiting[transport] = waiting_bytes, since_s
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Called by uvicorn once it was told to end."""
+        """Called by uvicorn when it was asked to stop."""
         await self._feed.close()
         cut = asyncio.get_running_loop().call_later(_GRACE_S, self._cut)
         await super().shutdown(sockets)

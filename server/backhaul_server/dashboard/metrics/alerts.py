@@ -26,7 +26,7 @@ class AlertRule:
     Attributes:
         name: As Prometheus names it too.
         severity: "critical" where segments are not recomputed remotely for it.
-        summary: What it means, for whoever reads it without values.
+        summary: What the alert means, without values.
         advice: What to do, for the docs and Prometheus' annotations.
         expr: The same condition in PromQL, of all trainers together where it is of trainers.
         for_s: How long Prometheus waits with it, which sees less of it; the page shows it at once.
@@ -85,7 +85,7 @@ def _memory_high(watch: Watch, now_s: float) -> Found:
 
 
 def _memory_share(worker: Watched, now_s: float) -> float:
-    """The most of its budget in the last minute, without what is cached, which gives way by itself."""
+    """The largest share of its budget in the last minute, without the cache, which is evicted when room is needed."""
     if not worker.budget_bytes or worker.state == "unreachable":
         return 0.0
     segments, _, working, results = worker.memory.columns

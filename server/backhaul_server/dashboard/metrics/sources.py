@@ -1,4 +1,4 @@
-"""What metrics are read from: the part of the watch that Prometheus is told of."""
+"""What metrics are read from: the part of the watch that is exported to Prometheus."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -112,7 +112,7 @@ class TrainerTotals(Protocol):
 
     @property
     def dropped(self) -> int:
-        """Steps and calls that were not told, or not taken, for want of room."""
+        """Steps and calls that were not reported, or not kept, because there was no room."""
 
     @property
     def saved_bytes(self) -> int:

@@ -11,7 +11,7 @@ from backhaul_server.dashboard.collect.runs import TrainerRun
 from backhaul_server.dashboard.views import schemas
 
 BARS = 20_000
-"""Of an export. The shortest beyond give way."""
+"""The number of bars in an export. If there are more, the shortest are left out."""
 SHOWN_BARS = 4_000
 """Likewise of a timeline on the page, where more are thinner than a pixel and take seconds to send."""
 LANES: dict[int, schemas.Lane] = {
