@@ -52,7 +52,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class RecordedChoice:
-    """A draw or decision that a replay takes from outside, see NOTE [Pinned].
+    """A draw or decision that a replay takes from outside, see NOTE [Recorded choices].
 
     Attributes:
         source: Index of the source that holds it.

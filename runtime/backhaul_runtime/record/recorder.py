@@ -83,7 +83,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         pack: The hook that sees what autograd saves; any other on top of it is foreign.
         op_ended: Called after each op, with whether it is part of the program (Rule 4).
         traces: Describe each op for people.
-        pins: Note what a replay on other hardware needs, see NOTE [Pinned].
+        pins: Note what a replay on other hardware needs, see NOTE [Recorded choices].
 
     Attributes:
         recording: What outlives the call.

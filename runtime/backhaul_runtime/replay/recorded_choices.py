@@ -1,6 +1,6 @@
 """What a replay on other hardware is given instead of computing it: random draws and decisions.
 
-NOTE [Pinned]
+NOTE [Recorded choices]
 1. One generator state gives other numbers on other hardware, so the numbers themselves travel; zeros and ones as bits.
    Draws are noted below autograd, where each is an op of its own also inside dropout or an LSTM.
 2. A decision is an integer or boolean result that an op takes from floating-point values: a chosen expert, an order,

@@ -171,7 +171,7 @@ class Replay:
 
     @property
     def saved_sketches(self) -> list[tuple[float, ...]]:
-        """Of every tensor that autograd saved, in order, empty for parts of sources; see `sketch.sketches`."""
+        """The projections of all saved tensors in order, empty for parts of sources; see `random_projection`."""
         return self._packing.sketches
 
     def _run(self, meter: FootprintMeter | None, *, keeps_modes: bool) -> list[list[Tensor] | None]:
