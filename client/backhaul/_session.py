@@ -70,14 +70,12 @@ class Session:
             )
         self.config = config
         self.run = secrets.token_hex(8)
-        self.journal = Journal(self.run)
-        self.telemetry: Telemetry | None = None
         self._hooks: list[RemovableHandle] = []
         self.copies = Copies(self._fetch)
         self._closed = False
         self._embedded: EmbeddedWorker | None = None
         self._workers: list[WorkerHandle] = []
-        self._dispatcher = Dispatcher(config, self.journal, self._workers, self.copies, lambda: self._closed)
+        self._dispatcher = Dispatcher(config, Journal(self.run), self._workers, self.copies, lambda: self._closed)
         connect_to = partial(
             Connection,
             silence_s=config.silence_s,
@@ -105,8 +103,8 @@ class Session:
             raise
         if config.telemetry or config.traces:
             traces = _traces() if config.traces else None
-            self.telemetry = self._dispatcher.telemetry = Telemetry(self._deliver, self._describe(), traces)
-            self.telemetry.start()
+            self._dispatcher.telemetry = Telemetry(self._deliver, self._describe(), traces)
+            self._dispatcher.telemetry.start()
             # Of all optimizers in the process: a step in which this session had no call is none of its own.
             self._hooks.append(register_optimizer_step_post_hook(self._optimizer_stepped))
         if config.accumulate == "worker":
@@ -193,13 +191,18 @@ class Session:
             yield self
 
     @property
+    def telemetry(self) -> Telemetry | None:
+        """Where calls are reported; None if the session neither sends telemetry nor makes traces."""
+        return self._dispatcher.telemetry
+
+    @property
     def workers(self) -> str:
         """Addresses of the workers with commas between, as `connect` takes them."""
         return ",".join(worker.connection.name for worker in self._workers)
 
     def report(self) -> Report:
         """What ran where so far, why, and what it cost."""
-        return self.journal.report()
+        return self._dispatcher.journal.report()
 
     def step(self, loss: Tensor | float | None = None) -> None:
         """Tells the dashboard that a training step has ended. Nothing else depends on it.
@@ -328,7 +331,7 @@ class Session:
         return next((tensor for tensor in fetched if tensor is not None), None)
 
     def _received(self, name: str, size_bytes: int) -> None:
-        self.journal.log(name).traffic(down_bytes=size_bytes)
+        self._dispatcher.journal.log(name).traffic(down_bytes=size_bytes)
         if self.telemetry is not None:
             self.telemetry.moved(0, size_bytes)
 
@@ -363,7 +366,7 @@ class Session:
 
     def _forked(self) -> None:
         self._closed = True
-        self.journal = self._dispatcher.journal = Journal(self.run)  # the parent's threads may have held its locks
+        self._dispatcher.journal = Journal(self.run)  # the parent's threads may have held its locks
         if self.telemetry is not None:
             self.telemetry.forked()
         for worker in self._workers:

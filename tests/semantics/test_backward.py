@@ -384,6 +384,17 @@ def test_s25_grad_inside_fn(anywhere: Checkpoint) -> None:
     same(case, anywhere)
 
 
+def test_s25_grad_inside_fn_of_the_reentrant_form(anywhere: Checkpoint) -> None:
+    def fn(x: Tensor) -> Tensor:
+        y = x.sin().exp()
+        (gradient,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        return y * gradient.detach()
+
+    x = torch.randn(4, requires_grad=True)
+    anywhere(fn, x, use_reentrant=True).sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad(fn(x).sum(), x)[0])
+
+
 def test_s26_hooks_of_parameters_fire_once_per_backward(anywhere: Checkpoint) -> None:
     layer, (x, _) = Counted(), inputs()
     fired: list[Tensor] = []

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backhaul._backward.frame import CheckpointedCall, RecordedSegment
+from backhaul._backward.frame import RecordedSegment
+from backhaul._backward.handles import CheckpointedCall
 from backhaul._backward.lineage import Copies
 from backhaul._backward.value_check import Recomputed
 from backhaul._config import Config

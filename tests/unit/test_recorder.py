@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
 from torch.utils import _pytree as pytree
 
+from backhaul._forward import graph_cut
 from backhaul_runtime.program.codec import encode_program
 from backhaul_runtime.program.op_list import allowed_ops
 from backhaul_runtime.program.program import Program
@@ -46,7 +47,7 @@ def why_not_cut(fn: Callable[..., Tensor], x: Tensor) -> str:
     with recorder:
         returned = fn(x)
     assert recorder.recording.refusal is None
-    return recorder.why_not_cut([returned])
+    return graph_cut.why_not_cut(recorder, [returned])
 
 
 def test_composite_ops_are_noted_not_their_parts() -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backhaul._backward.frame import CheckpointedCall, RecordedSegment
+from backhaul._backward.frame import RecordedSegment
+from backhaul._backward.handles import CheckpointedCall
 from backhaul._backward.lineage import Copies
 from backhaul._config import Config
 from backhaul._dispatch.placement import Placement

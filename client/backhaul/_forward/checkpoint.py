@@ -18,16 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from backhaul._backward.frame import (
-    CheckpointedCall,
-    Frame,
-    Handles,
-    HandleTable,
-    RecordedSegment,
-    RemoteSegment,
-    Uses,
-    awaited,
-)
+from backhaul._backward.frame import Frame, RecordedSegment, RemoteSegment, Uses
+from backhaul._backward.handles import CheckpointedCall, Handles, HandleTable, awaited
 from backhaul._backward.lineage import Copies, Lineage, Recipe
 from backhaul._backward.local_recompute import ReplayOptions, nesting
 from backhaul._backward.recipes import mark_given, mark_returned, recipe_of
@@ -158,7 +150,10 @@ def _run_segment(
         traces=options.debug,
         pins=destination.records_choices(arguments[0].device if arguments else torch.device("cpu")),
     )
-    call = CheckpointedCall(name, log, options, recorder.recording, local_reason)
+    inside_reason = 'returns="activations" was asked for' if options.returns == "activations" else ""
+    if selection is not None:
+        inside_reason = "its policy chooses what the trainer keeps"
+    call = CheckpointedCall(name, log, options, recorder.recording, local_reason, inside_reason)
     if local_reason:
         call.check_strict(local_reason)
         log.on_trainer(local_reason)
@@ -186,11 +181,8 @@ def _run_segment(
             arguments=[(weakref.ref(argument), version_of(argument)) for argument in arguments],
             is_mutated=selection is not None and selection.is_mutated,
         )
-        settled = "its policy chooses what the trainer keeps" if selection is not None else ""
-        frame, kept = _keep(
-            destination, call, recorder, pending, returned, settled, table.handles, build, ended - started
-        )
-        table.lead_to(frame)
+        frame, kept = _keep(destination, call, recorder, pending, returned, table.handles, build, ended - started)
+        table.unpack_by(frame.unpack)
     function_s = ended - started - recorder.own_s
     log.forward(frame, function_s, perf_counter() - began - function_s, pack.packed_bytes - _kept_bytes(call))
     return kept
@@ -237,7 +229,6 @@ def decide(
     outputs: list[Tensor],
     tensors: list[Tensor],
     *,
-    settled: str,
     is_held: bool,
 ) -> Graft | KeepInside | Local:
     """Decides what becomes of a segment. Changes nothing.
@@ -248,17 +239,14 @@ def decide(
         edges: Where gradients of its sources arrive; None for a source that takes none.
         outputs: The tensors that it returned and made, where they require a gradient.
         tensors: All tensors that it returned.
-        settled: Why the inside has to stay, if the call itself settles that; else empty.
         is_held: Whether something besides the return value refers to an output.
     """
     if call.recording.refusal is not None:
         return Local(named(call.recording.refusal, outputs, recorder.first_sequence), keeps_activations=True)
     if call.local_reason:
         return Local(call.local_reason, keeps_activations=False)
-    if settled:
-        return KeepInside(settled)
-    if call.options.returns == "activations":
-        return KeepInside('returns="activations" was asked for')
+    if call.inside_reason:
+        return KeepInside(call.inside_reason)
     try:
         return Graft(find_graph_uses(recorder, edges, outputs, tensors, is_held=is_held))
     except Refusal as refusal:
@@ -271,7 +259,6 @@ def _keep(
     recorder: Recorder,
     pending: PendingCall,
     returned: list[Any],
-    settled: str,
     handles: Handles,
     build: Callable[..., Frame],
     forward_s: float,
@@ -284,7 +271,6 @@ def _keep(
         recorder: The recorder of the call.
         pending: What was sent when the call began.
         returned: What the call returned, as the only item.
-        settled: Why the trainer needs the graph of its inside, if the call itself settles that; else empty.
         handles: The handles of what autograd saved.
         build: Builds the frame from what is decided here.
         forward_s: The seconds that the call took.
@@ -301,7 +287,7 @@ def _keep(
     outputs = [tensor for tensor in tensors if is_output(tensor)]
     edges = recorder.sources.edges()
     sources = recorder.sources.tensors
-    decision = decide(recorder, call, edges, outputs, tensors, settled=settled, is_held=is_held)
+    decision = decide(recorder, call, edges, outputs, tensors, is_held=is_held)
     if isinstance(decision, Graft):
         graph_uses = decision.uses
         program = recorder.finish(outputs, graph_uses.casts)
@@ -327,13 +313,9 @@ def _keep(
     remote, local_reason = None, _local_reason(decision)
     if not local_reason:
         segment = RecordedSegment(call, program, sources, uses, predecessors)
-        try:
-            remote, program = destination.save(segment, pending, forward_s)
-            call.log.taken(decision.reason if isinstance(decision, KeepInside) else "")
-        except Refusal as refusal:
-            local_reason = refusal.reason
-            call.check_strict(local_reason)
-            call.log.fallback(local_reason, is_said=refusal.is_said)
+        remote, program, local_reason = _offer(destination, segment, pending, forward_s)
+    if remote is not None:
+        call.log.taken(decision.reason if isinstance(decision, KeepInside) else "")
     lineage = Lineage(
         call.name,
         destination.journal.session,
@@ -357,6 +339,18 @@ def _keep(
     mark_returned(lineage, grafted)
     frame.consumers.watch((source, sources[source]) for source, *_ in predecessors)
     return frame, _replaced(returned[0], dict(zip(map(id, outputs), grafted, strict=True)))
+
+
+def _offer(
+    destination: Destination, segment: RecordedSegment, pending: PendingCall, forward_s: float
+) -> tuple[RemoteSegment | None, Program, str]:
+    """Gives a segment to a worker. Returns its remote side and program, or else None and why no worker takes it."""
+    try:
+        return *destination.save(segment, pending, forward_s), ""
+    except Refusal as refusal:
+        segment.call.check_strict(refusal.reason)
+        segment.call.log.fallback(refusal.reason, is_said=refusal.is_said)
+        return None, segment.program, refusal.reason
 
 
 def _local_reason(decision: Graft | KeepInside | Local) -> str:

@@ -1,5 +1,6 @@
 """Where the graph of a checkpointed call can be cut off: what takes gradients from it, or why its inside stays."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -7,6 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from backhaul_runtime.errors import Refusal
+from backhaul_runtime.program.program import ResultRef
 from backhaul_runtime.record.recorder import FUNCTION_SAVES, Recorder
 from backhaul_runtime.torch_internals.autocast_cache import cached_casts
 from backhaul_runtime.torch_internals.graph_uses import (
@@ -17,6 +19,7 @@ from backhaul_runtime.torch_internals.graph_uses import (
     find_stages,
     find_uses,
 )
+from backhaul_runtime.torch_internals.storages import storage_key
 
 
 class GraphUses(NamedTuple):
@@ -52,7 +55,7 @@ def find_graph_uses(
         tensors: All that it returned.
         is_held: Whether something besides the return value refers to an output.
     """
-    if reason := recorder.why_not_cut(outputs):
+    if reason := why_not_cut(recorder, outputs):
         raise Refusal(reason)
     if not recorder.recording.saved:
         raise Refusal("autograd saves nothing in it")
@@ -71,13 +74,33 @@ def find_graph_uses(
         raise Refusal("no gradient leaves it through what it returns")
     if recorder.sources.rewrites_autograd():
         raise Refusal("it changes what tensors from outside depend on")
-    if recorder.shares_storage(outputs, tensors):
+    if _shares_storage(recorder, outputs, tensors):
         raise Refusal("an output shares memory with an input, a captured tensor or another output")
     if is_held or recorder.outlived(outputs):
         raise Refusal(
             "a tensor made inside is held elsewhere when it returns, as by a key-value cache (use_cache=True)"
         )
     return GraphUses(taking, tuple(casts), uses, find_stages(outputs, targets, uses))
+
+
+def why_not_cut(recorder: Recorder, outputs: Sequence[Tensor]) -> str:
+    """Why the call's graph cannot be replaced by a node with these outputs; empty if it can."""
+    if recorder.recording.refusal is not None:
+        return recorder.recording.refusal
+    if recorder.has_new_hooks:
+        return "a hook was registered inside the function"
+    if not all(isinstance(recorder.ref_of(output), ResultRef) for output in outputs):
+        return "no recorded op returned one of its outputs"
+    if recorder.has_unwritten(outputs):
+        return "an output lies in memory that no op wrote (NumPy, or a kernel of its own)"
+    return ""
+
+
+def _shares_storage(recorder: Recorder, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
+    """Whether any of `outputs` lies in the storage of a source or of another of `tensors`, which include them."""
+    counts = Counter(storage_key(tensor) for tensor in tensors)
+    keys = [storage_key(output) for output in outputs]
+    return any(counts[key] > 1 or recorder.sources.at(key) for key in keys)
 
 
 def named(refusal: str, outputs: list[Tensor], first_sequence: int) -> str:

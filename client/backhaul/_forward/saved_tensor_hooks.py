@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 from torch import Tensor
 
-from backhaul._backward.frame import Handle, HandleTable
+from backhaul._backward.handles import Handle, HandleTable
 from backhaul._torch_api.selective import Hooks, KeptTensor, Selection
 from backhaul_runtime.errors import SavedTensorModifiedError
 from backhaul_runtime.program.op_rules import hides_write

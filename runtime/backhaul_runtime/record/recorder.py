@@ -10,7 +10,6 @@ NOTE [What the recorder relies on]
 4. What autograd saves in an op counts as recorded once the op is: noting it may fail after it has run.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -458,14 +457,8 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             return self.sources.is_argument(tensor)
         return isinstance(ref, SourceRef) and not self.sources.is_rewritten(ref.index)
 
-    def shares_storage(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
-        """Whether any of `outputs` lies in the storage of a source or of another of `tensors`, which include them."""
-        counts = Counter(storage_key(tensor) for tensor in tensors)
-        keys = [storage_key(output) for output in outputs]
-        return any(counts[key] > 1 or self.sources.at(key) for key in keys)
-
     def outlived(self, outputs: Sequence[Tensor]) -> bool:
-        """Whether a differentiable result that is no output is still held by somebody, as an auxiliary loss is.
+        """Whether a differentiable result that is no output is still referenced, as an auxiliary loss is.
 
         Asked once the call has ended and nothing else of it is held.
         """
@@ -476,23 +469,20 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             if cdata not in expected
         )
 
-    def why_not_cut(self, outputs: Sequence[Tensor]) -> str:
-        """Why the call's graph can't be replaced by a node with these outputs; empty where it can."""
-        if self.recording.refusal is not None:
-            return self.recording.refusal
-        if RemovableHandle.next_id != self._first_hook:
-            return "a hook was registered inside the function"
-        if not all(isinstance(self.ref_of(output), ResultRef) for output in outputs):
-            return "no recorded op returned one of its outputs"
-        if self._has_unwritten(outputs):
-            return "an output lies in memory that no op wrote (NumPy, or a kernel of its own)"
-        return ""
+    @property
+    def has_new_hooks(self) -> bool:
+        """Whether a hook was registered since the call began."""
+        return bool(RemovableHandle.next_id != self._first_hook)
+
+    def has_unwritten(self, outputs: Sequence[Tensor]) -> bool:
+        """Whether an output lies in memory that no op wrote."""
+        return bool(self._unwritten) and any(storage_key(output) in self._unwritten for output in outputs)
 
     def finish(self, outputs: Sequence[Tensor] = (), casts: Sequence[int] = (), *, early_stop: bool = False) -> Program:
         """The program, once the call has ended: of what came before a refusal, if there was one (Rule 3).
 
         Args:
-            outputs: The tensors whose gradients backward will be given; see `why_not_cut`.
+            outputs: The tensors whose gradients backward will be given.
             casts: The sources with shared casts, see `Program.casts`.
             early_stop: Leave out what comes after the last tensor that was saved.
         """
@@ -516,12 +506,9 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         """
         refs = tuple([ref for output in outputs if (ref := self.ref_of(output)) is not None])
         draws = any(node.draws for node in self._left_out)  # whose states were left out too
-        if len(refs) < len(outputs) or draws or self._has_unwritten(outputs):
+        if len(refs) < len(outputs) or draws or self.has_unwritten(outputs):
             return None
         return replace(program, nodes=program.nodes + self._left_out, outputs=refs)
-
-    def _has_unwritten(self, outputs: Sequence[Tensor]) -> bool:
-        return bool(self._unwritten) and any(storage_key(output) in self._unwritten for output in outputs)
 
     def so_far(self) -> Program:
         """The ops noted so far, as a program without outputs."""

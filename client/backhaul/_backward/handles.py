@@ -1,0 +1,146 @@
+"""The handles that stand in autograd's graph for the saved tensors of a checkpointed call."""
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from backhaul._backward import local_recompute
+from backhaul._backward.value_check import CheckpointError
+from backhaul._observe.telemetry import CallLog
+from backhaul._torch_api.options import Options
+from backhaul._torch_api.selective import KeptTensor
+from backhaul_runtime.errors import NotRemoteError
+from backhaul_runtime.program.program import Program
+from backhaul_runtime.record.recording import Recording
+from backhaul_runtime.torch_internals.private import DisablePythonDispatcher, is_plain_backward
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckpointedCall:
+    """A checkpointed call, from before it runs.
+
+    Attributes:
+        name: The name of what is called, for messages and reports.
+        log: Counts what happens to the call.
+        options: The options of the call.
+        recording: What the recorder notes of the call. It fills while the call runs and does not change afterwards.
+        local_reason: Why only the trainer can recompute the call, if that is settled beforehand; else empty.
+        inside_reason: Why the graph of its inside has to stay, if that is settled beforehand; else empty.
+    """
+
+    name: str
+    log: CallLog
+    options: Options
+    recording: Recording
+    local_reason: str = ""
+    inside_reason: str = ""
+
+    def check_strict(self, reason: str) -> None:
+        """Raises NotRemoteError under `strict`. Call it before the trainer recomputes, or decides to."""
+        if self.options.strict:
+            raise NotRemoteError(
+                f"segment {self.name} would not be recomputed on a worker: {reason}. Remove the cause, or drop "
+                "strict=True to let the trainer do it",
+                segment=self.name,
+                reason=reason,
+            )
+
+    def check_backward(self) -> None:
+        """Raises RuntimeError for a backward that the reentrant form of torch's checkpoint refuses."""
+        if self.options.use_reentrant and not is_plain_backward():
+            raise RuntimeError(
+                "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or passing an `inputs` "
+                "parameter to .backward(). To resolve this error, you can either set use_reentrant=False, or call "
+                ".backward() without passing the `inputs` argument."
+            )
+
+    def check_kept(self, handle: "Handle") -> Tensor:
+        """The tensor that a handle keeps. Raises CheckpointError if its bytes are not those that autograd saved."""
+        assert handle.kept is not None
+        tensor = handle.kept()
+        if not handle.kept.is_intact(tensor):
+            raise CheckpointError(
+                f"segment {self.name}: saved tensor {handle.index} was kept here, and written to between forward and "
+                "backward in a way that autograd does not see (NumPy, .data)",
+                segment=self.name,
+            )
+        return tensor
+
+
+class Handle:
+    """Stands in autograd's graph where a saved tensor would.
+
+    Attributes:
+        table: The table of all handles of the call. It leads to the frame, so the handle keeps the frame alive.
+        index: The position of the saved tensor among those of the call.
+        kept: The tensor, if it stays on the trainer.
+    """
+
+    __slots__ = ("__weakref__", "index", "kept", "table")
+
+    def __init__(self, table: "HandleTable", index: int) -> None:
+        self.table = table
+        self.index = index
+        self.kept: KeptTensor | None = None
+
+
+Handles = Mapping[int, weakref.ref[Handle]]
+"""The handles of a call by index. The references are weak, because autograd's graph decides how long a handle lives."""
+
+
+class HandleTable:
+    """Gives out the handles of a call. They unpack from the program so far while it runs, and by its frame afterwards.
+
+    A frame refers to the handles weakly and never to the table, else both would keep each other alive.
+
+    Args:
+        call: The call whose saved tensors these are.
+        so_far: Returns the program recorded so far. Dropped when the call has ended.
+
+    Attributes:
+        handles: The handles that are still alive, and dead references.
+    """
+
+    def __init__(self, call: CheckpointedCall, so_far: Callable[[], Program]) -> None:
+        self.handles: dict[int, weakref.ref[Handle]] = {}
+        self._call = call
+        self._so_far: Callable[[], Program] | None = so_far
+        self._unpack: Callable[[Handle], Tensor] | None = None  # while None, `_unpack_early` does it
+        self._lock = threading.RLock()  # guards the generators, which a replay inside the call borrows
+
+    def add(self, index: int) -> Handle:
+        """A handle for a tensor that autograd saves. It replaces the handle of an op that failed."""
+        handle = Handle(self, index)
+        self.handles[index] = weakref.ref(handle)
+        return handle
+
+    def end_call(self) -> None:
+        """Drops everything that belongs to the running call."""
+        self._so_far = None
+
+    def unpack_by(self, unpack: Callable[[Handle], Tensor]) -> None:
+        """Lets a frame's method unpack from now on. It keeps the frame alive as long as any handle lives."""
+        self._unpack = unpack
+
+    def unpack(self, handle: Handle) -> Tensor:
+        """A tensor that autograd saved. Any thread that runs backward may call it."""
+        return self._unpack_early(handle) if self._unpack is None else self._unpack(handle)
+
+    def _unpack_early(self, handle: Handle) -> Tensor:
+        """A tensor for a backward inside the call, or for a graph that outlived a call which raised."""
+        # Without `check_backward`: the rule of torch's reentrant form is about backward through the segment's outputs.
+        if handle.kept is not None:
+            return self._call.check_kept(handle)
+        if self._so_far is None:
+            raise RuntimeError(f"segment {self._call.name}: the call raised, so nothing of it can be recomputed")
+        with self._lock, DisablePythonDispatcher():  # else the recorder would note the replay
+            return local_recompute.saved_before(self._call.name, self._so_far(), self._call.recording, handle.index)
+
+
+def awaited(handles: Handles) -> list[int]:
+    """What backward can ask for that has to be recomputed, in the order in which it was saved."""
+    alive = [reference() for reference in handles.values()]
+    return [handle.index for handle in alive if handle is not None and handle.kept is None]
