@@ -18,8 +18,9 @@ from backhaul_proto.v1 import segment_pb2, session_pb2, telemetry_pb2
 from backhaul_server.worker.engine.stored_values import ReadProgram, is_same
 from backhaul_server.worker.limits import UNNAMED_STREAMS
 from conftest import QUIET_S, wait_until
+from support.attacks import ATTACKS, reports
 from support.fuzz import Fuzzer
-from support.hostile import ATTACKS, MIB, OPTIONS, Hostile, Memory, Stalled, chain, reports
+from support.hostile import MIB, OPTIONS, Hostile, Memory, Stalled, chain
 from support.processes import WorkerProcess
 from support.wire import Services
 

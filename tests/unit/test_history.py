@@ -296,6 +296,17 @@ def test_a_file_that_is_damaged_while_open_is_named_and_done_without(path: str) 
         assert Path(path).read_bytes()[:8] == b"\x5a" * 8
 
 
+def test_a_run_with_settings_of_another_kind_is_named_and_done_without(path: str) -> None:
+    with kept(path) as found:
+        found.put(report_of(step_of(1)))
+        wait_until(lambda: steps_of(found) == [1], "it is written")
+        with closing(sqlite3.connect(path)) as connection:
+            connection.execute("UPDATE runs SET settings = '{\"returns\": [1]}'")
+            connection.commit()
+        assert runs(found) == []
+        assert path in found.error
+
+
 def test_a_file_that_is_moved_away_while_open_is_begun_anew(path: str) -> None:
     with kept(path) as found:
         found.put(report_of(step_of(1)))

@@ -228,6 +228,19 @@ def test_a_result_that_is_being_read_stays_charged() -> None:
     store.expect(50)
 
 
+def test_a_result_that_replaces_one_that_is_being_read_leaves_no_charge() -> None:
+    store: Store[str] = Store(100)
+    store.keep_result("r", 30, lambda: None)
+    store.pin_result("r")
+    store.forget_result("r")
+    store.keep_result("r", 30, lambda: None)
+    assert store.usage().results == 60
+    store.unpin_result("r")
+    store.forget_result("r")
+    assert store.usage().results == 0
+    store.keep_result("other", 100, lambda: None)
+
+
 def test_free_shared_memory_is_charged() -> None:
     free = 0
     store: Store[str] = Store(100, free_shared_bytes=lambda: free)

@@ -3,12 +3,17 @@
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from pydantic.dataclasses import dataclass as validated_dataclass
+
 from backhaul_proto.v1 import telemetry_pb2
 
 
-@dataclass(frozen=True, slots=True)
+@validated_dataclass(frozen=True, slots=True)
 class RunRecord:
-    """A stored run. Its attributes are those of `schemas.RunSummary`, by which they are validated."""
+    """A stored run, with the attributes of a run as the API shows it.
+
+    Raises ValueError for values of other types: other programs may have written to the file that they come from.
+    """
 
     run: str
     trainer: str
@@ -31,7 +36,7 @@ class RunRecord:
 
 @dataclass(slots=True)
 class StepSeries:
-    """The steps of a run in points, oldest first. Its attributes are those of `schemas.RunSeries`."""
+    """The steps of a run in points, oldest first, with the attributes of a series as the API shows it."""
 
     run: str
     step: list[int]

@@ -141,9 +141,16 @@ class Speculator:
             self._schedule.started(segment.key)
         return charged
 
+    def _start_speculative(self, segment: Segment, most_bytes: int) -> int:
+        """Charges a speculative run. The caller has found room for it in the same turn of the event loop."""
+        charged = self.start_run(segment, most_bytes)
+        # Else the replay would stay evictable while it runs, and `dropped` is illegal then.
+        assert charged is not None, "the schedule promised room that the store does not have"
+        return charged
+
     def replay(self, segment: Segment) -> Job:
         """Returns a job that replays a segment. Its memory is charged already."""
-        charged = self.start_run(segment, segment.footprint.replay_bytes) or 0
+        charged = self._start_speculative(segment, segment.footprint.replay_bytes)
         made: list[LiveReplay] = []
         is_measured = segment.inputs is not None and segment.inputs.kind not in self._footprints
         must_yield = self._must_yield()
@@ -178,13 +185,13 @@ class Speculator:
 
     def run_backward(self, segment: Segment) -> Job:
         """Returns a job that runs a speculative backward, and those that follow from it while they are short."""
-        chain, charged = [segment], [self.start_run(segment, segment.footprint.run_bytes) or 0]
+        chain, charged = [segment], [self._start_speculative(segment, segment.footprint.run_bytes)]
         for predecessor in _short_predecessors(segment):
             if not self._store.has_room(predecessor.footprint.run_bytes):
                 break
             predecessor.machine.speculate()
             chain.append(predecessor)
-            charged.append(self.start_run(predecessor, predecessor.footprint.run_bytes) or 0)
+            charged.append(self._start_speculative(predecessor, predecessor.footprint.run_bytes))
         made: list[SpeculativeBackward] = []
         must_yield = self._must_yield()
 

@@ -467,7 +467,9 @@ class Store(Generic[T]):
     def keep_result(self, key: Hashable, size_bytes: int, drop: Callable[[], None]) -> None:
         """Charges a finished result until `forget_result`, or until the store evicts it and calls `drop`."""
         self._make_room(size_bytes)
-        self._results[key] = size_bytes, drop
+        # An answer may still read a result of this key that was forgotten: both are then refunded together.
+        forgotten_bytes, _ = self._results.get(key, (0, None))
+        self._results[key] = forgotten_bytes + size_bytes, drop
         self._bytes["results"] += size_bytes
         self._pinned_bytes += size_bytes if self._pinned[key] else 0
 
