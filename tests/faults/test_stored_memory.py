@@ -25,7 +25,7 @@ from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.storages import storage_key
 from conftest import QUIET_S
-from faults.test_wire import Wire, batches, fetched, parcel, refused
+from faults.test_wire import Wire, batches, fetched, outgoing, refused
 from support.processes import WorkerProcess
 
 STORED = {
@@ -192,7 +192,7 @@ def victim(worker: WorkerProcess) -> Iterator[Session]:
 def attack(wire: Wire, nodes: tuple[Node, ...]) -> BackhaulError:
     """Runs a program on what is stored, and returns the error that it ends with."""
     tensors = [*STORED.values(), GIVEN]
-    wire.put(*batches(map(parcel, tensors)))
+    wire.put(*batches(map(outgoing, tensors)))
     request = program_pb2.PutProgramRequest(session=wire.session, program=program_of(nodes))
     address = wire.programs.PutProgram(request, timeout=60).address
     key = segment_pb2.OperationKey(session=wire.session, segment=1, backward=1)

@@ -62,7 +62,7 @@ class Wire:
         request = program_pb2.PutProgramRequest(session=self.session, program=program)
         address = self.programs.PutProgram(request, timeout=60).address
         self.last_program = address
-        self.put(*batches([parcel(x)]))
+        self.put(*batches([outgoing(x)]))
         key = segment_pb2.OperationKey(session=self.session, segment=number, backward=1)
         request = segment_pb2.SaveSegmentRequest(key=key, program=address, sources=[address_of(x)])
         answer = self.segments.SaveSegment(request, timeout=60)
@@ -85,17 +85,17 @@ def refused(call: object, *args: object, **kwargs: object) -> backhaul.BackhaulE
     return error_of(caught.value)
 
 
-def parcel(tensor: torch.Tensor) -> OutgoingTensor:
+def outgoing(tensor: torch.Tensor) -> OutgoingTensor:
     return OutgoingTensor(tensor, layout_of(tensor), address_of(tensor))
 
 
-def batches(parcels: Iterable[OutgoingTensor]) -> Iterator[tensor_pb2.TensorBatch]:
-    return map(plain, tensor_stream.batches(parcels))
+def batches(outgoing_tensors: Iterable[OutgoingTensor]) -> Iterator[tensor_pb2.TensorBatch]:
+    return map(plain, tensor_stream.batches(outgoing_tensors))
 
 
 def test_a_flipped_bit_is_caught_and_nothing_of_it_is_kept(wire: Wire, worker: WorkerProcess) -> None:
     before = worker.telemetry().memory.cached_bytes
-    (batch,) = batches([parcel(torch.randn(100))])
+    (batch,) = batches([outgoing(torch.randn(100))])
     for position in range(0, 400, 7):
         damaged = tensor_pb2.TensorBatch.FromString(batch.SerializeToString())
         data = bytearray(damaged.chunks[0].data)
@@ -137,7 +137,7 @@ def test_contents_under_another_address_are_refused(wire: Wire) -> None:
 
 def test_a_stream_that_ends_early_leaves_nothing(wire: Wire, worker: WorkerProcess) -> None:
     before = worker.telemetry().memory.cached_bytes
-    messages = list(batches([parcel(torch.randn(1 << 20))]))
+    messages = list(batches([outgoing(torch.randn(1 << 20))]))
     assert len(messages) > 3
     assert isinstance(refused(wire.put, *messages[:-1]), TransferError)
     assert worker.telemetry().memory.cached_bytes == before
@@ -154,7 +154,7 @@ def test_a_terabyte_is_refused_when_it_is_declared(wire: Wire) -> None:
 @pytest.mark.parametrize("session", ["", "0" * 32, "../../etc/passwd", "\0"])
 def test_sessions_can_not_be_guessed(session: str, wire: Wire) -> None:
     key = segment_pb2.OperationKey(session=session, segment=1)
-    (batch,) = batches([parcel(torch.ones(4))])
+    (batch,) = batches([outgoing(torch.ones(4))])
     for call, request in (
         (wire.programs.PutProgram, program_pb2.PutProgramRequest(session=session)),
         (wire.segments.SaveSegment, segment_pb2.SaveSegmentRequest(key=key)),
@@ -172,7 +172,7 @@ def test_sessions_can_not_be_guessed(session: str, wire: Wire) -> None:
 
 
 def test_a_save_on_a_stream_says_what_it_took_and_goes_on(wire: Wire, worker: WorkerProcess) -> None:
-    (batch,) = batches([parcel(torch.randn(4))])
+    (batch,) = batches([outgoing(torch.randn(4))])
     damaged = tensor_pb2.TensorBatch.FromString(batch.SerializeToString())
     damaged.chunks[0].data = bytes(16)
     key = segment_pb2.OperationKey(session=wire.session, segment=1)
@@ -325,7 +325,7 @@ def fetched(wire: Wire, *addresses: bytes) -> list[torch.Tensor]:
 def test_only_what_segments_of_the_session_name_is_fetched(wire: Wire, worker: WorkerProcess) -> None:
     other, (x, cached, others) = Wire(worker.address), torch.randn(3, 100)
     key = wire.save(1, chain("aten.tanh.default", 1, x.nbytes), 1, x)
-    wire.put(*batches([parcel(cached)]))
+    wire.put(*batches([outgoing(cached)]))
     other.save(1, chain("aten.tanh.default", 1, others.nbytes), 1, others)
     addresses = [address_of(x), address_of(cached), address_of(others), bytes(16), b"", address_of(x)]
     assert [torch.equal(tensor, x) for tensor in fetched(wire, *addresses)] == [True]
@@ -375,7 +375,7 @@ def test_an_answer_that_takes_longer_than_its_deadline_is_given_up() -> None:
 def test_a_short_cut_answers_what_is_short_and_leaves_the_rest_to_the_call(wire: Wire) -> None:
     def backward(number: int, x: torch.Tensor) -> segment_pb2.BackwardRequest:
         gradient = torch.ones_like(x)
-        (batch, *more) = batches([parcel(gradient)])
+        (batch, *more) = batches([outgoing(gradient)])
         wire.put(batch, *more)
         return segment_pb2.BackwardRequest(
             key=wire.save(number, chain("aten.tanh.default", 1, x.nbytes), 1, x),
@@ -411,7 +411,7 @@ def test_what_comes_ahead_ends_with_its_session_and_with_another_that_asks(wire:
 @pytest.mark.slow
 def test_half_an_upload_is_not_waited_for_longer_than_a_lease() -> None:
     def halted() -> Iterator[tensor_pb2.PutTensorsRequest]:
-        first, *_ = batches([parcel(torch.randn(1 << 20))])
+        first, *_ = batches([outgoing(torch.randn(1 << 20))])
         yield tensor_pb2.PutTensorsRequest(session=wire.session, tensors=first)
         time.sleep(4)
 
@@ -425,7 +425,7 @@ def test_half_an_upload_is_not_waited_for_longer_than_a_lease() -> None:
 
 def test_nothing_is_held_once_everybody_has_left(own_worker: WorkerProcess) -> None:
     wire = Wire(own_worker.address)
-    wire.put(*batches([parcel(torch.randn(1 << 20))]))
+    wire.put(*batches([outgoing(torch.randn(1 << 20))]))
     assert own_worker.telemetry().memory.cached_bytes > 4 << 20
     wire.close()
     wait_until(lambda: own_worker.telemetry().memory.cached_bytes == 0, "what was cached is freed")

@@ -98,7 +98,7 @@ def test_one_of_two_killed(worker: WorkerProcess, moment: str, returns: str, is_
 def wait_until_sent(session: Session) -> None:
     def only_the_first_is_here() -> bool:
         for worker in session._workers:
-            worker.uploader.let_go()
+            worker.uploader.free_sent()
         return len(session.copies._tensors) == 1
 
     wait_until(only_the_first_is_here, "all boundaries but the first are sent and let go")
@@ -170,7 +170,7 @@ def test_killed_with_copies_of_nothing(moment: str) -> None:
 
         def lose() -> None:
             worker.kill()
-            session._workers[0].connection._stubs.ahead.close()  # with what came before it was asked for
+            session._workers[0].connection._stubs.pushed_results.close()  # with what came before it was asked for
 
         with pytest.raises(backhaul.SegmentLostError, match=r"test_worker_dies\.py:\d+, is lost") as caught:
             train_through(session, "gradients", moment, lose, "none")

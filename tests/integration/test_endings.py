@@ -80,7 +80,7 @@ DEATHS: dict[str, Callable[[Session], tuple[list[Any], Any]]] = {
     "client/backhaul/_backward/sole_consumers.py: weakref.ref(tensor, died)": a_watched_input,
     "runtime/backhaul_runtime/tensors/buffer_pool.py: weakref.finalize(array, self._give_back, buffer)": a_buffer,
     "runtime/backhaul_runtime/wire/shared_memory.py: "
-    "weakref.finalize(raw, self.let_go, location.slot, location.ticket)": a_tensor_in_shared_memory,
+    "weakref.finalize(raw, self.free_slot, location.slot, location.ticket)": a_tensor_in_shared_memory,
 }
 """All that runs when an object dies, and what makes such an object: holders of it, to be emptied, and what it tells."""
 

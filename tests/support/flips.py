@@ -91,10 +91,12 @@ class Flips:
         """Tensors that go through shared memory are messages too, of the method "region"."""
         put, locate = Outbox.put, TrainerSharedMemory._region
 
-        def damaged_up(outbox: Outbox, parcel: Any) -> Any:
-            place = put(outbox, parcel)
+        def damaged_up(outbox: Outbox, outgoing: Any) -> Any:
+            place = put(outbox, outgoing)
             if place is not None:
-                self._flip_in(place.region, "up", place.begin + parcel.layout.alignment_bytes, parcel.layout.span_bytes)
+                self._flip_in(
+                    place.region, "up", place.begin + outgoing.layout.alignment_bytes, outgoing.layout.span_bytes
+                )
             return place
 
         def damaged_down(memory: TrainerSharedMemory, location: Any, layout: Any) -> Region:

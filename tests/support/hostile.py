@@ -91,13 +91,13 @@ class Hostile:
 
     def put(self, *tensors: Tensor) -> list[bytes]:
         """Sends tensors. Returns their addresses."""
-        parcels = [OutgoingTensor(tensor, layout_of(tensor), address_of(tensor)) for tensor in tensors]
+        outgoing_tensors = [OutgoingTensor(tensor, layout_of(tensor), address_of(tensor)) for tensor in tensors]
         messages = [
             tensor_pb2.PutTensorsRequest(session=self.session, tensors=plain(batch))
-            for batch in tensor_stream.batches(parcels)
+            for batch in tensor_stream.batches(outgoing_tensors)
         ]
         self.tensors.PutTensors(iter(messages), timeout=TIMEOUT_S)
-        return [parcel.address for parcel in parcels]
+        return [outgoing.address for outgoing in outgoing_tensors]
 
     def save(self, segment: int, program: bytes, sources: Sequence[bytes], **more: Any) -> None:
         request = segment_pb2.SaveSegmentRequest(key=self.key(segment), program=program, sources=sources, **more)

@@ -60,13 +60,13 @@ class LoopbackSegment:
             partial(runs.backward, start=runs.BackwardInputs((), state, summed=tuple(summed)), gradients=copies)
         )
         result = segment_pb2.BackwardResult(contributions=encode_contributions(found))
-        tensors = [copy_exact(parcel.tensor) for parcel in found.bundle.parcels]
+        tensors = [copy_exact(outgoing.tensor) for outgoing in found.bundle.tensors]
         saved = Recomputed(found.saved_digests, found.saved_sketches)
         return saved, contributions_in(result, tensors, due, summed, ()), lambda: None
 
     def recompute(self, wanted: Mapping[int, Layout]) -> "LoopbackTensors":
         found = self._run(partial(runs.recompute, positions=list(wanted)))
-        tensors = unbundle([copy_exact(parcel.tensor) for parcel in found.bundle.parcels], found.bundle.views)
+        tensors = unbundle([copy_exact(outgoing.tensor) for outgoing in found.bundle.tensors], found.bundle.views)
         for position, tensor in tensors.items():
             check_saved(position, tensor, wanted[position])
         return LoopbackTensors(Recomputed(found.saved_digests, found.saved_sketches), tensors)

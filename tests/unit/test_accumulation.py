@@ -48,7 +48,7 @@ def keep(sums: GradientSums, segment: int, contributions: Sequence[Tensor], pass
 
 
 async def collected(sums: GradientSums, number: int, count: int) -> Mapping[int, Tensor]:
-    return {slot: parcel.tensor for slot, parcel in (await sums.collect(number, count)).items()}
+    return {slot: outgoing.tensor for slot, outgoing in (await sums.collect(number, count)).items()}
 
 
 def test_passes_are_summed_one_after_the_other() -> None:
@@ -56,7 +56,7 @@ def test_passes_are_summed_one_after_the_other() -> None:
         found = values(5)
         for number, value in enumerate(found, start=1):
             left = keep(sums, number, [value], pass_number=number)
-            assert (left.bundle.parcels, left.kept) == ((), {0})
+            assert (left.bundle.tensors, left.kept) == ((), {0})
             sums.commit(1, number, [(number, 1)])
         assert sums.are_awaited
         a, b, c, d, e = found
@@ -139,7 +139,7 @@ def test_without_room_gradients_are_returned() -> None:
     async def test(sums: GradientSums, store: Store[Tensor]) -> None:
         keep(sums, 1, values(1))
         left = keep(sums, 2, values(1))
-        assert (len(left.bundle.parcels), left.kept) == (1, set())
+        assert (len(left.bundle.tensors), left.kept) == (1, set())
         assert store.usage().results <= store.budget_bytes
 
     with_sums(test, budget_bytes=3 * BYTES)
@@ -155,6 +155,6 @@ def test_what_has_no_memory_of_its_own_is_returned() -> None:
             assert left.kept == set()
         left = keep(sums, 1, [whole[SIZE:], other])
         assert left.kept == {1}
-        assert [(view.position, view.parcel) for view in left.bundle.views] == [(0, 0)]
+        assert [(view.position, view.tensor_index) for view in left.bundle.views] == [(0, 0)]
 
     with_sums(test)

@@ -88,7 +88,7 @@ def came(played: Played, count: int) -> None:
 
 
 def test_what_was_promised_is_waited_for(take: Callable[[int], int | None], played: Played) -> None:
-    take.ahead.promise([3])  # type: ignore[attr-defined]
+    take.ahead.expect([3])  # type: ignore[attr-defined]
     threading.Timer(0.05, played.send, (3, [2])).start()
     assert take(3) == 3
     threading.Timer(0.05, played.send, (2,)).start()
@@ -133,14 +133,14 @@ def test_nothing_more_is_read_than_there_is_room_for(take: Callable[[int], int |
     assert take(99) is None  # of another chain: what nobody has come for gives way
     came(played, 6)
     assert take(1) is None  # it gave way, and now the next two do
-    take.ahead.promise([5])  # type: ignore[attr-defined]
+    take.ahead.expect([5])  # type: ignore[attr-defined]
     assert take(5) == 5
 
 
 def test_one_that_broke_gives_nothing_and_the_next_opens_another(
     take: Callable[[int], int | None], played: Played
 ) -> None:
-    take.ahead.promise([3])  # type: ignore[attr-defined]
+    take.ahead.expect([3])  # type: ignore[attr-defined]
     played.calls[-1].cancel()
     assert take(3) is None
     wait_until(lambda: take(3) is None and len(played.calls) == 2, "another is open")

@@ -78,7 +78,7 @@ def test_a_segment_from_save_to_release() -> None:
         session = worker.open_session("trainer")
         segment = await saved(worker, session)
         result = await backward(worker, session, segment)
-        assert [parcel.tensor.tolist() for parcel in result.bundle.parcels] == [[3.0] * 4] * 2  # each use of x
+        assert [outgoing.tensor.tolist() for outgoing in result.bundle.tensors] == [[3.0] * 4] * 2  # each use of x
         assert result.sources == (0, 0)
         worker.release(session, [1])
         worker.close_session(session.id)
@@ -141,7 +141,7 @@ def test_nothing_of_a_finished_segment_stays_until_garbage_is_collected() -> Non
         session = worker.open_session("trainer")
         segment = await saved(worker, session)
         result = await backward(worker, session, segment)
-        storage = weakref.ref(result.bundle.parcels[0].tensor.untyped_storage())
+        storage = weakref.ref(result.bundle.tensors[0].tensor.untyped_storage())
         del result
         reference = weakref.ref(segment)
         del segment

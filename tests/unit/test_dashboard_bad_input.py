@@ -27,7 +27,7 @@ from backhaul_server.dashboard.history.archive import NoArchive
 from backhaul_server.dashboard.http.api import Sources, add_routes
 from backhaul_server.dashboard.http.feed import Feed
 from backhaul_server.dashboard.metrics.alerts import Alerts
-from backhaul_server.dashboard.metrics.exposition import Collected, exposition
+from backhaul_server.dashboard.metrics.exposition import MetricsSnapshot, exposition
 from support.reporting import Training
 
 PATHS = [
@@ -140,7 +140,7 @@ def check(answers: Answers) -> None:
         spans.sort(key=lambda span: (span["start_ms"], span["duration_ms"]))
         for before, after in pairwise(spans):
             assert before["start_ms"] + before["duration_ms"] <= after["start_ms"]
-    exposition(Collected(answers.watch))
+    exposition(MetricsSnapshot(answers.watch))
 
 
 _LOSSES = {"loss", "last_loss"}  # a trainer's own numbers, of any size
@@ -222,7 +222,7 @@ def test_a_trainer_that_tells_too_much_is_bounded() -> None:
     assert trainers.refused_reports == 10
     assert len(rows) == DETAILED_RUNS
     assert (rows[0], sum(rows)) == (ROWS, ROWS_IN_ALL)
-    kept = [call for run in trainers for told in run.told.values() for call in told.calls.values()]
+    kept = [call for run in trainers for told in run.reported_steps.values() for call in told.calls.values()]
     assert 0 < sum(map(len, kept)) == sum(run.calls_bytes for run in trainers) <= CALLS_BYTES
 
 

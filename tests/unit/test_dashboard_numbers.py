@@ -126,7 +126,7 @@ def test_what_is_told_twice_counts_once_and_what_comes_too_late_not_at_all() -> 
     assert (run.steps, run.totals.steps, run.totals.calls) == (told, told, 2 * told)
     assert run.totals.up_bytes == told * training.step(0).up_bytes
     assert trainers.totals == run.totals
-    assert min(run.told) == 10
+    assert min(run.reported_steps) == 10
 
 
 def test_a_run_that_ended_gives_way_to_one_that_begins() -> None:

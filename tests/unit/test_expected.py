@@ -35,7 +35,7 @@ class Answer:
         )
         for view in found.views:
             self.result.contributions[view.position].view.CopyFrom(encode_view(view))
-        self.tensors = [parcel.tensor for parcel in found.parcels]
+        self.tensors = [outgoing.tensor for outgoing in found.tensors]
 
     def read(self, *, summed: tuple[int, ...] = (), slots: tuple[int, ...] = ()) -> list[Tensor | None]:
         found = contributions_in(self.result, self.tensors, DUE, summed, slots)

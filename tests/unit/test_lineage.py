@@ -122,7 +122,7 @@ each_way = pytest.mark.parametrize(
 
 def kept(loopback: Loopback) -> list[int]:
     """How many copies each segment holds."""
-    return [sum(s.is_copy and s.held is not None for s in each.sources) for each in loopback.recordings]
+    return [sum(s.is_copy and s.kept_value is not None for s in each.sources) for each in loopback.recordings]
 
 
 def check_kept(loopback: Loopback, returns: str, is_lost: bool, run: Run, expected: list[int]) -> None:

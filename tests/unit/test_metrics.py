@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.wire.telemetry import BOUNDS_S
 from backhaul_server.dashboard.metrics.definitions import BUCKETS_S, METRICS, histogram
-from backhaul_server.dashboard.metrics.exposition import Collected, exposition
+from backhaul_server.dashboard.metrics.exposition import MetricsSnapshot, exposition
 from support.source import SUMS, FakeSource, FakeTrainers, FakeWorker, telemetry_of
 
 BASE_UNITS = {"bytes", "seconds", "ratio"}
@@ -25,7 +25,7 @@ SESSIONS = (
 
 def samples(source: FakeSource) -> dict[tuple[str, ...], float]:
     """By name and values of labels, in the order of FEW."""
-    families = text_string_to_metric_families(exposition(Collected(source)).decode())
+    families = text_string_to_metric_families(exposition(MetricsSnapshot(source)).decode())
     return {
         (s.name, *(s.labels[name] for name in sorted(s.labels, key=FEW.index))): s.value
         for family in families
@@ -126,7 +126,7 @@ def test_names_follow_the_rules() -> None:
 
 def test_labels_are_of_what_there_are_few() -> None:
     assert {label for metric in METRICS for label in metric.labels} <= set(FEW)
-    text = exposition(Collected(FakeSource([FakeWorker(telemetry=telemetry_of(*SESSIONS))]))).decode()
+    text = exposition(MetricsSnapshot(FakeSource([FakeWorker(telemetry=telemetry_of(*SESSIONS))]))).decode()
     assert "secret" not in text
 
 
@@ -139,10 +139,10 @@ def test_a_label_that_needs_escaping_can_be_read_back() -> None:
 
 def test_fifty_workers_take_little() -> None:
     source = FakeSource([FakeWorker(f"w:{port}", telemetry=telemetry_of(*SESSIONS)) for port in range(1, 51)])
-    exposition(Collected(source))
+    exposition(MetricsSnapshot(source))
     tracemalloc.start()
     try:
-        size = len(exposition(Collected(source)))
+        size = len(exposition(MetricsSnapshot(source)))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

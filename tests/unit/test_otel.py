@@ -33,14 +33,14 @@ class Recorded:
         self.tracer = provider.get_tracer("test")
         self.traces = Traces(self.tracer)
 
-    def tell(
+    def export(
         self,
         steps: Sequence[pb.Step] = (),
         calls: Sequence[pb.SegmentCall] = (),
         contexts: dict[int, Context] | None = None,
         run: pb.Run | None = None,
     ) -> None:
-        self.traces.tell(pb.TrainerReport(run=run or pb.Run(id="a1b2"), steps=steps, calls=calls), contexts or {})
+        self.traces.export(pb.TrainerReport(run=run or pb.Run(id="a1b2"), steps=steps, calls=calls), contexts or {})
 
     def spans(self, name: str = "") -> list[ReadableSpan]:
         return [span for span in self.exporter.get_finished_spans() if span.name == name or not name]
@@ -63,7 +63,7 @@ def call(
 
 
 def test_a_step_has_its_segments_and_these_their_lanes_at_the_times_they_had(recorded: Recorded) -> None:
-    recorded.tell([step(loss=0.5)], [call(worker="gpu-box:50051", decision="gradients", up_bytes=7)])
+    recorded.export([step(loss=0.5)], [call(worker="gpu-box:50051", decision="gradients", up_bytes=7)])
     (whole,), (segment,) = recorded.spans("backhaul.step"), recorded.spans("backhaul.segment")
     lanes = [span for span in recorded.spans() if span not in (whole, segment)]
 
@@ -109,7 +109,7 @@ def test_a_step_has_its_segments_and_these_their_lanes_at_the_times_they_had(rec
 def test_a_worker_is_named_as_opentelemetry_names_servers(
     worker: str, expected: dict[str, object], recorded: Recorded
 ) -> None:
-    recorded.tell([step()], [call(worker=worker)])
+    recorded.export([step()], [call(worker=worker)])
     attributes = recorded.spans("backhaul.segment")[0].attributes or {}
     assert {
         name: value for name, value in attributes.items() if name.split(".")[0] in {"server", "network"}
@@ -119,7 +119,7 @@ def test_a_worker_is_named_as_opentelemetry_names_servers(
 def test_a_step_is_a_child_of_what_was_current_when_it_ended(recorded: Recorded) -> None:
     with recorded.tracer.start_as_current_span("training") as training:
         context = Traces.context()
-    recorded.tell([step(4), step(5)], contexts={4: context})
+    recorded.export([step(4), step(5)], contexts={4: context})
     four, five = recorded.spans("backhaul.step")
     assert four.parent == training.get_span_context()
     assert four.context.trace_id == training.get_span_context().trace_id
@@ -128,33 +128,33 @@ def test_a_step_is_a_child_of_what_was_current_when_it_ended(recorded: Recorded)
 
 def test_the_span_that_is_current_where_it_is_told_is_not_meant(recorded: Recorded) -> None:
     with recorded.tracer.start_as_current_span("somebody else's"):
-        recorded.tell([step()])
+        recorded.export([step()])
     assert recorded.spans("backhaul.step")[0].parent is None
 
 
 def test_calls_find_their_step_whichever_is_told_first(recorded: Recorded) -> None:
-    recorded.tell(calls=[call(4)])
+    recorded.export(calls=[call(4)])
     assert recorded.spans() == []
-    recorded.tell([step(4)])
-    recorded.tell(calls=[call(4)])
+    recorded.export([step(4)])
+    recorded.export(calls=[call(4)])
     (whole,) = recorded.spans("backhaul.step")
     assert [span.parent for span in recorded.spans("backhaul.segment")] == [whole.context] * 2
 
 
 @pytest.mark.slow
 def test_calls_without_a_step_are_not_kept(recorded: Recorded) -> None:
-    recorded.tell([step(4)], [call(3)])  # it has passed and was not told
-    recorded.tell(calls=[call(9)] * (KEPT_CALLS + 5))
-    recorded.tell([step(9)])
+    recorded.export([step(4)], [call(3)])  # it has passed and was not told
+    recorded.export(calls=[call(9)] * (KEPT_CALLS + 5))
+    recorded.export([step(9)])
     assert len(recorded.spans("backhaul.segment")) == KEPT_CALLS
-    recorded.tell(calls=[call(12)], run=pb.Run(is_closed=True))
-    recorded.tell([step(12)])
+    recorded.export(calls=[call(12)], run=pb.Run(is_closed=True))
+    recorded.export([step(12)])
     assert len(recorded.spans("backhaul.segment")) == KEPT_CALLS
 
 
 def test_steps_are_not_kept_for_ever(recorded: Recorded) -> None:
-    recorded.tell([step(number) for number in range(KEPT_STEPS + 1)])
-    recorded.tell(calls=[call(0), call(1)])
+    recorded.export([step(number) for number in range(KEPT_STEPS + 1)])
+    recorded.export(calls=[call(0), call(1)])
     (segment,) = recorded.spans("backhaul.segment")
     assert segment.attributes is not None
     assert segment.attributes["backhaul.step.number"] == 1
@@ -163,7 +163,7 @@ def test_steps_are_not_kept_for_ever(recorded: Recorded) -> None:
 def test_a_fallback_is_an_error_of_its_segment_and_says_why(recorded: Recorded) -> None:
     lanes = [(pb.LANE_FORWARD, 100.0, 0.2), (pb.LANE_TRAINER, 101.0, 0.3)]
     why = "the worker is out of reach"
-    recorded.tell([step(fallbacks=1)], [call(spans=lanes, is_fallback=True, reason=why, retries=1, mismatches=2)])
+    recorded.export([step(fallbacks=1)], [call(spans=lanes, is_fallback=True, reason=why, retries=1, mismatches=2)])
     (whole,), (segment,) = recorded.spans("backhaul.step"), recorded.spans("backhaul.segment")
     assert whole.status.is_unset
     assert (segment.status.status_code, segment.status.description) == (trace.StatusCode.ERROR, why)
@@ -176,10 +176,10 @@ def test_a_fallback_is_an_error_of_its_segment_and_says_why(recorded: Recorded) 
 
 
 def test_a_call_of_which_no_time_is_known_has_no_span(recorded: Recorded) -> None:
-    recorded.tell([step()], [call(spans=[])])
+    recorded.export([step()], [call(spans=[])])
     assert recorded.spans("backhaul.segment") == []
 
 
 def test_a_lane_of_a_later_version_is_passed_over(recorded: Recorded) -> None:
-    recorded.tell([step()], [call(spans=[(99, 100.0, 1.0)])])  # type: ignore[list-item]
+    recorded.export([step()], [call(spans=[(99, 100.0, 1.0)])])  # type: ignore[list-item]
     assert [span.name for span in recorded.spans()] == ["backhaul.step", "backhaul.segment"]

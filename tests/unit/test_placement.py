@@ -2,7 +2,7 @@ from backhaul._dispatch.placement import FIRST_RUN, Placement
 
 
 def one_pass(placement: Placement, segments: int, workers: int) -> list[int]:
-    placed = [placement.place(workers) for _ in range(segments)]
+    placed = [placement.choose_worker(workers) for _ in range(segments)]
     placement.backward()
     return placed
 

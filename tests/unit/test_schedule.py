@@ -14,7 +14,7 @@ SIZE = Footprint(replay_bytes=12, ready_bytes=10, backward_bytes=14)
 def saved(schedule: Schedule, numbers: Iterable[int], session: str = "a", footprint: Footprint = SIZE) -> None:
     for number in numbers:
         schedule.saved((session, number), footprint)
-        schedule.wanted((session, number))
+        schedule.expected((session, number))
 
 
 def replay_all(schedule: Schedule, room_bytes: int) -> list[int]:
@@ -27,7 +27,7 @@ def replay_all(schedule: Schedule, room_bytes: int) -> list[int]:
 
 
 def replay(schedule: Schedule, step: ScheduledWork, footprint: Footprint = SIZE) -> None:
-    for key in step.gives_way:
+    for key in step.evicts:
         schedule.dropped(key)
     schedule.started(step.key)
     schedule.ready(step.key, footprint.ready_bytes)
@@ -46,7 +46,7 @@ def pass_of(schedule: Schedule, numbers: list[int]) -> None:
     """A forward and backward without any work ahead."""
     saved(schedule, numbers)
     for number in reversed(numbers):
-        schedule.demanded(("a", number))
+        schedule.requested(("a", number))
     for number in numbers:
         schedule.released(("a", number))
 
@@ -60,7 +60,7 @@ def test_forward_has_segments_replayed_as_they_were_saved() -> None:
 def test_backward_has_them_replayed_in_the_order_of_need() -> None:
     schedule = Schedule()
     saved(schedule, [1, 2, 3, 4])
-    schedule.demanded(("a", 4))
+    schedule.requested(("a", 4))
     assert replay_all(schedule, 100) == [3, 2, 1]
 
 
@@ -89,10 +89,10 @@ def test_room_is_left_for_the_tensors_of_what_the_last_pass_saved() -> None:
         done.clear()
         for number in range(turn, turn + 4):
             schedule.saved(("a", number), SIZE, source_bytes=10)
-            schedule.wanted(("a", number))
+            schedule.expected(("a", number))
             done += replay_all(schedule, 24 + 10 * (turn + 3 - number))  # what is not saved yet leaves room
         for number in reversed(range(turn, turn + 4)):
-            schedule.demanded(("a", number))
+            schedule.requested(("a", number))
             schedule.started(("a", number))
             schedule.released(("a", number))
     assert done == [12, 13]
@@ -113,7 +113,7 @@ def test_a_shorter_pass_than_the_last_is_replayed_once_backward_shows_it() -> No
     pass_of(schedule, [1, 2, 3, 4])
     saved(schedule, [11, 12])
     assert replay_all(schedule, 24) == []
-    schedule.demanded(("a", 12))
+    schedule.requested(("a", 12))
     assert replay_all(schedule, 24) == [11]
 
 
@@ -123,7 +123,7 @@ def test_backward_goes_on_with_the_room_of_what_it_has_used() -> None:
     done = []
     for number in [4, 3, 2, 1]:
         done += replay_all(schedule, 24)
-        schedule.demanded(("a", number))
+        schedule.requested(("a", number))
         schedule.started(("a", number))
     assert done == [3, 4, 2, 1]
 
@@ -131,7 +131,7 @@ def test_backward_goes_on_with_the_room_of_what_it_has_used() -> None:
 def test_segments_saved_after_the_one_that_backward_reached_come_last() -> None:
     schedule = Schedule()
     saved(schedule, [1, 2, 3, 4])
-    schedule.demanded(("a", 2))
+    schedule.requested(("a", 2))
     assert replay_all(schedule, 100) == [1, 4, 3]
     assert ready(schedule) == [("a", 3), ("a", 4), ("a", 1)]
 
@@ -139,9 +139,9 @@ def test_segments_saved_after_the_one_that_backward_reached_come_last() -> None:
 def test_a_guess_is_run_before_replays_of_what_is_needed_later() -> None:
     schedule = Schedule()
     saved(schedule, [1, 2, 3])
-    schedule.demanded(("a", 3))
+    schedule.requested(("a", 3))
     replay(schedule, schedule.next(100))  # type: ignore[arg-type]
-    schedule.guessed(("a", 2))
+    schedule.backward_predicted(("a", 2))
     assert schedule.next(100) == ScheduledWork(("a", 2), ())
     schedule.started(("a", 2))
     schedule.ready(("a", 2), 5, is_done=True)
@@ -152,9 +152,9 @@ def test_a_guess_is_run_before_replays_of_what_is_needed_later() -> None:
 def test_what_failed_is_not_tried_again_until_it_is_wanted() -> None:
     schedule = Schedule()
     saved(schedule, [1])
-    schedule.given_up(("a", 1))
+    schedule.abandoned(("a", 1))
     assert schedule.next(100) is None
-    schedule.wanted(("a", 1))
+    schedule.expected(("a", 1))
     assert schedule.next(100) == ScheduledWork(("a", 1), ())
 
 
@@ -217,7 +217,7 @@ def test_never_above_the_room_and_always_in_order_of_need(steps: list[tuple[str,
             own[number] = footprint
             saved(schedule, [number], session, footprint)
         elif kind == "d" and own:
-            schedule.demanded((session, max(own)))
+            schedule.requested((session, max(own)))
             schedule.started((session, max(own)))
             holds.pop((session, max(own)), None)
         elif kind == "r" and own:
@@ -225,9 +225,9 @@ def test_never_above_the_room_and_always_in_order_of_need(steps: list[tuple[str,
             holds.pop((session, max(own)), None)
             del own[max(own)]
         elif kind == "g" and own:
-            schedule.guessed((session, max(own)))
+            schedule.backward_predicted((session, max(own)))
         elif kind == "n" and (step := schedule.next(room)) is not None:
-            for key in step.gives_way:
+            for key in step.evicts:
                 schedule.dropped(key)
                 del holds[key]
             found = alive[str(step.key[0])][step.key[1]]
@@ -248,11 +248,11 @@ def test_a_pass_known_beforehand_wastes_nothing(found: list[Footprint], room: in
         for number, footprint in enumerate(found, start=turn * len(found)):
             saved(schedule, [number], "a", footprint)
             while (step := schedule.next(room)) is not None:
-                assert turn == 0 or not step.gives_way, step
+                assert turn == 0 or not step.evicts, step
                 replay(schedule, step, found[step.key[1] % len(found)])
                 replayed.append(step.key[1])
         for number in reversed(range(turn * len(found), (turn + 1) * len(found))):
-            schedule.demanded(("a", number))
+            schedule.requested(("a", number))
             schedule.started(("a", number))
             schedule.released(("a", number))
     assert len(replayed) == len(set(replayed))

@@ -150,7 +150,7 @@ def test_who_lets_go_late_frees_nothing_of_the_next(ends: tuple[Outbox, Region])
     assert isinstance(place, Slot)
     first = place.location(layout_of(tensor))
     late = region.use(first, layout_of(tensor))
-    region.let_go(first.slot, first.ticket)
+    region.free_slot(first.slot, first.ticket)
     outbox.withdraw([place])
     second = put(outbox, tensor)
     region.check(second, layout_of(tensor))
@@ -218,9 +218,9 @@ def test_a_stream_has_chunks_and_places(ends: tuple[Outbox, Region]) -> None:
     outbox, region = ends
     tensors = [torch.randn(7), large(3), large(3), torch.randn(7)]
 
-    def place(parcel: OutgoingTensor) -> tensor_pb2.Location | None:
-        found = outbox.put(parcel) if Outbox.takes(parcel.layout) else None
-        return found.location(parcel.layout) if found is not None else None
+    def place(outgoing: OutgoingTensor) -> tensor_pb2.Location | None:
+        found = outbox.put(outgoing) if Outbox.takes(outgoing.layout) else None
+        return found.location(outgoing.layout) if found is not None else None
 
     def locate(location: tensor_pb2.Location, layout: Layout) -> Callable[[], Tensor]:
         region.check(location, layout)

@@ -59,7 +59,7 @@ async def backward(worker: Worker, segment: Segment, gradient: torch.Tensor, *, 
     result = await worker.engine.request(segment, FIRST, lambda: perform, 0.1, start).answer
     assert bool(ran) is runs_anew
     bundle = result.bundle
-    return sum(bundle.parcels[view.parcel].tensor for view in bundle.views)  # type: ignore[return-value]
+    return sum(bundle.tensors[view.tensor_index].tensor for view in bundle.views)  # type: ignore[return-value]
 
 
 async def idle(worker: Worker) -> None:

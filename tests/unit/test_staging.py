@@ -45,9 +45,9 @@ def test_a_large_tensor_is_pinned_in_pieces(cuda: FakeCuda, monkeypatch: pytest.
 def test_only_the_reader_waits_while_the_trainers_stream_is_busy(cuda: FakeCuda) -> None:
     tensor = torch.zeros(4)
     cuda.trainer.begin()
-    parcel = OutgoingTensor.of(tensor)  # of what is still to be computed
+    outgoing = OutgoingTensor.of(tensor)  # of what is still to be computed
     found: list[Tensor] = []
-    reader = threading.Thread(target=lambda: found.extend(host_pieces(tensor, parcel.layout, parcel.made)))
+    reader = threading.Thread(target=lambda: found.extend(host_pieces(tensor, outgoing.layout, outgoing.made)))
     reader.start()
     tensor.fill_(3)
     cuda.trainer.end()

@@ -104,12 +104,12 @@ def test_a_digest_that_nobody_reads_holds_nothing_that_is_stored(cuda: FakeCuda)
     stored.clear()
     gc.collect()
     assert [ref() for ref in freed] == [None, None]
-    assert len(known._found) == 0
+    assert len(known._digests) == 0
 
 
 def test_what_is_freed_is_known_no_more() -> None:
     known, stored = KnownDigests(), torch.zeros(KNOWN_BYTES)
     taken_of(stored, known, [stored])
-    assert len(known._found) == 1
+    assert len(known._digests) == 1
     del stored
-    assert len(known._found) == 0
+    assert len(known._digests) == 0

@@ -79,7 +79,7 @@ class FakeLink:
         self.sources = list(request.sources)
         return segment_pb2.SaveSegmentResponse(missing_tensors=self.missing.pop(0) if self.missing else [])
 
-    def ask(self, encoded: bytes) -> segment_pb2.SaveSegmentResponse | None:
+    def try_call(self, encoded: bytes) -> segment_pb2.SaveSegmentResponse | None:
         self.gate.wait()
         request = segment_pb2.SaveSegmentRequest.FromString(encoded)
         self.log.append("save with tensors" if request.HasField("tensors") else "short save")

@@ -361,13 +361,13 @@ class Frame:
         source = self.call.recording.sources[saved.source]
         start = (saved.offset - source.offset) * saved.layout.dtype.itemsize
         if (
-            source.held is None
+            source.kept_value is None
             or source.is_written
             or start < 0
             or start + saved.layout.span_bytes > source.layout.span_bytes
         ):
             return None
-        return partial(view_at, source.held, start, saved.layout)
+        return partial(view_at, source.kept_value, start, saved.layout)
 
     def _is_as_saved(self, saved: SavedTensor, tensor: Tensor) -> bool:
         """Whether a tensor holds what was saved: one never recomputed, or in memory that others may write to.

@@ -102,7 +102,7 @@ class Lineage:
     recipes: "dict[int, Recipe]" = field(default_factory=dict)
     serial: int = field(default_factory=lambda: next(_serials))
 
-    def let_go(self, recipe_of: "Callable[[int], Recipe | None]") -> None:
+    def release(self, recipe_of: "Callable[[int], Recipe | None]") -> None:
         """Lets go of the copies that can be done without, once a worker has been given them. Rule 1.
 
         Args:
@@ -118,13 +118,13 @@ class Lineage:
                 if recipe is None:
                     continue
                 self.recipes[index] = recipe
-            source.held = None
+            source.kept_value = None
 
     def take_back(self) -> None:
         """Keeps again what has not been sent yet. Call it when the worker is lost, and its uploader with it."""
         for index in self.recipes:
             source = self.recording.sources[index]
-            source.held = source.held if source.held is not None else self.copies.find(source.address)
+            source.kept_value = source.kept_value if source.kept_value is not None else self.copies.find(source.address)
 
     def values(self) -> list[Tensor]:
         """What the sources held at forward, on their devices. Nobody may write to them.
@@ -217,7 +217,7 @@ class _Walk:
             rebuilt = self._rebuild(input_ref)
             self._values[input_ref.source.address] = rebuilt
             if (number + 1) % stride == 0 or number >= len(missing) - stride:  # Rule 4
-                input_ref.source.held = rebuilt
+                input_ref.source.kept_value = rebuilt
                 lineage.copies.add(input_ref.source.address, rebuilt)
             for key in _needs(input_ref):
                 if last_uses[key] == number:
@@ -225,7 +225,7 @@ class _Walk:
 
     def value(self, source: RecordedSource) -> Tensor:
         """What a source held."""
-        return source.held if source.held is not None else self._values[source.address]
+        return source.kept_value if source.kept_value is not None else self._values[source.address]
 
     def _find_missing(self) -> list[Input]:
         """What has to be rebuilt, earliest first."""
@@ -235,7 +235,7 @@ class _Walk:
             input_ref = stack.pop()
             source, lineage = input_ref.source, input_ref.lineage
             known = missing.get(source.address)
-            if source.held is not None or source.address in self._values:
+            if source.kept_value is not None or source.address in self._values:
                 continue
             if known is not None and known.lineage.serial <= lineage.serial:
                 continue

@@ -18,17 +18,17 @@ class SoleConsumers:
     """Of one segment."""
 
     def __init__(self) -> None:
-        self._found: list[int] = []
+        self._unused: list[int] = []
         self._watched: list[weakref.ref[Tensor]] = []
 
     @property
     def sources(self) -> set[int]:
         """Indices of those found so far."""
-        return set(self._found)
+        return set(self._unused)
 
     def watch(self, tensors: Iterable[tuple[int, Tensor]]) -> None:
         """Watches sources, by index, once the segment's own nodes are made. Called by the thread that made them."""
-        unused, last = self._found, (threading.get_ident(), next_sequence_number())
+        unused, last = self._unused, (threading.get_ident(), next_sequence_number())
 
         def watched(index: int, tensor: Tensor) -> weakref.ref[Tensor]:
             def died(_: object) -> None:

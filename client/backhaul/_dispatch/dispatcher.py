@@ -143,7 +143,7 @@ class Dispatcher:
             for source, before, output in segment.predecessors
             if isinstance(before.remote, SavedSegment)
             and before.remote.worker_session is worker_session
-            and site.speculation.is_worth(source)
+            and site.speculation.should_speculate(source)
         ]
         if was_sent:  # with the same copies
             save.queued_bytes = 0
@@ -224,7 +224,7 @@ class Dispatcher:
             ]
             if not up:
                 raise Refusal(f"no worker can be reached: {self._workers[0].connection.why_down}", is_said=True)
-            return *up[self._placement.place(len(up))], next(self._numbers)
+            return *up[self._placement.choose_worker(len(up))], next(self._numbers)
 
     def _differences(
         self, worker: WorkerHandle, worker_session: WorkerSession, device: str

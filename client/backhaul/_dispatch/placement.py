@@ -17,7 +17,7 @@ class Placement:
         """Of the next segment in its pass, from 0."""
         return 0 if self._in_backward else self._index
 
-    def place(self, workers: int) -> int:
+    def choose_worker(self, workers: int) -> int:
         """The worker of the next segment, from 0.
 
         Args:

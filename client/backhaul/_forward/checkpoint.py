@@ -191,7 +191,7 @@ def _run_segment(
 def _kept_bytes(call: CheckpointedCall) -> int:
     """The bytes that the trainer keeps for backward besides leaves, which it has anyway."""
     sources = call.recording.sources
-    return sum(source.layout.span_bytes for source in sources if not source.is_leaf and source.held is not None)
+    return sum(source.layout.span_bytes for source in sources if not source.is_leaf and source.kept_value is not None)
 
 
 def _contexts(
@@ -326,7 +326,7 @@ def _keep(
         call.options.durability,
     )
     if remote is not None:
-        lineage.let_go(partial(_recipe, call, sources, edges))
+        lineage.release(partial(_recipe, call, sources, edges))
     mark_given(lineage, sources, edges)
     frame = build(program=program, lineage=lineage, uses=uses, remote=remote, local_reason=local_reason)
     if not isinstance(decision, Graft):

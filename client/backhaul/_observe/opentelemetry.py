@@ -52,10 +52,10 @@ class Traces:
 
     @staticmethod
     def context() -> Context:
-        """What `tell` takes for a step that ends now. Called in the thread that ends it."""
+        """What `export` takes for a step that ends now. Called in the thread that ends it."""
         return get_current()
 
-    def tell(self, report: telemetry_pb2.TrainerReport, contexts: Mapping[int, Context]) -> None:
+    def export(self, report: telemetry_pb2.TrainerReport, contexts: Mapping[int, Context]) -> None:
         """Makes the spans of a report. Called by one thread, the telemetry's.
 
         Args:

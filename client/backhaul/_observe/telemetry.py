@@ -199,7 +199,7 @@ class CallLog:
         if self._telemetry is not None:
             self._telemetry.fell_back()
 
-    def told(self) -> telemetry_pb2.SegmentCall:
+    def to_message(self) -> telemetry_pb2.SegmentCall:
         """The call as a message of the report."""
         return telemetry_pb2.SegmentCall(
             step=self.step,
@@ -371,7 +371,7 @@ class Telemetry:
     def _trace(self, report: telemetry_pb2.TrainerReport, contexts: "Mapping[int, Context]") -> None:
         if self._traces is not None:
             try:
-                self._traces.tell(report, contexts)
+                self._traces.export(report, contexts)
             except Exception:  # the user's SDK failed: workers get the report nevertheless
                 logger.debug("traces failed", exc_info=True)
 
@@ -397,7 +397,7 @@ class Telemetry:
             report = telemetry_pb2.TrainerReport(
                 run=self._run,
                 steps=messages,
-                calls=[call.told() for call in reported[:CALLS_PER_REPORT]],
+                calls=[call.to_message() for call in reported[:CALLS_PER_REPORT]],
                 dropped=self._dropped,
             )
             self._trace(report, contexts)

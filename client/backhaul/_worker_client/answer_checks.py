@@ -79,7 +79,7 @@ def contributions_in(
 
 
 def _unbundled(tensors: Sequence[Tensor], views: Sequence[View]) -> Mapping[int, Tensor]:
-    unnamed = set(range(len(tensors))) - {view.parcel for view in views}
+    unnamed = set(range(len(tensors))) - {view.tensor_index for view in views}
     if unnamed:
         raise TransferError(f"tensors {sorted(unnamed)} of {len(tensors)} came for nothing")
     return unbundle(tensors, views)

@@ -21,7 +21,7 @@ class SpeculationHistory:
     def __init__(self) -> None:
         self._misses: dict[int, int] = {}
 
-    def is_worth(self, source: int) -> bool:
+    def should_speculate(self, source: int) -> bool:
         """Whether to name the source again: its last guesses were not both wrong."""
         return self._misses.get(source, 0) < MOST_MISSES
 

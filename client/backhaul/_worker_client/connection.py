@@ -98,13 +98,13 @@ class Stubs:
                     setattr(service, name, AuthenticatedMethod(method, bearer(token)))
         self.short_saves = RequestStream(self.segments.ShortSaves, silence_s)
         self.short_backwards = RequestStream(self.segments.ShortBackwards, silence_s)
-        self.ahead = PushedResults(self.segments.Ahead)
+        self.pushed_results = PushedResults(self.segments.Ahead)
 
     def close(self) -> None:
         """Ends what is open and idle."""
         self.short_saves.close()
         self.short_backwards.close()
-        self.ahead.close()
+        self.pushed_results.close()
 
 
 class ClockOffset:
@@ -114,16 +114,16 @@ class ClockOffset:
     """
 
     def __init__(self) -> None:
-        self._found: deque[tuple[float, float]] = deque(maxlen=KEPT_COMPARISONS)
+        self._comparisons: deque[tuple[float, float]] = deque(maxlen=KEPT_COMPARISONS)
 
     def compare(self, asked_at_s: float, theirs_s: float, answered_at_s: float) -> None:
         """Takes what a worker's clock showed between two moments of ours."""
-        self._found.append((answered_at_s - asked_at_s, theirs_s - (asked_at_s + answered_at_s) / 2))
+        self._comparisons.append((answered_at_s - asked_at_s, theirs_s - (asked_at_s + answered_at_s) / 2))
 
     @property
     def clock_offset_s(self) -> float:
         """Its clock less ours, 0 before the first answer."""
-        return min(self._found, default=(0.0, 0.0))[1]
+        return min(self._comparisons, default=(0.0, 0.0))[1]
 
 
 def _is_beside(address: Address, path: str, kind: str) -> bool:
@@ -172,7 +172,7 @@ class Connection:
         self.drift = 0.0
         self._clock = ClockOffset()
         self._worker_session: WorkerSession | None = None
-        self._generations = 0
+        self._session_count = 0
         self._why_down = "not connected yet"
         self._up = False
         self._going_down = threading.Lock()
@@ -308,9 +308,9 @@ class Connection:
             self._switch(answer)
         self._clock = ClockOffset()
         self._clock.compare(asked_at_s, answer.clock_s, time())
-        self._generations += 1
+        self._session_count += 1
         self._worker_session = WorkerSession(
-            self._generations,
+            self._session_count,
             answer.session,
             answer.budget_bytes,
             dict(answer.fingerprint),

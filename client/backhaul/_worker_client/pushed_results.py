@@ -40,8 +40,8 @@ class PushedResults:
         self._changed = threading.Condition()
         self._call: Any = None
         self._session = ""
-        self._found: OrderedDict[int, TensorMessage[segment_pb2.AheadResponse]] = OrderedDict()
-        self._promised: frozenset[int] = frozenset()
+        self._results: OrderedDict[int, TensorMessage[segment_pb2.AheadResponse]] = OrderedDict()
+        self._expected: frozenset[int] = frozenset()
 
     def take(
         self, session: str, segment: int, start: segment_pb2.Start
@@ -50,44 +50,44 @@ class PushedResults:
         with self._changed:
             if self._call is None or self._session != session:
                 self._open(session)
-            elif segment in self._promised:
-                self._changed.wait_for(lambda: segment in self._found or self._call is None, PATIENCE_S)
-            if segment not in self._found:
+            elif segment in self._expected:
+                self._changed.wait_for(lambda: segment in self._results or self._call is None, PATIENCE_S)
+            if segment not in self._results:
                 if self._is_full():
-                    self._found.clear()
+                    self._results.clear()
                     self._changed.notify_all()
                 return None
             while True:  # Rule 4
-                number, pushed = self._found.popitem(last=False)
+                number, pushed = self._results.popitem(last=False)
                 if number == segment:
                     break
             self._changed.notify_all()
         return pushed if pushed.message.start == start else None
 
-    def promise(self, segments: Iterable[int]) -> None:
+    def expect(self, segments: Iterable[int]) -> None:
         """What a result that was asked for says of what comes next."""
         with self._changed:
-            if not self._found.keys() & (promised := frozenset(segments)):
-                self._promised = promised
+            if not self._results.keys() & (expected := frozenset(segments)):
+                self._expected = expected
 
     def close(self) -> None:
         """Ends the stream and its thread."""
         with self._changed:
             call, self._call = self._call, None
-            self._found.clear()
+            self._results.clear()
             self._changed.notify_all()
         if call is not None:
             call.cancel()
 
     def _is_full(self) -> bool:
-        held_bytes = sum(pushed.size_bytes for pushed in self._found.values())
-        return len(self._found) >= MOST_HELD or held_bytes >= HELD_BYTES
+        held_bytes = sum(pushed.size_bytes for pushed in self._results.values())
+        return len(self._results) >= MOST_HELD or held_bytes >= HELD_BYTES
 
     def _open(self, session: str) -> None:
         if self._call is not None:
             self._call.cancel()
-        self._call, self._session, self._promised = None, session, frozenset()
-        self._found.clear()
+        self._call, self._session, self._expected = None, session, frozenset()
+        self._results.clear()
         with suppress(ValueError):  # the channel is closed
             self._call = self._method(segment_pb2.AheadRequest(session=session))
             threading.Thread(target=self._read, args=(self._call,), name="backhaul-ahead", daemon=True).start()
@@ -101,9 +101,9 @@ class PushedResults:
                     self._changed.wait_for(lambda: call is not self._call or not self._is_full())
                     if call is not self._call:
                         return
-                    for pushed in _each(carried):
-                        self._found[pushed.message.segment] = pushed
-                        self._promised = frozenset(pushed.message.result.goes_on)
+                    for pushed in _unpacked(carried):
+                        self._results[pushed.message.segment] = pushed
+                        self._expected = frozenset(pushed.message.result.goes_on)
                     self._changed.notify_all()
         with self._changed:
             if call is self._call:
@@ -111,7 +111,7 @@ class PushedResults:
                 self._changed.notify_all()
 
 
-def _each(carried: TensorMessage[segment_pb2.AheadResponse]) -> Iterator[TensorMessage[segment_pb2.AheadResponse]]:
+def _unpacked(carried: TensorMessage[segment_pb2.AheadResponse]) -> Iterator[TensorMessage[segment_pb2.AheadResponse]]:
     """The results of a message."""
     more = [
         TensorMessage(pushed, pushed.tensors if pushed.HasField("tensors") else None, pushed.ByteSize())

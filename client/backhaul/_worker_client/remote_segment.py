@@ -64,10 +64,10 @@ class SavedTensors:
         self._stream = stream
         self._views = dict(views)
         self._layouts = layouts
-        self._left = Counter(view.parcel for view in self._views.values())
+        self._left = Counter(view.tensor_index for view in self._views.values())
         self._close = partial(on_close, stream)
         self._uploader = uploader
-        self._ending: DeathNotice | None = uploader.do_after(self, self._close)
+        self._ending: DeathNotice | None = uploader.call_after(self, self._close)
 
     def take(self, position: int) -> Tensor:
         """A tensor that was asked for, once; owned by the caller. Waits for it within the bounds of `_calls`.
@@ -77,11 +77,11 @@ class SavedTensors:
             WorkerLostError: It does not come.
         """
         view = self._views.pop(position)
-        parcel = self._stream.tensor(view.parcel)
-        self._left[view.parcel] -= 1
-        if not self._left[view.parcel]:
-            self._stream.forget(view.parcel)
-        tensor = view_of(parcel, view)
+        outgoing = self._stream.tensor(view.tensor_index)
+        self._left[view.tensor_index] -= 1
+        if not self._left[view.tensor_index]:
+            self._stream.forget(view.tensor_index)
+        tensor = view_of(outgoing, view)
         check_saved(position, tensor, self._layouts[position])
         return tensor
 
@@ -89,7 +89,7 @@ class SavedTensors:
         """Cancels the stream. It may be called twice."""
         if self._ending is not None:
             self._close()
-            self._uploader.call_off(self._ending)
+            self._uploader.cancel_notice(self._ending)
             self._ending = None
 
 
@@ -154,19 +154,19 @@ class SavedSegment:
         checks_bytes: bool,
     ) -> tuple[Recomputed, list[Contribution], Callable[[], None]]:
         """See `RemoteSegment`."""
-        parcels = {}
+        outgoing_tensors = {}
         for position, gradient in gradients.items():
             layout = layout_of(gradient)
-            parcels[position] = OutgoingTensor(
+            outgoing_tensors[position] = OutgoingTensor(
                 gradient, layout, tensor_address(layout, content_digest(gradient, layout))
             )
         for position, guess in self.expected.items():
-            guess.check(parcels[position].address if position in parcels else None)
+            guess.check(outgoing_tensors[position].address if position in outgoing_tensors else None)
         slots = kept_in(self._parameters)
         start = segment_pb2.Start(
             gradients=[
-                segment_pb2.OutputGradient(output=position, tensor=parcel.address)
-                for position, parcel in sorted(parcels.items())
+                segment_pb2.OutputGradient(output=position, tensor=outgoing.address)
+                for position, outgoing in sorted(outgoing_tensors.items())
             ],
             ambient_state=encode_state(state),
             wants_digests=checks_bytes,
@@ -184,11 +184,11 @@ class SavedSegment:
 
         def ask() -> Answer:
             try:
-                return self._ask(request, list(parcels.values()))
+                return self._ask(request, list(outgoing_tensors.values()))
             except TensorsMissingError:  # given up by the worker, in which the uploader still believes
                 self._log.retries += 1
-                self._uploader.unlearn(parcel.address for parcel in parcels.values())
-                return self._ask(request, list(parcels.values()))
+                self._uploader.unlearn(outgoing.address for outgoing in outgoing_tensors.values())
+                return self._ask(request, list(outgoing_tensors.values()))
 
         result, tensors, addresses = self._repeated(ask)
         if checks_bytes and list(map(address_of, tensors)) != list(result.tensor_digests):
@@ -208,11 +208,11 @@ class SavedSegment:
         """The answer to a backward: one that came already, else by the shortest way that goes well."""
         session, stubs = self.worker_session.session, self._connection.stubs(self.worker_session)
         if self._answer_bytes <= CHUNK_BYTES and not request.slots:
-            ahead = stubs.ahead.take(session, self.number, request.start)
-            if ahead is not None:
-                return self._short_answer(ahead)
+            pushed = stubs.pushed_results.take(session, self.number, request.start)
+            if pushed is not None:
+                return self._short_answer(pushed)
         missing = self._uploader.missing(self.worker_session, gradients)
-        if sum(parcel.layout.payload_bytes for parcel in missing) > SHORT_BYTES:
+        if sum(outgoing.layout.payload_bytes for outgoing in missing) > SHORT_BYTES:
             self._uploader.put(self.worker_session, missing, self._sent)
             missing = []
 
@@ -233,13 +233,13 @@ class SavedSegment:
         """See NOTE [Short]."""
         encoded = self._encoded(request, missing)
         try:
-            carried = stubs.short_backwards.ask(encoded)
+            carried = stubs.short_backwards.try_call(encoded)
             if carried is None:
                 return None
             if not carried.message.HasField("result"):
                 self._log.traffic(down_bytes=carried.size_bytes)
                 return None
-            stubs.ahead.promise(carried.message.result.goes_on)
+            stubs.pushed_results.expect(carried.message.result.goes_on)
             return self._short_answer(carried)
         finally:
             if self.worker_session.memory is not None and request.answer:
@@ -337,7 +337,7 @@ class SavedSegment:
                 raise WorkerLostError("sending the segment takes longer than recomputing it here", status="BUSY")
 
         self._uploader.watch.wait(self._save.saved, check)
-        self._uploader.let_go()
+        self._uploader.free_sent()
 
     def _new_answer(self) -> int:
         memory = self.worker_session.memory

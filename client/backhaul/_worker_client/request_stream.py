@@ -39,7 +39,7 @@ class RequestStream:
         self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._ended = threading.Event()
 
-    def ask(self, request: bytes) -> Any:
+    def try_call(self, request: bytes) -> Any:
         """The answer to an encoded request, or None (Rule 1). Raises WorkerLostError after silence (Rule 2)."""
         if not self._taken.acquire(blocking=False):
             return None

@@ -61,16 +61,16 @@ class TrainerSharedMemory:
         self._poll()
         outbox, places = self._outbox, list[Slot]()
 
-        def place(parcel: OutgoingTensor) -> tensor_pb2.Location | None:
-            if not Outbox.takes(parcel.layout) or outbox is not self._outbox:
+        def place(outgoing: OutgoingTensor) -> tensor_pb2.Location | None:
+            if not Outbox.takes(outgoing.layout) or outbox is not self._outbox:
                 return None
-            slot = outbox.put(parcel)
+            slot = outbox.put(outgoing)
             if slot is None:
-                self._ask_for(parcel.layout.span_bytes)
+                self._ask_for(outgoing.layout.span_bytes)
                 return None
             places.append(slot)
-            count(parcel.layout.span_bytes)
-            return slot.location(parcel.layout)
+            count(outgoing.layout.span_bytes)
+            return slot.location(outgoing.layout)
 
         try:
             yield place

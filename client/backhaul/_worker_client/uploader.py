@@ -162,7 +162,7 @@ class Uploader:
 
     def save(self, save: SegmentUpload) -> None:
         """Queues a segment; waits for room while the worker is there to make some."""
-        self.let_go()
+        self.free_sent()
         with self._room:
             while save.queued_bytes and self._is_full(save):
                 if self._connection.up is not save.worker_session:
@@ -181,7 +181,7 @@ class Uploader:
         too_large = queued_bytes and queued_bytes + save.queued_bytes > self._limit_bytes
         return bool(too_large) or len(self._waiting) >= self._limit_boundaries
 
-    def let_go(self) -> None:
+    def free_sent(self) -> None:
         """Frees what has been sent. Called by the trainer's threads: a profiler does not see what others free."""
         with suppress(queue.Empty):
             while True:
@@ -195,11 +195,11 @@ class Uploader:
         """Releases a segment when its owner has died. NOTE [Endings]."""
         return self._endings.watch(owner, _Release(worker_session, segment))
 
-    def do_after(self, owner: object, then: Callable[[], None]) -> DeathNotice:
+    def call_after(self, owner: object, then: Callable[[], None]) -> DeathNotice:
         """Has the sending thread do something when its owner has died. NOTE [Endings]."""
         return self._endings.watch(owner, then)
 
-    def call_off(self, ending: DeathNotice) -> None:
+    def cancel_notice(self, ending: DeathNotice) -> None:
         """Nothing more is to be done when the owner dies."""
         self._endings.take(ending)
 
@@ -213,7 +213,7 @@ class Uploader:
         self._thread.join()
 
     def put(
-        self, worker_session: WorkerSession, parcels: Iterable[OutgoingTensor], count: Callable[[int], None]
+        self, worker_session: WorkerSession, outgoing_tensors: Iterable[OutgoingTensor], count: Callable[[int], None]
     ) -> None:
         """Sends tensors. Called by any thread, waits until they are there.
 
@@ -222,7 +222,7 @@ class Uploader:
             WorkerLostError: Silence, or the connection broke.
         """
         with sending(worker_session.memory, count) as write:
-            addresses = self._put(worker_session, batches(parcels, write), count)
+            addresses = self._put(worker_session, batches(outgoing_tensors, write), count)
         self.learn(worker_session, addresses)
 
     def _put(self, worker_session: WorkerSession, sent: Iterable[Batch], count: Callable[[int], None]) -> list[bytes]:
@@ -236,9 +236,11 @@ class Uploader:
         method = self._connection.stubs(worker_session).tensors.PutTensors
         return list(call_unary(method, messages, self._connection.silence_s, self.watch).addresses)
 
-    def missing(self, worker_session: WorkerSession, parcels: Iterable[OutgoingTensor]) -> list[OutgoingTensor]:
+    def missing(
+        self, worker_session: WorkerSession, outgoing_tensors: Iterable[OutgoingTensor]
+    ) -> list[OutgoingTensor]:
         """Those that the worker does not have, as far as is known."""
-        return [parcel for parcel in parcels if not self.knows(worker_session, parcel.address)]
+        return [outgoing for outgoing in outgoing_tensors if not self.knows(worker_session, outgoing.address)]
 
     def learn(self, worker_session: WorkerSession, addresses: Iterable[bytes]) -> None:
         """Notes what the worker holds. It may give some up; then it says what is missing."""
@@ -366,12 +368,12 @@ class Uploader:
     ) -> segment_pb2.SaveSegmentResponse:
         stubs = self._connection.stubs(save.worker_session)
         try:
-            answer = self._give(save, request, addresses, stubs.short_saves)
+            answer = self._send_missing(save, request, addresses, stubs.short_saves)
             if answer is not None and not answer.refused:
                 return answer
         except (TransferError, _UnansweredError) as error:  # what is wrong the call says
             logger.debug("saving on the open stream: %r", error, extra=about(self._connection.run, save.name))
-        self._give(save, request, addresses)
+        self._send_missing(save, request, addresses)
         request.sources[:] = addresses
         save.count(request.ByteSize())
         response: segment_pb2.SaveSegmentResponse = call_unary(
@@ -379,7 +381,7 @@ class Uploader:
         )
         return response
 
-    def _give(
+    def _send_missing(
         self,
         save: SegmentUpload,
         request: segment_pb2.SaveSegmentRequest,
@@ -391,34 +393,34 @@ class Uploader:
         The worker says which addresses the sources have that came without. Returns its answer if the request was sent.
         """
         worker_session = save.worker_session
-        parcels: dict[bytes | int, OutgoingTensor] = {}
+        outgoing_tensors: dict[bytes | int, OutgoingTensor] = {}
         with on_side_stream(save.made):
             for index, (address, source) in enumerate(zip(addresses, save.sources, strict=True)):
                 if not self.knows(worker_session, address):
-                    parcels[address or index] = OutgoingTensor(source.to_read(), source.layout, address)
+                    outgoing_tensors[address or index] = OutgoingTensor(source.to_read(), source.layout, address)
         began, missing, answer = perf_counter(), list[bytes](), None
         with sending(worker_session.memory, save.count) as write:
-            sent = batches(parcels.values(), write)
+            sent = batches(outgoing_tensors.values(), write)
             begin = list(itertools.islice(sent, 2))
             if short is not None and not begin[1:]:
                 request.sources[:] = addresses
                 (encoded,) = encode_all(begin, request.TENSORS_FIELD_NUMBER, request)
                 save.count(len(encoded))
-                answer = short.ask(encoded)
+                answer = short.try_call(encoded)
                 if answer is None:
                     raise _UnansweredError
                 missing = list(answer.stored)
-                if parcels and not missing:
+                if outgoing_tensors and not missing:
                     raise TransferError("the worker did not take what came with a segment")
                 self.watch.sign()
             elif begin:
                 missing = self._put(worker_session, itertools.chain(begin, sent), save.count)
-            if len(missing) != len(parcels):
-                raise WorkerLostError(f"the worker says that it took {len(missing)} tensors of {len(parcels)}")
-        for key, address in zip(parcels, missing, strict=True):
+            if len(missing) != len(outgoing_tensors):
+                raise WorkerLostError(f"the worker says that it took {len(missing)} tensors of {len(outgoing_tensors)}")
+        for key, address in zip(outgoing_tensors, missing, strict=True):
             if isinstance(key, int):
                 addresses[key] = address
-        if parcels:
+        if outgoing_tensors:
             save.sent(perf_counter() - began)
             self.learn(worker_session, missing)
         return answer

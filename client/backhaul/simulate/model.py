@@ -65,7 +65,7 @@ class _Worker:
     def save(self, number: int) -> None:
         """Stores a segment that has arrived."""
         self._schedule.saved(("trainer", number), self._costs.footprint, self._costs.result_bytes)
-        self._schedule.wanted(("trainer", number))
+        self._schedule.expected(("trainer", number))
         self._simulation.happens(self.segments[number].saved)
         self._wake()
 
@@ -73,7 +73,7 @@ class _Worker:
         """Requests the gradients of a segment."""
         segment = self.segments[number]
         segment.was_requested = True
-        self._schedule.demanded(("trainer", number))
+        self._schedule.requested(("trainer", number))
         if segment.is_done:
             self._done(number)
         else:
@@ -98,7 +98,7 @@ class _Worker:
                     yield from self._backward(number)
                     self._done(number)
             elif (step := self._schedule.next(self._room_bytes())) is not None:
-                for key in step.gives_way:
+                for key in step.evicts:
                     self._discard_replay(key)
                 number = step.key[1]
                 if self.segments[number].is_ready:
@@ -135,7 +135,7 @@ class _Worker:
         yield Compute(self.core, self._costs.replay_backward_s, f"backward {number}")
         before = self.segments.get(number - 1)
         if before is not None and not before.was_requested and before.saved.has_happened:
-            self._schedule.guessed(("trainer", number - 1))
+            self._schedule.backward_predicted(("trainer", number - 1))
 
     def _done(self, number: int) -> None:
         self._schedule.started(("trainer", number))
@@ -176,7 +176,7 @@ class _Trainer:
             replays = sum(worker.replays for worker in self._workers)
             calls: list[tuple[int, _Worker]] = []
             for _ in range(self._setup.segments):
-                worker = self._workers[self._placement.place(len(self._workers))]
+                worker = self._workers[self._placement.choose_worker(len(self._workers))]
                 number = next(numbers)
                 calls.append((number, worker))
                 worker.segments[number] = _Segment()

@@ -16,9 +16,9 @@ class RecordedSource:
         layout: The layout of the tensor.
         offset: Elements from the start of its storage.
         named: Its `address`, which may still be on an accelerator.
-        held: Holds these contents: a copy where they may well change before backward, else the caller's memory. None
-            once the call has ended and nobody keeps them here.
-        is_copy: Whether `held` is a copy, which does not change.
+        kept_value: A tensor with these contents: a copy if they may change before backward, else the caller's memory.
+            None once the call has ended and the trainer does not keep them.
+        is_copy: Whether `kept_value` is a copy, which does not change.
         is_argument: Passed to the call rather than captured by it.
         requires_grad: Whether it took gradients.
         is_leaf: Whether it was a leaf of autograd's graph.
@@ -30,7 +30,7 @@ class RecordedSource:
     layout: Layout
     offset: int
     named: Digest
-    held: Tensor | None
+    kept_value: Tensor | None
     is_copy: bool
     is_argument: bool
     requires_grad: bool
@@ -52,8 +52,8 @@ class RecordedSource:
     @property
     def value(self) -> Tensor:
         """What is held, where something is."""
-        assert self.held is not None
-        return self.held
+        assert self.kept_value is not None
+        return self.kept_value
 
 
 @dataclass(slots=True)

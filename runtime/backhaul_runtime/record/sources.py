@@ -108,7 +108,7 @@ class SourceLedger:
         """Notes that an op is about to write into a source, and keeps what it holds."""
         source = self._noted[index]
         if not source.is_copy:
-            source.held, source.is_copy = copy_exact(source.value, source.layout), True
+            source.kept_value, source.is_copy = copy_exact(source.value, source.layout), True
         source.is_written = True
         source.written = None if source.is_argument else self.tensors[index]
 

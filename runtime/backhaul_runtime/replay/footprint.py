@@ -45,7 +45,7 @@ class FootprintMeter:
     """
 
     def __init__(self, sources: Sequence[Tensor]) -> None:
-        self._found: dict[int, _Storage] = {}
+        self._storages: dict[int, _Storage] = {}
         self._views: list[tuple[int, _Storage]] = []
         self._node = -1
         for source in sources:
@@ -75,7 +75,7 @@ class FootprintMeter:
         """Of the replay that has just ended."""
         for output in outputs:
             self._storage(output).is_output = True
-        own = [storage for storage in self._found.values() if not storage.is_source]
+        own = [storage for storage in self._storages.values() if not storage.is_source]
         end = self._node - 1
         ready_bytes = sum(storage.size_bytes for storage in own if _is_kept(storage))
         replay, backward = _Levels(self._node), _Levels(self._node)
@@ -88,7 +88,7 @@ class FootprintMeter:
                 backward.add(storage.made_by, storage.last_use, size)
                 for use in storage.uses:
                     backward.add(use, use, size if use < storage.last_use else 0)
-        for source in self._found.values():
+        for source in self._storages.values():
             for use in source.uses if source.is_source and source.requires_grad else ():
                 backward.add(0, use, source.size_bytes)
         for node, viewed in self._views:
@@ -97,11 +97,11 @@ class FootprintMeter:
 
     def _storage(self, tensor: Tensor) -> _Storage:
         key = storage_key(tensor)
-        known = self._found.get(key)
+        known = self._storages.get(key)
         if known is None:
             storage = tensor.untyped_storage()
             reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            known = self._found[key] = _Storage(storage.nbytes(), self._node, reference)
+            known = self._storages[key] = _Storage(storage.nbytes(), self._node, reference)
         return known
 
 

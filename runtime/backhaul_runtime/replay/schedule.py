@@ -54,11 +54,11 @@ class ScheduledWork:
 
     Attributes:
         key: Replay this segment, or run the backward that was guessed.
-        gives_way: Replays to be given up first.
+        evicts: Replays to be given up first.
     """
 
     key: Key
-    gives_way: tuple[Key, ...]
+    evicts: tuple[Key, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -66,8 +66,8 @@ class _Segment:
     order: int
     footprint: Footprint
     source_bytes: int = 0
-    is_wanted: bool = False
-    is_guessed: bool = False
+    is_expected: bool = False
+    is_backward_predicted: bool = False
     is_done: bool = False
     held_bytes: int | None = None
 
@@ -82,7 +82,7 @@ class _Segment:
 
     @property
     def has_work(self) -> bool:
-        return self.is_wanted if self.held_bytes is None else self.is_guessed
+        return self.is_expected if self.held_bytes is None else self.is_backward_predicted
 
     @property
     def work_bytes(self) -> int:
@@ -119,7 +119,7 @@ class _Session:
         kept = []
         beside = 0
         for number, segment in islice(chain(self._to_come(), self.in_order_of_need()), MOST_AHEAD):
-            if number is not None and segment.held_bytes is None and not segment.is_wanted:
+            if number is not None and segment.held_bytes is None and not segment.is_expected:
                 continue
             room_bytes -= segment.kept_bytes + (segment.source_bytes if number is None else 0)
             beside = max(beside, segment.beside_bytes)
@@ -168,25 +168,25 @@ class Schedule:
         """A session has ended, all its segments are released."""
         self._sessions.pop(session, None)
 
-    def wanted(self, key: Key) -> None:
+    def expected(self, key: Key) -> None:
         """It will be asked for, perhaps once more: it may be replayed from now on."""
-        self._segment(key).is_wanted = True
+        self._segment(key).is_expected = True
 
-    def guessed(self, key: Key) -> None:
+    def backward_predicted(self, key: Key) -> None:
         """It is known what its backward will probably start from: that can be run ahead too."""
         segment = self._segment(key)
-        segment.is_wanted = segment.is_guessed = True
+        segment.is_expected = segment.is_backward_predicted = True
 
-    def demanded(self, key: Key) -> None:
+    def requested(self, key: Key) -> None:
         """Backward has reached it. No work ahead is done for it unless it is wanted again."""
         segment = self._segment(key)
         self._sessions[key[0]].reached = segment.order
-        self.given_up(key)
+        self.abandoned(key)
 
-    def given_up(self, key: Key) -> None:
+    def abandoned(self, key: Key) -> None:
         """Work ahead failed, or is no longer needed: its request will do without."""
         segment = self._segment(key)
-        segment.is_wanted = segment.is_guessed = False
+        segment.is_expected = segment.is_backward_predicted = False
 
     def measured(self, key: Key, footprint: Footprint) -> None:
         """It takes something else than was said."""
@@ -203,14 +203,14 @@ class Schedule:
         """It holds so much from now on, and can be given up: a replay, or, done, what a guessed backward gave."""
         segment = self._segment(key)
         segment.held_bytes, segment.is_done = held_bytes, is_done
-        segment.is_guessed = segment.is_guessed and not is_done
+        segment.is_backward_predicted = segment.is_backward_predicted and not is_done
         self._sessions[key[0]].with_replay[key[1]] = segment
         self._count(key[0], held_bytes)
 
     def dropped(self, key: Key) -> None:
         """What was ready was given up, with what had been guessed."""
         self.started(key)
-        self._segment(key).is_guessed = False
+        self._segment(key).is_backward_predicted = False
 
     def next(self, room_bytes: int) -> ScheduledWork | None:
         """What to do ahead now, if anything.
@@ -251,11 +251,11 @@ class Schedule:
                     return ScheduledWork((name, number), ())
                 numbers = {kept_number for kept_number, _ in kept}
                 own = [item for item in session.ready() if item[0] not in numbers]
-                gives_way = self._giving_way(name, own, session.held_bytes + segment.work_bytes, missing_bytes)
-                return None if gives_way is None else ScheduledWork((name, number), gives_way)
+                evicts = self._evictions(name, own, session.held_bytes + segment.work_bytes, missing_bytes)
+                return None if evicts is None else ScheduledWork((name, number), evicts)
         return None
 
-    def _giving_way(
+    def _evictions(
         self, name: Hashable, own: list[tuple[int, int]], own_bytes: int, missing_bytes: int
     ) -> tuple[Key, ...] | None:
         """Rule 4. None where that is not enough.

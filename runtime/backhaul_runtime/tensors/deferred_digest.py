@@ -26,16 +26,16 @@ KNOWN_USES = 64
 class DeferredDigest:
     """A digest that may still be on a device. Any thread may read it."""
 
-    __slots__ = ("_found",)
+    __slots__ = ("_digest",)
 
     def __init__(self, read: Callable[[], bytes]) -> None:
-        self._found: bytes | Callable[[], bytes] = read
+        self._digest: bytes | Callable[[], bytes] = read
 
     def read(self) -> bytes:
         """Its bytes. Waits for the device, the first time."""
-        digest = self._found
+        digest = self._digest
         if not isinstance(digest, bytes):
-            digest = self._found = digest()
+            digest = self._digest = digest()
         return digest
 
 
@@ -61,14 +61,14 @@ class KnownDigests:
     """
 
     def __init__(self) -> None:
-        self._found: MutableMapping[Tensor, tuple[Digest, int]] = WeakTensorKeyDictionary()
+        self._digests: MutableMapping[Tensor, tuple[Digest, int]] = WeakTensorKeyDictionary()
 
     def of(self, tensor: Tensor, take: Callable[[], Digest]) -> Digest:
         """The digest of a stored tensor. `take` makes it where it is not known, and once in `KNOWN_USES` uses."""
-        digest, uses = self._found.get(tensor, (b"", 0))
+        digest, uses = self._digests.get(tensor, (b"", 0))
         if uses % KNOWN_USES == 0:
             digest = take()
-        self._found[tensor] = digest, uses + 1
+        self._digests[tensor] = digest, uses + 1
         return digest
 
 

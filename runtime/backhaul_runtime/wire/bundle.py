@@ -18,36 +18,36 @@ from backhaul_runtime.wire.tensor_stream import OutgoingTensor, decode_layout, e
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor as (part of) one of a bundle's parcels.
+    """A tensor as all or part of one of a bundle's tensors.
 
     Attributes:
         position: The position of the tensor among those requested.
-        parcel: Index of the parcel.
-        layout: None for the parcel itself, else how to view the parcel's bytes.
-        offset_bytes: The offset of the view in its tensor.
+        tensor_index: The index of the bundle's tensor that holds its bytes.
+        layout: How to view those bytes, or None if the view is the whole tensor.
+        offset_bytes: Where the view begins in the bytes of that tensor.
     """
 
     position: int
-    parcel: int
+    tensor_index: int
     layout: Layout | None = None
     offset_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Parcels to send, and what each position is of them."""
+    """Tensors to send, and where in them each requested tensor lies."""
 
-    parcels: tuple[OutgoingTensor, ...]
+    tensors: tuple[OutgoingTensor, ...]
     views: tuple[View, ...]
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all parcels."""
-        return sum(parcel.layout.span_bytes for parcel in self.parcels)
+        """The bytes of all tensors to send."""
+        return sum(outgoing.layout.span_bytes for outgoing in self.tensors)
 
 
 def bundle(tensors: Sequence[tuple[int, Tensor]]) -> Bundle:
-    """Bundles tensors given with their positions. Shares their memory; parcels come in the order of first use.
+    """Bundles tensors given with their positions. Shares their memory; those to send are in the order of first use.
 
     Raises:
         UnsupportedTensorError: For one that has no bytes to send.
@@ -56,20 +56,22 @@ def bundle(tensors: Sequence[tuple[int, Tensor]]) -> Bundle:
     for position, tensor in tensors:
         layout = layout_of(tensor)  # first: what has no bytes has no storage either
         groups.setdefault(storage_key(tensor), []).append((position, layout, tensor))
-    parcels: list[OutgoingTensor] = []
+    outgoing_tensors: list[OutgoingTensor] = []
     views: list[View] = []
     for members in groups.values():
         first = members[0]
         if all(layout == first[1] and _start(tensor) == _start(first[2]) for _, layout, tensor in members):
-            views += [View(position, len(parcels)) for position, _, _ in members]
-            parcels.append(OutgoingTensor(first[2].detach(), first[1]))
+            views += [View(position, len(outgoing_tensors)) for position, _, _ in members]
+            outgoing_tensors.append(OutgoingTensor(first[2].detach(), first[1]))
             continue
         low = min(_start(tensor) for _, _, tensor in members)
         high = max(_start(tensor) + layout.span_bytes for _, layout, tensor in members)
         low -= low % ALIGNMENT_BYTES  # so that every view's address keeps its place modulo 64
-        views += [View(position, len(parcels), layout, _start(tensor) - low) for position, layout, tensor in members]
-        parcels.append(OutgoingTensor.of(byte_view(first[2], low, high - low)))
-    return Bundle(tuple(parcels), tuple(views))
+        views += [
+            View(position, len(outgoing_tensors), layout, _start(tensor) - low) for position, layout, tensor in members
+        ]
+        outgoing_tensors.append(OutgoingTensor.of(byte_view(first[2], low, high - low)))
+    return Bundle(tuple(outgoing_tensors), tuple(views))
 
 
 def _start(tensor: Tensor) -> int:
@@ -77,27 +79,27 @@ def _start(tensor: Tensor) -> int:
 
 
 def unbundle(tensors: Sequence[Tensor], views: Sequence[View]) -> dict[int, Tensor]:
-    """The tensors by position, sharing memory as they did. Raises TransferError for a view outside its parcel."""
+    """The tensors by position, sharing memory as they did. Raises TransferError for a view outside its tensor."""
     for view in views:
-        if view.parcel >= len(tensors):
-            raise TransferError(f"a view names tensor {view.parcel} of {len(tensors)}")
-    return {view.position: view_of(tensors[view.parcel], view) for view in views}
+        if view.tensor_index >= len(tensors):
+            raise TransferError(f"a view names tensor {view.tensor_index} of {len(tensors)}")
+    return {view.position: view_of(tensors[view.tensor_index], view) for view in views}
 
 
-def view_of(parcel: Tensor, view: View) -> Tensor:
-    """A view of its parcel. Raises TransferError where it does not fit."""
+def view_of(tensor: Tensor, view: View) -> Tensor:
+    """The part of a tensor that a view describes. Raises TransferError where it does not fit."""
     layout = view.layout
     if layout is None:
-        return parcel
-    start = parcel.storage_offset() * parcel.element_size() + view.offset_bytes
-    if view.offset_bytes + layout.span_bytes > parcel.nbytes or start % layout.dtype.itemsize:
-        raise TransferError(f"a view of {layout} at byte {view.offset_bytes} does not fit {parcel.nbytes} bytes")
-    return view_at(parcel, view.offset_bytes, layout)
+        return tensor
+    start = tensor.storage_offset() * tensor.element_size() + view.offset_bytes
+    if view.offset_bytes + layout.span_bytes > tensor.nbytes or start % layout.dtype.itemsize:
+        raise TransferError(f"a view of {layout} at byte {view.offset_bytes} does not fit {tensor.nbytes} bytes")
+    return view_at(tensor, view.offset_bytes, layout)
 
 
 def encode_view(view: View) -> segment_pb2.View:
     """The view as it stands in a message."""
-    message = segment_pb2.View(position=view.position, tensor=view.parcel)
+    message = segment_pb2.View(position=view.position, tensor=view.tensor_index)
     if view.layout is not None:
         message.spec.CopyFrom(segment_pb2.ViewSpec(tensor=encode_layout(view.layout), offset_bytes=view.offset_bytes))
     return message

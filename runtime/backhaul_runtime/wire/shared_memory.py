@@ -185,10 +185,10 @@ class Region:
         self._words[_WORDS_PER_SLOT * location.slot + 1] = location.ticket | _IN_USE
         raw = self._raw_of(location, layout)
         # Torch keeps the array, which keeps the mapping.
-        weakref.finalize(raw, self.let_go, location.slot, location.ticket).atexit = False
+        weakref.finalize(raw, self.free_slot, location.slot, location.ticket).atexit = False
         return _tensor_in(raw, layout)
 
-    def let_go(self, slot: int, ticket: int) -> None:
+    def free_slot(self, slot: int, ticket: int) -> None:
         """Gives the slot of a tensor in use back, also before its memory is let go: nobody will read it."""
         used = self._used.pop((slot, ticket), None)
         if used is not None:
@@ -323,17 +323,17 @@ class Outbox:
                 sending.sweep()
             return next_bytes - sum(sending.room.free_bytes for sending in self._regions.values())
 
-    def put(self, parcel: OutgoingTensor) -> Slot | None:
+    def put(self, outgoing: OutgoingTensor) -> Slot | None:
         """Writes a tensor that it takes to where there is room, and returns None where there is none.
 
         Raises:
             UnsupportedTensorError: The tensor's memory was freed.
         """
-        layout = parcel.layout
+        layout = outgoing.layout
         slot = self._take(_aligned(layout.alignment_bytes + layout.span_bytes))
         if slot is not None:
             try:
-                data = payload(parcel.tensor.detach(), layout)
+                data = payload(outgoing.tensor.detach(), layout)
                 target = slot.region.raw(slot.begin + layout.alignment_bytes, layout.span_bytes)
                 _move(target.ctypes.data, data.data_ptr(), layout.span_bytes)
             except BaseException:

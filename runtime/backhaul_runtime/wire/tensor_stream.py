@@ -64,7 +64,7 @@ class OutgoingTensor:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "OutgoingTensor":
-        """A parcel without an address."""
+        """An outgoing tensor without an address."""
         return cls(tensor, layout_of(tensor))
 
 
@@ -111,24 +111,24 @@ SharedWriter: TypeAlias = Callable[[OutgoingTensor], tensor_pb2.Location | None]
 """Puts a tensor into shared memory; None for one that is to go as chunks."""
 
 
-def batches(parcels: Iterable[OutgoingTensor], write: SharedWriter = lambda _: None) -> Iterator[Batch]:
-    """Writes parcels as messages of about CHUNK_BYTES each, in order. They share the parcels' memory.
+def batches(outgoing_tensors: Iterable[OutgoingTensor], write: SharedWriter = lambda _: None) -> Iterator[Batch]:
+    """Encodes tensors as messages of about CHUNK_BYTES each, in order. The messages share the memory of the tensors.
 
     Args:
-        parcels: To be read while this goes on.
+        outgoing_tensors: The tensors to send. They must not change until the messages have been sent.
         write: Writes tensors to shared memory, see `SharedWriter`.
     """
     batch = Batch()
     filled = placed = 0
-    for index, parcel in enumerate(parcels):
+    for index, outgoing in enumerate(outgoing_tensors):
         if len(batch.declarations) == MAX_DECLARED:
             yield batch
             batch, filled, placed = Batch(), 0, 0
-        size = parcel.layout.payload_bytes
-        location = write(parcel)
+        size = outgoing.layout.payload_bytes
+        location = write(outgoing)
         batch.declarations.append(
             tensor_pb2.TensorDeclaration(
-                address=parcel.address, spec=encode_layout(parcel.layout), size_bytes=size, location=location
+                address=outgoing.address, spec=encode_layout(outgoing.layout), size_bytes=size, location=location
             )
         )
         if location is not None:
@@ -138,7 +138,7 @@ def batches(parcels: Iterable[OutgoingTensor], write: SharedWriter = lambda _: N
                 batch, filled, placed = Batch(), 0, 0
             continue
         offset = 0
-        for held, data in _in_order(parcel):
+        for held, data in _in_order(outgoing):
             left = data
             while left:
                 piece = left[: CHUNK_BYTES - filled]
@@ -154,12 +154,12 @@ def batches(parcels: Iterable[OutgoingTensor], write: SharedWriter = lambda _: N
         yield batch
 
 
-def _in_order(parcel: OutgoingTensor) -> Iterator[tuple[Tensor, memoryview]]:
+def _in_order(outgoing: OutgoingTensor) -> Iterator[tuple[Tensor, memoryview]]:
     """The bytes that travel, and the tensors in whose memory on the host they are."""
-    if parcel.layout.device == "cpu" and parcel.layout.payload_bytes == parcel.layout.span_bytes:
-        yield parcel.tensor, dense_bytes(parcel.tensor, parcel.layout)
+    if outgoing.layout.device == "cpu" and outgoing.layout.payload_bytes == outgoing.layout.span_bytes:
+        yield outgoing.tensor, dense_bytes(outgoing.tensor, outgoing.layout)
         return
-    for piece in host_pieces(parcel.tensor, parcel.layout, parcel.made):
+    for piece in host_pieces(outgoing.tensor, outgoing.layout, outgoing.made):
         yield piece, host_bytes(piece)
 
 

@@ -9,7 +9,7 @@ from backhaul_server.dashboard.collect.watched import KEPT_S, Watched
 
 
 @dataclass(slots=True)
-class HeldByRun:
+class WorkerMemoryOfRun:
     """One run.
 
     Attributes:
@@ -25,13 +25,13 @@ class HeldByRun:
     series: Series = field(default_factory=lambda: Series(KEPT_S, 3))
 
 
-class Held:
+class HeldMemory:
     """Runs with a session, for as long as any of their last hour is there; at most as many as there are runs."""
 
     def __init__(self) -> None:
-        self._runs: dict[str, HeldByRun] = {}
+        self._runs: dict[str, WorkerMemoryOfRun] = {}
 
-    def __iter__(self) -> Iterator[HeldByRun]:
+    def __iter__(self) -> Iterator[WorkerMemoryOfRun]:
         return iter(self._runs.values())
 
     def sample(self, now_s: float, workers: Iterable[Watched], trainers: Trainers) -> None:
@@ -46,7 +46,7 @@ class Held:
                 runs.add(session.run)
                 held[session.run] = min(LARGEST, held.get(session.run, 0) + session.held_bytes)
                 if session.run not in self._runs and len(self._runs) < RUNS:
-                    self._runs[session.run] = HeldByRun(session.run, session.trainer)
+                    self._runs[session.run] = WorkerMemoryOfRun(session.run, session.trainer)
             for run in runs:
                 budgets[run] = min(LARGEST, budgets.get(run, 0) + worker.budget_bytes)
         for run, held_bytes in held.items():

@@ -75,7 +75,7 @@ class TrainerRun:
         steps: How many it told.
         peak_bytes: Its own memory's, so far.
         last_step: The one of the highest number.
-        told: The last steps by number.
+        reported_steps: The last steps by number.
         recent: Sums of the last five minutes.
         totals: The sums over all steps and calls.
         detail: None where there was no room.
@@ -92,7 +92,7 @@ class TrainerRun:
         self.dropped = 0
         self.steps = 0
         self.last_step = telemetry_pb2.Step()
-        self.told: dict[int, StepReport] = {}
+        self.reported_steps: dict[int, StepReport] = {}
         self.recent = RecentTotals()
         self.totals = Totals()
         self.detail: Detail | None = None
@@ -143,14 +143,14 @@ class TrainerRun:
 
     def _told(self, number: int) -> StepReport | None:
         """The record of a step; None if the step is too old to be kept."""
-        if number not in self.told:
-            if len(self.told) >= STEPS:
-                oldest = min(self.told)
+        if number not in self.reported_steps:
+            if len(self.reported_steps) >= STEPS:
+                oldest = min(self.reported_steps)
                 if number < oldest:
                     return None
-                self._forget_calls(self.told.pop(oldest))
-            self.told[number] = StepReport()
-        return self.told[number]
+                self._forget_calls(self.reported_steps.pop(oldest))
+            self.reported_steps[number] = StepReport()
+        return self.reported_steps[number]
 
     def _take_step(self, step: telemetry_pb2.Step, at_s: float) -> None:
         report = self._told(step.number)
@@ -195,12 +195,12 @@ class TrainerRun:
     def forget_detail(self) -> None:
         """Others need the room."""
         self.detail = None
-        for report in self.told.values():
+        for report in self.reported_steps.values():
             self._forget_calls(report)
 
     def forget_oldest_calls(self) -> None:
         """Gives up the calls of the oldest step that has some."""
-        self._forget_calls(next(report for _, report in sorted(self.told.items()) if report.calls))
+        self._forget_calls(next(report for _, report in sorted(self.reported_steps.items()) if report.calls))
 
     def _forget_calls(self, report: StepReport) -> None:
         self.calls_bytes -= sum(map(len, report.calls.values()))
@@ -208,7 +208,7 @@ class TrainerRun:
 
     def ended_steps(self) -> list[telemetry_pb2.Step]:
         """The last ones, by number."""
-        return [report.step for _, report in sorted(self.told.items()) if report.step is not None]
+        return [report.step for _, report in sorted(self.reported_steps.items()) if report.step is not None]
 
     @property
     def median_step_s(self) -> float | None:

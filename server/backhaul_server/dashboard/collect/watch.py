@@ -16,7 +16,7 @@ from backhaul_runtime.wire.protocol import CHANNEL_OPTIONS
 from backhaul_runtime.wire.splicing import accepted
 from backhaul_runtime.wire.stubs import stub
 from backhaul_server.dashboard.collect.durations import Tally
-from backhaul_server.dashboard.collect.held_memory import Held
+from backhaul_server.dashboard.collect.held_memory import HeldMemory
 from backhaul_server.dashboard.collect.sanitize import clean_report
 from backhaul_server.dashboard.collect.trainers import Trainers
 from backhaul_server.dashboard.collect.watched import Watched
@@ -61,7 +61,7 @@ class Watch:
         self.calls = Tally()
         self.workers = [Watched(address, self.calls) for address in addresses]
         self.trainers = Trainers()
-        self.held = Held()
+        self.held = HeldMemory()
         self._tokens = list(tokens) * (len(addresses) if len(tokens) == 1 else 1)
         self._keep = keep
 

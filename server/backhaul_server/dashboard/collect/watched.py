@@ -21,7 +21,7 @@ State = Literal["serving", "draining", "unreachable"]
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
+class CounterIncrease:
     """That a worker gave something up or turned something away.
 
     Attributes:
@@ -49,7 +49,7 @@ class Watched:
         error: Why it did not answer since, empty while it does.
         was_asked: Whether it was asked once, and answered or didn't.
         memory: Bytes by tier, in the order of TIERS.
-        growths: The last evictions and refusals.
+        increases: The last evictions and refusals.
         durations: The durations of this worker's calls.
         after_report: The last report that was taken from it.
         caught_up_at_s: When it last had no more reports to give; 0 before.
@@ -62,7 +62,7 @@ class Watched:
         self.error = "not asked yet"
         self.was_asked = False
         self.memory = Series(KEPT_S, len(TIERS))
-        self.growths: deque[Growth] = deque(maxlen=_MARKS)
+        self.increases: deque[CounterIncrease] = deque(maxlen=_MARKS)
         self.durations = Durations(of_all)
         self.after_report = 0
         self.caught_up_at_s = 0.0
@@ -112,4 +112,4 @@ class Watched:
 
     def _grew(self, at_s: float, kind: Literal["eviction", "refusal"], count: int) -> None:
         if count > 0:
-            self.growths.append(Growth(at_s, kind, count))
+            self.increases.append(CounterIncrease(at_s, kind, count))

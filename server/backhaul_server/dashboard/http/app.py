@@ -25,7 +25,7 @@ from backhaul_server.dashboard.http.api import Sources, add_routes
 from backhaul_server.dashboard.http.feed import Feed
 from backhaul_server.dashboard.http.serving import Server
 from backhaul_server.dashboard.metrics.alerts import Alerts
-from backhaul_server.dashboard.metrics.exposition import Collected, exposition
+from backhaul_server.dashboard.metrics.exposition import MetricsSnapshot, exposition
 
 logger = logging.getLogger("backhaul.dashboard")
 
@@ -112,7 +112,7 @@ def create_app(
 
     @app.api_route("/metrics", methods=_READING, include_in_schema=False)
     async def metrics() -> Response:
-        text = await asyncio.to_thread(exposition, Collected(watch))
+        text = await asyncio.to_thread(exposition, MetricsSnapshot(watch))
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     @app.api_route("/healthz", methods=_READING, include_in_schema=False)

@@ -10,7 +10,7 @@ from backhaul_server.dashboard.metrics.definitions import BUCKETS_S, METRICS, Hi
 from backhaul_server.dashboard.metrics.sources import MetricSource
 
 
-class Collected(Collector):
+class MetricsSnapshot(Collector):
     """All metrics when it was made: another thread may write it while what it was read from changes."""
 
     def __init__(self, source: MetricSource) -> None:
@@ -39,7 +39,7 @@ def _family(definition: MetricDefinition, source: MetricSource) -> Metric:
     return numbers
 
 
-def exposition(collected: Collected) -> bytes:
+def exposition(collected: MetricsSnapshot) -> bytes:
     """As text. For 50 workers a megabyte, which takes two thirds of the time."""
     registry = CollectorRegistry()
     registry.register(collected)

@@ -58,7 +58,9 @@ def _heat(calls: Tally, now_s: float, seconds: int, method: str) -> schemas.Heat
 
 
 def _phases(run: TrainerRun) -> schemas.Phases:
-    steps = [(number, report.lanes_s) for number, report in sorted(run.told.items()) if report.step is not None]
+    steps = [
+        (number, report.lanes_s) for number, report in sorted(run.reported_steps.items()) if report.step is not None
+    ]
 
     def lane_ms(lane: telemetry_pb2.Lane.ValueType) -> list[float]:
         return [round(1e3 * lanes_s[lane], 3) for _, lanes_s in steps]

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from math import ceil
 
-from backhaul_server.dashboard.collect.held_memory import HeldByRun
+from backhaul_server.dashboard.collect.held_memory import WorkerMemoryOfRun
 from backhaul_server.dashboard.collect.series import Series
 from backhaul_server.dashboard.collect.watch import Watch
-from backhaul_server.dashboard.collect.watched import Growth, Watched
+from backhaul_server.dashboard.collect.watched import CounterIncrease, Watched
 from backhaul_server.dashboard.views import schemas
 
 
@@ -30,11 +30,11 @@ def _worker(worker: Watched, since_s: float, width_s: int) -> schemas.TierHistor
         cached_bytes=cached,
         working_bytes=working,
         result_bytes=result,
-        marks=_marks([growth for growth in worker.growths if growth.at_s >= since_s], width_s),
+        marks=_marks([growth for growth in worker.increases if growth.at_s >= since_s], width_s),
     )
 
 
-def _run(held: HeldByRun, since_s: float, width_s: int) -> schemas.HeldHistory:
+def _run(held: WorkerMemoryOfRun, since_s: float, width_s: int) -> schemas.HeldHistory:
     series = held.series
     kept = _thin(series, since_s, width_s)
     held_bytes, peak, saved = ([int(column[index]) for index in kept] for column in series.columns)
@@ -60,10 +60,10 @@ def _thin(series: Series, since_s: float, width_s: int) -> list[int]:
     return [index for _, index in best.values()]
 
 
-def _marks(growths: Sequence[Growth], width_s: int) -> list[schemas.MemoryEvent]:
+def _marks(increases: Sequence[CounterIncrease], width_s: int) -> list[schemas.MemoryEvent]:
     """One for each kind and piece of time."""
     marks: dict[tuple[int, str], schemas.MemoryEvent] = {}
-    for growth in growths:
+    for growth in increases:
         key = (int(growth.at_s // width_s), growth.kind)
         if key in marks:
             marks[key].count += growth.count

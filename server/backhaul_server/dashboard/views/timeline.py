@@ -79,7 +79,7 @@ def last_steps(run: TrainerRun, count: int, most_bars: int = BARS) -> Steps:
     calls: list[telemetry_pb2.SegmentCall] = []
     bars: list[Bar] = []
     for step in steps:
-        for _, packed in sorted(run.told[step.number].calls.items()):
+        for _, packed in sorted(run.reported_steps[step.number].calls.items()):
             call = telemetry_pb2.SegmentCall.FromString(packed)
             bars += _bars(call, len(calls), begin_s, end_s)
             calls.append(call)

@@ -29,7 +29,7 @@ from backhaul_server.worker.engine.executor import Executor
 from backhaul_server.worker.engine.fair_queue import Job
 from backhaul_server.worker.engine.runs import RunResult
 from backhaul_server.worker.engine.store import Store
-from backhaul_server.worker.engine.stored_values import Held
+from backhaul_server.worker.engine.stored_values import StoredValue
 
 logger = logging.getLogger("backhaul.worker")
 
@@ -140,7 +140,7 @@ class GradientSums:
         executor: Runs the additions in its thread.
     """
 
-    def __init__(self, session: str, store: Store[Held], executor: Executor) -> None:
+    def __init__(self, session: str, store: Store[StoredValue], executor: Executor) -> None:
         self._session = session
         self._store = store
         self._executor = executor
@@ -299,26 +299,28 @@ def _without(
     of the same shape and dtype that has a slot.
     """
 
-    def can_stay(parcel: OutgoingTensor, source: int) -> bool:
+    def can_stay(outgoing: OutgoingTensor, source: int) -> bool:
         value = sources[source]
-        is_like = (parcel.tensor.shape, parcel.tensor.dtype) == (value.shape, value.dtype)
-        held_bytes = parcel.tensor.untyped_storage().nbytes()
-        return source in slots and is_like and held_bytes <= parcel.layout.span_bytes + ALIGNMENT_BYTES
+        is_like = (outgoing.tensor.shape, outgoing.tensor.dtype) == (value.shape, value.dtype)
+        held_bytes = outgoing.tensor.untyped_storage().nbytes()
+        return source in slots and is_like and held_bytes <= outgoing.layout.span_bytes + ALIGNMENT_BYTES
 
     bundle = result.bundle
     sent = {
-        view.parcel
+        view.tensor_index
         for view in bundle.views
-        if view.layout is not None or not can_stay(bundle.parcels[view.parcel], result.sources[view.position])
+        if view.layout is not None or not can_stay(bundle.tensors[view.tensor_index], result.sources[view.position])
     }
     contributions: dict[int, list[Tensor]] = {}
-    kept = sorted((view.position, view.parcel) for view in bundle.views if view.parcel not in sent)
-    for position, parcel in kept:
-        contributions.setdefault(slots[result.sources[position]], []).append(bundle.parcels[parcel].tensor)
-    index = {parcel: i for i, parcel in enumerate(sorted(sent))}
+    kept = sorted((view.position, view.tensor_index) for view in bundle.views if view.tensor_index not in sent)
+    for position, outgoing in kept:
+        contributions.setdefault(slots[result.sources[position]], []).append(bundle.tensors[outgoing].tensor)
+    index = {outgoing: i for i, outgoing in enumerate(sorted(sent))}
     left = Bundle(
-        tuple(bundle.parcels[parcel] for parcel in index),
-        tuple(replace(view, parcel=index[view.parcel]) for view in bundle.views if view.parcel in index),
+        tuple(bundle.tensors[outgoing] for outgoing in index),
+        tuple(
+            replace(view, tensor_index=index[view.tensor_index]) for view in bundle.views if view.tensor_index in index
+        ),
     )
-    digests = tuple(result.tensor_digests[parcel] for parcel in index) if result.tensor_digests else ()
+    digests = tuple(result.tensor_digests[outgoing] for outgoing in index) if result.tensor_digests else ()
     return replace(result, bundle=left, tensor_digests=digests, kept=frozenset(p for p, _ in kept)), contributions

@@ -144,12 +144,12 @@ class RunResult:
         """
         held = {storage_key(tensor) for tensor in sources}
         storage_bytes = 0
-        for parcel in (*self.bundle.parcels, *self.chained.values()):
-            if (key := storage_key(parcel.tensor)) not in held:
+        for outgoing in (*self.bundle.tensors, *self.chained.values()):
+            if (key := storage_key(outgoing.tensor)) not in held:
                 held.add(key)
-                storage_bytes += parcel.tensor.untyped_storage().nbytes()
+                storage_bytes += outgoing.tensor.untyped_storage().nbytes()
         sketched = sum(map(len, self.saved_sketches))
-        parts = self.parts + len(self.chained) + len(self.bundle.parcels)
+        parts = self.parts + len(self.chained) + len(self.bundle.tensors)
         return storage_bytes + RESULT_BYTES + PART_BYTES * parts + NUMBER_BYTES * sketched
 
 
@@ -183,7 +183,7 @@ def backward(
         bundle=sent,
         saved_digests=tuple(ready.replay.saved_digests),
         sources=tuple(c.source for c in contributions),
-        tensor_digests=tuple(address_of(parcel.tensor) for parcel in sent.parcels) if start.wants_digests else (),
+        tensor_digests=tuple(address_of(outgoing.tensor) for outgoing in sent.tensors) if start.wants_digests else (),
         saved_sketches=ready.replay.saved_sketches,
         chained={source: _named(OutgoingTensor.of(sums[source])) for source in chained if source in sums},
         recompute_at_s=ready.began_at_s,
@@ -210,10 +210,10 @@ def _summed(contributions: Sequence[Contribution], sums: Mapping[int, Tensor]) -
     return [Contribution(c.source, left.pop(c.source, None)) if c.source in sums else c for c in contributions]
 
 
-def _named(parcel: OutgoingTensor) -> OutgoingTensor:
+def _named(outgoing: OutgoingTensor) -> OutgoingTensor:
     """Returns the tensor with the address of its contents."""
-    address = tensor_address(parcel.layout, content_digest(parcel.tensor, parcel.layout))
-    return OutgoingTensor(parcel.tensor, parcel.layout, address)
+    address = tensor_address(outgoing.layout, content_digest(outgoing.tensor, outgoing.layout))
+    return OutgoingTensor(outgoing.tensor, outgoing.layout, address)
 
 
 def recompute(work: SegmentInputs, ready: LiveReplay | None, positions: Sequence[int]) -> RunResult:
@@ -233,6 +233,6 @@ def recompute(work: SegmentInputs, ready: LiveReplay | None, positions: Sequence
 
 def _addressed(sent: Bundle, positions: Set[int]) -> Bundle:
     """Adds addresses to the gradients of boundaries, by which the trainer can name them without sending them back."""
-    whole = {view.parcel for view in sent.views if view.layout is None and view.position in positions}
-    parcels = [_named(parcel) if i in whole else parcel for i, parcel in enumerate(sent.parcels)]
-    return Bundle(tuple(parcels), sent.views)
+    whole = {view.tensor_index for view in sent.views if view.layout is None and view.position in positions}
+    outgoing_tensors = [_named(outgoing) if i in whole else outgoing for i, outgoing in enumerate(sent.tensors)]
+    return Bundle(tuple(outgoing_tensors), sent.views)

@@ -34,7 +34,7 @@ from backhaul_server.worker.engine.segment_machine import (
 )
 from backhaul_server.worker.engine.speculation import Speculator
 from backhaul_server.worker.engine.store import ENTRY_BYTES, Store
-from backhaul_server.worker.engine.stored_values import Held
+from backhaul_server.worker.engine.stored_values import StoredValue
 from backhaul_server.worker.limits import ALL_REQUESTS, ANSWERS, REQUESTS
 
 logger = logging.getLogger("backhaul.worker")
@@ -63,7 +63,7 @@ class SegmentEngine:
 
     def __init__(
         self,
-        store: Store[Held],
+        store: Store[StoredValue],
         schedule: Schedule,
         run_limit_s: float,
         overdue: Callable[[Job], None],
@@ -161,7 +161,7 @@ class SegmentEngine:
             segment.session.requests += 1
             self._requests += 1
             if segment.inputs is not None:
-                self._schedule.demanded(segment.key)
+                self._schedule.requested(segment.key)
         self._carry_out(segment, segment.machine.requested(key))
         return request
 
@@ -282,11 +282,11 @@ class SegmentEngine:
         """Caches the gradients that the trainer may name from now on, because the result told it their addresses."""
         if session.is_closed:
             return
-        addressed = [parcel for parcel in (*result.bundle.parcels, *result.chained.values()) if parcel.address]
-        for parcel in addressed:
-            held_bytes = parcel.tensor.untyped_storage().nbytes()  # the tensor may be a view of a part of it
-            self._store.cache(session.id, parcel.address, parcel.tensor, ENTRY_BYTES + held_bytes)
-        self.keep_gradients(session, [parcel.address for parcel in addressed])
+        addressed = [outgoing for outgoing in (*result.bundle.tensors, *result.chained.values()) if outgoing.address]
+        for outgoing in addressed:
+            held_bytes = outgoing.tensor.untyped_storage().nbytes()  # the tensor may be a view of a part of it
+            self._store.cache(session.id, outgoing.address, outgoing.tensor, ENTRY_BYTES + held_bytes)
+        self.keep_gradients(session, [outgoing.address for outgoing in addressed])
 
     def _run(self, segment: Segment, key: Key) -> None:
         request = segment.requests[key]

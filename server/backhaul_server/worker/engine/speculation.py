@@ -30,7 +30,7 @@ from backhaul_server.worker.engine.runs import BackwardInputs, LiveReplay, RunRe
 from backhaul_server.worker.engine.segment import Segment, SpeculativeBackward
 from backhaul_server.worker.engine.segment_machine import Instruction, Phase
 from backhaul_server.worker.engine.store import Store
-from backhaul_server.worker.engine.stored_values import Held
+from backhaul_server.worker.engine.stored_values import StoredValue
 
 logger = logging.getLogger("backhaul.worker")
 
@@ -67,7 +67,7 @@ class Speculator:
 
     def __init__(
         self,
-        store: Store[Held],
+        store: Store[StoredValue],
         schedule: Schedule,
         carry_out: Callable[[Segment, Sequence[Instruction]], None],
         run_limit_s: float,
@@ -115,7 +115,7 @@ class Speculator:
         """Notes that the trainer will request a segment, perhaps once more. It is replayed as far as memory allows."""
         if segment.machine.phase is Phase.SAVED:
             segment.queued_at_s = time()
-            self._schedule.wanted(segment.key)
+            self._schedule.expected(segment.key)
             self.executor.wake()
 
     def drop_replay(self, segment: Segment) -> None:
@@ -132,7 +132,7 @@ class Speculator:
         """Notes which backwards of the segment's predecessors will probably be requested next (Rule 2)."""
         for predecessor, speculation in _predictions(segment, result, inputs):
             predecessor.speculation = speculation
-            self._schedule.guessed(predecessor.key)
+            self._schedule.backward_predicted(predecessor.key)
 
     def start_run(self, segment: Segment, most_bytes: int) -> int | None:
         """Charges a run that begins now. Returns the charged bytes, or None if an answer has to be sent first."""
@@ -241,7 +241,7 @@ class Speculator:
         step = self._schedule.next(self._store.room_for_replays())
         if step is None:
             return None
-        for key in step.gives_way:
+        for key in step.evicts:
             self._store.drop_ready(key)
         segment = self.segments[step.key]
         machine = segment.machine
@@ -264,7 +264,7 @@ class Speculator:
             self._store.keep_ready(segment.key, held_bytes, drop)
             self._schedule.ready(segment.key, held_bytes, is_done=is_done)
         elif segment.inputs is not None:
-            self._schedule.given_up(segment.key)
+            self._schedule.abandoned(segment.key)
         self._carry_out(segment, segment.machine.replayed(succeeded=held_bytes is not None))
 
     def _forget_ready(self, segment: Segment) -> None:
@@ -298,18 +298,18 @@ def _predictions(
 ) -> Iterator[tuple[Segment, SpeculativeBackward]]:
     """Yields the predecessors with the backward each will probably be asked for: from the returned gradients."""
     by_predecessor: dict[int, dict[int, OutgoingTensor]] = {}
-    for source, parcel in result.chained.items():
+    for source, outgoing in result.chained.items():
         number, output = segment.predecessors[source]
-        by_predecessor.setdefault(number, {})[output] = parcel
+        by_predecessor.setdefault(number, {})[output] = outgoing
     for predecessor in segment.saved_predecessors():
-        if predecessor.can_speculate and (parcels := by_predecessor.get(predecessor.id)):
-            addresses = tuple(sorted((output, parcel.address) for output, parcel in parcels.items()))
+        if predecessor.can_speculate and (outgoing_tensors := by_predecessor.get(predecessor.id)):
+            addresses = tuple(sorted((output, outgoing.address) for output, outgoing in outgoing_tensors.items()))
             # A trainer that wanted sums just now probably wants them here too.
             summed = tuple(sorted(predecessor.predecessors)) if inputs.summed else ()
             yield (
                 predecessor,
                 SpeculativeBackward(
                     BackwardInputs(addresses, inputs.state, inputs.wants_digests, summed),
-                    {output: parcel.tensor for output, parcel in parcels.items()},
+                    {output: outgoing.tensor for output, outgoing in outgoing_tensors.items()},
                 ),
             )

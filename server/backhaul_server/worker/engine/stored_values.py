@@ -22,11 +22,11 @@ class ReadProgram:
     digest: bytes
 
 
-Held = Tensor | ReadProgram
+StoredValue = Tensor | ReadProgram
 """A value of the store."""
 
 
-def is_same(one: Held, other: Held) -> bool:
+def is_same(one: StoredValue, other: StoredValue) -> bool:
     """Whether two values of the same address are equal, bit by bit."""
     if isinstance(one, ReadProgram) or isinstance(other, ReadProgram):
         return isinstance(one, ReadProgram) and isinstance(other, ReadProgram) and one.digest == other.digest

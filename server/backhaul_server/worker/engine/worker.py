@@ -35,7 +35,7 @@ from backhaul_server.worker.engine.runs import SegmentInputs
 from backhaul_server.worker.engine.segment import Segment, SessionState
 from backhaul_server.worker.engine.segment_engine import SegmentEngine
 from backhaul_server.worker.engine.store import ENTRY_BYTES, Store
-from backhaul_server.worker.engine.stored_values import Held, ReadProgram, is_same
+from backhaul_server.worker.engine.stored_values import ReadProgram, StoredValue, is_same
 from backhaul_server.worker.limits import ALL_SEGMENTS, ALL_STREAMS, NAMED, SEGMENTS, SESSIONS, STREAMS, UNNAMED_STREAMS
 
 logger = logging.getLogger("backhaul.worker")
@@ -87,7 +87,7 @@ class Worker:
         self.lease_s = lease_s
         self.epoch = secrets.token_hex(8)
         schedule = Schedule()
-        self.store: Store[Held] = Store(budget_bytes, schedule.last_needed, is_same=is_same)
+        self.store: Store[StoredValue] = Store(budget_bytes, schedule.last_needed, is_same=is_same)
         self.engine = SegmentEngine(self.store, schedule, run_limit_s, overdue)
         self.sessions: dict[str, SessionState] = {}
         self.draining = False

@@ -201,7 +201,7 @@ class SharedMemoryEnd:
         if region is None:
             raise TransferError(f"a tensor is declared in region {location.region}, which this session does not have")
         region.check(location, layout)
-        return region.use(location, layout), partial(region.let_go, location.slot, location.ticket)
+        return region.use(location, layout), partial(region.free_slot, location.slot, location.ticket)
 
     def answering(self, answer: int) -> SharedWriter:
         """Returns a function that copies tensors of an answer to shared memory, until the trainer ends the answer."""
@@ -209,16 +209,16 @@ class SharedMemoryEnd:
             return lambda _: None
         self._answers.setdefault(answer, [])
 
-        def write(parcel: OutgoingTensor) -> tensor_pb2.Location | None:
-            layout, slots = parcel.layout, self._answers.get(answer)
+        def write(outgoing: OutgoingTensor) -> tensor_pb2.Location | None:
+            layout, slots = outgoing.layout, self._answers.get(answer)
             if slots is None or not Outbox.takes(layout):
                 return None
-            slot = self._down.put(parcel)
+            slot = self._down.put(outgoing)
             if slot is None:
                 self._grow(layout.span_bytes, is_down=True)
                 return None
             slots.append(slot)
-            return slot.location(layout, checksum_of(parcel.tensor, layout))
+            return slot.location(layout, checksum_of(outgoing.tensor, layout))
 
         return write
 

@@ -299,9 +299,9 @@ class SegmentServicer(Servicer):
             sums = answer.result()
             result = segment_pb2.CollectGradientsResult(slots=sums)
             response = segment_pb2.CollectGradientsResponse(result=result)
-            parcels = batches(sums.values(), self._shared_writer(session, request.answer))
-            with self._engine.sending(sum(parcel.layout.span_bytes for parcel in sums.values())):
-                for message in encode_all(parcels, response.TENSORS_FIELD_NUMBER, response):
+            outgoing_tensors = batches(sums.values(), self._shared_writer(session, request.answer))
+            with self._engine.sending(sum(outgoing.layout.span_bytes for outgoing in sums.values())):
+                for message in encode_all(outgoing_tensors, response.TENSORS_FIELD_NUMBER, response):
                     yield message
 
     @stream
@@ -311,9 +311,9 @@ class SegmentServicer(Servicer):
         """Sends those of the requested tensors that segments of the session name."""
         session = self.worker.session(request.session)
         response = segment_pb2.FetchSourcesResponse(result=segment_pb2.FetchSourcesResult())
-        with self._engine.reading(session, request.addresses) as parcels:
-            placed = batches(parcels, self._shared_writer(session, request.answer))
-            with self._engine.sending(sum(parcel.layout.span_bytes for parcel in parcels)):
+        with self._engine.reading(session, request.addresses) as outgoing_tensors:
+            placed = batches(outgoing_tensors, self._shared_writer(session, request.answer))
+            with self._engine.sending(sum(outgoing.layout.span_bytes for outgoing in outgoing_tensors)):
                 for message in encode_all(placed, response.TENSORS_FIELD_NUMBER, response):
                     yield message
 
@@ -330,10 +330,10 @@ class SegmentServicer(Servicer):
             return lambda _: None
         write = session.memory.answering(answer)
 
-        def write_and_count(parcel: OutgoingTensor) -> tensor_pb2.Location | None:
-            location = write(parcel)
+        def write_and_count(outgoing: OutgoingTensor) -> tensor_pb2.Location | None:
+            location = write(outgoing)
             if location is not None:
-                self.meter.sent(parcel.layout.payload_bytes)
+                self.meter.sent(outgoing.layout.payload_bytes)
             return location
 
         return write_and_count
@@ -356,13 +356,13 @@ def _recompute_answer(segment: Segment, submitted: SegmentRequest, writer: Share
         timing=_timing(segment, submitted.arrived_at_s, recomputed),
     )
     response = segment_pb2.RecomputeResponse(result=result)
-    yield from encode_all(batches(recomputed.bundle.parcels, writer), response.TENSORS_FIELD_NUMBER, response)
+    yield from encode_all(batches(recomputed.bundle.tensors, writer), response.TENSORS_FIELD_NUMBER, response)
 
 
 def _backward_answer(segment: Segment, submitted: SegmentRequest, writer: SharedWriter) -> Iterator[bytes]:
     result = submitted.answer.result()
     response = segment_pb2.BackwardResponse(result=_backward_result(segment, result, submitted.arrived_at_s))
-    yield from encode_all(batches(result.bundle.parcels, writer), response.TENSORS_FIELD_NUMBER, response)
+    yield from encode_all(batches(result.bundle.tensors, writer), response.TENSORS_FIELD_NUMBER, response)
 
 
 def _pushed_answer(segment: Segment, inputs: BackwardInputs, result: RunResult) -> bytes:
@@ -370,7 +370,7 @@ def _pushed_answer(segment: Segment, inputs: BackwardInputs, result: RunResult) 
     response = segment_pb2.AheadResponse(
         segment=segment.id, start=_encode_inputs(inputs), result=_backward_result(segment, result, time())
     )
-    (part,) = encode_all(batches(result.bundle.parcels), response.TENSORS_FIELD_NUMBER, response, b"".join)
+    (part,) = encode_all(batches(result.bundle.tensors), response.TENSORS_FIELD_NUMBER, response, b"".join)
     return part
 
 
@@ -417,8 +417,8 @@ def _backward_result(segment: Segment, result: RunResult, requested_at_s: float)
         saved_sketches=_sketches(result),
         timing=_timing(segment, requested_at_s, result),
         chained_gradients=[
-            segment_pb2.SourceGradient(source=source, tensor=parcel.address)
-            for source, parcel in result.chained.items()
+            segment_pb2.SourceGradient(source=source, tensor=outgoing.address)
+            for source, outgoing in result.chained.items()
         ],
         goes_on=segment.pushed_next(),
     )
