@@ -6,14 +6,14 @@ from types import SimpleNamespace
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.process.addresses import Address, parse_address
 from backhaul_runtime.wire.telemetry import BOUNDS_S, bucket_of
-from backhaul_server.dashboard.metrics.sources import TrainerSums
+from backhaul_server.dashboard.collect.totals import Totals
 
-SUMS = {name: 0.0 for name in dir(TrainerSums) if not name.startswith("_")}
+SUMS = Totals()._asdict()
 
 
 @dataclass
 class FakeWorker:
-    """See `WorkerSource`."""
+    """See `Watched`."""
 
     name: str = "a:1"
     state: str = "serving"
@@ -25,7 +25,7 @@ class FakeWorker:
 
 
 class FakeTrainers:
-    """See `TrainerTotals`."""
+    """See `Trainers`."""
 
     def __init__(self, *, dropped: int = 0, saved_bytes: int = 0, running: int = 0, **sums: float) -> None:
         self.dropped, self.saved_bytes, self.running = dropped, saved_bytes, running

@@ -69,7 +69,8 @@ def test_each_number_is_what_trainers_said() -> None:
     sums = {name: float(number) for number, name in enumerate(SUMS, 1)}
     found = samples(FakeSource(trainers=FakeTrainers(dropped=101, saved_bytes=102, running=103, **sums)))
     assert found.pop(("backhaul_trainer_mixed_runs",)) == 0
-    assert sorted(found.values()) == sorted([*sums.values(), 101, 102, 103])  # each once
+    exported = {name: value for name, value in sums.items() if name != "calls"}  # those stand in the recomputations
+    assert sorted(found.values()) == sorted([*exported.values(), 101, 102, 103])  # each once
     assert found["backhaul_trainer_steps_total",] == sums["steps"]
     assert found["backhaul_trainer_recomputations_total", "trainer"] == sums["on_trainer"]
     assert found["backhaul_trainer_lane_seconds_total", "queue"] == sums["queue_s"]

@@ -12,7 +12,8 @@ from typing import Literal
 
 from backhaul_proto.v1.telemetry_pb2 import GetTelemetryResponse, RpcTelemetry
 from backhaul_runtime.wire.telemetry import BOUNDS_S
-from backhaul_server.dashboard.metrics.sources import MetricSource, TrainerSums
+from backhaul_server.dashboard.collect.totals import Totals
+from backhaul_server.dashboard.collect.watch import Watch
 
 Kind = Literal["gauge", "counter", "histogram"]
 
@@ -56,7 +57,7 @@ class MetricDefinition:
     kind: Kind
     help: str
     labels: tuple[str, ...]
-    read: Callable[[MetricSource], Iterable[Sample]]
+    read: Callable[[Watch], Iterable[Sample]]
 
 
 _TIERS = {
@@ -67,7 +68,7 @@ _TIERS = {
 }
 
 
-def _answering(source: MetricSource) -> Iterator[tuple[str, GetTelemetryResponse]]:
+def _answering(source: Watch) -> Iterator[tuple[str, GetTelemetryResponse]]:
     """Workers that answer: what another said long ago is no measurement."""
     for worker in source.workers:
         if worker.telemetry is not None and worker.state != "unreachable":
@@ -77,35 +78,35 @@ def _answering(source: MetricSource) -> Iterator[tuple[str, GetTelemetryResponse
 def _worker(name: str, kind: Kind, text: str, value: Callable[[GetTelemetryResponse], float]) -> MetricDefinition:
     """A metric with one value of each worker."""
 
-    def read(source: MetricSource) -> Iterator[Sample]:
+    def read(source: Watch) -> Iterator[Sample]:
         return (((worker,), value(telemetry)) for worker, telemetry in _answering(source))
 
     return MetricDefinition(name, kind, text, ("worker",), read)
 
 
 def _trainers(
-    name: str, text: str, values: Callable[[TrainerSums], Sequence[tuple[str, float]]], label: str
+    name: str, text: str, values: Callable[[Totals], Sequence[tuple[str, float]]], label: str
 ) -> MetricDefinition:
     """A counter of all trainers together, by a label."""
 
-    def read(source: MetricSource) -> Iterator[Sample]:
+    def read(source: Watch) -> Iterator[Sample]:
         return (((kind,), value) for kind, value in values(source.trainers.totals))
 
     return MetricDefinition(name, "counter", text, (label,), read)
 
 
 def _trainer(
-    name: str, text: str, value: Callable[[MetricSource], float], kind: Literal["gauge", "counter"] = "counter"
+    name: str, text: str, value: Callable[[Watch], float], kind: Literal["gauge", "counter"] = "counter"
 ) -> MetricDefinition:
     """A metric with one value of all trainers together."""
     return MetricDefinition(name, kind, text, (), lambda source: [((), value(source))])
 
 
-def _up(source: MetricSource) -> Iterator[Sample]:
+def _up(source: Watch) -> Iterator[Sample]:
     return (((worker.address.text,), float(worker.state != "unreachable")) for worker in source.workers)
 
 
-def _info(source: MetricSource) -> Iterator[Sample]:
+def _info(source: Watch) -> Iterator[Sample]:
     for worker, telemetry in _answering(source):
         yield (worker, telemetry.worker_version, telemetry.device, _fingerprint(telemetry)), 1.0
 
@@ -116,7 +117,7 @@ def _fingerprint(telemetry: GetTelemetryResponse) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()[:8] if lines else ""
 
 
-def _mixed_runs(source: MetricSource) -> int:
+def _mixed_runs(source: Watch) -> int:
     """Runs whose workers differ in fingerprint."""
     seen: dict[str, set[str]] = {}
     for _, telemetry in _answering(source):
@@ -126,19 +127,19 @@ def _mixed_runs(source: MetricSource) -> int:
     return sum(len(fingerprints) > 1 for fingerprints in seen.values())
 
 
-def _memory(source: MetricSource) -> Iterator[Sample]:
+def _memory(source: Watch) -> Iterator[Sample]:
     for worker, telemetry in _answering(source):
         for tier, field in _TIERS.items():
             yield (worker, tier), getattr(telemetry.memory, field)
 
 
-def _durations(source: MetricSource) -> Iterator[Sample]:
+def _durations(source: Watch) -> Iterator[Sample]:
     for worker, telemetry in _answering(source):
         for rpc in telemetry.rpcs:
             yield (worker, rpc.method), histogram(rpc)
 
 
-def _errors(source: MetricSource) -> Iterator[Sample]:
+def _errors(source: Watch) -> Iterator[Sample]:
     for worker, telemetry in _answering(source):
         for rpc in telemetry.rpcs:
             yield (worker, rpc.method), rpc.errors

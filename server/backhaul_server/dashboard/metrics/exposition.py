@@ -6,14 +6,14 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from backhaul_server.dashboard.collect.watch import Watch
 from backhaul_server.dashboard.metrics.definitions import BUCKETS_S, METRICS, Histogram, MetricDefinition
-from backhaul_server.dashboard.metrics.sources import MetricSource
 
 
 class MetricsSnapshot(Collector):
     """All metrics when it was made: another thread may write it while what it was read from changes."""
 
-    def __init__(self, source: MetricSource) -> None:
+    def __init__(self, source: Watch) -> None:
         self._families = [_family(definition, source) for definition in METRICS]
 
     def collect(self) -> Iterator[Metric]:
@@ -21,7 +21,7 @@ class MetricsSnapshot(Collector):
         return iter(self._families)
 
 
-def _family(definition: MetricDefinition, source: MetricSource) -> Metric:
+def _family(definition: MetricDefinition, source: Watch) -> Metric:
     name, text, labels = definition.name, definition.help, definition.labels
     samples = definition.read(source)
     if definition.kind == "histogram":
