@@ -313,14 +313,16 @@ def _without(
     }
     contributions: dict[int, list[Tensor]] = {}
     kept = sorted((view.position, view.tensor_index) for view in bundle.views if view.tensor_index not in sent)
-    for position, outgoing in kept:
-        contributions.setdefault(slots[result.sources[position]], []).append(bundle.tensors[outgoing].tensor)
-    index = {outgoing: i for i, outgoing in enumerate(sorted(sent))}
+    for position, index in kept:
+        contributions.setdefault(slots[result.sources[position]], []).append(bundle.tensors[index].tensor)
+    index_left = {index: i for i, index in enumerate(sorted(sent))}
     left = Bundle(
-        tuple(bundle.tensors[outgoing] for outgoing in index),
+        tuple(bundle.tensors[index] for index in index_left),
         tuple(
-            replace(view, tensor_index=index[view.tensor_index]) for view in bundle.views if view.tensor_index in index
+            replace(view, tensor_index=index_left[view.tensor_index])
+            for view in bundle.views
+            if view.tensor_index in index_left
         ),
     )
-    digests = tuple(result.tensor_digests[outgoing] for outgoing in index) if result.tensor_digests else ()
+    digests = tuple(result.tensor_digests[index] for index in index_left) if result.tensor_digests else ()
     return replace(result, bundle=left, tensor_digests=digests, kept=frozenset(p for p, _ in kept)), contributions
