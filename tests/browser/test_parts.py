@@ -75,7 +75,7 @@ def test_the_headline(page: Page, trained: Training) -> None:
             parts = [found[f"{part}_ms_per_step"] for part in ("wait", "overhead", "spared")]
             wait, own, spared = map(three_digits, parts)
             sign = "+" if added > 0 else ""
-            cost = f"{sign}{three_digits(added)} ms wait {wait} + own {own} {MINUS} spared {spared} ms"
+            cost = f"{sign}{three_digits(added)} ms wait {wait} + overhead {own} {MINUS} spared {spared} ms"
         return [
             f"Workers healthy {found['healthy_workers']} of {found['workers']} all healthy",
             f"Sessions {found['sessions']} open now",
@@ -144,7 +144,7 @@ def test_latency(page: Page, trained: Training) -> None:
     until_equal(shown, told)
 
     page.locator("#rpcs tbody tr", has_text="Backward").click()
-    expect(page.locator("#heat figcaption")).to_have_text("How long calls of Backward took")
+    expect(page.locator("#heat figcaption")).to_have_text("Duration of Backward calls")
     heat = trained.dashboard.api("latency?method=Backward")["heat"]
     calls = sum(map(sum, heat["counts"]))
     expect(page.locator("#heat canvas[role=img]")).to_have_attribute(
@@ -281,7 +281,7 @@ def test_segments(page: Page, trained: Training) -> None:
 
     page.locator("#segments-filter").fill("no such")
     expect(page.locator("#segments > .empty")).to_have_text(
-        "No segment matches. Take another word, another reason, or another run."
+        "No segment matches these filters. Choose another word, reason or run."
     )
 
 
@@ -366,7 +366,7 @@ def test_runs(page: Page, trained: Training) -> None:
 
     page.locator("#runs-table input").first.uncheck()
     expect(page.locator("#compare-legend li")).to_have_count(1)
-    expect(page.locator("#runs-hint")).to_have_text("1 of at most 6 picked")
+    expect(page.locator("#runs-hint")).to_have_text("1 of at most 6 selected")
 
 
 def test_the_api_page_tells_every_route(page: Page, trained: Training, open_page: OpenPage) -> None:

@@ -64,7 +64,7 @@ def test_what_is_old_looks_old_until_the_dashboard_is_back(dashboard: Dashboard,
     dashboard.process.send_signal(signal.SIGSTOP)
     try:
         expect(status).to_have_attribute("data-state", "stale", timeout=5_000)
-        expect(status).to_have_text(re.compile(r"no answer, numbers are \d+ s old"))
+        expect(status).to_have_text(re.compile(r"no answer, the numbers are \d+ s old"))
         stale = page.locator(".tile .figure").first.evaluate("node => getComputedStyle(node).opacity")
         assert float(stale) < 0.6 < float(fresh)
     finally:

@@ -102,7 +102,7 @@ def test_what_is_provisioned_fits_together() -> None:
     )  # what $__rate_interval counts by
 
 
-@pytest.mark.parametrize("text", prometheus.texts(), ids=lambda text: text.name)
+@pytest.mark.parametrize("text", prometheus.RULES, ids=lambda text: text.name)
 def test_an_alert_says_what_to_do_and_is_played_through(text: prometheus.AlertText) -> None:
     page = (ROOT / PAGE).read_text()
     played = re.findall(

@@ -55,7 +55,7 @@ def test_a_token_is_made_once_and_never_said(tmp_path: Path) -> None:
     assert run("token", str(path)) == (0, f"{path} has a new token\n")
     token = read_token(path)
     assert path.stat().st_mode & 0o777 == 0o600
-    assert run("token", str(path)) == (0, f"{path} has a token already and was left as it is\n")
+    assert run("token", str(path)) == (0, f"{path} already has a token and was not changed\n")
     assert read_token(path) == token
 
 

@@ -179,7 +179,7 @@ def test_a_worker_out_of_reach_is_shown_as_such_beside_the_others(worker: Worker
     [
         (["--worker", "nowhere"], '"nowhere" can\'t be read'),
         (["--worker", "a:1", "--listen", "0.0.0.0:0"], "can be reached from other machines"),
-        (["--worker", "a:1", "--listen", "unix:/tmp/x"], "is no place for a page"),
+        (["--worker", "a:1", "--listen", "unix:/tmp/x"], "is not an address for a page"),
         ([], "--worker"),
     ],
 )

@@ -71,7 +71,7 @@ def token_file(folder: Path) -> Path:
 
 def test_promtool_takes_the_configuration(tmp_path: Path) -> None:
     path = configured(tmp_path, "a:1", token_file(tmp_path))
-    assert f"{len(prometheus.texts())} rules found" in promtool("check", "config", path)
+    assert f"{len(prometheus.RULES)} rules found" in promtool("check", "config", path)
 
 
 def test_promtool_takes_the_rules() -> None:

@@ -86,7 +86,7 @@ def fingerprints(scene: Scene) -> None:
 CASES: dict[str, tuple[Callable[[Scene], None], str, str]] = {
     "WorkerUnreachable": (unreachable, "b:2", "connection refused"),
     "FallbackRateHigh": (fallbacks, RUN, "5.0%"),
-    "QueueWaitHigh": (queue, RUN, "waited behind other work"),
+    "QueueWaitHigh": (queue, RUN, "in a worker's queue"),
     "MemoryHigh": (memory, "b:2", "81%"),
     "LinkSlow": (link, RUN, "to send and fetch"),
     "VersionSkew": (versions, "b:2", "0.2.0"),

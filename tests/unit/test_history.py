@@ -345,7 +345,7 @@ def test_what_may_not_be_written_is_named_and_goes_on_when_it_may(part: str) -> 
         target.chmod(mode)
         with kept(str(path)) as found:
             found.put(report_of(step_of(2)))
-            wait_until(lambda: "allow it, or name another with --store" in found.error, "it says so")
+            wait_until(lambda: "change its permissions, or use another file with --store" in found.error, "it says so")
             assert path.read_bytes() == before
             target.chmod(0o700)
             wait_until(lambda: steps_of(found) == [1, 2], "it goes on")
@@ -356,7 +356,7 @@ def test_a_directory_that_cant_be_made_is_named() -> None:
     with unprivileged() as folder:
         folder.chmod(0o500)
         with kept(str(folder / "deep/history.sqlite3")) as found:
-            wait_until(lambda: "can't be written (Permission denied)" in found.error, "it says so")
+            wait_until(lambda: "cannot be written (Permission denied)" in found.error, "it says so")
 
 
 def test_a_full_disk_is_named_and_what_came_meanwhile_is_written_when_there_is_room(path: str) -> None:
@@ -367,7 +367,7 @@ def test_a_full_disk_is_named_and_what_came_meanwhile_is_written_when_there_is_r
         resource.setrlimit(resource.RLIMIT_FSIZE, (Path(f"{path}-wal").stat().st_size, hard))
         try:
             found.put(report_of(*(step_of(number) for number in range(2, 500))))
-            wait_until(lambda: "can't be read or written: look at the disk" in found.error, "it says so")
+            wait_until(lambda: "cannot be read or written: check the disk" in found.error, "it says so")
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         wait_until(lambda: len(steps_of(found)) == 499, "it goes on")
@@ -388,7 +388,7 @@ def test_a_file_that_may_not_grow_can_still_be_read(path: str, monkeypatch: pyte
         wait_until(lambda: steps_of(found) == [1], "it is written")
         opened[0].execute("PRAGMA max_page_count = 1")  # the least is what it has
         found.put(report_of(*(step_of(number) for number in range(2, 500))))
-        wait_until(lambda: "the disk is full: make room" in found.error, "it says so")
+        wait_until(lambda: "the disk is full: free some space" in found.error, "it says so")
         assert steps_of(found) == [1]
         opened[0].execute("PRAGMA max_page_count = 1000000")
         wait_until(lambda: len(steps_of(found)) == 499, "it goes on")
@@ -403,7 +403,7 @@ def test_a_lock_is_waited_for_without_holding_up_anybody(path: str) -> None:
         with closing(sqlite3.connect(path, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
             found.put(report_of(step_of(2)))
-            wait_until(lambda: "is held by another process" in found.error, "it says so")
+            wait_until(lambda: "is locked by another process" in found.error, "it says so")
             assert steps_of(found) == [1]  # reading needs no lock
             other.execute("ROLLBACK")
         wait_until(lambda: steps_of(found) == [1, 2], "it goes on")
@@ -441,7 +441,7 @@ def test_the_database_of_something_else_is_refused_and_left_alone(tmp_path: Path
         other.execute("CREATE TABLE bookmarks (url TEXT)")
     before = path.read_bytes()
     with kept(str(path)) as found:
-        wait_until(lambda: "is the database of something else" in found.error, "it says so")
+        wait_until(lambda: "is the database of another program" in found.error, "it says so")
     assert path.read_bytes() == before
     assert [part.name for part in tmp_path.iterdir()] == ["bookmarks.sqlite3"]
 
@@ -453,7 +453,7 @@ def test_what_has_no_room_is_counted_and_nobody_waits(tmp_path: Path) -> None:
             found.put(report_of(*steps))
         assert found.dropped_steps == 6000
         assert found._queued_rows <= writer.QUEUED_ROWS
-        wait_until(lambda: "can't be opened" in found.error, "it says so")
+        wait_until(lambda: "cannot be opened" in found.error, "it says so")
 
 
 def test_nobody_waits_for_an_answer_of_a_history_that_does_not_run(path: str) -> None:

@@ -1,1 +1,1 @@
-"""Commands of `backhaul` that serve nothing themselves."""
+"""The commands `health`, `token` and `top`, which serve nothing themselves."""

@@ -1,4 +1,4 @@
-"""`backhaul health`."""
+"""The command `backhaul health`."""
 
 import argparse
 import math
@@ -9,23 +9,25 @@ from urllib.request import ProxyHandler, build_opener
 from backhaul_runtime.errors import AddressError
 from backhaul_runtime.process.addresses import parse_address
 
-HELP = "ask a worker, or a dashboard, whether it is well"
+HELP = "check whether a worker or a dashboard is serving"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
-    parser.add_argument("address", metavar="ADDR", help="host:port or unix:/path of a worker, http:// of a dashboard")
+    """Adds the command's options to a parser."""
+    parser.add_argument(
+        "address", metavar="ADDR", help="host:port or unix:/path of a worker, or http://host:port of a dashboard"
+    )
     parser.add_argument(
         "--timeout",
         type=_seconds,
         default=5.0,
         metavar="SECONDS",
-        help="take silence of so long for an answer (default: %(default)g)",
+        help="treat no answer within this time as a failure (default: %(default)g)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Says in one line how it is. Returns 0 where it is well, 1 where it is not, 2 where it can't be asked."""
+    """Prints the status in one line. Returns the exit code: 0 if serving, 1 if not, 2 if the check was impossible."""
     try:
         if arguments.address.startswith(("http://", "https://")):
             trouble = _dashboard(arguments.address, arguments.timeout)
@@ -39,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _worker(address: str, timeout_s: float) -> str:
-    """What is wrong with a worker, empty if nothing is."""
+    """Returns why a worker does not serve; empty if it serves."""
     target = parse_address(address).target
     import grpc
 
@@ -48,7 +50,7 @@ def _worker(address: str, timeout_s: float) -> str:
     try:
         from grpc_health.v1 import health_pb2
     except ImportError as error:
-        raise ImportError(f"{error}; pip install 'backhaul[server]' brings it") from None
+        raise ImportError(f"{error}; install it with: pip install 'backhaul[server]'") from None
     request, response = health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse
     with grpc.insecure_channel(target, options=CHANNEL_OPTIONS) as channel:
         check = channel.unary_unary(
@@ -65,11 +67,15 @@ def _worker(address: str, timeout_s: float) -> str:
 
 
 def _dashboard(url: str, timeout_s: float) -> str:
-    """What is wrong with a dashboard, empty if nothing is."""
+    """Returns why a dashboard does not serve; empty if it serves."""
     try:
         with build_opener(ProxyHandler({})).open(f"{url.rstrip('/')}/healthz", timeout=timeout_s):
             return ""
-    except (OSError, HTTPException, ValueError) as error:  # the opener raises for a status that is none of success
+    except (
+        OSError,
+        HTTPException,
+        ValueError,
+    ) as error:  # the opener also raises for an HTTP status other than success
         return " ".join(str(error).split()) or type(error).__name__
 
 

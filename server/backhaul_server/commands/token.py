@@ -1,4 +1,4 @@
-"""`backhaul token`."""
+"""The command `backhaul token`."""
 
 import argparse
 import sys
@@ -7,18 +7,21 @@ from pathlib import Path
 from backhaul_runtime.errors import SettingError
 from backhaul_runtime.process.credentials import make_token, read_token
 
-HELP = "make the token that a worker or a dashboard wants to be shown"
+HELP = "create a file with a token that a worker or a dashboard requires"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Adds the command's options to a parser."""
     parser.add_argument(
-        "file", type=Path, metavar="FILE", help="made for its owner's eyes alone; a file that is there is left as it is"
+        "file",
+        type=Path,
+        metavar="FILE",
+        help="file to create, readable only by its owner; an existing file is not changed",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Says what is in the file, never the token. Returns 0 where there is a token now."""
+    """Creates the file and says so, never printing the token. Returns the exit code: 0 if the file has a token now."""
     try:
         is_new = make_token(arguments.file)
         read_token(arguments.file)
@@ -28,5 +31,5 @@ def run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         print(f"backhaul token: can't write {arguments.file}: {error.strerror}", file=sys.stderr)
         return 2
-    print(f"{arguments.file} " + ("has a new token" if is_new else "has a token already and was left as it is"))
+    print(f"{arguments.file} " + ("has a new token" if is_new else "already has a token and was not changed"))
     return 0

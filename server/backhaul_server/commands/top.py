@@ -1,4 +1,4 @@
-"""`backhaul top`."""
+"""The command `backhaul top`."""
 
 import argparse
 import asyncio
@@ -26,7 +26,7 @@ _PIPE_COLUMNS = 200
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Adds the command's options to a parser."""
     parser.add_argument("worker", nargs="+", metavar="ADDR", help="workers to watch, as host:port or unix:/path")
     parser.add_argument(
         "--worker-token-file",
@@ -34,17 +34,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="FILE",
-        help="with the token that the workers want, one for all or one for each in their order",
+        help="file with the token of the workers: one for all, or one for each in their order",
     )
     parser.add_argument(
         "--once",
         action="store_true",
-        help="print what is there and end, as where the output is no terminal; 1 if no worker answered",
+        help="print the state once and exit, as if the output were no terminal; exit code 1 if no worker answered",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Shows until SIGINT or SIGTERM, or once."""
+    """Shows the state until SIGINT or SIGTERM, or once. Returns the exit code."""
     try:
         workers = parse_addresses(",".join(arguments.worker))
         files = one_for_each(arguments.worker_token_file, len(workers))
@@ -57,10 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
 
         from backhaul_server.dashboard.collect.watch import Watch
     except ImportError as error:
-        print(f"backhaul top: {error}; pip install 'backhaul[server]' brings it", file=sys.stderr)
+        print(f"backhaul top: {error}; install it with: pip install 'backhaul[server]'", file=sys.stderr)
         return 2
     is_terminal = sys.stdout.isatty()
-    # A pipe has no width, so nothing is cut for it. What workers say is no markup.
+    # A pipe has no width, so lines are not cut. Texts of workers are not interpreted as markup.
     width = None if is_terminal or "COLUMNS" in os.environ else _PIPE_COLUMNS
     console = Console(width=width, markup=False, highlight=False, emoji=False)
     show = _follow if is_terminal and not arguments.once else _once
@@ -86,7 +86,7 @@ async def _follow(watch: "Watch", console: "Console") -> int:
     from backhaul_server.commands.top_view import view
 
     asked_to_end = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):  # by which the terminal gets its cursor back
+    for number in (signal.SIGINT, signal.SIGTERM):  # so that the terminal's cursor is restored
         asyncio.get_running_loop().add_signal_handler(number, asked_to_end.set)
     asking = asyncio.create_task(watch.run())
     try:
@@ -101,7 +101,7 @@ async def _follow(watch: "Watch", console: "Console") -> int:
 
 
 async def _end(asking: "asyncio.Task[None]") -> None:
-    """Ends the watch, and raises what it had ended with."""
+    """Ends the watch. Raises its exception if it has failed."""
     asking.cancel()
     with suppress(asyncio.CancelledError):
         await asking

@@ -1,4 +1,4 @@
-"""What `backhaul top` shows: a headline, what is the matter, workers, trainers. Tables fit 80 columns."""
+"""The output of `backhaul top`: a headline, problems, workers and trainers. Tables fit into 80 columns."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ from backhaul_server.dashboard.views.runs import run_summary
 from backhaul_server.dashboard.views.workers import worker_status
 
 RECENT_S = 60.0
-"""Trainers are shown for so long after they fell silent, and errors after they happened."""
+"""Seconds for which silent trainers and past errors are shown."""
 
 _COLOURS = {
     "serving": "green",
@@ -26,11 +26,11 @@ _COLOURS = {
     "critical": "bold red",
     "warning": "yellow",
 }
-_THOUSAND = 999.5  # what is this or more is shown in four digits
+_THOUSAND = 999.5  # larger numbers would be shown with four digits
 
 
 def view(watch: Watch, now_s: float) -> RenderableType:
-    """Everything, as it is now."""
+    """Returns the whole output for the current state."""
     parts: list[RenderableType] = [_headline(watch, now_s), *_trouble(watch, now_s), Text(""), _workers(watch)]
     runs = [run for run in watch.trainers if run.heard_at_s >= now_s - RECENT_S]
     if runs:
@@ -40,7 +40,7 @@ def view(watch: Watch, now_s: float) -> RenderableType:
 
 def _headline(watch: Watch, now_s: float) -> Text:
     headline = overview(watch, now_s, "")
-    parts = [f"{headline.healthy_workers} of {headline.workers} workers serve"]  # then what is known
+    parts = [f"{headline.healthy_workers} of {headline.workers} workers serve"]
     if headline.steps_per_s is not None:
         parts.append(f"{headline.steps_per_s:.3g} steps/s")
     if headline.saved_bytes is not None:
@@ -62,7 +62,7 @@ def _workers(watch: Watch) -> Table:
 
 
 def _numbers(worker: Watched) -> list[Text]:
-    """None of a worker that does not answer: they would be old."""
+    """Returns the numbers of a worker; none if it does not answer, because they would be outdated."""
     if worker.telemetry is None or worker.state == "unreachable":
         return []
     shown = worker_status(worker)
@@ -95,7 +95,7 @@ def _trainers(runs: list[TrainerRun], now_s: float) -> Table:
 
 
 def _trouble(watch: Watch, now_s: float) -> Iterator[Text]:
-    """Why workers don't answer, what failed on them lately, and alerts about the others and trainers."""
+    """Yields why workers do not answer, their recent errors, and the remaining alerts."""
     silent = {worker.address.text for worker in watch.workers if worker.state == "unreachable"}
     for worker in watch.workers:
         if worker.address.text in silent:
@@ -109,7 +109,7 @@ def _trouble(watch: Watch, now_s: float) -> Iterator[Text]:
 
 
 def _table(*columns: str) -> Table:
-    """Columns by their names; those with numbers in them are marked by ">"."""
+    """Returns a table with these columns. A name that begins with ">" marks a column of numbers."""
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for name in columns:
         is_number = name.startswith(">")
@@ -118,14 +118,14 @@ def _table(*columns: str) -> Table:
 
 
 def _number(value: float | None) -> str:
-    """Three digits, all of those before the point."""
+    """Formats a number with three digits, or with all digits before the point."""
     if value is None:
         return ""
     return f"{value:,.0f}" if abs(value) >= _THOUSAND else f"{value:.3g}"
 
 
 def _size(value: float) -> str:
-    """Bytes in a unit that leaves at most three digits before the point."""
+    """Formats bytes in a unit that leaves at most three digits before the point."""
     unit = "B"
     for larger in ("kB", "MB", "GB", "TB", "PB"):
         if value < _THOUSAND:

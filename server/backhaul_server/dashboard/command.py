@@ -1,4 +1,4 @@
-"""`backhaul dashboard`."""
+"""The command `backhaul dashboard`."""
 
 import argparse
 import socket
@@ -13,7 +13,7 @@ HELP = "watch workers in a browser"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Adds the command's options to a parser."""
     parser.add_argument(
         "--worker",
         nargs="+",
@@ -26,13 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--listen",
         default="127.0.0.1:8080",
         metavar="HOST:PORT",
-        help="where the page is; port 0 takes a free one (default: %(default)s)",
+        help="address to serve on; port 0 takes a free one (default: %(default)s)",
     )
     parser.add_argument(
         "--token-file",
         metavar="FILE",
-        help="show the page only to those who give the token in it, needed beyond this machine; `backhaul token FILE` "
-        "makes one",
+        help="require the token in this file; needed to listen beyond this machine; `backhaul token FILE` makes one",
     )
     parser.add_argument(
         "--worker-token-file",
@@ -40,26 +39,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="FILE",
-        help="with the token that the workers want, one for all or one for each in their order",
+        help="file with the token of the workers: one for all, or one for each in their order",
     )
     parser.add_argument(
         "--store",
         default=default_path(),
         metavar="FILE",
-        help="SQLite file that keeps runs and their steps; :memory: keeps none over a restart (default: "
-        "backhaul/history.sqlite3 in $XDG_STATE_HOME, or in ~/.local/state)",
+        help="SQLite file that keeps runs and their steps; :memory: keeps nothing over a restart (default: "
+        "backhaul/history.sqlite3 in $XDG_STATE_HOME or ~/.local/state)",
     )
     parser.add_argument(
         "--retention",
         type=parse_retention,
         default=RETENTION_DAYS,
         metavar="DAYS",
-        help="forget steps and runs after so long (default: %(default)g)",
+        help="delete steps and runs that are older (default: %(default)g)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serves until SIGTERM or SIGINT."""
+    """Serves until SIGTERM or SIGINT. Returns the exit code."""
     try:
         workers = parse_addresses(",".join(arguments.worker))
         address = parse_address(arguments.listen)
@@ -74,23 +73,23 @@ def run(arguments: argparse.Namespace) -> int:
         from backhaul_server.dashboard.history.writer import History
         from backhaul_server.dashboard.http.app import create_app, serve
     except ImportError as error:
-        print(f"backhaul dashboard: {error}; pip install 'backhaul[server]' brings it", file=sys.stderr)
+        print(f"backhaul dashboard: {error}; install it with: pip install 'backhaul[server]'", file=sys.stderr)
         return 2
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     print(f"backhaul dashboard on http://{shown}:{port}", flush=True)
     history = History(arguments.store, arguments.retention)
     if trouble := history.trouble():
-        print(f"backhaul dashboard: runs are not kept over a restart: {trouble}", file=sys.stderr)
+        print(f"backhaul dashboard: runs will not be kept over a restart: {trouble}", file=sys.stderr)
     app = create_app(workers, tokens, token, address.host, history)
     serve(app, listener)
     return 0
 
 
 def _listen(address: Address, *, has_token: bool) -> socket.socket:
-    """Takes the address. Raises ValueError or OSError saying why it can't be taken."""
+    """Binds the address. Raises ValueError or OSError that say why it cannot be bound."""
     if address.unix_path:
-        raise ValueError(f'"{address.text}" is no place for a page: write host:port')
+        raise ValueError(f'"{address.text}" is not an address for a page: write host:port')
     if not address.is_local and not has_token:
         raise ValueError(
             f'"{address.text}" can be reached from other machines, and everyone who reaches it could look. Make a '
@@ -101,7 +100,7 @@ def _listen(address: Address, *, has_token: bool) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address.host, address.port))
-        listener.listen()  # from here on connections wait rather than fail
+        listener.listen()  # from now on connections wait instead of failing
     except OSError as error:
         listener.close()
         raise OSError(f'can\'t listen on "{address.text}": {error.strerror}') from None

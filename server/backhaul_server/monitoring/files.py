@@ -1,4 +1,4 @@
-"""Every file that is made from the tables, by its path in the project."""
+"""The files that are generated from the tables of metrics and alerts, by path in the project."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,10 @@ PAGE = Path("docs/monitoring.md")
 
 
 def files(root: Path) -> dict[Path, str]:
-    """What the files should be. Of the page of docs only what stands between marks is made, so it is read."""
+    """Returns the contents of all generated files.
+
+    Of the documentation page only the parts between marks are generated.
+    """
     return {
         Path("deploy/prometheus/prometheus.yml"): prometheus.CONFIGURATION,
         Path("deploy/prometheus/alerts.yml"): prometheus.rules(),
@@ -45,7 +48,7 @@ def _alerts() -> str:
     sections = [
         f"### {text.name}\n\n{text.summary}. *{text.severity}, {_after(text.for_s)}*\n\n"
         f"```promql\n{text.expr}\n```\n\n{text.advice}.\n"
-        for text in prometheus.texts()
+        for text in prometheus.RULES
     ]
     return "\n" + "\n".join(sections)
 

@@ -1,4 +1,4 @@
-"""What the Grafana dashboard shows: rows of panels, each with queries over our metrics."""
+"""The rows and panels of the Grafana dashboard, each panel with its queries."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,7 +13,7 @@ _WORKER = 'worker=~"$worker"'
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A line of a panel, or several: the legend names labels in double braces."""
+    """One or more lines of a panel. The legend names labels in double braces."""
 
     expr: str
     legend: str
@@ -21,17 +21,17 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A panel.
+    """A panel of the Grafana dashboard.
 
     Attributes:
         title: The heading of the panel.
-        about: What to read from it.
-        unit: One of Grafana's units.
+        about: The description that people read.
+        unit: The unit of its values, in Grafana's notation.
         queries: The queries that give the panel's lines.
-        kind: How it is drawn.
-        width: The width in columns of the grid, of which there are 24.
-        is_stacked: Whether lines lie upon each other.
-        limit: From where on a value is marked red, None for nowhere.
+        kind: The type of the visualization.
+        width: The width in columns; the grid has 24.
+        is_stacked: Whether the lines are stacked.
+        limit: The value from which on values are red; None if none are.
     """
 
     title: str
@@ -49,7 +49,7 @@ def _rate(metric: str, of_workers: bool = True) -> str:
 
 
 def _per_step(metric: str, by: str = "") -> str:
-    """A trainers' counter by step."""
+    """Returns a query for the increase of a trainers' counter per step."""
     total = f"sum by ({by}) (rate({metric}{_RATE}))" if by else f"sum(rate({metric}{_RATE}))"
     return f"{total} / {'scalar' if by else ''}(sum(rate(backhaul_trainer_steps_total{_RATE})))"
 
@@ -67,7 +67,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         (
             Panel(
                 "Workers",
-                "How many answer, of those that the dashboard watches",
+                "Workers that answer, and all that the dashboard watches",
                 "short",
                 (Query("sum(backhaul_worker_up)", "answer"), Query("count(backhaul_worker_up)", "watched")),
                 "stat",
@@ -75,7 +75,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Alerts",
-                "Firing now: see docs/monitoring.md for what to do",
+                "Alerts that fire now; docs/monitoring.md says what to do about each",
                 "short",
                 (Query(f'count(ALERTS{{alertstate="firing", alertname=~"{_FIRING}"}}) or vector(0)', "firing"),),
                 "stat",
@@ -84,7 +84,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Trainers",
-                "Heard of a moment ago",
+                "Trainers that have reported recently",
                 "short",
                 (Query("backhaul_trainer_runs", "running"),),
                 "stat",
@@ -92,7 +92,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Steps",
-                "Of all trainers together",
+                "Steps per second of all trainers",
                 "cps",
                 (Query(f"sum(rate(backhaul_trainer_steps_total{_RATE}))", "steps"),),
                 "stat",
@@ -100,7 +100,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Memory saved",
-                "What running trainers hold less thanks to workers, at the end of their last steps",
+                "Bytes that workers spare the running trainers, at the end of their last steps",
                 "bytes",
                 (Query("backhaul_trainer_saved_bytes", "saved"),),
                 "stat",
@@ -108,7 +108,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Recomputed on workers",
-                "Of all recomputations",
+                "Share of all recomputations that ran on workers",
                 "percentunit",
                 (
                     Query(
@@ -122,7 +122,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Fallbacks",
-                "In the last 5 minutes: meant for a worker, recomputed by the trainer",
+                "Segments of the last 5 minutes that were meant for a worker but ran on the trainer",
                 "short",
                 (Query("sum(increase(backhaul_trainer_fallbacks_total[5m]))", "fallbacks"),),
                 "stat",
@@ -136,7 +136,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         (
             Panel(
                 "Held by tier",
-                "All workers chosen above. The cache gives way to the other tiers by itself",
+                "Bytes of the selected workers. The cache is evicted when other tiers need memory",
                 "bytes",
                 (
                     Query(f"sum by (tier) (backhaul_worker_memory_bytes{{{_WORKER}}})", "{{tier}}"),
@@ -147,7 +147,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Share of the budget",
-                "Without the cache, which gives way by itself",
+                "Used share without the cache, which is evicted when memory is needed",
                 "percentunit",
                 (
                     Query(
@@ -161,19 +161,19 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Process",
-                "Resident, as the workers' kernels count it",
+                "Resident memory of the workers' processes",
                 "bytes",
                 (Query(f"backhaul_worker_resident_memory_bytes{{{_WORKER}}}", "{{worker}}"),),
             ),
             Panel(
                 "Segments held",
-                "For a backward to come",
+                "Segments that wait for their backward",
                 "short",
                 (Query(f"backhaul_worker_segments{{{_WORKER}}}", "{{worker}}"),),
             ),
             Panel(
-                "Want of room",
-                "Refused segments run on the trainer, what is evicted is computed or sent again",
+                "Memory shortage",
+                "Refused segments run on the trainer; evicted tensors and results are sent or computed again",
                 "cps",
                 (
                     Query(_rate("backhaul_worker_refusals_total"), "refused {{worker}}"),
@@ -187,14 +187,14 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         (
             Panel(
                 "Calls by duration",
-                "Percentiles by method, as workers serve them, transfers included",
+                "Percentiles of call durations on the workers by method, including transfers",
                 "s",
                 (_quantile(0.5), _quantile(0.9), _quantile(0.99)),
                 width=12,
             ),
             Panel(
-                "Heat of durations",
-                "How many calls took how long",
+                "Heat map of durations",
+                "Number of calls by duration",
                 "s",
                 (Query(f"sum by (le) ({_rate('backhaul_rpc_duration_seconds_bucket')})", "{{le}}"),),
                 "heatmap",
@@ -202,24 +202,24 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Segments of a step, by lane",
-                "Seconds of all its segments together: they overlap each other and the trainer",
+                "Seconds of all segments of a step. They overlap each other and the trainer's work",
                 "s",
                 (Query(_per_step("backhaul_trainer_lane_seconds_total", "lane"), "{{lane}}"),),
             ),
             Panel(
                 "Added to a step",
-                "Exposed wait and own overhead, against what the trainer would have taken to recompute by itself",
+                "Exposed wait and overhead, compared with the time that local recomputation would have taken",
                 "s",
                 (
                     Query(_per_step('backhaul_trainer_lane_seconds_total{lane="wait"}'), "wait"),
-                    Query(_per_step("backhaul_trainer_exposed_queue_seconds_total"), "wait, of it in a queue"),
+                    Query(_per_step("backhaul_trainer_exposed_queue_seconds_total"), "wait in a queue"),
                     Query(_per_step("backhaul_trainer_overhead_seconds_total"), "overhead"),
                     Query(_per_step("backhaul_trainer_spared_seconds_total"), "spared"),
                 ),
             ),
             Panel(
                 "Calls",
-                "By method, and those that failed",
+                "Calls and failed calls by method",
                 "cps",
                 (
                     Query(f"sum by (method) ({_rate('backhaul_rpc_duration_seconds_count')})", "{{method}}"),
@@ -233,7 +233,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         (
             Panel(
                 "Recomputations",
-                "By who did them",
+                "Recomputations by decision",
                 "cps",
                 (
                     Query(
@@ -244,18 +244,18 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "What went wrong",
-                "Each ended in the same gradient, computed elsewhere or again",
+                "Each of these cases ended with the same gradients, computed elsewhere or again",
                 "cps",
                 (
                     Query(_rate("backhaul_trainer_fallbacks_total", False), "fallbacks"),
                     Query(_rate("backhaul_trainer_retries_total", False), "retries"),
-                    Query(_rate("backhaul_trainer_mismatches_total", False), "refused values"),
+                    Query(_rate("backhaul_trainer_mismatches_total", False), "rejected values"),
                     Query(_rate("backhaul_trainer_dropped_reports_total", False), "reports dropped"),
                 ),
             ),
             Panel(
                 "Transfer",
-                "Tensors to workers and back",
+                "Bytes of tensors sent to workers and received from them",
                 "Bps",
                 (Query(_rate("backhaul_trainer_transferred_bytes_total", False), "{{direction}}"),),
             ),
@@ -266,28 +266,28 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         (
             Panel(
                 "Sessions",
-                "Open ones",
+                "Open sessions by worker",
                 "short",
                 (Query(f"backhaul_worker_sessions{{{_WORKER}}}", "{{worker}}"),),
                 width=6,
             ),
             Panel(
                 "Queue",
-                "Requests that wait or run",
+                "Requests that wait or run, by worker",
                 "short",
                 (Query(f"backhaul_worker_queued_requests{{{_WORKER}}}", "{{worker}}"),),
                 width=6,
             ),
             Panel(
                 "Replays",
-                "That ran, those ahead of their request included",
+                "Replays per second, including speculative ones",
                 "cps",
                 (Query(_rate("backhaul_worker_recomputed_segments_total"), "{{worker}}"),),
                 width=6,
             ),
             Panel(
                 "Wire",
-                "Messages received and sent",
+                "Bytes of received and sent messages",
                 "Bps",
                 (
                     Query(_rate("backhaul_worker_received_bytes_total"), "received {{worker}}"),
@@ -297,14 +297,14 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Drift",
-                "Largest relative difference between a worker's numbers and a trainer's, 0 where all bits are equal",
+                "Largest relative difference between the numbers of a worker and a trainer; 0 if equal",
                 "sci",
                 (Query(f"backhaul_worker_drift_ratio{{{_WORKER}}}", "{{worker}}"),),
                 width=6,
             ),
             Panel(
                 "Skew",
-                "Sessions of another version than their worker's, and runs on workers that compute different bits",
+                "Sessions whose version differs from their worker's, and runs whose workers compute different bits",
                 "short",
                 (
                     Query(f"backhaul_worker_skewed_sessions{{{_WORKER}}}", "versions {{worker}}"),
@@ -314,20 +314,20 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Uptime",
-                "Falls to 0 at a restart, which loses what was held",
+                "Seconds since each worker started. A restart loses everything that the worker held",
                 "s",
                 (Query(f"backhaul_worker_uptime_seconds{{{_WORKER}}}", "{{worker}}"),),
                 width=6,
             ),
             Panel(
                 "Draining",
-                "1 while a worker takes nothing new",
+                "1 while a worker is shutting down and accepts no new work",
                 "short",
                 (Query(f"backhaul_worker_draining{{{_WORKER}}}", "{{worker}}"),),
                 width=6,
             ),
             Panel(
-                "What they run",
+                "Versions",
                 "Equal fingerprints compute equal bits",
                 "short",
                 (Query(f"backhaul_worker_info{{{_WORKER}}}", "{{worker}}"),),

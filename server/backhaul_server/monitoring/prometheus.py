@@ -1,36 +1,25 @@
-"""Prometheus' configuration and rules, as files."""
+"""Prometheus' configuration and alert rules."""
 
-from dataclasses import dataclass
-
-from backhaul_server.dashboard.metrics.alerts import ALERTS
-
-
-@dataclass(frozen=True, slots=True)
-class AlertText:
-    """An alert without the condition that the dashboard looks at, see `AlertRule`."""
-
-    name: str
-    severity: str
-    summary: str
-    advice: str
-    expr: str
-    for_s: int
-
+from backhaul_server.dashboard.metrics.alerts import ALERTS, AlertRule
 
 JOB = "backhaul"
 TOKEN_FILE = "/run/backhaul/dashboard/token"
-"""Where the configuration expects what the dashboard wants to be shown."""
+"""The path at which the configuration expects the dashboard's token."""
 
-UNREACHABLE = AlertText(
+UNREACHABLE = AlertRule(
     "DashboardUnreachable",
     "critical",
     "The dashboard does not answer Prometheus",
-    "Nobody sees workers or trainers, and no other alert can fire. See whether its process lives, and whether "
-    "Prometheus may use its token: Prometheus' page of targets says why a scrape failed. Training is not concerned",
+    "Workers and trainers cannot be watched, and no other alert can fire. Check that the dashboard's process runs and "
+    "that Prometheus has its token. Prometheus' page of targets shows why a scrape failed. Training is not affected",
     f'up{{job="{JOB}"}} == 0',
     30,
+    lambda watch, now_s: iter(()),
 )
-"""The one alert that the dashboard can't show itself."""
+"""An alert of Prometheus alone, because a dashboard cannot show that it does not answer."""
+
+RULES = (*ALERTS, UNREACHABLE)
+"""The alerts of Prometheus and of the documentation."""
 
 CONFIGURATION = f"""\
 # Made by `make monitoring`.
@@ -41,7 +30,7 @@ rule_files:
   - alerts.yml
 scrape_configs:
   - job_name: {JOB}
-    # What the dashboard's --token-file holds. One on loopback may want none: then this is left out.
+    # The token in the dashboard's --token-file. Remove this for a dashboard on loopback without a token.
     authorization:
       credentials_file: {TOKEN_FILE}
     static_configs:
@@ -61,30 +50,22 @@ _RULE = """\
 
 
 def rules() -> str:
-    """Every alert, as rules that `promtool check rules` takes."""
-    return "".join(["# Made by `make monitoring`.\ngroups:\n  - name: backhaul\n    rules:\n", *map(_rule, texts())])
+    """Returns all alerts as a file of Prometheus rules."""
+    return "".join(["# Made by `make monitoring`.\ngroups:\n  - name: backhaul\n    rules:\n", *map(_rule, RULES)])
 
 
-def texts() -> list[AlertText]:
-    """What is written of each alert, here and in the docs."""
-    return [
-        *(AlertText(rule.name, rule.severity, rule.summary, rule.advice, rule.expr, rule.for_s) for rule in ALERTS),
-        UNREACHABLE,
-    ]
-
-
-def _rule(text: AlertText) -> str:
+def _rule(rule: AlertRule) -> str:
     return _RULE.format(
-        name=text.name,
-        expr=_quoted(text.expr),
-        for_s=text.for_s,
-        severity=text.severity,
-        summary=_quoted(f"{{{{ with $labels.worker }}}}{{{{ . }}}}: {{{{ end }}}}{text.summary}"),
-        advice=_quoted(f"{text.advice}."),
-        anchor=text.name.lower(),
+        name=rule.name,
+        expr=_quoted(rule.expr),
+        for_s=rule.for_s,
+        severity=rule.severity,
+        summary=_quoted(f"{{{{ with $labels.worker }}}}{{{{ . }}}}: {{{{ end }}}}{rule.summary}"),
+        advice=_quoted(f"{rule.advice}."),
+        anchor=rule.name.lower(),
     )
 
 
 def _quoted(text: str) -> str:
-    """A YAML string that means what is in it."""
+    """Returns a text as a YAML string."""
     return "'" + text.replace("'", "''") + "'"

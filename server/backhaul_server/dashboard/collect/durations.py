@@ -1,4 +1,4 @@
-"""How long workers' calls took, second by second, in little room."""
+"""The durations of a worker's calls, counted per second in little memory."""
 
 from array import array
 from collections import Counter, deque
@@ -11,18 +11,18 @@ from backhaul_runtime.wire.telemetry import BOUNDS_S
 
 KEPT_S = 900
 METHODS = 32
-"""That are told apart."""
+"""The number of methods that are counted separately."""
 ERRORS = len(BOUNDS_S) + 1
-"""The place after the buckets that counts failed calls."""
+"""The index after the buckets under which failed calls are counted."""
 _MOST = 2**32 - 1
 
 
 @dataclass(slots=True)
 class Counted:
-    """Calls of one method in a while.
+    """Counts of the calls of one method over some time.
 
     Attributes:
-        buckets: By duration, see `backhaul_runtime.wire.telemetry`.
+        buckets: The number of calls by duration, see `backhaul_runtime.wire.telemetry`.
         errors: The number of calls that failed.
     """
 
@@ -31,11 +31,11 @@ class Counted:
 
     @property
     def calls(self) -> int:
-        """All of them."""
+        """The number of all successful calls."""
         return sum(self.buckets)
 
     def percentile(self, share: float) -> float | None:
-        """Seconds that so large a share of the calls stayed within, None without calls. Right to within a fifth."""
+        """Returns a percentile of the durations in seconds, accurate to 20 %; None without calls."""
         reached = list(accumulate(self.buckets))
         if reached[-1] == 0:
             return None
@@ -49,7 +49,7 @@ class Counted:
 
 
 class Tally:
-    """Calls of the last 15 minutes, by the second. A second takes 8 bytes for each bucket that counted in it."""
+    """Counts calls of the last 15 minutes per second. A second takes 8 bytes for each bucket that was counted in it."""
 
     def __init__(self) -> None:
         self._methods: dict[str, int] = {}
@@ -58,7 +58,10 @@ class Tally:
         self._now: Counter[int] = Counter()
 
     def add(self, at_s: float, method: str, bucket: int, count: int) -> None:
-        """Counts calls of a method in a bucket, or errors. Methods beyond those that fit are left out."""
+        """Counts calls of a method in a bucket, or its failed calls.
+
+        Methods beyond the first `METHODS` are not counted.
+        """
         if int(at_s) > self._second:
             if self._now:
                 self._packed.append((self._second, array("I", chain.from_iterable(self._now.items())).tobytes()))
@@ -72,7 +75,7 @@ class Tally:
         self._now[key] = min(self._now[key] + count, _MOST)
 
     def counted(self, since_s: float) -> dict[str, Counted]:
-        """By method, from then on."""
+        """Returns the counts of each method since a time in seconds since 1970."""
         counts = {name: Counted() for name in self._methods}
         by_number = list(counts.values())
         for _, second in self._seconds(since_s):
@@ -99,7 +102,7 @@ class Tally:
             column_of: The column of a second.
             row_of: The row of each bucket.
             since_s: The earliest second, since 1970, to add.
-            wants: Whether a method counts.
+            wants: Takes the name of a method and returns whether to add it.
         """
         wanted = [wants(name) for name in self._methods]
         for at_s, second in self._seconds(since_s):
@@ -109,7 +112,7 @@ class Tally:
                     column[row_of[key & 0xFF]] += count
 
     def _seconds(self, since_s: float) -> Iterator[tuple[int, Iterable[tuple[int, int]]]]:
-        """Each second with its counts, by number of the method and place."""
+        """Yields each second with its counts, which are keyed by the number of the method and the bucket."""
         if self._second >= since_s:
             yield self._second, self._now.items()
         for second, packed in reversed(self._packed):
@@ -120,10 +123,10 @@ class Tally:
 
 
 class Durations:
-    """Turns what a worker counted since it started into what it counted since it was last asked.
+    """Converts what a worker has counted since it started into what it has counted since its last answer.
 
     Args:
-        of_all: Where its calls are counted beside those of others.
+        of_all: A tally that counts the calls of all workers together.
 
     Attributes:
         tally: The tally of this worker's calls.
@@ -136,11 +139,14 @@ class Durations:
         self._is_first = True
 
     def restarted(self) -> None:
-        """The worker counts from 0 again."""
+        """Notes that the worker was restarted and counts from 0 again."""
         self._totals.clear()
 
     def take(self, at_s: float, rpcs: Iterable[telemetry_pb2.RpcTelemetry]) -> None:
-        """Takes in what a worker counted since it started. The first time that only says where counting begins."""
+        """Counts the new calls of an answer, which has the totals since the start.
+
+        The first answer only sets the baseline.
+        """
         for rpc in rpcs:
             buckets = rpc.buckets[:ERRORS]
             totals = [*buckets, *[0] * (ERRORS - len(buckets)), rpc.errors]
@@ -150,7 +156,7 @@ class Durations:
             self._totals[rpc.method] = totals
             if self._is_first:
                 continue
-            for bucket, (new, old) in enumerate(zip(totals, before or repeat(0))):  # noqa: B905  no end to the zeros
+            for bucket, (new, old) in enumerate(zip(totals, before or repeat(0))):  # noqa: B905  the zeros never end
                 if new > old:
                     for tally in (self.tally, self._of_all):
                         tally.add(at_s, rpc.method, bucket, min(new - old, _MOST))

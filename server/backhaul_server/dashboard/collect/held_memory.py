@@ -1,4 +1,4 @@
-"""What runs hold on their workers, over time, beside the memory of their trainers."""
+"""The bytes held for runs on workers over time, beside the memory of their trainers."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -10,13 +10,13 @@ from backhaul_server.dashboard.collect.watched import KEPT_S, Watched
 
 @dataclass(slots=True)
 class WorkerMemoryOfRun:
-    """One run.
+    """The memory of one run over time.
 
     Attributes:
         run: The id of the run.
         trainer: The host and process of the trainer.
         budget_bytes: The sum of the budgets of the workers that it has sessions on.
-        series: Bytes held on workers, the trainer's own peak, bytes it does not hold thanks to its workers.
+        series: Bytes held on the workers, the trainer's peak memory, and the bytes that workers spare the trainer.
     """
 
     run: str
@@ -26,7 +26,10 @@ class WorkerMemoryOfRun:
 
 
 class HeldMemory:
-    """Runs with a session, for as long as any of their last hour is there; at most as many as there are runs."""
+    """Samples runs with a session.
+
+    A run is kept as long as its last hour has samples; the number of runs is bounded.
+    """
 
     def __init__(self) -> None:
         self._runs: dict[str, WorkerMemoryOfRun] = {}
@@ -35,7 +38,7 @@ class HeldMemory:
         return iter(self._runs.values())
 
     def sample(self, now_s: float, workers: Iterable[Watched], trainers: Trainers) -> None:
-        """Notes what every run with a session holds now."""
+        """Samples the bytes held now for every run with a session."""
         held: dict[str, int] = {}
         budgets: dict[str, int] = {}
         for worker in workers:

@@ -1,4 +1,4 @@
-"""Pieces of time, as pairs of begin and end."""
+"""Intervals of time, as pairs of their start and end in seconds."""
 
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
@@ -7,7 +7,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The time that any of them covers, in order and apart from each other."""
+    """Returns the union of intervals as disjoint intervals in order."""
     merged: list[Interval] = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:
@@ -18,12 +18,12 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(apart: Iterable[Interval]) -> float:
-    """Of intervals that are apart."""
+    """Returns the total length of disjoint intervals."""
     return sum(end - begin for begin, end in apart)
 
 
 def common(one: list[Interval], other: list[Interval]) -> float:
-    """How much time two unions share."""
+    """Returns the length of the intersection of two unions."""
     shared, i, j = 0.0, 0, 0
     while i < len(one) and j < len(other):
         shared += max(0.0, min(one[i][1], other[j][1]) - max(one[i][0], other[j][0]))
@@ -35,7 +35,7 @@ def common(one: list[Interval], other: list[Interval]) -> float:
 
 
 def rows_of(intervals: Sequence[Interval]) -> list[int]:
-    """Rows, as few as do, in which no two overlap; they come in order of their begins."""
+    """Assigns intervals, ordered by start, to as few rows as possible, so that no two of a row overlap."""
     free: list[int] = []
     ends: list[tuple[float, int]] = []
     rows = []

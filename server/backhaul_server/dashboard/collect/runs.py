@@ -1,4 +1,4 @@
-"""One training run, put together from what its trainer told its workers."""
+"""One training run, assembled from the reports of its trainer."""
 
 from collections import deque
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from backhaul_server.dashboard.collect.series import LARGEST, Series
 from backhaul_server.dashboard.collect.totals import RecentTotals, Totals
 
 STEPS = 64
-"""That are known one by one. What comes of older ones is too late."""
+"""The number of recent steps that are kept separately. Reports on older steps are ignored."""
 SILENT_S = 30.0
 _SERIES_STEPS = 4_096
 _LANES = len(telemetry_pb2.Lane.values())
@@ -24,13 +24,14 @@ _MEDIAN_STEPS = 50
 
 @dataclass(slots=True)
 class StepReport:
-    """What a trainer reported of one step.
+    """The reports on one step.
 
     Attributes:
-        step: The step itself, None while it goes on.
-        seen: Bit n is set once call n was reported.
-        lanes_s: Seconds of its calls' spans, by lane.
-        calls: Serialized SegmentCalls by number, of a run in detail: a fifth of what they take as objects.
+        step: The step itself; None until it has ended.
+        seen: A bit mask; bit n is set once call n was reported.
+        lanes_s: Seconds of the spans of its calls, by lane.
+        calls: Serialized SegmentCalls by number, if the run has detail. As objects they would take five times the
+            memory.
     """
 
     step: telemetry_pb2.Step | None = None
@@ -40,7 +41,7 @@ class StepReport:
 
 
 def step_row(step: telemetry_pb2.Step) -> tuple[float, float, float, float, float]:
-    """Number, milliseconds, the trainer's peak, bytes moved, and loss: NaN for none."""
+    """Returns number, milliseconds, the trainer's peak bytes, moved bytes, and loss; NaN for an unknown loss."""
     moved_bytes = min(LARGEST, step.up_bytes + step.down_bytes)
     loss = step.loss if step.HasField("loss") else nan
     return step.number, 1e3 * step.duration_s, step.peak_bytes, moved_bytes, loss
@@ -51,11 +52,11 @@ def _step_number(part: telemetry_pb2.Step | telemetry_pb2.SegmentCall) -> int:
 
 
 class Detail:
-    """What takes room of a run.
+    """The data of a run that take much memory.
 
     Attributes:
         segments: The table of the run's segments.
-        steps: A row of each of the last steps, see `step_row`, in the order they were told.
+        steps: One row for each of the last steps, see `step_row`, in the order of the reports.
     """
 
     def __init__(self, run: str, has_room: Callable[[], bool]) -> None:
@@ -64,21 +65,21 @@ class Detail:
 
 
 class TrainerRun:
-    """A trainer from connect() to close(), as far as it told. Reports may come twice, and in any order.
+    """A training run as far as its trainer has reported it. Reports may arrive twice and in any order.
 
     Attributes:
-        about: What it says of itself.
-        began_at_s: When it was opened, in seconds since 1970; not later than when it was first heard of.
-        heard_at_s: When it was last heard of, by this process's clock.
+        about: The trainer's description of the run.
+        began_at_s: When the run began, in seconds since 1970; never later than its first report.
+        heard_at_s: When its last report or heartbeat arrived, by this process's clock.
         stepped_at_s: When its last reported step ended, in seconds since 1970; 0 before the first.
-        dropped: Steps and calls it did not tell, and calls that were not taken.
-        steps: How many it told.
-        peak_bytes: Its own memory's, so far.
-        last_step: The one of the highest number.
-        reported_steps: The last steps by number.
+        dropped: Number of steps and calls that the trainer did not report, or that were not kept.
+        steps: Number of reported steps.
+        peak_bytes: Peak memory of the trainer so far.
+        last_step: The step with the highest number.
+        reported_steps: The reports on the last steps, by the number of the step.
         recent: Sums of the last five minutes.
         totals: The sums over all steps and calls.
-        detail: None where there was no room.
+        detail: The tables of the run; None if there was no room for them.
         calls_bytes: The bytes of all calls that are kept.
     """
 
@@ -102,23 +103,23 @@ class TrainerRun:
 
     @property
     def id(self) -> str:
-        """Its name in routes."""
+        """The id of the run, as routes use it."""
         return self.about.id
 
     def state(self, now_s: float) -> Literal["running", "silent", "ended"]:
-        """Where it stands."""
+        """Returns the state: "ended" after close(), "silent" without recent reports, else "running"."""
         if self.about.is_closed:
             return "ended"
         return "silent" if now_s - self.heard_at_s > SILENT_S else "running"
 
     def take(self, report: telemetry_pb2.TrainerReport, now_s: float, since_s: float) -> None:
-        """Takes in a cleaned report.
+        """Adds a report that was sanitized.
 
         Args:
-            report: What its trainer told.
+            report: The report of the trainer.
             now_s: The time of this process's clock, in seconds since 1970.
-            since_s: When the worker was asked before, by the same clock: nothing in the report is older, whatever
-                the trainer's clock says. 0 where it is not known.
+            since_s: When the worker was asked before, by this process's clock, or 0 if that is unknown. Nothing in the
+                report is older than that, whatever the trainer's clock says.
         """
         is_closed = self.about.is_closed or report.run.is_closed
         self.about.CopyFrom(report.run)
@@ -127,7 +128,7 @@ class TrainerRun:
         heard_at_s = [report.run.started_at_s]
         by_second: dict[int, list[Totals]] = {}
         parts: list[telemetry_pb2.Step | telemetry_pb2.SegmentCall] = [*report.steps, *report.calls]
-        # By number, so that of many steps none is too late for its own calls.
+        # Steps are taken in the order of their numbers, so that no step counts as too old for its own calls.
         for part in sorted(parts, key=_step_number):
             if isinstance(part, telemetry_pb2.Step):
                 at_s = max(since_s, min(now_s, part.started_at_s + part.duration_s))
@@ -141,7 +142,7 @@ class TrainerRun:
             self._count(Totals.of_all(sums), float(second))
         self.heard_at_s = max(self.heard_at_s, since_s, min(now_s, max(heard_at_s)))
 
-    def _told(self, number: int) -> StepReport | None:
+    def _reported(self, number: int) -> StepReport | None:
         """The record of a step; None if the step is too old to be kept."""
         if number not in self.reported_steps:
             if len(self.reported_steps) >= STEPS:
@@ -153,11 +154,11 @@ class TrainerRun:
         return self.reported_steps[number]
 
     def _take_step(self, step: telemetry_pb2.Step, at_s: float) -> None:
-        report = self._told(step.number)
+        report = self._reported(step.number)
         if report is None or report.step is not None:
             return
         report.step = telemetry_pb2.Step()
-        report.step.CopyFrom(step)  # alone, the report it came in goes
+        report.step.CopyFrom(step)  # a copy, because a part of a message keeps the whole report alive
         self.steps += 1
         self.first_step_at_s = self.first_step_at_s or at_s
         self.stepped_at_s = max(self.stepped_at_s, at_s)
@@ -170,8 +171,8 @@ class TrainerRun:
             self.detail.steps.append(step.started_at_s + step.duration_s, step_row(step))
 
     def _take_call(self, call: telemetry_pb2.SegmentCall, at_s: float) -> Totals:
-        """Keeps a call. Returns what it adds, which is nothing the second time."""
-        report = self._told(call.step)
+        """Keeps a call. Returns what it adds to the sums; nothing if it was reported before."""
+        report = self._reported(call.step)
         if report is None or report.seen >> call.number & 1:
             return Totals()
         if call.number >= CALLS_OF_A_STEP:
@@ -193,13 +194,13 @@ class TrainerRun:
         self.totals = self.totals.plus(sums)
 
     def forget_detail(self) -> None:
-        """Others need the room."""
+        """Frees the detail of the run, because other runs need the memory."""
         self.detail = None
         for report in self.reported_steps.values():
             self._forget_calls(report)
 
     def forget_oldest_calls(self) -> None:
-        """Gives up the calls of the oldest step that has some."""
+        """Frees the calls of the oldest step that still has some."""
         self._forget_calls(next(report for _, report in sorted(self.reported_steps.items()) if report.calls))
 
     def _forget_calls(self, report: StepReport) -> None:
@@ -207,7 +208,7 @@ class TrainerRun:
         report.calls = {}
 
     def ended_steps(self) -> list[telemetry_pb2.Step]:
-        """The last ones, by number."""
+        """Returns the last ended steps in the order of their numbers."""
         return [report.step for _, report in sorted(self.reported_steps.items()) if report.step is not None]
 
     @property

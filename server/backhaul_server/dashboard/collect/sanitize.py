@@ -1,7 +1,7 @@
-"""What trainers and workers tell, made harmless where it comes in: it was written by others, and buggy ones among them.
+"""Sanitizes reports and telemetry where they arrive, because trainers and workers may be buggy or hostile.
 
-Cleaned in place, so that what is kept and shown later need not ask again: numbers are finite, not negative and not
-absurd, strings short and printable, lists bounded. What can't be read as a report at all is refused.
+Messages are changed in place, so that later code needs no checks: numbers are finite, not negative and of plausible
+size, strings are short and printable, and lists are bounded. A report that names no run is rejected.
 """
 
 import math
@@ -19,12 +19,12 @@ T = TypeVar("T")
 DECISIONS = frozenset({"gradients", "activations", "trainer", "kept", ""})
 LANES = frozenset(telemetry_pb2.Lane.values()) - {telemetry_pb2.LANE_UNSPECIFIED}
 LATEST_S = 4e9
-"""In the year 2096."""
+"""The latest accepted time, in seconds since 1970: the year 2096."""
 LONGEST_S = 1e6
 STEPS = 1_000
-"""Of one report."""
+"""The largest number of steps in one report."""
 CALLS = 20_000
-"""Of one report."""
+"""The largest number of calls in one report."""
 CALLS_OF_A_STEP = 16_384
 _SPANS = 32
 _ENTRIES = 64
@@ -35,7 +35,7 @@ _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 def clean_report(report: telemetry_pb2.TrainerReport) -> bool:
-    """Makes a report harmless. Returns False where it names no run: then it is worth nothing."""
+    """Sanitizes a report in place. Returns False if it names no run and is therefore useless."""
     run = report.run
     if not _RUN.fullmatch(run.id):
         return False
@@ -53,7 +53,7 @@ def clean_report(report: telemetry_pb2.TrainerReport) -> bool:
 
 
 def clean_telemetry(telemetry: telemetry_pb2.GetTelemetryResponse) -> None:
-    """Makes a worker's account of itself harmless; its reports are cleaned one by one."""
+    """Sanitizes a worker's telemetry in place, except its reports, which are sanitized one by one."""
     for name in ("worker_version", "epoch", "device", "last_error"):
         setattr(telemetry, name, clipped(getattr(telemetry, name)))
     telemetry.uptime_s = _within(telemetry.uptime_s, LATEST_S)
@@ -77,7 +77,7 @@ def clean_telemetry(telemetry: telemetry_pb2.GetTelemetryResponse) -> None:
 
 
 def clipped(text: str, length: int = 200) -> str:
-    """Short and on one line."""
+    """Returns a text without line breaks and other control characters, cut to a length."""
     if len(text) > length:
         text = f"{text[: length - 1]}…"
     return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
@@ -109,7 +109,7 @@ def _clean_call(call: telemetry_pb2.SegmentCall) -> None:
 
 
 def _clean_counts(message: Message) -> None:
-    """Those of 64 bits; others are small enough."""
+    """Limits the 64-bit counts of a message. Smaller integers cannot be too large."""
     for name in _COUNTS[message.DESCRIPTOR.full_name]:
         if getattr(message, name) > LARGEST:
             setattr(message, name, LARGEST)
@@ -129,7 +129,7 @@ def _clean_strings(entries: MutableSequence[str]) -> None:
 
 
 def _shorten(entries: MutableSequence[T], length: int) -> int:
-    """Keeps the last ones. Returns how many went."""
+    """Keeps only the last entries of a list. Returns how many were removed."""
     surplus = max(0, len(entries) - length)
     if surplus:
         del entries[:surplus]
@@ -141,7 +141,7 @@ def _within(value: float, most: float) -> float:
 
 
 def _drift(value: float) -> float:
-    """What is no number is no small drift."""
+    """Limits a drift. NaN becomes the largest drift, because it must not look like a small one."""
     return min(abs(value), _WORST_DRIFT) if math.isfinite(value) else _WORST_DRIFT
 
 

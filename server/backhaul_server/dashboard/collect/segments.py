@@ -1,4 +1,4 @@
-"""The table of segments: every name and position of a run, with what its calls cost and where they went."""
+"""The table of segments: one row for each name and position in a run, with the costs and decisions of its calls."""
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,12 +11,12 @@ from typing import Literal
 from backhaul_proto.v1 import telemetry_pb2
 
 ROWS = 10_000
-"""Of one run."""
+"""The largest number of rows of one run."""
 REASONS = 8
-"""Most reasons that one row keeps. Of more the least recent ones are dropped."""
+"""The largest number of reasons that one row keeps. The least recent ones are dropped first."""
 REASONS_IN_ALL = 50
-"""Most reasons that an answer lists for all rows together."""
-_SAMPLES = 9  # of the last calls, for medians
+"""The largest number of reasons that an answer lists for all rows together."""
+_SAMPLES = 9  # the number of recent calls that medians are computed from
 
 _TOLD_WHY = frozenset({"activations", "trainer", "kept"})
 
@@ -42,12 +42,12 @@ Column = Literal[
 
 @dataclass(slots=True)
 class ReasonCount:
-    """The calls of one row that had one reason.
+    """The calls of one row with the same reason.
 
     Attributes:
         reason: The reason, as the trainer reported it.
-        decision: Who recomputed the last of them, as in `schemas.Decision`.
-        is_fallback: Whether a worker had been meant to recompute the last of them.
+        decision: Who recomputed the last of these calls, for example "trainer".
+        is_fallback: Whether the last of these calls was meant for a worker.
         calls: Number of these calls.
         last_at_s: When the last of them ended, in seconds since 1970.
     """
@@ -61,10 +61,10 @@ class ReasonCount:
 
 @dataclass(slots=True)
 class Row:
-    """One segment of a run. Its attributes are those of `schemas.SegmentStatus`; medians are of the last calls.
+    """One segment of a run. The attributes are sums over its calls; medians are those of the last calls.
 
     Attributes:
-        why: Calls that did not get gradients from a worker, by reason. A later call that does get them removes nothing.
+        why: Calls that got no gradients from a worker, by reason. Later calls that do get them remove nothing.
     """
 
     run: str
@@ -85,27 +85,27 @@ class Row:
 
     @property
     def segment(self) -> str:
-        """As it is shown."""
+        """The name and position as people see them, such as "Block #3"."""
         return f"{self.name} #{self.position}"
 
     @property
     def local_ms(self) -> float:
-        """Median of its forward on the trainer."""
+        """Median forward time on the trainer, in milliseconds."""
         return self._median_ms(0)
 
     @property
     def remote_ms(self) -> float:
-        """Median of recompute and backward on a worker."""
+        """Median time of recomputation and backward on a worker, in milliseconds."""
         return self._median_ms(1)
 
     @property
     def wait_ms(self) -> float:
-        """Median that backward stood still for it."""
+        """Median time for which the segment blocked backward, in milliseconds."""
         return self._median_ms(2)
 
     @property
     def overhead_ms(self) -> float:
-        """Median of what recording, digests and sending took."""
+        """Median time of recording, digests and sending, in milliseconds."""
         return self._median_ms(3)
 
     def _median_ms(self, kind: int) -> float:
@@ -117,7 +117,7 @@ class Row:
         return sorted(self.why.values(), key=lambda count: count.last_at_s, reverse=True)
 
     def take(self, call: telemetry_pb2.SegmentCall, lanes: Sequence[float], at_s: float) -> None:
-        """Adds a call.
+        """Adds a call to the row.
 
         Args:
             call: The call as it was reported.
@@ -127,7 +127,7 @@ class Row:
         self.calls += 1
         self.up_bytes += call.up_bytes
         self.down_bytes += call.down_bytes
-        # Of few different ones, and each message brings strings of its own.
+        # Rows share equal strings: there are few different ones, but each message brings strings of its own.
         self.decision, self.reason, self.worker = intern(call.decision), intern(call.reason), intern(call.worker)
         self.fallbacks += call.is_fallback
         self.mismatches += call.mismatches
@@ -157,7 +157,7 @@ class SegmentTable:
 
     Args:
         run: The id of the run.
-        has_room: Whether there may be one more.
+        has_room: Returns whether one more row may be created.
     """
 
     def __init__(self, run: str, has_room: Callable[[], bool]) -> None:
@@ -172,7 +172,7 @@ class SegmentTable:
         return iter(self._rows.values())
 
     def take(self, call: telemetry_pb2.SegmentCall, lanes: Sequence[float], at_s: float) -> None:
-        """Adds a call to its row, if it has one or can get one. See `Row.take`."""
+        """Adds a call to its row, if the row exists or can be created. See `Row.take`."""
         row = self._rows.get((call.name, call.position))
         if row is None:
             if len(self._rows) >= ROWS or not self._has_room():
@@ -183,14 +183,14 @@ class SegmentTable:
 
 
 def select(tables: Iterable[SegmentTable], text: str, sort: Column, *, descending: bool, reason: str = "") -> list[Row]:
-    """Rows sorted by a column, then by segment.
+    """Returns rows sorted by a column, then by segment.
 
     Args:
         tables: The tables of the runs that are shown.
-        text: Text to find in segment, decision, any reason or worker, whatever its case; "" for all rows.
+        text: Text to find in the segment, decision, reasons or worker, ignoring case; "" for all rows.
         sort: The column to sort by.
         descending: Whether the largest value comes first.
-        reason: A reason, word for word, that calls of the row had; "" for all rows.
+        reason: An exact reason that a call of the row had; "" for all rows.
     """
     wanted = text.casefold()
     rows = [
@@ -210,7 +210,7 @@ def _contains(row: Row, wanted: str) -> bool:
 
 
 def reasons_of(tables: Iterable[SegmentTable]) -> list[ReasonCount]:
-    """The reasons of all rows, with their calls added up, the most frequent first; REASONS_IN_ALL at most."""
+    """Returns the reasons of all rows with their calls added up: at most REASONS_IN_ALL, the most frequent first."""
     totals: dict[str, ReasonCount] = {}
     for table in tables:
         for row in table:

@@ -1,24 +1,24 @@
-"""Numbers over time in little room."""
+"""Time series in little memory."""
 
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 
 LARGEST = 2**53 - 1
-"""Of whole numbers: beyond it neither a page's numbers nor these columns tell one from the next."""
+"""The largest integer that a column can hold exactly; JavaScript numbers have the same limit."""
 _SPARE = 256
-"""Rows that go at once when they have become too many, so that few of the others are moved."""
+"""The number of rows that are dropped at once, so that the remaining rows are rarely moved."""
 
 
 class Series:
-    """Rows of numbers, oldest first, each with its time. If there are too many, the oldest are dropped.
+    """Rows of numbers with a time each, oldest first. The oldest rows are dropped when there are too many.
 
     Args:
-        kept: Rows that are kept for certain.
-        columns: Numbers in a row.
+        kept: The least number of rows that are kept.
+        columns: The number of columns.
 
     Attributes:
-        at_s: When each row was, in seconds since 1970, never falling.
+        at_s: The time of each row, in seconds since 1970, in ascending order.
         columns: The numbers of the rows by column, each column as long as `at_s`.
     """
 
@@ -28,7 +28,7 @@ class Series:
         self._most = kept + _SPARE
 
     def append(self, at_s: float, row: Sequence[float]) -> None:
-        """Adds a row. One from before the last counts as of its time: a clock was set back."""
+        """Appends a row. A row older than the last one gets the time of the last one, as after a clock was set back."""
         self.at_s.append(max(at_s, self.at_s[-1]) if self.at_s else at_s)
         for column, value in zip(self.columns, row, strict=True):
             column.append(value)
@@ -37,7 +37,7 @@ class Series:
                 del column[:_SPARE]
 
     def add(self, at_s: float, row: Sequence[float]) -> None:
-        """Adds numbers to the last row if it is of the same second, or later; else a row."""
+        """Adds numbers to the last row if that has the same second or a later one; else appends a row."""
         if self.at_s and int(self.at_s[-1]) >= int(at_s):
             for column, value in zip(self.columns, row, strict=True):
                 column[-1] += value
@@ -45,10 +45,10 @@ class Series:
             self.append(at_s, row)
 
     def since(self, at_s: float) -> int:
-        """Index of the first row from then on."""
+        """Returns the index of the first row at or after a time."""
         return bisect_left(self.at_s, at_s)
 
     def sums(self, at_s: float) -> list[float]:
-        """Of each column, over the rows from then on."""
+        """Returns the sum of each column over the rows at or after a time."""
         start = self.since(at_s)
         return [sum(column[start:]) for column in self.columns]

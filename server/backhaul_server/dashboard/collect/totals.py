@@ -1,4 +1,4 @@
-"""What is summed over steps and segments: for the headline, for alerts, for Prometheus."""
+"""Sums over steps and segments for the headline, the alerts and Prometheus."""
 
 from collections.abc import Iterable
 from typing import NamedTuple, Self
@@ -11,24 +11,26 @@ WINDOW_S = 300
 
 
 class Totals(NamedTuple):
-    """Of steps, and of their segments' calls as far as these were told. Seconds are sums over segments: they overlap.
+    """Sums over steps and their reported calls. Seconds are summed over segments, which overlap.
 
     Attributes:
         steps: The number of steps that ended.
-        gradients: Recomputations on a worker that gave gradients; activations likewise.
-        on_trainer: Recomputations on the trainer.
-        fallbacks: Those of them that were meant for a worker.
-        wait_s: That backward stood still for workers.
-        overhead_s: Spent on recording, digests and sending in the trainer's own threads.
-        spared_s: What functions took whose recomputation a worker did.
-        up_bytes: To workers; down_bytes from them.
+        gradients: Number of recomputations on a worker that returned gradients.
+        activations: Number of recomputations on a worker that returned activations.
+        on_trainer: Number of recomputations on the trainer.
+        fallbacks: Those of `on_trainer` that were meant for a worker.
+        wait_s: Time for which backward was blocked by workers.
+        overhead_s: Time of recording, digests and sending in the trainer's own threads.
+        spared_s: Forward time of the segments that a worker recomputed, measured on the trainer.
+        up_bytes: Bytes sent to workers.
+        down_bytes: Bytes received from workers.
         calls: The number of reported segment calls.
         retries: The number of repeated requests of these calls.
-        mismatches: Recomputations whose values were refused.
-        upload_s: Seconds of uploads of segments. queue_s, recompute_s, backward_s and download_s are the other phases.
-        exposed_queue_s: The part of queue_s for which backward was blocked. The rest costs nothing: segments that are
-            replayed ahead wait for each other.
-        remote_forward_s: The forward time of those calls that a worker recomputed.
+        mismatches: Number of recomputations whose values were rejected.
+        upload_s: Time of uploads; queue_s, recompute_s, backward_s and download_s are the other phases.
+        exposed_queue_s: The part of queue_s for which backward was blocked. The rest costs nothing, because
+            speculative replays wait for each other.
+        remote_forward_s: Forward time of the reported calls that a worker recomputed.
     """
 
     steps: float = 0
@@ -54,31 +56,31 @@ class Totals(NamedTuple):
 
     @property
     def remote(self) -> float:
-        """Recomputations on workers."""
+        """The number of recomputations on workers."""
         return self.gradients + self.activations
 
     @property
     def fallback_rate(self) -> float:
-        """Of the recomputations that were meant for a worker."""
+        """Fallbacks as a share of the recomputations that were meant for a worker."""
         return self.fallbacks / meant if (meant := self.remote + self.fallbacks) else 0.0
 
     @property
     def transfer_s(self) -> float:
-        """Up and down."""
+        """Time of uploads and downloads, in seconds."""
         return self.upload_s + self.download_s
 
     def plus(self, other: "Totals") -> "Totals":
-        """Both together."""
+        """Returns the sum of both."""
         return Totals._make(a + b for a, b in zip(self, other, strict=True))
 
     @classmethod
     def of_all(cls, parts: Iterable["Totals"]) -> Self:
-        """All together."""
+        """Returns the sum of all parts."""
         return cls._make(map(sum, zip(cls(), *parts, strict=True)))
 
     @classmethod
     def of_step(cls, step: telemetry_pb2.Step) -> Self:
-        """What a step says of itself."""
+        """Returns the sums that a step reports itself."""
         return cls(
             steps=1,
             gradients=step.gradients,
@@ -94,7 +96,7 @@ class Totals(NamedTuple):
 
     @classmethod
     def of_call(cls, call: telemetry_pb2.SegmentCall, lanes: list[float]) -> Self:
-        """What a call says beyond its step. `lanes` has the seconds of its spans by lane."""
+        """Returns the sums that a call adds to those of its step. `lanes` has the seconds of its spans by lane."""
         is_remote = call.decision in {"gradients", "activations"}
         return cls(
             calls=1,
@@ -120,15 +122,15 @@ def _exposed_queue_s(call: telemetry_pb2.SegmentCall) -> float:
 
 
 class RecentTotals:
-    """Sums, second by second, for the last five minutes."""
+    """Sums per second over the last five minutes."""
 
     def __init__(self) -> None:
         self._series = Series(WINDOW_S, len(Totals._fields))
 
     def add(self, at_s: float, sums: Totals) -> None:
-        """Counts them at that time."""
+        """Adds sums at a time in seconds since 1970."""
         self._series.add(at_s, sums)
 
     def since(self, at_s: float) -> Totals:
-        """From then on."""
+        """Returns the sums at or after a time."""
         return Totals._make(self._series.sums(at_s))

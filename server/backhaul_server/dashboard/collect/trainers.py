@@ -11,13 +11,13 @@ from backhaul_server.dashboard.collect.totals import Totals
 RUNS = 64
 DETAILED_RUNS = 8
 ROWS_IN_ALL = 30_000
-"""Of the tables of segments."""
+"""The largest number of rows in the tables of segments of all runs."""
 CALLS_BYTES = 24 << 20
-"""Of the calls kept for timelines, in all runs."""
+"""The largest size of the calls kept for timelines, of all runs."""
 
 
 class Trainers:
-    """Runs by id. A trainer reports to one of its workers at a time, so here all of them come together."""
+    """The runs by id. A trainer reports to one of its workers at a time; here all reports come together."""
 
     def __init__(self) -> None:
         self._runs: dict[str, TrainerRun] = {}
@@ -32,31 +32,31 @@ class Trainers:
         return len(self._runs)
 
     def find(self, run: str) -> TrainerRun | None:
-        """The run of that id, None where it is not known."""
+        """Returns the run with this id, None if it is unknown."""
         return self._runs.get(run)
 
     def newest(self) -> TrainerRun | None:
-        """The run that began last, None before the first. It stays the same while several runs report."""
+        """Returns the run that began last, None if there is none. It stays the same while several runs report."""
         return max(self, key=lambda run: (run.began_at_s, run.id), default=None)
 
     @property
     def totals(self) -> Totals:
-        """Of all runs since this process began, those forgotten included."""
+        """The sums of all runs since this process began, including runs that were forgotten since."""
         return Totals.of_all([self._gone, *(run.totals for run in self)])
 
     @property
     def dropped(self) -> int:
-        """Steps and calls that runs did not tell, and reports that were not taken; those of runs forgotten included."""
+        """Number of steps, calls and reports that were not reported or not kept, including those of forgotten runs."""
         return min(LARGEST, self._gone_dropped + self.refused_reports + sum(run.dropped for run in self))
 
     @property
     def saved_bytes(self) -> int:
-        """What running trainers held less thanks to workers, at the end of their last steps."""
+        """Bytes that workers spare the running trainers, at the end of their last steps."""
         return min(LARGEST, sum(run.last_step.saved_bytes for run in self._running()))
 
     @property
     def running(self) -> int:
-        """How many run."""
+        """The number of runs that report."""
         return len(self._running())
 
     def _running(self) -> list[TrainerRun]:
@@ -64,7 +64,7 @@ class Trainers:
         return [run for run in self if run.state(now_s) == "running"]
 
     def take(self, report: telemetry_pb2.TrainerReport, now_s: float, since_s: float) -> None:
-        """Takes in a cleaned report, see `TrainerRun.take`."""
+        """Adds a sanitized report to its run, see `TrainerRun.take`."""
         run = self._runs.get(report.run.id) or self._admit(report.run, now_s)
         if run is None:
             self.refused_reports += 1
@@ -76,12 +76,12 @@ class Trainers:
             max(self, key=lambda run: run.calls_bytes).forget_oldest_calls()
 
     def heard(self, run: str, at_s: float) -> None:
-        """A worker says that a run's session was alive then."""
+        """Notes that a worker saw a session of the run alive at this time."""
         if (known := self._runs.get(run)) is not None:
             known.heard_at_s = max(known.heard_at_s, at_s)
 
     def _admit(self, about: telemetry_pb2.Run, now_s: float) -> TrainerRun | None:
-        """Makes room for another run: drops the run that ended, or was last heard of, the longest ago."""
+        """Admits a new run. If there are too many, drops the one that ended or fell silent the longest ago."""
         if len(self._runs) >= RUNS:
             over = self._over(now_s)
             if over is None:
@@ -101,7 +101,7 @@ class Trainers:
         return over is not None
 
     def _over(self, now_s: float, *, detailed: bool = False) -> TrainerRun | None:
-        """Of the runs that no longer run the one heard of longest ago, None where all do."""
+        """Returns the run that fell silent the longest ago, None if all runs report."""
         over = [run for run in self if run.state(now_s) != "running" and (run.detail is not None or not detailed)]
         return min(over, key=lambda run: run.heard_at_s, default=None)
 

@@ -1,4 +1,4 @@
-"""Asks workers how they are, once a second, and takes in what trainers told them."""
+"""Polls workers once a second and collects the reports of their trainers."""
 
 import asyncio
 import logging
@@ -23,29 +23,29 @@ from backhaul_server.dashboard.collect.watched import Watched
 
 INTERVAL_S = 1.0
 ANSWER_S = 1.5
-"""A worker that stops right after an answer is found out within this and the interval."""
-_PAGES = 8  # of reports, asked for in one go
+"""Deadline of a request: the failure of a worker is noticed within this time and the interval."""
+_PAGES = 8  # the number of report pages that one poll fetches
 _SILENT_CALLS = 4
-"""So many in a row, and there is a new connection: a machine that vanished never closes the old one."""
+"""After this many failures in a row the connection is replaced: a machine that vanished never closes the old one."""
 _LATE_S = 10.0
-"""A trainer may have kept a report so long before its worker got it."""
+"""The longest time for which a trainer may have held back a report, in seconds."""
 
 logger = logging.getLogger("backhaul.dashboard")
 
 
 class Watch:
-    """All workers, and the trainers that told them something. `run` it as a task; it ends by cancellation.
+    """Watches workers and the trainers that report to them. Run `run` as a task, and end it by cancelling.
 
     Args:
         addresses: The addresses of the workers.
-        tokens: What to show them, None for nothing: one for all, or one each in the order of addresses.
-        keep: Given every report once it is cleaned, also those that come twice. Must not block.
+        tokens: Tokens of the workers, None for no token: one for all workers, or one each in the order of addresses.
+        keep: Called with every sanitized report, also with repeated ones. Must not block.
 
     Attributes:
-        workers: In the order of addresses.
+        workers: The watched workers, in the order of addresses.
         calls: The tally of the calls of all workers together.
         trainers: The runs that trainers reported.
-        held: What runs held on workers over time.
+        held: The bytes held for runs on workers over time.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class Watch:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every worker was asked once, and answered or didn't."""
+        """Whether every worker has answered or failed at least once."""
         return all(worker.was_asked for worker in self.workers)
 
     async def run(self) -> None:
-        """Asks each worker once a second. One that does not answer delays no other."""
+        """Polls each worker once a second. A worker that does not answer delays no other."""
         async with asyncio.TaskGroup() as tasks:
             for worker, token in zip(self.workers, self._tokens, strict=True):
                 tasks.create_task(self._follow(worker, token))
@@ -90,7 +90,7 @@ class Watch:
                     await asyncio.sleep(max(0.0, due_s - time.monotonic()))
 
     async def _ask(self, worker: Watched, ask: Callable[..., Awaitable[Any]], token: str | None) -> bool:
-        """Asks once, and again for what did not fit the answer. Returns False where there was no sign of life."""
+        """Polls once, and again while there are more reports. Returns False if the worker did not answer."""
         try:
             for _ in range(_PAGES):
                 request = telemetry_pb2.GetTelemetryRequest(after_report=worker.after_report, epoch=worker.epoch)
@@ -105,8 +105,8 @@ class Watch:
             return error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
         except TransferError as error:
             worker.failed(error.message)
-        except Exception as error:  # what one worker says must not end the watch over the others
-            logger.exception("the answer of %s was not understood", worker.address.text)
+        except Exception as error:  # one worker's answer must not end the watch over the others
+            logger.exception("The answer of worker %s could not be processed.", worker.address.text)
             worker.failed(f"its answer was not understood: {type(error).__name__}: {error}")
         return True
 
@@ -123,9 +123,9 @@ class Watch:
                 self.trainers.take(report.report, time.time(), since_s)
             else:
                 self.trainers.refused_reports += 1
-            await asyncio.sleep(0)  # others want their turn
+            await asyncio.sleep(0)  # lets other tasks run between two pages
         if answer.reports:
-            # A message's memory goes with its last part: what is kept of it must not keep the reports.
+            # A part of a message keeps the whole message alive, so what is kept must be copied out of the reports.
             answer.ClearField("reports")
             alone = telemetry_pb2.GetTelemetryResponse()
             alone.CopyFrom(answer)

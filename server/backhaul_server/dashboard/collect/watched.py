@@ -1,4 +1,4 @@
-"""A worker as it was last seen, and its last hour."""
+"""A worker, as of its last answer, with the history of its last hour."""
 
 import time
 from collections import deque
@@ -13,7 +13,7 @@ from backhaul_server.dashboard.collect.series import Series
 
 KEPT_S = 3_600
 SEEN_S = 3.0
-"""A worker not heard of for so long is not healthy, whatever it said."""
+"""Seconds without an answer after which a worker is not healthy, whatever state it last reported."""
 TIERS = ("segment_bytes", "cached_bytes", "working_bytes", "result_bytes")
 _MARKS = 600
 
@@ -22,12 +22,12 @@ State = Literal["serving", "draining", "unreachable"]
 
 @dataclass(frozen=True, slots=True)
 class CounterIncrease:
-    """That a worker gave something up or turned something away.
+    """Evictions or refusals of a worker between two answers.
 
     Attributes:
-        at_s: When it was seen, in seconds since 1970.
+        at_s: When the increase was seen, in seconds since 1970.
         kind: Whether something was evicted or refused.
-        count: How often since it was last asked.
+        count: The increase since the answer before.
     """
 
     at_s: float
@@ -36,23 +36,23 @@ class CounterIncrease:
 
 
 class Watched:
-    """One worker.
+    """One watched worker.
 
     Args:
-        address: As given on the command line.
-        of_all: Where its calls are counted beside those of others.
+        address: The address, as given on the command line.
+        of_all: A tally that counts the calls of all workers together.
 
     Attributes:
-        address: As given on the command line.
-        telemetry: Its last answer without reports, None before the first.
-        answered_at_s: When that came, in seconds since 1970; 0 before.
-        error: Why it did not answer since, empty while it does.
-        was_asked: Whether it was asked once, and answered or didn't.
-        memory: Bytes by tier, in the order of TIERS.
+        address: The address, as given on the command line.
+        telemetry: The last answer without its reports; None before the first.
+        answered_at_s: When the last answer came, in seconds since 1970; 0 before the first.
+        error: Why the worker has not answered since; empty while it answers.
+        was_asked: Whether the worker has answered or failed at least once.
+        memory: Bytes by tier over time, in the order of TIERS.
         increases: The last evictions and refusals.
         durations: The durations of this worker's calls.
-        after_report: The last report that was taken from it.
-        caught_up_at_s: When it last had no more reports to give; 0 before.
+        after_report: Number of the last report that was taken from the worker.
+        caught_up_at_s: When the worker last had no further reports, in seconds since 1970; 0 before.
     """
 
     def __init__(self, address: Address, of_all: Tally) -> None:
@@ -69,7 +69,7 @@ class Watched:
 
     @property
     def epoch(self) -> str:
-        """Of its last answer."""
+        """The epoch in the last answer; empty before the first."""
         return self.telemetry.epoch if self.telemetry is not None else ""
 
     @property
@@ -81,23 +81,23 @@ class Watched:
 
     @property
     def budget_bytes(self) -> int:
-        """Of its memory, 0 where it is not known."""
+        """The budget of the worker in bytes; 0 if it is unknown."""
         return self.telemetry.memory.budget_bytes if self.telemetry is not None else 0
 
     def is_healthy(self, now_s: float) -> bool:
-        """Whether it serves, and said so a moment ago."""
+        """Whether the worker serves, and has answered recently."""
         return self.state == "serving" and now_s - self.answered_at_s <= SEEN_S
 
     def sessions(self) -> list[telemetry_pb2.SessionTelemetry]:
-        """Those that are open as far as is known: none while it does not answer."""
+        """Returns the open sessions as of the last answer; none while the worker does not answer."""
         return list(self.telemetry.sessions) if self.telemetry is not None and not self.error else []
 
     def failed(self, error: str) -> None:
-        """It did not answer."""
+        """Notes that the worker did not answer, and why."""
         self.was_asked, self.error = True, clipped(error, 300)
 
     def answered(self, telemetry: telemetry_pb2.GetTelemetryResponse) -> None:
-        """Takes in an answer whose reports were taken out."""
+        """Processes an answer whose reports were removed."""
         clean_telemetry(telemetry)
         now_s, memory, before = time.time(), telemetry.memory, self.telemetry
         if before is not None:

@@ -1,4 +1,4 @@
-"""Where runs are kept beyond this process."""
+"""The interface of the history: runs and steps that outlive the dashboard's process."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -10,9 +10,9 @@ from backhaul_proto.v1 import telemetry_pb2
 
 @validated_dataclass(frozen=True, slots=True)
 class RunRecord:
-    """A stored run, with the attributes of a run as the API shows it.
+    """A stored run. Its fields have the meaning of `RunSummary` in the API.
 
-    Raises ValueError for values of other types: other programs may have written to the file that they come from.
+    Raises ValueError for values of other types, because other programs may have written to the file.
     """
 
     run: str
@@ -36,7 +36,7 @@ class RunRecord:
 
 @dataclass(slots=True)
 class StepSeries:
-    """The steps of a run in points, oldest first, with the attributes of a series as the API shows it."""
+    """The steps of a run in points, oldest first. Its fields have the meaning of `RunSeries` in the API."""
 
     run: str
     step: list[int]
@@ -47,50 +47,50 @@ class StepSeries:
 
 
 class Archive(Protocol):
-    """What the dashboard needs of it.
+    """What the dashboard needs of a history.
 
     Attributes:
-        error: Why nothing is kept, empty where it is.
+        error: Why nothing is kept; empty while it is kept.
     """
 
     error: str
 
     def start(self) -> None:
-        """Begins."""
+        """Starts the history."""
 
     def stop(self) -> None:
-        """Ends, with all that was put."""
+        """Writes everything that was put, and stops."""
 
     def put(self, report: telemetry_pb2.TrainerReport) -> None:
-        """Keeps a report. Never blocks; a report may be put twice."""
+        """Queues a report. Never blocks. A report may be put twice."""
 
     async def runs(self, limit: int) -> list[RunRecord]:
-        """The last runs, newest first."""
+        """Returns the last runs, newest first."""
         ...
 
     async def series(self, run: str, points: int) -> StepSeries | None:
-        """A run's steps, None where the run is not known."""
+        """Returns the steps of a run in at most `points` points, None if the run is unknown."""
         ...
 
 
 class NoArchive:
-    """Keeps nothing."""
+    """A history that keeps nothing."""
 
     error = "nothing is kept over a restart"
 
     def start(self) -> None:
-        """See Archive."""
+        """Does nothing."""
 
     def stop(self) -> None:
-        """See Archive."""
+        """Does nothing."""
 
     def put(self, report: telemetry_pb2.TrainerReport) -> None:
-        """See Archive."""
+        """Drops the report."""
 
     async def runs(self, limit: int) -> list[RunRecord]:
-        """See Archive."""
+        """Returns no run."""
         return []
 
     async def series(self, run: str, points: int) -> StepSeries | None:
-        """See Archive."""
+        """Returns None: no run is known."""
         return None

@@ -1,4 +1,4 @@
-"""Where history is kept and for how long, as options say it. Imports nothing that a command's --help would wait for."""
+"""The options that say where and how long history is kept. Imports nothing that would slow down `--help`."""
 
 import os
 from argparse import ArgumentTypeError
@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 MEMORY = ":memory:"
-"""The path that keeps nothing over a restart."""
+"""The path that keeps history in memory only."""
 RETENTION_DAYS = 30.0
 _LONGEST_DAYS = 36_500.0
 
 
 def default_path(environment: Mapping[str, str] = os.environ) -> str:
-    """Where history is kept unless told otherwise; in memory for a user without a home."""
+    """Returns the default path of the history; in memory for a user without a home directory."""
     state = Path(environment.get("XDG_STATE_HOME", ""))
     if not state.is_absolute():  # also where it is not set: the specification ignores relative ones
         home = environment.get("HOME", "")
@@ -23,7 +23,7 @@ def default_path(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def parse_retention(text: str) -> float:
-    """Days, more than 0. Raises ArgumentTypeError."""
+    """Returns a number of days above 0. Raises ArgumentTypeError for any other text."""
     try:
         days = float(text)
     except ValueError:

@@ -1,7 +1,7 @@
 """The SQLite file in which runs and steps outlive the dashboard.
 
-Several dashboards may write the same file: a run is known by its name, a step by its number in the run, and what is
-there already is left as it is. A run's sums are kept by a trigger, in the transaction that adds its steps.
+Several dashboards may write the same file: a run is identified by its id, a step by its number in the run, and rows
+that exist are left as they are. A trigger updates the sums of a run in the transaction that adds its steps.
 """
 
 import errno
@@ -22,13 +22,13 @@ from backhaul_server.dashboard.history.options import MEMORY
 
 SCHEMA = 1
 BUSY_S = 0.3
-"""How long another process may hold the file: a second's budget for stopping has room for it."""
+"""The longest time for which another process may lock the file. It fits into the second that stopping may take."""
 FORGOTTEN_AT_ONCE = 10_000
 RECENT_STEPS = 50
 SILENT_S = 30.0
 
-_APPLICATION = 0x4248_4C31  # "BHL1": whose file this is
-_MOST = 2**53 - 1  # what is larger is no count, and not exact in JSON
+_APPLICATION = 0x4248_4C31  # "BHL1": identifies the owner of the file
+_MOST = 2**53 - 1  # larger numbers are not exact in JSON
 _TABLES = (
     """
     CREATE TABLE runs (
@@ -110,12 +110,12 @@ Value = str | float | int | None
 
 
 class HistoryRefusedError(Exception):
-    """A file that holds something else, or that a newer version wrote. The message says so and what to do."""
+    """The file holds something else, or a newer version wrote it. The message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReportRows:
-    """What is kept of a trainer's report: a row of the run, and one of each step."""
+    """The rows to keep of a report: one for the run, and one for each step."""
 
     run: tuple[Value, ...]
     steps: tuple[tuple[Value, ...], ...]
@@ -125,7 +125,7 @@ class ReportRows:
 
 
 def report_rows(report: telemetry_pb2.TrainerReport, now_s: float) -> ReportRows:
-    """Takes from a report what is kept. A trainer's clock may be wrong: nothing of it lies later than now."""
+    """Returns the rows of a report. A trainer's clock may be wrong, so no time in them is later than `now_s`."""
     run = report.run
     name = run.id
     return ReportRows(
@@ -158,7 +158,7 @@ def report_rows(report: telemetry_pb2.TrainerReport, now_s: float) -> ReportRows
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Steps in a row: the number of the last, medians of duration and loss, of bytes the largest."""
+    """Consecutive steps: the number of the last one, the medians of duration and loss, and the largest bytes."""
 
     step: int
     step_ms: float
@@ -168,18 +168,21 @@ class Point:
 
 
 class HistoryFile:
-    """An open history, used by one thread. Every method may raise sqlite3.Error: the disk and others see to that."""
+    """An open history file, used by one thread. Every method may raise sqlite3.Error, for example for a full disk."""
 
     def __init__(self, path: str) -> None:
-        """Opens the file, or makes it and its directory. Raises OSError, sqlite3.Error or HistoryRefusedError."""
+        """Opens the file; creates it and its directory if missing.
+
+        Raises OSError, sqlite3.Error or HistoryRefusedError.
+        """
         self._path = path
         if path != MEMORY:
             Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # SQLite alone would make it readable for all. One that is there must not be opened beside SQLite: closing
-            # it would drop the locks of this process.
+            # SQLite alone would make a new file readable for everyone. An existing file must not be opened here:
+            # closing it would drop the locks that this process holds.
             with suppress(FileExistsError):
                 os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
-            # SQLite would put a log beside one that may only be read, with its mode: in the way once it may be written.
+            # SQLite would create a log beside a read-only file, also read-only, which would later prevent writing.
             if not os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
         self._connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
@@ -193,34 +196,36 @@ class HistoryFile:
     def _prepare(self) -> None:
         run = self._connection.execute
         run("PRAGMA foreign_keys = ON")
-        run("PRAGMA auto_vacuum = INCREMENTAL")  # counts where there are no tables yet
-        with self._transaction():  # two dashboards may start at once
+        run("PRAGMA auto_vacuum = INCREMENTAL")  # takes effect only before the first table exists
+        with self._transaction():  # two dashboards may start at the same time
             (tables,) = run("SELECT count(*) FROM sqlite_schema").fetchone()
             (application,) = run("PRAGMA application_id").fetchone()
             (version,) = run("PRAGMA user_version").fetchone()
             if tables and application != _APPLICATION:
                 raise HistoryRefusedError(
-                    f'"{self._path}" is the database of something else: name another with --store'
+                    f'"{self._path}" is the database of another program: use another file with --store'
                 )
             if version > SCHEMA:
                 raise HistoryRefusedError(
                     f'"{self._path}" was written by a newer Backhaul (schema {version}, this one knows {SCHEMA}): '
-                    "upgrade, or name another file with --store"
+                    "upgrade, or use another file with --store"
                 )
             if not tables:
                 for statement in _TABLES:
                     run(statement)
-        run("PRAGMA journal_mode = WAL")  # which stays with a file: not before it is known to be ours
-        run("PRAGMA synchronous = NORMAL")  # a power cut may cost the last steps, never the file
+        run(
+            "PRAGMA journal_mode = WAL"
+        )  # the mode is stored in the file, so it is set only once the file is known to be ours
+        run("PRAGMA synchronous = NORMAL")  # a power failure may lose the last steps, but never the file
 
     def close(self) -> None:
-        """Ends it. The last to close folds the write-ahead log into the file."""
-        with suppress(sqlite3.Error):  # what could be written is
+        """Closes the file. The last process to close it merges the write-ahead log into the file."""
+        with suppress(sqlite3.Error):  # everything that could be written has been
             self._connection.close()
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the path still leads to the open file, which may have been moved away."""
+        """Returns whether the path still leads to the open file, which may have been moved away."""
         return self._file == self._identity()
 
     def _identity(self) -> tuple[int, int] | None:
@@ -233,14 +238,14 @@ class HistoryFile:
         return status.st_dev, status.st_ino
 
     def write(self, reports: Iterable[ReportRows]) -> None:
-        """Adds what is new, all of it or nothing."""
+        """Adds the new rows of reports in one transaction."""
         kept = list(reports)
         with self._transaction():
             self._connection.executemany(_ADD_RUN, [report.run for report in kept])
             self._connection.executemany(_ADD_STEP, [step for report in kept for step in report.steps])
 
     def forget(self, before_s: float) -> Iterator[None]:
-        """Deletes steps from before a time, and runs not heard of since. Pauses after each transaction."""
+        """Deletes steps before a time, and runs without activity since then. Yields after each transaction."""
         runs = self._connection.execute("SELECT id, heard_at_s FROM runs").fetchall()
         for run, heard_at_s in runs:
             is_over = heard_at_s < before_s
@@ -255,7 +260,7 @@ class HistoryFile:
         self._connection.execute(f"PRAGMA incremental_vacuum({FORGOTTEN_AT_ONCE})").fetchall()
 
     def runs(self, limit: int, now_s: float) -> list[RunRecord]:
-        """The newest runs first."""
+        """Returns the last runs, newest first."""
         return [self._run(row, now_s) for row in self._connection.execute(_RUNS, (limit,)).fetchall()]
 
     def _run(self, row: tuple[Any, ...], now_s: float) -> RunRecord:
@@ -285,10 +290,10 @@ class HistoryFile:
         )
 
     def series(self, run: str, points: int) -> Iterator[Point] | None:
-        """A run's steps in at most so many points, oldest first, or None for an unknown run.
+        """Returns the steps of a run in at most `points` points, oldest first; None for an unknown run.
 
-        A point stands for equally many step numbers and is read by itself, so no query is long however many steps a
-        run has.
+        All points cover equally many step numbers, and each is read by a query of its own, so that no query takes long
+        however many steps a run has.
         """
         row = self._connection.execute(
             "SELECT id, min(number), max(number) FROM runs LEFT JOIN steps ON run = id WHERE name = ? GROUP BY id",
@@ -307,9 +312,9 @@ class HistoryFile:
                 "WHERE run = ? AND number >= ? AND number < ?",
                 (identity, begin, begin + width),
             ).fetchall()
-            if rows:  # else they were forgotten meanwhile
+            if rows:  # else the steps were deleted meanwhile
                 yield _point(rows)
-            # Where steps are missing, the next point is that of the next one that is there.
+            # If steps are missing, the next point starts at the next step that exists.
             (following,) = self._connection.execute(
                 "SELECT min(number) FROM steps WHERE run = ? AND number >= ?", (identity, begin + width)
             ).fetchone()
@@ -336,5 +341,5 @@ def _point(rows: Sequence[tuple[int, float, float | None, int, int]]) -> Point:
 
 
 def _seconds(value: float, most_s: float) -> float:
-    """A time or duration as it is kept: finite, and from 0 to the most it can be."""
+    """Returns a time or duration that is finite, and between 0 and `most_s`."""
     return min(max(value, 0.0), most_s) if isfinite(value) else 0.0

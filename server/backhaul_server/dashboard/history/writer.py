@@ -1,8 +1,8 @@
-"""What trainers told, kept over restarts: by a thread of its own, so that no disk holds up the dashboard.
+"""Keeps reports over restarts. A thread of its own writes them, so that no disk delays the dashboard.
 
-Whatever happens to the file, the dashboard goes on without history and says why. It tries again once a second, so
-history goes on when the cause is gone: room on the disk, a lock that was given up, a damaged file moved away. Nothing
-that is there already is ever renamed or deleted but runs and steps older than the retention.
+If the file cannot be used, the dashboard continues without history and shows why. The thread tries again once a second,
+so history continues when the cause is gone: the disk has room again, a lock was released, or a damaged file was moved
+away. Nothing in an existing file is renamed or deleted, except runs and steps older than the retention.
 """
 
 import asyncio
@@ -21,37 +21,37 @@ from backhaul_server.dashboard.history.sqlite import HistoryFile, HistoryRefused
 T = TypeVar("T")
 
 WRITE_S = 1.0
-"""Between two transactions, and between two attempts while the file can't be used."""
+"""Seconds between two transactions, and between two attempts while the file cannot be used."""
 FORGET_S = 3600.0
 QUEUED_ROWS = 20_000
-"""About 10 MB; at a hundred steps a second, what comes in three minutes without a file."""
+"""The most rows in the queue: about 10 MB, or three minutes without a file at a hundred steps a second."""
 STOP_S = 1.0
 
 _DAY_S = 86_400.0
 _CAUSES = {
-    sqlite3.SQLITE_BUSY: "is held by another process",
-    sqlite3.SQLITE_LOCKED: "is held by another process",
-    sqlite3.SQLITE_FULL: "can't grow, for the disk is full: make room",
-    sqlite3.SQLITE_READONLY: "can't be written: allow it, or name another with --store",
-    sqlite3.SQLITE_CANTOPEN: "can't be opened: allow it, or name another with --store",
-    sqlite3.SQLITE_IOERR: "can't be read or written: look at the disk",
-    sqlite3.SQLITE_CORRUPT: "is damaged: move it away, or name another with --store",
-    sqlite3.SQLITE_NOTADB: "is damaged or no SQLite file: move it away, or name another with --store",
+    sqlite3.SQLITE_BUSY: "is locked by another process",
+    sqlite3.SQLITE_LOCKED: "is locked by another process",
+    sqlite3.SQLITE_FULL: "cannot grow because the disk is full: free some space",
+    sqlite3.SQLITE_READONLY: "cannot be written: change its permissions, or use another file with --store",
+    sqlite3.SQLITE_CANTOPEN: "cannot be opened: change its permissions, or use another file with --store",
+    sqlite3.SQLITE_IOERR: "cannot be read or written: check the disk",
+    sqlite3.SQLITE_CORRUPT: "is damaged: move it away, or use another file with --store",
+    sqlite3.SQLITE_NOTADB: "is damaged or no SQLite file: move it away, or use another file with --store",
 }
 _USABLE = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL}
-"""After these what is there can still be read."""
+"""SQLite errors after which the existing rows can still be read."""
 
 
 class History:
-    """Runs and steps of all trainers.
+    """The history of all trainers' runs and steps: an `Archive`.
 
     Attributes:
-        error: Why no history is kept, empty while it is. Read from any thread.
+        error: Why no history is kept; empty while it is kept. Any thread may read it.
         dropped_steps: Steps that were dropped because the queue was full while the file could not be used.
     """
 
     def __init__(self, path: str, retention_days: float) -> None:
-        """For a file, made at `start` if there is none, or ":memory:"."""
+        """Creates a history for a file, which `start` creates if it is missing, or for ":memory:"."""
         self.error = ""
         self.dropped_steps = 0
         self._path = path
@@ -64,7 +64,7 @@ class History:
         self._thread = threading.Thread(target=self._serve, name="backhaul-history", daemon=True)
 
     def trouble(self) -> str:
-        """Why the file can't be written now; empty if it can be. Called before `start`."""
+        """Returns why the file cannot be written now; empty if it can be. Call before `start`."""
         try:
             HistoryFile(self._path).close()
         except (OSError, sqlite3.Error, HistoryRefusedError) as error:
@@ -72,18 +72,21 @@ class History:
         return ""
 
     def start(self) -> None:
-        """Begins to write. What was put before is written too."""
+        """Starts the thread. It also writes what was put before."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Writes what was put, and ends the thread: within a second, or leaves it to the process's end."""
+        """Writes everything that was put, and ends the thread. Waits for at most a second."""
         with self._wake:
             self._is_stopping = True
             self._wake.notify()
         self._thread.join(STOP_S)
 
     def put(self, report: telemetry_pb2.TrainerReport) -> None:
-        """Takes a report, written within a second and before the next answer. Never waits: without room it drops."""
+        """Queues a report, which is written within a second and before the next answer.
+
+        Drops it if the queue is full.
+        """
         if not report.run.id:
             return
         kept = report_rows(report, time.time())
@@ -95,12 +98,12 @@ class History:
             self._queued_rows += len(kept)
 
     async def runs(self, limit: int) -> list[RunRecord]:
-        """The newest runs first; none while there is no history."""
+        """Returns the last runs, newest first; none while there is no history."""
         none: list[RunRecord] = []
         return await self._ask(lambda file: file.runs(limit, time.time()), none)
 
     async def series(self, run: str, points: int) -> StepSeries | None:
-        """A run's steps in at most so many points, or None for a run that history does not know."""
+        """Returns the steps of a run in at most `points` points, None if the history does not know the run."""
         return await self._ask(lambda file: self._series(file, run, points), None)
 
     def _series(self, file: HistoryFile, run: str, points: int) -> StepSeries | None:
@@ -119,7 +122,7 @@ class History:
         return series
 
     async def _ask(self, question: Callable[[HistoryFile], T], otherwise: T) -> T:
-        """Has the thread answer a question: otherwise, while there is no file or if it can't be read."""
+        """Lets the thread answer a question. Returns `otherwise` if there is no file or it cannot be read."""
         answer: Future[T] = Future()
 
         def reply(file: HistoryFile | None) -> None:
@@ -127,7 +130,7 @@ class History:
                 return
             try:
                 answer.set_result(otherwise if file is None else question(file))
-            except (sqlite3.Error, ValueError) as error:  # ValueError: no JSON where there was some
+            except (sqlite3.Error, ValueError) as error:  # ValueError: a field holds no valid JSON
                 self.error = self._reason(error)
                 answer.set_result(otherwise)
 
@@ -144,7 +147,7 @@ class History:
         is_ending = False
         while not is_ending:
             questions, is_ending = self._wait(write_at_s)
-            # Who asks gets what was put before, unless that would only fail again.
+            # Reports that were put before a question are written first, unless writing would only fail again.
             if is_ending or time.monotonic() >= write_at_s or (questions and not self.error):
                 file = self._write(file)
                 write_at_s = time.monotonic() + WRITE_S
@@ -156,7 +159,7 @@ class History:
             file.close()
 
     def _wait(self, until_s: float) -> tuple[list[Callable[[HistoryFile | None], None]], bool]:
-        """Returns with questions, at a time, or when asked to stop, and whether it was: then no question follows."""
+        """Waits for questions, until a time or `stop`. Returns the questions, and whether to stop after them."""
         with self._wake:
             self._wake.wait_for(lambda: self._questions or self._is_stopping, max(0.0, until_s - time.monotonic()))
             questions = list(self._questions)
@@ -164,7 +167,7 @@ class History:
             return questions, self._is_stopping
 
     def _write(self, file: HistoryFile | None) -> HistoryFile | None:
-        """Writes what is queued; what can't be written stays queued. Returns the file that can be read from now on."""
+        """Writes the queued rows; rows that cannot be written stay queued. Returns the file if it can be read now."""
         with self._wake:
             queued = list(self._queued)
         if file is not None and not file.is_in_place:
@@ -188,7 +191,7 @@ class History:
         return file
 
     def _forget(self, file: HistoryFile) -> bool:
-        """Applies the retention. Returns whether it is done."""
+        """Applies the retention. Returns whether everything was applied."""
         try:
             for _ in file.forget(time.time() - self._retention_s):
                 if self._is_stopping:
@@ -202,11 +205,12 @@ class History:
         if isinstance(error, HistoryRefusedError):
             return str(error)
         if isinstance(error, OSError):
-            return f'"{self._path}" can\'t be written ({error.strerror}): allow it, or name another with --store'
-        cause = _CAUSES.get(_code(error), "can't be used: move it away, or name another with --store")
+            advice = "change its permissions, or use another file with --store"
+            return f'"{self._path}" cannot be written ({error.strerror}): {advice}'
+        cause = _CAUSES.get(_code(error), "cannot be used: move it away, or use another file with --store")
         return f'"{self._path}" {cause} ({error})'
 
 
 def _code(error: Exception) -> int:
-    """SQLite's primary code of an error, 0 for what is none of SQLite's."""
+    """Returns the primary SQLite code of an error, 0 for any other error."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF

@@ -1,10 +1,11 @@
-"""Who may look at the dashboard, and what browsers may do with its answers.
+"""Access control of the dashboard: who may read it, and what browsers may do with its answers.
 
 NOTE [Visitors]
-1. With a token every path needs it, but `OPEN` ones: as a bearer credential, or once in the login form, for a cookie.
-2. Without one the dashboard listens on this machine alone. A page of another site could still reach it through a name
-   that its owner points here, so then a request must name the dashboard as this machine does.
-3. A right token is never kept waiting, whatever wrong ones arrive. What keeps guesses out is a token's length.
+1. With a token, every path except those in `OPEN` needs it: as a bearer credential, or once in the login form, which
+   sets a cookie.
+2. Without a token the dashboard listens only on this machine. A page of another site could still reach it through a
+   host name that its owner points to this machine, so a request must name the dashboard as this machine does.
+3. A request with the right token never waits, whatever wrong tokens arrive. The length of a token prevents guessing.
 """
 
 import asyncio
@@ -28,10 +29,10 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
-"""Of every answer."""
+"""Headers of every answer."""
 
 FAILED_S = 1.0
-"""How long a wrong token in the form waits for its answer."""
+"""Seconds after which a wrong token in the form is answered."""
 
 _MOST_WAITING = 100
 _HOST = re.compile(r"(?P<name>\[[^\]]+\]|[^:\[\]]+)(:\d*)?")
@@ -40,12 +41,12 @@ _CHALLENGE = {"WWW-Authenticate": "Bearer"}
 
 
 class TokenMiddleware:
-    """Middleware around the dashboard's application: asks for the token, if there is one.
+    """Middleware around the dashboard's application that checks the token, if there is one.
 
     Args:
         app: The application that answers requests with the token.
-        token: What visitors must show, None for nothing.
-        host: Where the dashboard listens, by which it may be called besides localhost and any IP address.
+        token: The token that visitors must show, None for no token.
+        host: The host that the dashboard listens on. Requests may also name localhost or an IP address.
     """
 
     def __init__(self, app: ASGIApp, token: str | None, host: str = "") -> None:
@@ -56,12 +57,12 @@ class TokenMiddleware:
         self._waiting = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on, or answers it."""
+        """Passes a request on, or answers it. Called by the server."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
         if scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1008})  # nothing here speaks it
+            await send({"type": "websocket.close", "code": 1008})  # the dashboard has no WebSockets
             return
         request = Request(scope, receive)
         answer = await self._answer(request, self._token) if self._token is not None else self._check_host(request)
@@ -78,7 +79,7 @@ class TokenMiddleware:
         await (answer or self._app)(scope, receive, send_with_headers)
 
     async def _answer(self, request: Request, token: str) -> Response | None:
-        """What stands between a visitor and the application, None if nothing does (Rule 1)."""
+        """Returns the answer to a visitor without access, None if the request may pass (Rule 1)."""
         path = request.scope["path"]
         if path == "/login":
             return await self._login(request, token)
@@ -110,7 +111,7 @@ class TokenMiddleware:
             page = login_page("That is not this dashboard's token.", 401)
             page.headers.update(_CHALLENGE)
             return page
-        answer = RedirectResponse("/", 303)  # and nowhere else, whatever the request says
+        answer = RedirectResponse("/", 303)  # never a target that the request names
         _set_cookie(answer, request, self._logins.open(), LASTS_S)
         return answer
 
@@ -125,7 +126,7 @@ class TokenMiddleware:
         return answer
 
     async def _keep_waiting(self) -> None:
-        """Slows guesses down, with nothing that fills up and keeps others out (Rule 3)."""
+        """Delays the answer to a wrong token. No shared limit is used, because attackers could fill it up (Rule 3)."""
         if self._waiting >= _MOST_WAITING:
             return
         self._waiting += 1
@@ -135,7 +136,7 @@ class TokenMiddleware:
             self._waiting -= 1
 
     def _check_host(self, request: Request) -> Response | None:
-        """Refuses a request that names the dashboard as only a stranger would (Rule 2)."""
+        """Rejects a request whose host name is not one of this machine (Rule 2)."""
         match = _HOST.fullmatch(request.headers.get("host", ""))
         name = match["name"].lower() if match else ""
         if name and (name in self._names or _is_ip_address(name.strip("[]"))):
@@ -144,7 +145,7 @@ class TokenMiddleware:
 
 
 def _set_cookie(answer: Response, request: Request, name: str, lasts_s: int) -> None:
-    """For this dashboard's own pages, out of reach of scripts."""
+    """Sets a cookie that only pages of this dashboard send, and that scripts cannot read."""
     secure = request.url.scheme == "https"
     answer.set_cookie(COOKIE, name, lasts_s, path="/", secure=secure, httponly=True, samesite="strict")
 

@@ -1,4 +1,4 @@
-"""The routes of /api/v1. Each reads; none changes anything."""
+"""The routes of /api/v1. All of them only read."""
 
 import asyncio
 import json
@@ -88,37 +88,37 @@ Descending = Annotated[bool, Query(description="Largest first", examples=[True])
 
 
 class CsvResponse(StreamingResponse):
-    """Lines as they come."""
+    """Streams CSV line by line."""
 
     media_type = "text/csv"
 
 
 @dataclass(frozen=True)
 class Sources:
-    """What routes answer from."""
+    """The objects that routes read from."""
 
     watch: Watch
     alerts: Alerts
     history: Archive
 
     def overview(self) -> schemas.Overview:
-        """The headline now."""
+        """Returns the headline numbers."""
         return overview(self.watch, time.time(), self.history.error)
 
     def workers(self) -> list[schemas.WorkerStatus]:
-        """All workers, in the order of the command line."""
+        """Returns all workers, in the order of the command line."""
         return [worker_status(worker) for worker in self.watch.workers]
 
     def sessions(self) -> list[schemas.SessionStatus]:
-        """Of all workers that answer."""
+        """Returns the sessions of all workers that answer."""
         return [session for worker in self.watch.workers for session in session_statuses(worker)]
 
     def firing_alerts(self, now_s: float) -> list[schemas.Alert]:
-        """The alerts that fire now, critical ones first."""
+        """Returns the alerts that fire now, critical ones first."""
         return [schemas.Alert.model_validate(alert, from_attributes=True) for alert in self.alerts.evaluate(now_s)]
 
     def live(self) -> schemas.Live:
-        """An event of the stream."""
+        """Returns the data of one live event."""
         now_s, newest = time.time(), self.watch.trainers.newest()
         recent = [run for run in self.watch.trainers if run is newest or now_s - run.heard_at_s <= _TOLD_LATELY_S]
         return schemas.Live(
@@ -130,31 +130,33 @@ class Sources:
         )
 
     def run(self, name: str) -> TrainerRun:
-        """Raises 404 for one that is not known."""
+        """Returns a run by id. Raises HTTPException 404 if it is unknown."""
         known = self.watch.trainers.find(name)
         if known is None:
-            raise HTTPException(404, f'no run "{name}" has been heard of since the dashboard began: see /api/v1/runs')
+            raise HTTPException(
+                404, f'no run "{name}" has reported since the dashboard started: /api/v1/runs lists the runs'
+            )
         return known
 
     def run_or_newest(self, name: str) -> TrainerRun | None:
-        """The run of that name, without one the run that began last."""
+        """Returns a run by id, or the run that began last if the id is empty."""
         return self.run(name) if name else self.watch.trainers.newest()
 
     def tables(self, name: str) -> list[SegmentTable]:
-        """Of the run of that name, without one of all runs."""
+        """Returns the table of a run, or of all runs if the id is empty."""
         runs = [self.run(name)] if name else list(self.watch.trainers)
         return [run.detail.segments for run in runs if run.detail is not None]
 
     def worker(self, address: str) -> Watched:
-        """Raises 404 for one that is not watched."""
+        """Returns a worker by address. Raises HTTPException 404 if it is not watched."""
         for worker in self.watch.workers:
             if worker.address.text == address:
                 return worker
-        raise HTTPException(404, f'no worker "{address}" is watched: see /api/v1/workers')
+        raise HTTPException(404, f'worker "{address}" is not watched: /api/v1/workers lists the workers')
 
 
 def add_routes(app: FastAPI, sources: Sources, feed: Feed) -> None:
-    """Adds all of /api/v1."""
+    """Adds all routes of /api/v1 to the application."""
 
     async def seat() -> AsyncIterator[None]:
         if feed.is_full:
@@ -171,18 +173,18 @@ def add_routes(app: FastAPI, sources: Sources, feed: Feed) -> None:
         responses={**_shows_text(_EVENT, "text/event-stream"), **_FULL},
     )
     async def live() -> AsyncIterator[ServerSentEvent]:
-        """Everything that is shown at a glance, once a second, the first at once: events named "live", each a Live."""
+        """Streams the state once a second, starting at once. Events are named "live" and contain a Live object."""
         async for event in feed.listen():
             yield event
 
     @app.get("/api/v1/overview", tags=["now"], responses=_shows(schemas.Overview))
     async def headline() -> schemas.Overview:
-        """Workers, sessions, steps, bytes saved, time added, fallbacks."""
+        """Headline numbers: workers, sessions, steps, bytes saved, time added, fallbacks."""
         return sources.overview()
 
     @app.get("/api/v1/workers", tags=["now"], responses=_shows_many(schemas.WorkerStatus))
     async def workers() -> list[schemas.WorkerStatus]:
-        """Every worker as it was last seen."""
+        """Every worker, as of its last answer."""
         return sources.workers()
 
     @app.get("/api/v1/sessions", tags=["now"], responses=_shows_many(schemas.SessionStatus))
@@ -192,7 +194,7 @@ def add_routes(app: FastAPI, sources: Sources, feed: Feed) -> None:
 
     @app.get("/api/v1/alerts", tags=["now"], responses=_shows_many(schemas.Alert))
     async def alerts() -> list[schemas.Alert]:
-        """What should be looked at, critical first."""
+        """The alerts that fire now, critical ones first."""
         return sources.firing_alerts(time.time())
 
     @app.get("/api/v1/memory", tags=["memory and latency"], responses=_shows(schemas.MemoryHistory))
@@ -200,7 +202,7 @@ def add_routes(app: FastAPI, sources: Sources, feed: Feed) -> None:
         seconds: Annotated[int, Query(ge=10, le=KEPT_S, description="How far back", examples=[600])] = 600,
         points: Annotated[int, Query(ge=10, le=1_000, description="At most, of each series", examples=[300])] = 300,
     ) -> schemas.MemoryHistory:
-        """Bytes by tier of every worker, and by run, over time."""
+        """Bytes by tier of every worker, and bytes held by run, over time."""
         return memory_history(sources.watch, time.time(), seconds, points)
 
     @app.get("/api/v1/latency", tags=["memory and latency"], responses={**_shows(schemas.Latency), **_MISSING})
@@ -219,7 +221,7 @@ def add_routes(app: FastAPI, sources: Sources, feed: Feed) -> None:
 
     @app.get("/api/v1/timeline", tags=["steps and segments"], responses={**_shows(schemas.Timeline), **_MISSING})
     async def last(run: OneRun = "", steps: Steps = 3) -> schemas.Timeline:
-        """The last steps as lanes of bars; bars of one row never overlap."""
+        """The last steps of a run as lanes of bars. Bars of one row never overlap."""
         return timeline(sources.run_or_newest(run), steps)
 
     @app.get("/api/v1/timeline/trace", tags=["steps and segments"], responses={**_shows_json(_TRACE), **_MISSING})
@@ -236,10 +238,13 @@ def add_routes(app: FastAPI, sources: Sources, feed: Feed) -> None:
             ),
         ] = None,
     ) -> Response:
-        """The same as a file for Perfetto or chrome://tracing. Its traceEvents may join those of torch.profiler's."""
+        """The timeline as a file for Perfetto or chrome://tracing.
+
+        Its traceEvents can be merged with torch.profiler's.
+        """
         known = sources.run_or_newest(run)
         if known is None:
-            raise HTTPException(404, "no trainer has told of a step yet: train with a session on one of the workers")
+            raise HTTPException(404, "no trainer has reported a step yet: train with a session on one of the workers")
         shown = last_steps(known, steps)
         return Response(
             json.dumps(chrome_trace(shown, base_ns)),
@@ -257,7 +262,7 @@ def add_routes(app: FastAPI, sources: Sources, feed: Feed) -> None:
         offset: Annotated[int, Query(ge=0, lt=2**31, description="Rows to leave out", examples=[0])] = 0,
         limit: Annotated[int, Query(ge=1, le=1_000, description="Rows at most", examples=[100])] = 100,
     ) -> schemas.SegmentList:
-        """What each segment costs, where it is recomputed, and why there."""
+        """The cost of each segment, the place of its recomputation, and the reason for it."""
         tables = sources.tables(run)
         rows = select(tables, text, sort, descending=descending, reason=reason)
         return segment_list(rows[offset : offset + limit], len(rows), reasons_of(tables))
@@ -275,7 +280,7 @@ def add_routes(app: FastAPI, sources: Sources, feed: Feed) -> None:
         sort: Sort = "segment",
         descending: Descending = False,
     ) -> CsvResponse:
-        """All rows of the same table, for spreadsheets."""
+        """All rows of the table of segments, for spreadsheets."""
         rows = select(sources.tables(run), text, sort, descending=descending, reason=reason)
         name = f"backhaul-segments-{run}.csv" if run else "backhaul-segments.csv"
         headers = {"Content-Disposition": f'attachment; filename="{name}"'}
@@ -285,7 +290,7 @@ def add_routes(app: FastAPI, sources: Sources, feed: Feed) -> None:
     async def runs(
         limit: Annotated[int, Query(ge=1, le=1_000, description="Runs at most", examples=[100])] = 100,
     ) -> list[schemas.RunSummary]:
-        """Runs heard of since the dashboard began and those that history keeps, newest first."""
+        """Runs reported since the dashboard started and runs kept in the history, newest first."""
         return _merged(await sources.history.runs(limit), sources.watch.trainers)[:limit]
 
     @app.get("/api/v1/runs/{run}/steps", tags=["runs"], responses={**_shows(schemas.RunSeries), **_MISSING})
@@ -293,7 +298,7 @@ def add_routes(app: FastAPI, sources: Sources, feed: Feed) -> None:
         run: Annotated[str, Path(max_length=64, description="A run's id", examples=[_RUN])],
         points: Annotated[int, Query(ge=1, le=10_000, description="At most", examples=[400])] = 400,
     ) -> schemas.RunSeries:
-        """A run's steps over time: what they took, the trainer's peak, bytes moved, loss."""
+        """The steps of a run over time: duration, the trainer's peak memory, moved bytes and loss."""
         kept = None if sources.history.error else await sources.history.series(run, points)
         stored = kept and schemas.RunSeries.model_validate(kept, from_attributes=True)
         return stored or run_series(sources.run(run), points)
@@ -302,11 +307,11 @@ def add_routes(app: FastAPI, sources: Sources, feed: Feed) -> None:
 async def _lines(rows: list[Row]) -> AsyncIterator[str]:
     for part in as_csv(rows):
         yield part
-        await asyncio.sleep(0)  # others want their turn
+        await asyncio.sleep(0)  # lets other tasks run
 
 
 def _merged(records: Iterable[RunRecord], current: Iterable[TrainerRun]) -> list[schemas.RunSummary]:
-    """Stored and current runs, newest first. A run from before this process began has higher sums in history."""
+    """Merges stored and current runs, newest first. Of a run that is older than this process, history has all sums."""
     now_s, sums = time.time(), ("steps", "last_step", "peak_bytes", "up_bytes", "down_bytes", "fallbacks")
     runs = {record.run: schemas.RunSummary.model_validate(record, from_attributes=True) for record in records}
     for run in current:
@@ -337,13 +342,13 @@ def _shows_many(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
 
 _MISSING: dict[int | str, dict[str, Any]] = {
     404: {
-        "description": "A run or worker that is not known",
+        "description": "The run or worker is unknown",
         "content": {"application/json": {"example": {"detail": 'no worker "a:1" is watched: see /api/v1/workers'}}},
     }
 }
 _FULL: dict[int | str, dict[str, Any]] = {
     503: {
-        "description": "Too many listen already",
+        "description": "There are too many listeners already",
         "content": {"application/json": {"example": {"detail": f"{MOST_LISTENERS} pages follow this stream already"}}},
     }
 }

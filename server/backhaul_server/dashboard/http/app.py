@@ -1,4 +1,4 @@
-"""The dashboard's HTTP side: a page, /api/v1, /metrics, /healthz, /readyz. Read-only."""
+"""The HTTP application of the dashboard: the page, /api/v1, /metrics, /healthz and /readyz. It is read-only."""
 
 import asyncio
 import logging
@@ -34,14 +34,14 @@ _FRESH = {"Cache-Control": "no-cache"}
 _READING = ["GET", "HEAD"]
 _ALERTS_S = 1.0
 _GZIP_BYTES = 1_000
-_GZIP_LEVEL = 4  # of JSON a sixth is left, as with the slowest, in a third of the time
+_GZIP_LEVEL = 4  # compresses JSON to a sixth, as the slowest level does, in a third of the time
 
 
 class FreshFiles(StaticFiles):
-    """Files that browsers ask about before they show what they kept: another version's script fits no page."""
+    """Static files that browsers must revalidate, because the script of another version does not fit the page."""
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
-        """With what makes them ask."""
+        """Returns a file with a header that makes browsers revalidate it."""
         response = super().file_response(*args, **kwargs)
         response.headers.update(_FRESH)
         return response
@@ -54,17 +54,17 @@ def create_app(
     host: str = "",
     history: Archive | None = None,
 ) -> FastAPI:
-    """The application; it watches the workers while it runs.
+    """Returns the application, which watches the workers while it runs.
 
     Args:
         addresses: The addresses of the workers.
-        tokens: What to show them, None for nothing: one for all, or one each in the order of addresses.
-        token: What visitors must show, None for nothing.
+        tokens: Tokens of the workers, None for no token: one for all workers, or one each in the order of addresses.
+        token: The token that visitors must show, None for no token.
         host: The host that the server listens on.
-        history: Where reports are kept, nowhere if None.
+        history: The history that keeps reports, None to keep none.
 
     Returns:
-        With the feed of /api/v1/live as `state.feed`: streams end once that is closed.
+        The application, with the feed of /api/v1/live as `state.feed`. Streams end when the feed is closed.
     """
     history = history or NoArchive()
     watch = Watch(addresses, tokens, history.put)
@@ -76,8 +76,8 @@ def create_app(
         while True:
             try:
                 alerts.evaluate(time.time())
-            except Exception:  # the next second may be better
-                logger.exception("alerts could not be told")
+            except Exception:  # the next evaluation may succeed
+                logger.exception("The alerts could not be evaluated.")
             await asyncio.sleep(_ALERTS_S)
 
     @asynccontextmanager
@@ -98,7 +98,7 @@ def create_app(
         description="Where memory and time of Backhaul's workers and trainers go. Nothing here changes anything.",
         lifespan=lifespan,
         openapi_url="/api/v1/openapi.json",
-        docs_url=None,  # these load from a CDN
+        docs_url=None,  # the default pages load scripts from a CDN
         redoc_url=None,
     )
     app.state.feed = feed
@@ -107,7 +107,7 @@ def create_app(
     def access(inner: ASGIApp) -> TokenMiddleware:
         return TokenMiddleware(inner, token, host)
 
-    app.add_middleware(access)  # by a function: the application shows arguments of its middleware
+    app.add_middleware(access)  # a function, because the application shows the arguments of its middleware
     add_routes(app, sources, feed)
 
     @app.api_route("/metrics", methods=_READING, include_in_schema=False)
@@ -139,8 +139,8 @@ def create_app(
 
 
 def serve(app: FastAPI, listener: socket.socket) -> None:
-    """Serves what `create_app` made on a bound socket until SIGTERM or SIGINT, and ends within a second of it."""
-    # What asyncio does for sockets of its own making: without it every answer waits 40 ms for the client's word that
-    # the header has come.
+    """Serves an application of `create_app` on a bound socket. Returns within a second of SIGTERM or SIGINT."""
+    # asyncio sets this only on sockets that it creates itself. Without it each answer would wait 40 ms for the
+    # acknowledgement of its header.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     Server(app, app.state.feed).run(sockets=[listener])

@@ -1,4 +1,4 @@
-"""The stream of /api/v1/live: once a second the state of everything, encoded once for all listeners."""
+"""The stream of /api/v1/live: the whole state once a second, encoded once for all listeners."""
 
 import asyncio
 import logging
@@ -15,14 +15,14 @@ logger = logging.getLogger("backhaul.dashboard")
 INTERVAL_S = 1.0
 RETRY_MS = 1_000
 MOST_LISTENERS = 100
-"""Most listeners at once. For one that does not read, up to an event and 64 KiB wait in memory."""
+"""The most listeners at once. For one that does not read, up to one event and 64 KiB wait in memory."""
 
 
 class Feed:
-    """Events for up to MOST_LISTENERS listeners. A slow listener misses events: none is kept for it.
+    """Sends events to up to MOST_LISTENERS listeners. A slow listener misses events, because none are queued for it.
 
     Args:
-        build: Builds the state. Called once a second while there are listeners.
+        build: Builds the state. It is called once a second while there are listeners.
     """
 
     def __init__(self, build: Callable[[], Live]) -> None:
@@ -34,15 +34,15 @@ class Feed:
         self._is_closed = False
 
     async def run(self) -> None:
-        """Tells listeners once a second. Ends by cancellation."""
+        """Renews the state once a second while there are listeners. Runs until it is cancelled."""
         while True:
             await asyncio.sleep(INTERVAL_S)
             if not self._listeners:
                 continue
             try:
                 self._renew()
-            except Exception:  # the next second may be better
-                logger.exception("the state could not be put together")
+            except Exception:  # the next second may succeed
+                logger.exception("The state of the dashboard could not be built.")
             async with self._news:
                 self._news.notify_all()
 
@@ -61,7 +61,7 @@ class Feed:
             self._listeners -= 1
 
     async def listen(self) -> AsyncIterator[ServerSentEvent]:
-        """Events for a listener inside `joined`, the first at once, until the feed is closed."""
+        """Yields events to a listener inside `joined`, the first at once, until the feed is closed."""
         if time.monotonic() - self._built_s >= INTERVAL_S:
             self._renew()
         while not self._is_closed:

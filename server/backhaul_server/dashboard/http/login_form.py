@@ -1,4 +1,4 @@
-"""The page on which a visitor shows the token, and what it posts."""
+"""The login form of the dashboard."""
 
 import asyncio
 from functools import cache
@@ -11,7 +11,7 @@ from starlette.responses import HTMLResponse
 
 MOST_BYTES = 4096
 READ_S = 10.0
-"""A form that takes longer to come is given up."""
+"""Seconds within which a posted form must arrive."""
 
 _PAGE = Path(__file__).parents[1] / "static/login.html"
 _FORM = "application/x-www-form-urlencoded"
@@ -19,7 +19,7 @@ _ALERT_PLACE = "<!-- alert -->"
 
 
 class FormError(Exception):
-    """What was posted can't be read. It has the status and the words to answer with."""
+    """The posted form cannot be read. Has the status and the message of the answer."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -28,13 +28,13 @@ class FormError(Exception):
 
 
 def login_page(alert: str = "", status: int = 200) -> HTMLResponse:
-    """The form, with what was wrong with the last attempt."""
+    """Returns the form, with a message about the last attempt if there is one."""
     said = f'<p class="error" role="alert">{escape(alert)}</p>' if alert else ""
     return HTMLResponse(_page().replace(_ALERT_PLACE, said), status)
 
 
 async def posted_token(request: Request) -> str:
-    """The token in a posted form, without blanks around it, which pasting brings along. Raises FormError."""
+    """Returns the token in a posted form, without the surrounding blanks that pasting may add. Raises FormError."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != _FORM:
         raise FormError(415, f"Post the form as {_FORM}.")
     try:

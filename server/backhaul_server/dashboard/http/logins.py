@@ -1,4 +1,4 @@
-"""Who has logged in. Kept in memory: a restart of the dashboard logs everybody out."""
+"""The logins of browsers. They are kept in memory, so a restart of the dashboard ends all of them."""
 
 import secrets
 from collections.abc import Callable
@@ -10,18 +10,18 @@ MOST = 1000
 
 
 class Logins:
-    """Random names of logins, each with its end.
+    """Random names of logins, each with the time of its end.
 
     Args:
-        clock: Seconds that only grow.
+        clock: Returns a monotonic time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
-        self._ends_at_s: dict[str, float] = {}  # oldest first, for all last equally long
+        self._ends_at_s: dict[str, float] = {}  # oldest first, because all logins last equally long
 
     def open(self) -> str:
-        """A new one. It is never one that a browser brought along."""
+        """Opens a login and returns its new random name. A name that a browser sends is never adopted."""
         while self._ends_at_s:
             oldest, end_s = next(iter(self._ends_at_s.items()))
             if end_s > self._clock() and len(self._ends_at_s) < MOST:
@@ -32,12 +32,12 @@ class Logins:
         return name
 
     def __contains__(self, name: object) -> bool:
-        """Whether there is one of this name that has not ended."""
+        """Whether a login with this name exists and has not ended."""
         return isinstance(name, str) and self._ends_at_s.get(name, 0.0) > self._clock()
 
     def __len__(self) -> int:
         return len(self._ends_at_s)
 
     def close(self, name: str) -> None:
-        """Ends one, if there is one."""
+        """Ends a login, if it exists."""
         self._ends_at_s.pop(name, None)

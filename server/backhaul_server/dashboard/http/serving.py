@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 from backhaul_server.dashboard.http.feed import Feed
 
 STUCK_S = 10.0
-"""A connection whose client reads nothing of what waits for it for so long is closed."""
+"""Seconds after which a connection is closed if its client does not read what is waiting for it."""
 
 _GRACE_S = 0.4
 _TICKS_PER_S = 10
@@ -25,7 +25,7 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: ASGIApp, feed: Feed) -> None:
-        # No log_config: what uvicorn logs goes where all else does.
+        # without log_config, uvicorn logs through the handlers of this process
         super().__init__(
             uvicorn.Config(app, log_config=None, log_level="warning", access_log=False, ws="none", lifespan="on")
         )
@@ -33,7 +33,7 @@ class Server(uvicorn.Server):
         self._waiting: dict[asyncio.Transport, tuple[int, float]] = {}
 
     async def on_tick(self, counter: int) -> bool:
-        """Called by uvicorn ten times a second while it serves."""
+        """Cuts stuck connections. uvicorn calls it ten times a second."""
         if counter % _TICKS_PER_S == 0:
             self._cut_stuck(time.monotonic())
         return await super().on_tick(counter)
@@ -41,7 +41,7 @@ class Server(uvicorn.Server):
     def _cut_stuck(self, now_s: float) -> None:
         """Closes connections whose clients do not read.
 
-        An application adds nothing to a buffer that is full, so a buffer that became smaller is one that is read.
+        An application adds nothing to a full buffer, so a buffer that shrinks is one that the client reads.
         """
         before, self._waiting = self._waiting, {}
         for connection in list(self.server_state.connections):
@@ -57,7 +57,7 @@ class Server(uvicorn.Server):
                 self._waiting[transport] = waiting_bytes, since_s
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Called by uvicorn when it was asked to stop."""
+        """Closes the feed, then the connections. uvicorn calls it when it was asked to stop."""
         await self._feed.close()
         cut = asyncio.get_running_loop().call_later(_GRACE_S, self._cut)
         await super().shutdown(sockets)

@@ -1,4 +1,4 @@
-"""What should be looked at: one table for the page and for Prometheus."""
+"""The alerts: one table for the page, `backhaul top` and Prometheus."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,22 +15,22 @@ MOST_MEMORY = 0.8
 _MEMORY_WINDOW_S = 60.0
 _RATE = f"[{WINDOW_S // 60}m]"
 
-Found = Iterator[tuple[str, str]]
-"""Subjects that a condition holds for, each with what is the matter and what to do."""
+Subjects = Iterator[tuple[str, str]]
+"""The subjects for which a condition holds, each with a summary: what happened, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class AlertRule:
-    """One alert.
+    """The rule of an alert.
 
     Attributes:
-        name: As Prometheus names it too.
-        severity: "critical" where segments are not recomputed remotely for it.
-        summary: What the alert means, without values.
-        advice: What to do, for the docs and Prometheus' annotations.
-        expr: The same condition in PromQL, of all trainers together where it is of trainers.
-        for_s: How long Prometheus waits with it, which sees less of it; the page shows it at once.
-        condition: Given all workers and runs, and the time.
+        name: The name of the alert, also in Prometheus.
+        severity: "critical" if segments are not recomputed remotely while the alert fires.
+        summary: The meaning of the alert, without values.
+        advice: What to do, for the documentation and Prometheus' annotations.
+        expr: The same condition in PromQL. A condition on trainers covers all trainers together.
+        for_s: Seconds for which the condition must hold in Prometheus. The page shows an alert at once.
+        condition: Takes the watch and the time, and yields the subjects for which the condition holds.
     """
 
     name: str
@@ -39,53 +39,53 @@ class AlertRule:
     advice: str
     expr: str
     for_s: int
-    condition: Callable[[Watch, float], Found]
+    condition: Callable[[Watch, float], Subjects]
 
 
-def _worker_unreachable(watch: Watch, now_s: float) -> Found:
+def _worker_unreachable(watch: Watch, now_s: float) -> Subjects:
     for worker in watch.workers:
         if worker.was_asked and worker.state == "unreachable":
             yield (
                 worker.address.text,
-                f"{worker.address.text} does not answer ({worker.error}); its segments run on trainers meanwhile. "
-                "See whether its process lives, and whether it can be reached from here",
+                f"Worker {worker.address.text} does not answer ({worker.error}), so its segments run on the trainers. "
+                "Check that its process runs and that its address can be reached from this machine",
             )
 
 
-def _fallback_rate_high(watch: Watch, now_s: float) -> Found:
+def _fallback_rate_high(watch: Watch, now_s: float) -> Subjects:
     for run, recent in _recent(watch, now_s):
         if recent.fallback_rate > MOST_FALLBACKS:
             yield (
                 run.id,
-                f"{recent.fallback_rate:.1%} of what {run.about.trainer} meant for workers ran on the trainer in the "
-                f"last 5 minutes ({recent.fallbacks:.0f} recomputations). The table of segments has the reasons",
+                f"{recent.fallback_rate:.1%} of the recomputations that trainer {run.about.trainer} meant for workers "
+                f"ran on the trainer in the last 5 minutes ({recent.fallbacks:.0f}). The table of segments shows why",
             )
 
 
-def _queue_wait_high(watch: Watch, now_s: float) -> Found:
+def _queue_wait_high(watch: Watch, now_s: float) -> Subjects:
     for run, recent in _recent(watch, now_s):
         if recent.exposed_queue_s > recent.recompute_s > 0:
             yield (
                 run.id,
-                f"in the last 5 minutes backward of {run.about.trainer} stood still for {recent.exposed_queue_s:.3g} s "
-                f"while its segments waited behind other work, and they were recomputed in {recent.recompute_s:.3g} s. "
-                "Add a worker, or give these fewer trainers",
+                f"In the last 5 minutes backward of trainer {run.about.trainer} was blocked for "
+                f"{recent.exposed_queue_s:.3g} s by segments in a worker's queue, and their recomputation took "
+                f"{recent.recompute_s:.3g} s. Add a worker, or connect fewer trainers to each worker",
             )
 
 
-def _memory_high(watch: Watch, now_s: float) -> Found:
+def _memory_high(watch: Watch, now_s: float) -> Subjects:
     for worker in watch.workers:
         share = _memory_share(worker, now_s)
         if share > MOST_MEMORY:
             yield (
                 worker.address.text,
-                f"{worker.address.text} used {share:.0%} of its memory in the last minute, the cache not counted. What "
-                "does not fit runs on trainers: raise --memory, or add a worker",
+                f"Worker {worker.address.text} used {share:.0%} of its memory in the last minute, not counting its "
+                "cache. Segments that do not fit run on the trainers. Raise --memory, or add a worker",
             )
 
 
 def _memory_share(worker: Watched, now_s: float) -> float:
-    """The largest share of its budget in the last minute, without the cache, which is evicted when room is needed."""
+    """Returns the largest used share of a worker's budget in the last minute, without the cache, which is evictable."""
     if not worker.budget_bytes or worker.state == "unreachable":
         return 0.0
     segments, _, working, results = worker.memory.columns
@@ -93,18 +93,18 @@ def _memory_share(worker: Watched, now_s: float) -> float:
     return max((segments[row] + working[row] + results[row] for row in rows), default=0.0) / worker.budget_bytes
 
 
-def _link_slow(watch: Watch, now_s: float) -> Found:
+def _link_slow(watch: Watch, now_s: float) -> Subjects:
     for run, recent in _recent(watch, now_s):
         if recent.transfer_s > recent.remote_forward_s > 0:
             yield (
                 run.id,
-                f"in the last 5 minutes segments of {run.about.trainer} took {recent.transfer_s:.3g} s to send and "
-                f"fetch, and spared {recent.remote_forward_s:.3g} s of forward: recomputing on the trainer would be "
-                "faster. Make segments longer, or the link faster",
+                f"In the last 5 minutes the segments of trainer {run.about.trainer} took {recent.transfer_s:.3g} s to "
+                f"send and fetch, and saved {recent.remote_forward_s:.3g} s of forward: recomputing them on the "
+                "trainer would be faster. Make the segments longer, or use a faster network",
             )
 
 
-def _version_skew(watch: Watch, now_s: float) -> Found:
+def _version_skew(watch: Watch, now_s: float) -> Subjects:
     versions = {w.address.text: w.telemetry.worker_version for w in watch.workers if w.telemetry and not w.error}
     for worker in watch.workers:
         versions |= {(s.run or s.trainer): s.client_version for s in worker.sessions() if s.client_version}
@@ -112,10 +112,10 @@ def _version_skew(watch: Watch, now_s: float) -> Found:
         most = Counter(versions.values()).most_common(1)[0][0]
         for subject, version in versions.items():
             if version != most:
-                yield subject, f"{subject} has version {version}, most others have {most}: install the same everywhere"
+                yield subject, f"{subject} has version {version}, most others have {most}. Install the same version"
 
 
-def _fingerprint_skew(watch: Watch, now_s: float) -> Found:
+def _fingerprint_skew(watch: Watch, now_s: float) -> Subjects:
     workers: dict[str, list[Watched]] = {}
     for worker in watch.workers:
         for run in {session.run for session in worker.sessions()} - {""}:
@@ -134,8 +134,8 @@ def _fingerprint_skew(watch: Watch, now_s: float) -> Found:
             names = ", ".join(worker.address.text for worker in of_run)
             yield (
                 run,
-                f"its workers ({names}) differ in {', '.join(keys)}: their numbers differ from each other's. Use "
-                "workers of one kind for a run",
+                f"The workers of this run ({names}) differ in {', '.join(keys)}, so they compute different numbers. "
+                "Use workers of one kind for a run",
             )
 
 
@@ -149,10 +149,11 @@ ALERTS: tuple[AlertRule, ...] = (
     AlertRule(
         "WorkerUnreachable",
         "critical",
-        "A worker does not answer; its segments run on trainers",
-        "See whether its process lives, what it logged last, and whether the dashboard's machine reaches its address. "
-        "Training goes on: trainers recompute by themselves, slower and with more memory, and return to the worker "
-        "once it is back. One that should not come back is taken off the dashboard's `--worker` and off `connect()`",
+        "A worker does not answer, so its segments run on the trainers",
+        "Check that its process runs, read the end of its log, and check that the dashboard's machine can reach its "
+        "address. Training continues: trainers recompute by themselves, which takes more time and memory, and use the "
+        "worker again once it is back. Remove a worker that will not come back from the dashboard's `--worker` and "
+        "from `connect()`",
         "backhaul_worker_up == 0",
         30,
         _worker_unreachable,
@@ -161,9 +162,10 @@ ALERTS: tuple[AlertRule, ...] = (
         "FallbackRateHigh",
         "critical",
         "More than 1 % of the recomputations meant for workers ran on trainers",
-        "The dashboard's table of segments says of each why, and so does `session.report()`. Want of room: raise "
-        "`--memory` or add a worker. Silence or broken connections: look at the worker's log and at the network. "
-        "Refused values: the worker has other hardware or another build than it says, see guarantees.md",
+        "The dashboard's table of segments and `session.report()` give the reason for each segment. If memory is "
+        "short, raise `--memory` or add a worker. If workers are silent or connections break, check the worker's log "
+        "and the network. If values were rejected, the worker has other hardware or another build than it reports: see "
+        "guarantees.md",
         f"sum(rate(backhaul_trainer_fallbacks_total{_RATE})) / (sum(rate(backhaul_trainer_fallbacks_total{_RATE})) + "
         f'sum(rate(backhaul_trainer_recomputations_total{{decision=~"gradients|activations"}}{_RATE}))) '
         f"> {MOST_FALLBACKS}",
@@ -173,9 +175,10 @@ ALERTS: tuple[AlertRule, ...] = (
     AlertRule(
         "QueueWaitHigh",
         "warning",
-        "Backward stands still longer while segments wait behind other work than they take to recompute",
-        "More trainers share a worker than it can serve. Add a worker, or give this one fewer trainers. Trainers whose "
-        "segments would wait more than twice as long as they take recompute by themselves, which shows as fallbacks",
+        "Queued segments block backward for longer than their recomputation takes",
+        "More trainers share a worker than it can serve. Add a worker, or connect fewer trainers to it. A trainer "
+        "whose segment would wait more than twice as long as its recomputation takes recomputes it by itself, which "
+        "counts as a fallback",
         f"sum(rate(backhaul_trainer_exposed_queue_seconds_total{_RATE})) > "
         f'sum(rate(backhaul_trainer_lane_seconds_total{{lane="recompute"}}{_RATE}))',
         60,
@@ -184,10 +187,11 @@ ALERTS: tuple[AlertRule, ...] = (
     AlertRule(
         "MemoryHigh",
         "warning",
-        "A worker uses more than 80 % of its memory, the cache not counted",
-        "What does not fit is refused and runs on trainers, and less is recomputed ahead. Raise `--memory` if the "
-        "machine has more, add a worker, or make fewer segments wait at once: fewer trainers, smaller batches. A cache "
-        "that fills the rest is no reason to worry, it gives way by itself",
+        "A worker uses more than 80 % of its memory, not counting its cache",
+        "Segments that do not fit are refused and run on the trainers, and fewer replays are speculative. Raise "
+        "`--memory` if the machine has more memory, add a worker, or let fewer segments wait at once: use fewer "
+        "trainers or smaller batches. A cache that fills the rest is harmless, because it is evicted when memory is "
+        "needed",
         'sum by (worker) (backhaul_worker_memory_bytes{tier!="cached"}) / '
         f"sum by (worker) (backhaul_worker_memory_budget_bytes) > {MOST_MEMORY}",
         60,
@@ -196,10 +200,10 @@ ALERTS: tuple[AlertRule, ...] = (
     AlertRule(
         "LinkSlow",
         "warning",
-        "Sending and fetching segments takes longer than the forward time it spares",
-        "Recomputing on the trainer would be faster, if it has the memory. Make segments longer: what a segment moves "
-        "does not grow with its length, what it spares does. Or use a faster link, larger batches, frozen weights or "
-        "LoRA, or a worker that is nearer",
+        "Sending and fetching segments takes longer than the forward time that it saves",
+        "Recomputing on the trainer would be faster, if the trainer has the memory. Make segments longer: a longer "
+        "segment saves more time and moves the same bytes. Or use a faster network, larger batches, frozen weights or "
+        "LoRA, or a worker that is closer",
         f'sum(rate(backhaul_trainer_lane_seconds_total{{lane=~"upload|download"}}{_RATE})) > '
         f'sum(rate(backhaul_trainer_lane_seconds_total{{lane="forward"}}{_RATE}))',
         60,
@@ -209,8 +213,8 @@ ALERTS: tuple[AlertRule, ...] = (
         "VersionSkew",
         "warning",
         "Workers and trainers have different versions",
-        "Install the same version of Backhaul everywhere. Versions that don't understand each other refuse to connect; "
-        "those that do may still lack each other's improvements. During a rolling upgrade this passes by itself",
+        "Install the same version of Backhaul everywhere. Incompatible versions refuse to connect; compatible ones may "
+        "still lack each other's improvements. The alert ends by itself after a rolling upgrade",
         "count(count by (version) (backhaul_worker_info)) > 1 or sum(backhaul_worker_skewed_sessions) > 0",
         60,
         _version_skew,
@@ -219,9 +223,9 @@ ALERTS: tuple[AlertRule, ...] = (
         "FingerprintSkew",
         "warning",
         "Workers of one run compute different numbers",
-        "The run's segments are spread over workers of different hardware or builds, so they are compared within "
-        "tolerances instead of bit by bit, and the drift depends on which worker had a segment. Give a run workers of "
-        "one kind; the dashboard's list of workers shows in what they differ",
+        "The run's segments are spread over workers with different hardware or builds. Their results are compared "
+        "within tolerances instead of bit by bit, and the drift depends on the worker that had a segment. Give a run "
+        "workers of one kind; the dashboard's table of workers shows how they differ",
         "backhaul_trainer_mixed_runs > 0",
         60,
         _fingerprint_skew,
@@ -249,14 +253,14 @@ class FiringAlert:
 
 
 class Alerts:
-    """Those that hold, and since when. Somebody should look once a second."""
+    """Evaluates the rules, and remembers since when each alert fires. Call `evaluate` about once a second."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._since: dict[tuple[str, str], float] = {}
 
     def evaluate(self, now_s: float) -> list[FiringAlert]:
-        """Looks: critical ones first, then in the order of the table. One that held the last time began when it did."""
+        """Returns the alerts that fire now, critical ones first. An alert that fired last time keeps its `since_s`."""
         before, self._since, firing = self._since, {}, []
         for rule in ALERTS:
             for subject, summary in rule.condition(self._watch, now_s):

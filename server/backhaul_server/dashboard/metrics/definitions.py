@@ -1,25 +1,25 @@
-"""Every metric, once. /metrics, the Grafana dashboard and the page of docs are made from this table.
+"""The table of all metrics. /metrics, the Grafana dashboard and docs/monitoring.md are generated from it.
 
-Named by Prometheus' rules: base units, `_total` for counters, and labels only of what there are few: workers, methods,
-tiers. Never sessions, runs or segments.
+Names follow Prometheus' rules: base units, and `_total` for counters. Labels have few values: workers, methods and
+tiers, but never sessions, runs or segments.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import attrgetter
 from typing import Literal
 
 from backhaul_proto.v1.telemetry_pb2 import GetTelemetryResponse, RpcTelemetry
 from backhaul_runtime.wire.telemetry import BOUNDS_S
-from backhaul_server.dashboard.collect.totals import Totals
 from backhaul_server.dashboard.collect.watch import Watch
 
 Kind = Literal["gauge", "counter", "histogram"]
 
 EVERY = 4
 BUCKETS_S = BOUNDS_S[::EVERY]
-"""Upper bounds of the histogram that is exported, each twice the one before: of 0.1 ms to 52 s."""
+"""Upper bounds of the exported histogram in seconds, from 0.1 ms to 52 s; each is twice the one before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class Histogram:
     """Durations of calls.
 
     Attributes:
-        counts: How many took no longer than each of BUCKETS_S.
+        counts: For each bound in BUCKETS_S, the number of calls that took no longer.
         calls: The number of all calls.
-        sum_s: What they took together.
+        sum_s: The sum of all durations, in seconds.
     """
 
     counts: tuple[int, ...]
@@ -38,7 +38,7 @@ class Histogram:
 
 
 Sample = tuple[tuple[str, ...], float | Histogram]
-"""Values of the labels, and what was measured."""
+"""The values of the labels, and the measured value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,11 @@ class MetricDefinition:
     """A metric.
 
     Attributes:
-        name: As queries name it, but a histogram's without `_bucket`, `_sum` and `_count`.
-        kind: What may be done with it: rates are of counters.
+        name: The name in queries. That of a histogram lacks `_bucket`, `_sum` and `_count`.
+        kind: The Prometheus type; rates can be computed of counters and histograms.
         help: The description of what it measures.
-        labels: Names of its labels.
-        read: All its samples now.
+        labels: The names of its labels.
+        read: Returns all current samples.
     """
 
     name: str
@@ -68,261 +68,219 @@ _TIERS = {
 }
 
 
-def _answering(source: Watch) -> Iterator[tuple[str, GetTelemetryResponse]]:
-    """Workers that answer: what another said long ago is no measurement."""
-    for worker in source.workers:
+def _answering(watch: Watch) -> Iterator[tuple[str, GetTelemetryResponse]]:
+    """Yields the address and the last answer of each reachable worker. Older answers are no measurement of now."""
+    for worker in watch.workers:
         if worker.telemetry is not None and worker.state != "unreachable":
             yield worker.address.text, worker.telemetry
 
 
-def _worker(name: str, kind: Kind, text: str, value: Callable[[GetTelemetryResponse], float]) -> MetricDefinition:
-    """A metric with one value of each worker."""
+def _worker(name: str, kind: Kind, text: str, value: str | Callable[[GetTelemetryResponse], float]) -> MetricDefinition:
+    """Returns a metric with one value per worker: a field of its answer by its path, or a function of the answer."""
+    value_of = attrgetter(value) if isinstance(value, str) else value
 
-    def read(source: Watch) -> Iterator[Sample]:
-        return (((worker,), value(telemetry)) for worker, telemetry in _answering(source))
+    def read(watch: Watch) -> Iterator[Sample]:
+        return (((worker,), value_of(telemetry)) for worker, telemetry in _answering(watch))
 
-    return MetricDefinition(name, kind, text, ("worker",), read)
+    return MetricDefinition(f"backhaul_worker_{name}", kind, text, ("worker",), read)
 
 
-def _trainers(
-    name: str, text: str, values: Callable[[Totals], Sequence[tuple[str, float]]], label: str
-) -> MetricDefinition:
-    """A counter of all trainers together, by a label."""
+def _trainers(name: str, text: str, label: str, **fields: str) -> MetricDefinition:
+    """Returns a counter over all trainers. `fields` maps each value of the label to a field of `Totals`."""
 
-    def read(source: Watch) -> Iterator[Sample]:
-        return (((kind,), value) for kind, value in values(source.trainers.totals))
+    def read(watch: Watch) -> Iterator[Sample]:
+        totals = watch.trainers.totals
+        return (((kind,), getattr(totals, field)) for kind, field in fields.items())
 
-    return MetricDefinition(name, "counter", text, (label,), read)
+    return MetricDefinition(f"backhaul_trainer_{name}", "counter", text, (label,), read)
 
 
 def _trainer(
-    name: str, text: str, value: Callable[[Watch], float], kind: Literal["gauge", "counter"] = "counter"
+    name: str, text: str, value: str | Callable[[Watch], float], kind: Literal["gauge", "counter"] = "counter"
 ) -> MetricDefinition:
-    """A metric with one value of all trainers together."""
-    return MetricDefinition(name, kind, text, (), lambda source: [((), value(source))])
+    """Returns a metric with one value over all trainers: an attribute of `Trainers` by its path, or a function."""
+    value_of = attrgetter(f"trainers.{value}") if isinstance(value, str) else value
+    return MetricDefinition(f"backhaul_trainer_{name}", kind, text, (), lambda watch: [((), value_of(watch))])
 
 
-def _up(source: Watch) -> Iterator[Sample]:
-    return (((worker.address.text,), float(worker.state != "unreachable")) for worker in source.workers)
+def _up(watch: Watch) -> Iterator[Sample]:
+    return (((worker.address.text,), float(worker.state != "unreachable")) for worker in watch.workers)
 
 
-def _info(source: Watch) -> Iterator[Sample]:
-    for worker, telemetry in _answering(source):
+def _info(watch: Watch) -> Iterator[Sample]:
+    for worker, telemetry in _answering(watch):
         yield (worker, telemetry.worker_version, telemetry.device, _fingerprint(telemetry)), 1.0
 
 
 def _fingerprint(telemetry: GetTelemetryResponse) -> str:
-    """Short, and another one where anything differs; empty where the worker tells none."""
+    """Returns a short hash of a worker's fingerprint; empty if the worker has reported none."""
     lines = "\n".join(f"{key}={value}" for key, value in sorted(telemetry.fingerprint.items()))
     return hashlib.sha256(lines.encode()).hexdigest()[:8] if lines else ""
 
 
-def _mixed_runs(source: Watch) -> int:
-    """Runs whose workers differ in fingerprint."""
+def _mixed_runs(watch: Watch) -> int:
+    """Returns the number of runs whose workers differ in their fingerprints."""
     seen: dict[str, set[str]] = {}
-    for _, telemetry in _answering(source):
+    for _, telemetry in _answering(watch):
         for session in telemetry.sessions:
             if session.run:
                 seen.setdefault(session.run, set()).add(_fingerprint(telemetry))
     return sum(len(fingerprints) > 1 for fingerprints in seen.values())
 
 
-def _memory(source: Watch) -> Iterator[Sample]:
-    for worker, telemetry in _answering(source):
+def _memory(watch: Watch) -> Iterator[Sample]:
+    for worker, telemetry in _answering(watch):
         for tier, field in _TIERS.items():
             yield (worker, tier), getattr(telemetry.memory, field)
 
 
-def _durations(source: Watch) -> Iterator[Sample]:
-    for worker, telemetry in _answering(source):
+def _durations(watch: Watch) -> Iterator[Sample]:
+    for worker, telemetry in _answering(watch):
         for rpc in telemetry.rpcs:
             yield (worker, rpc.method), histogram(rpc)
 
 
-def _errors(source: Watch) -> Iterator[Sample]:
-    for worker, telemetry in _answering(source):
+def _errors(watch: Watch) -> Iterator[Sample]:
+    for worker, telemetry in _answering(watch):
         for rpc in telemetry.rpcs:
             yield (worker, rpc.method), rpc.errors
 
 
+def _skewed(telemetry: GetTelemetryResponse) -> int:
+    return sum(session.client_version not in {"", telemetry.worker_version} for session in telemetry.sessions)
+
+
 def histogram(rpc: RpcTelemetry) -> Histogram:
-    """A worker's buckets by fewer bounds. A worker that counts in others has only the sum of all."""
+    """Merges a worker's buckets into BUCKETS_S. Of a worker with other buckets only the sums are exported."""
     if len(rpc.buckets) != len(BOUNDS_S) + 1:
         return Histogram((0,) * len(BUCKETS_S), rpc.calls, rpc.total_s)
     reached = tuple(accumulate(rpc.buckets))
     return Histogram(reached[: len(BOUNDS_S) : EVERY], reached[-1], rpc.total_s)
 
 
+_HELD = (
+    "Bytes charged against a worker's budget, by tier: tensors that live segments name, tensors cached for the next "
+    "step, replays, and finished results"
+)
+_LANES = (
+    "Seconds that segments spent in each phase. Phases overlap. forward counts only segments that a worker recomputed; "
+    "queue includes speculative replays, whose waiting costs nothing; wait is the time for which backward was blocked"
+)
+
 METRICS: tuple[MetricDefinition, ...] = (
-    MetricDefinition("backhaul_worker_up", "gauge", "1 while a worker answers, 0 while it does not", ("worker",), _up),
+    MetricDefinition("backhaul_worker_up", "gauge", "1 if a worker answers, 0 if it does not", ("worker",), _up),
     MetricDefinition(
         "backhaul_worker_info",
         "gauge",
-        "Always 1: what a worker runs, and on what; equal fingerprints compute equal bits",
+        "Always 1. The labels give a worker's version, device and fingerprint; equal fingerprints compute equal bits",
         ("worker", "version", "device", "fingerprint"),
         _info,
     ),
+    _worker("draining", "gauge", "1 while a worker is shutting down and accepts no new work", "draining"),
+    _worker("uptime_seconds", "gauge", "Seconds since a worker started", "uptime_s"),
+    MetricDefinition("backhaul_worker_memory_bytes", "gauge", _HELD, ("worker", "tier"), _memory),
+    _worker("memory_budget_bytes", "gauge", "Bytes that all tiers together may take", "memory.budget_bytes"),
+    _worker("resident_memory_bytes", "gauge", "Resident memory of a worker's process", "memory.resident_bytes"),
     _worker(
-        "backhaul_worker_draining", "gauge", "1 while a worker takes nothing new", lambda telemetry: telemetry.draining
-    ),
-    _worker("backhaul_worker_uptime_seconds", "gauge", "Since a worker started", lambda telemetry: telemetry.uptime_s),
-    MetricDefinition(
-        "backhaul_worker_memory_bytes",
-        "gauge",
-        "Charged against a worker's budget: tensors that live segments name, parameters cached for the next step, "
-        "replays at work, finished results",
-        ("worker", "tier"),
-        _memory,
-    ),
-    _worker(
-        "backhaul_worker_memory_budget_bytes",
-        "gauge",
-        "What all tiers together may take",
-        lambda telemetry: telemetry.memory.budget_bytes,
-    ),
-    _worker(
-        "backhaul_worker_resident_memory_bytes",
-        "gauge",
-        "Of a worker's process, as its kernel counts it",
-        lambda telemetry: telemetry.memory.resident_bytes,
-    ),
-    _worker(
-        "backhaul_worker_refusals_total",
+        "refusals_total",
         "counter",
-        "Requests turned away for want of room: their segments run on the trainer",
-        lambda telemetry: telemetry.memory.refusals,
+        "Requests refused because memory was short; their segments run on the trainer",
+        "memory.refusals",
     ),
     _worker(
-        "backhaul_worker_evictions_total",
+        "evictions_total",
         "counter",
-        "Cached tensors, replays ahead and results given up for want of room",
-        lambda telemetry: telemetry.memory.evictions,
+        "Cached tensors, speculative replays and results evicted because memory was short",
+        "memory.evictions",
     ),
+    _worker("sessions", "gauge", "Open sessions of trainers", lambda telemetry: len(telemetry.sessions)),
+    _worker("skewed_sessions", "gauge", "Sessions of trainers whose version of Backhaul is not the worker's", _skewed),
     _worker(
-        "backhaul_worker_sessions", "gauge", "Open sessions of trainers", lambda telemetry: len(telemetry.sessions)
-    ),
-    _worker(
-        "backhaul_worker_skewed_sessions",
+        "segments",
         "gauge",
-        "Sessions of trainers with another version of Backhaul than the worker's",
-        lambda telemetry: sum(
-            session.client_version not in {"", telemetry.worker_version} for session in telemetry.sessions
-        ),
-    ),
-    _worker(
-        "backhaul_worker_segments",
-        "gauge",
-        "Segments held for a backward to come",
+        "Segments that wait for their backward",
         lambda telemetry: sum(session.segments for session in telemetry.sessions),
     ),
     _worker(
-        "backhaul_worker_drift_ratio",
+        "drift_ratio",
         "gauge",
-        "Largest relative difference between a worker's numbers and a trainer's, 0 where all bits are equal",
+        "Largest relative difference between the numbers of a worker and a trainer; 0 if equal",
         lambda telemetry: max((session.drift for session in telemetry.sessions), default=0.0),
     ),
+    _worker("queued_requests", "gauge", "Requests that wait or run", "queued_requests"),
     _worker(
-        "backhaul_worker_queued_requests",
-        "gauge",
-        "Requests that wait or run",
-        lambda telemetry: telemetry.queued_requests,
-    ),
-    _worker(
-        "backhaul_worker_recomputed_segments_total",
+        "recomputed_segments_total",
         "counter",
-        "Replays that ran, those ahead of their request included",
-        lambda telemetry: telemetry.recomputed_segments,
+        "Replays that have run, including speculative ones",
+        "recomputed_segments",
     ),
-    _worker(
-        "backhaul_worker_received_bytes_total", "counter", "Of messages", lambda telemetry: telemetry.received_bytes
-    ),
-    _worker("backhaul_worker_sent_bytes_total", "counter", "Of messages", lambda telemetry: telemetry.sent_bytes),
+    _worker("received_bytes_total", "counter", "Bytes of received messages", "received_bytes"),
+    _worker("sent_bytes_total", "counter", "Bytes of sent messages", "sent_bytes"),
     MetricDefinition(
         "backhaul_rpc_duration_seconds",
         "histogram",
-        "Calls as a worker serves them, transfers included",
+        "Durations of calls on a worker, including transfers",
         ("worker", "method"),
         _durations,
     ),
     MetricDefinition("backhaul_rpc_errors_total", "counter", "Calls that failed", ("worker", "method"), _errors),
-    _trainer(
-        "backhaul_trainer_runs", "Trainers that were heard of a moment ago", lambda s: s.trainers.running, "gauge"
-    ),
-    _trainer(
-        "backhaul_trainer_mixed_runs",
-        "Trainers whose workers have different fingerprints, and so compute different numbers",
-        _mixed_runs,
-        "gauge",
-    ),
-    _trainer("backhaul_trainer_steps_total", "Steps of all trainers", lambda s: s.trainers.totals.steps),
+    _trainer("runs", "Trainers that have reported recently", "running", "gauge"),
+    _trainer("mixed_runs", "Trainers whose workers differ in their fingerprints", _mixed_runs, "gauge"),
+    _trainer("steps_total", "Steps of all trainers", "totals.steps"),
     _trainers(
-        "backhaul_trainer_recomputations_total",
-        "Segments recomputed, by who did it: a worker that gave gradients or activations, or the trainer",
-        lambda sums: [
-            ("gradients", sums.gradients),
-            ("activations", sums.activations),
-            ("trainer", sums.on_trainer),
-        ],
+        "recomputations_total",
+        "Recomputed segments: on a worker that returned gradients or activations, or on the trainer",
         "decision",
+        gradients="gradients",
+        activations="activations",
+        trainer="on_trainer",
     ),
-    _trainer(
-        "backhaul_trainer_fallbacks_total",
-        "Segments that were meant for a worker and recomputed by the trainer",
-        lambda s: s.trainers.totals.fallbacks,
-    ),
-    _trainer(
-        "backhaul_trainer_retries_total", "Requests that trainers made again", lambda s: s.trainers.totals.retries
-    ),
-    _trainer(
-        "backhaul_trainer_mismatches_total",
-        "Recomputations whose values trainers refused",
-        lambda s: s.trainers.totals.mismatches,
-    ),
+    _trainer("fallbacks_total", "Segments that were meant for a worker but ran on the trainer", "totals.fallbacks"),
+    _trainer("retries_total", "Requests that trainers repeated", "totals.retries"),
+    _trainer("mismatches_total", "Recomputations whose values a trainer rejected", "totals.mismatches"),
     _trainers(
-        "backhaul_trainer_lane_seconds_total",
-        "What segments spent where, which overlaps: forward is of those that a worker recomputed, queue also of those "
-        "recomputed ahead, which costs nothing; in wait backward stood still",
-        lambda sums: [
-            ("forward", sums.remote_forward_s),
-            ("upload", sums.upload_s),
-            ("queue", sums.queue_s),
-            ("recompute", sums.recompute_s),
-            ("backward", sums.backward_s),
-            ("download", sums.download_s),
-            ("wait", sums.wait_s),
-        ],
+        "lane_seconds_total",
+        _LANES,
         "lane",
+        forward="remote_forward_s",
+        upload="upload_s",
+        queue="queue_s",
+        recompute="recompute_s",
+        backward="backward_s",
+        download="download_s",
+        wait="wait_s",
     ),
     _trainer(
-        "backhaul_trainer_exposed_queue_seconds_total",
-        "That backward stood still while a segment waited behind other work on its worker",
-        lambda s: s.trainers.totals.exposed_queue_s,
+        "exposed_queue_seconds_total",
+        "Seconds for which backward was blocked by a segment in a worker's queue",
+        "totals.exposed_queue_s",
     ),
     _trainer(
-        "backhaul_trainer_overhead_seconds_total",
-        "Spent on recording, digests and sending in trainers' own threads",
-        lambda s: s.trainers.totals.overhead_s,
+        "overhead_seconds_total",
+        "Seconds of recording, digests and sending in the trainers' own threads",
+        "totals.overhead_s",
     ),
     _trainer(
-        "backhaul_trainer_spared_seconds_total",
-        "What trainers would have taken to recompute what workers did",
-        lambda s: s.trainers.totals.spared_s,
+        "spared_seconds_total",
+        "Seconds that trainers would have needed for the recomputations that workers did",
+        "totals.spared_s",
     ),
     _trainers(
-        "backhaul_trainer_transferred_bytes_total",
-        "Tensors up to workers and down from them",
-        lambda sums: [("up", sums.up_bytes), ("down", sums.down_bytes)],
+        "transferred_bytes_total",
+        "Bytes of tensors sent to workers and received from them",
         "direction",
+        up="up_bytes",
+        down="down_bytes",
     ),
     _trainer(
-        "backhaul_trainer_saved_bytes",
-        "What running trainers hold less thanks to workers, at the end of their last steps",
-        lambda s: s.trainers.saved_bytes,
+        "saved_bytes",
+        "Bytes that workers spare the running trainers, at the end of their last steps",
+        "saved_bytes",
         "gauge",
     ),
     _trainer(
-        "backhaul_trainer_dropped_reports_total",
-        "Steps and calls that were not told, or not taken, for want of room",
-        lambda s: s.trainers.dropped,
+        "dropped_reports_total",
+        "Steps and calls that were not reported or not kept because queues were full",
+        "dropped",
     ),
 )

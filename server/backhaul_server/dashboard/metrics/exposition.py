@@ -1,4 +1,4 @@
-"""/metrics in the form Prometheus reads."""
+"""Formats /metrics for Prometheus."""
 
 from collections.abc import Iterator
 
@@ -11,13 +11,13 @@ from backhaul_server.dashboard.metrics.definitions import BUCKETS_S, METRICS, Hi
 
 
 class MetricsSnapshot(Collector):
-    """All metrics when it was made: another thread may write it while what it was read from changes."""
+    """All samples at the time of construction, so that another thread can format them while the watch changes."""
 
     def __init__(self, source: Watch) -> None:
         self._families = [_family(definition, source) for definition in METRICS]
 
     def collect(self) -> Iterator[Metric]:
-        """As prometheus_client asks for them."""
+        """Yields the metrics; called by prometheus_client."""
         return iter(self._families)
 
 
@@ -40,7 +40,7 @@ def _family(definition: MetricDefinition, source: Watch) -> Metric:
 
 
 def exposition(collected: MetricsSnapshot) -> bytes:
-    """As text. For 50 workers a megabyte, which takes two thirds of the time."""
+    """Returns the text of /metrics. It is a megabyte for 50 workers, and formatting it takes most of the time."""
     registry = CollectorRegistry()
     registry.register(collected)
     return generate_latest(registry)

@@ -1,4 +1,4 @@
-"""How long RPCs took, as workers count them, and the phases of segments, as trainers tell them."""
+"""Durations of RPCs as workers measure them, and phases of segments as trainers measure them."""
 
 from collections.abc import Iterable
 from math import ceil
@@ -10,12 +10,15 @@ from backhaul_server.dashboard.collect.runs import TrainerRun
 from backhaul_server.dashboard.views import schemas
 
 _COLUMNS = 100
-_MERGED = 4  # buckets that are one row, which ends at twice the one before
+_MERGED = 4  # buckets per row of the heat map; the upper bound of each row is twice that of the row before
 _OWN_METHOD = "GetTelemetry"
 
 
 def latency(calls: Tally, runs: Iterable[TrainerRun], now_s: float, seconds: int, method: str) -> schemas.Latency:
-    """Of those calls and runs. The heat map is of one method, or of all but the one this process calls itself."""
+    """Returns the latency over a window.
+
+    The heat map covers one method, or all methods except the dashboard's own polls.
+    """
     counts = calls.counted(now_s - seconds)
     return schemas.Latency(
         window_s=seconds,
@@ -37,7 +40,7 @@ def _rpc(method: str, counted: Counted) -> schemas.Rpc:
 
 def _heat(calls: Tally, now_s: float, seconds: int, method: str) -> schemas.Heat:
     interval_s = max(1, ceil(seconds / _COLUMNS))
-    first = int((now_s - seconds) // interval_s) + 1  # columns stay where they are as time goes on
+    first = int((now_s - seconds) // interval_s) + 1  # columns keep their times from one request to the next
     columns = int(now_s // interval_s) - first + 1
     bounds_s = BOUNDS_S[_MERGED - 1 :: _MERGED]
     counts = [[0] * (len(bounds_s) + 1) for _ in range(columns)]

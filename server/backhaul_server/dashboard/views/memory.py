@@ -1,4 +1,4 @@
-"""Memory over the last minutes, thinned out so that a page can draw it."""
+"""Memory over the last minutes, thinned out for drawing."""
 
 from collections.abc import Sequence
 from math import ceil
@@ -11,7 +11,7 @@ from backhaul_server.dashboard.views import schemas
 
 
 def memory_history(watch: Watch, now_s: float, seconds: int, points: int) -> schemas.MemoryHistory:
-    """Of all workers and of all runs with a session in the window."""
+    """Returns the memory of all workers, and of all runs with a session in the window."""
     since_s = now_s - seconds
     width_s = max(1, ceil(seconds / points))
     runs = [_run(held, since_s, width_s) for held in watch.held if held.series.at_s[-1] >= since_s]
@@ -50,7 +50,7 @@ def _run(held: WorkerMemoryOfRun, since_s: float, width_s: int) -> schemas.HeldH
 
 
 def _thin(series: Series, since_s: float, width_s: int) -> list[int]:
-    """Of the rows in each piece of time the one with the largest sum. Pieces stay where they are as time goes on."""
+    """Returns, for each interval, the row with the largest sum. Intervals keep their times between requests."""
     best: dict[int, tuple[float, int]] = {}
     for index in range(series.since(since_s), len(series.at_s)):
         piece = int(series.at_s[index] // width_s)
@@ -61,7 +61,7 @@ def _thin(series: Series, since_s: float, width_s: int) -> list[int]:
 
 
 def _marks(increases: Sequence[CounterIncrease], width_s: int) -> list[schemas.MemoryEvent]:
-    """One for each kind and piece of time."""
+    """Merges increases into one event per kind and interval."""
     marks: dict[tuple[int, str], schemas.MemoryEvent] = {}
     for growth in increases:
         key = (int(growth.at_s // width_s), growth.kind)

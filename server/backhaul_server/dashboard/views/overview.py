@@ -1,4 +1,4 @@
-"""The headline."""
+"""The numbers of the headline."""
 
 from backhaul_server.dashboard.collect.runs import TrainerRun
 from backhaul_server.dashboard.collect.series import LARGEST
@@ -11,7 +11,7 @@ _COST_WINDOW_S = 60.0
 
 
 def overview(watch: Watch, now_s: float, history_error: str) -> schemas.Overview:
-    """The headline numbers of all workers and runs together. A value that is not known now is None."""
+    """Returns the headline numbers over all workers and runs. A value that is not known now is None."""
     runs = list(watch.trainers)
     running = [run for run in runs if run.state(now_s) == "running"]
     cost = Totals.of_all(run.recent.since(now_s - _COST_WINDOW_S) for run in runs)
@@ -44,7 +44,7 @@ def overview(watch: Watch, now_s: float, history_error: str) -> schemas.Overview
 
 
 def _sessions(watch: Watch) -> int:
-    """A trainer's sessions on several workers are one run; what names no run counts for itself."""
+    """Returns the number of runs with a session. Sessions that name no run count as one run each."""
     named, nameless = set(), 0
     for worker in watch.workers:
         for session in worker.sessions():
@@ -56,7 +56,7 @@ def _sessions(watch: Watch) -> int:
 
 
 def _steps_per_s(run: TrainerRun, now_s: float) -> float:
-    """Over the last 30 seconds, or since the run's first step where that is less ago."""
+    """Returns the rate over the last 30 seconds, or since the first step of the run if that is more recent."""
     if run.steps == 0:
         return 0.0
     window_s = min(_STEPS_WINDOW_S, max(1.0, now_s - run.first_step_at_s))

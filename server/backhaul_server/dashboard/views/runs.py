@@ -9,7 +9,7 @@ from backhaul_server.dashboard.views import schemas
 
 
 def run_summary(run: TrainerRun, now_s: float) -> schemas.RunSummary:
-    """A run as far as it has reported, with its state at a time in seconds since 1970."""
+    """Summarizes a run as far as it was reported, with its state at a time in seconds since 1970."""
     median_s = run.median_step_s
     return schemas.RunSummary(
         run=run.id,
@@ -33,7 +33,7 @@ def run_summary(run: TrainerRun, now_s: float) -> schemas.RunSummary:
 
 
 def run_series(run: TrainerRun, points: int) -> schemas.RunSeries:
-    """The last steps that are known, by number: as many as this process keeps, fewer of a run without detail."""
+    """Returns the last known steps by number: as many as this process keeps, fewer for a run without detail."""
     rows = sorted(_rows(run))
     width = -(-len(rows) // points) or 1
     series = schemas.RunSeries(run=run.id, step=[], step_ms=[], peak_bytes=[], moved_bytes=[], loss=[])

@@ -1,4 +1,4 @@
-"""What /api/v1 answers, for OpenAPI. Times are seconds since 1970; lists of a series are equally long, oldest first."""
+"""The answers of /api/v1. Times are in seconds since 1970. The lists of a series have equal lengths, oldest first."""
 
 from typing import Any, Literal, get_args
 
@@ -13,7 +13,7 @@ stayed on the trainer, as without checkpointing; "" if nothing was recomputed.""
 
 
 def example_of(model: type[BaseModel]) -> dict[str, Any]:
-    """What an answer looks like: the examples of its fields, put together. Raises KeyError for a field without one."""
+    """Returns an example of a model, built from those of its fields. Raises KeyError for a field without an example."""
     example = {}
     for name, field in model.model_fields.items():
         kinds = (field.annotation, *get_args(field.annotation))
@@ -39,129 +39,141 @@ class Schema(BaseModel):
 
 
 class Overview(Schema):
-    """The headline."""
+    """The numbers of the headline."""
 
     at_s: float = Field(examples=[1763769600.0])
     workers: int = Field(examples=[2])
-    healthy_workers: int = Field(description="Serving, and heard of in the last 3 seconds", examples=[2])
+    healthy_workers: int = Field(description="Workers that serve and have answered in the last 3 seconds", examples=[2])
     heard_at_s: float | None = Field(
-        description="When a worker last answered, None if none ever did", examples=[1763769599.6]
+        description="When a worker last answered; None if none has answered yet", examples=[1763769599.6]
     )
     stepped_at_s: float | None = Field(
-        description="When the last step ended that any run told, None before the first", examples=[1763769599.2]
+        description="When the last reported step of any run ended; None before the first", examples=[1763769599.2]
     )
     sessions: int | None = Field(
-        description="Runs with an open session on some worker, None while no worker answers", examples=[1]
+        description="Training runs with an open session on a worker; None while no worker answers", examples=[1]
     )
     steps_per_s: float | None = Field(
-        description="Of all runs together, over the last 30 seconds; None while no worker answers", examples=[1.1]
+        description="Steps of all runs together over the last 30 seconds; None while no worker answers", examples=[1.1]
     )
     saved_bytes: int | None = Field(
-        description="Packed by autograd less what trainers kept of it, the most in their last steps; None while no run "
+        description="Bytes that autograd saved and trainers did not keep, at the peaks of their last steps; None while "
+        "no run "
         "is running",
         examples=[233_700_000],
     )
-    peak_saved_bytes: int | None = Field(description="The same, the most since the runs began", examples=[241_200_000])
+    peak_saved_bytes: int | None = Field(
+        description="The largest `saved_bytes` since the runs began", examples=[241_200_000]
+    )
     added_ms_per_step: float | None = Field(
-        description="Exposed wait and own overhead less the forward time that recomputing here would have cost; mean "
-        "of the steps of the last minute, negative where a step is faster than with a local recomputation. None where "
-        "no step ended in that minute, as for the three that follow",
+        description="Exposed wait plus overhead minus the time that local recomputation would have taken. The mean "
+        "over "
+        "the steps of the last minute; negative if a step is faster than with local recomputation. None if no step "
+        "ended in that minute, as for the three fields that follow",
         examples=[24.1],
     )
     wait_ms_per_step: float | None = Field(examples=[188.0])
     overhead_ms_per_step: float | None = Field(examples=[30.6])
     spared_ms_per_step: float | None = Field(
-        description="Forward time that recomputing here would have cost", examples=[194.5]
+        description="Time that local recomputation would have taken", examples=[194.5]
     )
     remote_share: float | None = Field(
-        description="Of the recomputations of the last 5 minutes, None without any", examples=[1.0]
+        description="Share of the recomputations of the last 5 minutes that ran on workers; None if there were none",
+        examples=[1.0],
     )
-    fallbacks: int | None = Field(description="In the last 5 minutes, None while no worker answers", examples=[0])
+    fallbacks: int | None = Field(
+        description="Fallbacks in the last 5 minutes; None while no worker answers", examples=[0]
+    )
     dropped_reports: int = Field(
-        description="Steps and calls that trainers did not tell for want of room", examples=[0]
+        description="Steps and calls that were not reported or not kept because queues were full", examples=[0]
     )
-    history: str = Field(description="Why no history is kept, empty where it is", examples=[""])
+    history: str = Field(description="Why no history is kept; empty while it is kept", examples=[""])
 
 
 class Memory(Schema):
-    """Bytes a worker holds, by tier, and its budget."""
+    """Bytes that a worker holds, by tier, and its budget."""
 
     budget_bytes: int = Field(examples=[4 << 30])
-    segment_bytes: int = Field(description="Tensors that live segments name", examples=[33_554_432])
-    cached_bytes: int = Field(description="Parameters and buffers kept for the next step", examples=[20_132_659])
-    working_bytes: int = Field(description="Replays ahead of or under a request", examples=[226_492_416])
-    result_bytes: int = Field(description="Finished results, kept for repeated requests", examples=[4_194_304])
-    resident_bytes: int = Field(description="The whole process, as the kernel counts it", examples=[566_231_040])
-    refusals: int = Field(description="Requests turned away for want of room", examples=[0])
+    segment_bytes: int = Field(description="Tensors and programs that live segments name", examples=[33_554_432])
+    cached_bytes: int = Field(description="Tensors cached for the next step, such as parameters", examples=[20_132_659])
+    working_bytes: int = Field(description="The run in progress, and replays that are ready", examples=[226_492_416])
+    result_bytes: int = Field(
+        description="Finished results, which are kept for repeated requests", examples=[4_194_304]
+    )
+    resident_bytes: int = Field(description="Resident memory of the whole process", examples=[566_231_040])
+    refusals: int = Field(description="Requests refused because memory was short", examples=[0])
     evictions: int = Field(
-        description="Cached tensors, replays ahead and results given up for want of room", examples=[12]
+        description="Cached tensors, speculative replays and results evicted because memory was short", examples=[12]
     )
 
 
 class SessionStatus(Schema):
-    """A trainer's stay on one worker."""
+    """A session of a trainer on one worker."""
 
     worker: str = Field(examples=["127.0.0.1:50051"])
     trainer: str = Field(examples=["gpu-box:4711"])
-    run: str = Field(
-        description="The same for one trainer's sessions on several workers", examples=["9f86d081884c7d65"]
-    )
+    run: str = Field(description="Id of the training run, equal for all of its sessions", examples=["9f86d081884c7d65"])
     client_version: str = Field(examples=["0.1.0"])
     segments: int = Field(examples=[6])
     held_bytes: int = Field(
-        description="Of the tensors its segments name; what sessions share counts in each", examples=[33_554_432]
+        description="Bytes of the tensors that its segments name. A tensor shared by sessions counts in each of them",
+        examples=[33_554_432],
     )
-    quota_share: float = Field(description="Of the worker's budget", examples=[0.0078])
-    idle_s: float = Field(description="Since it was last heard of", examples=[0.4])
+    quota_share: float = Field(description="`held_bytes` as a share of the worker's budget", examples=[0.0078])
+    idle_s: float = Field(description="Seconds since its last request", examples=[0.4])
     drift: float = Field(
-        description="Relative difference between its numbers and the worker's, 0 for equal bits", examples=[0.0]
+        description="Largest relative difference between the numbers of trainer and worker; 0 if all bits are equal",
+        examples=[0.0],
     )
     last_error: str = Field(examples=[""])
 
 
 class WorkerStatus(Schema):
-    """A worker as it was last seen."""
+    """A worker, as of its last answer."""
 
     address: str = Field(examples=["127.0.0.1:50051"])
     state: State = Field(examples=["serving"])
-    error: str = Field(description="Why it does not answer, empty while it does", examples=[""])
-    seen_at_s: float = Field(description="When it last answered, 0 for never", examples=[1763769599.6])
+    error: str = Field(description="Why the worker does not answer; empty while it does", examples=[""])
+    seen_at_s: float = Field(description="When the worker last answered; 0 if it never has", examples=[1763769599.6])
     version: str = Field(examples=["0.1.0"])
-    epoch: str = Field(description="Another one after a restart", examples=["b5bb9d8014a0f9b1"])
+    epoch: str = Field(description="Random name of the process, new after each restart", examples=["b5bb9d8014a0f9b1"])
     device: str = Field(examples=["cpu"])
     fingerprint: dict[str, str] = Field(
-        description="What its numbers depend on and can't be set", examples=[{"torch": "2.13.0+cpu", "cpu": "AVX512"}]
+        description="What the worker's numbers depend on: equal fingerprints compute equal bits",
+        examples=[{"torch": "2.13.0+cpu", "cpu": "AVX512"}],
     )
     uptime_s: float = Field(examples=[3605.2])
     memory: Memory
-    memory_share: float = Field(description="All tiers, of the budget", examples=[0.066])
+    memory_share: float = Field(description="All tiers together, as a share of the budget", examples=[0.066])
     sessions: int = Field(examples=[1])
     recomputed_segments: int = Field(examples=[5_412])
     received_bytes: int = Field(examples=[17_301_504_000])
     sent_bytes: int = Field(examples=[17_249_075_200])
     queued_requests: int = Field(examples=[1])
-    last_error: str = Field(description="Of the last request that failed by a fault of the worker's own", examples=[""])
+    last_error: str = Field(
+        description="Message of the last request that failed by a fault of the worker", examples=[""]
+    )
     last_error_at_s: float = Field(examples=[0.0])
 
 
 class Alert(Schema):
-    """Something to look at, as long as it lasts."""
+    """An alert that fires now."""
 
     name: str = Field(examples=["MemoryHigh"])
     severity: Literal["warning", "critical"] = Field(examples=["warning"])
-    subject: str = Field(description="Which worker or run", examples=["127.0.0.1:50051"])
+    subject: str = Field(description="Address of the worker, or id of the run", examples=["127.0.0.1:50051"])
     summary: str = Field(
-        description="What, with the values, and what to do",
+        description="What happened, with the values, and what to do",
         examples=[
-            "127.0.0.1:50051 used 87% of its memory in the last minute, the cache not counted. What does not fit runs "
-            "on trainers: raise --memory, or add a worker"
+            "Worker 127.0.0.1:50051 used 87% of its memory in the last minute, not counting its cache. Segments that "
+            "do not fit run on the trainers. Raise --memory, or add a worker"
         ],
     )
     since_s: float = Field(examples=[1763769540.0])
 
 
 class MemoryEvent(Schema):
-    """Something that happened to memory."""
+    """Evictions or refusals of a worker within a second."""
 
     at_s: float = Field(examples=[1763769570.0])
     kind: Literal["eviction", "refusal"] = Field(examples=["eviction"])
@@ -182,30 +194,30 @@ class TierHistory(Schema):
 
 
 class HeldHistory(Schema):
-    """What one run's sessions held on all workers, and the trainer's own memory, over time."""
+    """The bytes held for one run on all workers, and the memory of its trainer, over time."""
 
     run: str = Field(examples=["9f86d081884c7d65"])
     trainer: str = Field(examples=["gpu-box:4711"])
-    budget_bytes: int = Field(description="Of its workers together", examples=[8 << 30])
+    budget_bytes: int = Field(description="Budget of all workers of the run together", examples=[8 << 30])
     at_s: list[float] = Field(examples=[[1763769598.6, 1763769599.6]])
     held_bytes: list[int] = Field(examples=[[33_554_432, 27_962_026]])
     trainer_peak_bytes: list[int] = Field(
-        description="The trainer's own peak so far, 0 before its first step", examples=[[702_545_920, 702_545_920]]
+        description="Peak memory of the trainer so far; 0 before its first step", examples=[[702_545_920, 702_545_920]]
     )
     saved_bytes: list[int] = Field(
-        description="What it does not hold thanks to its workers", examples=[[233_700_000, 233_700_000]]
+        description="Bytes that the workers spare the trainer", examples=[[233_700_000, 233_700_000]]
     )
 
 
 class MemoryHistory(Schema):
-    """Memory over the last minutes, at most so many points each: a point is the largest of what it stands for."""
+    """Memory over the last minutes. Each point is the largest value of the interval that it stands for."""
 
     workers: list[TierHistory]
     runs: list[HeldHistory]
 
 
 class Rpc(Schema):
-    """Calls of one method in the window; percentiles are right to within a fifth."""
+    """Calls of one method within the window. Percentiles are accurate to 20 %."""
 
     method: str = Field(examples=["Backward"])
     calls: int = Field(examples=[1_804])
@@ -216,18 +228,20 @@ class Rpc(Schema):
 
 
 class Heat(Schema):
-    """How many calls took how long, over time."""
+    """The number of calls by duration and time."""
 
-    at_s: list[float] = Field(description="Begin of each column", examples=[[1763769594.0, 1763769597.0]])
+    at_s: list[float] = Field(description="Start of each column", examples=[[1763769594.0, 1763769597.0]])
     interval_s: float = Field(examples=[3.0])
     bounds_ms: list[float] = Field(
-        description="Upper bound of each row but the last, which has none", examples=[[0.2, 0.4, 0.8]]
+        description="Upper bound of each row. The last row has none", examples=[[0.2, 0.4, 0.8]]
     )
-    counts: list[list[int]] = Field(description="By column, then by row", examples=[[[0, 4, 12, 1], [1, 6, 9, 0]]])
+    counts: list[list[int]] = Field(
+        description="Number of calls by column, then by row", examples=[[[0, 4, 12, 1], [1, 6, 9, 0]]]
+    )
 
 
 class Phases(Schema):
-    """Where the time of segments went, per step, milliseconds: sums over the step's segments."""
+    """Time of each phase by step, in milliseconds, summed over the segments of the step."""
 
     run: str = Field(examples=["9f86d081884c7d65"])
     step: list[int] = Field(examples=[[1_042, 1_043]])
@@ -240,7 +254,7 @@ class Phases(Schema):
 
 
 class Latency(Schema):
-    """Of RPCs as workers serve them, and of segments as trainers see them."""
+    """Latency of RPCs, measured on workers, and of segments, measured on trainers."""
 
     window_s: float = Field(examples=[300.0])
     rpcs: list[Rpc]
@@ -252,12 +266,16 @@ class Span(Schema):
     """A bar of the timeline."""
 
     lane: Lane = Field(examples=["backward"])
-    worker: str = Field(description="Empty for what the trainer does", examples=["127.0.0.1:50051"])
-    row: int = Field(description="Within the lane, so that no two bars of a row overlap", examples=[0])
-    start_ms: float = Field(description="Since the timeline's begin", examples=[512.25])
+    worker: str = Field(
+        description="Address of the worker; empty for work of the trainer", examples=["127.0.0.1:50051"]
+    )
+    row: int = Field(description="Row within the lane; no two bars of a row overlap", examples=[0])
+    start_ms: float = Field(description="Milliseconds since the start of the timeline", examples=[512.25])
     duration_ms: float = Field(examples=[62.5])
-    segment: str = Field(description="Name and position, as in the table of segments", examples=["Block #3"])
-    call: int = Field(description="Index in calls", examples=[3])
+    segment: str = Field(
+        description="Name and position of the segment, as in the table of segments", examples=["Block #3"]
+    )
+    call: int = Field(description="Index of the call in `calls`", examples=[3])
 
 
 class Call(Schema):
@@ -285,10 +303,10 @@ class TimelineStep(Schema):
     duration_ms: float = Field(examples=[902.4])
     loss: float | None = Field(examples=[2.71])
     overlap: float | None = Field(
-        description="Share of the time with remote work going on in which backward did not stand still for it",
+        description="Share of the time of remote work during which backward was not blocked",
         examples=[0.69],
     )
-    wait_ms: float = Field(description="Exposed: backward stood still", examples=[187.8])
+    wait_ms: float = Field(description="Exposed wait: time for which backward was blocked", examples=[187.8])
 
 
 class Timeline(Schema):
@@ -300,37 +318,41 @@ class Timeline(Schema):
     steps: list[TimelineStep]
     spans: list[Span]
     calls: list[Call]
-    left_out: int = Field(description="The shortest spans, where there are more than 4,000", examples=[0])
+    left_out: int = Field(
+        description="Number of spans left out, the shortest ones, if there are more than 4,000", examples=[0]
+    )
 
 
 class SegmentReason(Schema):
-    """Calls that did not get gradients from a worker, for one reason."""
+    """Calls that got no gradients from a worker, by reason."""
 
     reason: str = Field(examples=["the worker is gone"])
-    decision: Decision = Field(description="Of the last of them", examples=["trainer"])
-    is_fallback: bool = Field(description="Whether a worker had been meant to recompute the last", examples=[True])
+    decision: Decision = Field(description="Decision of the last of these calls", examples=["trainer"])
+    is_fallback: bool = Field(description="Whether the last of these calls was meant for a worker", examples=[True])
     calls: int = Field(examples=[3])
-    last_at_s: float = Field(description="When the last of them ended", examples=[1763769540.0])
+    last_at_s: float = Field(description="When the last of these calls ended", examples=[1763769540.0])
 
 
 class SegmentStatus(Schema):
-    """All calls of one segment of a run that were told."""
+    """All reported calls of one segment of a run."""
 
     run: str = Field(examples=["9f86d081884c7d65"])
     segment: str = Field(examples=["Block #3"])
     calls: int = Field(examples=[1_043])
     up_bytes: int = Field(examples=[5_577_572_352])
     down_bytes: int = Field(examples=[5_468_323_840])
-    local_ms: float = Field(description="Median of what it takes on the trainer: its forward", examples=[31.8])
-    remote_ms: float = Field(description="Median of recompute and backward on a worker, 0 without any", examples=[95.9])
-    wait_ms: float = Field(description="Median that backward stood still for it", examples=[30.4])
-    overhead_ms: float = Field(description="Median that recording, digests and sending took", examples=[5.1])
-    decision: Decision = Field(description="Of the last call", examples=["gradients"])
-    reason: str = Field(description="Why it was that", examples=[""])
-    reasons: list[SegmentReason] = Field(
-        description="Why calls so far, not only the last, got no gradients from a worker; the latest first, 8 at most"
+    local_ms: float = Field(description="Median forward time on the trainer", examples=[31.8])
+    remote_ms: float = Field(
+        description="Median time of recomputation and backward on a worker; 0 if there was none", examples=[95.9]
     )
-    worker: str = Field(description="Of the last call", examples=["127.0.0.1:50051"])
+    wait_ms: float = Field(description="Median time for which the segment blocked backward", examples=[30.4])
+    overhead_ms: float = Field(description="Median time of recording, digests and sending", examples=[5.1])
+    decision: Decision = Field(description="Decision of the last call", examples=["gradients"])
+    reason: str = Field(description="Reason of that decision; may be empty", examples=[""])
+    reasons: list[SegmentReason] = Field(
+        description="Reasons for which calls got no gradients from a worker, the most recent first, at most 8"
+    )
+    worker: str = Field(description="Worker of the last call", examples=["127.0.0.1:50051"])
     fallbacks: int = Field(examples=[0])
     mismatches: int = Field(examples=[0])
     drift: float = Field(examples=[0.0])
@@ -338,18 +360,19 @@ class SegmentStatus(Schema):
 
 
 class SegmentList(Schema):
-    """A page of the table."""
+    """A page of the table of segments."""
 
-    at_s: float = Field(description="Now, by the dashboard's clock", examples=[1763769600.0])
-    total: int = Field(description="That match the filters", examples=[1])
+    at_s: float = Field(description="Current time of the dashboard's clock", examples=[1763769600.0])
+    total: int = Field(description="Number of segments that match the filters", examples=[1])
     rows: list[SegmentStatus]
     reasons: list[SegmentReason] = Field(
-        description="Of all rows of the runs, also those that don't match; the most frequent first, 50 at most"
+        description="Reasons of all segments of the runs, including those that do not match; most frequent first, at "
+        "most 50"
     )
 
 
 class RunSummary(Schema):
-    """A trainer from connect() to close()."""
+    """A training run, from connect() to close()."""
 
     run: str = Field(examples=["9f86d081884c7d65"])
     trainer: str = Field(examples=["gpu-box:4711"])
@@ -358,28 +381,28 @@ class RunSummary(Schema):
     started_at_s: float = Field(examples=[1763768640.0])
     heard_at_s: float = Field(examples=[1763769599.6])
     state: Literal["running", "silent", "ended"] = Field(
-        description="silent: nothing was heard for 30 seconds", examples=["running"]
+        description="silent: the trainer has not reported for 30 seconds", examples=["running"]
     )
     settings: dict[str, str] = Field(examples=[{"returns": "auto", "numerics": "auto"}])
     fingerprint: dict[str, str] = Field(examples=[{"torch": "2.13.0+cpu", "cpu": "AVX512"}])
     steps: int = Field(examples=[1_044])
     last_step: int = Field(examples=[1_043])
     last_loss: float | None = Field(examples=[2.71])
-    median_step_ms: float | None = Field(description="Of the last 50 steps", examples=[902.4])
-    peak_bytes: int = Field(description="The trainer's own", examples=[702_545_920])
+    median_step_ms: float | None = Field(description="Median time of the last 50 steps", examples=[902.4])
+    peak_bytes: int = Field(description="Peak memory of the trainer", examples=[702_545_920])
     up_bytes: int = Field(examples=[33_465_434_112])
     down_bytes: int = Field(examples=[32_809_943_040])
     fallbacks: int = Field(examples=[0])
 
 
 class RunSeries(Schema):
-    """A run's steps, at most so many points: a point is the median of what it stands for, of bytes the largest."""
+    """The steps of a run. A point for several steps has their median time and loss, and their largest bytes."""
 
     run: str = Field(examples=["9f86d081884c7d65"])
     step: list[int] = Field(examples=[[1_042, 1_043]])
     step_ms: list[float] = Field(examples=[[905.1, 902.4]])
     peak_bytes: list[int] = Field(examples=[[702_545_920, 702_545_920]])
-    moved_bytes: list[int] = Field(description="Up and down", examples=[[63_522_734, 63_522_734]])
+    moved_bytes: list[int] = Field(description="Bytes sent and received in a step", examples=[[63_522_734, 63_522_734]])
     loss: list[float | None] = Field(examples=[[2.73, 2.71]])
 
 
@@ -390,4 +413,4 @@ class Live(Schema):
     workers: list[WorkerStatus]
     sessions: list[SessionStatus]
     alerts: list[Alert]
-    runs: list[RunSummary] = Field(description="Those that told something in the last minute, and the newest one")
+    runs: list[RunSummary] = Field(description="Runs that reported in the last minute, and the newest run")

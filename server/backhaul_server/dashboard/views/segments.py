@@ -12,7 +12,7 @@ _LINES = 500
 
 
 def segment_list(page: Iterable[Row], total: int, reasons: Iterable[ReasonCount]) -> schemas.SegmentList:
-    """A page of the table.
+    """Returns a page of the table.
 
     Args:
         page: The rows to show.
@@ -28,7 +28,7 @@ def segment_list(page: Iterable[Row], total: int, reasons: Iterable[ReasonCount]
 
 
 def as_csv(rows: Iterable[Row]) -> Iterator[str]:
-    """All rows under a header, a few hundred lines at a time. No cell is a formula where a spreadsheet opens it."""
+    """Yields all rows as CSV under a header, a few hundred lines at a time. No cell is a formula for a spreadsheet."""
     columns = list(schemas.SegmentStatus.model_fields)
     lines = io.StringIO()
     writer = csv.writer(lines)

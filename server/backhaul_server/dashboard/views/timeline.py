@@ -13,7 +13,7 @@ from backhaul_server.dashboard.views import schemas
 BARS = 20_000
 """The number of bars in an export. If there are more, the shortest are left out."""
 SHOWN_BARS = 4_000
-"""Likewise of a timeline on the page, where more are thinner than a pixel and take seconds to send."""
+"""The number of bars on the page. Further bars would be thinner than a pixel and take seconds to send."""
 LANES: dict[int, schemas.Lane] = {
     telemetry_pb2.LANE_FORWARD: "forward",
     telemetry_pb2.LANE_UPLOAD: "upload",
@@ -27,18 +27,19 @@ LANES: dict[int, schemas.Lane] = {
 OF_TRAINER = frozenset({"forward", "wait", "trainer"})
 _REMOTE = frozenset(LANES.values()) - OF_TRAINER
 _GRID = 1_024
-"""Parts of a millisecond that bars begin and end at: sums of these are exact, so bars that touch do not overlap."""
+"""Parts of a millisecond at which bars start and end. Their sums are exact, so adjacent bars do not overlap."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A span of a call, cut to the steps that are shown.
+    """A span of a call, clipped to the shown steps.
 
     Attributes:
         lane: The phase that the bar shows.
-        worker: By whom, empty for the trainer.
-        start_s: By the trainer's clock, since 1970; end_s likewise.
-        call: Index of its call.
+        worker: Address of the worker; empty for the trainer.
+        start_s: Start by the trainer's clock, in seconds since 1970.
+        end_s: End by the same clock.
+        call: Index of its call in `Steps.calls`.
     """
 
     lane: schemas.Lane
@@ -50,15 +51,15 @@ class Bar:
 
 @dataclass(frozen=True)
 class Steps:
-    """The last steps of a run that ended.
+    """The last ended steps of a run.
 
     Attributes:
         run: The run that they belong to.
         steps: The steps, ordered by number.
         calls: The segment calls of these steps.
-        bars: The bars of these calls, ordered by their begin.
-        left_out: Bars there was no room for.
-        begin_s: The begin of the first step, in seconds since 1970.
+        bars: The bars of these calls, ordered by their start.
+        left_out: Number of bars that were left out because there were too many.
+        begin_s: Start of the first step, in seconds since 1970.
         end_s: The end of the last step, in seconds since 1970.
     """
 
@@ -72,7 +73,7 @@ class Steps:
 
 
 def last_steps(run: TrainerRun, count: int, most_bars: int = BARS) -> Steps:
-    """The last so many that are known and ended, with the longest of their bars."""
+    """Returns the last `count` ended steps that are known, with the longest of their bars."""
     steps = run.ended_steps()[-count:]
     begin_s = min((step.started_at_s for step in steps), default=0.0)
     end_s = max((step.started_at_s + step.duration_s for step in steps), default=0.0)
@@ -100,12 +101,12 @@ def _bars(call: telemetry_pb2.SegmentCall, index: int, begin_s: float, end_s: fl
 
 
 def name_of(call: telemetry_pb2.SegmentCall) -> str:
-    """As the table of segments has it."""
+    """Returns the name of a call's segment as the table of segments shows it."""
     return f"{call.name} #{call.position}"
 
 
 def timeline(run: TrainerRun | None, count: int) -> schemas.Timeline:
-    """Of the last steps. Without a run it is empty."""
+    """Returns the timeline of the last steps. It is empty without a run."""
     if run is None:
         return schemas.Timeline(run="", begins_at_s=0, duration_ms=0, steps=[], spans=[], calls=[], left_out=0)
     shown_steps = last_steps(run, count, SHOWN_BARS)
@@ -125,7 +126,7 @@ def timeline(run: TrainerRun | None, count: int) -> schemas.Timeline:
 
 
 def by_lane(bars: Sequence[Bar]) -> dict[tuple[schemas.Lane, str], list[Bar]]:
-    """Bars of each lane of each worker, in order of their begins."""
+    """Groups bars by lane and worker, in the order of their starts."""
     lanes: dict[tuple[schemas.Lane, str], list[Bar]] = defaultdict(list)
     for bar in bars:
         lanes[bar.lane, bar.worker].append(bar)
@@ -152,7 +153,7 @@ def _spans(steps: Steps, shown: Mapping[int, int]) -> list[schemas.Span]:
 
 
 def _on_grid(seconds: float) -> float:
-    """Milliseconds."""
+    """Converts seconds to milliseconds that lie on the grid."""
     return round(1e3 * _GRID * seconds) / _GRID
 
 
@@ -168,7 +169,7 @@ def _step(step: telemetry_pb2.Step, begin_s: float, bars: Sequence[Bar]) -> sche
 
 
 def _overlap(bars: Sequence[Bar]) -> float | None:
-    """Share of the remote work's time in which backward did not stand still, None without remote work."""
+    """Returns the share of the time of remote work during which backward was not blocked; None without remote work."""
     remote = union(_interval(bar) for bar in bars if bar.lane in _REMOTE)
     waiting = union(_interval(bar) for bar in bars if bar.lane == "wait")
     worked_s = length(remote)

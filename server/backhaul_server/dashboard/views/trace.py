@@ -1,4 +1,4 @@
-"""A timeline as Perfetto and chrome://tracing read it, on the clock of torch.profiler's traces."""
+"""Exports a timeline for Perfetto and chrome://tracing, on the clock of torch.profiler's traces."""
 
 import re
 from math import inf
@@ -8,25 +8,26 @@ from backhaul_server.dashboard.collect.intervals import rows_of
 from backhaul_server.dashboard.views.timeline import LANES, Steps, by_lane, name_of
 
 _PROFILER_BASE_S = 3 * 2_629_746
-"""Torch's profiler counts from the last multiple of this, three average months: so do we, and the events of both can
-stand in one file. `base_ns` serves where a profile began before such a moment and the steps after it."""
+"""torch.profiler counts time from the last multiple of this number of seconds, three average months. Using the same
+base puts the events of both into one file. `base_ns` is for a profile that began before such a moment and steps after
+it."""
 _FIRST_PROCESS = 5_000_000
-"""Beyond the ids Linux gives, so that a profile's own processes keep theirs."""
+"""The first process id of the export. It is beyond all ids of Linux, so it never equals one of a profile."""
 _STEPS_THREAD = 0
 _ROWS_OF_A_LANE = 100_000
 
 
 def base_of(at_s: float) -> int:
-    """What torch.profiler would count from at that time, in nanoseconds since 1970."""
+    """Returns the base from which torch.profiler counts at a time, in nanoseconds since 1970."""
     return int(at_s // _PROFILER_BASE_S) * _PROFILER_BASE_S * 10**9
 
 
 def chrome_trace(steps: Steps, base_ns: int | None = None) -> dict[str, Any]:
-    """The trainer is a process, and so is each worker; lanes are their threads, more than one where bars overlap.
+    """Returns a trace in which the trainer and each worker are processes, and lanes are threads.
 
     Args:
         steps: The steps and bars to show.
-        base_ns: What times are counted from, torch.profiler's own base if None.
+        base_ns: The base of all times, in nanoseconds since 1970; None for that of torch.profiler.
     """
     base_ns = base_of(steps.begin_s) if base_ns is None else base_ns
     about = steps.run.about
@@ -46,7 +47,7 @@ def chrome_trace(steps: Steps, base_ns: int | None = None) -> dict[str, Any]:
         numbers: dict[str, object] = {"step": step.number, "wait_ms": 1e3 * step.wait_s}
         if step.HasField("loss"):
             numbers["loss"] = step.loss
-        # Of steps without a break rounding lets one end after the next began.
+        # Rounding may let a step end after the next one began.
         interval = start_us, int(max(start_us, min(end_us, next_us)))
         events.append(_complete(f"step {step.number}", trainer, _STEPS_THREAD, interval, numbers))
         next_us = start_us
@@ -75,7 +76,7 @@ def chrome_trace(steps: Steps, base_ns: int | None = None) -> dict[str, Any]:
 
 
 def file_name(steps: Steps) -> str:
-    """Of the attachment."""
+    """Returns the file name of the download."""
     last = steps.steps[-1].number if steps.steps else 0
     return f"backhaul-{re.sub(r'[^A-Za-z0-9_.-]', '_', steps.run.id)}-{last}.json"
 
@@ -85,7 +86,7 @@ def _named(kind: str, process: int, thread: int, **arguments: object) -> dict[st
 
 
 def _since(base_ns: int, start_s: float, end_s: float) -> tuple[int, int]:
-    """Whole microseconds: of fractions the sum of begin and duration would not always be the end."""
+    """Returns start and duration in whole microseconds: with fractions their sum would not always equal the end."""
     return round((start_s * 1e9 - base_ns) / 1e3), round((end_s * 1e9 - base_ns) / 1e3)
 
 

@@ -6,7 +6,7 @@ from backhaul_server.dashboard.views import schemas
 
 
 def worker_status(worker: Watched) -> schemas.WorkerStatus:
-    """The state of a worker, with zeros for what is not known before its first answer."""
+    """Returns the status of a worker. Before its first answer, unknown values are zero."""
     telemetry = worker.telemetry or telemetry_pb2.GetTelemetryResponse()
     memory = telemetry.memory
     held_bytes = sum(getattr(memory, tier) for tier in TIERS)
@@ -42,7 +42,7 @@ def worker_status(worker: Watched) -> schemas.WorkerStatus:
 
 
 def session_statuses(worker: Watched) -> list[schemas.SessionStatus]:
-    """The sessions that are open on a worker; none while the worker does not answer."""
+    """Returns the open sessions of a worker; none while the worker does not answer."""
     return [
         schemas.SessionStatus(
             worker=worker.address.text,

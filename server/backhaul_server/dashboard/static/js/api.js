@@ -1,4 +1,4 @@
-// Draws /api/v1/openapi.json: every route with its parameters, what it answers, and an example.
+// Shows /api/v1/openapi.json: every route with its parameters, its answer and an example.
 
 import { byId, element, setText } from "./dom.js";
 import { boundsText, exampleOf, modelsOf, resolve, typeText } from "./schema.js";
@@ -46,7 +46,7 @@ function answer(document_, operation) {
   const content = Object.entries(operation.responses["200"]?.content ?? {});
   if (content.length === 0) return [];
   const [type, body] = content[0];
-  // Server-sent events carry a schema of what an event's data is.
+  // The schema of server-sent events describes the data of one event.
   const schema = body.schema ?? body.itemSchema ?? {};
   const parts = [element("p", {}, "Answers ", code(type), schema.$ref || schema.items ? `: ${typeText(document_, schema)}` : "")];
   const models = [...modelsOf(document_, schema)];
@@ -78,8 +78,8 @@ function route(document_, path, operation) {
 }
 
 function rank(path) {
-  const found = ORDER.indexOf(path.split("/")[3]?.split(".")[0]);
-  return found < 0 ? ORDER.length : found;
+  const position = ORDER.indexOf(path.split("/")[3]?.split(".")[0]);
+  return position < 0 ? ORDER.length : position;
 }
 
 async function draw() {

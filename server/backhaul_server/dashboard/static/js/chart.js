@@ -1,4 +1,4 @@
-// uPlot as this page uses it: sized by its figure, in the page's colours, with a legend in words and a text alternative.
+// Wraps uPlot: a chart takes the size of its figure and the page's colours, and has a legend and a text alternative.
 
 import { colour, drawInTheme, translucent } from "./colour.js";
 import { element, explain, setText } from "./dom.js";
@@ -10,12 +10,12 @@ const BYTE_STEPS = [0, 1, 2, 3, 4, 5].flatMap((power) => [1, 2, 5, 10, 20, 50, 1
 /**
  * A chart in a figure.
  *
- * @param {HTMLElement} figure gets legend and plot
+ * @param {HTMLElement} figure receives the legend and the plot
  * @param {object} options
  *   `series`: [{label, colour, dash?, kind: "area" | "line" | "bars"}], from the bottom of a stack to its top;
- *   `stacked`: areas and bars stand on each other, lines do not;
- *   `format`: of values; `isBytes`: ticks are round numbers of KiB, MiB and so on; `x`: "time", or the name of what is counted;
- *   `height`; `hasLegend`; `top(max)`: upper end of the scale for the largest value;
+ *   `stacked`: whether areas and bars are stacked; lines never are;
+ *   `format`: formats a value; `isBytes`: ticks are round numbers of KiB, MiB and so on; `x`: "time", or the label of the x axis;
+ *   `height`; `hasLegend`; `top(max)`: returns the upper end of the scale, given the largest value;
  *   `draw(uplot)`: draws more on top.
  */
 export class Chart {
@@ -35,7 +35,7 @@ export class Chart {
     drawInTheme(() => this.#rebuild());
   }
 
-  /** Other series, for charts whose series are chosen. */
+  /** Replaces the series, for charts whose series the viewer chooses. */
   setSeries(series) {
     this.series = series;
     this.values = [[], ...series.map(() => [])];
@@ -58,8 +58,8 @@ export class Chart {
   }
 
   /**
-   * Shows x values and one list per series. Where there is nothing to show, `sentence` says why and what to do.
-   * @param {string} description what people hear who do not see the chart
+   * Shows x values and one list per series. If there is nothing to show, `sentence` says why and what to do.
+   * @param {string} description the text alternative that screen readers read
    */
   update(values, description, sentence = "") {
     this.values = values;
@@ -111,7 +111,7 @@ export class Chart {
     const { options, series } = this;
     const isTime = options.x === "time";
     const axis = { stroke: colour("faint"), font: FONT, labelFont: FONT, grid: { stroke: colour("grid"), width: 1 }, ticks: { show: false }, border: { show: false } };
-    // Drawn from the top of the stack down, each band over the lower part of the one before.
+    // Bands are drawn from the top of the stack down; each band covers the lower part of the one drawn before it.
     const bands = series.flatMap((one, i) => (i > 0 && this.#isStacked(one) ? [{ series: [i + 1, i] }] : []));
     return {
       width,
@@ -154,12 +154,12 @@ export class Chart {
   }
 }
 
-/** Ticks are round numbers: "64.0 MiB" says no more than "64 MiB". */
+/** Formats a tick. Ticks are round numbers, so "64 MiB" is enough where "64.0 MiB" would be the exact form. */
 function rounded(text) {
   return text.replace(/\.(\d*?)0+(?=\D|$)/, (_, digits) => (digits ? `.${digits}` : ""));
 }
 
-/** Room for the widest label of an axis, so that none is clipped. */
+/** Returns the width that the widest label of an axis needs, so that no label is clipped. */
 function fitted(u, labels, index, cycle) {
   const axis = u.axes[index];
   if (cycle > 1) return axis._size; // else the size goes back and forth

@@ -1,4 +1,4 @@
-// Colours of style.css for canvases, which can't read variables themselves.
+// The colours of style.css for canvases, which cannot read CSS variables.
 
 const probe = document.createElement("span");
 const known = new Map();
@@ -7,7 +7,7 @@ const drawings = [];
 
 document.addEventListener("themechange", () => {
   known.clear();
-  // One after the other, so that the page itself turns at once and stays answering.
+  // One canvas per task, so that the rest of the page changes at once and stays responsive.
   const rest = [...drawings];
   const next = () => {
     rest.shift()?.();
@@ -16,12 +16,12 @@ document.addEventListener("themechange", () => {
   requestAnimationFrame(() => setTimeout(next));
 });
 
-/** Calls `draw` again whenever colours have changed. */
+/** Calls `draw` after each change of colours. */
 export function drawInTheme(draw) {
   drawings.push(draw);
 }
 
-/** The present value of a variable of style.css, as rgb(). */
+/** Returns the current value of a variable of style.css, as rgb(). */
 export function colour(name) {
   if (!known.has(name)) {
     if (!probe.isConnected) {
@@ -34,12 +34,12 @@ export function colour(name) {
   return known.get(name);
 }
 
-/** The same, see-through. */
+/** Returns the same colour with transparency. */
 export function translucent(name, alpha) {
   return colour(name).replace(/^rgb\((.*)\)$/, `rgba($1, ${alpha})`);
 }
 
-/** What each phase of a segment is drawn in, alike on the whole page. */
+/** The colour of each phase of a segment, the same on the whole page. */
 export const LANE_COLOURS = {
   forward: "blue",
   upload: "sky",
@@ -51,6 +51,6 @@ export const LANE_COLOURS = {
   trainer: "slate",
 };
 
-/** Of runs that are compared; dashes say the same without colour. */
+/** The colours of compared runs. Dashes distinguish the runs without colour. */
 export const RUN_COLOURS = ["blue", "orange", "green", "purple", "vermilion", "slate"];
 export const RUN_DASHES = [[], [6, 3], [2, 2], [8, 3, 2, 3], [12, 4], [4, 6]];

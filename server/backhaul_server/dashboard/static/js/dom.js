@@ -1,4 +1,4 @@
-// Small means to build the page and to change it in place. Text from the network enters as text nodes only.
+// Builds page elements and changes them in place. Text from the network becomes text nodes only, never markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -6,7 +6,7 @@ export function byId(id) {
   return document.getElementById(id);
 }
 
-/** Attributes by name, then children: nodes, or text. */
+/** Returns a new element with these attributes and children, which are nodes or text. */
 export function element(name, attributes = {}, ...children) {
   const made = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
@@ -31,27 +31,27 @@ export function setIcon(svg, name) {
   if (use.getAttribute("href") !== target) use.setAttribute("href", target);
 }
 
-/** Touches the page only where the text is another one. */
+/** Sets the text of a node if it differs. */
 export function setText(node, text) {
   const wanted = String(text);
   if (node.textContent !== wanted) node.textContent = wanted;
 }
 
-/** Sets an attribute, or takes it away where the value is null. */
+/** Sets an attribute, or removes it if the value is null. */
 export function setAttribute(node, name, value) {
   if (value === null) node.removeAttribute(name);
   else if (node.getAttribute(name) !== String(value)) node.setAttribute(name, value);
 }
 
-/** The sentence of a part that has nothing to show, hidden where it is "". */
+/** Shows the sentence of a part that has nothing to show; hides it if the sentence is "". */
 export function explain(paragraph, sentence) {
   setText(paragraph, sentence);
   paragraph.hidden = sentence === "";
 }
 
 /**
- * Gives a select these options, `[value, text]`, or `{label, options}` for a group. What was chosen stays chosen while
- * it exists. Returns the value that is chosen.
+ * Sets the options of a select: `[value, text]`, or `{label, options}` for a group. The chosen option stays chosen as
+ * long as it exists. Returns the value of the chosen option.
  */
 export function setOptions(select, options) {
   const signature = JSON.stringify(options);
@@ -68,7 +68,7 @@ export function setOptions(select, options) {
   return select.value;
 }
 
-/** Says something to people who hear the page. */
+/** Announces a text to screen readers. */
 export function speak(text) {
   setText(byId("spoken"), text);
 }

@@ -1,4 +1,4 @@
-// Workers and the sessions on them, from each live event.
+// The tables of workers and of their sessions, updated by each live event.
 
 import { byId, explain, setText } from "./dom.js";
 import { bytes, count, date, drift, duration, NONE, percent, runName } from "./format.js";
@@ -9,7 +9,7 @@ let workers = null;
 let sessions = null;
 let nowS = 0;
 
-/** A worker that says nothing for three seconds counts as out of reach, whatever was last heard. */
+/** A worker that has not answered for three seconds counts as unreachable, whatever state it last reported. */
 export function stateOf(worker, atS) {
   return worker.state === "serving" && atS - worker.seen_at_s > UNHEARD_S ? "unreachable" : worker.state;
 }
@@ -26,13 +26,13 @@ function heartbeat(worker) {
 const WORKERS = [
   { title: "Worker", isText: true, cell: (worker) => worker.address },
   { title: "State", isText: true, paint: (cell, worker) => paintState(cell, stateOf(worker, nowS)) },
-  { title: "Heard", cell: heartbeat, hint: "When it last answered" },
+  { title: "Last seen", cell: heartbeat, hint: "When the worker last answered" },
   { title: "Memory", isText: true, paint: (cell, worker) => paintMeter(cell, worker.memory_share, `${percent(worker.memory_share)} of ${bytes(worker.memory.budget_bytes)}`) },
   { title: "Sessions", cell: (worker) => count(worker.sessions) },
-  { title: "Recomputed", cell: (worker) => count(worker.recomputed_segments), hint: "Segments since it started" },
+  { title: "Recomputed", cell: (worker) => count(worker.recomputed_segments), hint: "Segments that the worker has recomputed since it started" },
   { title: "Received", cell: (worker) => bytes(worker.received_bytes) },
   { title: "Sent", cell: (worker) => bytes(worker.sent_bytes) },
-  { title: "Queued", cell: (worker) => count(worker.queued_requests), hint: "Requests that wait" },
+  { title: "Queued", cell: (worker) => count(worker.queued_requests), hint: "Requests that wait or run" },
   { title: "Up", cell: (worker) => duration(worker.uptime_s) },
   { title: "Version", isText: true, cell: (worker) => worker.version || NONE },
   { title: "Last error", isText: true, className: "wrap", paint: (cell, worker) => paintError(cell, worker.error || worker.last_error) },
@@ -53,7 +53,7 @@ function workerDetails(worker) {
       Evictions: count(memory.evictions),
       ...(worker.last_error ? { "Last error": `${worker.last_error} (${date(worker.last_error_at_s)})` } : {}),
     }),
-    facts(Object.keys(worker.fingerprint).length ? worker.fingerprint : { Fingerprint: "not told" }),
+    facts(Object.keys(worker.fingerprint).length ? worker.fingerprint : { Fingerprint: "not reported" }),
   ];
 }
 
@@ -61,10 +61,10 @@ const SESSIONS = [
   { title: "Run", isText: true, cell: (session) => runName(session.run) },
   { title: "Trainer", isText: true, cell: (session) => session.trainer },
   { title: "Worker", isText: true, cell: (session) => session.worker },
-  { title: "Heard", cell: (session) => `${duration(session.idle_s)} ago`, hint: "When the worker last heard of it" },
-  { title: "Quota", isText: true, paint: (cell, session) => paintMeter(cell, session.quota_share, `${percent(session.quota_share)}, ${bytes(session.held_bytes)}`), hint: "What its segments name, of the worker's budget" },
+  { title: "Last seen", cell: (session) => `${duration(session.idle_s)} ago`, hint: "When the worker last got a request of the session" },
+  { title: "Quota", isText: true, paint: (cell, session) => paintMeter(cell, session.quota_share, `${percent(session.quota_share)}, ${bytes(session.held_bytes)}`), hint: "Bytes that the session's segments name, as a share of the worker's budget" },
   { title: "Segments", cell: (session) => count(session.segments) },
-  { title: "Drift", cell: (session) => drift(session.drift), hint: "Relative difference to the trainer's numbers, 0 for equal bits" },
+  { title: "Drift", cell: (session) => drift(session.drift), hint: "Relative difference from the trainer's numbers; 0 if all bits are equal" },
   { title: "Version", isText: true, cell: (session) => session.client_version },
   { title: "Last error", isText: true, className: "wrap", paint: (cell, session) => paintError(cell, session.last_error) },
 ];
@@ -76,7 +76,7 @@ export function showFleet(live) {
   const [noWorkers, noSessions] = byId("fleet").querySelectorAll(".empty");
   byId("workers").hidden = live.workers.length === 0;
   byId("sessions").hidden = live.sessions.length === 0;
-  explain(noWorkers, live.workers.length ? "" : "No worker is watched. Start the dashboard with --worker ADDRESS.");
+  explain(noWorkers, live.workers.length ? "" : "No worker is being watched. Start the dashboard with --worker ADDRESS.");
   explain(noSessions, live.sessions.length ? "" : "No trainer is connected. Connect one with backhaul.connect(\"ADDRESS\").");
 }
 

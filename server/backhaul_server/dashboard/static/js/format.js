@@ -1,10 +1,10 @@
-// Numbers as people read them, always with their unit.
+// Formats numbers for people, always with their unit.
 
 export const NONE = "–";
 const BYTE_UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 const MINUS = "\u2212";
 
-/** 1536 is "1.50 KiB": three digits say enough. */
+/** Formats bytes with three digits: 1536 becomes "1.50 KiB". */
 export function bytes(count) {
   if (count === null || count === undefined) return NONE;
   let value = Math.abs(count);
@@ -16,7 +16,7 @@ export function bytes(count) {
   return `${count < 0 ? MINUS : ""}${unit === 0 ? Math.round(value) : threeDigits(value)} ${BYTE_UNITS[unit]}`;
 }
 
-/** 0.0421 is "0.042", 4.213 "4.21", 42.13 "42.1", 421.3 "421", 4213 "4,213". */
+/** Formats 0.0421 as "0.042", 4.213 as "4.21", 42.13 as "42.1", 421.3 as "421" and 4213 as "4,213". */
 export function threeDigits(value) {
   const size = Math.abs(value);
   const digits = size >= 99.95 ? 0 : size >= 9.995 ? 1 : size >= 0.1 || size === 0 ? 2 : 3;
@@ -24,13 +24,13 @@ export function threeDigits(value) {
   return value < 0 && Number(text) !== 0 ? MINUS + text : text;
 }
 
-/** Below a second in ms, above in s. */
+/** Formats milliseconds: in ms below one second, in s from there on. */
 export function milliseconds(value) {
   if (value === null || value === undefined) return NONE;
   return Math.abs(value) < 1000 ? `${threeDigits(value)} ms` : `${threeDigits(value / 1000)} s`;
 }
 
-/** How long something lasts or is ago: "4 s", "12 min", "3.2 h", "5 d". */
+/** Formats a duration or an age: "4 s", "12 min", "3.2 h", "5 d". */
 export function duration(seconds) {
   const value = Math.max(0, seconds);
   if (value < 99.5) return `${Math.round(value)} s`;
@@ -43,7 +43,7 @@ export function count(value) {
   return value === null || value === undefined ? NONE : value.toLocaleString("en");
 }
 
-/** 0.9983 is "99.8 %"; what is not all is never rounded to all. */
+/** Formats 0.9983 as "99.8 %". A share below 1 is never rounded to 100 %. */
 export function percent(share) {
   if (share === null || share === undefined) return NONE;
   const value = share * 100;
@@ -56,12 +56,12 @@ export function loss(value) {
   return value === null || value === undefined ? NONE : value.toFixed(4);
 }
 
-/** Relative differences: 0 is equal bits. */
+/** Formats a relative difference; 0 means equal bits. */
 export function drift(value) {
   return value === 0 ? "0" : value.toExponential(1).replace("-", MINUS);
 }
 
-/** Time of day, 24 hours, by the viewer's clock. */
+/** Formats the time of day in 24 hours, in the viewer's time zone. */
 export function clock(atS) {
   return new Date(atS * 1000).toLocaleTimeString("en-GB");
 }
@@ -72,7 +72,7 @@ export function date(atS) {
   return `${day} ${at.toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" })}`;
 }
 
-/** Runs have random names: their first letters tell them apart. */
+/** Shortens the random id of a run to its first letters, which identify it well enough. */
 export function runName(run) {
   return run.slice(0, 8);
 }

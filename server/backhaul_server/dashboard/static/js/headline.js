@@ -1,4 +1,4 @@
-// The headline: tiles and alerts, from each live event.
+// The headline: tiles and alerts, updated by each live event.
 
 import { byId, element, icon, setAttribute, setText } from "./dom.js";
 import { bytes, count, duration, NONE, percent, runName, threeDigits } from "./format.js";
@@ -8,25 +8,25 @@ const alerts = new Map();
 let areAllShown = false;
 
 function tile(name, figure, note, level = null) {
-  const found = document.querySelector(`[data-tile="${name}"]`);
+  const host = document.querySelector(`[data-tile="${name}"]`);
   const [value, unit] = figure;
-  const shown = found.querySelector(".figure");
+  const shown = host.querySelector(".figure");
   if (shown.dataset.shown !== figure.join()) {
     shown.replaceChildren(value, ...(unit ? [element("small", {}, ` ${unit}`)] : []));
     shown.dataset.shown = figure.join();
   }
-  setText(found.querySelector(".note"), note);
-  setAttribute(found, "data-level", level);
+  setText(host.querySelector(".note"), note);
+  setAttribute(host, "data-level", level);
 }
 
-/** In the place of a value that is not known now: how old the last one is. */
+/** Returns the note of a value that is not known now: the age of the last one, or `never` if there was none. */
 function lastKnown(overview, atS, never) {
   return atS === null ? never : `last known ${duration(overview.at_s - atS)} ago`;
 }
 
 function partsOf(overview) {
   const [wait, own, spared] = ["wait", "overhead", "spared"].map((part) => threeDigits(overview[`${part}_ms_per_step`]));
-  return `wait ${wait} + own ${own} − spared ${spared} ms`;
+  return `wait ${wait} + overhead ${own} − spared ${spared} ms`;
 }
 
 export function showOverview(overview) {
@@ -37,8 +37,8 @@ export function showOverview(overview) {
     missing > 0 ? `${count(missing)} not healthy` : "all healthy",
     missing > 0 ? "bad" : null,
   );
-  const unheard = lastKnown(overview, overview.heard_at_s, "no worker ever answered");
-  const unstepped = lastKnown(overview, overview.stepped_at_s, "no step was told yet");
+  const unheard = lastKnown(overview, overview.heard_at_s, "no worker has answered yet");
+  const unstepped = lastKnown(overview, overview.stepped_at_s, "no step has been reported yet");
   const { sessions, steps_per_s: rate, saved_bytes: saved, added_ms_per_step: added, remote_share: share, fallbacks } = overview;
   if (sessions === null) tile("sessions", [NONE], unheard);
   else tile("sessions", [count(sessions)], sessions === 0 ? "no trainer connected" : "open now");
@@ -57,7 +57,7 @@ export function showOverview(overview) {
     byId("history"),
     [
       overview.history ? `No history: ${overview.history}.` : "Runs are kept in the history.",
-      dropped ? `Trainers left out ${count(dropped)} reports for want of room.` : "",
+      dropped ? `Trainers dropped ${count(dropped)} reports because their queues were full.` : "",
     ].join(" "),
   );
 }
@@ -71,14 +71,14 @@ export function showAlerts(list, nowS) {
     const key = `${alert.name} ${alert.subject} ${alert.severity}`;
     keys.add(key);
     if (!alerts.has(key)) alerts.set(key, alertElement(alert));
-    const found = alerts.get(key);
-    setText(found.querySelector(".alert-summary"), alert.summary);
-    setText(found.querySelector("time"), `for ${duration(nowS - alert.since_s)}`);
-    if (host.children[i] !== found) host.insertBefore(found, host.children[i] ?? null);
+    const shownAlert = alerts.get(key);
+    setText(shownAlert.querySelector(".alert-summary"), alert.summary);
+    setText(shownAlert.querySelector("time"), `for ${duration(nowS - alert.since_s)}`);
+    if (host.children[i] !== shownAlert) host.insertBefore(shownAlert, host.children[i] ?? null);
   });
-  for (const [key, found] of alerts) {
+  for (const [key, shownAlert] of alerts) {
     if (keys.has(key)) continue;
-    found.remove();
+    shownAlert.remove();
     alerts.delete(key);
   }
   showRest(host, ordered.length - SHOWN_ALERTS, list, nowS);
@@ -102,7 +102,7 @@ function alertElement(alert) {
   );
 }
 
-/** What the summary names already is not named twice; of a run's random name the beginning is enough. */
+/** Returns the subject, shortened for a run; "" if the summary names it already. */
 function subjectOf(alert) {
   if (alert.summary.includes(alert.subject)) return "";
   return /^[0-9a-f]{16,}$/.test(alert.subject) ? runName(alert.subject) : alert.subject;

@@ -1,4 +1,4 @@
-// How many calls took how long, over time: a heat map with a logarithmic scale of durations.
+// A heat map of call durations over time, with a logarithmic scale of durations.
 
 import { colour, drawInTheme } from "./colour.js";
 import { byId, element, explain, setText, speak } from "./dom.js";
@@ -39,21 +39,21 @@ export class HeatMap {
     this.canvas.addEventListener("keydown", (event) => this.#step(event));
   }
 
-  update(told, method) {
-    const heat = recent(told);
+  update(reported, method) {
+    const heat = recent(reported);
     this.heat = heat;
     const all = heat.counts.flat();
     this.max = Math.max(0, ...all);
     const rows = heat.counts.flatMap((column) => column.flatMap((calls, row) => (calls > 0 ? [row] : [])));
     const first = Math.min(...rows);
     const last = Math.max(...rows);
-    // Some room around, so that a lone bucket does not fill the map.
+    // Rows around the occupied ones, so that a single bucket does not fill the map.
     this.first = Math.max(0, first - 1);
     this.last = Math.min(heat.bounds_ms.length, Math.max(last + 1, this.first + FEWEST_ROWS));
     const isEmpty = rows.length === 0;
-    explain(this.note, isEmpty ? "No call in this time. Once a trainer runs segments, this shows how long its calls took." : "");
+    explain(this.note, isEmpty ? "No calls in this window. Once a trainer runs segments, this map shows how long its calls take." : "");
     this.plot.toggleAttribute("data-empty", isEmpty);
-    setText(this.figure.querySelector("figcaption"), method ? `How long calls of ${method} took` : "How long calls took, all RPCs");
+    setText(this.figure.querySelector("figcaption"), method ? `Duration of ${method} calls` : "Duration of calls, all RPCs");
     setText(this.most, count(this.max));
     const total = all.reduce((sum, calls) => sum + calls, 0);
     this.canvas.setAttribute(
@@ -110,8 +110,8 @@ export class HeatMap {
     }
   }
 
-  /** Where a duration is on the scale, in rows. */
-  #place(ms) {
+  /** Returns the position of a duration on the scale, in rows. */
+  #rowAt(ms) {
     const bounds = this.heat.bounds_ms;
     const row = bounds.findIndex((bound) => bound >= ms);
     if (row < 0) return bounds.length + 1;
@@ -129,9 +129,9 @@ export class HeatMap {
     context.textAlign = "right";
     context.textBaseline = "middle";
     for (const tick of TICKS_MS) {
-      const place = this.#place(tick);
-      if (place < this.first || place > this.last + 1) continue;
-      const y = area.y + (this.last + 1 - place) * cellHeight;
+      const row = this.#rowAt(tick);
+      if (row < this.first || row > this.last + 1) continue;
+      const y = area.y + (this.last + 1 - row) * cellHeight;
       context.beginPath();
       context.moveTo(area.x - 4, y);
       context.lineTo(area.x, y);
@@ -190,14 +190,14 @@ export class HeatMap {
   }
 }
 
-/** Without the time before the first call, so that a young worker's map is not mostly empty. */
+/** Cuts off the time before the first call, so that the map of a new worker is not mostly empty. */
 function recent(heat) {
   const first = heat.counts.findIndex((column) => column.some((calls) => calls > 0));
   const begin = Math.max(0, Math.min(first, heat.counts.length - FEWEST_COLUMNS));
   return { ...heat, at_s: heat.at_s.slice(begin), counts: heat.counts.slice(begin) };
 }
 
-/** From hardly there to the page's strongest blue: one hue, so that lightness alone says how much. */
+/** Returns a shade of the page's blue. One hue is enough: the lightness shows the number of calls. */
 function shade(strength) {
   return colour("blue").replace(/^rgb\((.*)\)$/, `rgba($1, ${(0.1 + 0.9 * strength).toFixed(3)})`);
 }

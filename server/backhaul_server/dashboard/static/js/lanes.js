@@ -1,4 +1,4 @@
-// The timeline's picture: lanes of bars on a canvas, what is where, and the part of the time that is shown.
+// Draws the timeline: lanes of bars on a canvas. It also finds the bar at a position and manages the visible time.
 
 import { colour, LANE_COLOURS } from "./colour.js";
 import { milliseconds } from "./format.js";
@@ -36,7 +36,7 @@ export class Lanes {
     this.pointed = null;
   }
 
-  /** Takes a timeline in; the view becomes all of it. */
+  /** Shows a timeline, all of it. */
   show(timeline) {
     this.timeline = timeline;
     this.pointed = null;
@@ -50,7 +50,7 @@ export class Lanes {
     this.view = { start: 0, end: Math.max(SHORTEST_MS, this.timeline?.duration_ms ?? 1) };
   }
 
-  /** A row per lane, worker and row of bars; lanes that nothing happened in have one, empty. */
+  /** Returns one row per lane, worker and row of bars, and one empty row for each lane without bars. */
   #layOut() {
     const { spans } = this.timeline;
     this.workers = [...new Set(spans.map((span) => span.worker).filter(Boolean))].sort();
@@ -78,7 +78,7 @@ export class Lanes {
     this.#stack();
   }
 
-  /** Rows are as high as fits, so that a few do not look lost nor many take the page. */
+  /** Returns the height of a row, which depends on the number of rows. */
   #stack() {
     const lanes = this.rows.filter((row) => row.label).length;
     const room = WANTED_HEIGHT - HEAD - FOOT - lanes * (LANE_GAP - ROW_GAP);
@@ -102,7 +102,7 @@ export class Lanes {
     return GUTTER + (ms - this.view.start) * this.#scale().perMs;
   }
 
-  /** Zooms by a factor around a place, in pixels from the left, or the middle. */
+  /** Zooms by a factor around a position, in pixels from the left, or around the middle. */
   zoom(factor, x = null) {
     const { start, end } = this.view;
     const share = x === null ? 0.5 : Math.min(1, Math.max(0, (x - GUTTER) / this.#scale().width));
@@ -110,7 +110,7 @@ export class Lanes {
     this.#moveTo(start + (end - start - length) * share, length);
   }
 
-  /** Moves the view by so many pixels. */
+  /** Moves the view by this number of pixels. */
   pan(pixels) {
     this.#moveTo(this.view.start + pixels / this.#scale().perMs, this.view.end - this.view.start);
   }
@@ -121,7 +121,7 @@ export class Lanes {
     this.draw();
   }
 
-  /** The bar at a place of the canvas, null where there is none. */
+  /** Returns the bar at a position of the canvas, null if there is none. */
   at(x, y) {
     const row = this.rows.find((one) => y >= one.y && y < one.y + this.rowHeight);
     if (!row || x < GUTTER) return null;
@@ -131,7 +131,7 @@ export class Lanes {
     return near.find((bar) => ms >= bar.start_ms && ms <= bar.start_ms + bar.duration_ms) ?? near[0] ?? null;
   }
 
-  /** The bar that an arrow key goes to from the picked one, the first of all where none is. */
+  /** Returns the bar that an arrow key selects, starting from the picked bar; the first bar if none is picked. */
   neighbour(key) {
     const filled = this.rows.filter((row) => row.bars.length > 0);
     if (filled.length === 0) return null;
@@ -146,7 +146,7 @@ export class Lanes {
     return other.bars.reduce((best, bar) => (distance(bar) < distance(best) ? bar : best));
   }
 
-  /** Moves the view so that a bar is in it. */
+  /** Moves the view so that it shows a bar. */
   reveal(bar) {
     const length = this.view.end - this.view.start;
     if (bar.start_ms < this.view.start || bar.start_ms + Math.min(bar.duration_ms, length) > this.view.end) {
@@ -278,7 +278,7 @@ export class Lanes {
       context.fillText(label, Math.min(Math.max(GUTTER, x - half), GUTTER + width - 2 * half), y);
     }
     context.textAlign = "center";
-    context.fillText("time since the first step shown began", GUTTER + width / 2, y + 18);
+    context.fillText("time since the start of the first step", GUTTER + width / 2, y + 18);
   }
 }
 
@@ -288,7 +288,7 @@ function isBright(rgb) {
   return 0.299 * red + 0.587 * green + 0.114 * blue > 130;
 }
 
-/** A bar in words. */
+/** Describes a bar in words. */
 export function describe(bar) {
   return `${bar.segment}\n${bar.lane}${bar.worker ? ` on ${bar.worker}` : ""}: ${milliseconds(bar.duration_ms)}, from ${milliseconds(bar.start_ms)}`;
 }

@@ -1,4 +1,4 @@
-// Latency: per RPC as workers serve them, its distribution over time, and where the time of a run's steps went.
+// Latency: the duration of RPCs on workers, its distribution over time, and the phases of a run's steps.
 
 import { Chart } from "./chart.js";
 import { LANE_COLOURS } from "./colour.js";
@@ -60,7 +60,7 @@ function showRpcs(rpcs) {
   table.hidden = rpcs.length === 0;
   explain(
     byId("latency").querySelector(".block .empty"),
-    rpcs.length === 0 ? "No call in this time. Run a training with backhaul.connect(), or look further back." : "",
+    rpcs.length === 0 ? "No calls in this window. Start a training with backhaul.connect(), or choose a longer window." : "",
   );
 }
 
@@ -73,18 +73,18 @@ function showPhases(all) {
   phases.update(
     [shown?.step ?? [], ...lists, shown?.wait_ms ?? []],
     isEmpty ? "" : `Run ${runName(shown.run)}, step ${shown.step.at(-1)}: ${PHASES.map((phase) => `${phase} ${threeDigits(shown[`${phase}_ms`].at(-1))} ms`).join(", ")}, exposed wait ${threeDigits(shown.wait_ms.at(-1))} ms.`,
-    isEmpty ? "No trainer has told of a step with remote segments in this time. Steps show up here as they end." : "",
+    isEmpty ? "No trainer has reported a step with remote segments in this window. Each step appears here when it ends." : "",
   );
 }
 
 async function refresh(signal) {
-  const found = await ask("/api/v1/latency", { seconds: byId("latency-window").value, worker: byId("latency-worker").value, method }, signal);
-  showRpcs(found.rpcs);
-  heat.update(found.heat, method);
-  showPhases(found.phases);
+  const latency = await ask("/api/v1/latency", { seconds: byId("latency-window").value, worker: byId("latency-worker").value, method }, signal);
+  showRpcs(latency.rpcs);
+  heat.update(latency.heat, method);
+  showPhases(latency.phases);
 }
 
-/** Workers to choose from; of each live event. */
+/** Offers the workers of a live event for selection. */
 export function offerWorkers(workers) {
   setOptions(byId("latency-worker"), [["", "all"], ...workers.map((worker) => [worker.address, worker.address])]);
 }

@@ -1,15 +1,15 @@
-// What the dashboard says once a second, and how old it is.
+// The live events of the dashboard, one per second, and the age of the last one.
 
 const STALE_MS = 3000;
 const DEAD_MS = 8000;
 const REOPEN_MS = 1000;
 
 /**
- * Follows /api/v1/live for as long as the page is open; a hidden tab asks for nothing.
+ * Follows /api/v1/live as long as the page is open. A hidden tab makes no requests.
  *
- * @param {(live: object) => void} onLive with each event
- * @param {(ageS: number | null) => void} onAge four times a second: seconds since the last event once that is
- *   stale, null while it is not
+ * @param {(live: object) => void} onLive called with each event
+ * @param {(ageS: number | null) => void} onAge called four times a second with the seconds since the last event, or
+ *   with null while that event is recent
  */
 export function follow(onLive, onAge) {
   let source = null;
@@ -30,7 +30,7 @@ export function follow(onLive, onAge) {
   setInterval(() => {
     if (document.hidden) return;
     const now = performance.now();
-    // EventSource reconnects by itself, but not after an answer that is no stream, nor on a connection that hangs.
+    // EventSource reconnects by itself, but not if the answer is no stream, or if the connection hangs.
     const waitedMs = now - Math.max(heardMs ?? 0, openedMs);
     if (source.readyState === EventSource.CLOSED ? waitedMs > REOPEN_MS : waitedMs > DEAD_MS) open();
     if (heardMs === null ? now > STALE_MS : now - heardMs > STALE_MS) onAge((now - (heardMs ?? 0)) / 1000);

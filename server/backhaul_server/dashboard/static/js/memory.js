@@ -1,4 +1,4 @@
-// Memory over time: a worker's tiers or a run's share of workers, and beside it what the trainer itself needed.
+// Memory over time: the tiers of a worker or the bytes held for a run, and beside it the memory of the trainer.
 
 import { Chart } from "./chart.js";
 import { colour } from "./colour.js";
@@ -18,7 +18,7 @@ const TRAINER = [
   { label: "saved by workers", field: "saved_bytes", colour: "green", kind: "line", dash: [6, 3] },
 ];
 const POINTS = 240;
-const POINTS_OF_MANY = 90; // every worker is answered at once, so of many workers each gets fewer
+const POINTS_OF_MANY = 90; // one answer has all workers, so each of many workers gets fewer points
 const MANY = 8;
 const OFTEN_MS = 1000;
 const SELDOM_MS = 3000;
@@ -45,12 +45,12 @@ const held = new Chart(byId("memory-held"), {
 });
 const trainer = new Chart(byId("memory-trainer"), { isBytes: true, format: bytes, x: "time", height: 250, series: TRAINER });
 
-/** Whether the scale reaches up to the budget, over data of at most so many bytes. */
+/** Returns whether the scale reaches up to the budget, given the largest value in bytes. */
 function showsBudget(max) {
   return byId("memory-budget").checked || shown.budget_bytes < MOST_HEADROOM * max;
 }
 
-/** The dashed line of the budget, and a shape on the upper edge where something was evicted or refused. */
+/** Draws a dashed line at the budget, and a shape at the upper edge for each eviction or refusal. */
 function drawBudgetAndMarks(u) {
   if (shown === null) return;
   const { ctx } = u;
@@ -120,19 +120,19 @@ function showHeld(history, kind) {
   held.update(
     [history.at_s, ...lists],
     `${who}, last ${windowText()}: now ${bytes(total)} of ${bytes(history.budget_bytes)}; ${parts}.`,
-    history.at_s.length > 0 ? "" : "Nothing was heard of this worker yet: see its state under Workers.",
+    history.at_s.length > 0 ? "" : "This worker has not answered yet. The table of workers shows its state.",
   );
   showMarks(history);
 }
 
 function showTrainer(run) {
   const caption = byId("memory-trainer").querySelector("figcaption");
-  setText(caption, run ? `Trainer ${run.trainer}, its own memory` : "Trainer’s own memory");
+  setText(caption, run ? `Memory of trainer ${run.trainer}` : "Memory of the trainer");
   const isEmpty = run === undefined || !run.trainer_peak_bytes.some((value) => value > 0);
   trainer.update(
     run ? [run.at_s, run.trainer_peak_bytes.map((value) => value || null), run.saved_bytes] : [[], [], []],
     run ? `Trainer ${run.trainer}: peak ${bytes(run.trainer_peak_bytes.at(-1))}, saved by workers ${bytes(run.saved_bytes.at(-1))}.` : "",
-    isEmpty ? "No trainer has told of a step in this time. Start one with backhaul.connect(), or look further back." : "",
+    isEmpty ? "No trainer has reported a step in this window. Start one with backhaul.connect(), or choose a longer window." : "",
   );
 }
 
@@ -153,7 +153,7 @@ async function refresh(signal) {
   else if (worker) showHeld(worker, "worker");
   else {
     held.setSeries(TIERS);
-    held.update([[], [], [], [], []], "", "No worker is watched. Start the dashboard with --worker ADDRESS.");
+    held.update([[], [], [], [], []], "", "No worker is being watched. Start the dashboard with --worker ADDRESS.");
   }
   showTrainer(run ?? history.runs[0]);
 }

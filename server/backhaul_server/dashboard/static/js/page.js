@@ -1,4 +1,4 @@
-// Starts the page's parts and hands them what is live. Nothing here changes anything but the page.
+// Starts the parts of the page and passes live events to them. The page never changes anything on the dashboard.
 
 import { byId, setAttribute, setText } from "./dom.js";
 import { count, duration } from "./format.js";
@@ -29,10 +29,10 @@ function showAge(ageS) {
   document.body.classList.toggle("is-stale", ageS !== null);
   if (ageS === null) return;
   const age = duration(ageS);
-  setText(byId("status").lastElementChild, hasNumbers ? `no answer, numbers are ${age} old` : `no answer for ${age}`);
+  setText(byId("status").lastElementChild, hasNumbers ? `no answer, the numbers are ${age} old` : `no answer for ${age}`);
 }
 
-/** Marks the section in view in the navigation. */
+/** Marks the visible section in the navigation. */
 function followSections() {
   const links = [...document.querySelectorAll(".sections a")];
   const sections = links.map((link) => document.querySelector(link.hash));

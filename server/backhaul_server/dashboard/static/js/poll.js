@@ -1,6 +1,6 @@
-// Asks for what only one part of the page needs, while that part can be seen.
+// Polls the API for one part of the page while that part is visible.
 
-/** The answer of a route of the API. Raises Error with what the dashboard said. */
+/** Returns the answer of a route of the API. Throws an Error with the status that the dashboard answered. */
 export async function ask(path, parameters = {}, signal = undefined) {
   const answer = await fetch(pathTo(path, parameters), { cache: "no-store", signal });
   if (answer.status === 401) location.assign("/login"); // the credential has expired while the page was open
@@ -8,15 +8,15 @@ export async function ask(path, parameters = {}, signal = undefined) {
   return answer.json();
 }
 
-/** A route with its query; parameters that are "" are left out. */
+/** Returns a route with its query, without the parameters that are "". */
 export function pathTo(path, parameters) {
   const given = Object.entries(parameters).filter(([, value]) => value !== "" && value !== undefined);
   return given.length ? `${path}?${new URLSearchParams(given)}` : path;
 }
 
 /**
- * Calls `refresh(signal)` every so often while a part is on screen and the tab is shown. The next call comes only after
- * the last one has ended; `now()` gives up the present one and begins anew, as after a click.
+ * Calls `refresh(signal)` at an interval while a part is on screen and the tab is visible. Each call begins only after
+ * the last one has ended. `now()` aborts the present call and begins a new one, as after a click.
  */
 export class Poll {
   constructor(section, intervalMs, refresh) {
@@ -53,7 +53,7 @@ export class Poll {
     try {
       await this.refresh(controller.signal);
     } catch (error) {
-      // What can't be had now is asked for again; that numbers get old is shown by the live part.
+      // The next poll repeats the request. The live part shows how old the numbers are.
       if (!controller.signal.aborted) console.debug(error);
     }
     if (this.controller !== controller) return;

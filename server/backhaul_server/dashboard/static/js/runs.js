@@ -1,4 +1,4 @@
-// Runs, those of the history too: the list, and up to six of them side by side.
+// Runs, including those of the history: the table, and a comparison of up to six of them.
 
 import { Chart } from "./chart.js";
 import { colour, drawInTheme, RUN_COLOURS, RUN_DASHES } from "./colour.js";
@@ -15,7 +15,7 @@ const CHARTS = {
   loss: { format: (value) => (value === null ? loss(value) : value.toFixed(Math.abs(value) < 10 ? 2 : 1)), fitsBelow: true },
 };
 const charts = {};
-const picked = []; // names of runs, each in the place of its colour
+const picked = []; // ids of runs, by the index of their colour
 let table = null;
 let poll = null;
 let list = [];
@@ -60,7 +60,7 @@ function choose(run, isChosen) {
   poll.now();
 }
 
-/** A run gets the first colour that is free and keeps it while it is picked. */
+/** Gives a run the first free colour, which it keeps while it is picked. */
 function take(run) {
   const free = Array.from({ length: MOST }, (_, i) => i).find((i) => !picked[i]);
   picked[free] = run;
@@ -76,7 +76,7 @@ function chosen() {
 function showChoice() {
   const runs = chosen();
   byId("compare").hidden = runs.length === 0;
-  setText(byId("runs-hint"), runs.length === 0 ? `Pick up to ${MOST} to compare` : `${runs.length} of at most ${MOST} picked`);
+  setText(byId("runs-hint"), runs.length === 0 ? `Select up to ${MOST} to compare` : `${runs.length} of at most ${MOST} selected`);
   byId("compare-legend").replaceChildren(
     ...runs.map((one) => {
       const swatch = element("span", { class: `swatch line${one.dash.length > 2 || one.dash[0] > 2 ? " dashed" : one.dash.length ? " dotted" : ""}`, "aria-hidden": "true" });
@@ -87,7 +87,7 @@ function showChoice() {
   showDifferences(runs.map((one) => one.run));
 }
 
-/** What the runs that are compared were told differently. */
+/** Shows the settings in which the compared runs differ. */
 function showDifferences(runs) {
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.settings)))].sort();
   const differing = names.filter((name) => new Set(runs.map((run) => run.settings[name])).size > 1);
@@ -113,7 +113,7 @@ function drawCharts(runs, all) {
     chart.update(
       joined,
       `${byId(`compare-${field}`).querySelector("figcaption").textContent} at the last step: ${last.join(", ")}.`,
-      !isEmpty ? "" : field === "loss" ? "No loss was told. Tell it with session.step(loss)." : "These runs have told no step yet.",
+      !isEmpty ? "" : field === "loss" ? "No loss was reported. Report it with session.step(loss)." : "These runs have not reported a step yet.",
     );
   }
   drawn = signature;
@@ -126,7 +126,7 @@ async function refresh(signal) {
   byId("runs-table").hidden = list.length === 0;
   explain(
     byId("runs").querySelector(":scope > .empty"),
-    list.length === 0 ? "No run yet. Every training that connects to one of these workers is listed here, and stays." : "",
+    list.length === 0 ? "No runs yet. Every training that connects to one of these workers appears in this table and stays in it." : "",
   );
   showChoice();
   const runs = chosen();
@@ -142,7 +142,7 @@ export function startRuns() {
   table = new Table(byId("runs-table"), COLUMNS, (run) => run.run, {
     expands: 1,
     details: (run) => [
-      facts(Object.keys(run.settings).length ? run.settings : { Settings: "not told" }),
+      facts(Object.keys(run.settings).length ? run.settings : { Settings: "not reported" }),
       facts({ Workers: run.workers.join(", "), Version: run.client_version, ...run.fingerprint }),
     ],
   });

@@ -1,23 +1,23 @@
-// JSON Schema, as OpenAPI writes it, in words and as an example.
+// Describes JSON Schemas of OpenAPI in words and by examples.
 
 const NUMBERS = { at_s: 1790000000, bytes: 67108864, ms: 12.5, s: 4.2 };
 const DEEPEST = 4;
 
-/** The schema that a reference stands for, or the schema itself. */
+/** Returns the schema that a reference points to, or the schema itself if it is no reference. */
 export function resolve(document, schema) {
   if (schema?.$ref === undefined) return schema ?? {};
   return schema.$ref
     .slice(2)
     .split("/")
-    .reduce((found, key) => found[key], document);
+    .reduce((node, key) => node[key], document);
 }
 
-/** The model's name where the schema, or its items, have one. */
+/** Returns the name of the model of a schema or of its items, if there is one. */
 function nameOf(schema) {
   return schema.$ref?.split("/").at(-1);
 }
 
-/** A type in words: "integer", "list of Worker", "number or null". */
+/** Describes a type in words: "integer", "list of Worker", "number or null". */
 export function typeText(document, schema) {
   if (nameOf(schema)) return nameOf(schema);
   if (schema.anyOf) return schema.anyOf.map((one) => typeText(document, one)).join(" or ");
@@ -28,7 +28,7 @@ export function typeText(document, schema) {
   return schema.type ?? "any";
 }
 
-/** What values must keep: "10 to 3,600", "at least 0", "up to 200 characters". */
+/** Describes the limits of a value: "10 to 3,600", "at least 0", "up to 200 characters". */
 export function boundsText(schema) {
   const parts = schema.anyOf ? schema.anyOf.find((one) => one.type !== "null") : schema;
   const { minimum, maximum, exclusiveMinimum, maxLength, pattern } = parts;
@@ -42,22 +42,22 @@ export function boundsText(schema) {
   return texts.join(", ");
 }
 
-/** The models that a schema names, directly or within others, each once, outermost first. */
-export function modelsOf(document, schema, found = new Map()) {
-  if (schema === undefined || schema === null || typeof schema !== "object") return found;
+/** Returns the models that a schema names, directly or through other models; each once, outermost first. */
+export function modelsOf(document, schema, models = new Map()) {
+  if (schema === undefined || schema === null || typeof schema !== "object") return models;
   const name = nameOf(schema);
   if (name) {
-    if (found.has(name)) return found;
+    if (models.has(name)) return models;
     const model = resolve(document, schema);
-    found.set(name, model);
-    Object.values(model.properties ?? {}).forEach((field) => modelsOf(document, field, found));
-    return found;
+    models.set(name, model);
+    Object.values(model.properties ?? {}).forEach((field) => modelsOf(document, field, models));
+    return models;
   }
-  for (const part of [schema.items, schema.additionalProperties, ...(schema.anyOf ?? [])]) modelsOf(document, part, found);
-  return found;
+  for (const part of [schema.items, schema.additionalProperties, ...(schema.anyOf ?? [])]) modelsOf(document, part, models);
+  return models;
 }
 
-/** A value that the schema allows, taken from its examples where it has some. */
+/** Returns a value that the schema allows: one of its examples, if it has any. */
 export function exampleOf(document, schema, name = "", depth = 0) {
   if (schema.example !== undefined) return schema.example;
   if (schema.examples?.length) return schema.examples[0];

@@ -1,4 +1,4 @@
-// The table of segments. The dashboard sorts, filters and pages, so that ten thousand are as quick as ten.
+// The table of segments. The dashboard sorts, filters and pages, so ten thousand rows are as fast as ten.
 
 import { byId, element, explain, setOptions, setText } from "./dom.js";
 import { bytes, count, drift, duration, milliseconds, NONE, runName } from "./format.js";
@@ -24,16 +24,16 @@ const COLUMNS = [
   { title: "Calls", sort: "calls", cell: (row) => count(row.calls) },
   { title: "Sent", sort: "up_bytes", cell: (row) => bytes(row.up_bytes) },
   { title: "Received", sort: "down_bytes", cell: (row) => bytes(row.down_bytes) },
-  { title: "Local", sort: "local_ms", cell: (row) => milliseconds(row.local_ms), hint: "Median of its forward on the trainer" },
-  { title: "Remote", sort: "remote_ms", cell: (row) => (row.remote_ms ? milliseconds(row.remote_ms) : NONE), hint: "Median of recompute and backward on a worker" },
-  { title: "Wait", sort: "wait_ms", cell: (row) => milliseconds(row.wait_ms), hint: "Median that backward stood still for it" },
-  { title: "Overhead", sort: "overhead_ms", cell: (row) => milliseconds(row.overhead_ms), hint: "Median of recording, digests and sending" },
+  { title: "Local", sort: "local_ms", cell: (row) => milliseconds(row.local_ms), hint: "Median forward time on the trainer" },
+  { title: "Remote", sort: "remote_ms", cell: (row) => (row.remote_ms ? milliseconds(row.remote_ms) : NONE), hint: "Median time of recomputation and backward on a worker" },
+  { title: "Wait", sort: "wait_ms", cell: (row) => milliseconds(row.wait_ms), hint: "Median time that backward was blocked by the segment" },
+  { title: "Overhead", sort: "overhead_ms", cell: (row) => milliseconds(row.overhead_ms), hint: "Median time of recording, digests and sending on the trainer" },
   { title: "Decision", sort: "decision", isText: true, paint: paintDecision },
-  { title: "Why", sort: "reason", isText: true, className: "wrap", paint: paintWhy, hint: "Of the last call, and of earlier ones that got no gradients from a worker" },
+  { title: "Why", sort: "reason", isText: true, className: "wrap", paint: paintWhy, hint: "Reason of the last call, and of earlier calls that got no gradients from a worker" },
   { title: "Worker", sort: "worker", isText: true, cell: (row) => row.worker || NONE },
   { title: "Fallbacks", sort: "fallbacks", paint: problem("fallbacks") },
-  { title: "Mismatches", sort: "mismatches", paint: problem("mismatches"), hint: "Recomputations whose values were refused" },
-  { title: "Drift", sort: "drift", cell: (row) => drift(row.drift), hint: "Relative difference to the trainer's numbers, 0 for equal bits" },
+  { title: "Mismatches", sort: "mismatches", paint: problem("mismatches"), hint: "Recomputations whose values the trainer rejected" },
+  { title: "Drift", sort: "drift", cell: (row) => drift(row.drift), hint: "Relative difference from the trainer's numbers; 0 if all bits are equal" },
   { title: "Retries", sort: "retries", cell: (row) => count(row.retries) },
 ];
 
@@ -43,7 +43,7 @@ function paintName(cell, row) {
   setText(cell.lastChild, runName(row.run));
 }
 
-/** The reason of the last call, then every other reason, each with its calls and when the last was. */
+/** Shows the reason of the last call, then the other reasons with their number of calls and the age of the last. */
 function paintWhy(cell, row) {
   const kept = new Map(row.reasons.map((one) => [one.reason, one]));
   const reasons = [...new Set([...(row.reason ? [row.reason] : []), ...kept.keys()])];
@@ -71,7 +71,7 @@ function query() {
   return { run, filter, reason, sort, descending };
 }
 
-/** Answers at once with what is known already; rows follow. */
+/** Updates the controls at once; the rows follow with the next answer. */
 function change(changes) {
   Object.assign(state, { offset: 0 }, changes);
   table.showSort(state.sort, state.descending);
@@ -89,12 +89,12 @@ function showPages() {
 }
 
 async function refresh(signal) {
-  const found = await ask("/api/v1/segments", { ...query(), offset: state.offset, limit: PAGE }, signal);
-  total = found.total;
-  nowS = found.at_s;
-  offerReasons(found.reasons);
+  const page = await ask("/api/v1/segments", { ...query(), offset: state.offset, limit: PAGE }, signal);
+  total = page.total;
+  nowS = page.at_s;
+  offerReasons(page.reasons);
   if (state.offset >= total && state.offset > 0) state.offset = Math.max(0, Math.floor((total - 1) / PAGE) * PAGE);
-  table.update(found.rows);
+  table.update(page.rows);
   byId("segments-table").setAttribute("aria-busy", "false");
   byId("segments-table").hidden = total === 0;
   explain(
@@ -102,13 +102,13 @@ async function refresh(signal) {
     total > 0
       ? ""
       : state.filter || state.run || state.reason
-        ? "No segment matches. Take another word, another reason, or another run."
-        : "No segment was told yet. Checkpoint a block with session.checkpoint(block, x) and run a step.",
+        ? "No segment matches these filters. Choose another word, reason or run."
+        : "No segments have been reported yet. Checkpoint a block with session.checkpoint(block, x) and run a step.",
   );
   showPages();
 }
 
-/** Reasons to choose from. One that was chosen stays in the list. */
+/** Offers reasons for selection. The selected one stays in the list. */
 function offerReasons(list) {
   const known = list.map((one) => one.reason);
   if (state.reason && !known.includes(state.reason)) known.push(state.reason);
@@ -116,7 +116,7 @@ function offerReasons(list) {
   setOptions(byId("segments-reason"), [["", "any"], ...known.map((reason) => [reason, short(reason)])]);
 }
 
-/** Runs to choose from; of each live event. */
+/** Offers the runs of a live event for selection. */
 export function offerRuns(runs) {
   const chosen = setOptions(byId("segments-run"), [["", "all"], ...runs.map((run) => [run.run, `${runName(run.run)} (${run.trainer})`])]);
   if (chosen !== state.run) change({ run: chosen });

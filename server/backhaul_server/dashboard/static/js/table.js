@@ -1,17 +1,17 @@
-// Tables whose rows live on from one answer to the next, so that focus, selection and what is unfolded survive.
+// Tables that keep their rows from one answer to the next, so that focus, selection and open details survive.
 
 import { element, icon, setAttribute, setText } from "./dom.js";
 
 /**
- * A column: `title` of its head; `cell(item)` gives its text; `isText` aligns it left; `className` of its cells;
- * `level(item)` marks it; `sort` names the field to sort by; `paint(cell, item)` draws other things than text;
- * `hint` explains its head.
+ * A column: `title` is its heading; `cell(item)` returns its text; `isText` aligns it left; `className` is the class of
+ * its cells; `level(item)` marks a cell; `sort` names the field to sort by; `paint(cell, item)` draws anything other than
+ * text; `hint` explains the heading.
  */
 export class Table {
   /**
    * @param {HTMLTableElement} table with an empty thead and tbody
-   * @param {object[]} columns see above
-   * @param {(item: object) => string} key names an item
+   * @param {object[]} columns objects as described above
+   * @param {(item: object) => string} key returns a unique key of an item
    * @param {{details?: (item: object) => Node[], level?: (item: object) => string | null, onSort?: Function}} options
    */
   constructor(table, columns, key, options = {}) {
@@ -39,14 +39,14 @@ export class Table {
     return head;
   }
 
-  /** Shows by which field, and in which direction, the rows are sorted. */
+  /** Marks the field and the direction by which the rows are sorted. */
   showSort(field, descending) {
     this.columns.forEach((column, i) => {
       setAttribute(this.heads[i], "aria-sort", column.sort === field ? (descending ? "descending" : "ascending") : null);
     });
   }
 
-  /** Shows these items, in this order. */
+  /** Shows these items in this order. */
   update(items) {
     const seen = new Set();
     let next = this.body.firstChild;
@@ -119,7 +119,7 @@ export class Table {
   }
 }
 
-/** Up and down move the focus between rows, or between the same button or box of neighbouring rows. */
+/** Moves the focus up or down between rows, or between the same buttons or boxes of neighbouring rows. */
 export function moveWithArrows(body) {
   body.addEventListener("keydown", (event) => {
     if (event.key !== "ArrowDown" && event.key !== "ArrowUp") return;
@@ -132,7 +132,7 @@ export function moveWithArrows(body) {
   });
 }
 
-/** Names and values, as a list that wraps. */
+/** Returns names and values as a list that wraps. */
 export function facts(entries) {
   return element(
     "dl",
@@ -150,14 +150,14 @@ const STATES = {
   ended: ["idle", "idle"],
 };
 
-/** A state by shape, word and colour. */
+/** Shows a state by shape, word and colour. */
 export function paintState(cell, state) {
   const [name, level] = STATES[state];
   if (cell.firstChild?.dataset?.state === state) return;
   cell.replaceChildren(element("span", { class: "state", "data-state": state, "data-level": level }, icon(name), state));
 }
 
-/** A share of a budget as a bar and in words. */
+/** Shows a share of a budget as a bar and in words. */
 export function paintMeter(cell, share, text) {
   let meter = cell.firstChild;
   if (meter === null) {

@@ -1,4 +1,4 @@
-// Runs before the page is drawn, so that a remembered theme never flashes the other one.
+// Runs before the page is drawn, so that the page never flashes in a theme other than the remembered one.
 "use strict";
 {
   const KEY = "backhaul-theme";
@@ -36,7 +36,7 @@
       try {
         localStorage.setItem(KEY, theme);
       } catch {
-        // see above
+        // storage is blocked: the theme then lasts until the page is closed
       }
       apply();
       label();

@@ -1,4 +1,4 @@
-// The timeline's controls, its table of steps, and the panel of the segment that was picked.
+// The controls of the timeline, its table of steps, and the panel of the selected segment.
 
 import { drawInTheme, LANE_COLOURS } from "./colour.js";
 import { byId, element, explain, icon, setIcon, setOptions, setText, speak } from "./dom.js";
@@ -19,8 +19,8 @@ const lanes = new Lanes(canvas);
 let poll = null;
 let isPaused = false;
 let steps = null;
-let told = ""; // which step of which run is the last
-let shown = { told: null, atMs: 0 };
+let newest = ""; // the last step of each run
+let shown = { newest: null, atMs: 0 };
 
 function pause(paused) {
   isPaused = paused;
@@ -31,7 +31,7 @@ function pause(paused) {
   if (!paused) poll.now();
 }
 
-/** Shows the call of a bar in the panel; the timeline stands still meanwhile. */
+/** Shows the call of a bar in the panel, and pauses the timeline. */
 function pick(bar) {
   lanes.picked = bar;
   lanes.draw();
@@ -71,16 +71,16 @@ function pick(bar) {
 function showSteps(timeline) {
   steps.update(timeline.steps);
   const workers = lanes.workers.length > 1 ? lanes.workers.map((worker, i) => `w${i + 1} ${worker}`).join(" · ") : (lanes.workers[0] ?? "");
-  setText(keys, workers + (timeline.left_out ? ` · the ${count(timeline.left_out)} shortest bars are left out: show fewer steps` : ""));
-  const told = timeline.steps.map((step) => `step ${step.number} took ${milliseconds(step.duration_ms)}, overlap ${percent(step.overlap)}, exposed wait ${milliseconds(step.wait_ms)}`);
-  canvas.setAttribute("aria-label", `Timeline. ${told.join("; ")}. Arrow keys go from bar to bar, Enter shows its segment, plus and minus zoom.`);
+  setText(keys, workers + (timeline.left_out ? ` · the ${count(timeline.left_out)} shortest bars are not shown: select fewer steps` : ""));
+  const texts = timeline.steps.map((step) => `step ${step.number} took ${milliseconds(step.duration_ms)}, overlap ${percent(step.overlap)}, exposed wait ${milliseconds(step.wait_ms)}`);
+  canvas.setAttribute("aria-label", `Timeline. ${texts.join("; ")}. Arrow keys move between bars, Enter shows the segment of a bar, plus and minus zoom.`);
 }
 
 function show(timeline) {
   lanes.show(timeline);
   byId("call").hidden = true;
   const isEmpty = timeline.steps.length === 0;
-  explain(note, isEmpty ? "No step was told yet. Trainers report each step once their optimizer has stepped: start one with backhaul.connect()." : "");
+  explain(note, isEmpty ? "No step has been reported yet. A trainer that has called backhaul.connect() reports each step after its optimizer has stepped." : "");
   canvas.hidden = isEmpty;
   byId("steps").closest(".side").hidden = isEmpty;
   showSteps(timeline);
@@ -89,19 +89,19 @@ function show(timeline) {
 
 async function refresh(signal) {
   if (isPaused) return;
-  // Thousands of bars are not fetched again for nothing; calls of a step may be told a little after it.
-  const isKnown = shown.told === told && performance.now() - shown.atMs < OLDEST_MS;
+  // Thousands of bars are not fetched again if no step is new, except that calls may be reported after their step.
+  const isKnown = shown.newest === newest && performance.now() - shown.atMs < OLDEST_MS;
   if (isKnown) return;
-  const asked = { told, atMs: performance.now() };
+  const asked = { newest, atMs: performance.now() };
   const timeline = await ask("/api/v1/timeline", { run: byId("timeline-run").value, steps: byId("timeline-steps").value }, signal);
   if (isPaused || lanes.pointed !== null) return;
   show(timeline);
   shown = asked;
 }
 
-/** Runs to choose from; of each live event. */
+/** Offers the runs of a live event for selection. */
 export function offerRuns(runs) {
-  told = runs.map((run) => `${run.run} ${run.last_step}`).join();
+  newest = runs.map((run) => `${run.run} ${run.last_step}`).join();
   setOptions(byId("timeline-run"), [["", "newest"], ...runs.map((run) => [run.run, `${runName(run.run)} (${run.trainer})`])]);
 }
 
@@ -142,7 +142,7 @@ function fit() {
   lanes.draw();
 }
 
-/** Hover shows, click picks, dragging moves, the wheel with Ctrl zooms as it does on maps. */
+/** Handles the pointer: hovering shows a bar, a click selects it, dragging moves, and the wheel with Ctrl zooms. */
 function listenToPointer() {
   let from = null;
   let hasMoved = false;
@@ -198,15 +198,15 @@ export function startTimeline() {
     [
       { title: "Step", isText: true, cell: (step) => String(step.number) },
       { title: "Took", cell: (step) => milliseconds(step.duration_ms) },
-      { title: "Overlap", cell: (step) => percent(step.overlap), hint: "Share of the time with remote work going on in which backward did not stand still for it" },
-      { title: "Exposed wait", cell: (step) => milliseconds(step.wait_ms), hint: "Backward stood still for a worker" },
+      { title: "Overlap", cell: (step) => percent(step.overlap), hint: "Share of the time of remote work during which backward was not blocked" },
+      { title: "Exposed wait", cell: (step) => milliseconds(step.wait_ms), hint: "Time for which backward was blocked by a worker" },
     ],
     (step) => String(step.number),
   );
   poll = new Poll(byId("timeline"), 2000, refresh);
   for (const id of ["timeline-run", "timeline-steps"]) {
     byId(id).addEventListener("change", () => {
-      shown.told = null;
+      shown.newest = null;
       pause(false);
     });
   }

@@ -1,4 +1,4 @@
-// The one tooltip of the page, for canvases. What it says is also to be had by keyboard, next to the canvas.
+// The tooltip of the page, for canvases. Its text is also available by keyboard, next to the canvas.
 
 import { byId, setText } from "./dom.js";
 
