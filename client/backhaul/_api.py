@@ -1,4 +1,4 @@
-"""The functions of `backhaul` that work on the current session."""
+"""The functions of `backhaul` that use the current session."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,39 +38,40 @@ def connect(
 ) -> Session:
     """Opens a session and makes it the current one.
 
-    Each argument may also be set in the environment, as BACKHAUL_ and its name in capitals; docs/configuration.md has
-    them all.
+    Each argument can also be set in the environment, as BACKHAUL_ followed by its name in capitals.
+    docs/configuration.md lists all variables.
 
     Args:
-        worker: "host:port", "unix:/path" or "dns:///host:port", several with commas between; each gets a contiguous
-            run of segments. Without one a worker process is started on this machine and ends with the session.
-        token_file: File with the token that the workers want, or one for each with commas between, in their order.
-        returns: "gradients", "activations" or "auto" (the default), gradients wherever a segment allows.
-        strict: Raise NotRemoteError rather than recompute a segment on the trainer.
-        durability: What the trainer keeps in case a worker dies: "lineage" (the default), what it can't compute again
-            from earlier segments; "host", a copy of each segment's inputs; "none", nothing.
-        numerics: Whether workers that compute other bits are used ("auto", the default) or not ("exact").
-        accumulate: Where gradients of parameters are summed over micro-batches: here ("trainer", the default), or on
-            the worker, which returns them once, see docs/accumulation.md.
-        connect_timeout_s: How long to wait for the workers here.
-        silence_s: A worker that sends nothing for so long is given up.
-        inflight_bytes: Bound of the copies of arguments, and of parameters that FSDP frees, that wait to be sent.
-        inflight_boundaries: The most segments whose inputs may wait to be sent, before forward waits.
-        shared_memory: Send large tensors to a worker on this machine through shared memory (the default).
-        unix_socket: Talk to a worker on this machine over its Unix socket (the default), whatever its address.
-        memory_bytes: Budget of a worker started here.
-        telemetry: Tell workers of steps and segments (the default), for dashboards to show.
-        traces: Make OpenTelemetry spans of them, for the SDK that the program configures. Needs the extra "otel".
+        worker: Address as "host:port", "unix:/path" or "dns:///host:port", or several separated by commas; each worker
+            gets a contiguous run of segments. None: starts a worker process on this machine that ends with the session.
+        token_file: File with the token of the workers, or one file for each worker, separated by commas.
+        returns: What workers return: "gradients", "activations", or "auto" (default): gradients where possible.
+        strict: Raise NotRemoteError instead of recomputing a segment on the trainer.
+        durability: What the trainer keeps in case a worker dies: "lineage" (default) keeps what it cannot compute again
+            from earlier segments; "host" keeps a copy of each segment's inputs; "none" keeps nothing.
+        numerics: Whether workers that compute other bits are used ("auto", default) or not ("exact").
+        accumulate: Where gradients of parameters are summed over micro-batches: on the "trainer" (default), or on the
+            "worker", which returns each sum once; see docs/accumulation.md.
+        connect_timeout_s: Seconds that this call waits for the workers.
+        silence_s: Seconds without a message after which a worker counts as lost.
+        inflight_bytes: Bound of the copies that wait to be sent, of arguments and of parameters that FSDP frees.
+        inflight_boundaries: The most segments whose inputs may wait to be sent; forward blocks beyond it.
+        shared_memory: Whether large tensors for a worker on this machine use shared memory (default: yes).
+        unix_socket: Whether a worker on this machine is reached over its Unix socket (default: yes).
+        memory_bytes: Memory budget of a worker that this call starts.
+        telemetry: Whether steps and segments are reported to workers, for dashboards (default: yes).
+        traces: Whether OpenTelemetry spans are created, for the SDK that the program configures. Needs the extra
+            "otel".
 
     Raises:
-        AddressError: An address can't be read.
-        ConnectError: Nobody answers at one of them.
-        CredentialError: One wants a token, and `token_file` is not given or holds another one.
-        ProtocolVersionError: A worker of another version answers.
-        SettingError: A setting has a value it can't have.
+        AddressError: An address is malformed.
+        ConnectError: No worker answers at one of the addresses.
+        CredentialError: A worker requires a token, and `token_file` is missing or holds another one.
+        ProtocolVersionError: A worker speaks another protocol version.
+        SettingError: A setting has an invalid value.
 
     Warns:
-        NotRemoteWarning: Every segment will run on the trainer, because no worker has the trainer's torch or, with
+        NotRemoteWarning: Every segment will run on the trainer, because no worker has the same torch or, with
             numerics="exact", because no worker computes the same bits.
     """
     warn_of_unknown()
@@ -99,19 +100,22 @@ def connect(
 
 
 def current_session() -> Session:
-    """The session opened last that is still open. Raises SessionClosedError where there is none."""
+    """Returns the open session that was opened last. Raises SessionClosedError if there is none."""
     for session in reversed(_opened):
         if not session.closed:
             return session
     if _opened:
-        return _opened[-1]  # closed, or the parent's: what it is asked for runs on the trainer
-    raise SessionClosedError("there is no session: call backhaul.connect() first")
+        return _opened[-1]  # it is closed, or belongs to the parent process: its segments run on the trainer
+    raise SessionClosedError("there is no open session: call backhaul.connect() first")
 
 
 def checkpoint(
     function: Callable[..., Any] | None = None, *args: Any, session: Session | None = None, **kwargs: Any
 ) -> Any:
-    """`Session.checkpoint` of the current session, or of the one given. As a decorator: of that of each call."""
+    """Calls `Session.checkpoint` of the given or current session.
+
+    As a decorator: of the session current at each call.
+    """
     if function is None:
         _, rest = options_of(Config(), kwargs)
         return decorator(partial(checkpoint, session=session), args, rest, kwargs)
@@ -126,13 +130,13 @@ def checkpoint_sequential(
     session: Session | None = None,
     **kwargs: Any,
 ) -> Any:
-    """`Session.checkpoint_sequential` of the current session, or of the one given."""
+    """Calls `Session.checkpoint_sequential` of the given or current session."""
     return (session or current_session()).checkpoint_sequential(functions, segments, input, *inputs, **kwargs)
 
 
 @contextmanager
 def patched() -> Iterator[Session]:
-    """`Session.patched` of the current session."""
+    """Calls `Session.patched` of the current session."""
     with current_session().patched() as session:
         yield session
 
@@ -146,13 +150,13 @@ def wrap(
 ) -> nn.Module:
     """Makes each module of the given classes inside the model a checkpointed segment, in place. `unwrap` undoes it.
 
-    Names of parameters, buffers and modules, keys of state_dict, copies and saved files stay as they were.
+    Names of parameters, buffers and modules, keys of state_dict, copies and saved files stay the same.
 
     Args:
-        model: Changed and returned. If it is itself of one of the classes it can't be replaced in place: wrap a parent.
-        layers: Classes of the modules to checkpoint. Modules inside a wrapped one stay as they are.
-        session: Whose segments they are; None: the current session at each call.
-        **options: As for `checkpoint`, `returns` among them.
+        model: The model to change. A model that is itself of one of the classes cannot be replaced: wrap a parent.
+        layers: Classes of the modules to checkpoint. Modules inside a wrapped module are not wrapped.
+        session: The session of the segments; None: the current session at each call.
+        **options: Options of `checkpoint`, such as `returns`.
 
     Raises:
         ValueError: The model has no module of these classes.

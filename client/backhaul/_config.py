@@ -1,4 +1,4 @@
-"""A session's settings: argument over environment over default, resolved here and nowhere else. Free of torch."""
+"""The settings of a session: argument over environment over default. Does not import torch."""
 
 import math
 from collections.abc import Callable
@@ -19,75 +19,78 @@ Accumulate = Literal["trainer", "worker"]
 ACCUMULATE: tuple[str, ...] = ("trainer", "worker")
 _CHOICES = {"returns": RETURNS, "durability": DURABILITIES, "numerics": NUMERICS, "accumulate": ACCUMULATE}
 SECRETS = frozenset({"token_file"})
-"""Settings that no report shows."""
+"""Settings that reports must not show."""
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How a session works.
+    """The settings of a session.
 
     The environment can set each field, see NOTE [Names] in backhaul_runtime.process.settings.
     """
 
     worker: str = ""
-    """Addresses of workers with commas between; empty starts one on this machine."""
+    """Addresses of workers, separated by commas; empty starts a worker on this machine."""
 
     token_file: str = ""
-    """File with the token that the workers want, or one for each of them with commas between. A worker that connect()
-    starts wants none."""
+    """File with the token of the workers, or one file for each worker, separated by commas. A worker that connect()
+    starts needs no token."""
 
     returns: Returns = "auto"
-    """What comes back for a segment: "gradients", "activations", or "auto", gradients wherever a segment allows."""
+    """What workers return for a segment: "gradients", "activations", or "auto": gradients where possible."""
 
     strict: bool = False
-    """Raise NotRemoteError rather than recompute a segment on the trainer."""
+    """Raise NotRemoteError instead of recomputing a segment on the trainer."""
 
     durability: Durability = "lineage"
-    """What the trainer keeps in case a worker dies: "lineage", what it can't compute again from earlier segments;
-    "host", a copy of each segment's inputs; "none", nothing, and a lost segment raises SegmentLostError."""
+    """What the trainer keeps in case a worker dies. "lineage" keeps what it cannot compute again from earlier segments,
+    "host" keeps a copy of each segment's inputs, and "none" keeps nothing: a lost segment raises SegmentLostError."""
 
     numerics: Numerics = "auto"
-    """Workers that compute other bits than this trainer: "auto" uses them, with the trainer's own random draws and its
-    numbers compared within tolerances; "exact" leaves their segments on the trainer."""
+    """What to do with workers that compute other bits than this trainer. "auto" uses them: they get the trainer's
+    random draws, and their numbers are compared within tolerances. "exact" recomputes such segments on the trainer."""
 
     accumulate: Accumulate = "trainer"
-    """Where gradients of parameters are summed over micro-batches: "worker" keeps them there until the optimizer steps
-    or `Session.collect()` asks for them. What else reads `.grad`, such as clipping, needs `collect()` before."""
+    """Where gradients of parameters are summed over micro-batches. "worker" keeps the sums on the worker until the
+    optimizer steps or `Session.collect()` fetches them. Call `collect()` before other code reads `.grad`."""
 
     connect_timeout_s: float = 30.0
-    """How long connect() waits for the workers. A worker it starts itself needs some seconds to import torch."""
+    """Seconds that connect() waits for the workers. A worker that it starts needs some seconds to import torch."""
 
     silence_s: float = 2.0
-    """A worker that sends neither progress nor bytes for so long is given up, and its segments run on the trainer."""
+    """Seconds without progress or bytes from a worker after which its segments run on the trainer."""
 
     inflight_bytes: int = 64 << 20
-    """Copies of arguments, and of parameters that FSDP frees, that wait to be sent; beyond it forward waits."""
+    """Bytes of copies that may wait to be sent, of arguments and of parameters that FSDP frees.
+
+    Forward blocks beyond it.
+    """
 
     inflight_boundaries: int = 4
-    """Segments whose arguments wait to be sent; beyond it forward waits."""
+    """Number of segments whose arguments may wait to be sent. Forward blocks beyond it."""
 
     shared_memory: bool = True
-    """Send large tensors to workers on this machine, and get them, through memory shared with those that offer it."""
+    """Exchange large tensors with workers on this machine through shared memory, if they offer it."""
 
     unix_socket: bool = True
-    """Talk to a worker on this machine over the Unix socket that it offers, also where `worker` is a TCP address."""
+    """Reach a worker on this machine over the Unix socket that it offers, even if `worker` is a TCP address."""
 
     memory_bytes: int = 0
-    """Budget of the worker that connect() starts, 0 for half of this machine's memory."""
+    """Memory budget in bytes of a worker that connect() starts; 0 for half of this machine's memory."""
 
     telemetry: bool = True
-    """Tell workers of steps and segments, for dashboards to show."""
+    """Report steps and segments to workers, for dashboards."""
 
     traces: bool = False
-    """Make OpenTelemetry spans of steps and segments, for the SDK that the training program configures. Needs
+    """Create OpenTelemetry spans of steps and segments, for the SDK that the training program configures. Needs
     `pip install 'backhaul[otel]'`."""
 
 
 def resolve(**given: Any) -> Config:
-    """The settings, from arguments (None: not given), the environment, and the defaults.
+    """Resolves the settings from arguments (None: not given), the environment and the defaults.
 
     Raises:
-        SettingError: Naming the setting, its value, and what it takes.
+        SettingError: A setting has an invalid value. Names the setting, the value and what is allowed.
     """
     values = {}
     for field in fields(Config):
@@ -105,7 +108,7 @@ def resolve(**given: Any) -> Config:
             raise SettingError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}")
     for name in ("connect_timeout_s", "silence_s", "inflight_bytes", "inflight_boundaries"):
         if not 0 < getattr(config, name) < math.inf:
-            raise SettingError(f"{name}={getattr(config, name)!r} must be more than 0, and finite")
+            raise SettingError(f"{name}={getattr(config, name)!r} must be finite and greater than 0")
     if config.memory_bytes < 0:
         raise SettingError(f"memory_bytes={config.memory_bytes!r} must not be negative")
     if config.traces and not _has_opentelemetry():
@@ -117,11 +120,13 @@ def _parse(name: str, kind: Callable[[str], Any], text: str) -> Any:
     try:
         return boolean(text) if kind is bool else kind(text)
     except ValueError:
-        raise SettingError(f"{variable_of(name)}={text!r} is no {getattr(kind, '__name__', 'value')}") from None
+        raise SettingError(
+            f"{variable_of(name)}={text!r} is not a valid {getattr(kind, '__name__', 'value')}"
+        ) from None
 
 
 def _has_opentelemetry() -> bool:
     try:
         return find_spec("opentelemetry.trace") is not None
-    except ModuleNotFoundError:  # not even the namespace
+    except ModuleNotFoundError:  # the namespace package is missing too
         return False

@@ -1,4 +1,4 @@
-"""A trainer's session: its workers, and everything done through them."""
+"""A session: the workers of a trainer, and the public methods that use them."""
 
 import atexit
 import logging
@@ -48,25 +48,25 @@ logger = logging.getLogger("backhaul")
 class Session:
     """Connects a trainer to its workers. Made by `backhaul.connect`; a context manager.
 
-    After construction a missing worker raises nothing, unless `strict` is set: segments run on the trainer meanwhile.
-    Its methods may be called from several threads.
+    After construction, a missing worker raises no error unless `strict` is set: its segments run on the trainer. All
+    methods are thread-safe.
 
     Args:
         config: The resolved settings of the session.
 
     Raises:
-        AddressError: An address can't be read.
-        ConnectError: Nobody answers at one of them.
-        CredentialError: One wants another token than it is shown.
-        ProtocolVersionError: A worker of another version answers.
-        SettingError: A token file can't be read, or there are not as many as workers.
+        AddressError: An address is malformed.
+        ConnectError: No worker answers at one of the addresses.
+        CredentialError: A worker rejected the token, or requires one.
+        ProtocolVersionError: A worker speaks another protocol version.
+        SettingError: A token file cannot be read, or the number of token files does not match the workers.
     """
 
     def __init__(self, config: Config) -> None:
         if "GRPC_ENABLE_FORK_SUPPORT" in os.environ:
             logger.warning(
-                "GRPC_ENABLE_FORK_SUPPORT is set: 1 can stall forks under traffic, 0 can hide a killed trainer from "
-                "its worker while children live. Leave it unset"
+                "GRPC_ENABLE_FORK_SUPPORT is set. 1 can block a fork under traffic; 0 can hide the death of a trainer "
+                "from its worker while child processes live. Leave it unset."
             )
         self.config = config
         self.run = secrets.token_hex(8)
@@ -105,7 +105,7 @@ class Session:
             traces = _traces() if config.traces else None
             self._dispatcher.telemetry = Telemetry(self._deliver, self._describe(), traces)
             self._dispatcher.telemetry.start()
-            # Of all optimizers in the process: a step in which this session had no call is none of its own.
+            # The hook sees all optimizers of the process. A step in which this session had no call is not reported.
             self._hooks.append(register_optimizer_step_post_hook(self._optimizer_stepped))
         if config.accumulate == "worker":
             self._hooks.append(register_optimizer_step_pre_hook(self._before_step))
@@ -115,19 +115,22 @@ class Session:
         """Runs `function(*args, **kwargs)` and lets a worker recompute it in backward.
 
         Args:
-            function: Called once, now, on the caller's own objects. Without one a decorator is returned.
-            *args: Its arguments. Tensors among them must not be changed in place before backward.
-            **kwargs: Its keyword arguments, and those of torch's checkpoint: `use_reentrant`, `preserve_rng_state`,
-                `context_fn`, `determinism_check`, `debug`, `early_stop`, `respect_saved_tensors_hooks`. Also
-                `returns`, `strict` and `durability`, the session's unless given.
+            function: The function to run. It is called once, now, with the caller's own objects. None: returns a
+                decorator.
+            *args: Arguments of the function. Tensors among them must not be changed in place before backward.
+            **kwargs: Keyword arguments of the function, and options of torch's checkpoint: `use_reentrant`,
+                `preserve_rng_state`, `context_fn`, `determinism_check`, `debug`, `early_stop` and
+                `respect_saved_tensors_hooks`. Further options are `returns`, `strict` and `durability`, which default
+                to those of the session.
 
         Returns:
-            What function returned.
+            The return value of the function.
 
         Raises:
-            NotRemoteError: Under `strict`, if the trainer would recompute it.
-            SegmentLostError: Not here but in backward: its worker is gone, and so is what the trainer would need.
-            ValueError: For options that torch refuses too.
+            NotRemoteError: Under `strict`, if the trainer would have to recompute the segment.
+            SegmentLostError: Raised by backward, not by this method: the worker is gone, and the trainer has not kept
+                what it needs to recompute the segment.
+            ValueError: An option is one that torch rejects too.
         """
         options, rest = options_of(self.config, kwargs)
         if function is None:
@@ -135,9 +138,10 @@ class Session:
         return self._run(function, args, rest, options)
 
     def _instead_of_torchs(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Runs a call that `patched` redirected. Only the options of torch's function are taken as options.
+        """Runs a call that `patched` redirected. Only the options of torch's function are treated as options.
 
-        What the decorator form returns calls torch's function, so it is redirected only while a block is open.
+        The decorator form returns a function that calls torch's function, so it is redirected only inside a `patched`
+        block.
         """
         options, rest = options_of(self.config, kwargs, names_of_torch())
         if function is None:
@@ -157,74 +161,74 @@ class Session:
         *inputs: Any,
         **kwargs: Any,
     ) -> Any:
-        """Runs functions in a row, in `segments` checkpointed chunks of which the last is not checkpointed.
+        """Runs functions in a row, in `segments` chunks. All chunks but the last are checkpointed.
 
-        As `torch.utils.checkpoint.checkpoint_sequential`, also with several inputs, as torch 0.4 took them: then each
-        function is called with all of them, and a tuple that it returns is what the next is called with. Keyword
+        Works as `torch.utils.checkpoint.checkpoint_sequential`, but also with several inputs, as torch 0.4 did: then
+        each function is called with all of them, and a returned tuple is passed to the next function. The keyword
         arguments are those of `checkpoint`.
 
         Raises:
-            ValueError: More segments than functions, or fewer than one.
+            ValueError: There are more segments than functions, or fewer than one.
         """
         return sequential.checkpoint_sequential(self.checkpoint, functions, segments, input, *inputs, **kwargs)
 
     def wrap(
         self, model: nn.Module, layers: type[nn.Module] | tuple[type[nn.Module], ...], **options: Any
     ) -> nn.Module:
-        """Checkpoints each module of the given classes in the model, in place. See `backhaul.wrap`."""
+        """Checkpoints each module of the given classes inside the model, in place. See `backhaul.wrap`."""
         return wrap.wrap(model, layers, partial(self.checkpoint, **options))
 
     @contextmanager
     def patched(self) -> Iterator[Self]:
-        """Within it calls of `torch.utils.checkpoint.checkpoint` are segments of this session, for code one can't edit.
+        """Redirects `torch.utils.checkpoint.checkpoint` to this session, for code that you cannot edit.
 
-        This includes calls by code that took torch's function before the block, as a model does when its checkpointing
-        is switched on. The options are those of the installed torch's function; all other keyword arguments are the
-        checkpointed function's. All threads are affected.
+        This includes calls by code that imported torch's function before the block, for example a model whose
+        checkpointing is switched on. The options are those of the installed torch's function; all other keyword
+        arguments are passed to the checkpointed function. The redirection applies to all threads.
 
-        If nothing called torch's function, leaving the block warns with `NotRemoteWarning`.
+        If nothing called torch's function, leaving the block issues a `NotRemoteWarning`.
 
         Raises:
-            NotRemoteError: Under `strict`, on leaving the block, if nothing called torch's function.
+            NotRemoteError: Under `strict`, if nothing called torch's function inside the block.
         """
         with patched.patched(self._instead_of_torchs, strict=self.config.strict):
             yield self
 
     @property
     def telemetry(self) -> Telemetry | None:
-        """Where calls are reported; None if the session neither sends telemetry nor makes traces."""
+        """The telemetry of the session; None if it neither sends telemetry nor creates traces."""
         return self._dispatcher.telemetry
 
     @property
     def workers(self) -> str:
-        """Addresses of the workers with commas between, as `connect` takes them."""
+        """The addresses of the workers, separated by commas, as `connect` accepts them."""
         return ",".join(worker.connection.name for worker in self._workers)
 
     def report(self) -> Report:
-        """What ran where so far, why, and what it cost."""
+        """Returns what has run where so far, why, and at what cost."""
         return self._dispatcher.journal.report()
 
     def step(self, loss: Tensor | float | None = None) -> None:
-        """Tells the dashboard that a training step has ended. Nothing else depends on it.
+        """Reports that a training step has ended. Only dashboards and traces depend on it.
 
-        Without it a step ends with each step of an optimizer. Call it after the step to report the loss, or where a
-        step has no optimizer or several; from the first call on optimizers no longer count.
+        Without this call, each step of an optimizer ends a training step. Call it after the step to report the loss, or
+        if a step uses no optimizer or several. From the first call on, optimizers no longer end steps.
 
         Args:
-            loss: One number; a tensor is read by another thread later, so don't write to it.
+            loss: A scalar. A tensor is read later by another thread, so it must not be changed in place.
         """
         if self.telemetry is not None and not self._closed:
             self.telemetry.step(loss)
 
     def collect(self) -> None:
-        """Fetches what workers keep under `accumulate="worker"` and adds it to `.grad`, as autograd does.
+        """Fetches gradients kept under `accumulate="worker"` and adds them to `.grad` as autograd does.
 
-        Called by itself before each step of an optimizer of this process. Call it before anything else that reads or
-        drops `.grad`: clipping, `GradScaler.unscale_` and `GradScaler.step`, `zero_grad` without a step.
+        It is called automatically before each step of an optimizer of this process. Call it before anything else that
+        reads or clears `.grad`: clipping, `GradScaler.unscale_` and `GradScaler.step`, and `zero_grad` without a step.
 
         Raises:
-            GradientsLostError: A worker is gone with some of them. Then none are added and none are left: set
-                gradients to zero and run the step's backwards again.
+            GradientsLostError: A worker is gone with some of the gradients. Then none are added and none are kept: set
+                the gradients to zero and repeat the backwards of this step.
         """
         sums: list[tuple[Tensor, Tensor]] = []
         lost: dict[str, str] = {}
@@ -236,8 +240,8 @@ class Session:
         if lost:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in lost.items())
             raise GradientsLostError(
-                f"gradients that workers kept since the last step are lost ({reasons}), so .grad holds a part of the "
-                "sum. Call zero_grad() and run the forwards and backwards of this step again",
+                f"gradients that workers kept since the last step are lost ({reasons}), so .grad holds only a part of "
+                "the sum. Call zero_grad() and repeat the forwards and backwards of this step",
                 workers=list(lost),
             )
         while sums:
@@ -250,12 +254,12 @@ class Session:
         return self._closed
 
     def close(self) -> None:
-        """Ends everything remote: threads, connections, and a worker that connect() started. Safe to call twice.
+        """Ends threads and connections, and a worker that connect() started. It may be called twice.
 
-        Segments between forward and backward stay right: the trainer recomputes them.
+        Segments between forward and backward remain usable: the trainer recomputes them.
 
         Raises:
-            GradientsLostError: All is ended, but see `collect`.
+            GradientsLostError: Everything is closed, but gradients were lost; see `collect`.
         """
         if self._closed:
             return
@@ -291,7 +295,9 @@ class Session:
         except GradientsLostError:
             if error is None:
                 raise
-            logger.warning("closing after an error", exc_info=True, extra=about(self.run))
+            logger.warning(
+                "Gradients were lost when the session was closed after an error.", exc_info=True, extra=about(self.run)
+            )
 
     def _warn_if_useless(self) -> None:
         if why := self._dispatcher.why_useless():
@@ -307,7 +313,7 @@ class Session:
             self.telemetry.step(is_told=False)
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Collects for an optimizer, also each time that it computes gradients itself."""
+        """Collects gradients before an optimizer's step, and after each call of its closure."""
         self.collect()
 
         def collecting(closure: Any) -> Any:
@@ -319,11 +325,11 @@ class Session:
             return call if callable(closure) else closure
 
         given = {name: collecting(value) if name == "closure" else value for name, value in kwargs.items()}
-        return (args[0], *map(collecting, args[1:])), given  # the first is the optimizer
+        return (args[0], *map(collecting, args[1:])), given  # the first argument is the optimizer itself
 
     def _fetch(self, address: bytes) -> Tensor | None:
-        """A tensor that a worker was given, from one that still has it."""
-        if self._closed:  # first: in the child of a fork locks may be held for ever
+        """Fetches a tensor by address from a worker that still stores it. Returns None if there is none."""
+        if self._closed:  # checked first: in the child of a fork a lock may stay locked for ever
             return None
         fetched = (
             worker.fetch(address, partial(self._received, "boundaries of lost segments")) for worker in self._workers
@@ -348,7 +354,10 @@ class Session:
         )
 
     def _deliver(self, report: telemetry_pb2.TrainerReport) -> bool:
-        """Tells one worker that is up, if workers are to be told."""
+        """Sends a report to a worker that is up.
+
+        Returns whether it was delivered; True if telemetry is switched off.
+        """
         if not self.config.telemetry:
             return True
         for worker in self._workers:
@@ -359,14 +368,16 @@ class Session:
                         worker.connection.stubs(worker_session).telemetry.PutReports, request, self.config.silence_s
                     )
                 except BackhaulError as error:
-                    logger.debug("telling %s of steps: %s", worker.connection.name, error, extra=about(self.run))
+                    logger.debug(
+                        "Worker %s did not take a report: %s", worker.connection.name, error, extra=about(self.run)
+                    )
                 else:
                     return True
         return False
 
     def _forked(self) -> None:
         self._closed = True
-        self._dispatcher.journal = Journal(self.run)  # the parent's threads may have held its locks
+        self._dispatcher.journal = Journal(self.run)  # threads of the parent may have held the locks of the old one
         if self.telemetry is not None:
             self.telemetry.forked()
         for worker in self._workers:
@@ -375,7 +386,7 @@ class Session:
 
 
 def _traces() -> "Traces":
-    from backhaul._observe.opentelemetry import Traces  # whose package is an extra
+    from backhaul._observe.opentelemetry import Traces  # its package is an optional extra
 
     return Traces()
 
@@ -384,7 +395,7 @@ def _same(address: Address) -> Address:
     return address
 
 
-# Sessions live until they are closed: their threads and workers do.
+# Keeps sessions alive until they are closed, because their threads and workers run until then.
 _sessions: set[Session] = set()
 
 
@@ -396,7 +407,7 @@ def _after_fork() -> None:
 
 def _at_exit() -> None:
     for session in list(_sessions):
-        with suppress(GradientsLostError):  # nothing is left that could train on
+        with suppress(GradientsLostError):  # no training will follow that could use them
             session.close()
 
 

@@ -103,7 +103,7 @@ def test_what_is_provisioned_fits_together() -> None:
 
 
 @pytest.mark.parametrize("text", prometheus.RULES, ids=lambda text: text.name)
-def test_an_alert_says_what_to_do_and_is_played_through(text: prometheus.AlertText) -> None:
+def test_an_alert_says_what_to_do_and_is_played_through(text: prometheus.AlertRule) -> None:
     page = (ROOT / PAGE).read_text()
     played = re.findall(
         r"^  - name: (\w+) (fires|does not fire)", (ROOT / "tests/monitoring/alerts.test.yml").read_text(), re.M

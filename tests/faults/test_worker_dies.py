@@ -225,7 +225,7 @@ def test_an_embedded_worker_that_dies_is_started_again(caplog: pytest.LogCapture
             return len([record for record in caplog.records if text in record.getMessage()])
 
         wait_until(lambda: said("worker.sock is back") > 0, "it is said, which comes after it is so")
-        assert said("worker.sock is back") == said("Segments run on the trainer until it is back") == 1
+        assert said("worker.sock is back") == said("Segments run on the trainer until the worker is back") == 1
 
 
 @pytest.mark.slow

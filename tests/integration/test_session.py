@@ -180,8 +180,8 @@ def test_a_budget_too_small_for_one_segment(returns: str, caplog: pytest.LogCapt
         compared(session, returns)
         report = session.report()
         assert (report.remote, report.fallbacks) == (0, 6)
-        assert len([r for r in caplog.records if "whose budget is 20480" in r.getMessage()]) == 1
-        with pytest.raises(NotRemoteError, match="it needs [0-9]+ bytes on the worker, whose budget is 20480"):
+        assert len([r for r in caplog.records if "but the budget is 20480" in r.getMessage()]) == 1
+        with pytest.raises(NotRemoteError, match="it needs [0-9]+ bytes on the worker, but the budget is 20480"):
             session.checkpoint(nn.Linear(100, 100), torch.randn(100, 100), strict=True)
 
 

@@ -239,6 +239,6 @@ def test_a_server_of_another_kind_is_said_to_be_one() -> None:
         server = grpc.server(pool)
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
-        with pytest.raises(ConnectError, match="no Backhaul worker"):
+        with pytest.raises(ConnectError, match="not a Backhaul worker"):
             backhaul.connect(f"127.0.0.1:{port}", connect_timeout_s=5)
         server.stop(None).wait()

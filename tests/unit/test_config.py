@@ -16,7 +16,7 @@ def test_argument_over_environment_over_default(monkeypatch: pytest.MonkeyPatch)
     ("given", "message"),
     [
         ({"returns": "gradient"}, "returns='gradient' is not one of 'auto'"),
-        ({"silence_s": 0}, "silence_s=0 must be more than 0"),
+        ({"silence_s": 0}, "silence_s=0 must be finite and greater than 0"),
         ({"memory_bytes": -1}, "memory_bytes=-1 must not be negative"),
     ],
 )

@@ -78,7 +78,7 @@ def test_each_kind_of_option(
 @pytest.mark.parametrize(
     ("variable", "text", "message"),
     [
-        ("BACKHAUL_PAINT_COATS", "many", 'BACKHAUL_PAINT_COATS: "many" is no int'),
+        ("BACKHAUL_PAINT_COATS", "many", 'BACKHAUL_PAINT_COATS: "many" is not a valid int'),
         ("BACKHAUL_PAINT_PAINT_COLOUR", "green", 'BACKHAUL_PAINT_PAINT_COLOUR: "green" is not one of red, blue'),
         ("BACKHAUL_PAINT_BRUSH", ",", 'BACKHAUL_PAINT_BRUSH: "," has no item'),
         ("BACKHAUL_PAINT_DRY", "perhaps", 'BACKHAUL_PAINT_DRY: "perhaps" is not one of 1, true'),
@@ -147,7 +147,7 @@ def test_a_value_that_is_refused_later_is_named_too() -> None:
     found = backhaul("dashboard", BACKHAUL_DASHBOARD_WORKER="a:1", BACKHAUL_DASHBOARD_LISTEN="nowhere")
     assert found.returncode == 2
     given = "BACKHAUL_DASHBOARD_WORKER, BACKHAUL_DASHBOARD_LISTEN"
-    assert found.stderr.endswith(f"backhaul dashboard: the environment gave {given}\n")
+    assert found.stderr.endswith(f"backhaul dashboard: these variables of the environment were used: {given}\n")
 
 
 def test_help_names_each_variable() -> None:
@@ -158,4 +158,4 @@ def test_help_names_each_variable() -> None:
 
 def test_a_command_says_which_variable_is_misspelt() -> None:
     said = backhaul("worker", "--listen", "nowhere", BACKHAUL_WORKER_LISTN="x", BACKHAUL_LOG_FORMAT="text").stderr
-    assert said.count("BACKHAUL_WORKER_LISTN is set, which is no setting: did you mean BACKHAUL_WORKER_LISTEN?") == 1
+    assert said.count("BACKHAUL_WORKER_LISTN is set but is not a setting: did you mean BACKHAUL_WORKER_LISTEN?") == 1

@@ -1,4 +1,4 @@
-"""The `backhaul` command."""
+"""The entry point of the `backhaul` command."""
 
 import logging
 import sys
@@ -11,7 +11,7 @@ from backhaul_runtime.errors import SettingError
 from backhaul_runtime.process import logs
 
 USAGE = 2
-"""Exit code of a command that was called wrongly, as argparse has it."""
+"""Exit code for a wrong command line, the same as that of argparse."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,13 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             except KeyboardInterrupt:
                 return 130
             except Exception:
-                logging.getLogger(f"backhaul.{name}").exception("ended by an error")
+                logging.getLogger(f"backhaul.{name}").exception("The command ended with an error.")
                 return 1
     except SettingError as error:
         print(f"backhaul: error: {error.message}", file=sys.stderr)
         return USAGE
     if code == USAGE and read:
-        print(f"backhaul {name}: the environment gave {', '.join(read)}", file=sys.stderr)
+        print(f"backhaul {name}: these variables of the environment were used: {', '.join(read)}", file=sys.stderr)
     return code
 
 

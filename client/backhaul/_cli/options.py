@@ -1,4 +1,4 @@
-"""Options of commands, which the environment can give too: argument over environment over default (NOTE [Names])."""
+"""Options of commands that the environment can also set: argument over environment over default (NOTE [Names])."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -8,18 +8,18 @@ from backhaul_runtime.errors import SettingError
 from backhaul_runtime.process.settings import boolean, in_environment, items, variable_of
 
 Options = Mapping[str, argparse.Action]
-"""Options of a command by their variables."""
+"""The options of a command, by the names of their variables."""
 
 FOOTNOTE = (
-    "A variable in brackets gives an option too, unless the command line does: lists with commas or spaces between, "
-    "switches as true or false."
+    "The variable in brackets sets an option that the command line does not set. Items of a list are separated by "
+    "commas or spaces; a switch is true or false."
 )
 
 
 def options_of(command: str, parser: argparse.ArgumentParser) -> Options:
-    """What the environment can give a command: all options but --help and hidden ones."""
+    """Returns the options that the environment can set: all but --help and hidden ones."""
     options = {}
-    for action in parser._actions:  # argparse has no other way to list them
+    for action in parser._actions:  # argparse offers no public way to list options
         if action.option_strings and action.dest != "help" and action.help != argparse.SUPPRESS:
             long = [option for option in action.option_strings if option.startswith("--")]
             options[variable_of(command, (long or action.option_strings)[0])] = action
@@ -27,7 +27,7 @@ def options_of(command: str, parser: argparse.ArgumentParser) -> Options:
 
 
 def explain(options: Options, parser: argparse.ArgumentParser) -> None:
-    """Names each option's variable in the command's help."""
+    """Adds the variable of each option to the command's help."""
     for variable, action in options.items():
         action.help = f"{action.help or ''} [{variable}]".lstrip()
     if options:
@@ -37,19 +37,19 @@ def explain(options: Options, parser: argparse.ArgumentParser) -> None:
 def parse(
     parser: argparse.ArgumentParser, options: Mapping[str, Options], argv: Sequence[str] | None
 ) -> tuple[argparse.Namespace, list[str]]:
-    """Reads a command line, and for what it doesn't give the environment. The parser is used up.
+    """Parses a command line, and takes missing options from the environment. The parser cannot be used again.
 
     Args:
-        parser: The parser of all commands. Its result names the command in `command`.
+        parser: The parser of all commands. Its result has the command's name as `command`.
         options: The options of each command, by its name.
-        argv: Without the program's name; None for the process's own.
+        argv: The arguments without the program's name; None for those of this process.
 
     Returns:
-        The values, and the variables that gave some of them.
+        The values, and the names of the variables that set some of them.
 
     Raises:
-        SettingError: Naming a variable and why it can't be read.
-        SystemExit: The arguments are wrong, or --help was among them.
+        SettingError: A variable has an invalid value. Names the variable.
+        SystemExit: The arguments are wrong, or include --help.
     """
     for own in options.values():
         for variable, action in own.items():
@@ -58,7 +58,7 @@ def parse(
     arguments = parser.parse_args(argv)
     for action in options[arguments.command].values():
         action.default = argparse.SUPPRESS
-    given = parser.parse_args(argv)  # nothing but what the command line gives
+    given = parser.parse_args(argv)  # without defaults: only what the command line sets
     read = []
     for variable, action in options[arguments.command].items():
         text = in_environment(variable)
@@ -89,7 +89,7 @@ def _item(action: argparse.Action, text: str) -> Any:
     try:
         value = kind(text)
     except ValueError:
-        raise ValueError(f'"{text}" is no {getattr(kind, "__name__", "value")}') from None
+        raise ValueError(f'"{text}" is not a valid {getattr(kind, "__name__", "value")}') from None
     if action.choices is not None and value not in action.choices:
         raise ValueError(f'"{text}" is not one of {", ".join(map(str, action.choices))}')
     return value

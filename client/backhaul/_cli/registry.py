@@ -1,4 +1,7 @@
-"""The subcommands of `backhaul`: entry points, so an installed wheel finds those of the server too. Free of torch."""
+"""The subcommands of `backhaul`. They are entry points, so that other distributions can add some.
+
+Does not import torch.
+"""
 
 import argparse
 from importlib.metadata import entry_points
@@ -7,13 +10,13 @@ from backhaul_runtime.version import version
 
 GROUP = "backhaul.commands"
 EXTRAS = {"bench": "bench"}
-"""Commands that a distribution of their own declares, each with the extra that installs it."""
+"""Commands of separate distributions, each with the extra that installs it."""
 
 
 def build() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The parser of all commands, and each one's own by its name.
+    """Returns the parser of all commands, and the parser of each command by name.
 
-    What is parsed says as `command` which one was called, and as `run` what to call with it.
+    The parsed arguments have the command's name as `command` and its function as `run`.
     """
     parser = argparse.ArgumentParser(
         prog="backhaul", description="Activation checkpointing for PyTorch that recomputes on another machine."
@@ -34,9 +37,9 @@ def build() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]
 
 
 def _add_missing(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str) -> argparse.ArgumentParser:
-    """Adds a command that is not installed: whatever its arguments, it says what to install and exits with code 2."""
+    """Adds a command that is not installed. With any arguments it says what to install and exits with code 2."""
     needs = f"needs pip install 'backhaul[{EXTRAS[name]}]'"
-    # No argument begins with NUL, so options (--help too) are accepted as positional arguments.
+    # No argument begins with NUL, so all options, including --help, are accepted as positional arguments.
     command = commands.add_parser(name, help=needs, description=needs, prefix_chars="\0", add_help=False)
     command.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
     command.set_defaults(run=lambda _: command.exit(2, f"backhaul {name} {needs}\n"), command=name)

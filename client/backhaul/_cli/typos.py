@@ -1,4 +1,4 @@
-"""Variables that look like settings and are none, said once."""
+"""Warns once about variables that look like settings but are not read."""
 
 import logging
 import os
@@ -15,12 +15,12 @@ _said: set[str] = set()
 
 
 def variables_of_sessions() -> list[str]:
-    """Those that connect() reads."""
+    """Returns the variables that connect() reads."""
     return [variable_of(field.name) for field in fields(Config)]
 
 
 def variables_of_commands() -> list[str]:
-    """Those that commands read, of which connect() knows nothing else."""
+    """Returns the variables that commands read."""
     _, commands = build()
     own = [variable for name, command in commands.items() for variable in options_of(name, command)]
     return [*own, logs.FORMAT_VARIABLE, logs.LEVEL_VARIABLE]
@@ -34,10 +34,10 @@ def warn_of_unknown() -> None:
     try:
         known += variables_of_commands()
     except Exception:  # a broken command of another package must not prevent training
-        logger.debug("commands can't be listed", exc_info=True)
+        logger.debug("The commands cannot be listed.", exc_info=True)
         return
     for variable, nearest in unknown(os.environ, known).items():
         if variable not in _said:
             _said.add(variable)
             hint = f"did you mean {nearest}?" if nearest else "docs/configuration.md lists them"
-            logger.warning("%s is set, which is no setting: %s", variable, hint)
+            logger.warning("%s is set but is not a setting: %s", variable, hint)

@@ -1,1 +1,1 @@
-"""Chooses a worker for each segment, and sends ahead what a segment will probably need."""
+"""Chooses a worker for each segment, and sends inputs before a call has ended if the program can be predicted."""

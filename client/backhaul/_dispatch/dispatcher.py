@@ -1,4 +1,4 @@
-"""Gives segments to a session's workers: which gets one, what it is sent before the call has ended, and after."""
+"""Distributes segments to the workers of a session, and sends predicted segments before their calls have ended."""
 
 import itertools
 import logging
@@ -35,18 +35,18 @@ from backhaul_runtime.tensors.staging import device_moments
 from backhaul_runtime.torch_internals.private import DisableTorchDispatch
 
 logger = logging.getLogger("backhaul")
-_BACKWARD_FACTOR = 3.0  # a recomputed forward and a backward of twice its cost
+_BACKWARD_FACTOR = 3.0  # a replay, and a backward of twice the cost of a forward
 
 
 class Dispatcher:
-    """Gives the segments of a session to its workers: a `Destination`. Any thread may call it.
+    """Distributes the segments of a session to its workers: a `Destination`. Thread-safe.
 
     Args:
         config: The settings of the session.
-        journal: The session's, with its id.
-        workers: Its workers, which may still come.
+        journal: The journal of the session, which has the session's id.
+        workers: The workers of the session. The list may still grow.
         copies: The copies of tensors that the session keeps.
-        is_closed: Whether the session is, or this process is the child of a fork.
+        is_closed: Returns whether the session is closed, or this process is the child of a fork.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Dispatcher:
         self._sites = CallSites()
 
     def records_choices(self, device: torch.device) -> bool:
-        """Whether a worker that is up computes other bits than this trainer does on a device, and may."""
+        """Whether a usable worker computes other bits than a device of this trainer does."""
         if self._config.numerics == "exact" or self._is_closed():
             return False
         up = [
@@ -79,7 +79,7 @@ class Dispatcher:
         return any(different and not different.keys() & DECISIVE for different in mismatches)
 
     def why_useless(self) -> str:
-        """Why no worker that is up can be given any segment of this trainer; empty if one can."""
+        """Returns why no worker that is up can be given any segment of this trainer; empty if one can."""
         reasons: dict[str, str] = {}
         for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
             for worker in self._workers:
@@ -91,26 +91,26 @@ class Dispatcher:
         return "; ".join(f"of worker {name} {reason}" for name, reason in reasons.items())
 
     def begin(self, call: CheckpointedCall, fn: Callable[..., Any], arguments: list[Tensor]) -> PendingCall:
-        """Sends what a call that begins now will probably be, if that is known."""
+        """Sends the inputs of a call that begins now, if its program can be predicted."""
         pending = PendingCall(self._sites.of(fn, self._placement.position), arguments)
         if self._is_closed() or call.local_reason or call.recording.has_recorded_choices:
             return pending
-        with DisableTorchDispatch():  # what we ask of tensors is not the business of modes around us
+        with DisableTorchDispatch():  # dispatch modes of the caller must not see our own ops
             predicted = pending.site.predict(arguments, self.copies.hold)
         if predicted is not None:
             with suppress(Refusal):
-                pending.place = worker, worker_session, number = self._next_place()
+                pending.target = worker, worker_session, number = self._next_target()
                 worker.uploader.save(self._save_of(call, worker_session, number, *predicted, is_predicted=True))
         return pending
 
     def save(self, segment: RecordedSegment, pending: PendingCall, forward_s: float) -> tuple[SavedSegment, Program]:
         """Queues a segment for a worker. Raises Refusal if no worker takes it."""
         call, uses, tensors, recording = segment.call, segment.uses, segment.tensors, segment.call.recording
-        if self._is_closed():  # first: in the child of a fork the lock may be held for ever
+        if self._is_closed():  # checked first: in the child of a fork the lock may stay locked for ever
             raise Refusal("the session is closed")
-        target = pending.place
+        target = pending.target
         was_sent = target is not None and target[0].connection.up is target[1]
-        worker, worker_session, number = target if target is not None and was_sent else self._next_place()
+        worker, worker_session, number = target if target is not None and was_sent else self._next_target()
         mismatch = self._differences(
             worker, worker_session, recording.sources[0].layout.device if recording.sources else "cpu"
         )
@@ -121,12 +121,12 @@ class Dispatcher:
         total = need + sum(source.layout.span_bytes for source in recording.sources)
         if total > worker_session.budget_bytes:
             raise Refusal(
-                f"it needs {total} bytes on the worker, whose budget is {worker_session.budget_bytes}: give it more "
-                "--memory, or make the segment smaller"
+                f"it needs {total} bytes on the worker, but the budget is {worker_session.budget_bytes}: start the "
+                "worker with more --memory, or make the segment smaller"
             )
         if len({source.value.device for source in recording.sources if source.layout.is_on_accelerator}) > 1:
-            raise Refusal("its tensors are on several accelerators, and a worker has one")
-        # Only now: what no worker takes is not to be predicted.
+            raise Refusal("its tensors are on several accelerators, but a worker uses only one")
+        # After all refusals, because a segment that no worker takes must not be predicted.
         site = pending.site
         known, superseded = site.learn(segment.program, recording, tensors, pending.arguments)
         sources = [
@@ -145,14 +145,14 @@ class Dispatcher:
             and before.remote.worker_session is worker_session
             and site.speculation.should_speculate(source)
         ]
-        if was_sent:  # with the same copies
+        if was_sent:  # the prediction has made and queued the same copies
             save.queued_bytes = 0
         call.log.worker = worker.connection.name
         parameters = {
             i: tensor
             for i, (source, tensor) in enumerate(zip(sources, tensors, strict=True))
             if self._config.accumulate == "worker"
-            and not uses.is_staged  # a part of its contributions come with each stage
+            and not uses.is_staged  # each stage returns only a part of a source's contributions
             and any(uses.counts[i : i + 1])
             and tensor.is_leaf
             and isinstance(tensor, nn.Parameter)
@@ -178,7 +178,7 @@ class Dispatcher:
     def _may_be_freed(
         self, worker: WorkerHandle, worker_session: WorkerSession, source: RecordedSource, tensor: Tensor
     ) -> SourceTensor:
-        """A source whose memory FSDP may free: a copy, unless the worker has it already. NOTE [Sharded], Rule 3."""
+        """Returns a source whose memory FSDP may free: a copy, unless the worker stores it. NOTE [Sharded], Rule 3."""
         address, layout = source.named, source.layout
         if isinstance(address, bytes) and worker.uploader.knows(worker_session, address):
             return SourceTensor(address, layout, None, False, source.is_transient)
@@ -214,8 +214,11 @@ class Dispatcher:
             made=device_moments(source.value for source in sources if source.value is not None),
         )
 
-    def _next_place(self) -> tuple[WorkerHandle, WorkerSession, int]:
-        """Where the next segment goes, and its number. Raises Refusal where no worker can be reached."""
+    def _next_target(self) -> tuple[WorkerHandle, WorkerSession, int]:
+        """Returns the worker for the next segment and the segment's number.
+
+        Raises Refusal if no worker can be reached.
+        """
         with self._lock:
             up = [
                 (worker, worker_session)
@@ -229,7 +232,7 @@ class Dispatcher:
     def _differences(
         self, worker: WorkerHandle, worker_session: WorkerSession, device: str
     ) -> Mapping[str, tuple[str, str]]:
-        """What makes a worker compute other bits than a device here, said once in the log; empty if nothing does."""
+        """Returns why a worker computes other bits than a local device, and logs it once; empty if it does not."""
         key = worker_session.number, device
         mismatch = worker.differences.get(key)
         if mismatch is None:
@@ -238,8 +241,8 @@ class Dispatcher:
             )
             if mismatch and not mismatch.keys() & DECISIVE and self._config.numerics != "exact":
                 logger.warning(
-                    "worker %s computes other bits than this trainer: %s. What it recomputes is compared within "
-                    'tolerances; numerics="exact" keeps such segments on the trainer',
+                    "Worker %s computes other bits than this trainer: %s. Its recomputations are compared within "
+                    'tolerances; numerics="exact" keeps such segments on the trainer.',
                     worker.connection.name,
                     _in_words(mismatch),
                     extra=about(self.journal.session),

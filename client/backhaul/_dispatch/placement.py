@@ -1,11 +1,11 @@
-"""Which worker gets which segment: each a contiguous run, so that parameters stay where they are. Pure."""
+"""Assigns segments to workers in contiguous runs, so that each worker keeps the same parameters. Pure."""
 
 FIRST_RUN = 4
-"""Length of the runs in the first pass: until the first backward the number of segments in a pass is unknown."""
+"""The length of a run in the first pass, when the number of segments in a pass is still unknown."""
 
 
 class Placement:
-    """Counts segments by pass. A pass ends with the first backward after it."""
+    """Counts the segments of each pass. A pass is a forward and its backward; the first backward ends its forward."""
 
     def __init__(self) -> None:
         self._index = 0
@@ -14,14 +14,14 @@ class Placement:
 
     @property
     def position(self) -> int:
-        """Of the next segment in its pass, from 0."""
+        """The position of the next segment in its pass, from 0."""
         return 0 if self._in_backward else self._index
 
     def choose_worker(self, workers: int) -> int:
-        """The worker of the next segment, from 0.
+        """Returns the index of the worker for the next segment.
 
         Args:
-            workers: How many there are, at least one.
+            workers: The number of workers, at least one.
         """
         if self._in_backward:
             self._in_backward = False
@@ -32,5 +32,5 @@ class Placement:
         return min(index * workers // self._count, workers - 1)
 
     def backward(self) -> None:
-        """A backward has reached a segment."""
+        """Notes that a backward has reached a segment."""
         self._in_backward = True

@@ -1,8 +1,8 @@
-"""What a call will probably be: what the last one from the same place was.
+"""Predicts a call from the last call at the same call site.
 
-A program is known for certain only once its call has ended, and then the worker is a segment behind. So a call's inputs
-leave before it runs, with the program and the captured tensors that it had last time. What is recorded then confirms
-that or not; a wrong prediction costs work on the worker, nothing else.
+A program is known for certain only when its call has ended; a worker that waits for it is always one segment behind. So
+the inputs of a call are sent before it runs, with the program and the captured tensors of the last call. The recording
+then confirms or refutes the prediction. A wrong prediction only costs work on the worker.
 """
 
 import functools
@@ -32,12 +32,12 @@ from backhaul_runtime.torch_internals.generators import default_generator
 from backhaul_runtime.torch_internals.private import version_of
 
 MAX_SITES = 1 << 12
-"""Most places of calls of functions that are kept; each takes some 16 kB."""
+"""The most call sites of functions that are kept; each takes about 16 kB."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedProgram:
-    """A program as it travels.
+    """An encoded program.
 
     Attributes:
         numbers: The numbers in the program, see `numbers_in`.
@@ -50,21 +50,21 @@ class EncodedProgram:
 
 
 Predicted = tuple[EncodedProgram, list[SourceTensor], list[bytes]]
-"""A program, its sources and generator states."""
+"""A program, its sources and generator states, as they were predicted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Source:
-    """Where a source came from.
+    """Where a source of a call came from.
 
     Attributes:
-        argument: Which tensor among the call's arguments, -1 for a captured one.
-        captured: That, as long as it is there.
+        argument: Index of the tensor among the call's arguments, -1 for a captured tensor.
+        captured: The captured tensor, as long as it lives.
         version: The version counter of the captured tensor when the call had ended.
-        layout: When the call met it.
-        address: The address of what the captured tensor held when the call had ended.
-        is_copy: Others may write to it while it is sent.
-        is_transient: No later segment will name it.
+        layout: The layout when the call first used it.
+        address: The address of the captured tensor's contents when the call had ended.
+        is_copy: Whether a copy is sent, because the tensor may change before it has been sent.
+        is_transient: Whether no later segment will name it.
     """
 
     argument: int
@@ -76,26 +76,26 @@ class _Source:
     is_transient: bool
 
     def is_same(self, other: "_Source") -> bool:
-        """Whether both are the same argument or the same tensor, as long as that lives."""
+        """Whether both are the same argument, or the same tensor that still lives."""
         return self.argument == other.argument and self.captured is other.captured
 
     def is_newer(self, other: "_Source") -> bool:
-        """Whether the same tensor holds something else than it did."""
+        """Whether both are the same tensor with different contents."""
         return self.captured is other.captured is not None and read(self.address) != read(other.address)
 
     def has_unseen_write(self, other: "_Source") -> bool:
-        """Whether the same tensor holds something else, and its version counter does not tell."""
+        """Whether both are the same tensor with different contents but an equal version counter."""
         return self.is_newer(other) and self.version == other.version
 
 
 @dataclass(slots=True)
 class CallSite:
-    """A place that calls come from.
+    """A call site: a module, or a function and its position among the segments of a pass.
 
     Attributes:
-        key: The key under which `CallSites` keeps it, None if it is kept by module.
-        last: The program of the last call from there.
-        speculation: Counts of a worker's guesses of gradients for the segments called there.
+        key: The key in `CallSites`; None for a site that is kept by its module.
+        last: The program of the last call at this site.
+        speculation: How often the worker has predicted the gradients of this site's segments correctly.
     """
 
     key: Hashable = None
@@ -108,7 +108,7 @@ class CallSite:
     def learn(
         self, program: Program, recording: Recording, tensors: Sequence[Tensor], arguments: Sequence[Tensor]
     ) -> tuple[EncodedProgram, Callable[[], list[bytes]]]:
-        """Takes in what a call turned out to be.
+        """Learns from a call that has ended.
 
         Args:
             program: The program of the call.
@@ -117,8 +117,9 @@ class CallSite:
             arguments: Tensors among the arguments.
 
         Returns:
-            Its program as it travels, and what gives the addresses of what its captured tensors held the time before,
-            where that is something else now. It may wait for an accelerator.
+            The encoded program, and a function that returns the addresses of captured tensors whose contents have
+            changed
+                since the last call. That function may wait for an accelerator.
         """
         positions = {id(tensor): index for index, tensor in enumerate(arguments)}
         before = self.last
@@ -138,7 +139,7 @@ class CallSite:
             )
             for tensor, source in zip(tensors, recording.sources, strict=True)
         ]
-        # A place where each call is another is not worth the work.
+        # A site where every call differs is not worth the work.
         is_steady = before is self.last and all(map(_Source.is_same, sources, self._sources))
         self._is_steady = before is None or is_steady
         superseded = functools.partial(self._superseded, self._sources, sources, is_steady)
@@ -148,17 +149,17 @@ class CallSite:
 
     def _superseded(self, before: Sequence[_Source], now: Sequence[_Source], is_steady: bool) -> list[bytes]:
         if is_steady and any(map(_Source.has_unseen_write, now, before)):
-            self._trusts_versions = False  # fused optimizers write so
+            self._trusts_versions = False  # fused optimizers write without changing the counter
         named = {read(source.address) for source in now}
         changed = [read(old.address) for new, old in zip(now, before, strict=is_steady) if new.is_newer(old)]
         return [address for address in changed if address not in named]
 
     def predict(self, arguments: Sequence[Tensor], hold: Hold) -> "Predicted | None":
-        """What the call that begins now will probably be; None if that is unknown.
+        """Predicts the call that begins now. Returns None if nothing is known.
 
         Args:
-            arguments: Tensors among its arguments.
-            hold: Makes copies of what others may write to.
+            arguments: The tensors among its arguments.
+            hold: Copies a tensor that may change.
         """
         if self.last is None or not self._is_steady:
             return None
@@ -189,49 +190,49 @@ class CallSite:
             sources.append(SourceTensor(address, now, value, source.is_copy, source.is_transient))
         draws = sum(node.draws for node in program.nodes)
         device = torch.device(sources[0].layout.device if sources else "cpu")
-        # Only the first state is known; from there a generator goes on by itself.
+        # Only the first state is known, and the generator continues from there.
         states = [default_generator(device).get_state().numpy().tobytes(), *[b""] * (draws - 1)] if draws else []
         return self.last, sources, states
 
 
 @dataclass
 class PendingCall:
-    """A call that runs. Leave it once the call has ended: what no segment came of is freed.
+    """A call in progress. A context manager: what was sent for a call without a segment is freed on exit.
 
     Attributes:
-        site: Where it comes from.
-        arguments: Tensors among its arguments.
-        place: Worker, generation and number of what was sent before it runs; None where nothing was.
-        is_saved: A segment came of that.
+        site: The call site of the call.
+        arguments: The tensors among its arguments.
+        target: The worker, worker session and segment number of what was sent before the call; None if nothing was.
+        is_saved: Whether the sent segment was confirmed.
     """
 
     site: CallSite
     arguments: list[Tensor]
-    place: tuple[WorkerHandle, WorkerSession, int] | None = None
+    target: tuple[WorkerHandle, WorkerSession, int] | None = None
     is_saved: bool = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self.place is not None and not self.is_saved:
-            worker, worker_session, number = self.place
+        if self.target is not None and not self.is_saved:
+            worker, worker_session, number = self.target
             worker.uploader.release(worker_session, number)
 
 
 @dataclass
 class CallSites:
-    """All places of a session. The place of a function's call is kept once backward has reached a call from there."""
+    """The call sites of a session. The site of a function is kept once backward has reached a call from it."""
 
     _by_module: "weakref.WeakKeyDictionary[nn.Module, CallSite]" = field(default_factory=weakref.WeakKeyDictionary)
     _others: OrderedDict[Hashable, CallSite] = field(default_factory=OrderedDict)
 
     def of(self, fn: Callable[..., Any], position: int) -> CallSite:
-        """The place of a call.
+        """Returns the call site of a call.
 
         Args:
-            fn: What is called. A module is a place of its own; functions are made anew for each call.
-            position: Among the segments of its pass, which tells calls of such functions apart.
+            fn: The function to call. A module is a site of its own; other functions may be created anew for each call.
+            position: The position among the segments of its pass, which distinguishes calls of such functions.
         """
         while isinstance(fn, functools.partial):
             fn = fn.func
@@ -245,7 +246,10 @@ class CallSites:
         return self._others.get(key) or CallSite(key)
 
     def keep(self, site: CallSite) -> None:
-        """Keeps a place once backward reaches a call from there. Of too many the least recently reached is dropped."""
+        """Keeps a site once backward has reached a call from it.
+
+        Drops the least recently reached site if there are too many.
+        """
         if site.key is not None:
             self._others[site.key] = site
             self._others.move_to_end(site.key)

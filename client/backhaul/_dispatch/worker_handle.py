@@ -17,27 +17,29 @@ logger = logging.getLogger("backhaul")
 
 
 class WorkerHandle:
-    """A worker of the session: its link, what sends to it, and the segments it has."""
+    """A worker of a session: its connection, its uploader, and the segments that it stores."""
 
     def __init__(self, connection: Connection, inflight_bytes: int, inflight_boundaries: int) -> None:
         self.connection = connection
         self.uploader = Uploader(connection, inflight_bytes, inflight_boundaries)
-        self.differences: dict[tuple[int, str], Mapping[str, tuple[str, str]]] = {}  # by generation and kind of device
-        self._failed: WorkerSession | None = None  # to give what it was asked for
+        self.differences: dict[
+            tuple[int, str], Mapping[str, tuple[str, str]]
+        ] = {}  # by number of the worker session and type of device
+        self._failed: WorkerSession | None = None  # the worker session that failed to return a tensor
 
     def upcoming(self, segment: int) -> list[int]:
-        """The segment that backward reaches after this one: the last saved before it that is still there."""
+        """Returns the segment that backward reaches after this one: the last one saved before it that still exists."""
         earlier = [number for number in self.uploader.segments() if number < segment]
         return [max(earlier)] if earlier else []
 
     def fetch(self, address: bytes, count: Callable[[int], None]) -> Tensor | None:
-        """A tensor that segments on this worker name, not verified; None where it does not come.
+        """Fetches a tensor that segments on this worker name. Returns None if it does not arrive.
 
-        On the host, owned by the caller. Waits within the bounds of `_calls`.
+        The tensor is on the host, owned by the caller and not verified. Waits within the deadlines of NOTE [Bounds].
 
         Args:
             address: The content address of the tensor.
-            count: Told of bytes received.
+            count: Called with the number of received bytes.
         """
         worker_session = self.uploader.holder_of(address)
         if worker_session is None or worker_session is self._failed:

@@ -1,13 +1,13 @@
-"""Gradients of parameters that a worker keeps across micro-batches, as the trainer knows of them.
+"""Gradients of parameters that a worker keeps across micro-batches, as the trainer tracks them.
 
 NOTE [Uncollected]
-1. The worker keeps what it was asked to, and counts it once it is committed: after the value check, so that what ended
-   on the trainer is never counted twice.
-2. Commits are numbered within a round and sent until one was answered, so each is taken once. Collecting sends the rest
-   and says how many there were: a worker that has not taken all of them returns nothing.
-3. What can't be collected is lost, and said so: a part of a gradient is a wrong gradient. Collecting ends the round
-   either way, so nothing of it can come later.
-4. A parameter is named by its id, and held while that name is in use.
+1. The worker keeps the gradients that it was asked to keep. They count only after a commit, which follows the value
+   check, so that a backward that ended on the trainer is never counted twice.
+2. Commits are numbered within a round, and sent until one was answered, so each is taken once. A collection sends the
+   remaining commits and their number. A worker that has not taken all of them returns nothing.
+3. Gradients that cannot be collected are lost, and an error says so, because a part of a gradient is a wrong gradient.
+   A collection ends its round in any case, so that nothing of it can arrive later.
+4. A parameter is named by its id, and kept alive while that name is in use.
 """
 
 import threading
@@ -24,13 +24,13 @@ from backhaul_runtime.torch_internals.private import has_accumulation_hooks, is_
 
 
 def kept_in(parameters: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Those whose gradients autograd would do nothing with but add them to `.grad`. Called in backward.
+    """Returns the parameters whose gradients autograd would only add to `.grad`. Called in backward.
 
-    Hooks on nodes that accumulate can't be seen. DDP and FSDP have such, so nothing is kept where processes are
-    distributed.
+    Hooks on nodes that accumulate gradients cannot be detected. DDP and FSDP have such hooks, so nothing is kept in
+    distributed processes.
     """
     if not parameters or not is_plain_backward():
-        return {}  # autograd.grad() or inputs=
+        return {}  # autograd.grad(), or backward() with inputs=
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return {}
     return {source: parameter for source, parameter in parameters.items() if not _is_watched(parameter)}
@@ -41,7 +41,7 @@ def _is_watched(parameter: Tensor) -> bool:
 
 
 class UncollectedGradients:
-    """Of one worker.
+    """The uncollected gradients on one worker. Thread-safe.
 
     Args:
         connection: The connection to the worker.
@@ -58,19 +58,19 @@ class UncollectedGradients:
         self._is_lost = False
         self._parameters: dict[int, Tensor] = {}  # by id
         self._count = 0
-        self._untaken: list[segment_pb2.OperationKey] = []  # the last of them
+        self._untaken: list[segment_pb2.OperationKey] = []  # the last of the commits
 
     def __bool__(self) -> bool:
-        """Whether there is anything to collect."""
+        """Whether there are gradients to collect."""
         return bool(self._parameters)
 
     def commit(
         self, worker_session: WorkerSession, key: segment_pb2.OperationKey, parameters: Iterable[Tensor]
     ) -> None:
-        """Counts the gradients that a worker kept in a backward. The commit is sent with the next release.
+        """Commits the gradients that a worker kept in a backward. The commit is sent with the next release.
 
         Args:
-            worker_session: Where it was kept.
+            worker_session: The worker session that keeps the gradients.
             key: The key of the backward request.
             parameters: The parameters whose gradients the worker kept.
         """
@@ -82,25 +82,25 @@ class UncollectedGradients:
             self._untaken.append(key)
 
     def commits(self, worker_session: WorkerSession) -> segment_pb2.Commits | None:
-        """What a worker may not have taken yet."""
+        """Returns the commits that a worker may not have taken yet; None if there are none."""
         with self._lock:
             return self._commits() if self._untaken and self._worker_session is worker_session else None
 
     def taken(self, commits: segment_pb2.Commits | None) -> None:
-        """The worker has taken these."""
+        """Notes that the worker has taken these commits."""
         with self._lock:
             if commits is not None and commits.round == self._round:
                 last = commits.first + len(commits.backwards) - 1
                 del self._untaken[: max(0, last - (self._count - len(self._untaken)))]
 
     def collect(self, count: Callable[[int], None]) -> list[tuple[Tensor, Tensor]]:
-        """Parameters and what is to be added to their gradients. Nothing of it can be had again.
+        """Collects all gradients. Returns the parameters, each with the sum to add to its gradient.
 
         Args:
-            count: Told of bytes received.
+            count: Called with the number of received bytes.
 
         Raises:
-            BackhaulError: The worker was lost, and its gradients with it.
+            BackhaulError: The worker was lost with its gradients.
         """
         with self._lock:
             if not self:
@@ -114,7 +114,7 @@ class UncollectedGradients:
             return sums
 
     def forked(self) -> None:
-        """In the child of a fork, where the holder of the lock may not exist."""
+        """Resets the state in the child of a fork, where the thread that holds the lock may not exist."""
         self._lock = threading.Lock()
 
     def _end_round(self) -> None:
@@ -125,7 +125,7 @@ class UncollectedGradients:
         worker_session = self._worker_session
         assert worker_session is not None
         if self._is_lost:
-            raise WorkerLostError("the worker lost what it held", status="LOST")
+            raise WorkerLostError("the worker has lost the session", status="LOST")
         try:
             return self._asked(worker_session, count)
         except (WorkerLostError, TransferError) as error:
@@ -152,11 +152,11 @@ class UncollectedGradients:
             stream.close()
             count(stream.received_bytes)
         if set(slots) != self._parameters.keys() or len(slots) != len(tensors):
-            raise WorkerLostError("the worker has other gradients than it kept", status="LOST")
+            raise WorkerLostError("the worker returned gradients of other parameters than it kept", status="LOST")
         sums = [(self._parameters[slot], tensor) for slot, tensor in zip(slots, tensors, strict=True)]
         for parameter, tensor in sums:
             if (tensor.dtype, tensor.shape) != (parameter.dtype, parameter.shape):
-                raise WorkerLostError("the worker has gradients of other shapes than it kept", status="LOST")
+                raise WorkerLostError("the worker returned gradients of other shapes than it kept", status="LOST")
         return sums
 
     def _commits(self) -> segment_pb2.Commits:

@@ -1,6 +1,6 @@
-"""What a worker's answer must be before anything of it is used.
+"""Checks that an answer of a worker fits its request, before anything of the answer is used.
 
-A checksum shows that an answer came as it was sent. It does not show that the worker answered what it was asked.
+A checksum proves that an answer arrived as it was sent. It does not prove that the worker answered this request.
 """
 
 from collections import Counter
@@ -22,49 +22,51 @@ def contributions_in(
     summed: Collection[int],
     slots: Collection[int],
 ) -> list[Contribution]:
-    """The contributions that an answer to a backward consists of.
+    """Returns the contributions in the answer to a backward.
 
-    An answer is refused unless all of this holds:
+    The answer is rejected unless all of this holds:
 
-    - It has one contribution for each use of a source that forward's graph has, in the same order.
-    - A view is that of the contribution that holds it, names a tensor of the answer and lies inside it. Each tensor of
+    - It has one contribution for each use of a source in forward's graph, in the same order.
+    - A view belongs to the contribution that holds it, names a tensor of the answer and lies inside it. Each tensor of
       the answer is named by some view.
-    - A gradient has the dtype and the shape that its use of the source takes, and is on that kind of device. A gradient
-      of rank 0 may be on another device: autograd moves it.
-    - A source whose contributions were asked for as a sum has a gradient at its first use alone.
-    - Only what was allowed to stay on the worker is said to have stayed there, and no gradient came for it.
+    - A gradient has the dtype and the shape that its use of the source requires, and is on that type of device. A
+      gradient of rank 0 may be on another device: autograd moves it.
+    - A source whose contributions were requested as a sum has a gradient at its first use only.
+    - Only contributions that may stay on the worker have stayed there, and no gradient was sent for them.
 
-    Which gradient of several with the same dtype and shape belongs to which use, and whether a use has a gradient at
-    all, only the worker knows.
+    Only the worker knows which of several gradients with equal dtype and shape belongs to which use, and whether a use
+    has a gradient at all.
 
     Args:
         result: The worker's answer without its tensors.
-        tensors: That came with it.
+        tensors: The tensors of the answer.
         due: The source and the layout of the gradient of each contribution, in order. Only dtype, shape and device of
             the layout count.
-        summed: Sources whose contributions were asked for as one.
+        summed: Sources whose contributions were requested as a sum.
         slots: Sources whose contributions may stay on the worker.
 
     Raises:
-        TransferError: It is no answer to what was asked.
+        TransferError: The answer does not fit the request.
     """
     sources = [contribution.source for contribution in result.contributions]
     used = [source for source, _ in due]
     if sources != used:
-        raise TransferError(f"gradients came for the sources {sources}, one per use, where forward used {used}")
+        raise TransferError(f"the answer has gradients for the sources {sources}, one per use, but forward used {used}")
     views: list[View] = []
     for index, contribution in enumerate(result.contributions):
         if not contribution.HasField("view"):
             if contribution.kept and contribution.source not in slots:
-                raise TransferError(f"the worker kept a gradient of source {contribution.source}, which it may not")
+                raise TransferError(
+                    f"the worker kept a gradient of source {contribution.source}, which was not allowed"
+                )
             continue
         if contribution.kept or contribution.view.position != index:
             raise TransferError(
-                f"contribution {index} came as number {contribution.view.position}"
+                f"contribution {index} has the number {contribution.view.position}"
                 + (", and is said to be kept" if contribution.kept else "")
             )
         if contribution.source in summed and index and sources[index - 1] == contribution.source:
-            raise TransferError(f"source {contribution.source} has two contributions where their sum was asked for")
+            raise TransferError(f"source {contribution.source} has two contributions, but their sum was requested")
         views.append(decode_view(contribution.view))
     gradients = _unbundled(tensors, views)
     for index, gradient in gradients.items():
@@ -72,8 +74,8 @@ def contributions_in(
         is_there = gradient.device.type == layout.device or not gradient.dim()
         if (gradient.dtype, tuple(gradient.shape)) != (layout.dtype, layout.shape) or not is_there:
             raise TransferError(
-                f"a gradient of source {source} came as {gradient.dtype} {list(gradient.shape)} on {gradient.device}, "
-                f"it takes {layout.dtype} {list(layout.shape)} on {layout.device}"
+                f"a gradient of source {source} is {gradient.dtype} {list(gradient.shape)} on {gradient.device}, "
+                f"but must be {layout.dtype} {list(layout.shape)} on {layout.device}"
             )
     return [Contribution(source, gradients.get(index)) for index, source in enumerate(sources)]
 
@@ -81,29 +83,31 @@ def contributions_in(
 def _unbundled(tensors: Sequence[Tensor], views: Sequence[View]) -> Mapping[int, Tensor]:
     unnamed = set(range(len(tensors))) - {view.tensor_index for view in views}
     if unnamed:
-        raise TransferError(f"tensors {sorted(unnamed)} of {len(tensors)} came for nothing")
+        raise TransferError(f"tensors {sorted(unnamed)} of {len(tensors)} of the answer are not used by any view")
     return unbundle(tensors, views)
 
 
 def saved_views(views: Iterable[segment_pb2.View], wanted: Collection[int]) -> dict[int, View]:
-    """What an answer to a recompute says of each saved tensor, by its position.
+    """Returns where each saved tensor of an answer lies, by position.
 
     Args:
-        views: Where each saved tensor lies in the tensors that came with the answer.
-        wanted: The positions that were asked for.
+        views: The views in the answer.
+        wanted: The positions that were requested.
 
     Raises:
-        TransferError: The answer does not name each of these positions once, and no other.
+        TransferError: The answer does not name exactly the requested positions, each once.
     """
     decoded = [decode_view(view) for view in views]
     counts = Counter(view.position for view in decoded)
     if counts != Counter(list(wanted)):
-        raise TransferError(f"saved tensors came at the positions {sorted(counts.elements())}, not {sorted(wanted)}")
+        raise TransferError(
+            f"the answer has saved tensors at the positions {sorted(counts.elements())} instead of {sorted(wanted)}"
+        )
     return {view.position: view for view in decoded}
 
 
 def check_saved(position: int, tensor: Tensor, layout: Layout) -> None:
-    """Raises TransferError for a saved tensor that does not lie in memory as it did when autograd saved it."""
+    """Raises TransferError if a saved tensor has another memory layout than autograd's tensor had in forward."""
     layout_here = layout_of(tensor)
     if (layout_here.header, layout_here.device) != (layout.header, layout.device):
-        raise TransferError(f"saved tensor {position} came as {layout_here}, autograd saved {layout}")
+        raise TransferError(f"saved tensor {position} has the layout {layout_here}, but autograd saved {layout}")

@@ -1,8 +1,9 @@
-"""Segments whose outputs are other segments' inputs: a worker goes on from one's backward into that of the one before.
+"""Chains of segments: after the backward of a segment, the worker continues with that of its predecessor.
 
-It assumes that the gradient it found arrives there unchanged. The trainer always asks with the real one, by its
-contents; where that is another (a skip connection, an auxiliary loss, a hook) the worker's guess was work for nothing.
-So an input whose gradient was another twice in a row is not named again.
+A predecessor is a segment whose output is a source of the later segment. The worker assumes that the gradient which it
+computed for that source arrives at the predecessor unchanged. The trainer always requests the backward with the actual
+gradient, named by its contents. If that gradient differs (because of a skip connection, an auxiliary loss or a hook),
+the speculative backward was useless. So after two wrong predictions in a row a source is not named again.
 """
 
 import weakref
@@ -13,46 +14,46 @@ MOST_MISSES = 2
 
 
 class SpeculationHistory:
-    """Counts wrong guesses of a worker for the segments called at one place, by source.
+    """Counts a worker's wrong predictions for the segments of one call site, by source.
 
-    Thread-safe without a lock: if two threads count at once a miss may be lost, which costs one useless guess.
+    Thread-safe without a lock: if two threads count at once, a miss may be lost, which costs one useless prediction.
     """
 
     def __init__(self) -> None:
         self._misses: dict[int, int] = {}
 
     def should_speculate(self, source: int) -> bool:
-        """Whether to name the source again: its last guesses were not both wrong."""
+        """Returns whether to name the source again: its last two predictions were not both wrong."""
         return self._misses.get(source, 0) < MOST_MISSES
 
     def count(self, source: int, *, is_right: bool) -> None:
-        """Notes whether a guess of this source's gradient was right."""
+        """Notes whether the gradient of this source was predicted correctly."""
         self._misses[source] = 0 if is_right else self._misses.get(source, 0) + 1
 
 
 class ChainedSegment(Protocol):
-    """A segment that a worker has.
+    """A segment that a worker stores.
 
     Attributes:
-        expected: The gradients with which the worker has run its backward already, by output.
+        expected: The gradients with which the worker has already run its backward, by output.
     """
 
     expected: dict[int, "SpeculativeGradient"]
 
     @property
     def number(self) -> int:
-        """The number, unique within the session."""
+        """The number of the segment, unique within the session."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Predecessor:
-    """A segment whose output is a source of another.
+    """A segment whose output is a source of a later segment.
 
     Attributes:
-        speculation: The guesses at the place where the other segment was called.
-        source: Index among the other segment's sources.
-        segment: The segment that made the output.
+        speculation: The history of the call site of the later segment.
+        source: Index among the later segment's sources.
+        segment: The segment that produced the output.
         output: Position among that segment's outputs.
     """
 
@@ -64,20 +65,20 @@ class Predecessor:
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeGradient:
-    """A gradient with which a worker ran a backward before it was asked to.
+    """A gradient with which a worker ran a speculative backward.
 
     Attributes:
         address: Content address of the gradient.
-        predecessor: The connection between two segments by which the worker guessed it.
+        predecessor: The relation between the two segments, through which the worker predicted the gradient.
     """
 
     address: bytes
     predecessor: Predecessor
 
     def check(self, actual: bytes | None) -> None:
-        """Notes whether the guess was right.
+        """Notes whether the prediction was right.
 
         Args:
-            actual: Content address of the gradient that backward has, None if it has none.
+            actual: Content address of the gradient in backward; None if there is none.
         """
         self.predecessor.speculation.count(self.predecessor.source, is_right=actual == self.address)

@@ -1,11 +1,13 @@
-"""A session's connection to one worker: opened, kept, lost, and opened again with back-off.
+"""The connection of a session to one worker: opened, kept alive, lost, and opened again with back-off.
 
-NOTE [Generations]
-1. A link is up or down. A thread of its own keeps the lease, notices trouble and reconnects.
-2. What the worker holds for us belongs to a generation: one session on one worker process. After a short cut the worker
-   still knows the session, and the generation goes on. If it does not, all segments of the old one are lost.
-3. While the link is down nothing waits for it: segments run on the trainer.
-4. A worker keeps its token for life. One that takes ours no longer is another process, and the generation is lost.
+NOTE [Worker sessions]
+1. A connection is up or down. The keeper thread renews the lease, notices failures and reconnects.
+2. What the worker stores for the trainer belongs to a worker session: one session on one worker process. After a short
+   interruption the worker still knows the session, and it continues. Otherwise all segments of the worker session are
+   lost.
+3. Nothing waits for a connection that is down: segments run on the trainer.
+4. A worker process never changes its token. If our token is rejected, another process is listening, and the worker
+   session is lost.
 """
 
 import logging
@@ -53,15 +55,15 @@ KEPT_COMPARISONS = 32
 
 @dataclass(frozen=True, slots=True)
 class WorkerSession:
-    """One session on one worker process, and what the worker said of itself.
+    """One session on one worker process, with what the worker has reported about itself.
 
     Attributes:
-        number: Counted by the link.
-        session: The worker's name for the session.
+        number: Number of the worker session within the connection.
+        session: The worker's id of the session.
         budget_bytes: The memory budget of the worker.
-        fingerprint: What its numbers depend on.
-        lease_s: The session ends after so much silence.
-        memory: What is shared with the worker, if that is on this machine.
+        fingerprint: What the worker's numbers depend on.
+        lease_s: Seconds without a request after which the worker closes the session.
+        memory: Memory shared with a worker on this machine; None if there is none.
     """
 
     number: int
@@ -73,17 +75,17 @@ class WorkerSession:
 
 
 def trainer_name() -> str:
-    """Host and process, for people."""
+    """Returns the host and process id of this trainer, for people."""
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
 class Stubs:
-    """The services at the other end of a channel.
+    """The stubs of all services on a channel.
 
     Args:
         channel: The gRPC channel to a worker.
-        token: Shown with every call.
-        silence_s: Longer than any answer on the streams of NOTE [Short] may take.
+        token: Sent with every call.
+        silence_s: Seconds without a message after which a request stream counts as broken, see NOTE [Short].
     """
 
     def __init__(self, channel: grpc.Channel, token: str, silence_s: float) -> None:
@@ -101,14 +103,14 @@ class Stubs:
         self.pushed_results = PushedResults(self.segments.Ahead)
 
     def close(self) -> None:
-        """Ends what is open and idle."""
+        """Closes the streams that stay open between requests."""
         self.short_saves.close()
         self.short_backwards.close()
         self.pushed_results.close()
 
 
 class ClockOffset:
-    """How far a worker's clock is from ours, by the quickest of the last answers: it can be off by half their time.
+    """Estimates the offset of a worker's clock from the fastest of the last answers, to within half its round trip.
 
     After D. Mills' Network Time Protocol, RFC 5905, section 10.
     """
@@ -117,32 +119,33 @@ class ClockOffset:
         self._comparisons: deque[tuple[float, float]] = deque(maxlen=KEPT_COMPARISONS)
 
     def compare(self, asked_at_s: float, theirs_s: float, answered_at_s: float) -> None:
-        """Takes what a worker's clock showed between two moments of ours."""
+        """Adds a time of the worker's clock that was read between two times of ours. All are in seconds."""
         self._comparisons.append((answered_at_s - asked_at_s, theirs_s - (asked_at_s + answered_at_s) / 2))
 
     @property
     def clock_offset_s(self) -> float:
-        """Its clock less ours, 0 before the first answer."""
+        """The worker's clock minus ours, in seconds; 0 before the first answer."""
         return min(self._comparisons, default=(0.0, 0.0))[1]
 
 
 def _is_beside(address: Address, path: str, kind: str) -> bool:
-    """Whether a path is that of the worker at an address: behind a proxy, which one wants to use, it is not."""
+    """Whether a path belongs to the worker at an address. Behind a proxy, which must be used, it does not."""
     name = Path(address.unix_path).name if address.unix_path else str(address.port)
     return Path(path).name == f"{name}.{kind}"
 
 
 class Connection:
-    """A connection to one worker.
+    """A connection to one worker. Thread-safe.
 
     Args:
-        find: Gives the worker's address; an embedded worker that died is started again. Called by one thread at a time.
-        silence_s: A worker silent for so long is taken for lost.
-        run: Names the trainer's session, which may have other links.
-        token_file: With the token that the worker wants to see, empty for none. It is read when the link opens, and
-            again after it was denied.
+        find: Returns the worker's address, and restarts an embedded worker that died. Only one thread at a time calls
+            it.
+        silence_s: Seconds without a message after which the worker counts as lost.
+        run: The id of the trainer's session, which may have further connections.
+        token_file: File with the worker's token; empty for no token. It is read when the connection is opened, and
+            again after the token was rejected.
         shares_memory: Whether to share memory with a worker on this machine.
-        takes_socket: Whether to go on over such a worker's Unix socket.
+        takes_socket: Whether to continue over the Unix socket of a worker on this machine.
 
     Attributes:
         name: The address of the worker, for messages.
@@ -188,10 +191,10 @@ class Connection:
         """Connects for the first time.
 
         Raises:
-            ConnectError: Nobody answers, or not a worker, with the address and what to start.
-            CredentialError: The worker wants another token than it is shown.
-            ProtocolVersionError: A worker of another version answers.
-            SettingError: The token file can't be read.
+            ConnectError: No worker answers at the address. The message says what to start.
+            CredentialError: The worker rejected the token, or requires one.
+            ProtocolVersionError: The worker speaks another protocol version.
+            SettingError: The token file cannot be read.
         """
         address = self._find()
         try:
@@ -212,35 +215,41 @@ class Connection:
 
     @property
     def clock_offset_s(self) -> float:
-        """The worker's clock less ours."""
+        """The worker's clock minus ours, in seconds."""
         return self._clock.clock_offset_s
 
     @property
     def up(self) -> WorkerSession | None:
-        """What new segments can be sent to, None while there is nothing."""
+        """The worker session for new segments; None while the connection is down."""
         return self._worker_session if self._up and not self._draining else None
 
     @property
     def why_down(self) -> str:
-        """Why there is nothing to send to."""
+        """Why the connection is down."""
         return "the worker is shutting down" if self._up and self._draining else self._why_down
 
     def stubs(self, worker_session: WorkerSession) -> Stubs:
-        """The services of a generation. Raises WorkerLostError where it is gone or out of reach (Rules 2 and 3)."""
+        """Returns the stubs of a worker session.
+
+        Raises WorkerLostError if it is lost or unreachable (Rules 2 and 3).
+        """
         if self._worker_session is not worker_session:
-            raise WorkerLostError("the worker lost what it held", status="LOST")
+            raise WorkerLostError("the worker has lost the session", status="LOST")
         if not self._up:
-            raise WorkerLostError("the worker is out of reach", status="DOWN")
+            raise WorkerLostError("the worker is unreachable", status="DOWN")
         return self._stubs
 
     def trouble(self, worker_session: WorkerSession, error: WorkerLostError) -> None:
-        """A call met silence or a broken connection: down until the keeper has looked."""
+        """Notes that a call failed: the connection counts as down until the keeper thread has checked it."""
         if self._worker_session is worker_session and error.status not in {"BUSY", "SLOW", "DOWN", "LOST", "DAMAGED"}:
             self._down(error.message)
             self._wake.set()
 
     def recovered(self, worker_session: WorkerSession) -> bool:
-        """Whether a generation goes on after `trouble`. Asks the worker once, and not for long."""
+        """Returns whether a worker session continues after `trouble`.
+
+        Asks the worker once, for `RECOVERY_S` at most.
+        """
         if self._worker_session is not worker_session or self._closed:
             return False
         try:
@@ -251,14 +260,17 @@ class Connection:
         return True
 
     def forked(self) -> None:
-        """In the child of a fork: the connection is the parent's. Takes no lock, for its holder may not exist here."""
+        """Detaches from the parent's connection in the child of a fork.
+
+        Takes no lock, because its holder may not exist.
+        """
         self._worker_session, self._up, self._closed = None, False, True
         if self._memory is not None:
             self._memory.forget()
         self._why_down = "the session belongs to the parent of this forked process"
 
     def close(self) -> None:
-        """Ends the session on the worker and the link's threads. Does not wait for a worker that is out of reach."""
+        """Closes the worker session and ends the threads. Does not wait for an unreachable worker."""
         self._closed = True
         self._wake.set()
         worker_session, up = self._worker_session, self._up
@@ -268,11 +280,11 @@ class Connection:
                 request = session_pb2.CloseSessionRequest(session=worker_session.session)
                 call_unary(self._stubs.sessions.CloseSession, request, self.silence_s)
             except BackhaulError as error:
-                logger.debug("closing the session on %s: %s", self.name, error, extra=about(self.run))
+                logger.debug("The session on %s could not be closed: %s", self.name, error, extra=about(self.run))
         self._end_memory()
         if self._channel is not None:
             self._stubs.close()
-            close_channel(self._channel)  # ends what the keeper waits for
+            close_channel(self._channel)  # ends the request that the keeper thread waits for
         if self._keeper.ident is not None:
             self._keeper.join()
 
@@ -317,7 +329,9 @@ class Connection:
             answer.lease_s,
             self._share(address, answer),
         )
-        self._ask(self._worker_session)  # opening takes longer, so the clocks are better compared by this
+        self._ask(
+            self._worker_session
+        )  # opening takes longer than this request, which therefore compares the clocks better
         self._up = True
 
     def _channel_to(self, target: str) -> grpc.Channel:
@@ -331,9 +345,10 @@ class Connection:
         self._stubs = Stubs(channel, self._token, self.silence_s)
 
     def _switch(self, answer: session_pb2.OpenSessionResponse) -> None:
-        """Goes on over the worker's Unix socket, if that worker is who answers there.
+        """Continues over the worker's Unix socket, if the same worker listens there.
 
-        The worker may be on another machine. Here, whoever could make that path would be shown the token.
+        The worker may be on another machine. Then anyone on this machine who can create that path would receive the
+        token.
         """
         if not is_private(Path(answer.socket_path).parent):
             return
@@ -341,8 +356,8 @@ class Connection:
         request = session_pb2.KeepSessionRequest(session=answer.session)
         try:
             call_unary(Stubs(channel, self._token, self.silence_s).sessions.KeepSession, request, self.silence_s)
-        except BackhaulError as error:  # it is in another container, for one
-            logger.debug("no worker at %s: %s", answer.socket_path, error, extra=about(self.run))
+        except BackhaulError as error:  # for example, the worker runs in another container
+            logger.debug("No worker answers at %s: %s", answer.socket_path, error, extra=about(self.run))
             close_channel(channel)
         else:
             self._use(channel, has_switched=True)
@@ -376,11 +391,15 @@ class Connection:
         self._draining = answer.draining
 
     def _down(self, why: str) -> None:
-        with self._going_down:  # all callers of a dying worker get here at once, and one of them logs it
+        with (
+            self._going_down
+        ):  # Guards the change to down: all callers of a dying worker fail at once, and only one of them logs it.
             was_up, self._up, self._why_down = self._up, False, why
         if was_up:
             extra = about(self.run)
-            logger.warning("worker %s: %s. Segments run on the trainer until it is back", self.name, why, extra=extra)
+            logger.warning(
+                "Worker %s: %s. Segments run on the trainer until the worker is back.", self.name, why, extra=extra
+            )
 
     def _keep(self) -> None:
         backoff_s = FIRST_BACKOFF_S
@@ -396,7 +415,7 @@ class Connection:
                 return
             try:
                 self._look(worker_session)
-                if was_up:  # and stays so: a worker that dies as often as it comes back is asked ever less often
+                if was_up:  # the back-off is kept: a worker that dies again and again is retried less often
                     backoff_s = FIRST_BACKOFF_S
             except BackhaulError as error:
                 if isinstance(error, CredentialError) and error.message != self._why_down:
@@ -404,27 +423,27 @@ class Connection:
                         "%s", error.message, extra=about(self.run)
                     )  # unlike a lost worker, this needs an action of the user
                 self._down(error.message)
-            except Exception as error:  # a bug of ours, or a system without processes or files to spare
-                logger.exception("looking after the connection to %s failed", self.name, extra=about(self.run))
+            except Exception as error:  # a bug of ours, or a system without free processes or files
+                logger.exception("The connection to %s could not be maintained.", self.name, extra=about(self.run))
                 self._down(f"{type(error).__name__}: {error}")
 
     def _look(self, worker_session: WorkerSession | None) -> None:
-        """Keeps the generation, or starts another."""
+        """Renews the lease of the worker session, or opens another one."""
         was_up = self._up
         address = self._find()
         if worker_session is not None:
             try:
-                # The connection ends before the process does: a worker of our own may be found dead only now.
+                # The connection breaks before the process has ended, so an embedded worker may only now be found dead.
                 self._ask(worker_session, check=self._find)
                 self._up = True
             except (SessionUnknownError, CredentialError) as error:  # Rules 2 and 4
                 self._down(error.message)
                 self._worker_session = worker_session = None
             except WorkerLostError:
-                if self._has_switched:  # the socket may be gone while the worker is not
+                if self._has_switched:  # the socket may be gone although the worker is not
                     self._use(self._channel_to(address.target), has_switched=False)
                 raise
         if worker_session is None:
             self._connect(address, self.silence_s)
         if not was_up and not self._closed:
-            logger.warning("worker %s is back", self.name, extra=about(self.run))
+            logger.warning("Worker %s is back.", self.name, extra=about(self.run))

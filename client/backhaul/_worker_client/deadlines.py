@@ -1,13 +1,13 @@
-"""Waiting for a worker within bounds, and its errors as ours.
+"""Waiting for a worker within deadlines, and the mapping of gRPC's errors to ours.
 
 NOTE [Bounds]
-1. Every wait ends: when the worker is silent too long, when it runs too long, when its queue is longer than doing the
-   work here.
-2. Silence is counted in slices the waiting thread was awake for. So a trainer that was itself stopped or starved does
-   not blame the worker.
-3. Nobody knows what a message said that does not fit its checksum. A refused answer is no answer: WorkerLostError
-   with the status DAMAGED. A refused request is a TransferError from the worker. Either way the request is sent once
-   more, if it is a single message: the worker joins a repeated request to the first.
+1. Every wait ends: when the worker is silent for too long, when the run takes too long, or when the worker's queue
+   takes longer than the work would take here.
+2. Silence is counted in slices during which the waiting thread was awake. So a trainer that was itself stopped or
+   starved does not blame the worker.
+3. The contents of a message that does not fit its checksum are unknown. A damaged answer becomes a WorkerLostError with
+   the status DAMAGED; a damaged request becomes a TransferError of the worker. Either way a request of a single message
+   is repeated once, and the worker joins it to the first one.
 """
 
 import math
@@ -42,12 +42,12 @@ R = TypeVar("R")
 SLICE_S = 0.1
 MAX_WAITING_MESSAGES = 4
 LONGEST_S = 3600.0
-"""Deadline given to gRPC for calls whose end the rules above decide."""
+"""The deadline passed to gRPC for calls whose end the rules above decide."""
 _CLOSE_S = 2.0
 
 
 def error_of(error: grpc.RpcError) -> BackhaulError:
-    """The error the worker raised, or WorkerLostError where gRPC itself gave up."""
+    """Returns the error that the worker raised, or WorkerLostError if gRPC itself failed."""
     metadata: dict[str, str | bytes] = dict(error.trailing_metadata() or ()) if isinstance(error, grpc.Call) else {}
     detail = metadata.get(ERROR_METADATA_KEY)
     if isinstance(detail, bytes) and (decoded := from_bytes(detail)) is not None:
@@ -55,18 +55,18 @@ def error_of(error: grpc.RpcError) -> BackhaulError:
     code = error.code() if isinstance(error, grpc.Call) else None
     details = error.details() if isinstance(error, grpc.Call) else str(error)
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        return WorkerError(f"what answers there is no Backhaul worker, or one of another version: {details}")
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:  # of gRPC itself, on either side; the worker is well
-        return LimitError(f"a message is larger than a worker takes: {details}", limit="bytes of a message")
+        return WorkerError(f"the server is not a Backhaul worker, or has another version: {details}")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:  # from gRPC itself, on either side; the worker is well
+        return LimitError(f"a message is larger than the worker accepts: {details}", limit="bytes of a message")
     status = code.name if code else ""
     return WorkerLostError("the worker is gone", status=status, details=details)
 
 
 class AuthenticatedMethod:
-    """A method of a stub that shows a credential with each call.
+    """A method of a stub that sends a credential with each call.
 
-    Made for the stubs' methods themselves: an interceptor takes 40 us more of a call of 600, and hides which error
-    beginning it met.
+    It wraps the method itself, because an interceptor adds 40 us to a call of 600 us, and hides an error that occurs
+    when the call begins.
     """
 
     def __init__(self, method: Any, metadata: tuple[tuple[str, str], ...]) -> None:
@@ -77,23 +77,23 @@ class AuthenticatedMethod:
         return self._method(request, metadata=self._metadata, **options)
 
     def future(self, request: Any, **options: Any) -> Any:
-        """As the stub's."""
+        """Starts the call without waiting, as the method of the stub does."""
         return self._method.future(request, metadata=self._metadata, **options)
 
 
 class Liveness:
-    """Counts signs of life of one call."""
+    """Tracks the signs of life of one call. Thread-safe."""
 
     def __init__(self, silence_s: float) -> None:
         self._silence_s = silence_s
         self._signs = 0
 
     def sign(self) -> None:
-        """The worker did something: a message came, or one of ours was taken. Called by any thread."""
+        """Notes a sign of life: a message arrived, or gRPC took one of ours. Any thread may call it."""
         self._signs += 1
 
     def wait(self, future: "Future[T]", check: Callable[[], object] = lambda: None) -> T:
-        """The future's result. Raises WorkerLostError after too much silence, and what `check` raises (Rule 1)."""
+        """Returns the result of a future. Raises WorkerLostError after too much silence, and any error of `check`."""
         if future.done():
             return future.result()
         done = threading.Event()
@@ -114,22 +114,22 @@ class Liveness:
 
 
 def closed_error() -> WorkerLostError:
-    """What a call on a channel meets that was closed under it; gRPC itself raises ValueError there."""
+    """Returns the error of a call whose channel was closed. gRPC itself raises ValueError then."""
     return WorkerLostError("the connection was closed", status="CANCELLED")
 
 
 def damaged_error(refused: TransferError) -> WorkerLostError:
-    """What stands for an answer that a deserializer refused (Rule 3)."""
-    return WorkerLostError(f"an answer of the worker was refused: {refused.message}", status="DAMAGED")
+    """Returns the error of an answer that the deserializer rejected (Rule 3)."""
+    return WorkerLostError(f"an answer of the worker was damaged: {refused.message}", status="DAMAGED")
 
 
 def is_damage(error: BackhaulError) -> bool:
-    """Whether a request, or its answer, was damaged on the way (Rule 3)."""
+    """Whether a request or its answer was damaged in transit (Rule 3)."""
     return isinstance(error, TransferError) or (isinstance(error, WorkerLostError) and error.status == "DAMAGED")
 
 
 def close_channel(channel: grpc.Channel) -> None:
-    """Closes a channel without waiting for a worker that is stopped: gRPC waits for what it is just writing."""
+    """Closes a channel without waiting for a stopped worker. gRPC would wait for the message that it is writing."""
     closing = threading.Thread(target=channel.close, name="backhaul-close", daemon=True)
     closing.start()
     closing.join(_CLOSE_S)
@@ -144,15 +144,15 @@ def call_unary(
     wait_for_ready: bool = False,
     check: Callable[[], object] = lambda: None,
 ) -> Any:
-    """One answer to a message, or to a stream of them whose progress counts as a sign of life.
+    """Calls a method with one answer, and waits within the deadlines of NOTE [Bounds]. Returns the answer.
 
     Args:
-        method: The method of a stub.
-        request: A message, or an iterator of them.
+        method: A method of a stub.
+        request: A message, or an iterator of messages whose progress counts as a sign of life.
         silence_s: The longest silence in seconds, see NOTE [Bounds].
-        watch: Counts the signs of life of a stream.
-        wait_for_ready: Wait for the connection instead of failing while there is none.
-        check: Called every SLICE_S seconds while the answer is awaited. What it raises ends the call.
+        watch: The signs of life of a stream of messages.
+        wait_for_ready: Whether to wait for the connection instead of failing at once.
+        check: Called every SLICE_S seconds during the wait. An error that it raises ends the call.
     """
     try:
         return _called(method, request, silence_s, watch, wait_for_ready, check)
@@ -181,43 +181,43 @@ def _called(
     except grpc.FutureCancelledError:
         raise closed_error() from None
     finally:
-        future.cancel()  # after silence or Ctrl-C nothing must be left behind; of a finished call it does nothing
+        future.cancel()  # cancels the call after silence or Ctrl-C; has no effect on a finished call
     if isinstance(answer, TransferError):
         raise damaged_error(answer)
     return answer
 
 
 def with_liveness(messages: Iterable[T], watch: Liveness) -> Iterator[T]:
-    """Passes messages on; gRPC taking one is a sign of life."""
+    """Passes messages on, and counts each message that gRPC takes as a sign of life."""
     for message in messages:
         watch.sign()
         yield message
 
 
 def longest_run_s(expected_s: float) -> float:
-    """How long work is waited for that was expected to take so long."""
+    """Returns the seconds to wait for work that was expected to take `expected_s`."""
     return max(5.0, 4 * expected_s)
 
 
 _Message: TypeAlias = TensorMessage[Any] | TransferError | grpc.RpcError | None
-"""What comes of a stream: a message or one that was refused, then an error or None at its end."""
+"""An item of a stream: a message or a rejected one; then an error, or None at the end."""
 
 
 class AnswerStream(Generic[R]):
-    """A call that is answered by progress, a result, and tensors after it.
+    """A call that is answered with progress, a result, and then tensors.
 
-    A thread takes messages off the wire; the caller's thread puts the tensors together while it waits for them. So
-    their memory is the caller's, and the worker sends no faster than they are asked for. `close` it.
+    A thread receives messages. The caller's thread assembles the tensors while it waits for them, so their memory
+    belongs to the caller, and the worker sends no faster than the caller takes them. `close` ends the call.
 
     Args:
-        method: The method of a stub.
-        request: The message that the method is called with.
-        expected_s: What the work should take.
+        method: A method of a stub.
+        request: The message to call the method with.
+        expected_s: Seconds that the work should take.
         silence_s: The longest silence in seconds, see NOTE [Bounds].
-        memory: Through which tensors may come.
-        answer: What the request names it there.
-        is_lent: Tensors stay where they came in shared memory.
-        device: Where tensors of an accelerator go, the host if None.
+        memory: Shared memory in which tensors may arrive; None for none.
+        answer: The number of the answer in shared memory.
+        is_lent: Whether tensors stay in shared memory instead of being copied out.
+        device: The device of the tensors; None for the host.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class AnswerStream(Generic[R]):
         threading.Thread(target=self._pump, name="backhaul-receive", daemon=True).start()
 
     def result(self) -> R:
-        """The result. Raises WorkerError, or WorkerLostError where a bound was met (Rule 1)."""
+        """Waits for the result. Raises WorkerError, or WorkerLostError if a deadline of Rule 1 passes."""
         asked = monotonic()
         while (carried := self._next()) is not None:
             message = carried.message
@@ -264,12 +264,12 @@ class AnswerStream(Generic[R]):
                 self._running_since = monotonic()
             if self._running_since is None and monotonic() - asked > self._longest_run_s:
                 raise WorkerLostError(
-                    f"the worker has not begun with the segment after {self._longest_run_s:.1f} s", status="BUSY"
+                    f"the worker has not started the segment after {self._longest_run_s:.1f} s", status="BUSY"
                 )
         raise TransferError("the worker's answer ended before its result")
 
     def tensor(self, index: int) -> Tensor:
-        """The `index`-th tensor after the result, owned by the caller. Raises as `result` does."""
+        """Returns the `index`-th tensor after the result, owned by the caller. Waits and raises as `result` does."""
         while not self._receiver.is_complete(index) and self._receive():
             pass
         return self._receiver.tensor(index)
@@ -279,16 +279,19 @@ class AnswerStream(Generic[R]):
         self._receiver.forget(index)
 
     def rest(self, deadline: float = math.inf) -> TensorReceiver:
-        """Has received all of them. Raises as `result` does, and WorkerLostError for what comes after a deadline."""
+        """Receives all tensors.
+
+        Raises as `result` does, and WorkerLostError if they are not complete at the deadline.
+        """
         while self._receive():
             if monotonic() > deadline:
-                raise WorkerLostError("the worker takes too long to send what it has", status="SLOW")
+                raise WorkerLostError("the worker takes too long to send its answer", status="SLOW")
         return self._receiver
 
     def close(self) -> None:
         """Cancels the rest of the answer."""
         self._closed.set()
-        self._call.cancel()  # of a call that has ended this does nothing
+        self._call.cancel()  # has no effect on a call that has ended
         if self._memory is not None and self._answer:
             self._memory.ended(self._answer)
 
@@ -300,7 +303,7 @@ class AnswerStream(Generic[R]):
         return carried is not None
 
     def _next(self) -> TensorMessage[Any] | None:
-        """The next message, None at the end."""
+        """Returns the next message, None at the end."""
         silent = 0.0
         while True:
             before = monotonic()
@@ -325,11 +328,13 @@ class AnswerStream(Generic[R]):
     def _check_queue(self, queued_s: float) -> None:
         if queued_s > self._longest_queue_s:
             raise WorkerLostError(
-                f"the worker has {queued_s:.1f} s of other work first, longer than doing it here", status="BUSY"
+                f"the worker has {queued_s:.1f} s of other work queued, which takes longer than recomputing the "
+                "segment here",
+                status="BUSY",
             )
 
     def _pump(self) -> None:
-        """Runs in a thread. Ends with the call, or with `close`."""
+        """Receives messages in a thread, until the call ends or `close` is called."""
         end: grpc.RpcError | None = None
         try:
             for message in self._call:

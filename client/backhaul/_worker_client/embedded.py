@@ -1,4 +1,4 @@
-"""A worker process on this machine, started and ended by its session."""
+"""A worker process on this machine that its session starts and ends."""
 
 import logging
 import os
@@ -24,12 +24,12 @@ _DYING_S = 0.5
 
 
 class EmbeddedWorker:
-    """Starts the worker when asked for its address, again if it died. Not thread-safe: one thread at a time."""
+    """Starts a worker when its address is requested, and again if it died. Not thread-safe."""
 
     def __init__(self, memory_bytes: int, start_timeout_s: float) -> None:
         self._memory_bytes = memory_bytes
         self._start_timeout_s = start_timeout_s
-        # 0700 by mkdtemp: only this user reaches the socket.
+        # mkdtemp uses mode 0700, so only this user can access the socket.
         self._directory = Path(tempfile.mkdtemp(prefix="backhaul-"))
         self._process: subprocess.Popen[str] | None = None
         self._closed = False
@@ -41,15 +41,15 @@ class EmbeddedWorker:
 
     @property
     def pid(self) -> int | None:
-        """Of the running worker."""
+        """The process id of the running worker; None if there is none."""
         alive = self._process is not None and self._process.poll() is None
         return self._process.pid if alive and self._process is not None else None
 
     def ensure(self) -> Address:
-        """The address of a worker that runs, started now if need be.
+        """Returns the address of a running worker, and starts one if needed.
 
         Raises:
-            ConnectError: It did not come up in time, with what it said.
+            ConnectError: The worker did not start in time. The message has its output.
         """
         if self._process is None or self._process.poll() is not None:
             self.stop()
@@ -62,17 +62,17 @@ class EmbeddedWorker:
         arguments = ["worker", "--listen", self._address.text, "--parent", str(os.getpid())]
         if self._memory_bytes:
             arguments += ["--memory", f"{self._memory_bytes}B"]
-        # Its settings are the session's, not those of workers elsewhere.
+        # The session's settings apply to this worker, not variables that are meant for other workers.
         environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "backhaul", *arguments],  # -P: no modules from the working directory
+                [sys.executable, "-P", "-m", "backhaul", *arguments],  # -P keeps modules of the working directory out
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
                 env={**environment, logs.FORMAT_VARIABLE: "json", logs.LEVEL_VARIABLE: _level()},
-                start_new_session=True,  # Ctrl-C is for the trainer, which then ends its worker
+                start_new_session=True,  # Ctrl-C must reach only the trainer, which then ends its worker
             )
         except OSError as error:
             raise ConnectError(f"a worker can't be started with {sys.executable}: {error}") from error
@@ -89,14 +89,14 @@ class EmbeddedWorker:
             line = None
         if not line:
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_DYING_S)  # it closes its pipe before it is gone
+                self._process.wait(_DYING_S)  # the process closes its pipe before it has ended
             code = self._process.poll()
             how = f"ended with code {code}" if code is not None else f"did not come up in {self._start_timeout_s:g} s"
             self.stop()
             raise ConnectError(f"the worker that connect() starts {how}; it said:\n" + "\n".join(tail[-10:]))
 
     def interrupt(self) -> None:
-        """Asks the worker to end, also one that another thread waits for, and lets none start again."""
+        """Asks the worker to end, even if another thread waits for its start, and prevents further starts."""
         self._closed = True
         process = self._process
         if process is not None:
@@ -104,7 +104,7 @@ class EmbeddedWorker:
                 process.terminate()
 
     def stop(self) -> None:
-        """Ends the worker, by force if it must be."""
+        """Ends the worker, by force if necessary."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -125,11 +125,11 @@ class EmbeddedWorker:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _pass_on(self, pipe: IO[str], tail: list[str]) -> None:
-        """Reads what the worker logs, so that its pipe never fills, and passes it to our log, as urgent as it was.
+        """Reads the worker's log, so that its pipe never fills up, and logs each line with the level that it had.
 
-        What it says of its end is urgent to nobody once we have asked for that.
+        After the worker was asked to end, lines about its end are logged at a low level.
         """
-        with suppress(ValueError):  # closed under us
+        with suppress(ValueError):  # the pipe was closed meanwhile
             for text in pipe:
                 line = logs.parse(text) or logs.Line(logging.DEBUG, text.rstrip(), {})
                 tail.append(line.message)
@@ -139,11 +139,11 @@ class EmbeddedWorker:
 
 
 def _first_line(pipe: IO[str], said: "queue.SimpleQueue[str | None]") -> None:
-    with suppress(ValueError):  # closed under us
+    with suppress(ValueError):  # the pipe was closed meanwhile
         said.put(pipe.readline() or None)
 
 
 def _level() -> str:
-    """What the worker is to log: what somebody here would see of it, and what it says when it can't go on."""
+    """Returns the worker's log level: that of this process's logger, but at least errors."""
     level = worker_logger.getEffectiveLevel()
     return "DEBUG" if level <= logging.DEBUG else "INFO" if level <= logging.INFO else "WARNING"

@@ -1,14 +1,14 @@
-"""Results that a worker sends before they are asked for.
+"""Results that a worker sends before they are requested.
 
 NOTE [Ahead]
-1. A worker goes on from one segment's backward into the one before it. What that gives it sends by itself, with all
-   that it started from. Only a request for just that takes it.
-2. It is a short cut, as NOTE [Short]: what does not come, or comes damaged, is asked for as if there were none of
-   this.
-3. A result says which segments the worker goes on into next. Who asks for one of those waits a moment before it asks.
-4. What comes is held until it is taken, so much at most: then nothing more is read, and the worker sends no more. It
-   comes in the order of backward: what came before one that is taken will not be, nor what fills the room while another
-   is asked for.
+1. After the backward of a segment, a worker continues with the backward of its predecessor. It pushes the result with
+   everything that the backward started from. Only a request for exactly that backward takes the result.
+2. This is an optimization, as NOTE [Short] is: a result that does not arrive, or arrives damaged, is requested as
+   usual.
+3. A result names the segments that the worker continues with. A request for one of those first waits a moment.
+4. Results are held until they are taken, up to a limit. At the limit nothing more is read, so the worker sends no more.
+   Results arrive in the order of backward. So when one is taken, those before it will not be requested, and when the
+   limit is reached by others than the requested one, they will not be either.
 """
 
 import threading
@@ -29,7 +29,7 @@ MOST_HELD, HELD_BYTES = 64, 4 << 20
 
 
 class PushedResults:
-    """Of the session that asks. Opened by the first that does, and again after it broke. `close` it.
+    """The pushed results of one session. The first request opens the stream, also after it broke. Thread-safe.
 
     Args:
         method: The method of a stub that opens the stream.
@@ -46,7 +46,7 @@ class PushedResults:
     def take(
         self, session: str, segment: int, start: segment_pb2.Start
     ) -> TensorMessage[segment_pb2.AheadResponse] | None:
-        """The result of a segment's backward from a start, if it came or is to come soon (Rules 1, 3)."""
+        """Returns the pushed result of a segment's backward from a start; None if there is none (Rules 1 and 3)."""
         with self._changed:
             if self._call is None or self._session != session:
                 self._open(session)
@@ -65,7 +65,7 @@ class PushedResults:
         return pushed if pushed.message.start == start else None
 
     def expect(self, segments: Iterable[int]) -> None:
-        """What a result that was asked for says of what comes next."""
+        """Notes the segments that the worker continues with, as a requested result named them."""
         with self._changed:
             if not self._results.keys() & (expected := frozenset(segments)):
                 self._expected = expected
@@ -112,7 +112,7 @@ class PushedResults:
 
 
 def _unpacked(carried: TensorMessage[segment_pb2.AheadResponse]) -> Iterator[TensorMessage[segment_pb2.AheadResponse]]:
-    """The results of a message."""
+    """Yields the results in a message."""
     more = [
         TensorMessage(pushed, pushed.tensors if pushed.HasField("tensors") else None, pushed.ByteSize())
         for pushed in carried.message.more

@@ -1,4 +1,4 @@
-"""A segment on a worker, as its frame sees it."""
+"""The trainer's side of a segment that a worker stores."""
 
 import itertools
 from collections import Counter
@@ -36,7 +36,7 @@ from backhaul_runtime.wire.tensor_stream import PLACED_BYTES, OutgoingTensor, Te
 T = TypeVar("T")
 Answer = tuple[segment_pb2.BackwardResult, list[Tensor], list[bytes]]
 SHORT_BYTES = CHUNK_BYTES // 2
-"""Gradients of so many bytes travel with the request."""
+"""Gradients of up to this many bytes are sent with the request."""
 _REPEATABLE = {"UNAVAILABLE", "CANCELLED", "UNKNOWN", "INTERNAL", "DAMAGED", ""}
 
 
@@ -45,10 +45,10 @@ def _recomputed(result: "segment_pb2.BackwardResult | segment_pb2.RecomputeResul
 
 
 class SavedTensors:
-    """What autograd saved in a segment, as it comes from the worker. `close` it.
+    """The saved tensors of a segment, as they arrive from the worker. `close` ends the transfer.
 
     Attributes:
-        saved: What the worker's replay saved, all of it.
+        saved: The digests of everything that autograd saved in the worker's replay.
     """
 
     def __init__(
@@ -70,18 +70,18 @@ class SavedTensors:
         self._ending: DeathNotice | None = uploader.call_after(self, self._close)
 
     def take(self, position: int) -> Tensor:
-        """A tensor that was asked for, once; owned by the caller. Waits for it within the bounds of `_calls`.
+        """Returns a requested tensor, once. The caller owns it. Waits within the deadlines of NOTE [Bounds].
 
         Raises:
-            TransferError: It is not what autograd saved.
-            WorkerLostError: It does not come.
+            TransferError: The tensor is not one that autograd saved.
+            WorkerLostError: The tensor did not arrive.
         """
         view = self._views.pop(position)
-        outgoing = self._stream.tensor(view.tensor_index)
+        received = self._stream.tensor(view.tensor_index)
         self._left[view.tensor_index] -= 1
         if not self._left[view.tensor_index]:
             self._stream.forget(view.tensor_index)
-        tensor = view_of(outgoing, view)
+        tensor = view_of(received, view)
         check_saved(position, tensor, self._layouts[position])
         return tensor
 
@@ -94,20 +94,20 @@ class SavedTensors:
 
 
 class SavedSegment:
-    """A segment that was handed to an uploader. Its end releases what the worker has of it.
+    """A segment that was given to an uploader. When this object dies, the worker releases the segment.
 
     Args:
         connection: The connection to the segment's worker.
         uploader: The uploader of that connection.
         save: The upload of the segment, as it was queued.
-        log: Told of bytes and times.
-        expected_s: What a replay with its backward should take.
-        upcoming: Gives the segments that will be asked for after this one.
+        log: The log of the call, for bytes and times.
+        expected_s: Seconds that a replay with its backward should take.
+        upcoming: Returns the numbers of the segments that backward will request after this one.
         answer_bytes: The bytes of all gradients that a backward returns, except those of `parameters`.
-        parameters: Whose gradients may stay on the worker, by source.
+        parameters: Parameters whose gradients may stay on the worker, by source.
 
     Attributes:
-        expected: The gradients that the worker guessed, by output.
+        expected: The gradients that the worker has predicted, by output.
     """
 
     def __init__(
@@ -136,12 +136,12 @@ class SavedSegment:
 
     @property
     def worker_session(self) -> WorkerSession:
-        """Where it was saved."""
+        """The worker session that stores the segment."""
         return self._save.worker_session
 
     @property
     def number(self) -> int:
-        """Of the segment in its session."""
+        """The number of the segment in its session."""
         return self._save.segment
 
     def backward(
@@ -160,8 +160,8 @@ class SavedSegment:
             outgoing_tensors[position] = OutgoingTensor(
                 gradient, layout, tensor_address(layout, content_digest(gradient, layout))
             )
-        for position, guess in self.expected.items():
-            guess.check(outgoing_tensors[position].address if position in outgoing_tensors else None)
+        for position, prediction in self.expected.items():
+            prediction.check(outgoing_tensors[position].address if position in outgoing_tensors else None)
         slots = kept_in(self._parameters)
         start = segment_pb2.Start(
             gradients=[
@@ -185,14 +185,14 @@ class SavedSegment:
         def ask() -> Answer:
             try:
                 return self._ask(request, list(outgoing_tensors.values()))
-            except TensorsMissingError:  # given up by the worker, in which the uploader still believes
+            except TensorsMissingError:  # the worker has evicted gradients that the uploader still counts as stored
                 self._log.retries += 1
                 self._uploader.unlearn(outgoing.address for outgoing in outgoing_tensors.values())
                 return self._ask(request, list(outgoing_tensors.values()))
 
         result, tensors, addresses = self._repeated(ask)
         if checks_bytes and list(map(address_of, tensors)) != list(result.tensor_digests):
-            raise TransferError("gradients are not those that the worker computed: damaged on the way")
+            raise TransferError("gradients differ from those that the worker computed: they were damaged in transit")
         contributions = contributions_in(result, tensors, due, summed, slots)
         kept = {contribution.source for contribution in result.contributions if contribution.kept}
         self._uploader.learn(self.worker_session, addresses)
@@ -205,7 +205,7 @@ class SavedSegment:
         return _recomputed(result), contributions, commit
 
     def _ask(self, request: segment_pb2.BackwardRequest, gradients: Sequence[OutgoingTensor]) -> Answer:
-        """The answer to a backward: one that came already, else by the shortest way that goes well."""
+        """Returns the answer to a backward: a pushed one, or else that of the fastest way that succeeds."""
         session, stubs = self.worker_session.session, self._connection.stubs(self.worker_session)
         if self._answer_bytes <= CHUNK_BYTES and not request.slots:
             pushed = stubs.pushed_results.take(session, self.number, request.start)
@@ -230,7 +230,7 @@ class SavedSegment:
     def _ask_shortly(
         self, request: segment_pb2.BackwardRequest, missing: Sequence[OutgoingTensor], stubs: Stubs
     ) -> Answer | None:
-        """See NOTE [Short]."""
+        """Requests a backward on the open stream, see NOTE [Short]. Returns None if the RPC must be called instead."""
         encoded = self._encoded(request, missing)
         try:
             carried = stubs.short_backwards.try_call(encoded)
@@ -246,7 +246,7 @@ class SavedSegment:
                 self.worker_session.memory.ended(request.answer)
 
     def _encoded(self, request: segment_pb2.BackwardRequest, missing: Sequence[OutgoingTensor]) -> bytes:
-        """A request for another answer."""
+        """Encodes the request under a new number for its answer in shared memory."""
         request.answer = self._new_answer()
         (encoded,) = encode_all(batches(missing), request.TENSORS_FIELD_NUMBER, request)
         self._sent(len(encoded))
@@ -311,11 +311,16 @@ class SavedSegment:
         )
 
     def _repeated(self, ask: Callable[[], T]) -> T:
-        """Asks once more where only the connection failed: the key makes it the same request to the worker."""
+        """Makes a request, and repeats it once after a broken connection or damage.
+
+        Its key makes both the same request.
+        """
         self._wait_until_saved()
+        # Only failures of the connection are repeated. A worker's own error would occur again, and a busy worker stays
+        # busy.
         try:
             return ask()
-        except TransferError:  # a request that was damaged, or tensors of the answer
+        except TransferError:  # a damaged request, or damaged tensors of the answer
             pass
         except WorkerLostError as error:
             self._connection.trouble(self.worker_session, error)
@@ -334,7 +339,9 @@ class SavedSegment:
         def check() -> None:
             self._connection.stubs(self.worker_session)
             if monotonic() > deadline:
-                raise WorkerLostError("sending the segment takes longer than recomputing it here", status="BUSY")
+                raise WorkerLostError(
+                    "sending the segment takes longer than recomputing it on the trainer", status="BUSY"
+                )
 
         self._uploader.watch.wait(self._save.saved, check)
         self._uploader.free_sent()

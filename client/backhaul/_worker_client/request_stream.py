@@ -1,11 +1,11 @@
-"""Requests with short answers, one after the other on a stream that stays open.
+"""Requests with small answers, one after the other on a stream that stays open.
 
 NOTE [Short]
-1. It is a short cut. Whatever does not go well here ends in None, an answer that is long, late or damaged included. The
-   caller then makes the call, whose key makes it the same request to the worker.
-2. But silence is silence: a worker that says nothing for as long as any may is taken for lost. A thread that lives as
-   long as the stream looks every now and then, for the one that waits can't.
-3. Who finds the stream taken by another thread does not wait for it.
+1. This is an optimization. Every failure here returns None, also for an answer that is large, late or damaged. The
+   caller then calls the RPC, whose key makes it the same request to the worker.
+2. A silent worker is different: after `silence_s` without a message it counts as lost. A thread that lives as long as
+   the stream checks this, because the waiting thread cannot.
+3. A thread that finds the stream in use by another thread does not wait for it.
 """
 
 import queue
@@ -21,7 +21,7 @@ from backhaul_runtime.wire.splicing import accepted
 
 
 class RequestStream:
-    """Opened by its first request, and again after it broke. `close` it.
+    """A stream for small requests. The first request opens it, also after it broke. Thread-safe. `close` ends it.
 
     Args:
         method: The method of a stub. It answers each message with one message.
@@ -31,7 +31,7 @@ class RequestStream:
     def __init__(self, method: Any, silence_s: float) -> None:
         self._method = method
         self._silence_s = silence_s
-        self._taken = threading.Lock()  # Rule 3
+        self._taken = threading.Lock()  # held by the thread that uses the stream (Rule 3)
         self._asked = 0
         self._is_waiting = False
         self._is_silent = False
@@ -40,7 +40,7 @@ class RequestStream:
         self._ended = threading.Event()
 
     def try_call(self, request: bytes) -> Any:
-        """The answer to an encoded request, or None (Rule 1). Raises WorkerLostError after silence (Rule 2)."""
+        """Returns the answer to an encoded request, or None (Rule 1). Raises WorkerLostError after silence (Rule 2)."""
         if not self._taken.acquire(blocking=False):
             return None
         try:
@@ -57,7 +57,7 @@ class RequestStream:
             if self._is_silent:
                 raise WorkerLostError(f"the worker was silent for {self._silence_s:g} s", status="SILENT") from None
             return None
-        except BaseException:  # Ctrl-C: no caller is left for the answer
+        except BaseException:  # Ctrl-C: the stream would return this answer to the next request
             self.close()
             raise
         finally:
@@ -86,7 +86,7 @@ class RequestStream:
             if ended.wait(SLICE_S):
                 return
             if self._is_waiting and self._asked == seen:
-                silent += min(SLICE_S, monotonic() - before)  # only while we were awake ourselves
+                silent += min(SLICE_S, monotonic() - before)  # only the time during which this process was awake counts
             else:
                 seen, silent = self._asked, 0.0
             if silent >= self._silence_s:

@@ -1,6 +1,6 @@
-"""The trainer's end of memory that it shares with a worker on the same machine.
+"""The trainer's side of memory shared with a worker on the same machine.
 
-Nothing here waits or raises for want of it: what finds no room, or no worker to share with, goes as chunks.
+A missing region or worker is no error and causes no wait: tensors then travel in messages.
 """
 
 import itertools
@@ -32,11 +32,11 @@ _CONNECT_S = 1.0
 
 
 class TrainerSharedMemory:
-    """Memory shared with a worker for one session there. Any thread may call it.
+    """Memory shared with a worker for one session on it. Thread-safe.
 
     Args:
         path: The path of the worker's Unix socket.
-        session: The worker's name for the session.
+        session: The worker's id of the session.
     """
 
     def __init__(self, path: str, session: str) -> None:
@@ -53,10 +53,10 @@ class TrainerSharedMemory:
 
     @contextmanager
     def sending(self, count: Callable[[int], None]) -> Iterator[SharedWriter]:
-        """Gives what puts the tensors of one upload into shared memory, and counts their bytes.
+        """Yields a function that writes the tensors of one upload to shared memory, and counts their bytes.
 
-        Where the upload fails and the worker did not say so, nobody knows what the worker took of it: all regions are
-        given up, and others asked for.
+        If the upload fails without an answer of the worker, it is unknown which tensors the worker took. Then all
+        regions are given up, and others are requested.
         """
         self._poll()
         outbox, places = self._outbox, list[Slot]()
@@ -82,50 +82,58 @@ class TrainerSharedMemory:
                 self._renew()
             raise
         finally:
-            places.clear()  # an error that is kept somewhere must not keep regions
+            places.clear()  # an error that is kept somewhere must not keep regions alive
 
     def make_room(self) -> None:
-        """Asks for room for another upload like the last, once the worker knows what that superseded."""
+        """Asks for room for another upload like the last one.
+
+        Call when the worker knows what that upload superseded.
+        """
         if (lacking := self._outbox.lacks_bytes(self._uploaded_bytes)) > 0:
             self._say(SharedMemoryRequest.ROOM, lacking)
 
     def answer(self) -> int:
-        """Names an answer, in which tensors may then come through shared memory. `ended` follows. 0 if none may."""
+        """Returns a number for an answer whose tensors may use shared memory, 0 if none may.
+
+        Call `ended` afterwards.
+        """
         return next(self._answers) if self._peer is not None else 0
 
     def ended(self, answer: int) -> None:
-        """Nobody will look at tensors of an answer that have not been read."""
+        """Notes that no further tensors of an answer will be read."""
         self._say(SharedMemoryRequest.ENDED, answer)
 
     def copied(self, location: tensor_pb2.Location, layout: Layout) -> Callable[[], Tensor]:
-        """What copies a tensor out of shared memory. Raises TransferError for one that can't be there.
+        """Returns a function that copies a tensor out of shared memory.
 
-        What is returned raises TransferError for a tensor that is not as the worker wrote it.
+        Raises TransferError for an impossible location.
+
+        The returned function raises TransferError if the tensor is not as the worker wrote it.
         """
         region = self._region(location, layout)
         return lambda: _as_written(region.copy(location, layout), location, layout)
 
     def in_place(self, location: tensor_pb2.Location, layout: Layout) -> Callable[[], Tensor]:
-        """As `copied`, but the tensor stays where it is."""
+        """Works as `copied`, but the returned tensor stays in shared memory."""
         region = self._region(location, layout)
         return lambda: _as_written(region.use(location, layout), location, layout)
 
     def _region(self, location: tensor_pb2.Location, layout: Layout) -> Region:
         if location.region not in self._inbox:
-            self._poll()  # it was handed over before
+            self._poll()  # the region was handed over before the message was sent
         region = self._inbox.get(location.region)
         if region is None:
-            raise TransferError(f"a tensor is declared in region {location.region}, which was not handed over")
+            raise TransferError(f"a tensor lies in region {location.region}, which was not handed over")
         region.check(location, layout)
         return region
 
     def close(self) -> None:
-        """Shares nothing more."""
+        """Stops sharing memory."""
         with self._lock:
             self.forget()
 
     def forget(self) -> None:
-        """As `close`, in the child of a fork: takes no lock, for its holder may not exist here."""
+        """Works as `close` in the child of a fork. Takes no lock, because its holder may not exist there."""
         peer, self._peer = self._peer, None
         if peer is not None:
             peer.close()
@@ -138,11 +146,11 @@ class TrainerSharedMemory:
             peer.settimeout(_CONNECT_S)
             peer.connect(self._path)
             if not is_same_user(peer):
-                raise PermissionError("it belongs to another user")
+                raise PermissionError("the socket belongs to another user")
             peer.send(self._session.encode())
             peer.setblocking(False)
-        except OSError as error:  # it is in another container, for one
-            logger.debug("no memory is shared through %s: %s", self._path, error)
+        except OSError as error:  # for example, the worker runs in another container
+            logger.debug("No memory is shared through %s: %s", self._path, error)
             peer.close()
             return
         self._peer = peer
@@ -166,7 +174,7 @@ class TrainerSharedMemory:
                 self._peer.send(ask.message(number))
 
     def _poll(self) -> None:
-        """Takes what was handed over."""
+        """Maps the regions that the worker has handed over."""
         with self._lock:
             try:
                 while self._peer is not None:
@@ -183,20 +191,20 @@ class TrainerSharedMemory:
             except BlockingIOError:
                 pass
             except (OSError, TransferError) as error:
-                logger.warning("memory is no longer shared through %s: %s", self._path, error)
+                logger.warning("Memory is no longer shared through %s: %s", self._path, error)
                 self.forget()
 
 
 def _as_written(tensor: Tensor, location: tensor_pb2.Location, layout: Layout) -> Tensor:
-    """The tensor. Raises TransferError where it does not fit its checksum: Rule 5 of NOTE [Regions]."""
+    """Returns the tensor. Raises TransferError if it does not fit its checksum: Rule 5 of NOTE [Regions]."""
     if checksum_of(tensor, layout) != location.checksum:
-        raise TransferError(f"a tensor in region {location.region} of shared memory is not what the worker wrote there")
+        raise TransferError(f"a tensor in region {location.region} of shared memory differs from what the worker wrote")
     return tensor
 
 
 @contextmanager
 def sending(memory: TrainerSharedMemory | None, count: Callable[[int], None]) -> Iterator[SharedWriter]:
-    """`TrainerSharedMemory.sending`; without any all goes as chunks."""
+    """Calls `TrainerSharedMemory.sending`; without shared memory, all tensors travel in messages."""
     if memory is None:
         yield lambda _: None
         return
@@ -207,7 +215,7 @@ def sending(memory: TrainerSharedMemory | None, count: Callable[[int], None]) ->
 def receiving(
     memory: TrainerSharedMemory | None, device: torch.device | None, *, is_lent: bool = False
 ) -> TensorReceiver:
-    """What takes in an answer, tensors in shared memory included. They are copied out, or stay there if lent."""
+    """Returns a receiver for an answer. Tensors in shared memory are copied out, or stay there if they are lent."""
     if memory is None:
         return TensorReceiver(device=device)
     return TensorReceiver(device=device, locate=memory.in_place if is_lent else memory.copied)

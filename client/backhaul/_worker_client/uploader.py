@@ -1,7 +1,8 @@
-"""Sends segments behind the forward, and tells workers what is no longer needed.
+"""Uploads segments while forward continues, and sends releases.
 
-One thread per link sends in order: so a segment is released after it was saved, and tensors arrive before what names
-them. Copies of arguments that wait to be sent are bounded in bytes and in number; a forward that gets ahead waits.
+One thread per connection sends everything in order. So a segment is released after it was saved, and tensors arrive
+before the segment that names them. Copies of arguments that wait to be sent are bounded in bytes and number; forward
+blocks at the bound.
 """
 
 import itertools
@@ -39,21 +40,21 @@ logger = logging.getLogger("backhaul")
 MAX_KNOWN = 1 << 16
 MAX_ATTEMPTS = 3
 GATHER_S = 0.005
-"""Releases that follow each other so closely go together: in backward each would be a call per segment."""
+"""Seconds within which releases are sent together. In backward there would otherwise be one call per segment."""
 MOST_GATHERED = 16
 
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """A tensor a segment names.
+    """A tensor that a segment names.
 
     Attributes:
-        address: The address of its contents in forward; empty if its contents at the time of sending are meant.
+        address: The address of its contents in forward; empty if its contents at the time of sending count.
         layout: The layout of the tensor in forward.
-        value: Read when it is sent; if it has changed by then the worker refuses it. None if the worker is known to
-            hold the tensor and the memory here may be freed at any time.
+        value: The tensor to send. The worker rejects it if it has changed since forward. None if the worker stores the
+            tensor and its memory here may be freed at any time.
         is_copy: Whether `value` is a copy that waits to be sent.
-        is_transient: No later segment will name it.
+        is_transient: Whether no later segment will name it.
     """
 
     address: Digest
@@ -63,7 +64,7 @@ class SourceTensor:
     is_transient: bool
 
     def to_read(self) -> Tensor:
-        """The value. Raises WorkerLostError if it is None."""
+        """Returns the value. Raises WorkerLostError if it is None."""
         if self.value is None:
             raise WorkerLostError(
                 "the worker evicted a parameter that FSDP has freed on the trainer as well: give the worker more "
@@ -75,26 +76,26 @@ class SourceTensor:
 
 @dataclass(eq=False)
 class SegmentUpload:
-    """A segment to be saved.
+    """A segment to be saved on a worker.
 
     Attributes:
-        worker_session: It goes there or nowhere.
+        worker_session: The worker session to send it to.
         segment: Number of the segment in its session.
         program: The encoded program of the segment.
         program_address: The content address of the program.
-        sources: In program order; empty once the worker has them.
-        generator_states: One per node that draws.
-        name: The name of the segment in messages.
-        queued_bytes: Copies of arguments it holds until it is sent.
-        saved: Done when the worker has it; holds the error where it has not.
-        count: Told of bytes sent.
-        sent: Told what sending its tensors took, once that has ended.
-        wants_sketches: The worker computes other bits.
-        predecessors: Segments saved before whose outputs are sources of this one.
-        is_predicted: Its call has not run yet.
-        superseded: Gives addresses that need not be kept for later.
-        made: When the sources were, on their accelerators.
-        owner: The object that will request the segment. If it has died, the upload is skipped.
+        sources: The sources in the order of the program; empty once the worker has them.
+        generator_states: One state for each node that draws.
+        name: The checkpointed call's name, for messages.
+        queued_bytes: Bytes of copies of arguments that it holds until it has been sent.
+        saved: Completes when the worker has saved the segment, or with the error that prevented that.
+        count: Called with the number of sent bytes.
+        sent: Called with the times of sending its tensors, after that has ended.
+        wants_sketches: Whether the worker computes other bits, so that random projections are compared.
+        predecessors: Earlier segments whose outputs are sources of this one.
+        is_predicted: Whether its call has not ended yet.
+        superseded: Returns the addresses of cached tensors that will not be named again.
+        made: For each accelerator, the moment at which the sources were complete.
+        owner: The death notice of the object that will request the segment. If it has died, the upload is skipped.
     """
 
     worker_session: WorkerSession
@@ -126,20 +127,20 @@ _Item = SegmentUpload | _Release | Callable[[], None]
 
 
 class _UnansweredError(Exception):
-    """Nobody knows what the worker took of a message."""
+    """It is unknown which tensors of a message the worker took."""
 
 
 class Uploader:
-    """The sending side of a link.
+    """The sending side of a connection. Thread-safe.
 
     Args:
         connection: The connection to the worker.
-        inflight_bytes: Bound of what waits to be sent.
-        inflight_boundaries: Bound of the segments whose inputs are among it.
+        inflight_bytes: Bound of the bytes of copies that wait to be sent.
+        inflight_boundaries: Bound of the number of segments with such copies.
 
     Attributes:
-        watch: Sees every message that the worker takes.
-        uncollected: Gradients that the worker keeps. What was committed travels with releases, before them.
+        watch: The signs of life of the worker during uploads.
+        uncollected: Gradients that the worker keeps. Their commits are sent with releases, before those.
     """
 
     def __init__(self, connection: Connection, inflight_bytes: int, inflight_boundaries: int) -> None:
@@ -148,20 +149,20 @@ class Uploader:
         self._limit_boundaries = inflight_boundaries
         self.watch = Liveness(connection.silence_s)
         self.uncollected = UncollectedGradients(connection)
-        # put() of a SimpleQueue may be called by the garbage collector during another put().
+        # The garbage collector may call put() of a SimpleQueue during another put().
         self._queue: queue.SimpleQueue[_Item | DeathNotice | None] = queue.SimpleQueue()
         self._endings = DeathQueue(self._queue.put)
-        self._waiting: set[SegmentUpload] = set()  # those with copies
+        self._waiting: set[SegmentUpload] = set()  # the segments with copies
         self._sent: queue.SimpleQueue[Sequence[SourceTensor]] = queue.SimpleQueue()
-        self._room = threading.Condition()
+        self._room = threading.Condition()  # guards `_waiting`; notified when a segment leaves it
         self._known: OrderedDict[bytes, None] = OrderedDict()
-        self._known_lock = threading.Lock()
+        self._known_lock = threading.Lock()  # guards `_known` and `_known_of`
         self._known_of: WorkerSession | None = None
         self._thread = threading.Thread(target=self._serve, name="backhaul-upload", daemon=True)
         self._thread.start()
 
     def save(self, save: SegmentUpload) -> None:
-        """Queues a segment; waits for room while the worker is there to make some."""
+        """Queues a segment. Blocks while the queue is full and the worker is up."""
         self.free_sent()
         with self._room:
             while save.queued_bytes and self._is_full(save):
@@ -172,7 +173,7 @@ class Uploader:
                 if save.queued_bytes:
                     self._waiting.add(save)
                 self._queue.put(save)
-            except BaseException:  # Ctrl-C, also after it was put
+            except BaseException:  # Ctrl-C, also after the segment was queued
                 self._waiting.discard(save)
                 raise
 
@@ -182,7 +183,10 @@ class Uploader:
         return bool(too_large) or len(self._waiting) >= self._limit_boundaries
 
     def free_sent(self) -> None:
-        """Frees what has been sent. Called by the trainer's threads: a profiler does not see what others free."""
+        """Frees what has been sent.
+
+        The trainer's threads call it, because a profiler does not see other threads' frees.
+        """
         with suppress(queue.Empty):
             while True:
                 self._sent.get_nowait()
@@ -192,34 +196,34 @@ class Uploader:
         self._queue.put(_Release(worker_session, segment))
 
     def release_after(self, owner: object, worker_session: WorkerSession, segment: int) -> DeathNotice:
-        """Releases a segment when its owner has died. NOTE [Endings]."""
+        """Releases a segment when its owner has died: NOTE [Endings]."""
         return self._endings.watch(owner, _Release(worker_session, segment))
 
     def call_after(self, owner: object, then: Callable[[], None]) -> DeathNotice:
-        """Has the sending thread do something when its owner has died. NOTE [Endings]."""
+        """Calls a function in the sending thread when the owner has died: NOTE [Endings]."""
         return self._endings.watch(owner, then)
 
     def cancel_notice(self, ending: DeathNotice) -> None:
-        """Nothing more is to be done when the owner dies."""
+        """Cancels a notice, so that nothing happens when the owner dies."""
         self._endings.take(ending)
 
     def segments(self) -> list[int]:
-        """The numbers of the segments whose owners are there."""
+        """Returns the numbers of the segments whose owners live."""
         return [then.segment for then in self._endings.to_come() if isinstance(then, _Release)]
 
     def close(self) -> None:
-        """Sends nothing more and ends the thread. Call it after the link was closed."""
+        """Stops sending and ends the thread. Call it after the connection was closed."""
         self._queue.put(None)
         self._thread.join()
 
     def put(
         self, worker_session: WorkerSession, outgoing_tensors: Iterable[OutgoingTensor], count: Callable[[int], None]
     ) -> None:
-        """Sends tensors. Called by any thread, waits until they are there.
+        """Sends tensors, and waits until the worker has them. Any thread may call it.
 
         Raises:
-            WorkerError: The worker refuses them.
-            WorkerLostError: Silence, or the connection broke.
+            WorkerError: The worker rejected the tensors.
+            WorkerLostError: The worker was silent, or the connection broke.
         """
         with sending(worker_session.memory, count) as write:
             addresses = self._put(worker_session, batches(outgoing_tensors, write), count)
@@ -239,11 +243,11 @@ class Uploader:
     def missing(
         self, worker_session: WorkerSession, outgoing_tensors: Iterable[OutgoingTensor]
     ) -> list[OutgoingTensor]:
-        """Those that the worker does not have, as far as is known."""
+        """Returns the tensors that the worker does not store, as far as is known."""
         return [outgoing for outgoing in outgoing_tensors if not self.knows(worker_session, outgoing.address)]
 
     def learn(self, worker_session: WorkerSession, addresses: Iterable[bytes]) -> None:
-        """Notes what the worker holds. It may give some up; then it says what is missing."""
+        """Notes that the worker stores tensors. It may evict some, and reports them as missing later."""
         with self._known_lock:
             if self._known_of is not worker_session:
                 self._known.clear()
@@ -255,25 +259,25 @@ class Uploader:
                 self._known.popitem(last=False)
 
     def unlearn(self, addresses: Iterable[bytes]) -> None:
-        """Notes what the worker no longer holds."""
+        """Notes that the worker no longer stores tensors."""
         with self._known_lock:
             for address in addresses:
                 self._known.pop(address, None)
 
     def holder_of(self, address: bytes) -> WorkerSession | None:
-        """The generation that holds a tensor, as far as is known."""
+        """Returns the worker session that stores a tensor, as far as is known."""
         with self._known_lock:
             return self._known_of if address in self._known else None
 
     def knows(self, worker_session: WorkerSession, address: bytes) -> bool:
-        """Whether the worker holds a tensor or program, as far as is known."""
+        """Whether the worker stores a tensor or program, as far as is known."""
         with self._known_lock:
             return self._known_of is worker_session and address in self._known
 
     def _serve(self) -> None:
         held: list[_Release] = []
         while True:
-            item: _Item | DeathNotice | None = None  # nothing of the last one stays until the next comes
+            item: _Item | DeathNotice | None = None  # nothing of the last item stays alive while this thread waits
             is_soon = True
             try:
                 item = self._queue.get(timeout=GATHER_S if held else None)
@@ -297,12 +301,12 @@ class Uploader:
         try:
             then()
         except Exception:  # a bug of ours must not end the thread that forward waits for
-            logger.exception("letting go failed", extra=about(self._connection.run))
+            logger.exception("A notice could not be handled.", extra=about(self._connection.run))
 
     def _save(self, save: SegmentUpload) -> None:
         try:
             if save.owner is not None and save.owner() is None:
-                raise SegmentUnknownError("released before it was sent")
+                raise SegmentUnknownError("the segment was released before it was sent")
             self._send(save)
             self._sent.put(save.sources)
             save.sources = ()
@@ -310,13 +314,14 @@ class Uploader:
         except BackhaulError as error:
             if isinstance(error, WorkerLostError):
                 self._connection.trouble(save.worker_session, error)
-            error.__traceback__ = None  # leads to tensors, and the future keeps the error
+            error.__traceback__ = None  # the traceback leads to tensors, and the future keeps the error
             save.saved.set_exception(error)
-        except Exception as error:  # a bug of ours must end in a fallback, not in a thread that is gone
-            logger.exception("sending a segment failed", extra=about(self._connection.run, save.name))
+        except Exception as error:  # a bug of ours must cause a fallback instead of ending the thread
+            logger.exception("A segment could not be sent.", extra=about(self._connection.run, save.name))
             save.saved.set_exception(WorkerLostError(f"sending failed: {type(error).__name__}: {error}"))
         finally:
-            if save.is_predicted:  # its copies are not used for recomputation
+            # Whatever happened, forward must not wait for this segment any longer, or it would block for ever.
+            if save.is_predicted:  # the copies of a predicted segment are not used for recomputation
                 self._sent.put(save.sources)
                 save.sources = ()
             with self._room:
@@ -359,7 +364,7 @@ class Uploader:
                 return
             self.unlearn([*answer.missing_tensors, *([save.program_address] if answer.program_missing else [])])
         raise WorkerLostError(
-            f"the worker gave up tensors of segment {save.name} as fast as they came: give it more --memory",
+            f"the worker evicted tensors of segment {save.name} as fast as they arrived: start it with more --memory",
             status="BUSY",
         )
 
@@ -371,8 +376,10 @@ class Uploader:
             answer = self._send_missing(save, request, addresses, stubs.short_saves)
             if answer is not None and not answer.refused:
                 return answer
-        except (TransferError, _UnansweredError) as error:  # what is wrong the call says
-            logger.debug("saving on the open stream: %r", error, extra=about(self._connection.run, save.name))
+        except (TransferError, _UnansweredError) as error:  # the RPC reports what is wrong
+            logger.debug(
+                "The open stream did not save a segment: %r", error, extra=about(self._connection.run, save.name)
+            )
         self._send_missing(save, request, addresses)
         request.sources[:] = addresses
         save.count(request.ByteSize())
@@ -388,9 +395,9 @@ class Uploader:
         addresses: list[bytes],
         short: RequestStream | None = None,
     ) -> segment_pb2.SaveSegmentResponse | None:
-        """Sends what the worker does not have, with the request if that goes on a stream and all fits one message.
+        """Sends missing tensors, together with the request if there is a stream for it and all fit into one message.
 
-        The worker says which addresses the sources have that came without. Returns its answer if the request was sent.
+        The worker computes the addresses of tensors without one. Returns its answer if the request was sent.
         """
         worker_session = save.worker_session
         outgoing_tensors: dict[bytes | int, OutgoingTensor] = {}
@@ -411,12 +418,12 @@ class Uploader:
                     raise _UnansweredError
                 missing = list(answer.stored)
                 if outgoing_tensors and not missing:
-                    raise TransferError("the worker did not take what came with a segment")
+                    raise TransferError("the worker did not accept the tensors of a segment")
                 self.watch.sign()
             elif begin:
                 missing = self._put(worker_session, itertools.chain(begin, sent), save.count)
             if len(missing) != len(outgoing_tensors):
-                raise WorkerLostError(f"the worker says that it took {len(missing)} tensors of {len(outgoing_tensors)}")
+                raise WorkerLostError(f"the worker has taken {len(missing)} tensors of {len(outgoing_tensors)}")
         for key, address in zip(outgoing_tensors, missing, strict=True):
             if isinstance(key, int):
                 addresses[key] = address
@@ -446,8 +453,8 @@ class Uploader:
                 call_unary(stubs.segments.ReleaseSegments, request, self._connection.silence_s)
                 self.uncollected.taken(commits)
             except WorkerLostError as error:
-                self._connection.trouble(worker_session, error)  # what it held goes with the session's lease
+                self._connection.trouble(worker_session, error)  # the worker frees the segments when the lease runs out
             except BackhaulError as error:
-                logger.debug("releasing segments: %s", error, extra=about(self._connection.run))
+                logger.debug("Segments were not released: %s", error, extra=about(self._connection.run))
             except Exception:  # a bug of ours must not end the thread that forward waits for
-                logger.exception("releasing segments failed", extra=about(self._connection.run))
+                logger.exception("Segments could not be released.", extra=about(self._connection.run))
