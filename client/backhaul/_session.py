@@ -310,7 +310,7 @@ class Session:
 
     def _optimizer_stepped(self, *_: Any) -> None:
         if self.telemetry is not None and not self._closed:
-            self.telemetry.step(is_told=False)
+            self.telemetry.step(is_explicit=False)
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Collects gradients before an optimizer's step, and after each call of its closure."""

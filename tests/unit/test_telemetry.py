@@ -109,11 +109,11 @@ def test_a_call_that_keeps_activations_is_kept_whoever_recomputes_what_comes_bef
 def test_once_the_loop_tells_its_steps_those_of_optimizers_do_not_count() -> None:
     told = Told()
     told.call()
-    told.telemetry.step(is_told=False)
+    told.telemetry.step(is_explicit=False)
     told.call()
     told.telemetry.step(2.0)
     told.call()
-    told.telemetry.step(is_told=False)
+    told.telemetry.step(is_explicit=False)
     told.close()
     assert [(step.number, step.HasField("loss")) for step in told.steps] == [(0, False), (1, True)]
 

@@ -1,17 +1,17 @@
-"""A trainer's steps as OpenTelemetry traces. Needs the extra "otel"; where spans go, the user's SDK says.
+"""Exports a trainer's steps as OpenTelemetry traces. Needs the extra "otel" and a configured SDK.
 
     backhaul.step
     ├── backhaul.segment          a checkpointed call, from its forward to the end of its backward
-    │   ├── backhaul.forward      and a span for each other lane it was in: upload, queue, recompute, backward,
+    │   ├── backhaul.forward      and a span for each other phase: upload, queue, recompute, backward,
     │   ├── backhaul.upload       download, wait, trainer
     │   └── ...
     └── backhaul.segment
 
 NOTE [Spans]
-1. Spans are made after the fact, with the times that the events had by the trainer's clock.
-2. A step is a child of the span that was current in the thread that ended it; its calls are children of the step.
-   Calls may be told before their step, and then wait for it, or after it; both are bounded.
-3. A segment that a worker was meant to recompute and the trainer did is an error of that segment, not of its step.
+1. Spans are created after the fact, with the times of the events by the trainer's clock.
+2. A step is a child of the span that was current in the thread that ended the step. Its calls are children of the step.
+   A call may be reported before its step and then waits for it, or after it. Both are bounded.
+3. If the trainer recomputed a segment that was meant for a worker, the segment has an error, but not its step.
 """
 
 from collections import OrderedDict
@@ -39,28 +39,31 @@ _LANES = {
 
 
 class Traces:
-    """Makes spans of what a session's telemetry tells.
+    """Creates spans from the telemetry of a session.
 
     Args:
-        tracer: Makes them; None for that of the SDK which the user has configured by the first report.
+        tracer: Creates the spans; None for that of the SDK that is configured when the first report arrives.
     """
 
     def __init__(self, tracer: Tracer | None = None) -> None:
         self._tracer = tracer or trace.get_tracer("backhaul", version())
-        self._steps: OrderedDict[int, Context] = OrderedDict()  # of steps that were told
-        self._waiting: list[telemetry_pb2.SegmentCall] = []  # for their step
+        self._steps: OrderedDict[int, Context] = OrderedDict()  # of the steps that were reported
+        self._waiting: list[telemetry_pb2.SegmentCall] = []  # calls that wait for their step
 
     @staticmethod
     def context() -> Context:
-        """What `export` takes for a step that ends now. Called in the thread that ends it."""
+        """Returns the context for a step that ends now, to pass to `export`.
+
+        Called in the thread that ends the step.
+        """
         return get_current()
 
     def export(self, report: telemetry_pb2.TrainerReport, contexts: Mapping[int, Context]) -> None:
-        """Makes the spans of a report. Called by one thread, the telemetry's.
+        """Creates the spans of a report. Only the telemetry thread calls it.
 
         Args:
-            report: Steps that have ended, and calls of these or of others.
-            contexts: That were current when each of the report's steps ended, by its number.
+            report: Steps that have ended, and calls of these or other steps.
+            contexts: For each step of the report, by number, the context that was current when it ended.
         """
         for step in report.steps:
             self._step(step, contexts.get(step.number, Context()), report.run)
@@ -103,7 +106,7 @@ class Traces:
             self._steps.popitem(last=False)
 
     def _call(self, call: telemetry_pb2.SegmentCall, parent: Context) -> None:
-        if not call.spans:  # when it was is not known
+        if not call.spans:  # its times are unknown
             return
         attributes: Attributes = {
             "backhaul.step.number": call.step,
@@ -132,7 +135,7 @@ class Traces:
 
 
 def _judge(segment: Span, call: telemetry_pb2.SegmentCall, end: int) -> None:
-    """Rule 3."""
+    """Sets the status and events of a segment's span (Rule 3)."""
     failed = [span.started_at_s for span in call.spans if span.lane == telemetry_pb2.LANE_TRAINER]
     at = _ns(min(failed)) if failed else end
     if call.retries:
@@ -145,7 +148,7 @@ def _judge(segment: Span, call: telemetry_pb2.SegmentCall, end: int) -> None:
 
 
 def _server(worker: str) -> Attributes:
-    """A worker by OpenTelemetry's names; nothing where none had the segment."""
+    """Returns the attributes of a worker in OpenTelemetry's naming; none if no worker had the segment."""
     try:
         address = parse_address(worker)
     except AddressError:

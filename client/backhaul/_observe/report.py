@@ -1,4 +1,4 @@
-"""What ran where, why, and what it cost: counted while training, shown by `session.report()`."""
+"""Counts what ran where, why, and at what cost, for `session.report()`."""
 
 import logging
 import threading
@@ -12,7 +12,7 @@ logger = logging.getLogger("backhaul")
 
 
 class Decision(Enum):
-    """What became of a segment."""
+    """How a segment was recomputed."""
 
     GRADIENTS = "gradients"
     """A worker ran its backward and returned gradients."""
@@ -24,7 +24,7 @@ class Decision(Enum):
     """The trainer recomputed it."""
 
     KEPT = "kept"
-    """Its activations stayed on the trainer, as without checkpointing, for no program carries all that is in it."""
+    """Its activations stayed on the trainer, as without checkpointing, because no program can express all of it."""
 
 
 _COLUMNS = (
@@ -41,20 +41,20 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class SegmentReport:
-    """All calls under one name.
+    """All calls with the same name.
 
     Attributes:
-        name: The name of what was called.
+        name: The name of the checkpointed function or module.
         calls: The number of forward calls.
-        decisions: Recomputations by who did them, and calls whose activations were kept.
-        wait_s: What backward waited for them.
-        fallbacks: Segments that a worker had, or should have had, and the trainer recomputed.
-        reasons: Why the trainer recomputed, with counts.
+        decisions: Number of recomputations by decision, and of calls whose activations were kept.
+        wait_s: Seconds for which backward waited for these segments.
+        fallbacks: Number of segments that were meant for a worker but ran on the trainer.
+        reasons: Why the trainer recomputed segments, with counts.
         kept: Why activations were kept, with counts.
-        inside: Why activations came back where gradients might have, with counts.
-        up_bytes: Sent for these calls.
-        down_bytes: The bytes received for these calls.
-        drift: The largest relative difference between what a worker computed and forward, 0 where bits are equal.
+        inside: Why workers returned activations although gradients were allowed, with counts.
+        up_bytes: Bytes sent for these calls.
+        down_bytes: Bytes received for these calls.
+        drift: The largest relative difference between the numbers of a worker and of forward; 0 if all bits are equal.
     """
 
     name: str
@@ -72,37 +72,37 @@ class SegmentReport:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A session so far. `print` it, or read its fields.
+    """The counts of a session so far. `print` it, or read its fields.
 
     Attributes:
-        segments: By name, in the order of their first calls.
+        segments: The counts by name, in the order of the first calls.
     """
 
     segments: tuple[SegmentReport, ...]
 
     @property
     def remote(self) -> int:
-        """Recomputations done by workers."""
+        """Number of recomputations on workers."""
         return sum(s.decisions.get(d, 0) for s in self.segments for d in (Decision.GRADIENTS, Decision.ACTIVATIONS))
 
     @property
     def fallbacks(self) -> int:
-        """Segments that the trainer recomputed though a worker had been meant to."""
+        """Number of segments that were meant for a worker but ran on the trainer."""
         return sum(segment.fallbacks for segment in self.segments)
 
     @property
     def up_bytes(self) -> int:
-        """Sent to workers."""
+        """Bytes sent to workers."""
         return sum(segment.up_bytes for segment in self.segments)
 
     @property
     def down_bytes(self) -> int:
-        """Received from workers."""
+        """Bytes received from workers."""
         return sum(segment.down_bytes for segment in self.segments)
 
     @property
     def drift(self) -> float:
-        """The largest of the segments' drifts."""
+        """The largest drift of all segments."""
         return max((segment.drift for segment in self.segments), default=0.0)
 
     def __str__(self) -> str:
@@ -130,11 +130,11 @@ class Report:
 
 @dataclass(eq=False)
 class SegmentLog:
-    """Counts of one name. Written by the trainer's threads and the session's.
+    """The counts of one name. Thread-safe.
 
     Attributes:
-        name: The name of what was called.
-        session: Whose log it is, for people.
+        name: The name of the checkpointed function or module.
+        session: Id of the session, for log lines.
     """
 
     name: str
@@ -157,33 +157,33 @@ class SegmentLog:
             self._calls += 1
 
     def add(self, decision: Decision, wait_s: float) -> None:
-        """Counts a recomputation."""
+        """Counts a recomputation, and the seconds for which backward waited for it."""
         with self._lock:
             self._decisions[decision] += 1
             self._wait_s += wait_s
 
     def wait(self, wait_s: float) -> None:
-        """Adds to what backward waited."""
+        """Adds seconds for which backward waited."""
         with self._lock:
             self._wait_s += wait_s
 
     def traffic(self, up_bytes: int = 0, down_bytes: int = 0) -> None:
-        """Counts bytes of messages."""
+        """Counts the bytes of messages."""
         with self._lock:
             self._up_bytes += up_bytes
             self._down_bytes += down_bytes
 
     def drift(self, drift: float) -> None:
-        """Notes how far a worker's numbers were from forward's."""
+        """Notes the drift of a recomputation."""
         with self._lock:
             self._drift = max(self._drift, drift)
 
     def on_trainer(self, reason: str, *, is_said: bool = False, step: int | None = None) -> None:
-        """Notes why the trainer recomputes, in the log only the first time.
+        """Notes why the trainer recomputes a segment. Logs each reason once.
 
         Args:
             reason: The reason, as the log and the report show it.
-            is_said: Somebody else has put it in the log.
+            is_said: Whether the reason was logged elsewhere.
             step: The step of the call; None if steps are not counted.
         """
         with self._lock:
@@ -191,10 +191,10 @@ class SegmentLog:
             first = self._reasons[reason] == 1
         if first and not is_said:
             extra = about(self.session, self.name, step)
-            logger.warning("segment %s is recomputed on the trainer: %s", self.name, reason, extra=extra)
+            logger.warning("Segment %s is recomputed on the trainer: %s", self.name, reason, extra=extra)
 
     def kept(self, reason: str, *, step: int | None = None) -> None:
-        """Notes why the trainer keeps activations, in the log only the first time.
+        """Notes why the trainer keeps activations. Logs each reason once.
 
         Args:
             reason: The reason, as the log and the report show it.
@@ -206,22 +206,22 @@ class SegmentLog:
             first = self._kept[reason] == 1
         if first:
             extra = about(self.session, self.name, step)
-            text = "segment %s keeps its activations on the trainer, as without checkpointing: %s"
+            text = "Segment %s keeps its activations on the trainer, as without checkpointing: %s"
             logger.warning(text, self.name, reason, extra=extra)
 
     def inside(self, reason: str) -> None:
-        """Notes why activations come back rather than gradients."""
+        """Notes why a worker will return activations instead of gradients."""
         with self._lock:
             self._inside[reason] += 1
 
     def fallback(self, reason: str, *, is_said: bool = False, step: int | None = None) -> None:
-        """Notes that a worker was meant to recompute and could not."""
+        """Notes why a segment that was meant for a worker runs on the trainer."""
         with self._lock:
             self._fallbacks += 1
         self.on_trainer(reason, is_said=is_said, step=step)
 
     def report(self) -> SegmentReport:
-        """The counts now."""
+        """Returns the current counts."""
         with self._lock:
             return SegmentReport(
                 self.name,
@@ -239,10 +239,10 @@ class SegmentLog:
 
 
 class Journal:
-    """The logs of a session, by name.
+    """The logs of a session, by name. Thread-safe.
 
     Attributes:
-        session: Its name, for people.
+        session: Id of the session, for log lines.
     """
 
     def __init__(self, session: str = "") -> None:
@@ -251,7 +251,7 @@ class Journal:
         self._lock = threading.Lock()
 
     def log(self, name: str) -> SegmentLog:
-        """The log of that name, made at its first call."""
+        """Returns the log of a name. The first call creates it."""
         with self._lock:
             log = self._logs.get(name)
             if log is None:
@@ -259,7 +259,7 @@ class Journal:
             return log
 
     def report(self) -> Report:
-        """Everything so far."""
+        """Returns all counts so far."""
         with self._lock:
             logs = list(self._logs.values())
         return Report(tuple(log.report() for log in logs))

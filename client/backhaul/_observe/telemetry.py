@@ -1,10 +1,11 @@
-"""What a trainer tells of its steps, for dashboards: counted while it trains, sent by a thread of its own.
+"""The telemetry of a trainer: counted during training, and sent by a thread of its own.
 
 NOTE [Never in the way]
-1. Training adds numbers and appends to lists. What takes longer, and all that may fail, is the thread's.
-2. Lists are bounded. What does not fit, or can't be sent, is dropped and counted.
-3. A call is told once nobody can need its segment any more, or its step has ended after its recomputation.
-4. Frames die at any time, in any thread. Their deaths are appended to a queue: see `_endings`.
+1. Training only adds numbers and appends to lists. The thread does everything that takes longer or may fail.
+2. Lists are bounded. Entries that do not fit or cannot be sent are dropped and counted.
+3. A call is reported when no backward can need its segment any more, or when its step has ended after its
+   recomputation.
+4. Frames die at any time and in any thread. Their death notices are appended to a queue, see `_endings`.
 """
 
 import logging
@@ -36,19 +37,19 @@ INTERVAL_S = 1.0
 MAX_CALLS = 4096
 MAX_STEPS = 1024
 CALLS_PER_REPORT = 200
-"""With these a report stays below the half MiB that a worker takes."""
+"""Upper bounds of a report. They keep it below the half MiB that a worker accepts."""
 
 _SHOWN_OF_REASON = 1000
 _CLOSE_S = 1.0
 
 Lane = telemetry_pb2.Lane
 Deliver = Callable[[telemetry_pb2.TrainerReport], bool]
-"""Sends a report. Returns whether it arrived. Called by the telemetry's thread, may wait and raise."""
+"""Sends a report and returns whether it arrived. The telemetry thread calls it; it may block and raise."""
 
 
 @dataclass(eq=False)
 class _Totals:
-    """Of the step that runs."""
+    """The sums of the step in progress."""
 
     number: int
     started_at_s: float = 0.0
@@ -65,19 +66,19 @@ class _Totals:
 
 
 class CallLog:
-    """What happens to one checkpointed call, counted under its name, and told with its step.
+    """The log of one checkpointed call. It is counted under its name, and reported with its step.
 
-    Methods may be called by any thread.
+    All methods are thread-safe.
 
     Args:
         log: The log of all calls with this name.
         telemetry: Where the call is reported; None if telemetry is off.
 
     Attributes:
-        worker: That was given it.
-        reason: Why it is recomputed where it is, and what comes back.
-        retries: Requests that were made again.
-        mismatches: Recomputations whose values were refused.
+        worker: Address of the worker that got the segment; empty if none did.
+        reason: Why the segment is recomputed where it is, and returns what it does.
+        retries: Number of repeated requests.
+        mismatches: Number of recomputations whose values were rejected.
     """
 
     def __init__(self, log: SegmentLog, telemetry: "Telemetry | None" = None) -> None:
@@ -98,17 +99,17 @@ class CallLog:
 
     @property
     def name(self) -> str:
-        """Of what was called."""
+        """The name of the checkpointed function or module."""
         return self._log.name
 
     def forward(self, frame: object, function_s: float, overhead_s: float, saved_bytes: int) -> None:
         """Notes a forward that has just ended.
 
         Args:
-            frame: When it dies, the segment's story has ended.
-            function_s: What the function took alone.
-            overhead_s: What was added to it.
-            saved_bytes: What autograd packed, less what the trainer keeps of it.
+            frame: The frame of the segment. When it dies, the call is complete.
+            function_s: Seconds that the function took by itself.
+            overhead_s: Seconds that Backhaul added.
+            saved_bytes: Bytes that autograd saved, minus those that the trainer keeps.
         """
         if self._telemetry is None:
             return
@@ -118,13 +119,15 @@ class CallLog:
 
     @property
     def is_gone(self) -> bool:
-        """Whether its forward has ended and no backward can need its segment any more."""
+        """Whether forward has ended and no backward can need the segment any more."""
         return self._frame is not None and self._frame() is None
 
     def add(self, decision: Decision, took_s: float) -> None:
-        """Counts a recomputation that has just ended, for which backward waited."""
+        """Counts a recomputation that has just ended, and the seconds for which backward waited for it."""
         self._log.add(decision, took_s)
-        if self.decision is not Decision.KEPT:  # which says more than who recomputed what came before
+        if (
+            self.decision is not Decision.KEPT
+        ):  # kept activations say more about the call than a recomputation of its first part
             self.decision = decision
         on_trainer = decision is Decision.TRAINER
         self._span(Lane.LANE_TRAINER if on_trainer else Lane.LANE_WAIT, time() - took_s, took_s)
@@ -132,14 +135,14 @@ class CallLog:
             self._telemetry.recomputed(decision, 0.0 if on_trainer else took_s, 0.0 if on_trainer else self.function_s)
 
     def wait(self, took_s: float) -> None:
-        """Adds to what backward waited, until now."""
+        """Adds seconds for which backward waited until now."""
         self._log.wait(took_s)
         self._span(Lane.LANE_WAIT, time() - took_s, took_s)
         if self._telemetry is not None:
             self._telemetry.waited(took_s)
 
     def traffic(self, up_bytes: int = 0, down_bytes: int = 0) -> None:
-        """Counts bytes of messages."""
+        """Counts the bytes of messages."""
         self._log.traffic(up_bytes, down_bytes)
         self.up_bytes += up_bytes
         self.down_bytes += down_bytes
@@ -147,15 +150,15 @@ class CallLog:
             self._telemetry.moved(up_bytes, down_bytes)
 
     def uploaded(self, took_s: float) -> None:
-        """Notes that something has just been sent."""
+        """Notes the seconds of an upload that has just ended."""
         self._span(Lane.LANE_UPLOAD, time() - took_s, took_s)
 
     def answered(self, timing: segment_pb2.Timing, clock_offset_s: float) -> None:
-        """Notes when a worker did what it answered, the last byte of which has just come.
+        """Notes when a worker did the work of an answer whose last byte has just arrived.
 
         Args:
-            timing: By the worker's clock.
-            clock_offset_s: That clock less ours.
+            timing: The times by the worker's clock.
+            clock_offset_s: The worker's clock minus ours, in seconds.
         """
         arrived_at_s = time()
         if self._telemetry is None or not timing.recompute_at_s:
@@ -172,35 +175,35 @@ class CallLog:
         self._span(Lane.LANE_DOWNLOAD, sent_at_s, arrived_at_s - sent_at_s)
 
     def drift(self, drift: float) -> None:
-        """Notes how far a worker's numbers were from forward's."""
+        """Notes the drift of a recomputation."""
         self._log.drift(drift)
         self.largest_drift = max(self.largest_drift, drift)
 
     def on_trainer(self, reason: str, *, is_said: bool = False) -> None:
-        """See `SegmentLog`."""
+        """Notes why the trainer recomputes the segment, see `SegmentLog`."""
         self.reason = reason
         self._log.on_trainer(reason, is_said=is_said, step=self._counted_step)
 
     def kept(self, reason: str) -> None:
-        """See `SegmentLog`."""
+        """Notes why activations are kept, see `SegmentLog`."""
         self.reason, self.decision = reason, Decision.KEPT
         self._log.kept(reason, step=self._counted_step)
 
     def taken(self, needs_inside: str) -> None:
-        """Notes that a worker took the segment, and why activations will come back; empty where gradients will."""
+        """Notes that a worker got the segment, and why it will return activations; empty if it returns gradients."""
         self.reason = needs_inside or "only its gradients are needed"
         if needs_inside:
             self._log.inside(needs_inside)
 
     def fallback(self, reason: str, *, is_said: bool = False) -> None:
-        """See `SegmentLog`."""
+        """Notes why the segment runs on the trainer instead of a worker, see `SegmentLog`."""
         self.reason, self.is_fallback = reason, True
         self._log.fallback(reason, is_said=is_said, step=self._counted_step)
         if self._telemetry is not None:
             self._telemetry.fell_back()
 
     def to_message(self) -> telemetry_pb2.SegmentCall:
-        """The call as a message of the report."""
+        """Returns the call as a message of a report."""
         return telemetry_pb2.SegmentCall(
             step=self.step,
             number=self.number,
@@ -232,47 +235,50 @@ class CallLog:
 
 
 class Telemetry:
-    """Counts a session's steps and sends them. `close` it; until `start` nothing is sent.
+    """Counts the steps of a session and sends reports after `start`. `close` ends it. Thread-safe.
 
     Args:
         deliver: Sends a report to a worker. Called by the telemetry thread.
-        run: What is said of the session with each report.
-        traces: Is told the same, if there are to be any.
+        run: The description of the session, sent with each report.
+        traces: Also gets each report; None for no traces.
     """
 
     def __init__(self, deliver: Deliver, run: telemetry_pb2.Run, traces: "Traces | None" = None) -> None:
         self._deliver = deliver
         self._run = run
         self._traces = traces
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # guards all counts and queues; reentrant, because a frame may die while it is held
         self._now = _Totals(0)
-        self._is_told_steps = False
+        self._has_explicit_steps = False
         self._calls: deque[CallLog] = deque()
         self._steps: deque[tuple[telemetry_pb2.Step, Any, Context | None]] = deque()
         self._held_bytes = 0
         self._peak_held_bytes = 0
-        self._let_go: deque[DeathNotice] = deque()  # Rule 4
-        self._endings = DeathQueue(self._let_go.append)
+        self._death_notices: deque[DeathNotice] = deque()  # Rule 4
+        self._endings = DeathQueue(self._death_notices.append)
         self._dropped = 0
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="backhaul-telemetry", daemon=True)
 
     def start(self) -> None:
-        """Begins to send."""
+        """Starts the thread that sends reports."""
         self._thread.start()
 
     def close(self) -> None:
-        """Sends what is left and ends the thread. Does not wait long."""
+        """Sends the remaining reports and ends the thread. Waits only briefly."""
         self._end.set()
         if self._thread.ident is not None:
             self._thread.join(_CLOSE_S)
 
     def forked(self) -> None:
-        """In the child of a fork, where the thread is missing and may have held the lock."""
-        self._lock = threading.RLock()
+        """Resets the state in the child of a fork, where the thread that holds the lock may not exist."""
+        self._lock = threading.RLock()  # guards all counts and queues; reentrant, because a frame may die while it is held
 
     def began(self, call: CallLog, name: str) -> tuple[int, int, int]:
-        """A call began. Returns its step, its number in it, and its number among those of its name."""
+        """Notes the start of a call.
+
+        Returns its step, its number in the step, and its number among calls of its name.
+        """
         with self._lock:
             now = self._now
             if not now.calls:
@@ -286,49 +292,50 @@ class Telemetry:
             return now.number, now.calls - 1, now.names[name] - 1
 
     def hold(self, frame: object, saved_bytes: int, overhead_s: float) -> DeathNotice:
-        """A forward ended, which holds so many bytes until its frame is gone."""
+        """Notes the end of a forward, which spares memory until its frame has died."""
         with self._lock:
-            while self._let_go:
-                self._held_bytes -= self._endings.take(self._let_go.popleft())
+            while self._death_notices:
+                self._held_bytes -= self._endings.take(self._death_notices.popleft())
             self._held_bytes += saved_bytes
             self._now.saved_bytes = max(self._now.saved_bytes, self._held_bytes)
             self._now.overhead_s += overhead_s
         return self._endings.watch(frame, saved_bytes)
 
     def recomputed(self, decision: Decision, wait_s: float, spared_s: float) -> None:
-        """A segment was recomputed."""
+        """Counts a recomputation."""
         with self._lock:
             self._now.decisions[decision] += 1
             self._now.wait_s += wait_s
             self._now.spared_s += spared_s
 
     def waited(self, wait_s: float) -> None:
-        """Backward stood still."""
+        """Adds seconds for which backward was blocked."""
         with self._lock:
             self._now.wait_s += wait_s
 
     def moved(self, up_bytes: int, down_bytes: int) -> None:
-        """Bytes went or came."""
+        """Counts the bytes of messages."""
         with self._lock:
             self._now.up_bytes += up_bytes
             self._now.down_bytes += down_bytes
 
     def fell_back(self) -> None:
-        """The trainer had to do what a worker was meant to."""
+        """Counts a segment that was meant for a worker but ran on the trainer."""
         with self._lock:
             self._now.fallbacks += 1
 
-    def step(self, loss: "Tensor | float | None" = None, *, is_told: bool = True) -> None:
-        """A step ended. One without calls is none.
+    def step(self, loss: "Tensor | float | None" = None, *, is_explicit: bool = True) -> None:
+        """Ends a step. A step without calls is not counted.
 
         Args:
             loss: The loss of the step; None if it is unknown.
-            is_told: By the training loop; from the first time on, steps of optimizers don't count.
+            is_explicit: Whether the training loop ends the step. From the first time on, optimizers no longer end
+                steps.
         """
         with self._lock:
-            if self._is_told_steps and not is_told:
+            if self._has_explicit_steps and not is_explicit:
                 return
-            self._is_told_steps |= is_told
+            self._has_explicit_steps |= is_explicit
             now = self._now
             if not now.calls:
                 return
@@ -366,21 +373,21 @@ class Telemetry:
                     if not self._deliver(report):
                         self._drop(report)
             except Exception:  # Rule 1
-                logger.debug("telemetry failed", exc_info=True)
+                logger.debug("Telemetry failed.", exc_info=True)
 
     def _trace(self, report: telemetry_pb2.TrainerReport, contexts: "Mapping[int, Context]") -> None:
         if self._traces is not None:
             try:
                 self._traces.export(report, contexts)
-            except Exception:  # the user's SDK failed: workers get the report nevertheless
-                logger.debug("traces failed", exc_info=True)
+            except Exception:  # the user's SDK failed, but workers still get the report
+                logger.debug("Traces failed.", exc_info=True)
 
     def _drop(self, report: telemetry_pb2.TrainerReport) -> None:
         with self._lock:
             self._dropped += len(report.steps) + len(report.calls)
 
     def _reports(self, *, is_last: bool) -> Iterator[telemetry_pb2.TrainerReport]:
-        """What is to be told now, nothing if there is nothing."""
+        """Yields the reports to send now."""
         with self._lock:
             current = self._now.number
             reported = [call for call in self._calls if is_last or _has_ended(call, current)]
@@ -391,7 +398,7 @@ class Telemetry:
             self._steps.clear()
         if is_last:
             self._run.is_closed = True
-        messages = [_told(step, loss) for step, loss, _ in steps]
+        messages = [_with_loss(step, loss) for step, loss, _ in steps]
         contexts = {step.number: context for step, _, context in steps if context is not None}
         while messages or reported or is_last:
             report = telemetry_pb2.TrainerReport(
@@ -406,13 +413,13 @@ class Telemetry:
 
 
 def _has_ended(call: CallLog, current_step: int) -> bool:
-    """Rule 3."""
+    """Whether a call can be reported (Rule 3)."""
     return call.is_gone or (call.decision is not None and call.step < current_step)
 
 
-def _told(step: telemetry_pb2.Step, loss: "Tensor | float | None") -> telemetry_pb2.Step:
+def _with_loss(step: telemetry_pb2.Step, loss: "Tensor | float | None") -> telemetry_pb2.Step:
     step.peak_bytes = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else resident_bytes("VmHWM")  # type: ignore[no-untyped-call]
     if loss is not None:
-        with suppress(TypeError, ValueError, RuntimeError):  # not one number
+        with suppress(TypeError, ValueError, RuntimeError):  # the loss is not a single number
             step.loss = float(loss)
     return step

@@ -13,7 +13,7 @@ class NotRemoteWarning(UserWarning):
 
 
 def warn_not_remote(message: str) -> None:
-    """Warns in the name of the line that called Backhaul, so that Python shows it once per such line."""
+    """Issues a warning at the line that called Backhaul, so that Python shows it once for each such line."""
     depth, frame = 1, sys._getframe(1)
     while frame.f_code.co_filename.startswith(_SKIPPED) and frame.f_back is not None:
         depth, frame = depth + 1, frame.f_back
