@@ -2,10 +2,10 @@
 
     import backhaul
 
-    session = backhaul.connect()          # starts a worker here; or backhaul.connect("gpu-box:50051")
-    y = session.checkpoint(block, x)      # takes what torch.utils.checkpoint.checkpoint takes
+    session = backhaul.connect()          # starts a worker on this machine; or backhaul.connect("gpu-box:50051")
+    y = session.checkpoint(block, x)      # accepts what torch.utils.checkpoint.checkpoint accepts
 
-Importing this package costs nothing: torch is imported when a name below is first used.
+Importing this package is fast: torch is imported when one of the names below is first used.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""`python -m backhaul`."""
+"""Runs the `backhaul` command by `python -m backhaul`."""
 
 import sys
 

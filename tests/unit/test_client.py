@@ -72,7 +72,7 @@ def test_a_context_of_the_callers_own_runs_here(loopback: Loopback, caplog: pyte
     for _ in range(2):
         loopback.checkpoint(torch.sin, x, debug=True).sum().backward()
     assert [record.getMessage() for record in caplog.records] == [
-        "segment sin is recomputed on the trainer: debug=True traces its recomputation"
+        "Segment sin is recomputed on the trainer: debug=True traces its recomputation"
     ]
     with pytest.raises(NotRemoteError, match="debug=True"):
         loopback.checkpoint(torch.sin, x, debug=True, strict=True)

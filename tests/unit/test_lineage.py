@@ -317,7 +317,7 @@ def test_durability(loopback: Loopback, returns: str, durability: str) -> None:
     if durability != "none":
         assert differing(gradients(checkpoint, KEPT_FIRST["residual"], lose), expected) == []
         return
-    with pytest.raises(SegmentLostError, match="is kept nowhere") as caught:
+    with pytest.raises(SegmentLostError, match="is not kept anywhere") as caught:
         gradients(checkpoint, KEPT_FIRST["residual"], lose)
     error = caught.value
     assert (error.segment, error.session) == ("Sequential", loopback.journal.session)
@@ -362,7 +362,7 @@ def test_a_boundary_written_to_unseen_is_never_a_wrong_gradient(loopback: Loopba
 
     expected = gradients(plainly, run, count=2)
     assert differing(gradients(loopback.checkpoint, run, count=2), expected) == []
-    with pytest.raises(SegmentLostError, match="came out other than it was"):
+    with pytest.raises(SegmentLostError, match="differs from its value in forward"):
         gradients(loopback.checkpoint, run, lambda: setattr(loopback, "is_lost", True), 2)
 
 

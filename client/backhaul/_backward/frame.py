@@ -1,7 +1,7 @@
 """What the trainer keeps of a segment between forward and backward.
 
-Autograd holds the frame, and nothing else does: a graft's node, or the handles that stand where saved tensors would be.
-So a frame lives as long as a backward could need its segment, and its end releases everything on the worker.
+Only autograd holds the frame: through a graft's node, or through the handles in the place of saved tensors. So a frame
+lives as long as a backward could need its segment, and its death releases everything on the worker.
 """
 
 import threading
@@ -44,11 +44,11 @@ from backhaul_runtime.torch_internals.private import (
 )
 
 _RECOVERABLE = (WorkerError, WorkerLostError, CheckpointError, UnsupportedTensorError)
-"""What ends a remote attempt and not the training: the trainer does it."""
+"""Errors that end a remote attempt but not the training: the trainer recomputes instead."""
 
 
 class RemoteSegment(Protocol):
-    """A segment that a worker holds. Each call waits, within bounds, and raises WorkerLostError or WorkerError."""
+    """A segment that a worker stores. Its methods wait within deadlines, and raise WorkerLostError or WorkerError."""
 
     def backward(
         self,
@@ -59,32 +59,35 @@ class RemoteSegment(Protocol):
         *,
         checks_bytes: bool,
     ) -> tuple[Recomputed, list[Contribution], Callable[[], None]]:
-        """What the replay saved, the contributions, and what to call once these count.
-
-        The worker may have kept some contributions, which are None here. They count once that was called.
+        """Runs the segment's backward on the worker.
 
         Args:
-            gradients: The gradients of the program's outputs, by the output's position.
-            state: Ambient settings that backward runs under.
-            summed: Sources whose contributions are wanted as one, their sum in order; the others are None.
+            gradients: The gradients of the program's outputs, by the output's position. They are not modified.
+            state: Ambient settings under which backward runs.
+            summed: Sources whose contributions are returned as their sum in order. The first has the sum, the others
+                None.
             due: The source and the layout of the gradient of each contribution, in order.
-            checks_bytes: Digest what comes back on both sides.
+            checks_bytes: Whether both sides compute digests of the returned gradients.
+
+        Returns:
+            The digests of what the replay saved, the contributions, and a function to call once the value check has
+            passed. Gradients that stay on the worker are None in the contributions, and count only after that call.
         """
 
     def drifted(self, drift: float) -> None:
         """Notes the drift: the largest relative distance between the worker's tensors and those of forward."""
 
     def recompute(self, wanted: Mapping[int, Layout]) -> "SavedTensorStream":
-        """The saved tensors of these positions, which come in this order and with these layouts."""
+        """Returns the saved tensors at these positions, in this order and with these layouts."""
 
 
 class SavedTensorStream(Protocol):
-    """Saved tensors on their way from a worker. Raises as `RemoteSegment` does."""
+    """Saved tensors that arrive from a worker. Its methods raise the errors of `RemoteSegment`."""
 
     saved: Recomputed
 
     def take(self, position: int) -> Tensor:
-        """One that was asked for, once."""
+        """Returns a requested tensor, once."""
 
     def close(self) -> None:
         """Cancels the stream. Call it when no more tensors will be taken."""
@@ -92,7 +95,7 @@ class SavedTensorStream(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Uses:
-    """Where the graph of a segment takes gradients to, as far as a frame needs to know it.
+    """Where the graph of a segment takes gradients, as far as a frame needs to know.
 
     Attributes:
         counts: The number of contributions to each source, then to each cast, then to each output.
@@ -107,13 +110,13 @@ class Uses:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedSegment:
-    """A segment as it was recorded, to be given to a worker.
+    """A recorded segment that can be given to a worker.
 
     Attributes:
         call: The call, with its recording.
-        program: What recomputes the segment.
+        program: The program that recomputes the segment.
         tensors: The caller's object behind each source.
-        uses: Where its graph takes gradients to.
+        uses: Where the segment's graph takes gradients.
         predecessors: Segments whose outputs are sources of this one: the source, the frame, and the output's position.
     """
 
@@ -126,24 +129,24 @@ class RecordedSegment:
 
 @dataclass(eq=False)
 class Frame:
-    """A segment between forward and backward. Built once, when the call has ended.
+    """A segment between forward and backward. It is constructed once, when the call has ended.
 
-    Only the remote side, the reason to stay here and the state of the present recomputation change afterwards, by the
-    methods of the frame itself.
+    Afterwards only the methods of the frame change it: the remote side, the local reason, and the state of the
+    recomputation in progress.
 
     Attributes:
         call: The call that the segment was recorded from.
         handles: The handles of the call's saved tensors.
-        program: What recomputes the segment: all of it, or the part before something that no program can carry. None if
-            nothing needs to be recomputed.
-        lineage: What the trainer recomputes the segment from; None if nothing needs to be recomputed.
-        uses: Where its graph takes gradients to.
-        replay_options: What the call brought for recomputation on the trainer.
-        consumers: The sources that are outputs of other segments and that nothing can have used after this segment.
-        arguments: The tensors that the call was given, with their versions. Nobody may write to them before backward.
-        is_mutated: Whether the call wrote to something that its own policy keeps.
+        program: The program that recomputes the segment, or its part before something that no program can express. None
+            if nothing needs to be recomputed.
+        lineage: The sources for a recomputation on the trainer; None if nothing needs to be recomputed.
+        uses: Where the segment's graph takes gradients.
+        replay_options: Options of the call for a recomputation on the trainer.
+        consumers: The sources that are outputs of other segments and that no later op can have used.
+        arguments: The tensor arguments of the call with their versions. They must not be changed before backward.
+        is_mutated: Whether the call wrote to a tensor that its selective-checkpoint policy keeps.
         remote: The worker's side; None if no worker has the segment.
-        local_reason: Why the trainer recomputes the segment, if that is settled.
+        local_reason: Why the trainer recomputes the segment; empty if that is not decided.
     """
 
     call: CheckpointedCall
@@ -161,20 +164,21 @@ class Frame:
     _incoming: SavedTensorStream | None = field(default=None, init=False)
     _wanted: set[int] = field(default_factory=set, init=False)
     _task: object = field(default=-1, init=False)
-    # Guards all fields with an underscore: threads may run backward over one graph.
+    # Guards all fields with an underscore, because several threads may run backward over one graph.
     _lock: threading.RLock = field(default_factory=threading.RLock, init=False)
 
     def gradients(self, gradients: Mapping[int, Tensor], ways: Mapping[int, Tensor]) -> list[Contribution]:
-        """The segment's backward or a stage of it, on a worker if one can do it.
+        """Runs the segment's backward or a stage of it, on a worker if possible.
 
-        Called by autograd, in the thread that runs backward.
+        Autograd calls it in the thread that runs backward.
 
         Args:
-            gradients: The gradients of the program's outputs, by the output's position. They are not kept.
-            ways: Tensors through which contributions go on, by place among what is returned.
+            gradients: The gradients of the program's outputs, by the output's position. No reference to them is kept.
+            ways: For a backward that is differentiated itself: tensors through which contributions reach their sources,
+                by index among the returned contributions.
 
         Returns:
-            One contribution per use of sources, casts and outputs: see `Replay.backward`.
+            One contribution for each use of a source, cast or output, see `Replay.backward`.
         """
         assert self.program is not None
         assert self.lineage is not None
@@ -216,7 +220,7 @@ class Frame:
         return contributions
 
     def _ways_by_number(self, ways: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """By source or output, a tensor through which a gradient goes on to it. See `Contribution.source`."""
+        """Returns `ways` by source or output, see `Contribution.source`."""
         assert self.program is not None
         numbers = [number for number, count in enumerate(self.uses.counts) for _ in range(count)]
         ends = [*range(len(self.uses.counts))]
@@ -224,12 +228,12 @@ class Frame:
         return {ends[numbers[position]]: way for position, way in ways.items()}
 
     def _due(self) -> list[tuple[int, Layout]]:
-        """The source and the layout of the gradient of each contribution that a backward gives, in order."""
+        """Returns the source and the layout of the gradient of each contribution of a backward, in order."""
         used = enumerate(zip(self.uses.counts, self.uses.layouts, strict=True))
         return [(index, layout) for index, (count, layout) in used for _ in range(count)]
 
     def unpack(self, handle: Handle) -> Tensor:
-        """A tensor that autograd saved. The first of a backward begins the segment's recomputation."""
+        """Returns a tensor that autograd saved. The first call in a backward starts the segment's recomputation."""
         index = handle.index
         with self._lock:
             if handle.kept is not None:
@@ -237,14 +241,14 @@ class Frame:
                 return self.call.check_kept(handle)
             group, task = backward_pass()
             if task != self._task or (index not in self._wanted and group is None):
-                self._task = None  # until it has begun: what an error ends begins anew
+                self._task = None  # set only after a successful start, so that a failed one is repeated
                 self._begin()
                 self._task = task
             elif index not in self._wanted:
                 raise CheckpointError(
                     f"segment {self.call.name}: saved tensor {index} was already unpacked once in this GraphExecGroup. "
                     "Performing two backward calls that overlap (i.e. require the same saved activation in order to "
-                    "compute gradients) is not allowed there: leave the group, or make it two",
+                    "compute gradients) is not allowed there: use two groups, or none",
                     segment=self.call.name,
                 )
             self._wanted.discard(index)
@@ -256,13 +260,14 @@ class Frame:
                 tensor = self._next(index)
             if tensor is None:
                 raise StaleTensorError(
-                    f"segment {self.call.name}: the memory of saved tensor {index} is written to while backward runs",
+                    f"segment {self.call.name}: another thread writes to the memory of saved tensor {index} while "
+                    "backward runs",
                     segment=self.call.name,
                 )
             return tensor
 
     def _check_backward(self) -> None:
-        """Raises RuntimeError for a backward that torch's checkpoint refuses too."""
+        """Raises RuntimeError for a backward that torch's checkpoint rejects too."""
         self.call.check_backward()
         if self.is_mutated:
             raise RuntimeError(MUTATED)
@@ -272,7 +277,7 @@ class Frame:
                 raise SavedTensorModifiedError(
                     f"one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"an argument of segment {self.call.name}, of shape {list(argument.shape)}, is at version "
-                    f"{version_of(argument)}, it was at {version} when the call ended. Run backward first, or write "
+                    f"{version_of(argument)}; it was at {version} when the call ended. Run backward first, or write "
                     "to a copy",
                     segment=self.call.name,
                 )
@@ -285,13 +290,13 @@ class Frame:
         self._here = {}
         if self.remote is not None:
             self._here = {i: here for i in wanted if (here := self._present(self.call.recording.saved[i])) is not None}
-        # Backward unpacks what was saved last first.
+        # Backward unpacks tensors in the reverse order of saving.
         missing = [index for index in reversed(wanted) if index not in self._here]
         if missing:
             self._recompute(missing)
 
     def _recompute(self, positions: Sequence[int]) -> None:
-        """Asks a worker for saved tensors; without one makes all that are wanted here."""
+        """Requests saved tensors from a worker; without one, recomputes all that backward needs."""
         if self.remote is not None:
             started = perf_counter()
             try:
@@ -307,7 +312,7 @@ class Frame:
         self._recompute_here({*positions, *self._wanted})
 
     def _next(self, index: int) -> Tensor | None:
-        """A recomputed tensor; None if it lies in memory that was written to since."""
+        """Returns a recomputed tensor; None if its memory has been written to since."""
         if index not in self._here and self._incoming is not None:
             try:
                 return self._take(self._incoming, index)
@@ -326,7 +331,9 @@ class Frame:
         if self.call.options.checks_bytes and not self.call.recording.saved[index].is_undefined:
             layout = layout_of(tensor)
             if saved_digest(layout, content_digest(tensor, layout)) != incoming.saved.digests[index]:
-                raise TransferError(f"saved tensor {index} is not what the worker computed: damaged on the way")
+                raise TransferError(
+                    f"saved tensor {index} differs from what the worker computed: it was damaged in transit"
+                )
         if self._wanted <= self._here.keys():
             self._stop_incoming()
         self.call.log.wait(perf_counter() - started)
@@ -355,7 +362,7 @@ class Frame:
         self.call.log.add(Decision.TRAINER, perf_counter() - started)
 
     def _present(self, saved: SavedTensor) -> Callable[[], Tensor] | None:
-        """Gives a saved tensor that lies in a parameter or in an argument that is kept: it need not travel."""
+        """Returns access to a saved tensor that lies in a parameter or kept argument, so it need not be fetched."""
         if saved.source < 0 or saved.is_undefined:
             return None
         source = self.call.recording.sources[saved.source]
@@ -370,27 +377,29 @@ class Frame:
         return partial(view_at, source.kept_value, start, saved.layout)
 
     def _is_as_saved(self, saved: SavedTensor, tensor: Tensor) -> bool:
-        """Whether a tensor holds what was saved: one never recomputed, or in memory that others may write to.
+        """Whether a tensor still has the saved values. It may lie in memory that others write to.
 
-        Version counters miss `.data`.
+        Version counters do not see writes through `.data`, so digests are compared.
         """
         is_private = saved.source < 0 or self.call.recording.sources[saved.source].is_copy
         return (self.remote is None and is_private) or saved.is_undefined or _is_equal(saved, tensor)
 
     def _lost(self, error: BackhaulError) -> None:
-        error.__traceback__ = None  # leads to the segment, and the future that the segment waited for keeps the error
+        error.__traceback__ = (
+            None  # the traceback leads to the segment, and the future that the segment waited for keeps the error
+        )
         self._stop_incoming()
         if self.lineage is not None:
             self.lineage.take_back()
         self.remote = None
         self.local_reason = error.message.splitlines()[0]
         self.call.log.mismatches += isinstance(error, CheckpointError)
-        # A lost worker is the link's to say, once for all segments.
+        # The connection logs the loss of a worker once for all segments.
         self.call.log.fallback(self.local_reason, is_said=isinstance(error, WorkerLostError))
 
 
 def _needs_graph(gradients: Mapping[int, Tensor]) -> str:
-    """Why a backward needs the graph of the segment's inside, which no worker returns; empty where it does not."""
+    """Returns why a backward needs the graph of the segment's inside, which no worker can return; empty if not."""
     if torch.is_grad_enabled():
         return "create_graph=True needs the graph of its inside"
     if any(is_batched(gradient) for gradient in gradients.values()):
@@ -399,6 +408,6 @@ def _needs_graph(gradients: Mapping[int, Tensor]) -> str:
 
 
 def _is_equal(saved: SavedTensor, tensor: Tensor) -> bool:
-    """Whether a tensor is equal to what was saved, bit by bit."""
+    """Whether a tensor is bitwise equal to the saved one."""
     layout = layout_of(tensor)
     return saved_digest(layout, content_digest(tensor, layout)) == saved.digest

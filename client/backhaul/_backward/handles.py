@@ -20,15 +20,15 @@ from backhaul_runtime.torch_internals.private import DisablePythonDispatcher, is
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckpointedCall:
-    """A checkpointed call, from before it runs.
+    """A checkpointed call. It is created before the call runs.
 
     Attributes:
-        name: The name of what is called, for messages and reports.
+        name: The name of the function or module, for messages and reports.
         log: Counts what happens to the call.
         options: The options of the call.
-        recording: What the recorder notes of the call. It fills while the call runs and does not change afterwards.
-        local_reason: Why only the trainer can recompute the call, if that is settled beforehand; else empty.
-        inside_reason: Why the graph of its inside has to stay, if that is settled beforehand; else empty.
+        recording: The recording of the call. It grows during the call and does not change afterwards.
+        local_reason: Why only the trainer can recompute the call, if that is known before the call; else empty.
+        inside_reason: Why the graph of the segment's inside must stay, if that is known before the call; else empty.
     """
 
     name: str
@@ -39,17 +39,17 @@ class CheckpointedCall:
     inside_reason: str = ""
 
     def check_strict(self, reason: str) -> None:
-        """Raises NotRemoteError under `strict`. Call it before the trainer recomputes, or decides to."""
+        """Raises NotRemoteError under `strict`. Call it before the trainer recomputes the segment or decides to."""
         if self.options.strict:
             raise NotRemoteError(
                 f"segment {self.name} would not be recomputed on a worker: {reason}. Remove the cause, or drop "
-                "strict=True to let the trainer do it",
+                "strict=True to let the trainer recompute it",
                 segment=self.name,
                 reason=reason,
             )
 
     def check_backward(self) -> None:
-        """Raises RuntimeError for a backward that the reentrant form of torch's checkpoint refuses."""
+        """Raises RuntimeError for a backward that the reentrant form of torch's checkpoint rejects."""
         if self.options.use_reentrant and not is_plain_backward():
             raise RuntimeError(
                 "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or passing an `inputs` "
@@ -58,13 +58,16 @@ class CheckpointedCall:
             )
 
     def check_kept(self, handle: "Handle") -> Tensor:
-        """The tensor that a handle keeps. Raises CheckpointError if its bytes are not those that autograd saved."""
+        """Returns the tensor that a handle keeps.
+
+        Raises CheckpointError if its bytes have changed since it was saved.
+        """
         assert handle.kept is not None
         tensor = handle.kept()
         if not handle.kept.is_intact(tensor):
             raise CheckpointError(
-                f"segment {self.name}: saved tensor {handle.index} was kept here, and written to between forward and "
-                "backward in a way that autograd does not see (NumPy, .data)",
+                f"segment {self.name}: saved tensor {handle.index} was kept on the trainer and was changed between "
+                "forward and backward in a way that autograd does not see (NumPy, .data)",
                 segment=self.name,
             )
         return tensor
@@ -92,16 +95,16 @@ Handles = Mapping[int, weakref.ref[Handle]]
 
 
 class HandleTable:
-    """Gives out the handles of a call. They unpack from the program so far while it runs, and by its frame afterwards.
+    """Creates the handles of a call. They unpack from the program so far during the call, and through its frame later.
 
-    A frame refers to the handles weakly and never to the table, else both would keep each other alive.
+    A frame has only weak references to the handles and none to the table, otherwise both would keep each other alive.
 
     Args:
         call: The call whose saved tensors these are.
-        so_far: Returns the program recorded so far. Dropped when the call has ended.
+        so_far: Returns the program recorded so far. It is dropped when the call has ended.
 
     Attributes:
-        handles: The handles that are still alive, and dead references.
+        handles: Weak references to the handles by index; some may be dead.
     """
 
     def __init__(self, call: CheckpointedCall, so_far: Callable[[], Program]) -> None:
@@ -109,10 +112,10 @@ class HandleTable:
         self._call = call
         self._so_far: Callable[[], Program] | None = so_far
         self._unpack: Callable[[Handle], Tensor] | None = None  # while None, `_unpack_early` does it
-        self._lock = threading.RLock()  # guards the generators, which a replay inside the call borrows
+        self._lock = threading.RLock()  # guards the RNG generators, which a replay inside the call uses
 
     def add(self, index: int) -> Handle:
-        """A handle for a tensor that autograd saves. It replaces the handle of an op that failed."""
+        """Creates a handle for a tensor that autograd saves. It replaces the handle of an op that failed."""
         handle = Handle(self, index)
         self.handles[index] = weakref.ref(handle)
         return handle
@@ -122,15 +125,15 @@ class HandleTable:
         self._so_far = None
 
     def unpack_by(self, unpack: Callable[[Handle], Tensor]) -> None:
-        """Lets a frame's method unpack from now on. It keeps the frame alive as long as any handle lives."""
+        """Sets the frame's method for unpacking. The table then keeps the frame alive as long as any handle lives."""
         self._unpack = unpack
 
     def unpack(self, handle: Handle) -> Tensor:
-        """A tensor that autograd saved. Any thread that runs backward may call it."""
+        """Returns a tensor that autograd saved. Any thread that runs backward may call it."""
         return self._unpack_early(handle) if self._unpack is None else self._unpack(handle)
 
     def _unpack_early(self, handle: Handle) -> Tensor:
-        """A tensor for a backward inside the call, or for a graph that outlived a call which raised."""
+        """Returns a tensor for a backward inside the call, or for a graph that outlived a failed call."""
         # Without `check_backward`: the rule of torch's reentrant form is about backward through the segment's outputs.
         if handle.kept is not None:
             return self._call.check_kept(handle)

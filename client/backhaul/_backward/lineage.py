@@ -1,16 +1,17 @@
-"""What becomes of a segment whose worker is gone: its sources are held here, or computed again from earlier segments.
+"""Recovery of a segment whose worker is lost: its sources are kept here, or are computed again from earlier segments.
 
 NOTE [Lineage]
-1. A source of a segment that a worker has is held on the trainer, or has a recipe: how it follows from outputs of
-   earlier segments. So a chain of segments keeps its first boundary. With durability "none" it may be neither.
-2. A recipe is the same ops on the same values as forward, so it gives the same bits. Nobody relies on that: what is
-   rebuilt has the address of what was, or is an error.
-3. A lineage leads to earlier lineages and not to their frames: workers are told to release segments when they would be
-   without it.
-4. Backward asks for the boundaries of a chain from its end. Walking up to one leaves every k-th of n behind for those
-   to come, k the root of n, and the last k: about two forwards in all, and two roots of n boundaries at a time.
-5. What a worker still holds is not computed again but fetched. Nobody relies on that either: it has the address that
-   was asked for or is not used, and what does not come in time is computed.
+1. Each source of a segment on a worker is kept on the trainer, or has a recipe: how it follows from outputs of earlier
+   segments. So of a chain of segments the first boundary is kept. With durability "none" a source may have neither.
+2. A recipe runs the same ops on the same values as forward, so it gives the same bits. The code does not rely on that:
+   a rebuilt value whose address differs is an error.
+3. A lineage refers to earlier lineages but not to their frames. So it does not delay the release of segments on
+   workers.
+4. Backward needs the boundaries of a chain from its end. A walk up a chain of n boundaries keeps every k-th one for
+   later walks, with k the square root of n, and the last k. That costs about two forwards in all, and keeps about two
+   square roots of n boundaries at a time.
+5. What a worker still stores is fetched instead of computed. The code does not rely on that either: a fetched value is
+   used only if it has the requested address, and a value that does not arrive in time is computed.
 """
 
 import itertools
@@ -34,15 +35,15 @@ from backhaul_runtime.tensors.layout import Layout, allocate, copy_exact, layout
 from backhaul_runtime.torch_internals.private import version_of
 
 _FEW = 8
-"""So many boundaries are all left behind."""
+"""Up to this number of boundaries, a walk keeps all of them."""
 _serials = itertools.count()
 
 
 class Copies:
-    """Copies of tensors that the trainer keeps, by content, each for as long as it is referenced.
+    """Copies of tensors that the trainer keeps, by content. Each is kept as long as it is referenced. Thread-safe.
 
     Args:
-        fetch: Asks workers for what is not held here, within bounds. What it returns need not be what was asked for.
+        fetch: Requests a missing tensor from the workers, within deadlines. It may return a wrong tensor.
     """
 
     def __init__(self, fetch: Callable[[bytes], Tensor | None] = lambda _: None) -> None:
@@ -50,10 +51,10 @@ class Copies:
         self._tensors: weakref.WeakValueDictionary[Hashable, Tensor] = weakref.WeakValueDictionary()
 
     def hold(self, tensor: Tensor, layout: Layout, address: Digest | None) -> Tensor:
-        """A copy of a tensor with this address, shared by all holders of the same contents.
+        """Returns a copy of a tensor with this address. Holders of equal contents share one copy.
 
-        Where the address is not known without waiting for an accelerator, the same tensor at the same version is taken
-        to hold the same.
+        If the address is not known without waiting for an accelerator, the same tensor at the same version counts as
+        equal.
         """
         key: Hashable = address if isinstance(address, bytes) else _version_key(tensor, layout)
         held = self._tensors.get(key)
@@ -62,7 +63,7 @@ class Copies:
         return held
 
     def find(self, address: bytes) -> Tensor | None:
-        """A copy that is still referenced."""
+        """Returns a copy that is still referenced, None if there is none."""
         return self._tensors.get(address)
 
     def add(self, address: bytes, tensor: Tensor) -> None:
@@ -71,25 +72,28 @@ class Copies:
 
 
 def _version_key(tensor: Tensor, layout: Layout) -> Hashable:
-    """Names what a tensor holds now. While the name is in use, no other storage is known by the same address."""
+    """Returns a key for the current contents of a tensor.
+
+    While it is in use, no other storage gets the same address.
+    """
     storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
     return storage, int(tensor.storage_offset()), layout, version_of(tensor)
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Lineage:
-    """What it takes to compute a segment again.
+    """Everything needed to compute a segment again.
 
     Attributes:
-        name: The name of what was called, for messages.
-        session: Names the trainer's session.
+        name: The name of the function or module, for messages.
+        session: Id of the trainer's session, for messages.
         site: File and line of the call.
         program: The program of the segment, with its outputs.
         recording: The recording of the segment's forward.
         copies: The copies of tensors that the session keeps.
         durability: The option `durability` of the call.
         recipes: The recipes of the sources whose values are not kept, by the source's index.
-        serial: Greater than those of all segments it follows from.
+        serial: Greater than the serials of all segments that this one follows from.
     """
 
     name: str
@@ -103,10 +107,10 @@ class Lineage:
     serial: int = field(default_factory=lambda: next(_serials))
 
     def release(self, recipe_of: "Callable[[int], Recipe | None]") -> None:
-        """Lets go of the copies that can be done without, once a worker has been given them. Rule 1.
+        """Drops the copies that are not needed for recovery, once a worker has got the segment (Rule 1).
 
         Args:
-            recipe_of: Reads the recipe of a source, if it has one.
+            recipe_of: Returns the recipe of a source, None if it has none.
         """
         if self.durability == "host":
             return
@@ -121,28 +125,28 @@ class Lineage:
             source.kept_value = None
 
     def take_back(self) -> None:
-        """Keeps again what has not been sent yet. Call it when the worker is lost, and its uploader with it."""
+        """Keeps sources again that were not sent yet. Call it when the worker is lost."""
         for index in self.recipes:
             source = self.recording.sources[index]
             source.kept_value = source.kept_value if source.kept_value is not None else self.copies.find(source.address)
 
     def values(self) -> list[Tensor]:
-        """What the sources held at forward, on their devices. Nobody may write to them.
+        """Returns the values of the sources at forward, on their devices. They must not be written to.
 
         Raises:
-            SegmentLostError: Something is not here and can't be rebuilt.
-            StaleTensorError: A captured tensor of an earlier segment changed since.
-            CheckpointError: An earlier segment gave other values than in its forward.
+            SegmentLostError: A value is not kept and cannot be rebuilt.
+            StaleTensorError: A captured tensor of an earlier segment has changed since.
+            CheckpointError: The recomputation of an earlier segment gave other values than its forward.
         """
         walk = _Walk(self)
         return [walk.value(source) for source in self.recording.sources]
 
     def outputs(self, values: list[Tensor]) -> dict[int, Tensor]:
-        """The outputs by position, computed here from the values of the sources."""
+        """Returns the outputs by position, computed on the trainer from the values of the sources."""
         return outputs_here(self.name, self.program, self.recording, values, range(len(self.program.outputs)))
 
     def lost(self, why: str) -> SegmentLostError:
-        """The error for a segment whose inputs cannot be obtained any more."""
+        """Returns the error for a segment whose inputs cannot be obtained any more."""
         return SegmentLostError(
             f"segment {self.name}, called at {self.site}, is lost with its worker (session {self.session}): {why}. "
             'durability="host" keeps a copy of every input on the trainer',
@@ -154,7 +158,7 @@ class Lineage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Output:
-    """What a segment returned at a position."""
+    """An output of a segment, by position."""
 
     lineage: Lineage
     position: int
@@ -162,27 +166,27 @@ class Output:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Input:
-    """What a source of a segment held."""
+    """The value of a source of a segment."""
 
     lineage: Lineage
     index: int
 
     @property
     def source(self) -> RecordedSource:
-        """The source."""
+        """The record of the source."""
         return self.lineage.recording.sources[self.index]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaf:
-    """A leaf of autograd's graph, whose memory is the caller's."""
+    """A leaf of autograd's graph. Its memory belongs to the caller."""
 
     tensor: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Op:
-    """A function of tensors, each of which has a recipe."""
+    """A function of tensors, each with a recipe."""
 
     function: Callable[..., Tensor]
     operands: "tuple[Recipe, ...]"
@@ -192,7 +196,7 @@ Recipe = Output | Input | Leaf | Op
 
 
 def ends_of(recipe: Recipe) -> Iterator[Output | Input | Leaf]:
-    """What a recipe starts from."""
+    """Yields the values that a recipe starts from."""
     if isinstance(recipe, Op):
         for operand in recipe.operands:
             yield from ends_of(operand)
@@ -201,7 +205,7 @@ def ends_of(recipe: Recipe) -> Iterator[Output | Input | Leaf]:
 
 
 class _Walk:
-    """Rebuilds what a segment's sources held, from what is held."""
+    """Rebuilds the values of a segment's sources from values that are kept."""
 
     def __init__(self, lineage: Lineage) -> None:
         self._lineage = lineage
@@ -224,11 +228,11 @@ class _Walk:
                     self._values.pop(key, None) if isinstance(key, bytes) else self._outputs.pop(key, None)
 
     def value(self, source: RecordedSource) -> Tensor:
-        """What a source held."""
+        """Returns the value of a source."""
         return source.kept_value if source.kept_value is not None else self._values[source.address]
 
     def _find_missing(self) -> list[Input]:
-        """What has to be rebuilt, earliest first."""
+        """Returns the values to rebuild, earliest first."""
         missing: dict[bytes, Input] = {}
         stack = [Input(self._lineage, index) for index in range(len(self._lineage.recording.sources))]
         while stack:
@@ -245,7 +249,7 @@ class _Walk:
                 self._values[source.address] = held
                 continue
             if recipe is None:
-                raise self._lineage.lost(f"an input of shape {list(source.layout.shape)} is kept nowhere")
+                raise self._lineage.lost(f"an input of shape {list(source.layout.shape)} is not kept anywhere")
             missing[source.address] = input_ref
             for end in ends_of(recipe):
                 if isinstance(end, Output):
@@ -261,8 +265,8 @@ class _Walk:
         if rebuilt is None:
             raise self._lineage.lost(
                 f"an input of shape {list(input_ref.source.layout.shape)} was computed again from earlier segments, "
-                "and came out other than it was: it, or what it was computed from, was written to unseen (NumPy, "
-                ".data, no_grad)"
+                "and differs from its value in forward: it, or a tensor that it was computed from, was changed in a "
+                "way that autograd does not see (NumPy, .data, no_grad)"
             )
         return rebuilt
 
@@ -281,7 +285,7 @@ class _Walk:
 
 
 def _find(source: RecordedSource, copies: Copies) -> Tensor | None:
-    """What a source held, from wherever it is still held. Rule 5."""
+    """Returns the value of a source from anywhere it is still kept (Rule 5); None if nowhere."""
     held = copies.find(source.address)
     if held is not None:
         return held
@@ -290,7 +294,7 @@ def _find(source: RecordedSource, copies: Copies) -> Tensor | None:
 
 
 def _as_it_was(value: Tensor, source: RecordedSource) -> Tensor | None:
-    """A tensor in the place of what a source held, laid out as that was; None where it holds something else."""
+    """Returns a tensor in the layout of a source; None if its contents differ from the source's."""
     layout = source.layout
     if (value.dtype, tuple(value.shape)) != (layout.dtype, layout.shape):
         return None
@@ -302,7 +306,7 @@ def _as_it_was(value: Tensor, source: RecordedSource) -> Tensor | None:
 
 
 def _needs(input_ref: Input) -> Iterator[bytes | Lineage]:
-    """The sources, by address, and the outputs of segments, that rebuilding one takes."""
+    """Yields what a rebuild needs: addresses of sources, and lineages whose outputs it uses."""
     for end in ends_of(input_ref.lineage.recipes[input_ref.index]):
         if isinstance(end, Output):
             yield end.lineage

@@ -1,4 +1,4 @@
-"""Recomputation on the trainer, by the program of a segment: where no worker can do it, or none is to."""
+"""Recomputation on the trainer, by running the program of a segment."""
 
 import logging
 import threading
@@ -26,13 +26,13 @@ _WHERE = "on the trainer"
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """What a call brings for its recomputation on the trainer.
+    """Options of a call for its recomputation on the trainer.
 
     Attributes:
-        context: Ops run in it.
-        again: Gives results of ops that are kept, so that these do not run. If other values than forward's come of
-            that, which its rules can't rule out, all ops run.
-        trace: A line per op of forward, for the error if recomputation differs; None unless debug=True.
+        context: The context in which ops run; None for none.
+        again: Provides the results of ops that a policy has kept, so that these ops do not run again. If the values
+            then differ from forward's, which the policy cannot rule out, all ops run.
+        trace: One line for each op of forward, for the message of a mismatch; None unless debug=True.
     """
 
     context: AbstractContextManager[Any] | None = None
@@ -57,15 +57,15 @@ def replay_here(
 
     Args:
         name: The name of the segment, for messages.
-        program: What the segment's forward ran.
-        recording: What was recorded of that forward.
-        values: One tensor per source of the program.
-        aids: What the call brought for this.
+        program: The program of the segment.
+        recording: The recording of its forward.
+        values: One tensor for each source of the program.
+        aids: The options of the call.
         keep_saved: Whether to keep the saved tensors, as for `Replay`.
-        histories: Tensors whose history the sources get, as for `Replay`.
+        histories: Tensors whose autograd history the sources get, as for `Replay`.
 
     Raises:
-        StaleTensorError: A captured tensor no longer holds what it held at forward.
+        StaleTensorError: A captured tensor no longer has its value from forward.
         CheckpointError: The replay gave other values than forward.
     """
     try:
@@ -73,7 +73,7 @@ def replay_here(
             _check_unchanged(name, source)
     except UnsupportedTensorError as error:
         raise StaleTensorError(
-            f"segment {name}: {error.message}, and no worker holds what it held. Keep parameters allocated until "
+            f"segment {name}: {error.message}, and no worker stores its earlier value. Keep parameters allocated until "
             "backward has run",
             segment=name,
         ) from error
@@ -102,7 +102,11 @@ def replay_here(
         try:
             return replayed(aids.again)
         except (ReplayError, CheckpointError) as error:
-            logger.info("segment %s: all ops run again, as results that its policy kept do not fit: %s", name, error)
+            logger.info(
+                "Segment %s: all ops run again, because the results that its policy has kept do not fit: %s",
+                name,
+                error,
+            )
     return replayed(aids.context)
 
 
@@ -110,7 +114,7 @@ def _check_unchanged(name: str, source: RecordedSource) -> None:
     if not source.is_copy and address_of(source.value) != source.address:
         raise StaleTensorError(
             f"segment {name}: a captured tensor of shape {list(source.layout.shape)} changed between forward and "
-            "backward, and no worker holds its earlier value. Run backward before optimizer.step() and other "
+            "backward, and no worker stores its earlier value. Run backward before optimizer.step() and other "
             "writes to parameters",
             segment=name,
         )
@@ -126,17 +130,17 @@ def gradients_here(
     *,
     ways: Mapping[int, Tensor] | None = None,
 ) -> list[Contribution]:
-    """The contributions of a segment, computed on the trainer. Called in backward.
+    """Computes the contributions of a segment on the trainer. Called in backward.
 
     Args:
         name: The name of the segment, for messages.
-        program: What the segment's forward ran.
-        recording: What was recorded of that forward.
-        values: One tensor per source of the program.
+        program: The program of the segment.
+        recording: The recording of its forward.
+        values: One tensor for each source of the program.
         gradients: The gradients of the program's outputs, by the output's position.
-        aids: What the call brought for this.
-        ways: By source, or by output that others follow from, a tensor through which gradients reach it, for a backward
-            that is batched or to be differentiated itself. Its values are not read. See `Contribution.source`.
+        aids: The options of the call.
+        ways: For a backward that is batched or is differentiated itself: for each source, or output that other outputs
+            follow from, a tensor through which gradients reach it. Its values are not read. See `Contribution.source`.
     """
     state = ambient_state.capture()
     with _ours(values):
@@ -155,7 +159,7 @@ def saved_here(
     positions: Sequence[int],
     aids: ReplayOptions = _NONE,
 ) -> dict[int, Callable[[], Tensor]]:
-    """Gives saved tensors of a segment, computed on the trainer, by position."""
+    """Computes saved tensors of a segment on the trainer. Returns access to them by position."""
     with _ours(values):
         replay = replay_here(name, program, recording, values, aids, keep_saved=True)
         return {position: replay.saved(position).unpack for position in positions}
@@ -164,14 +168,14 @@ def saved_here(
 def outputs_here(
     name: str, program: Program, recording: Recording, values: Sequence[Tensor], positions: Iterable[int]
 ) -> dict[int, Tensor]:
-    """Outputs of a segment, computed on the trainer, by position. Detached; nothing else of the replay stays."""
+    """Computes the outputs of a segment on the trainer, detached, by position. Keeps nothing else of the replay."""
     with _ours(values):
         replay = replay_here(name, program, recording, values)
         return {position: replay.output(position) for position in positions}
 
 
 def saved_before(name: str, so_far: Program, recording: Recording, position: int) -> Tensor:
-    """A saved tensor of a call that still runs, from the program recorded so far."""
+    """Returns a saved tensor of a call in progress, from the program recorded so far."""
     values = [source.value for source in recording.sources]
     with _ours(values):
         replay = Replay(so_far, values, recording.generator_states, keep_saved=True, is_own=True)
@@ -181,15 +185,15 @@ def saved_before(name: str, so_far: Program, recording: Recording, position: int
 
 @contextmanager
 def _ours(values: Sequence[Tensor]) -> Iterator[None]:
-    """Isolates a replay from the backward that it runs in: generators, settings and transforms are its own."""
+    """Isolates a replay from the backward that it runs in: its generators, settings and transforms are its own."""
     devices = list(dict.fromkeys(value.device for value in values))
-    # In the vmap that batches gradients, torch refuses to draw random numbers, and a replay draws those of forward.
+    # Inside the vmap of a batched backward torch refuses to draw random numbers, and a replay draws those of forward.
     with outside_transforms(), isolated(devices), torch.enable_grad():
         yield
 
 
 class Nesting(threading.local):
-    """Whether the calling thread is inside a segment: calls within it belong to it."""
+    """Whether the calling thread is inside a segment. Calls inside a segment belong to it."""
 
     active = False
 

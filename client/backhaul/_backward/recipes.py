@@ -1,10 +1,10 @@
-"""Reads off autograd's graph how a tensor follows from what segments returned or were given.
+"""Reads from autograd's graph how a tensor follows from outputs and sources of segments.
 
-Only what the graph tells in full is read: residual adds, scalar factors, views. A norm, a dropout mask, a gate, or a
-tensor without gradient is not in it; what depends on them is kept. See NOTE [Lineage].
+Only what the graph describes completely is read: residual additions, constant factors and views. Norms, dropout masks,
+gates and tensors without gradients are not in the graph, so tensors that depend on them are kept. See NOTE [Lineage].
 
-Nodes are told which of the tensors they made a segment returned or was given: whatever is between two segments, the
-inside of a segment that returns activations included, reading ends there.
+Nodes are marked if a segment returned or was given a tensor that they produced. So reading ends at any tensor between
+two segments, and also at the inside of a segment that returns activations.
 """
 
 import operator
@@ -29,19 +29,19 @@ _MARKS = "backhaul"
 
 
 class _UnreadableError(Exception):
-    """The graph does not tell how a tensor came about."""
+    """The graph does not describe how a tensor was computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """That a segment returned or was given what a node made.
+    """Marks that a segment returned or was given the tensor of a node.
 
     Attributes:
-        kind: Which of the two.
-        lineage: The lineage of the segment. The reference is weak: the graph must not keep what only a backward needs
-            that may be over.
-        number: Position or index there.
-        version: Version counter of the tensor when the call had ended.
+        kind: The class `Output` or the class `Input`.
+        lineage: The lineage of the segment. The reference is weak, because the graph must not keep alive what only a
+            past backward needed.
+        number: Position among the outputs, or index among the sources.
+        version: Version counter of the tensor at the end of the call.
     """
 
     kind: type[Output | Input]
@@ -51,18 +51,18 @@ class _Mark:
 
 
 def mark_returned(lineage: Lineage, outputs: Sequence[Tensor]) -> None:
-    """Tells the graph that a segment returned these, by position among the outputs of its program."""
+    """Marks the nodes of a segment's outputs, by position among the outputs of its program."""
     for position, output in enumerate(outputs):
         _mark(get_gradient_edge(output), Output, lineage, position, output)
 
 
 def mark_given(lineage: Lineage, tensors: Sequence[Tensor], edges: Sequence[GradientEdge | None]) -> None:
-    """Tells the graph which tensors a segment was given, as far as it took copies.
+    """Marks the nodes of the sources of which a segment took copies.
 
     Args:
         lineage: The lineage of the segment.
         tensors: The caller's object behind each source.
-        edges: Their places in the graph.
+        edges: The graph edge of each source.
     """
     for index, (source, edge) in enumerate(zip(lineage.recording.sources, edges, strict=True)):
         if edge is not None and source.is_copy and not source.is_written:
@@ -75,35 +75,35 @@ def _mark(edge: GradientEdge, kind: type[Output | Input], lineage: Lineage, numb
 
 
 def _marks_of(node: Any) -> dict[int, _Mark]:
-    """By output of a node. Lives as long as that."""
+    """Returns the marks of a node, by its output. They live as long as the node."""
     marks: dict[int, _Mark] = node.metadata.setdefault(_MARKS, {})
     return marks
 
 
 def recipe_of(tensor: Tensor, source: RecordedSource, edge: GradientEdge) -> Recipe | None:
-    """How a tensor follows from what segments returned or were given; None where it does not, or it can't be read.
+    """Returns how a tensor follows from outputs and sources of segments; None if it does not, or cannot be read.
 
     Args:
-        tensor: Met by a call that has just ended.
-        source: What the call met.
-        edge: Its place in the graph.
+        tensor: A source of a call that has just ended.
+        source: The record of the source.
+        edge: The graph edge of the tensor.
     """
     layout = source.layout
     if layout.dtype.is_complex or layout.negative or layout.memory_order is None:
         return None
     try:
         recipe, version = _read(edge.node, edge.output_nr, iter(range(_MOST_NODES)))
-    except (_UnreadableError, RuntimeError, AttributeError):  # the latter from a graph that was freed
+    except (_UnreadableError, RuntimeError, AttributeError):  # the latter for a graph that was freed
         return None
     if version != version_of(tensor) or all(isinstance(end, Leaf) for end in ends_of(recipe)):
         return None
     if isinstance(recipe, Input) and (layout.is_on_accelerator or recipe.source.address != source.address):
-        return None  # it may hold something else by now; for an accelerator to tell, forward would have to wait
+        return None  # it may have changed since; comparing would make forward wait for an accelerator
     return recipe
 
 
 def _read(node: Node, output_nr: int, nodes_left: Iterator[int]) -> tuple[Recipe, int]:
-    """The recipe of a node's output, and the version counter that the output has if it was not written to since."""
+    """Returns the recipe of a node's output, and the version counter of that output if it was not written to since."""
     mark = _marks_of(node).get(output_nr)
     if mark is not None and (lineage := mark.lineage()) is not None:
         return mark.kind(lineage, mark.number), mark.version
@@ -118,17 +118,17 @@ def _read(node: Node, output_nr: int, nodes_left: Iterator[int]) -> tuple[Recipe
         if operand is None:  # a number, or a tensor without gradient
             raise _UnreadableError
         operands.append(_read(operand, operand_nr, nodes_left))
-    # A view shares the counter of what it is a view of.
+    # A view shares the version counter of its base.
     version = operands[0][1] if isinstance(function, _View) else 0
     return Op(function, tuple(recipe for recipe, _ in operands)), version
 
 
 class _View(partial[Tensor]):
-    """A function whose result may share its operand's memory."""
+    """A function whose result may share memory with its operand."""
 
 
 Reader = Callable[[Any], tuple[Callable[..., Tensor], int]]
-"""Gives for a node of autograd's graph what it did to its first so many operands."""
+"""Returns, for a node of autograd's graph, the function that it applied and the number of its tensor operands."""
 
 
 def _sum(function: Callable[..., Tensor]) -> Reader:
@@ -158,7 +158,7 @@ def _reshaped(node: Any) -> tuple[Callable[..., Tensor], int]:
 
 
 def _signed(value: int) -> int:
-    """Autograd shows negative dimensions as unsigned."""
+    """Converts a dimension, because autograd stores negative ones as unsigned numbers."""
     return value - (1 << 64) if value >= 1 << 63 else value
 
 

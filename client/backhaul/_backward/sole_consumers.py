@@ -1,8 +1,8 @@
-"""Inputs of a segment that nothing used after it, so that the worker may sum the contributions to their gradients.
+"""Finds sources of a segment that nothing has used after it, so that the worker may sum their contributions.
 
-Autograd adds what the uses of a tensor contribute one by one, those made last first. Contributions that come first may
-be added up before: (a + b) + c is what it does. Whether others came before is not to be seen in backward. But a tensor
-that dies before any other node of autograd was made cannot have been used later.
+Autograd adds the contributions to a gradient one by one, those of the latest uses first. The first contributions may be
+summed beforehand, because (a + b) + c is what autograd computes. Backward cannot see whether other contributions came
+before. But a tensor that dies before any further autograd node was created cannot have been used later.
 """
 
 import threading
@@ -15,7 +15,7 @@ from backhaul_runtime.torch_internals.private import next_sequence_number
 
 
 class SoleConsumers:
-    """Of one segment."""
+    """The sources of one segment that nothing else can have used later."""
 
     def __init__(self) -> None:
         self._unused: list[int] = []
@@ -23,16 +23,16 @@ class SoleConsumers:
 
     @property
     def sources(self) -> set[int]:
-        """Indices of those found so far."""
+        """Indices of the sources known so far."""
         return set(self._unused)
 
     def watch(self, tensors: Iterable[tuple[int, Tensor]]) -> None:
-        """Watches sources, by index, once the segment's own nodes are made. Called by the thread that made them."""
+        """Watches sources, by index. Call it in the thread of forward, after the segment's own nodes were created."""
         unused, last = self._unused, (threading.get_ident(), next_sequence_number())
 
         def watched(index: int, tensor: Tensor) -> weakref.ref[Tensor]:
             def died(_: object) -> None:
-                if (threading.get_ident(), next_sequence_number()) == last:  # each thread counts for itself
+                if (threading.get_ident(), next_sequence_number()) == last:  # each thread counts its own nodes
                     unused.append(index)
 
             return weakref.ref(tensor, died)

@@ -1,4 +1,4 @@
-"""The value check: no gradient counts before every tensor autograd saved was computed again with the same bits."""
+"""The value check: no gradient counts before every tensor that autograd saved was recomputed with the same bits."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,12 @@ _WORKER = "on the worker"
 
 
 class CheckpointError(ValueCheckError, torch.utils.checkpoint.CheckpointError):
-    """A recomputation gave other tensors than forward. Also torch's CheckpointError, and so a RuntimeError."""
+    """A recomputation gave other tensors than forward. It is also torch's CheckpointError, and so a RuntimeError."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recomputed:
-    """What a worker's replay saved.
+    """The saved tensors of a worker's replay.
 
     Attributes:
         digests: The digests of the saved tensors, in order.
@@ -35,18 +35,18 @@ class Recomputed:
 
 
 def check_recomputed(name: str, saved: Sequence[SavedTensor], recomputed: Recomputed) -> float:
-    """Compares everything forward saved with what a worker did: bit by bit, or computed numbers within tolerances.
+    """Compares forward's saved tensors with those of a worker: bit by bit, or within tolerances for other hardware.
 
     Args:
         name: The name of the segment, for messages.
         saved: The tensors that autograd saved in forward.
-        recomputed: What the worker's replay saved.
+        recomputed: The saved tensors of the worker's replay.
 
     Returns:
-        The drift, 0 where all bits are equal.
+        The drift; 0 if all bits are equal.
 
     Raises:
-        CheckpointError: Naming both sides and the positions.
+        CheckpointError: Tensors differ. The message shows both sides and the positions.
     """
     if not recomputed.sketches:
         check_values(name, _WORKER, saved, recomputed.digests)
@@ -77,23 +77,23 @@ def check_values(
     saved: Sequence[SavedTensor],
     digests: Sequence[bytes],
 ) -> None:
-    """Compares everything forward saved with everything a recomputation did.
+    """Compares forward's saved tensors with those of a recomputation.
 
     Args:
         name: The name of the segment, for messages.
-        where: Who recomputed, for the message.
+        where: Where the recomputation ran, for the message.
         saved: The tensors that autograd saved in forward.
-        digests: From the recomputation, in order.
+        digests: The digests of the recomputed tensors, in order.
 
     Raises:
-        CheckpointError: Naming both sides and the positions.
+        CheckpointError: Tensors differ. The message shows both sides and the positions.
     """
     check_count(name, where, saved, len(digests))
     check_digests(name, where, saved, dict(enumerate(digests)))
 
 
 def check_count(name: str, where: str, saved: Sequence[SavedTensor], count: int) -> None:
-    """Raises CheckpointError where a recomputation saved more or fewer tensors than forward."""
+    """Raises CheckpointError if a recomputation saved more or fewer tensors than forward."""
     if count != len(saved):
         raise CheckpointError(
             f"segment {name}: forward saved {len(saved)} tensors for backward, recomputation {where} saved {count}. "
@@ -105,13 +105,13 @@ def check_count(name: str, where: str, saved: Sequence[SavedTensor], count: int)
 
 
 def check_uses(name: str, where: str, use_counts: Sequence[int], contributions: Sequence[Contribution]) -> None:
-    """Raises CheckpointError where a recomputation's graph takes its sources up at other places than forward's."""
+    """Raises CheckpointError if a recomputation's graph uses its sources at other places than forward's."""
     given = [contribution.source for contribution in contributions]
     due = [source for source, count in enumerate(use_counts) for _ in range(count)]
     if given != due:
         raise CheckpointError(
-            f"segment {name}: recomputation {where} gave gradients for the sources {given}, one per use, where forward "
-            f"had {due}. Please report it with the function",
+            f"segment {name}: recomputation {where} gave gradients for the sources {given}, one per use, but "
+            f"forward had {due}. Please report it with the function",
             segment=name,
         )
 
@@ -122,11 +122,11 @@ def check_digests(
     saved: Sequence[SavedTensor],
     digests: Mapping[int, bytes],
 ) -> None:
-    """Raises CheckpointError where tensors differ between forward and recomputation, or can't be compared.
+    """Raises CheckpointError if tensors differ between forward and recomputation, or cannot be compared.
 
     Args:
         name: The name of the segment, for messages.
-        where: Who recomputed, for the message.
+        where: Where the recomputation ran, for the message.
         saved: The tensors that autograd saved in forward.
         digests: The digests of the recomputed tensors, by position.
     """
@@ -153,7 +153,7 @@ def _shown(layout: Layout, digest: bytes) -> str:
 
 
 def with_traces(error: CheckpointError, forward: Sequence[str], recomputation: Sequence[str]) -> CheckpointError:
-    """The error with every op of both runs, each with the line of code that called it."""
+    """Adds all ops of both runs to an error, each with the line of code that called it."""
     traces = f"Ops of forward:\n{_numbered(forward)}\n\nOps of recomputation:\n{_numbered(recomputation)}"
     return CheckpointError(f"{error.message}\n\n{traces}", **error.fields)
 

@@ -1,4 +1,4 @@
-"""A checkpointed call: the forward, recorded, and what of it is kept for backward."""
+"""Runs a checkpointed call under the recorder, and decides what is kept for backward."""
 
 import functools
 import inspect
@@ -49,11 +49,11 @@ from backhaul_runtime.torch_internals.private import (
 
 
 class Destination(Protocol):
-    """Where segments go: a session's dispatcher. Any thread may call it.
+    """The destination of segments: a session's dispatcher. Thread-safe.
 
     Attributes:
-        journal: Where calls are counted by name.
-        telemetry: Where calls are reported; None if telemetry is off.
+        journal: Counts calls by name.
+        telemetry: Reports calls; None if telemetry is off.
         copies: The copies of tensors that the trainer keeps.
     """
 
@@ -62,13 +62,13 @@ class Destination(Protocol):
     copies: Copies
 
     def records_choices(self, device: torch.device) -> bool:
-        """Whether a worker would compute other bits than this trainer does on a device, see NOTE [Recorded choices]."""
+        """Whether a worker computes other bits than a device of this trainer, see NOTE [Recorded choices]."""
 
     def begin(self, call: CheckpointedCall, fn: Callable[..., Any], arguments: list[Tensor]) -> PendingCall:
-        """Sends what a call that begins now will probably be, if that is known.
+        """Sends the inputs of a call that begins now, if its program can be predicted.
 
         Args:
-            call: The call, with a recording that is still empty.
+            call: The call, whose recording is still empty.
             fn: The function that will be called.
             arguments: The tensors among its arguments.
         """
@@ -77,33 +77,33 @@ class Destination(Protocol):
         """Starts sending a segment. Raises Refusal if no worker takes it.
 
         Args:
-            segment: The segment, as it was recorded.
+            segment: The segment as it was recorded in forward.
             pending: What `begin` returned for the call.
-            forward_s: The seconds that forward took, by which the time of recomputation is bounded.
+            forward_s: Seconds that forward took, which determine the deadline of a recomputation.
 
         Returns:
-            The worker's side, and the program to use from now on: an earlier one if it is equal.
+            The remote side, and the program to keep: an earlier one if that is equal.
         """
 
 
 class Graft(NamedTuple):
-    """The graph of the segment's inside is replaced by one node, and backward asks for gradients."""
+    """A graft replaces the graph of the segment's inside, and backward requests gradients."""
 
     uses: GraphUses
 
 
 class KeepInside(NamedTuple):
-    """The graph of the segment's inside stays, and backward asks for activations."""
+    """The graph of the segment's inside stays, and backward requests activations."""
 
     reason: str
 
 
 class Local(NamedTuple):
-    """As `KeepInside`, and no worker gets the segment.
+    """The graph of the segment's inside stays, and no worker gets the segment.
 
     Attributes:
         reason: Why no worker gets the segment.
-        keeps_activations: Whether activations that no program can carry stay on the trainer.
+        keeps_activations: Whether the trainer keeps activations that no program can express.
     """
 
     reason: str
@@ -113,7 +113,7 @@ class Local(NamedTuple):
 def run_segment(
     destination: Destination, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> Any:
-    """See `_run_segment`. Under torch.compile the graph breaks around this call."""
+    """Runs `_run_segment`. Under torch.compile the graph breaks around this call."""
     run = without_dynamo(_run_segment) if torch.compiler.is_compiling() else _run_segment
     return run(destination, fn, args, kwargs, options)
 
@@ -121,12 +121,12 @@ def run_segment(
 def _run_segment(
     destination: Destination, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> Any:
-    """Calls fn once, on the caller's own objects, and keeps what backward needs instead of activations.
+    """Calls fn once with the caller's own objects, and keeps what backward needs instead of activations.
 
-    A call inside another belongs to the outer one: it is recorded with it and keeps nothing of its own.
+    A call inside another one belongs to the outer segment and keeps nothing of its own.
 
     Raises:
-        NotRemoteError: Under `strict`, if the segment would be recomputed on the trainer.
+        NotRemoteError: Under `strict`, if the trainer would have to recompute the segment.
     """
     if options.use_reentrant and not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
         warnings.warn("None of the inputs have requires_grad=True. Gradients will be None", stacklevel=4)
@@ -150,7 +150,7 @@ def _run_segment(
         traces=options.debug,
         pins=destination.records_choices(arguments[0].device if arguments else torch.device("cpu")),
     )
-    inside_reason = 'returns="activations" was asked for' if options.returns == "activations" else ""
+    inside_reason = 'returns="activations" was requested' if options.returns == "activations" else ""
     if selection is not None:
         inside_reason = "its policy chooses what the trainer keeps"
     call = CheckpointedCall(name, log, options, recorder.recording, local_reason, inside_reason)
@@ -160,7 +160,7 @@ def _run_segment(
     table = HandleTable(call, recorder.so_far)
     pack.begin(recorder, table)
     had_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    returned: list[Any] = []  # a list, so that no name holds what it returns: see `has_other_references`
+    returned: list[Any] = []  # a list, so that no variable refers to the return value, see `has_other_references`
     with destination.begin(call, fn, arguments) as pending:
         started = perf_counter()
         nesting.active = True
@@ -189,7 +189,7 @@ def _run_segment(
 
 
 def _kept_bytes(call: CheckpointedCall) -> int:
-    """The bytes that the trainer keeps for backward besides leaves, which it has anyway."""
+    """Returns the bytes that the trainer keeps for backward, without leaves, which it has anyway."""
     sources = call.recording.sources
     return sum(source.layout.span_bytes for source in sources if not source.is_leaf and source.kept_value is not None)
 
@@ -197,18 +197,18 @@ def _kept_bytes(call: CheckpointedCall) -> int:
 def _contexts(
     options: Options, hooks: Hooks | None
 ) -> tuple[AbstractContextManager[Any], ReplayOptions, Selection | None, str]:
-    """The context of the call, options of its recomputation, its policy, and why only the trainer can recompute it."""
+    """Returns the call's context, replay options and policy, and why only the trainer can recompute it."""
     if options.contexts is not None:
         context, again = options.contexts()
         if (selection := Selection.of(context, again, hooks)) is not None:
             return selection, ReplayOptions(again=selection.again), selection, ""
-        return context, ReplayOptions(again), None, "it brings a context_fn, which is code"
+        return context, ReplayOptions(again), None, "it has a context_fn, which is code"
     reason = "debug=True traces its recomputation" if options.debug else ""
     return nullcontext(), ReplayOptions(), None, reason
 
 
 def _check_ended(returned: list[Any], options: Options, had_cuda: bool) -> None:
-    """Raises RuntimeError for calls that torch refuses only once they have ended, in torch's words."""
+    """Raises RuntimeError, with torch's message, for a call that torch rejects after it has ended."""
     if not returned:
         raise RuntimeError(
             "torch.utils.checkpoint: the forward context provided by context_fn suppressed an exception raised during "
@@ -231,14 +231,14 @@ def decide(
     *,
     is_held: bool,
 ) -> Graft | KeepInside | Local:
-    """Decides what becomes of a segment. Changes nothing.
+    """Decides where a segment is recomputed and what stays of its graph. A pure function.
 
     Args:
         recorder: The recorder of the call, which has ended.
         call: The call that was recorded.
-        edges: Where gradients of its sources arrive; None for a source that takes none.
-        outputs: The tensors that it returned and made, where they require a gradient.
-        tensors: All tensors that it returned.
+        edges: The graph edge of each source; None for a source without gradient.
+        outputs: The tensors that the call created and returned and that require gradients.
+        tensors: All tensors that the call returned.
         is_held: Whether something besides the return value refers to an output.
     """
     if call.recording.refusal is not None:
@@ -263,26 +263,26 @@ def _keep(
     build: Callable[..., Frame],
     forward_s: float,
 ) -> tuple[Frame, Any]:
-    """Decides who will recompute the segment, and builds its frame.
+    """Decides where the segment will be recomputed, and builds its frame.
 
     Args:
         destination: The dispatcher that segments go to.
         call: The call, which has ended.
         recorder: The recorder of the call.
-        pending: What was sent when the call began.
-        returned: What the call returned, as the only item.
-        handles: The handles of what autograd saved.
-        build: Builds the frame from what is decided here.
-        forward_s: The seconds that the call took.
+        pending: The object that `Destination.begin` returned for the call.
+        returned: A list with the return value of the call as its only item.
+        handles: The handles of the call's saved tensors.
+        build: Constructs the frame from what is decided here.
+        forward_s: Seconds that the call took.
 
     Returns:
-        The frame, and what the caller gets: outputs that lead to the frame.
+        The frame, and the value for the caller, whose outputs lead to the frame.
     """
 
     def is_output(tensor: Tensor) -> bool:
         return tensor.requires_grad and not recorder.passes_through(tensor)
 
-    is_held = has_other_references(returned, is_output)  # first, while no other name refers to an output
+    is_held = has_other_references(returned, is_output)  # first, while no other variable refers to an output
     tensors = list({id(leaf): leaf for leaf in pytree.tree_leaves(returned[0]) if isinstance(leaf, Tensor)}.values())
     outputs = [tensor for tensor in tensors if is_output(tensor)]
     edges = recorder.sources.edges()
@@ -302,7 +302,7 @@ def _keep(
             call.log.kept(decision.reason)
         if not (program.saved_count and awaited(handles)):
             return build(local_reason=_local_reason(decision)), returned[0]
-        del edges[len(call.recording.sources) :]  # of what came after a refusal
+        del edges[len(call.recording.sources) :]  # drops what was recorded after the refusal
     predecessors = []
     if isinstance(decision, Graft) and not uses.is_staged:
         predecessors = [
@@ -344,7 +344,7 @@ def _keep(
 def _offer(
     destination: Destination, segment: RecordedSegment, pending: PendingCall, forward_s: float
 ) -> tuple[RemoteSegment | None, Program, str]:
-    """Gives a segment to a worker. Returns its remote side and program, or else None and why no worker takes it."""
+    """Offers a segment to a worker. Returns its remote side, its program, and why no worker takes it, if none does."""
     try:
         return *destination.save(segment, pending, forward_s), ""
     except Refusal as refusal:
@@ -360,13 +360,13 @@ def _local_reason(decision: Graft | KeepInside | Local) -> str:
 def _recipe(
     call: CheckpointedCall, sources: Sequence[Tensor], edges: Sequence[GradientEdge | None], index: int
 ) -> Recipe | None:
-    """How a source follows from earlier segments, if autograd's graph says so in full."""
+    """Returns how a source follows from earlier segments; None if autograd's graph does not show it."""
     edge = edges[index]
     return None if edge is None else recipe_of(sources[index], call.recording.sources[index], edge)
 
 
 def _call_site() -> str:
-    """File and line of the innermost code that is neither ours nor torch's."""
+    """Returns the file and line of the innermost code that is neither ours nor torch's."""
     at = sys._getframe()
     while at.f_back is not None and at.f_code.co_filename.startswith(_INTERNAL):
         at = at.f_back
@@ -377,7 +377,7 @@ _INTERNAL = tuple(str(folder) + os.sep for folder in (Path(torch.__file__).paren
 
 
 def _replaced(value: Any, grafted: Mapping[int, Tensor]) -> Any:
-    """What the call returned, with other tensors in it; containers without any stay the same objects."""
+    """Replaces tensors in a return value. Containers without such tensors stay the same objects."""
     if pytree.tree_is_leaf(value):
         return grafted.get(id(value), value)
     node = container_node(value)
@@ -389,18 +389,18 @@ def _replaced(value: Any, grafted: Mapping[int, Tensor]) -> Any:
 
 
 def _runs_plainly() -> bool:
-    """Whether nothing is saved for backward here, or transforms of torch.func and forward AD do their own."""
+    """Whether autograd saves nothing here, or a transform of torch.func or forward AD is in force."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return True
     differentiate = current_transforms_differentiate()
     if differentiate is None:
         return is_in_forward_mode()
-    # torch.func.grad refuses saved-tensor hooks by an error of its own, which is torch's answer to checkpoint too.
+    # torch.func.grad rejects saved-tensor hooks with its own error, which users of torch's checkpoint see too.
     return not differentiate
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """What people call this function: a module's class, a function's qualified name."""
+    """Returns a name of the function for people: the class of a module, or the qualified name of a function."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     owner = getattr(fn, "__self__", None)

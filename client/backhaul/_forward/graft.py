@@ -1,22 +1,22 @@
-"""The nodes that stand for a whole segment in the trainer's graph.
+"""The autograd nodes that replace the graph of a segment.
 
 NOTE [Graft]
 1. One node, the graft, receives the finished outputs inside a tuple and returns them detached, so that the segment's
-   interior graph dies with the call. As plain arguments they would keep it alive.
-2. Behind it is a stand-in for each interior node that used a source or a cast: it hands that node's contributions on.
-   It has the sequence number of that node, so autograd runs it when it would have run the node. Thus parameters get
-   their gradients in the order they would have without checkpointing, and contributions to one tensor are added in that
-   order too (see `backhaul_runtime.torch_internals.graph_uses`).
-3. Where there is one parameter at most, and no autocast, a thread has no order to keep, and one stand-in hands on
-   everything. Autocast may have made a cast during the call that other code uses after it.
-4. Autograd alone holds the frame, as the packed form of a saved tensor. So the frame goes when autograd lets go of what
-   it saved, a second backward meets torch's own error, and retain_graph works.
-5. A call that returns outputs which follow from each other has a graft for each stage, see `find_stages`. The graft of
-   the later stage leads to the outputs of the earlier one, so their hooks see what comes from there.
-6. Of several outputs of a stage, each has a node of its own before the graft, with the sequence number of the node that
-   made it: so hooks on outputs run in the order they would have.
-7. The graft keeps what a stand-in returned in forward: a tensor without memory of its own, through which a backward
-   that is to be differentiated itself reaches the source.
+   interior graph dies with the call. As plain arguments they would keep that graph alive.
+2. Behind the graft is a stand-in for each interior node that used a source or a cast. It passes on the contributions of
+   that node and has its sequence number, so autograd runs it when it would have run the node. Thus parameters get their
+   gradients in the same order as without checkpointing, and contributions to one tensor are added in that order too
+   (see `backhaul_runtime.torch_internals.graph_uses`).
+3. With at most one parameter and without autocast there is no order to preserve, and one stand-in passes on everything.
+   Under autocast the call may have made a cast that other code uses later.
+4. Only autograd holds the frame, as the packed form of a saved tensor. So the frame dies when autograd frees its saved
+   tensors, a second backward raises torch's own error, and retain_graph works.
+5. A call whose outputs follow from each other has a graft for each stage, see `find_stages`. The graft of the later
+   stage leads to the outputs of the earlier one, so hooks of those outputs see the gradients.
+6. If a stage has several outputs, each has a node of its own before the graft, with the sequence number of the node
+   that produced it. So hooks on outputs run in the same order as without checkpointing.
+7. The graft keeps what a stand-in returned in forward: a tensor without memory, through which a backward that is
+   differentiated itself reaches the source.
 """
 
 import weakref
@@ -38,7 +38,7 @@ _PLACEHOLDER = torch.empty(0)
 
 
 class _StandIn(torch.autograd.Function):
-    """Rule 2."""
+    """Passes contributions on in the place of an interior node (Rule 2)."""
 
     @staticmethod
     def forward(ctx: Any, *used: Tensor) -> tuple[Tensor, ...]:
@@ -51,7 +51,7 @@ class _StandIn(torch.autograd.Function):
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
-    """A tensor of the same dtype, shape and device, all elements of which are one."""
+    """Returns a tensor of the same dtype, shape and device whose elements share one address."""
     return torch.empty_strided(tensor.shape, [0] * tensor.dim(), dtype=tensor.dtype, device=tensor.device)
 
 
@@ -81,7 +81,7 @@ class _Graft(torch.autograd.Function):
 
 
 def origin_of(edge: GradientEdge) -> tuple[Frame, int] | None:
-    """The frame and the position among its outputs of a tensor that a graft returned, if the frame is still there."""
+    """Returns the frame and output position of a tensor that a graft returned; None for any other tensor."""
     graft: Any = edge.node
     number = edge.output_nr
     if is_history_node(edge.node):
@@ -99,13 +99,13 @@ def graft(
     uses: Sequence[Sequence[Use]],
     stages: Sequence[BackwardStage],
 ) -> tuple[Tensor, ...]:
-    """Returns the outputs with the segment as one node behind them, or with one for each stage.
+    """Returns the outputs with the segment as one autograd node behind them, or one node for each stage.
 
     Args:
         frame: The frame of the segment. Autograd owns it from now on.
-        outputs: Differentiable, none sharing storage with a source or with another.
-        used: The sources, then the casts.
-        uses: For each of these, then for each output, where the call used it, in the order of `Frame.gradients`.
+        outputs: Differentiable outputs that share no storage with a source or with each other.
+        used: The sources of the segment, then its casts.
+        uses: For each of these, then for each output, the places of its use, in the order of `Frame.gradients`.
         stages: The stages of the segment's backward, at least one.
     """
     assert frame.program is not None
@@ -129,7 +129,7 @@ def graft(
 
 
 def _own_node(of_graft: Tensor, output: Tensor) -> Tensor:
-    """An output with a node of its own (Rule 6)."""
+    """Returns an output with a node of its own (Rule 6)."""
     made = with_history_of(output, of_graft)
     assert output.grad_fn is not None
     set_sequence_number(made, sequence_number(output.grad_fn))
@@ -137,7 +137,7 @@ def _own_node(of_graft: Tensor, output: Tensor) -> Tensor:
 
 
 def _stand_ins(used: Sequence[tuple[Tensor, Use]], *, in_order: bool) -> list[Tensor]:
-    """One for each use of a tensor (Rules 2 and 3)."""
+    """Returns a stand-in for each use of a tensor (Rules 2 and 3)."""
     groups: dict[Node | None, list[tuple[int, int]]] = {}
     for position, (_, use) in enumerate(used):
         groups.setdefault(use.node if in_order else None, []).append((use.input_index if in_order else 0, position))
@@ -146,7 +146,7 @@ def _stand_ins(used: Sequence[tuple[Tensor, Use]], *, in_order: bool) -> list[Te
         group.sort()
         tensors = [used[position][0] for _, position in group]
         if len(group) == 1 and type(tensors[0]) in _PARAMETERS and tensors[0].is_leaf:
-            stand_ins = (torch.ops.aten.alias.default(tensors[0]),)  # the same, but ten times as fast
+            stand_ins = (torch.ops.aten.alias.default(tensors[0]),)  # does the same ten times as fast
         else:
             stand_ins = _StandIn.apply(*tensors)  # type: ignore[no-untyped-call]
         if node is not None:
@@ -159,5 +159,5 @@ _PARAMETERS = (Tensor, nn.Parameter)
 
 
 def _shows_order(tensor: Tensor) -> bool:
-    """Whether people can see when a tensor gets its gradient: of a boundary they see its sum alone."""
+    """Whether the order of contributions to a tensor is visible. Of a boundary only the sum is visible."""
     return tensor.is_leaf or type(tensor.grad_fn).__name__ == "ToCopyBackward0"

@@ -1,4 +1,4 @@
-"""Where the graph of a checkpointed call can be cut off: what takes gradients from it, or why its inside stays."""
+"""Decides whether a graft can replace the graph of a checkpointed call, and finds what receives its gradients."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ from backhaul_runtime.torch_internals.storages import storage_key
 
 
 class GraphUses(NamedTuple):
-    """What takes gradients from a segment.
+    """What receives gradients from a segment.
 
     Attributes:
-        tensors: The caller's object behind each source, then the casts of sources that autocast shares.
-        casts: The sources that these are of.
-        uses: For each of the tensors, then for each output, where the call used it; see `find_uses`.
-        stages: As `find_stages` gives them.
+        tensors: The caller's object behind each source, then the casts of sources that autocast shares with other code.
+        casts: The indices of the sources of these casts.
+        uses: For each of the tensors, then for each output, the places where the call used it; see `find_uses`.
+        stages: The stages of backward, see `find_stages`.
     """
 
     tensors: list[Tensor]
@@ -46,13 +46,13 @@ def find_graph_uses(
     *,
     is_held: bool,
 ) -> GraphUses:
-    """Finds what takes gradients from a segment. Raises Refusal where the graph of its inside has to stay.
+    """Finds what receives gradients from a segment. Raises Refusal if the graph of the segment's inside must stay.
 
     Args:
-        recorder: Recorded the call, which has ended.
+        recorder: The recorder of the call, which has ended.
         edges: Where gradients of its sources arrive; None for a source that takes none.
-        outputs: What it returned and made, where that requires a gradient.
-        tensors: All that it returned.
+        outputs: The tensors that the call created and returned and that require gradients.
+        tensors: All tensors that the call returned.
         is_held: Whether something besides the return value refers to an output.
     """
     if reason := why_not_cut(recorder, outputs):
@@ -84,7 +84,7 @@ def find_graph_uses(
 
 
 def why_not_cut(recorder: Recorder, outputs: Sequence[Tensor]) -> str:
-    """Why the call's graph cannot be replaced by a node with these outputs; empty if it can."""
+    """Returns why the call's graph cannot be replaced by a node with these outputs; empty if it can."""
     if recorder.recording.refusal is not None:
         return recorder.recording.refusal
     if recorder.has_new_hooks:
@@ -104,6 +104,6 @@ def _shares_storage(recorder: Recorder, outputs: Sequence[Tensor], tensors: Sequ
 
 
 def named(refusal: str, outputs: list[Tensor], first_sequence: int) -> str:
-    """A refusal, with the name of the custom function that it is about if the graph has it."""
+    """Adds the name of the custom function to a refusal about one, if the graph has it."""
     name = custom_function(outputs, first_sequence) if refusal is FUNCTION_SAVES else ""
     return f"the custom autograd function {name}" if name else refusal

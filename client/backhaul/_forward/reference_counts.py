@@ -1,9 +1,8 @@
-"""Whether anything besides the return value of a call refers to one of its differentiable outputs.
+"""Finds out whether anything besides the return value of a call refers to one of its differentiable outputs.
 
-A graft gives the caller new tensors in place of the outputs, in new containers. Whoever holds an old one (a forward
-hook, an attribute of a module, a list that is returned and kept) would then hold something that is no longer part of
-the graph: hooks put on it would not fire. Nobody tells who holds a tensor, so references are counted: those that the
-returned containers account for, against those there are.
+A graft replaces the outputs by new tensors in new containers. Any other holder of an old output (a forward hook, an
+attribute of a module, a list that is returned and kept) would then hold a tensor outside the graph, whose hooks would
+never run. Python cannot list the holders, so references are counted and compared with those of the returned containers.
 """
 
 import sys
@@ -18,15 +17,15 @@ from backhaul_runtime.torch_internals.private import base_of, container_node, py
 
 
 def has_other_references(returned: list[Any], is_output: Callable[[Tensor], bool]) -> bool:
-    """Whether an output in this list, whose only item is what a call returned, has other references.
+    """Whether an output in this list, whose only item is the return value of a call, has further references.
 
-    Counted are the tensors, what they are views of, and the nodes of autograd that made them. Whoever calls holds none
-    of them but by the list. A container of a kind that can't be looked into counts as somebody else.
+    References to tensors, to the tensors that they are views of, and to their autograd nodes are counted. The caller
+    must hold them only through the list. A container of an unknown type counts as another holder.
     """
     accounted: Counter[int] = Counter()
     objects: dict[int, Any] = {}
     _visit(returned, is_output, accounted, objects, set())
-    for key in objects:  # noqa: PLC0206  a name for the value would be one reference more
+    for key in objects:  # noqa: PLC0206  a name for the value would add a reference
         if sys.getrefcount(objects[key]) - accounted[key] > _IDLE:
             return True
         if isinstance(objects[key], Tensor) and _is_tensor_held(objects[key]):
@@ -49,7 +48,7 @@ def _visit(
     objects: dict[int, Any],
     seen: set[int],
 ) -> bool:
-    """Collects the outputs in a container, and the containers in it that have any."""
+    """Collects the outputs in a container, and the containers inside that have outputs."""
     children, _ = container_node(container).flatten_fn(container)
     own = set()
     for child in children:
@@ -72,7 +71,7 @@ def _visit(
 
 
 def _references(container: Any) -> Iterator[Any]:
-    """What a container refers to, each as often as it does."""
+    """Yields the objects that a container refers to, each as often as it does."""
     if isinstance(container, dict):
         yield from dict.values(container)
     elif isinstance(container, (list, tuple, deque)):
@@ -81,7 +80,7 @@ def _references(container: Any) -> Iterator[Any]:
 
 
 def _idle_counts() -> tuple[int, int, int]:
-    """The counts that this Python and this torch give for objects without other references."""
+    """Returns the reference counts of objects without other references, in this version of Python and torch."""
     x = torch.zeros(2, requires_grad=True)
     with torch.enable_grad():
         tensors = {0: (x * 1).view(2, 1)}

@@ -19,11 +19,11 @@ from backhaul_runtime.torch_internals.storages import StorageLedger
 class SavedTensorHooks:
     """The hook that autograd calls for each tensor it saves.
 
-    Autograd keeps it as long as the handles, so `release` drops the recorder, and with it the call's tensors.
+    Autograd keeps it as long as the handles. So `release` drops the recorder, and with it the tensors of the call.
 
     Attributes:
-        recorder: Records the call while that runs, None afterwards.
-        packed_bytes: The bytes that autograd saved and that are not kept, each storage once, leaves not counted.
+        recorder: Records the call during its forward; None afterwards.
+        packed_bytes: Bytes that autograd saved and that are not kept. Each storage counts once, leaves do not count.
     """
 
     def __init__(self, hold: Hold, selection: Selection | None, hooks: Hooks | None) -> None:
@@ -60,11 +60,11 @@ class SavedTensorHooks:
         return handle
 
     def begin(self, recorder: Recorder, table: HandleTable) -> None:
-        """Sets where saved tensors are noted and where handles come from. Called once, before the call runs."""
+        """Sets the recorder and the table of handles. Called once, before the call runs."""
         self.recorder, self._table = recorder, table
 
     def op_ended(self, is_recorded: bool) -> None:
-        """Lets go of what the op that ends saved, or keeps it where it can't be recomputed."""
+        """Drops the tensors that the ending op saved, or keeps them if they cannot be recomputed."""
         if self._of_this_op:
             if not is_recorded:
                 for handle, tensor in self._of_this_op:
@@ -84,16 +84,16 @@ class SavedTensorHooks:
         self._of_this_op.clear()
 
     def _expect(self, kept: KeptTensor, index: int, tensor: Tensor) -> None:
-        """Notes what a tensor that is kept must hold when it is asked for."""
+        """Notes the contents that a kept tensor must have when it is unpacked."""
         assert self.recorder is not None
         saved = self.recorder.recording.saved[index]
         kept.digest = saved.noted
-        if saved.is_undefined:  # the op may still write to it, and what was noted is what it reads
+        if saved.is_undefined:  # the op may still write to it, and the digest is that of the op's inputs
             kept.digest = b""
             self._undefined.append((kept, tensor))
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        """A copy of an argument, because the caller may write to it. Equal copies are shared."""
+        """Returns a copy of an argument, because the caller may change it. Equal copies are shared."""
         layout = layout_of(tensor)
         address = None if layout.is_on_accelerator else tensor_address(layout, content_digest(tensor, layout))
         return self._hold(tensor, layout, address)
@@ -101,7 +101,7 @@ class SavedTensorHooks:
     def _keep(self, index: int, tensor: Tensor) -> KeptTensor:
         assert self.recorder is not None
         is_plain = unsupported_reason(tensor) is None
-        # Neither the recorder nor modes around the call are to see this. Subclasses have to, to stay what they are.
+        # The recorder and dispatch modes around the call must not see this. Tensor subclasses must, to keep their type.
         with DisablePythonDispatcher(), DisableTorchDispatch() if is_plain else nullcontext():
             if is_plain and hides_write(self.recorder.op, tensor):
                 tensor = copy_exact(tensor)
@@ -112,8 +112,8 @@ class SavedTensorHooks:
             def error(changed: Tensor) -> Exception:
                 return SavedTensorModifiedError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"a tensor {shape} is at version {version_of(changed)}, it was saved at {version}. Without "
-                    "checkpointing this fails too: use the out-of-place op"
+                    f"a tensor {shape} is at version {version_of(changed)}, it was saved at {version}. This "
+                    "also fails without checkpointing: use the out-of-place op"
                 )
 
             kept = KeptTensor(tensor.detach(), version, error)
@@ -124,5 +124,5 @@ class SavedTensorHooks:
 
 
 def unpack(handle: Handle) -> Tensor:
-    """The hook that gives backward what `SavedTensorHooks` took."""
+    """The unpack hook: returns the tensor for a handle that `SavedTensorHooks` returned."""
     return handle.table.unpack(handle)

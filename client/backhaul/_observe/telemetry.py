@@ -247,7 +247,9 @@ class Telemetry:
         self._deliver = deliver
         self._run = run
         self._traces = traces
-        self._lock = threading.RLock()  # guards all counts and queues; reentrant, because a frame may die while it is held
+        self._lock = (
+            threading.RLock()
+        )  # guards all counts and queues; reentrant, because a frame may die while it is held
         self._now = _Totals(0)
         self._has_explicit_steps = False
         self._calls: deque[CallLog] = deque()
@@ -272,7 +274,9 @@ class Telemetry:
 
     def forked(self) -> None:
         """Resets the state in the child of a fork, where the thread that holds the lock may not exist."""
-        self._lock = threading.RLock()  # guards all counts and queues; reentrant, because a frame may die while it is held
+        self._lock = (
+            threading.RLock()
+        )  # guards all counts and queues; reentrant, because a frame may die while it is held
 
     def began(self, call: CallLog, name: str) -> tuple[int, int, int]:
         """Notes the start of a call.

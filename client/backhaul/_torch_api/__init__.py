@@ -1,1 +1,1 @@
-"""What mirrors or patches the API of torch: options, wrappers, selective checkpointing, FSDP2."""
+"""The parts that mirror or patch torch's API: options, wrappers, selective checkpointing and FSDP2."""

@@ -1,4 +1,4 @@
-"""The options of a checkpointed call, told apart from the function's own keyword arguments."""
+"""The options of a checkpointed call, which are separated from the function's own keyword arguments."""
 
 import functools
 import inspect
@@ -25,11 +25,11 @@ _TORCHS_OF_ANY_VERSION = frozenset(
     }
 )
 NAMES = _TORCHS_OF_ANY_VERSION | {"returns", "strict", "durability"}
-"""Keyword arguments that `Session.checkpoint` takes as its own options; all others go to the function."""
+"""Keyword arguments that are options of `Session.checkpoint`. All others are passed to the function."""
 
 
 def names_of_torch() -> frozenset[str]:
-    """Keyword arguments that the installed torch's checkpoint does not pass on to the function."""
+    """Returns the keyword arguments that the installed torch's checkpoint does not pass to the function."""
     new = "respect_saved_tensors_hooks"  # since torch 2.14
     has_new = new in inspect.signature(torch.utils.checkpoint.checkpoint).parameters
     return _TORCHS_OF_ANY_VERSION if has_new else _TORCHS_OF_ANY_VERSION - {new}
@@ -40,19 +40,19 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a call is treated.
+    """The options of a call.
 
     Attributes:
-        returns: What comes back for it.
-        strict: Raise rather than recompute on the trainer.
+        returns: What a worker returns: gradients or activations.
+        strict: Raise an error instead of recomputing on the trainer.
         durability: What the trainer keeps in case a worker dies.
-        use_reentrant: Keep the contract of torch's reentrant variant.
-        preserve_rng_state: Refuse a device whose generator could not be looked at before the call.
-        contexts: Gives the contexts for the call and for its recomputation; None for none.
-        checks_bytes: Digest what comes back once more, here.
-        debug: Note every op, for the error where a recomputation differs.
-        early_stop: Recompute nothing after the last tensor that was saved.
-        respects_hooks: What a policy keeps goes through the saved-tensor hooks around the call.
+        use_reentrant: Follow the contract of torch's reentrant variant.
+        preserve_rng_state: Reject a device whose generator could not be read before the call.
+        contexts: Returns the contexts of the call and of its recomputation; None for none.
+        checks_bytes: Compute digests of everything that a worker returns.
+        debug: Note every op, for the message of a mismatch.
+        early_stop: End a recomputation after the last saved tensor.
+        respects_hooks: Pass what a policy keeps through the saved-tensor hooks around the call.
     """
 
     returns: Returns = "auto"
@@ -71,12 +71,12 @@ def options_of(config: Config, kwargs: dict[str, Any], names: frozenset[str] = N
     """Splits keyword arguments into the call's options and the function's own.
 
     Args:
-        config: The session's settings, used for options that are not given.
+        config: The settings of the session, used for options that are not given.
         kwargs: All keyword arguments of the call.
-        names: Names of the options; the other keyword arguments are the function's.
+        names: Names of the options; all other keyword arguments belong to the function.
 
     Raises:
-        ValueError: For what torch refuses, in torch's words, and for unknown values.
+        ValueError: An option that torch rejects, with torch's message, or an unknown value.
     """
     given = {name: value for name, value in kwargs.items() if name in names}
     rest = {name: value for name, value in kwargs.items() if name not in names}
@@ -103,7 +103,7 @@ def options_of(config: Config, kwargs: dict[str, Any], names: frozenset[str] = N
         raise ValueError(f"returns={returns!r} is not one of {', '.join(map(repr, RETURNS))}")
     if durability not in DURABILITIES:
         raise ValueError(f"durability={durability!r} is not one of {', '.join(map(repr, DURABILITIES))}")
-    settings = torch.utils.checkpoint  # its two context managers set these for everybody
+    settings = torch.utils.checkpoint  # its two context managers set these globally
     if settings._checkpoint_debug_enabled is not None:
         debug = settings._checkpoint_debug_enabled and not use_reentrant
     if settings._enable_checkpoint_early_stop is not None:
@@ -128,21 +128,21 @@ def options_of(config: Config, kwargs: dict[str, Any], names: frozenset[str] = N
 def decorator(
     checkpoint: Callable[..., Any], args: tuple[Any, ...], rest: dict[str, Any], options: dict[str, Any]
 ) -> "Callable[[Callable[..., Any]], Decorated]":
-    """What `checkpoint(**options)` without a function returns. Raises ValueError where something else was given.
+    """Returns the decorator for `checkpoint(**options)` without a function. Raises ValueError for other arguments.
 
     Args:
         checkpoint: Runs a function as a segment.
         args: No positional arguments are allowed here.
-        rest: Keyword arguments that are no options; none are meant.
-        options: The options that each call of the function gets.
+        rest: Keyword arguments that are no options; none are allowed.
+        options: The options for each call of the function.
     """
     if args or rest:
-        raise ValueError("checkpoint() was given arguments but no function: name it first")
+        raise ValueError("checkpoint() got arguments but no function: pass the function first")
     return lambda function: Decorated(function, checkpoint, options)
 
 
 class Decorated:
-    """A function each call of which is a checkpointed segment, under the function's own name."""
+    """A function whose calls are checkpointed segments. It keeps the name of the original function."""
 
     def __init__(self, function: Callable[..., Any], checkpoint: Callable[..., Any], options: dict[str, Any]) -> None:
         self._function = function
@@ -151,7 +151,7 @@ class Decorated:
         functools.update_wrapper(self, function, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs it as a segment."""
+        """Runs the function as a segment."""
         return self._checkpoint(self._function, *args, **self._options, **kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> "Self | Decorated":

@@ -1,12 +1,12 @@
-"""torch.utils.checkpoint.checkpoint redirected for a while, for code one can't edit.
+"""Redirects torch.utils.checkpoint.checkpoint temporarily, for code that cannot be edited.
 
 NOTE [Redirection]
 1. Callers keep torch's function in many places: as a global of any name, in a `functools.partial` on each layer
    (Transformers), as the default of a parameter (Diffusers), in a closure. Replacing a name would miss most of them, so
-   the function's code is exchanged. Every caller is then redirected, and code that takes the function inside a block
-   has torch's own function once the block is left.
-2. torch.compile recognises the function and makes the checkpoint a part of its graph, which recomputes it. While it
-   traces it calls the function with fake tensors. These calls run torch's own code.
+   the code object of the function is exchanged. This redirects every caller, and code that takes the function inside a
+   block has torch's own function after the block.
+2. torch.compile recognises the function and makes the checkpoint a part of its graph, which recomputes it. During
+   tracing it calls the function with fake tensors. These calls run torch's own code.
 3. Blocks nest, and the innermost one decides. All threads are redirected, because they share torch's function.
 """
 
@@ -24,9 +24,9 @@ from backhaul_runtime.errors import NotRemoteError
 
 _UNREACHED = (
     "nothing called torch.utils.checkpoint.checkpoint inside patched(), so nothing was sent to a worker. Call the "
-    "model's gradient_checkpointing_enable(), or whatever switches its checkpointing on, and train() rather than "
-    "eval(). What torch.compile compiled before the block, what torch's decorator made before it, and checkpointing of "
-    "a library's own are out of its reach: use session.wrap(model, layers=...) for these"
+    "model's gradient_checkpointing_enable(), or whatever switches its checkpointing on, and train() instead of "
+    "eval(). Functions that torch.compile or torch's decorator processed before the block, and libraries with their "
+    "own checkpointing, cannot be redirected: use session.wrap(model, layers=...) for these"
 )
 
 
@@ -34,15 +34,15 @@ _UNREACHED = (
 def patched(checkpoint: Callable[..., Any], *, strict: bool = False) -> Iterator[None]:
     """Redirects calls of torch's function to another one.
 
-    If nothing was redirected, leaving warns, unless an exception leaves.
+    Leaving the block normally without any redirected call issues a warning.
 
     Args:
-        checkpoint: Takes what torch's function takes.
-        strict: Raise instead of warning.
+        checkpoint: Takes the arguments of torch's function.
+        strict: Raise an error instead of issuing the warning.
 
     Raises:
-        NotRemoteError: Under `strict`, on leaving, if nothing was redirected.
-        RuntimeError: Another library has replaced torch's function by an object whose code can't be exchanged.
+        NotRemoteError: Under `strict`, if no call was redirected.
+        RuntimeError: Another library has replaced torch's function by an object whose code cannot be exchanged.
     """
     block = _Block(checkpoint)
     _enter(block)
@@ -65,7 +65,7 @@ class _Block:
 
 
 class _Redirection:
-    """Torch's function with other code, from construction until `end`.
+    """The exchange of the code of torch's function, from construction until `end`.
 
     Attributes:
         own: A function with torch's own code.
@@ -76,25 +76,25 @@ class _Redirection:
         innermost = inspect.unwrap(function)  # torch wraps it for torch.compile
         if not isinstance(innermost, FunctionType) or innermost.__code__.co_freevars:
             raise RuntimeError(
-                f"torch.utils.checkpoint.checkpoint is {function!r}, put there by another library, and can't be "
-                "redirected. Use session.wrap(model, layers=...) instead of patched()"
+                f"torch.utils.checkpoint.checkpoint is {function!r}, which another library has installed, and cannot "
+                "be redirected. Use session.wrap(model, layers=...) instead of patched()"
             )
         self._function, self._code = innermost, innermost.__code__
         self.own = FunctionType(self._code, innermost.__globals__, innermost.__name__, innermost.__defaults__)
         self.own.__kwdefaults__ = innermost.__kwdefaults__
-        # By the signature torch.compile tells torch's options from the checkpointed function's arguments.
+        # torch.compile uses the signature to separate torch's options from the checkpointed function's arguments.
         innermost.__signature__ = inspect.signature(innermost)  # type: ignore[attr-defined]
         innermost.__code__ = _code_meanwhile.__code__
 
     def end(self) -> None:
-        """Gives the function its code back."""
+        """Restores the code of the function."""
         self._function.__code__ = self._code
         del self._function.__signature__  # type: ignore[attr-defined]
 
 
 _blocks: list[_Block] = []
 _redirection: _Redirection | None = None
-_lock = threading.Lock()
+_lock = threading.Lock()  # guards the stack of blocks and the exchange of the code
 
 
 def _enter(block: _Block) -> None:
@@ -113,7 +113,7 @@ def _leave(block: _Block) -> None:
 
 
 def _code_meanwhile(*args: Any, **kwargs: Any) -> Any:
-    """Runs as torch's function, with the globals of its module."""
+    """The exchanged code. It runs with the globals of torch's module."""
     from backhaul._torch_api.patched import redirected
 
     return redirected(*args, **kwargs)
@@ -123,7 +123,7 @@ def redirected(*args: Any, **kwargs: Any) -> Any:
     """Handles a call of torch's function while a `patched` block is open in any thread."""
     blocks, redirection = list(_blocks), _redirection
     assert redirection is not None
-    # Another thread may just have left the last block. For calls that are traced see Rule 2.
+    # Another thread may just have left the last block. See Rule 2 for calls that are traced.
     if not blocks or torch.compiler.is_compiling():
         return redirection.own(*args, **kwargs)
     for block in blocks:

@@ -1,11 +1,11 @@
-"""Selective checkpointing: what a policy chooses stays on the trainer, the rest is recomputed.
+"""Selective checkpointing: the trainer keeps what a policy chooses, and the rest is recomputed.
 
 NOTE [Selection]
-1. A policy sees the ops below autograd and says of each whether its results are kept. Tensors in their memory that
-   autograd saves later are kept too: they are neither recomputed nor sent.
-2. Where the trainer recomputes, an op whose results are kept gives these and does not run again. It is known by its
-   place among the calls of that op, and by what it is given. Values are checked as those of any recomputation.
-3. Ops that return views or write to what they are given run again: their results are nothing by themselves.
+1. A policy sees the ops below autograd and decides for each whether its results are kept. Tensors in the memory of kept
+   results that autograd saves later are kept too: they are neither recomputed nor sent.
+2. In a recomputation on the trainer, an op with kept results returns these and does not run again. It is identified by
+   its position among the calls of that op, and by its arguments. The values are checked as in any recomputation.
+3. Ops that return views or write to their arguments run again, because their results have no memory of their own.
 """
 
 from collections import Counter
@@ -35,16 +35,16 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class Selection(DispatchMode):
-    """Enter it around the call.
+    """The dispatch mode that asks the policy. Enter it around the call.
 
     Args:
-        policy: As `create_selective_checkpoint_contexts` takes it, and with its bools.
-        may_change: Whether the function may write to what is kept.
-        hooks: That what is kept goes through; None for none.
+        policy: A policy as `create_selective_checkpoint_contexts` accepts it; it may return bools.
+        may_change: Whether the function may write to kept tensors.
+        hooks: Saved-tensor hooks that kept tensors pass through; None for none.
 
     Attributes:
-        again: For a recomputation here: an op whose results are kept does not run again.
-        is_mutated: Whether, against the rule, the function wrote to what was chosen. Known once it has ended.
+        again: The mode for a recomputation on the trainer, in which ops with kept results do not run again.
+        is_mutated: Whether the function wrote to a kept tensor against the rule. Known when the call has ended.
     """
 
     def __init__(self, policy: Callable[..., Any], *, may_change: bool, hooks: Hooks | None) -> None:
@@ -52,7 +52,7 @@ class Selection(DispatchMode):
         self._policy = policy
         self._may_change = may_change
         self._hooks = hooks
-        self._seen = StorageLedger()  # so that no storage takes the place of another
+        self._seen = StorageLedger()  # so that no other storage gets the address of a known one
         self._results: dict[int, _Result] = {}
         self._versions: list[tuple[Tensor, int]] = []
         self._is_keeping = False
@@ -61,7 +61,7 @@ class Selection(DispatchMode):
 
     @classmethod
     def of(cls, first: Any, second: Any, hooks: Hooks | None) -> "Selection | None":
-        """What stands behind contexts that torch's `create_selective_checkpoint_contexts` made, None for others."""
+        """Returns the selection behind contexts of torch's `create_selective_checkpoint_contexts`, None for others."""
         if not is_selective_pair(first, second):
             return None
         return cls(first.policy_fn, may_change=second.allow_cache_entry_mutation, hooks=hooks)
@@ -83,11 +83,11 @@ class Selection(DispatchMode):
         return returned
 
     def _keep_results(self, returned: Any, *, is_offloaded: bool) -> "Callable[[], Any] | None":
-        """Keeps what an op returned. Gives what gives it back, None for kinds of tensors that can't be kept."""
+        """Keeps the results of an op. Returns a function that returns them; None for tensors that cannot be kept."""
         leaves, spec = pytree.tree_flatten(returned)
         tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         if any(map(unsupported_reason, tensors.values())):
-            return None  # without a storage there is nothing to know it by: it is recomputed
+            return None  # without a storage it cannot be identified, so it is recomputed
         kept = {key: self._kept(alias_of(tensor), is_offloaded=is_offloaded) for key, tensor in tensors.items()}
         for key, tensor in tensors.items():
             self._seen.add(tensor)
@@ -110,7 +110,7 @@ class Selection(DispatchMode):
         self._versions.clear()
 
     def keep(self, tensor: Tensor) -> "KeptTensor | None":
-        """Keeps a tensor that autograd saves, if the policy chose the memory it lies in. Returns what gives it back."""
+        """Keeps a tensor that autograd saves, if the policy chose the memory that it lies in; else returns None."""
         result = None if unsupported_reason(tensor) else self._results.get(storage_key(tensor))
         if result is None:
             return None
@@ -120,7 +120,7 @@ class Selection(DispatchMode):
 
     def _kept(self, tensor: Tensor, *, is_offloaded: bool) -> "KeptTensor":
         kept = KeptTensor(tensor, None if self._may_change else version_of(tensor))
-        self._is_keeping = True  # what keeping takes is no op of the function's
+        self._is_keeping = True  # ops of our own must not be asked about
         try:
             if is_offloaded:
                 kept.offload()
@@ -132,12 +132,12 @@ class Selection(DispatchMode):
 
 
 def _stands_alone(op: OpOverload) -> bool:
-    """Rule 3."""
+    """Whether the results of an op have memory of their own (Rule 3)."""
     return not rules(op).written and not rules(op).views
 
 
 class _Result:
-    """What is kept in a storage: a result of an op, which autograd may save as it is or a part of which.
+    """The kept result in a storage. Autograd may save all of it or a part.
 
     Args:
         tensor: The result of the op.
@@ -151,7 +151,7 @@ class _Result:
         self._is = _identity(tensor)
 
     def is_same(self, tensor: Tensor) -> bool:
-        """Whether a tensor in this storage is the result and was not written to since."""
+        """Whether a tensor in this storage is the unchanged result."""
         return _identity(tensor) == self._is
 
 
@@ -160,7 +160,7 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class _Recomputation(DispatchMode):
-    """Rule 2. Entered around each recomputation."""
+    """The mode of a recomputation on the trainer (Rule 2)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class _Recomputation(DispatchMode):
         self._calls: Counter[OpOverload] = Counter()
 
     def note(self, op: OpOverload, args: tuple[Any, ...], results: "Callable[[], Any] | None") -> None:
-        """Notes a call of forward, and what gives its results if they are kept."""
+        """Notes a call in forward, and the function that returns its results if they are kept."""
         self._results.setdefault(op, []).append((_given(args), results))
 
     def __enter__(self) -> Self:
@@ -177,7 +177,7 @@ class _Recomputation(DispatchMode):
         return self
 
     def __torch_dispatch__(self, op: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Gives the results of an op that are kept, else runs it."""
+        """Returns the kept results of an op, or runs it."""
         number = self._calls[op]
         self._calls[op] += 1
         noted = self._results.get(op, [])[number : number + 1]
@@ -188,20 +188,20 @@ class _Recomputation(DispatchMode):
 
 
 def _given(args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """What tells calls of an op apart, as far as it is known below autograd."""
+    """Returns what identifies a call of an op, as far as it is known below autograd."""
     return [(tensor.dtype, tensor.shape) for tensor in tensors_in(args)]
 
 
 class KeptTensor:
-    """A tensor that stays on the trainer. Call it to have it back.
+    """A tensor that stays on the trainer. Calling it returns the tensor.
 
     Args:
         tensor: The detached tensor to keep.
-        version: The version counter that it must still have, None for any.
-        error: What to raise where it has another. Without it the RuntimeError of torch's selective checkpointing.
+        version: The version counter that the tensor must still have; None for any.
+        error: Returns the error for another version; by default torch's RuntimeError of selective checkpointing.
 
     Attributes:
-        digest: The `saved_digest` of what it must hold; empty for a kind of tensor that has none.
+        digest: The `saved_digest` that the tensor must have; empty for a kind of tensor without one.
     """
 
     def __init__(
@@ -218,12 +218,12 @@ class KeptTensor:
         self._is_of_others = False
 
     def offload(self) -> None:
-        """Moves it to the host. A copy also where it is there already, so that the device's memory is free."""
+        """Moves the tensor to the host, by a copy in any case, so that the memory of the original is freed."""
         tensor: Tensor = self._packed
         host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         if host.stride() == tensor.stride() and not tensor.is_conj() and not tensor.is_neg():
             host.copy_(tensor)
-        else:  # expanded, or with gaps: it comes back with the strides it had
+        else:  # expanded or with gaps: the tensor is restored with its strides
             host = copy_exact(tensor, device="cpu")
         self._packed = host
         device = tensor.device
@@ -236,7 +236,7 @@ class KeptTensor:
         self._unpacks.append(unpack)
 
     def __call__(self) -> Tensor:
-        """The tensor. Raises an error if it was written to."""
+        """Returns the tensor. Raises an error if it was written to."""
         tensor: Tensor = self._packed
         if not self._unpacks and self._version is not None and version_of(tensor) != self._version:
             raise self._error(tensor)
@@ -246,11 +246,11 @@ class KeptTensor:
 
     @property
     def is_of_others(self) -> bool:
-        """Whether the user's saved-tensor hooks return the tensor, and may have changed it."""
+        """Whether the user's saved-tensor hooks return the tensor and may have changed it."""
         return self._is_of_others
 
     def is_intact(self, tensor: Tensor) -> bool:
-        """Whether a tensor that a call returned holds what it must, if that can be told."""
+        """Whether a returned tensor has the right contents, as far as that can be checked."""
         if self.is_of_others or not self.digest:
             return True
         layout = layout_of(tensor)
@@ -258,10 +258,10 @@ class KeptTensor:
 
 
 class _SharedTensor(KeptTensor):
-    """What another keeps already.
+    """A tensor in memory that another kept tensor already holds.
 
     Args:
-        kept: By which it is given back.
+        kept: The kept tensor that holds the memory.
     """
 
     def __init__(self, kept: KeptTensor) -> None:
@@ -270,9 +270,9 @@ class _SharedTensor(KeptTensor):
 
     @property
     def is_of_others(self) -> bool:
-        """As that of the other."""
+        """Whether hooks may have changed the tensor, as for the other one."""
         return self._kept.is_of_others
 
     def __call__(self) -> Tensor:
-        """The tensor. Raises as the other does."""
+        """Returns the tensor. Raises the errors of the other one."""
         return self._kept()

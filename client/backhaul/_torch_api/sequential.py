@@ -1,4 +1,4 @@
-"""checkpoint_sequential: a row of functions in checkpointed chunks."""
+"""checkpoint_sequential: functions in a row, in checkpointed chunks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,15 +19,14 @@ def checkpoint_sequential(
 
     Args:
         checkpoint: Runs a chunk as a segment.
-        functions: An nn.Sequential, whose children are taken, or a sequence of functions.
-        segments: Number of chunks. Each has len(functions) // segments functions, the last takes the rest.
-        *inputs: Further arguments of the first function. If there are any, a tuple that a function returns is unpacked
-            for the next one.
-        **kwargs: As for `checkpoint`; the functions take none.
+        functions: An nn.Sequential, whose children are used, or a sequence of functions.
+        segments: Number of chunks. Each has len(functions) // segments functions; the last one has the rest.
+        *inputs: Arguments of the first function. If there are several, a returned tuple is unpacked for the next
+            function.
+        **kwargs: Options of `checkpoint`; functions get no keyword arguments.
 
     Raises:
-        ValueError: More segments than functions, or fewer than one; or keyword arguments that are no options, in
-            torch's words.
+        ValueError: There are more segments than functions or fewer than one, or a keyword argument is no option.
     """
     unexpected = [name for name in kwargs if name not in NAMES]
     if unexpected:

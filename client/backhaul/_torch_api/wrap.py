@@ -1,4 +1,4 @@
-"""Modules that checkpoint themselves, in place, without a change of names or of state_dict keys."""
+"""Wraps modules in place so that they checkpoint themselves. Names and state_dict keys stay the same."""
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -13,35 +13,35 @@ from backhaul_runtime.torch_internals.checkpoint_wrapper import CheckpointWrappe
 from backhaul_runtime.torch_internals.private import submodules_of
 
 _TAKEN = NAMES | {"function", "session"}
-"""Keyword arguments that `checkpoint` would not pass on."""
+"""Keyword arguments that `checkpoint` would treat as options instead of passing them on."""
 
 
 class SegmentModule(CheckpointWrapper):
     """A module whose forward is a checkpointed segment.
 
-    A subclass of torch's CheckpointWrapper, so that others know it for what it is. Names of parameters, buffers and
-    modules, keys of state_dict, copies and saved files are those of the module inside.
+    It is a subclass of torch's CheckpointWrapper, so that other libraries recognise it. Names of parameters, buffers
+    and modules, keys of state_dict, copies and saved files are those of the wrapped module.
 
     Args:
-        module: Runs and holds the parameters.
-        checkpoint: Runs it as a segment.
+        module: The wrapped module, which has the parameters.
+        checkpoint: Runs the module as a segment.
     """
 
     def __init__(self, module: nn.Module, checkpoint: Callable[..., Any]) -> None:
         super().__init__(module, checkpoint_fn=checkpoint)
-        self.__dict__["_is_complete"] = True  # what is set from now on is set by its user
+        self.__dict__["_is_complete"] = True  # attributes set from now on are set by the user
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module inside as a segment. All arguments are the module's own, whatever their names."""
+        """Runs the wrapped module as a segment. All arguments are passed to the module, whatever their names."""
         checkpoint: Callable[..., Any] = self.checkpoint_fn
         inside = inside_of(self)
         taken = {name: kwargs.pop(name) for name in _TAKEN & kwargs.keys()}
         return checkpoint(partial(inside, **taken) if taken else inside, *args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute of the module inside, whose forward reads it, unless the wrapper was born with it.
+        """Sets an attribute of the wrapped module, whose forward reads it, unless it is one of the wrapper itself.
 
-        fully_shard sets `__class__`, of the module that it is given.
+        fully_shard sets `__class__` of the module that it gets.
         """
         if "_is_complete" not in self.__dict__ or name in {*self.__dict__, *submodules_of(self), "__class__"}:
             super().__setattr__(name, value)
@@ -54,7 +54,7 @@ class SegmentModule(CheckpointWrapper):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """This module, and the one inside under the same name: the wrapping adds no level."""
+        """Yields this module, and the modules inside under the same names: the wrapper adds no level."""
         memo = set() if memo is None else memo
         if self not in memo:
             if remove_duplicate:
@@ -66,9 +66,9 @@ class SegmentModule(CheckpointWrapper):
         return type(self)(deepcopy(inside_of(self), memo), self.checkpoint_fn)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Saved as the module inside, so that a file loads where there is no Backhaul.
+        """Pickles as the wrapped module, so that a file can be loaded without Backhaul.
 
-        Protocol 1 names the class in a form that pickle does not hold against the wrapper's.
+        Protocol 1 names the class in a form that pickle accepts although the wrapper has another class.
         """
         return inside_of(self).__reduce_ex__(1)
 
@@ -79,14 +79,14 @@ def wrap(
     """Makes each module of the given classes inside the model a checkpointed segment, in place.
 
     Args:
-        model: Changed and returned. If it is itself of one of the classes it can't be replaced in place: wrap a parent.
-        layers: Classes of the modules to checkpoint. Modules inside a wrapped one stay as they are.
-        checkpoint: Runs each as a segment.
+        model: The model to change. A model that is itself of one of the classes cannot be replaced: wrap a parent.
+        layers: Classes of the modules to checkpoint. Modules inside a wrapped module are not wrapped.
+        checkpoint: Runs each module as a segment.
 
     Raises:
         ValueError: The model has no module of these classes.
     """
-    wrappers: dict[nn.Module, SegmentModule] = {}  # a module that stands in several places has one
+    wrappers: dict[nn.Module, SegmentModule] = {}  # a module that occurs several times gets one wrapper
 
     def visit(parent: nn.Module) -> None:
         for name, child in submodules_of(parent).items():
@@ -105,7 +105,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     """Undoes `wrap`, in place, and returns the model.
 
     Raises:
-        ValueError: A wrapped module was given to fully_shard, which works by hooks of the wrapper.
+        ValueError: A wrapped module was passed to fully_shard, which relies on hooks of the wrapper.
     """
     wrapped = [
         (parent, f"{prefix}.{name}".lstrip("."), name, child)
