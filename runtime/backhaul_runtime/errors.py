@@ -96,8 +96,8 @@ class BackhaulError(Exception):
         """
         kind, message = type(self).__name__, self.message[:MAX_MESSAGE]
         detail = json.dumps({"kind": kind, "message": message, "fields": self.fields}).encode()
-        # JSON escapes a character that is not ASCII to six bytes or more, and a message may quote a name that the client
-        # chose. gRPC would reject such metadata, and the trainer would not learn the class of the error.
+        # JSON escapes a character that is not ASCII to six bytes or more, and a message may quote a name that the
+        # client chose. gRPC would reject such metadata, and the trainer would not learn the class of the error.
         if len(detail) > _MAX_DETAIL_BYTES:
             short = re.sub(r"[^ -~]", "?", message)
             detail = json.dumps({"kind": kind, "message": short, "fields": {}}).encode()

@@ -207,8 +207,8 @@ class Region:
         self._used_bytes = self.used_bytes + layout.span_bytes
         self._words[_WORDS_PER_SLOT * location.slot + 1] = location.ticket | _IN_USE
         raw = self._raw_of(location, layout)
-        # The finalizer watches the array, not the tensor: the storage, which views share, keeps the array alive, and the
-        # array keeps the mapping.
+        # The finalizer watches the array, not the tensor: the storage, which views share, keeps the array alive, and
+        # the array keeps the mapping.
         weakref.finalize(raw, self.free_slot, location.slot, location.ticket).atexit = False
         return _tensor_in(raw, layout)
 
