@@ -1,33 +1,33 @@
 """Every error Backhaul raises, and how each travels over gRPC.
 
     BackhaulError
-    ├── AddressError              (ValueError) an address that can't be read
-    ├── SettingError              (ValueError) a setting with a value it can't have
-    ├── ConnectError              (ConnectionError) connect() found nobody at an address
+    ├── AddressError              (ValueError) an address that can't be parsed
+    ├── SettingError              (ValueError) a setting with a value that is not allowed
+    ├── ConnectError              (ConnectionError) connect() got no answer from a worker at an address
     ├── ProtocolVersionError      trainer and worker speak different versions
-    ├── NotRemoteError            strict: a segment would have run on the trainer
+    ├── NotRemoteError            under strict: a segment would have been recomputed on the trainer
     ├── UnsupportedTensorError    a kind of tensor that has no bytes to send
     ├── StaleTensorError          (RuntimeError) a captured tensor changed between forward and backward
-    ├── GradientsLostError        (RuntimeError) a worker is gone with gradients that were not collected
-    ├── SavedTensorModifiedError  (RuntimeError) an argument, or what fn's own backward needs, was written to
+    ├── GradientsLostError        (RuntimeError) a worker was lost with gradients that were not collected
+    ├── SavedTensorModifiedError  (RuntimeError) an argument, or a tensor that backward needs, was written to
     ├── ValueCheckError           (RuntimeError) a recomputation gave other values than forward
-    ├── SegmentLostError          (RuntimeError) a worker is gone, and so is what the trainer would recompute from
-    ├── SessionClosedError        there is no session to work with
-    ├── WorkerLostError           no answer: the connection broke or the worker fell silent
-    └── WorkerError               an answer that refuses
-        ├── BudgetError           its memory budget has no room
-        ├── CredentialError       it wants a token that was not shown, or another one
-        ├── DrainingError         it is shutting down and takes nothing new
-        ├── LimitError            a request, or all that a trainer has there, goes beyond a fixed limit
+    ├── SegmentLostError          (RuntimeError) a worker was lost, and the trainer lacks inputs to recompute from
+    ├── SessionClosedError        there is no open session
+    ├── WorkerLostError           the worker did not answer: the connection broke, or it timed out
+    └── WorkerError               the worker refused a request, or failed
+        ├── BudgetError           the worker's memory budget has no room
+        ├── CredentialError       the worker requires a token, and the request had none or a wrong one
+        ├── DrainingError         the worker is shutting down and accepts no new work
+        ├── LimitError            a request, or a trainer's total on the worker, exceeds a fixed limit
         ├── ProgramError          (ValueError) a program that is malformed or not allowed
         ├── ReplayError           an op of a program failed while it ran
-        ├── SessionUnknownError   the session never was, or its lease ran out
-        ├── SegmentUnknownError   the segment never was, or was released
-        ├── TensorsMissingError   tensors are named that the worker does not hold
-        └── TransferError         a message that does not fit its checksum, its declarations or what it answers
+        ├── SessionUnknownError   the worker does not know the session, or its lease has expired
+        ├── SegmentUnknownError   the worker does not know the segment, or has released it
+        ├── TensorsMissingError   a request names tensors that the worker does not hold
+        └── TransferError         a message contradicts its checksum, its declarations or its request
 
-The message says what happened, with which values, and what to do. Fields are attributes, and errors pickle.
-This module knows neither torch nor gRPC: the table at its end holds status names.
+The message says what happened, with the values, and what to do. Fields are attributes, and errors pickle.
+This module imports neither torch nor gRPC: the table at its end holds the names of gRPC statuses.
 """
 
 import json
@@ -67,13 +67,18 @@ __all__ = [
 
 
 MAX_MESSAGE = 2_000
-"""Characters of a message that travel. gRPC refuses metadata of more than 16 KiB."""
+"""Characters of an error's message that a worker sends. gRPC rejects metadata of more than 16 KiB."""
 
 _MAX_DETAIL_BYTES = 8 << 10
 
 
 class BackhaulError(Exception):
-    """Root of the tree. Keyword arguments become attributes; they must be JSON values."""
+    """The root of all errors that Backhaul raises.
+
+    Args:
+        message: What happened, with the values, and what to do.
+        fields: JSON values, each of which becomes an attribute of the error.
+    """
 
     def __init__(self, message: str, **fields: Any) -> None:
         super().__init__(message)
@@ -85,10 +90,15 @@ class BackhaulError(Exception):
         return _rebuild, (type(self), self.message, self.fields)
 
     def to_bytes(self) -> bytes:
-        """The error as it travels in gRPC's trailing metadata, sealed as messages are."""
+        """Encodes the error for gRPC's trailing metadata, with the seal that all messages have.
+
+        Long messages are cut to `MAX_MESSAGE` characters.
+        """
         kind, message = type(self).__name__, self.message[:MAX_MESSAGE]
         detail = json.dumps({"kind": kind, "message": message, "fields": self.fields}).encode()
-        if len(detail) > _MAX_DETAIL_BYTES:  # JSON escapes what a client sent, such as a name, to six times its length
+        # JSON escapes a character that is not ASCII to six bytes or more, and a message may quote a name that the
+        # client chose. gRPC would reject such metadata, and the trainer would not learn the class of the error.
+        if len(detail) > _MAX_DETAIL_BYTES:
             short = re.sub(r"[^ -~]", "?", message)
             detail = json.dumps({"kind": kind, "message": short, "fields": {}}).encode()
         return sealed([detail])
@@ -99,38 +109,38 @@ def _rebuild(kind: type[BackhaulError], message: str, fields: Mapping[str, Any])
 
 
 class AddressError(BackhaulError, ValueError):
-    """An address that can't be read."""
+    """An address that can't be parsed."""
 
 
 class SettingError(BackhaulError, ValueError):
-    """A setting, given as an argument or in the environment, has a value it can't have."""
+    """A setting, given as an argument or in the environment, has a value that is not allowed."""
 
 
 class ConnectError(BackhaulError, ConnectionError):
-    """connect() got no answer at an address."""
+    """connect() got no answer from a worker at an address."""
 
 
 class ProtocolVersionError(BackhaulError):
-    """Trainer and worker speak different versions of the wire."""
+    """Trainer and worker use different versions of the protocol."""
 
 
 class NotRemoteError(BackhaulError):
-    """Under `strict`, a segment would have run on the trainer."""
+    """Under `strict`, a segment would have been recomputed on the trainer, or its activations kept there."""
 
     segment: str = ""
     reason: str = ""
 
 
 class UnsupportedTensorError(BackhaulError):
-    """A kind of tensor that has no bytes to send: a subclass, sparse, quantized, without storage."""
+    """A tensor has no bytes that could be sent: a subclass, sparse, quantized, without storage, or freed."""
 
 
 class StaleTensorError(BackhaulError, RuntimeError):
-    """A captured tensor changed between forward and backward, and its earlier value is nowhere to be had."""
+    """A captured tensor changed between forward and backward, and no worker holds its earlier value."""
 
 
 class GradientsLostError(BackhaulError, RuntimeError):
-    """A worker is gone with gradients that it kept under accumulate="worker" and nobody had collected."""
+    """A worker was lost with gradients that it kept under accumulate="worker" and that were not collected."""
 
     workers: Sequence[str] = ()
 
@@ -140,11 +150,11 @@ class SavedTensorModifiedError(BackhaulError, RuntimeError):
 
 
 class ValueCheckError(BackhaulError, RuntimeError):
-    """A recomputation gave other values than forward. `backhaul.CheckpointError` is its public name."""
+    """A recomputation gave other values than forward. Users see its subclass `backhaul.CheckpointError`."""
 
 
 class SegmentLostError(BackhaulError, RuntimeError):
-    """A segment's worker is gone, and so is what the trainer would recompute it from."""
+    """A segment's worker was lost, and the trainer no longer has the inputs to recompute it from."""
 
     session: str = ""
     segment: str = ""
@@ -152,14 +162,14 @@ class SegmentLostError(BackhaulError, RuntimeError):
 
 
 class SessionClosedError(BackhaulError):
-    """There is no session to work with: connect() was not called, or the session is closed."""
+    """There is no open session: connect() was not called, or the session was closed."""
 
 
 class WorkerLostError(BackhaulError):
-    """No answer: the connection broke or the worker fell silent.
+    """A worker did not answer: the connection broke, or the trainer stopped waiting.
 
-    `status` is gRPC's, with its `details`, or SILENT, SLOW, BUSY, LOST or DOWN where we gave up ourselves, or DAMAGED
-    where an answer did not fit its checksum.
+    `status` is the name of a gRPC status, with its `details`. It is SILENT, SLOW, BUSY, LOST or DOWN if the trainer
+    itself gave up, and DAMAGED if an answer did not match its checksum.
     """
 
     status: str = ""
@@ -167,11 +177,11 @@ class WorkerLostError(BackhaulError):
 
 
 class WorkerError(BackhaulError):
-    """An answer that refuses."""
+    """A worker refused a request, or failed while it served one."""
 
 
 class BudgetError(WorkerError):
-    """The worker's memory budget has no room. `retry_after_s` is 0 where waiting can't help."""
+    """The worker's memory budget has no room. `retry_after_s` is 0 if a retry can't succeed."""
 
     needed_bytes: int = 0
     budget_bytes: int = 0
@@ -179,17 +189,17 @@ class BudgetError(WorkerError):
 
 
 class CredentialError(WorkerError):
-    """The worker wants a token that the request did not show, or another one."""
+    """The worker requires a token, and the request had none or a wrong one."""
 
 
 class DrainingError(WorkerError):
-    """The worker is shutting down and takes nothing new."""
+    """The worker is shutting down and accepts no new work."""
 
 
 class LimitError(WorkerError):
-    """A request, or all that a trainer has on the worker, goes beyond a fixed limit.
+    """A request, or a trainer's total on the worker, exceeds a fixed limit.
 
-    `limit` names it, `most` is its value and `found` what was met.
+    `limit` is the limit's name, `most` is its value, and `found` is the value that exceeded it.
     """
 
     limit: str = ""
@@ -206,23 +216,23 @@ class ReplayError(WorkerError):
 
 
 class SessionUnknownError(WorkerError):
-    """The session never was, or its lease ran out."""
+    """The worker does not know the session, or the session's lease has expired."""
 
 
 class SegmentUnknownError(WorkerError):
-    """The segment never was, or was released."""
+    """The worker does not know the segment, or has released it."""
 
 
 class TensorsMissingError(WorkerError):
-    """Tensors are named that the worker does not hold."""
+    """A request names tensors that the worker does not hold."""
 
 
 class TransferError(WorkerError):
-    """A message, or a tensor, that does not fit its checksum, its declaration or what it was to answer."""
+    """A message or a tensor contradicts its checksum, its declaration, or the request that it answers."""
 
 
-# Every error that a worker answers with, and the name of its gRPC status. Errors that are not here are bugs of the
-# worker and travel as INTERNAL.
+# All errors that a worker answers with, and the name of the gRPC status of each. Any other exception is a bug of the
+# worker, which sends it as INTERNAL.
 STATUS_NAMES: Mapping[type[BackhaulError], str] = {
     BudgetError: "RESOURCE_EXHAUSTED",
     CredentialError: "UNAUTHENTICATED",
@@ -244,7 +254,10 @@ _BY_NAME = {kind.__name__: kind for kind in STATUS_NAMES}
 
 
 def from_bytes(detail: bytes) -> BackhaulError | None:
-    """The error a worker sent, or None where the bytes are not one. Only names of the table are looked up."""
+    """Decodes an error that a worker sent. Returns None for bytes that are no error.
+
+    The class comes from `STATUS_NAMES`, so a worker can't make the trainer construct any other class.
+    """
     if not is_sealed(detail):
         return None
     try:
@@ -255,16 +268,21 @@ def from_bytes(detail: bytes) -> BackhaulError | None:
 
 
 class Refusal(Exception):  # noqa: N818  a decision, never seen outside
-    """Why a call can't be a program. Raised and caught inside the recorder and the session, never seen by users."""
+    """Why a call can't be recorded as a program. Raised and caught internally; users never see it.
+
+    Attributes:
+        reason: The reason, for the log and the report.
+        is_said: Whether the reason has already been logged.
+    """
 
     def __init__(self, reason: str, *, is_said: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
-        self.is_said = is_said  # in the log already
+        self.is_said = is_said
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
-        """A refusal for an error that recording ran into: fn must not suffer from it."""
+        """Returns a refusal for an exception that recording raised, so that the user's function is not interrupted."""
         if isinstance(error, cls):
             return error
         return cls(f"recording failed: {type(error).__name__}: {error}")

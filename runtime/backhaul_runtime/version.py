@@ -1,4 +1,4 @@
-"""The installed version. Free of torch."""
+"""The installed version of Backhaul. Does not import torch."""
 
 from functools import cache
 from importlib.metadata import version as installed_version
@@ -6,5 +6,5 @@ from importlib.metadata import version as installed_version
 
 @cache
 def version() -> str:
-    """Of the distribution, as pip shows it."""
+    """Returns the version of the installed distribution `backhaul`, as pip shows it."""
     return installed_version("backhaul")

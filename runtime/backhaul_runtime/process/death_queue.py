@@ -1,10 +1,11 @@
-"""What is to be done once an object has died.
+"""Queues work that is due once an object has died.
 
 NOTE [Endings]
-1. Objects die in any thread and in the midst of anything: while their thread holds the lock that a destructor would
-   wait for, or just when Ctrl-C comes. So no code of ours runs then. The interpreter itself puts the ending of the
-   object into a queue, and whoever reads the queue does the rest.
-2. A weak reference that dies in the same cycle of garbage as its object is never called. So endings are held here.
+1. Objects die in any thread and between any two instructions: while their thread holds the lock that a destructor
+   would wait for, or while it handles Ctrl-C. So no Python code runs then. The interpreter itself puts a notice into a
+   queue, and the thread that reads the queue does the work.
+2. The callback of a weak reference that dies in the same garbage cycle as its object is never called. So `DeathQueue`
+   holds the notices.
 """
 
 import weakref
@@ -13,10 +14,10 @@ from typing import Any
 
 
 class DeathNotice(weakref.ref[Any]):
-    """A weak reference to an object, which is put into a queue when that dies.
+    """A weak reference that is put into a queue when its object dies.
 
     Attributes:
-        then: What is to be done, as the reader of the queue understands it.
+        then: The work that is due then, in any form that the reader of the queue understands.
     """
 
     __slots__ = ("then",)
@@ -24,11 +25,11 @@ class DeathNotice(weakref.ref[Any]):
 
 
 class DeathQueue:
-    """Of the objects that one queue is about.
+    """The notices of the objects that one queue watches.
 
     Args:
-        put: Adds an ending to the queue: `SimpleQueue.put` or `deque.append`. It must be a built-in function that can
-            be called during another call of itself.
+        put: Adds a notice to the queue: `SimpleQueue.put` or `deque.append`. It must be a built-in, reentrant function:
+            the interpreter may call it during another call of it (Rule 1).
     """
 
     def __init__(self, put: Callable[[DeathNotice], None]) -> None:
@@ -36,17 +37,17 @@ class DeathQueue:
         self._held: dict[int, DeathNotice] = {}
 
     def watch(self, of: object, then: Any) -> DeathNotice:
-        """Puts an ending into the queue when an object dies."""
+        """Watches an object, and puts the returned notice into the queue when the object dies."""
         ending = DeathNotice(of, self._put)
         ending.then = then
         self._held[id(ending)] = ending
         return ending
 
     def take(self, ending: DeathNotice) -> Any:
-        """What is to be done, once the ending came out of the queue. Also calls one off that did not come yet."""
+        """Returns the work of a notice and drops the notice. If its object is still alive, nothing will be queued."""
         self._held.pop(id(ending), None)
         return ending.then
 
     def to_come(self) -> list[Any]:
-        """What is to be done for each object that is still there."""
+        """Returns the work for each watched object that is still alive."""
         return [ending.then for ending in list(self._held.values()) if ending() is not None]

@@ -1,7 +1,8 @@
 """Counts the fields of an encoded message before protobuf reads it.
 
-Two bytes on the wire are enough for an empty submessage, which takes thirty times as much in memory. So the size of a
-message says little of what it costs. This reads tags and lengths only, and stops at the first field beyond a limit.
+An empty submessage takes two bytes on the wire and thirty times as much in memory. So the size of a message does not
+bound the memory of the parsed message. This module reads tags and lengths only, and stops at the first field beyond a
+limit.
 """
 
 from collections.abc import Mapping
@@ -10,18 +11,18 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-_WIDTHS = {0: 0, 1: 8, 5: 4}  # by wire type; a varint has its own
+_WIDTHS = {0: 0, 1: 8, 5: 4}  # by wire type; a varint encodes its own length
 _VARINT, _BYTES = 0, 2
 _ONE_BYTE = 0x80
 
 
 def has_more_fields(data: bytes, kind: type[Message], most: int) -> bool:
-    """Whether a message, with the messages in it, has more than so many fields. A packed list of numbers is one.
+    """Returns whether a message and its submessages have more than `most` fields. A packed list counts as one field.
 
     Args:
-        data: An encoded message. Where it is malformed counting ends: protobuf will refuse it.
+        data: The encoded message. Counting ends where the message is malformed: protobuf will refuse it.
         kind: The class of the message.
-        most: The number of fields at which counting ends.
+        most: The largest number of fields for which the result is False.
     """
     count = 0
     waiting = [(0, len(data), kind.DESCRIPTOR)]
@@ -44,7 +45,9 @@ def has_more_fields(data: bytes, kind: type[Message], most: int) -> bool:
                 elif wire_type == _VARINT:
                     _, at = _varint(data, at)
                 else:
-                    at += _WIDTHS.get(wire_type, 0)  # a group has no width: what is in it is counted like the rest
+                    at += _WIDTHS.get(
+                        wire_type, 0
+                    )  # a group's tags have no value: the fields in it are counted like others
     except IndexError:
         pass
     return False
@@ -52,12 +55,12 @@ def has_more_fields(data: bytes, kind: type[Message], most: int) -> bool:
 
 @cache
 def _messages_in(kind: Any) -> Mapping[int, Any]:
-    """The fields of a message that are messages, by number."""
+    """Returns the types of a message's fields that are messages, by field number."""
     return {field.number: field.message_type for field in kind.fields if field.message_type is not None}
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number, and where what follows it begins."""
+    """Returns the number that begins at offset `at`, and the offset behind it."""
     value = data[at]
     if value < _ONE_BYTE:
         return value, at + 1

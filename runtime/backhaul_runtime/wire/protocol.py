@@ -1,27 +1,28 @@
-"""Numbers both sides must agree on. Free of torch."""
+"""Constants that trainer and worker must agree on. Does not import torch."""
 
 from collections.abc import Sequence
 
 PROTOCOL_VERSION = 6
 
 CHUNK_BYTES = 1 << 20
-"""Data per message of a tensor stream. 256 KiB and 4 MiB reach 0.55 to 0.9 of its throughput."""
+"""Bytes of elements per message of a tensor stream. Sizes of 256 KiB and 4 MiB reach 0.55 to 0.9 of its throughput."""
 
 PROGRESS_INTERVAL_S = 0.5
-"""How often a worker says that a request still waits or runs."""
+"""Seconds between the messages by which a worker reports that a request still waits or runs."""
 
 LEASE_S = 30.0
-"""What a worker holds for a trainer that stays silent so long is freed."""
+"""Seconds after which a worker frees everything that it holds for a silent trainer."""
 
 MAX_MESSAGE_BYTES = 4 << 20
-"""The largest message that a worker takes. Tensors come in messages of 1 MiB; a program, and the generator states of a
-segment, must fit in one."""
+"""The largest message in bytes that a worker accepts. Tensors are sent in messages of 1 MiB.
+
+A program must fit in one message, and so must the generator states of a segment."""
 
 MAX_DECLARED = 1024
-"""Tensors that one message may declare, so that taking a message in is a bounded piece of work."""
+"""Number of tensors that one message may declare. It bounds the work of reading a message."""
 
 MAX_NAME = 512
-"""Characters of what people call a segment or a trainer. A trainer cuts longer names, a worker refuses them."""
+"""Characters of the name of a segment or a trainer. A trainer cuts longer names; a worker refuses them."""
 
 CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_receive_message_length", 16 << 20),
@@ -32,4 +33,4 @@ CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.enable_http_proxy", 0),
 )
-"""Of every channel to a worker. Calls have deadlines of their own and do not rely on keepalive."""
+"""Options of every channel to a worker. Calls have their own deadlines and do not rely on keepalive."""

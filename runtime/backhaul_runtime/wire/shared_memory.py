@@ -1,21 +1,38 @@
-"""Tensors between processes of one host: memory that both have mapped, and who may write where.
+"""Memory that a trainer and a worker on the same host have both mapped, and the slots through which tensors pass.
 
 NOTE [Regions]
-1. A region is a memfd, sealed so that neither side can shrink it under the other, which would be a SIGBUS. It has no
-   name, so nothing of it is left when the last process that has it is gone. The worker makes all of them: what they
-   take is the worker's to bound.
-2. A region has one direction. Its sender alone decides where in it a tensor goes. For each tensor it takes a slot, two
-   words in a table at the region's beginning: it writes a ticket, never the same twice, into the first, and the
-   receiver copies it into the second when it needs the tensor's bytes no more, with a bit set while it uses them in
-   place. So giving back takes neither a message nor a lock, any destructor may do it, and one that comes late can't
-   free what was given to somebody else since.
-3. Seals don't stop rewriting: only processes of one user share regions, and what a slot holds is its receiver's until
-   that gives it back.
-4. The worker uses tensors in place, and a trainer what autograd saved. Gradients, which its user keeps, it copies out:
-   memory of a region can't be resized, and a child that the trainer forks would see what comes after it.
+1. A region is a memfd, sealed so that neither side can shrink it: access to memory that the other side has cut off
+   would raise SIGBUS. It has no name, so the kernel frees it when the last process that has mapped it exits. The worker
+   creates all regions, for both directions, because their bytes are part of the worker's budget.
+2. A region has one direction. Only its sender decides where in the region a tensor is written. Each tensor gets a slot,
+   which is two words in a table at the region's beginning. The sender writes a ticket, a number that it never uses
+   twice, into the first word. The receiver copies the ticket into the second word when it no longer needs the tensor,
+   and copies it with an additional bit set while it uses the tensor in place. So freeing a slot takes neither a message
+   nor a lock, any destructor may do it, and a late destructor can't free a slot that holds another tensor since.
+3. Seals do not prevent the sender from rewriting a tensor. So only processes of one user share regions, and the sender
+   leaves the bytes of a slot alone until the receiver has freed the slot.
+4. The worker uses tensors in place, and a trainer does so for saved tensors. A trainer copies gradients out of the
+   region, because the user keeps them: memory of a region can't be resized, and a forked child of the trainer would see
+   what the worker writes there later.
 5. The seal of a message does not cover elements that lie in a region. Before the worker stores a tensor it compares
    the elements with the tensor's address. Before a trainer uses one it compares them with the checksum that the worker
-   took of the original and declared. After that they are memory like any other of the process.
+   computed from the original and declared. After that they are memory like any other of the process.
+6. The life of a slot, with ticket t. Word 0 is written by the sender only, word 1 by the receiver only:
+
+       sender (Outbox)                          word 0   word 1       receiver (Region)
+       put: takes free bytes and a slot            t     old or 0
+       put: copies the tensor's bytes
+       declares the Location in a message ──────────────────────▶     check: is the ticket t, are the bounds right?
+                                                   t     t | IN_USE   use: maps the tensor in place
+                                                   t     t            free_slot: the last reference died
+                                              or   t     t            copy: has copied the bytes out
+       sweep: reads t in word 1, reuses the slot
+
+   The sender looks for freed slots only when it needs room.
+7. A sender may free a slot itself only if the receiver will not read the declared location again. The trainer does so
+   with `withdraw` when the worker has refused an upload. The worker does so with `end` when the trainer has sent ENDED
+   for an answer; slots whose tensors the trainer uses in place stay taken. If the trainer does not know which slots of
+   a failed upload the worker has used, it gives up all regions and asks for others.
 """
 
 import ctypes
@@ -46,10 +63,10 @@ from backhaul_runtime.wire.splicing import Batch
 from backhaul_runtime.wire.tensor_stream import OutgoingTensor
 
 LEAST_BYTES = 1 << 20
-"""Smaller tensors go as chunks: there a slot saves nothing."""
+"""Size in bytes from which tensors use shared memory. Smaller ones are sent as chunks: a slot would save no time."""
 
 IS_AVAILABLE = hasattr(os, "memfd_create") and hasattr(socket, "SO_PEERCRED")
-"""Linux has what it takes."""
+"""Whether this system has sealed memfds and peer credentials, which only Linux has."""
 
 _WORDS_PER_SLOT = 2
 _WORD_BYTES = 8
@@ -61,18 +78,18 @@ Bytes: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
 
 
 class FreeList:
-    """Which bytes of a region are free: first fit, and neighbours that are free become one."""
+    """The free bytes of a region. Allocates first fit, and merges adjacent free ranges. Not thread-safe."""
 
     def __init__(self, begin: int, end: int) -> None:
-        self._free = [(begin, end)]  # in order
+        self._free = [(begin, end)]  # sorted, and never adjacent
 
     @property
     def free_bytes(self) -> int:
-        """In all."""
+        """The sum of the free bytes, which need not be contiguous."""
         return sum(end - begin for begin, end in self._free)
 
     def take(self, size_bytes: int) -> int | None:
-        """Where so many bytes in a row are the caller's now, None where there are not as many."""
+        """Allocates contiguous bytes. Returns their offset, or None if no free range is large enough."""
         for index, (begin, end) in enumerate(self._free):
             if end - begin >= size_bytes:
                 self._free[index : index + 1] = [(begin + size_bytes, end)] if end - begin > size_bytes else []
@@ -80,7 +97,7 @@ class FreeList:
         return None
 
     def give(self, begin: int, size_bytes: int) -> None:
-        """Takes bytes back that were taken."""
+        """Frees bytes that `take` returned. Both arguments must be those of one allocation."""
         joined: list[tuple[int, int]] = []
         for piece in sorted([*self._free, (begin, begin + size_bytes)]):
             if joined and joined[-1][1] == piece[0]:
@@ -91,73 +108,78 @@ class FreeList:
 
 
 class Region:
-    """A region as this process has it mapped, until no tensor in it is referenced.
+    """A region as this process has mapped it. It stays mapped while any tensor in it is referenced.
 
     Args:
-        number: Names it between the two processes.
-        descriptor: The file descriptor of its memfd, which the caller still owns.
+        number: The number by which both processes name the region.
+        descriptor: The file descriptor of the memfd. The caller keeps ownership, and may close it once this returns.
 
     Attributes:
-        size_bytes: The size of the region, including its table.
-        slots: How many tensors it can hold.
-        begin: The offset of the bytes behind the table.
+        size_bytes: The size of the region in bytes, including its table.
+        slots: The number of slots in its table: it holds at most that many tensors.
+        begin: The offset in bytes of the first byte after the table.
 
     Raises:
-        TransferError: It is not sealed.
-        OSError: It can't be mapped.
+        TransferError: The memfd is not sealed against resizing (Rule 1).
+        OSError: The memfd can't be mapped.
     """
 
     def __init__(self, number: int, descriptor: int) -> None:
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-            raise TransferError(f"region {number} of shared memory is not sealed")
+            raise TransferError(
+                f"region {number} of shared memory is not sealed: its sender could shrink it while it is read"
+            )
         self.number = number
         self.size_bytes = os.fstat(descriptor).st_size
         self.slots = self.size_bytes // LEAST_BYTES
         self.begin = _aligned(self.slots * _WORDS_PER_SLOT * _WORD_BYTES)
-        # Every page is mapped now, instead of one by one when it is needed.
+        # MAP_POPULATE maps all pages now. Otherwise the first copy into each page would take a page fault.
         self._memory = mmap.mmap(descriptor, self.size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._words = memoryview(self._memory).cast("Q")
-        # In place by us, the receiver: its bytes, by slot and ticket. A destructor may let go in the midst of anything,
-        # so it takes an entry out and leaves the sum to those who ask for it.
+        # The byte range of each tensor that this process, as receiver, uses in place, by slot and ticket. A destructor
+        # can run between any two instructions, also inside `use`. So it takes no lock: it removes the entry and queues
+        # the size, and `used_bytes` subtracts what is queued.
         self._used: dict[tuple[int, int], range] = {}
         self._let_go = deque[int]()
         self._used_bytes = 0
 
     @property
     def used_bytes(self) -> int:
-        """Of the tensors in it that this process uses in place. To be asked by the thread that calls `use`."""
+        """Bytes of the tensors in it that this process uses in place. Only for the thread that calls `use`."""
         while self._let_go:
-            with suppress(IndexError):  # threads of a trainer, none of which asks, may be here at once
+            # The threads of a trainer call `use` concurrently, so another may have emptied the queue. Their sum may be
+            # off, but only the worker reads it, and the worker calls from one thread.
+            with suppress(IndexError):
                 self._used_bytes -= self._let_go.popleft()
         return self._used_bytes
 
     def raw(self, begin: int, size_bytes: int) -> Bytes:
-        """A stretch of it, which keeps it mapped."""
+        """Returns a range of its bytes as a view that keeps the region mapped. Writable: only the sender may write."""
         return np.frombuffer(self._memory, np.uint8, size_bytes, begin)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor's memory is in it."""
+        """Whether a tensor's memory lies in the region."""
         begin = self.raw(0, 1).ctypes.data
         return begin <= tensor.data_ptr() < begin + self.size_bytes
 
-    # The sender's
+    # Called by the sender only
 
     def open(self, slot: int, ticket: int) -> None:
-        """Begins another use of a slot."""
+        """Writes the ticket of the next tensor into a slot that is free (Rule 2)."""
         self._words[_WORDS_PER_SLOT * slot] = ticket
 
     def is_back(self, slot: int, ticket: int) -> bool:
-        """Whether the receiver has ended this use of it."""
+        """Whether the receiver has freed the slot since this ticket was written."""
         return self._words[_WORDS_PER_SLOT * slot + 1] == ticket
 
     def is_used(self, slot: int, ticket: int) -> bool:
-        """Whether the receiver uses the tensor in place."""
+        """Whether the receiver uses the tensor with this ticket in place."""
         return self._words[_WORDS_PER_SLOT * slot + 1] == ticket | _IN_USE
 
-    # The receiver's
+    # Called by the receiver only
 
     def check(self, location: tensor_pb2.Location, layout: Layout) -> None:
-        """Raises TransferError where no tensor of this layout can be, before anything there is read."""
+        """Raises TransferError if no tensor of this layout can be at the location. Reads no element."""
         slot, ticket, begin = location.slot, location.ticket, location.offset_bytes
         end = begin + layout.span_bytes
         problem = None
@@ -175,30 +197,35 @@ class Region:
             raise TransferError(f"a tensor at byte {begin} of region {self.number} {problem}: {layout}")
 
     def use(self, location: tensor_pb2.Location, layout: Layout) -> Tensor:
-        """A tensor that was checked, in place. Its slot is given back when its memory is let go.
+        """Returns the tensor at a location that `check` accepted, without copying it.
 
-        The caller compares its elements (Rule 5).
+        The tensor must not be written to. Its slot is freed when its storage dies. The caller compares the elements
+        before anything uses them (Rule 5).
         """
         begin = location.offset_bytes
         self._used[location.slot, location.ticket] = range(begin, begin + layout.span_bytes)
         self._used_bytes = self.used_bytes + layout.span_bytes
         self._words[_WORDS_PER_SLOT * location.slot + 1] = location.ticket | _IN_USE
         raw = self._raw_of(location, layout)
-        # Torch keeps the array, which keeps the mapping.
+        # The finalizer watches the array, not the tensor: the storage, which views share, keeps the array alive, and
+        # the array keeps the mapping.
         weakref.finalize(raw, self.free_slot, location.slot, location.ticket).atexit = False
         return _tensor_in(raw, layout)
 
     def free_slot(self, slot: int, ticket: int) -> None:
-        """Gives the slot of a tensor in use back, also before its memory is let go: nobody will read it."""
+        """Frees the slot of a tensor in use. Does nothing if it is free already. Any thread may call it.
+
+        The caller may free the slot while the tensor still exists, provided that nothing reads the tensor again.
+        """
         used = self._used.pop((slot, ticket), None)
         if used is not None:
             self._let_go.append(len(used))
             self._give_back(slot, ticket)
 
     def copy(self, location: tensor_pb2.Location, layout: Layout) -> Tensor:
-        """A copy of a tensor that was checked, owned by the caller. Its slot is given back.
+        """Returns a copy of the tensor at a location that `check` accepted, and frees its slot. The caller owns it.
 
-        The caller compares its elements (Rule 5).
+        The caller compares the elements before anything uses them (Rule 5).
         """
         copied = allocate(layout)
         _move(copied.data_ptr(), self.raw(location.offset_bytes, layout.span_bytes).ctypes.data, layout.span_bytes)
@@ -214,12 +241,12 @@ class Region:
 
 
 def checksum_of(tensor: Tensor, layout: Layout) -> int:
-    """The xxh3_64 of the elements of a tensor that shared memory takes."""
+    """Returns the xxh3_64 of the elements of a tensor whose layout `Outbox.takes`."""
     return xxhash.xxh3_64_intdigest(dense_bytes(tensor, layout))
 
 
 _move = ctypes.memmove
-"""Releases the GIL, and is a fifth faster than Tensor.copy_: it leaves the caches alone."""
+"""Releases the GIL. A fifth faster than Tensor.copy_, because it writes large copies past the caches."""
 
 
 def _aligned(size_bytes: int) -> int:
@@ -235,10 +262,10 @@ def _tensor_in(raw: Bytes, layout: Layout) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a tensor was written to.
+    """The place that a sender has written one tensor to.
 
     Attributes:
-        region: The number of the region.
+        region: The region that holds the tensor.
         slot: The number of the slot in its region.
         begin: The offset of the bytes that were taken from the region.
         size_bytes: The number of bytes that were taken.
@@ -252,11 +279,11 @@ class Slot:
     ticket: int
 
     def location(self, layout: Layout, checksum: int = 0) -> tensor_pb2.Location:
-        """As it stands in a declaration.
+        """Returns the location of the tensor for its declaration in a message.
 
         Args:
             layout: The layout of the tensor.
-            checksum: `checksum_of` the tensor, where its receiver compares that (Rule 5).
+            checksum: `checksum_of` the tensor if the receiver is a trainer; a worker compares the address (Rule 5).
         """
         offset = self.begin + layout.alignment_bytes
         return tensor_pb2.Location(
@@ -265,12 +292,12 @@ class Slot:
 
 
 class _Sending:
-    """A region that this process sends through."""
+    """The allocations in a region that this process sends through. The caller holds the lock of the `Outbox`."""
 
     def __init__(self, region: Region) -> None:
         self.region = region
         self.room = FreeList(region.begin, region.size_bytes)
-        self.taken: dict[int, Slot] = {}  # by slot
+        self.taken: dict[int, Slot] = {}  # slots that are not free, by number
 
     def sweep(self) -> None:
         for slot in list(self.taken.values()):
@@ -289,45 +316,52 @@ class _Sending:
 
     def give(self, returned: Slot) -> None:
         taken = self.taken.get(returned.slot)
+        # A caller may return a slot that a sweep has freed and that holds another tensor now. Without the comparison of
+        # tickets that tensor would be overwritten while the receiver reads it.
         if taken is not None and taken.ticket == returned.ticket:
             del self.taken[returned.slot]
             self.room.give(returned.begin, returned.size_bytes)
 
 
 class Outbox:
-    """The regions that this process sends through. Any thread may call it."""
+    """The regions that this process sends through. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the free lists and slots in `_regions`, not the bytes of taken slots
         self._regions: dict[int, _Sending] = {}
         self._tickets = itertools.count(1)
 
     def add(self, region: Region) -> None:
-        """More room."""
+        """Adds a region to send through."""
         with self._lock:
             self._regions[region.number] = _Sending(region)
 
     def close(self) -> None:
-        """Has no room from now on. Takes no lock: in the child of a fork its holder may not exist."""
+        """Drops all regions, so that `put` returns None.
+
+        Takes no lock: in a forked child the thread that held the lock does not exist, and the lock is never released.
+        """
         self._regions = {}
 
     @staticmethod
     def takes(layout: Layout) -> bool:
-        """Whether a tensor of this layout goes through shared memory where there is room."""
+        """Returns whether a tensor of this layout may use shared memory: on the CPU, without gaps, large enough."""
         return layout.payload_bytes == layout.span_bytes >= LEAST_BYTES and layout.device == "cpu"
 
     def lacks_bytes(self, next_bytes: int) -> int:
-        """What would have to be given back for an upload of so many bytes."""
+        """Returns how many bytes must become free before an upload of `next_bytes` fits; 0 or less if it fits now."""
         with self._lock:
             for sending in self._regions.values():
                 sending.sweep()
             return next_bytes - sum(sending.room.free_bytes for sending in self._regions.values())
 
     def put(self, outgoing: OutgoingTensor) -> Slot | None:
-        """Writes a tensor that it takes to where there is room, and returns None where there is none.
+        """Copies a tensor, whose layout it `takes`, into a free slot. Returns None if no region has room.
+
+        The tensor may change once this returns.
 
         Raises:
-            UnsupportedTensorError: The tensor's memory was freed.
+            UnsupportedTensorError: The tensor's storage was freed.
         """
         layout = outgoing.layout
         slot = self._take(_aligned(layout.alignment_bytes + layout.span_bytes))
@@ -342,7 +376,7 @@ class Outbox:
         return slot
 
     def withdraw(self, places: Iterable[Slot]) -> None:
-        """Frees places that the receiver will not look at again; it may have given back some."""
+        """Frees slots that the receiver will not read again (Rule 7). Ignores those that the receiver has freed."""
         with self._lock:
             for slot in places:
                 sending = self._regions.get(slot.region.number)
@@ -350,7 +384,7 @@ class Outbox:
                     sending.give(slot)
 
     def end(self, places: Iterable[Slot]) -> None:
-        """Frees places that the receiver will not look at again, but for those where it uses a tensor now."""
+        """Frees the slots of an answer that the receiver has finished reading, except those that it uses in place."""
         self.withdraw([slot for slot in places if not slot.region.is_used(slot.slot, slot.ticket)])
 
     def _take(self, size_bytes: int) -> Slot | None:
@@ -364,10 +398,15 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if IS_AVAIL
 
 
 def make_memory(size_bytes: int) -> int:
-    """Descriptor of a sealed memfd whose pages are there. Raises OSError where there is not as much memory."""
+    """Creates a sealed memfd with all pages allocated, and returns its descriptor, which the caller owns.
+
+    Raises:
+        OSError: The host has too little memory, or too few descriptors are left.
+    """
     descriptor = os.memfd_create("backhaul", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size_bytes)
+        # Without the allocation a write to a page that the host can't provide would kill the process with SIGBUS.
         os.posix_fallocate(descriptor, 0, size_bytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
     except BaseException:
@@ -377,32 +416,43 @@ def make_memory(size_bytes: int) -> int:
 
 
 def offer(peer: socket.socket, region: Region, descriptor: int, *, is_down: bool) -> None:
-    """Hands a region over to the process at the other end of a Unix socket. Raises OSError."""
+    """Sends a region's descriptor to the trainer at the other end of a Unix socket. Called by the worker.
+
+    Args:
+        peer: The connected socket of the trainer.
+        region: The region, which both sides will name by its number.
+        descriptor: The descriptor of its memfd. The caller keeps ownership.
+        is_down: Whether tensors go from the worker to the trainer through it.
+
+    Raises:
+        OSError: The socket is closed, or its buffer is full.
+    """
     socket.send_fds(peer, [_OFFER.pack(is_down, region.number)], [descriptor])
 
 
 def offer_nothing(peer: socket.socket) -> None:
-    """Answers a trainer that asked for more without a region. Raises OSError."""
+    """Answers a MORE request when the worker has no room for another region. Raises OSError as `offer` does."""
     peer.send(_OFFER.pack(False, 0))
 
 
 def take_offer(peer: socket.socket) -> tuple[bool, Region | None] | None:
-    """A region that was handed over, or that there is none, and whether tensors come down through it.
+    """Receives the next offer of the worker, and maps its region. Called by the trainer.
 
     Returns:
-        None where the other end is closed.
+        Whether the region leads from the worker to the trainer, and the region, which is None if the worker has no
+        room. None instead of both if the worker has closed the socket.
 
     Raises:
-        BlockingIOError: The peer has sent nothing yet.
-        TransferError: It is no region.
-        OSError: It can't be mapped.
+        BlockingIOError: The worker has sent nothing more yet.
+        TransferError: The message is no offer, or its memfd is not sealed.
+        OSError: The socket failed, or the region can't be mapped.
     """
     data, descriptors, _, _ = socket.recv_fds(peer, _OFFER.size, 1)
     try:
         if not data:
             return None
         if len(data) != _OFFER.size:
-            raise TransferError("what was handed over is no shared memory")
+            raise TransferError(f"an offer of shared memory has {len(data)} bytes instead of {_OFFER.size}")
         is_down, number = _OFFER.unpack(data)
         return is_down, Region(number, descriptors[0]) if descriptors else None
     finally:
@@ -411,39 +461,41 @@ def take_offer(peer: socket.socket) -> tuple[bool, Region | None] | None:
 
 
 class SharedMemoryRequest(IntEnum):
-    """What a trainer tells its worker beside its calls, once it has named its session."""
+    """The kinds of messages that a trainer sends on the Unix socket, after the name of its session."""
 
     MORE = 1
-    """It has found no room for a tensor; with its bytes. Answered by an offer."""
+    """No region had room for a tensor. The number is the tensor's bytes. The worker answers with an offer."""
 
     ROOM = 2
-    """It has less than half of its room left; with the bytes that would make it half."""
+    """The next upload will not fit. The number is the bytes that must become free. There is no answer."""
 
     ENDED = 3
-    """It will look at no more tensors of an answer than those it uses in place; with the answer's number."""
+    """The trainer reads no more tensors of an answer, except those it uses in place. The number is the answer's."""
 
     def message(self, number: int) -> bytes:
-        """As it is sent."""
+        """Encodes the message; `number` is what the kind describes."""
         return _ASK.pack(self, number)
 
     @staticmethod
     def read(message: bytes) -> "tuple[SharedMemoryRequest, int]":
-        """What a message says. Raises TransferError."""
+        """Decodes a message. Raises TransferError for bytes that are no message."""
         try:
             kind, number = _ASK.unpack(message)
             return SharedMemoryRequest(kind), number
         except (struct.error, ValueError):
-            raise TransferError("a trainer said what no trainer says") from None
+            raise TransferError(
+                f"a message of {len(message)} bytes on the socket for shared memory is none that a trainer sends"
+            ) from None
 
 
 def is_same_user(peer: socket.socket) -> bool:
-    """Whether the process at the other end of a Unix socket belongs to this process's user (Rule 3)."""
+    """Returns whether the process at the other end of a Unix socket belongs to this process's user (Rule 3)."""
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(credentials)
     return bool(user == os.geteuid())
 
 
 def shared_bytes(batch: Batch | tensor_pb2.TensorBatch | None) -> int:
-    """Bytes of the tensors of a message that go through shared memory."""
+    """Returns the bytes of those tensors of a message that lie in shared memory."""
     declarations = batch.declarations if batch is not None else ()
     return sum(declaration.size_bytes for declaration in declarations if declaration.HasField("location"))

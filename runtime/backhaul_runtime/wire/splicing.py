@@ -1,8 +1,8 @@
-"""Messages written and read: all of them sealed, and those with tensors so that each byte is copied once on each side.
+"""Encodes and decodes sealed messages. The bytes of tensors are copied once on each side.
 
-On the wire they are plain protobuf: any stub reads and writes them. What is written here has the tensors' field first,
-and in each chunk the data last. What comes in that form is read in place, as views of the bytes that came; anything
-else is left to protobuf, which alone decides what is valid.
+The messages are plain protobuf on the wire: any stub can read and write them. The encoder here puts the field with the
+tensors first, and the data last in each chunk. The decoder reads messages of that form in place, as views of the
+received bytes. It leaves any other message to protobuf, which alone decides whether the message is valid.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -22,22 +22,22 @@ M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 
 SPLICED_BYTES = 64 << 10
-"""Smaller messages are copied faster by protobuf than they are read here."""
+"""Size in bytes from which messages are read in place. Protobuf copies smaller ones in less time."""
 
 COUNTED_BYTES = 256 << 10
-"""Of larger messages a worker counts the fields before protobuf reads them. In smaller ones they take 10 MB at most."""
+"""Size in bytes above which a worker counts the fields first. Parsed, a smaller message takes at most 10 MB."""
 
 MAX_CHUNKS = 2 * MAX_DECLARED
-"""Chunks that one message may hold: one for each tensor it declares, and those of tensors declared before."""
+"""Number of chunks that one message may hold, for tensors declared in it and in earlier messages."""
 
 _DECLARATION, _CHUNK = 0x0A, 0x12
 _TENSOR, _OFFSET, _DATA = 0x08, 0x10, 0x22
-_BYTES = 2  # wire type of what has a length
-_LARGEST_SHIFT = 63  # a tenth byte may overflow: protobuf judges that
+_BYTES = 2  # wire type of fields with a length
+_LARGEST_SHIFT = 63  # a tenth byte may overflow: protobuf decides whether that is valid
 
 
 class Chunk(NamedTuple):
-    """See TensorChunk in tensor.proto."""
+    """A piece of one tensor's elements. See TensorChunk in tensor.proto."""
 
     tensor: int
     offset_bytes: int
@@ -46,12 +46,12 @@ class Chunk(NamedTuple):
 
 @dataclass
 class Batch:
-    """See TensorBatch in tensor.proto. Chunks' data lies where it lay: that memory must not change.
+    """See TensorBatch in tensor.proto. Chunks are views: the memory behind them must not change.
 
     Attributes:
         declarations: The declarations of tensors in this batch.
         chunks: The chunks of the tensors' elements.
-        held: The owners of the chunks' memory, which have no other reference.
+        held: The owners of the chunks' memory, which the views themselves do not keep alive.
     """
 
     declarations: list[tensor_pb2.TensorDeclaration] = field(default_factory=list)
@@ -61,11 +61,11 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class TensorMessage(Generic[M]):
-    """A message that came.
+    """A received message.
 
     Attributes:
-        message: All of it but its tensors.
-        tensors: None where it carries none. Views of what came, which live as long as they do.
+        message: The message, whose field for tensors is not to be read.
+        tensors: The batch, None if the message has none. Its chunks may be views that keep the received bytes alive.
         size_bytes: The size of the message on the wire.
     """
 
@@ -80,13 +80,13 @@ def encode(
     rest: bytes = b"",
     join: Callable[[Iterable[bytes | memoryview]], bytes] = sealed,
 ) -> bytes:
-    """A message with a batch in its field of that number. Copies the chunks' data, without the GIL where it is much.
+    """Encodes a message whose field `number` is a batch. Copies the chunks' data.
 
     Args:
         batch: The tensor batch that the message carries.
         number: The number of the batch's field.
         rest: The other fields, encoded.
-        join: Makes the message of its parts: `b"".join` for one that will be a field of another, which has the seal.
+        join: Joins the parts of the message. `b"".join` for a message that will be a field of another, which is sealed.
     """
     parts: list[bytes | memoryview] = [
         field_of(_DECLARATION >> 3, declaration.SerializeToString()) for declaration in batch.declarations
@@ -99,7 +99,7 @@ def encode(
 
 
 def field_of(number: int, encoded: bytes) -> bytes:
-    """An encoded message as a field of that number in another: fields that follow each other are a message."""
+    """Wraps an encoded message as field `number` of another. Concatenated fields are a valid message."""
     return b"".join((_varint(number << 3 | _BYTES), _varint(len(encoded)), encoded))
 
 
@@ -109,7 +109,10 @@ def encode_all(
     rest: Message,
     join: Callable[[Iterable[bytes | memoryview]], bytes] = sealed,
 ) -> Iterator[bytes]:
-    """Encodes batches, the other fields with the first; those alone where there is no batch. See `encode`."""
+    """Encodes one message per batch, as `encode` does.
+
+    The first message also has the fields of `rest`. If there is no batch, they are a message of their own.
+    """
     others = rest.SerializeToString()
     for batch in batches:
         yield encode(batch, number, others, join)
@@ -119,19 +122,19 @@ def encode_all(
 
 
 def serialize(message: Message | bytes) -> bytes:
-    """Writes and seals messages that are not written yet."""
+    """Encodes and seals a message. Returns bytes, which are encoded already, unchanged."""
     return message if isinstance(message, bytes) else sealed([message.SerializeToString()])
 
 
 def deserializer(kind: type[M], most_fields: int | None = None) -> Callable[[bytes], Any]:
-    """Reads messages of a kind: those with a field for tensors as `TensorMessage`, others as they are.
+    """Returns a function that decodes messages of a class, to `TensorMessage` if the class has a field for tensors.
 
-    A message that is refused is returned as the error that says why: see NOTE [Seal].
+    For a message that is refused the function returns the error instead of raising it: see NOTE [Seal].
 
     Args:
         kind: The class of the messages.
-        most_fields: A large message with more fields than these, its tensors aside, is refused before it is read. None
-            for no limit.
+        most_fields: The largest number of fields, tensors not counted. A large message with more is refused before it
+            is parsed. None for no limit.
     """
     parse = kind.FromString if most_fields is None else partial(_parse, kind=kind, most_fields=most_fields)
     read: Callable[[bytes], Any] = parse
@@ -150,20 +153,20 @@ def deserializer(kind: type[M], most_fields: int | None = None) -> Callable[[byt
         except DecodeError as error:
             return TransferError(f"a message of type {kind.DESCRIPTOR.name} can't be read: {error}")
         except LimitError as error:
-            return error.with_traceback(None)  # the traceback would keep the message alive
+            return error.with_traceback(None)  # its frames would keep the bytes of the message alive
 
     return checked
 
 
 def accepted(message: T | BackhaulError) -> T:
-    """A message that a deserializer has read. Raises the error that stands for a refused one."""
+    """Returns a message that a deserializer has decoded. Raises the error if the message was refused."""
     if isinstance(message, BackhaulError):
         raise message
     return message
 
 
 def _parse(data: bytes, kind: type[M], most_fields: int) -> M:
-    """Reads a message. Raises LimitError for a large one with too many fields."""
+    """Parses a message. Raises LimitError for a large message with too many fields."""
     if len(data) > COUNTED_BYTES and has_more_fields(data, kind, most_fields):
         what = f"fields of a {kind.DESCRIPTOR.name}"
         raise LimitError(
@@ -173,17 +176,17 @@ def _parse(data: bytes, kind: type[M], most_fields: int) -> M:
 
 
 def decode(data: bytes, kind: type[M], name: str, parse: Callable[[bytes], M] | None = None) -> TensorMessage[M]:
-    """A message whose field of that name is a batch.
+    """Decodes a message whose field `name` is a batch.
 
     Args:
         data: The bytes of the message.
         kind: The protobuf class of the message.
         name: The name of the batch's field.
-        parse: Reads what is not read in place; protobuf unless given.
+        parse: Parses what is not read in place; None for protobuf's own parser.
 
     Raises:
-        DecodeError: The bytes are no such message.
-        LimitError: It holds more tensors than one message may.
+        DecodeError: The bytes are no valid message of the class.
+        LimitError: The message holds more tensors than one message may.
     """
     parse = parse or kind.FromString
     if len(data) >= SPLICED_BYTES and (spliced := _in_place(data, kind, name, parse)) is not None:
@@ -193,7 +196,7 @@ def decode(data: bytes, kind: type[M], name: str, parse: Callable[[bytes], M] | 
 
 
 def _in_place(data: bytes, kind: type[M], name: str, parse: Callable[[bytes], M]) -> TensorMessage[M] | None:
-    """As `decode`, None for any form but that of `encode`."""
+    """Decodes a message that has the form of `encode`. Returns None for any other form."""
     try:
         tag, at = _read_varint(data, 0)
         size, at = _read_varint(data, at)
@@ -232,7 +235,7 @@ def _chunk(data: bytes, view: memoryview, at: int, end: int) -> Chunk:
 
 
 def too_many_parts() -> LimitError:
-    """The error for a message that holds more tensors, or pieces of them, than one may."""
+    """Returns the error for a message with more declarations or chunks than one message may hold."""
     return LimitError(
         f"a message declares more than {MAX_DECLARED} tensors, or holds more than {MAX_CHUNKS} pieces of tensors: send "
         "them in several messages",
@@ -243,7 +246,7 @@ def too_many_parts() -> LimitError:
 
 
 class _OtherFormError(Exception):
-    """It may still be a message."""
+    """The bytes do not have the form that `encode` writes. Protobuf may still be able to parse them."""
 
 
 def _after(data: bytes, at: int, tag: int) -> int:
@@ -253,7 +256,7 @@ def _after(data: bytes, at: int, tag: int) -> int:
 
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number, and where what follows it begins."""
+    """Returns the number that begins at offset `at`, and the offset behind it."""
     value = shift = 0
     while (byte := data[at]) & 0x80:
         value |= (byte & 0x7F) << shift

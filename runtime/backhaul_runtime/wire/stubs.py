@@ -10,24 +10,24 @@ from google.protobuf.message_factory import GetMessageClass
 from backhaul_runtime.wire.splicing import deserializer, serialize
 
 Reader = Callable[[Any], Callable[[bytes], Any]]
-"""Given a class of messages, returns what reads them."""
+"""Takes a class of messages. Returns a function that decodes them from bytes."""
 
 
 def stub(channel: Any, service: ServiceDescriptor, reader: Reader = deserializer) -> SimpleNamespace:
-    """As the generated stubs make it, but requests are sealed, and answers are read by `splicing` or another reader.
+    """Creates a client stub that seals requests, and decodes answers with `splicing` or another reader.
 
-    An answer that is refused comes as a TransferError: see NOTE [Seal].
+    A call returns a refused answer as a TransferError, which `accepted` raises: see NOTE [Seal].
 
     Args:
         channel: A channel of grpc or of grpc.aio.
-        service: One of those in `backhaul_proto`.
-        reader: Parses the bytes of an answer.
+        service: The descriptor of a service in `backhaul_proto`.
+        reader: Returns the decoder of a class of answers.
     """
     return SimpleNamespace(**{method.name: _method(channel, method, reader) for method in service.methods})
 
 
 def as_protobuf(kind: Any) -> Callable[[bytes], Any]:
-    """Reads messages as any stub does: tensors and all, and without a look at the checksum."""
+    """A reader that parses whole messages with protobuf, tensors included, and does not check the seal."""
     read: Callable[[bytes], Any] = kind.FromString
     return read
 

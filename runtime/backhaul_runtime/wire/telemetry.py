@@ -1,16 +1,16 @@
-"""What both ends of telemetry must agree on. Free of torch."""
+"""Constants that both ends of telemetry must agree on. Does not import torch."""
 
 from bisect import bisect_left
 
 BOUNDS_S = tuple(1e-4 * 2 ** (i / 4) for i in range(80))
-"""Upper bounds of the buckets that durations are counted in: 0.1 ms to 88 s, each a fifth above the one before. One
-more bucket takes what is longer."""
+"""Upper bounds of the histogram's buckets in seconds: 0.1 ms to 88 s, each a fifth above the previous one. One more
+bucket counts longer durations."""
 
 
 def bucket_of(duration_s: float) -> int:
-    """The bucket that counts a duration."""
+    """Returns the index of the bucket that counts a duration in seconds."""
     return bisect_left(BOUNDS_S, duration_s)
 
 
 MAX_SPANS = 64
-"""Spans of a call that are told. One has about seven, more where its graph is run backward several times."""
+"""Number of spans that are reported for a call. A call has about seven; each further backward of it adds some."""

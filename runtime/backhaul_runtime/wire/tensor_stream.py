@@ -1,8 +1,8 @@
-"""Tensors as a stream of messages, and back.
+"""Sends tensors as a stream of messages, and rebuilds them on the other side.
 
 A stream declares each tensor before its first byte, then carries its elements in chunks. Messages hold about 1 MiB: a
 large tensor takes many, small ones share one. The receiver checks declarations before it allocates, and offsets as
-chunks arrive. It hands out a tensor only when its last byte is there. The seal of the messages covers the bytes.
+chunks arrive. It returns a tensor only after its last byte has arrived. The seal of the messages covers the bytes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,21 +36,22 @@ from backhaul_runtime.wire.protocol import CHUNK_BYTES, MAX_DECLARED
 from backhaul_runtime.wire.splicing import MAX_CHUNKS, Batch, Chunk, TensorMessage, too_many_parts
 
 MOST_LAYOUTS = 1 << 10
-"""Kept as they stand in messages: a training has few, and each comes with every step."""
+"""Number of layouts whose encoding is cached: a training has few, and sends each in every step."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutgoingTensor:
     """A tensor to send. Its memory is read while the stream is written and must not change until then.
 
-    Made by the thread that made the tensor, or in its name: on an accelerator it is read once what this thread's stream
-    was given so far is done.
+    Construct it in the thread that computes the tensor: an accelerator's tensor is read once the work that is queued on
+    this thread's stream so far is done.
 
     Attributes:
-        tensor: On any device; read in chunks through host memory.
+        tensor: The tensor, on any device; an accelerator's is read in pieces through host memory.
         layout: The layout of the tensor.
-        address: Under which the receiver is to store it. Empty: under that of its contents, or the order names it.
-        made: When the tensor was; empty on the host.
+        address: The address under which the receiver stores it. Empty if the receiver computes the address, or knows
+            the tensor by its position in the stream.
+        made: The moment on the device after which the tensor may be read; empty for a tensor on the host.
     """
 
     tensor: Tensor
@@ -64,13 +65,13 @@ class OutgoingTensor:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "OutgoingTensor":
-        """An outgoing tensor without an address."""
+        """Returns an outgoing tensor without an address. Raises UnsupportedTensorError as `layout_of` does."""
         return cls(tensor, layout_of(tensor))
 
 
 @lru_cache(maxsize=MOST_LAYOUTS)
 def encode_layout(layout: Layout) -> tensor_pb2.TensorSpec:
-    """The layout as it stands in a message. Shared: not to be changed."""
+    """Encodes a layout for a message. The result is cached and shared: callers must not change it."""
     return tensor_pb2.TensorSpec(
         dtype=layout.dtype_name,
         shape=layout.shape,
@@ -83,8 +84,8 @@ def encode_layout(layout: Layout) -> tensor_pb2.TensorSpec:
 
 
 def decode_layout(spec: tensor_pb2.TensorSpec) -> Layout:
-    """The layout a message describes. Raises TransferError for one that no tensor can have."""
-    spec.DiscardUnknownFields()  # the encoding is kept
+    """Decodes a layout. Raises TransferError for one that no tensor can have."""
+    spec.DiscardUnknownFields()  # otherwise the cache's key would keep them
     return _decoded(spec.SerializeToString())
 
 
@@ -105,10 +106,10 @@ def _decoded(encoded: bytes) -> Layout:
 
 
 PLACED_BYTES = 16 << 20
-"""What lies in shared memory is declared after so many bytes at most: it is read while more is written."""
+"""Bytes written to shared memory before a message declares them, so that the receiver reads while more is written."""
 
 SharedWriter: TypeAlias = Callable[[OutgoingTensor], tensor_pb2.Location | None]
-"""Puts a tensor into shared memory; None for one that is to go as chunks."""
+"""Copies a tensor into shared memory and returns its location. Returns None if the tensor must be sent as chunks."""
 
 
 def batches(outgoing_tensors: Iterable[OutgoingTensor], write: SharedWriter = lambda _: None) -> Iterator[Batch]:
@@ -155,7 +156,7 @@ def batches(outgoing_tensors: Iterable[OutgoingTensor], write: SharedWriter = la
 
 
 def _in_order(outgoing: OutgoingTensor) -> Iterator[tuple[Tensor, memoryview]]:
-    """The bytes that travel, and the tensors in whose memory on the host they are."""
+    """Yields the payload in order: views of host memory, each with the tensor that owns the memory."""
     if outgoing.layout.device == "cpu" and outgoing.layout.payload_bytes == outgoing.layout.span_bytes:
         yield outgoing.tensor, dense_bytes(outgoing.tensor, outgoing.layout)
         return
@@ -164,17 +165,17 @@ def _in_order(outgoing: OutgoingTensor) -> Iterator[tuple[Tensor, memoryview]]:
 
 
 class _StreamedTensor:
-    """One tensor on its way in, to stay on the host or to go on to a device."""
+    """A tensor that arrives in chunks, on the host or directly on a device."""
 
     def __init__(self, layout: Layout, address: bytes, device: torch.device | None, *, is_for_store: bool) -> None:
         self.layout = layout
         self.address = address
         self.received_bytes = 0
         device = device if device is not None and layout.is_on_accelerator else torch.device("cpu")
-        # Taken while a chunk is in the cache. An accelerator's digest is another.
+        # Hashes each chunk while it is in the CPU's cache. An accelerator's digest is another function.
         self._content = xxhash.xxh3_128() if is_for_store and layout.device == "cpu" else None
         self._is_staged = is_staged(device)
-        # Without gaps the bytes go where they will stay.
+        # Without gaps the chunks are copied to their final place. With gaps `finish` spreads the payload.
         self.tensor = allocate(layout, device, None if self._is_staged else BUFFERS.take)
         dense = layout.payload_bytes == layout.span_bytes
         self.data = (
@@ -197,7 +198,7 @@ class _StreamedTensor:
             to_device(chunk.data, self.data[chunk.offset_bytes : end])
         elif chunk.data:
             target = np.frombuffer(self.target[chunk.offset_bytes : end], np.uint8)
-            np.copyto(target, np.frombuffer(chunk.data, np.uint8))  # without the GIL, unlike a slice's assignment
+            np.copyto(target, np.frombuffer(chunk.data, np.uint8))  # releases the GIL, unlike the assignment to a slice
         self.received_bytes = end
 
     @property
@@ -212,18 +213,18 @@ class _StreamedTensor:
         return with_bits(self.tensor, self.layout)
 
     def stored(self) -> tuple[bytes, Tensor]:
-        """As `finish`, with its address. Raises TransferError where it came with another."""
+        """Returns the address and the tensor. Raises TransferError if the sender declared another address."""
         tensor = self.finish()
         content = self._content.digest() if self._content is not None else content_digest(tensor, self.layout)
         return checked_address(self.layout, content, self.address), tensor
 
     def forget(self) -> None:
-        self.target = memoryview(b"")  # first: it holds nothing
+        self.target = memoryview(b"")  # first: the view does not keep the memory alive
         self.tensor = self.data = torch.empty(0)
 
 
 class _SharedTensor:
-    """One tensor that is in shared memory, and of the host."""
+    """A host tensor whose elements lie in shared memory."""
 
     is_complete = True
 
@@ -232,7 +233,7 @@ class _SharedTensor:
         self.address = address
         self._read = read
         self._tensor: Tensor | None = None
-        # Taken while its sender writes the next.
+        # Computed now, while the sender writes the next tensor.
         self._content = content_digest(self.finish(), layout) if is_for_store else b""
 
     def add(self, chunk: "Chunk | tensor_pb2.TensorChunk") -> None:
@@ -252,7 +253,7 @@ class _SharedTensor:
 
 
 def checked_address(layout: Layout, content: bytes, expected: bytes) -> bytes:
-    """The address of a tensor. Raises TransferError where another one was expected; empty: any."""
+    """Returns a tensor's address. Raises TransferError if it differs from `expected`, unless that is empty."""
     actual = tensor_address(layout, content)
     if expected and actual != expected:
         raise TransferError(
@@ -270,11 +271,12 @@ class TensorReceiver:
     """Rebuilds the tensors of one stream.
 
     Args:
-        admit: Called before memory is taken for a tensor of a layout; raises to refuse it.
-        device: Where tensors of accelerators end, the host if None. They are there for what is queued next on the
-            calling thread's stream.
-        locate: Finds a tensor in shared memory; what it returns gives the tensor, called once. Raises TransferError.
-        is_for_store: `stored` will be asked for.
+        admit: Called with each layout before memory is allocated for it; raises an error to refuse the tensor.
+        device: The device for tensors whose layout is on an accelerator; None for the host. Work that the calling
+            thread queues on its stream afterwards sees the elements.
+        locate: Finds a tensor in shared memory. Returns a function that is called once and returns the tensor. Raises
+            TransferError for an invalid location.
+        is_for_store: Whether the caller will call `stored`, so that digests are computed as chunks arrive.
     """
 
     def __init__(
@@ -292,16 +294,16 @@ class TensorReceiver:
         self._arrivals: list[_StreamedTensor | _SharedTensor] = []
 
     def add_carried(self, carried: TensorMessage[Any]) -> None:
-        """Takes in what a message carries, if anything. Raises as `add` does."""
+        """Adds the tensors of a message, if it has any. Raises as `add` does."""
         if carried.tensors is not None:
             self.add(carried.tensors)
 
     def add(self, batch: "Batch | tensor_pb2.TensorBatch") -> None:
-        """Takes a message in.
+        """Adds the declarations and chunks of a message.
 
         Raises:
-            LimitError: It declares more tensors than one message may.
-            TransferError: It contradicts what came before.
+            LimitError: The message has more declarations or chunks than one message may have.
+            TransferError: The message contradicts itself or earlier messages of the stream.
         """
         if len(batch.declarations) > MAX_DECLARED or len(batch.chunks) > MAX_CHUNKS:
             raise too_many_parts()
@@ -327,27 +329,27 @@ class TensorReceiver:
             self._arrivals[chunk.tensor].add(chunk)
 
     def addresses(self) -> list[bytes]:
-        """Those that were declared."""
+        """Returns the addresses of the tensors that were declared with one, in order."""
         return [arrival.address for arrival in self._arrivals if arrival.address]
 
     def is_complete(self, index: int) -> bool:
-        """Whether all of the tensor declared as the `index`-th is there."""
+        """Returns whether all bytes of the `index`-th declared tensor have arrived."""
         return index < len(self._arrivals) and self._arrivals[index].is_complete
 
     def tensor(self, index: int) -> Tensor:
-        """The tensor declared as the `index`-th. Raises TransferError."""
+        """Returns the `index`-th declared tensor. Raises TransferError if its bytes have not all arrived."""
         if index >= len(self._arrivals):
             raise TransferError(f"the stream ended before tensor {index}")
         return self._arrivals[index].finish()
 
     def forget(self, index: int) -> None:
-        """Lets go of the memory of the `index`-th tensor."""
+        """Drops the reference to the `index`-th tensor, so that its memory can be freed."""
         self._arrivals[index].forget()
 
     def tensors(self) -> list[Tensor]:
-        """All tensors of the stream, owned by the caller. Raises TransferError where bytes are missing."""
+        """Returns all tensors of the stream. Raises TransferError if bytes of any are missing."""
         return [arrival.finish() for arrival in self._arrivals]
 
     def stored(self) -> list[tuple[bytes, Tensor]]:
-        """Address and tensor of each. Raises TransferError where contents and address differ."""
+        """Returns the address and tensor of each. Raises TransferError if contents and declared address differ."""
         return [arrival.stored() for arrival in self._arrivals]
