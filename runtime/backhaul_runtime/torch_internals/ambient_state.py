@@ -210,7 +210,7 @@ def restored() -> Iterator[None]:
         yield
     finally:
         apply(before, capture())
-        if torch.autocast_increment_nesting() == 1:  # the thread is in no region of its own
+        if torch.autocast_increment_nesting() == 1:  # the thread is in no region
             torch.clear_autocast_cache()
         torch.autocast_decrement_nesting()
 
