@@ -18,7 +18,7 @@ from backhaul_runtime.torch_internals.storages import storage_key
 
 
 class VersionedTensor:
-    """A saved tensor and the version that it had when it was saved. Torch does not check versions under hooks."""
+    """A saved tensor and its version when it was saved. Torch does not check versions under hooks."""
 
     __slots__ = ("index", "tensor", "version")
 
@@ -33,8 +33,8 @@ class VersionedTensor:
         if version != self.version:
             raise SavedTensorModifiedError(
                 f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"saved tensor {self.index} of shape {list(self.tensor.shape)} is at version {version}, "
-                f"it was saved at version {self.version}. Without checkpointing this fails too: use the out-of-place op",
+                f"saved tensor {self.index} of shape {list(self.tensor.shape)} is at version {version}, it was "
+                f"saved at version {self.version}. Without checkpointing this fails too: use the out-of-place op",
                 index=self.index,
             )
         return self.tensor
@@ -75,7 +75,7 @@ class SavedTensorPacker:
         self.reads: bytes | None = None
 
     def __call__(self, tensor: Tensor) -> VersionedTensor:
-        """Notes a tensor that autograd saves while an op runs. Autograd passes the result to `unpacking`'s hook later."""
+        """Notes a tensor that autograd saves while an op runs. Autograd passes the result to the unpack hook."""
         layout = layout_of(tensor)
         with DisableTorchDispatch():  # modes around the ops must not see the ops that compute digests
             content = self.reads if self.reads is not None else self._contents.take(tensor, layout)

@@ -112,7 +112,7 @@ class _Session:
         yield from (item for item in reversed(self.segments.items()) if reached is None or item[1].order > reached)
 
     def ready(self) -> list[tuple[int, int]]:
-        """Returns the segments whose replays can be evicted, each with the bytes that it holds, in the order of need."""
+        """Returns the segments whose replays can be evicted, each with the bytes that it holds, in order of need."""
         reached = self.reached
         items = sorted(
             self.with_replay.items(),
@@ -127,7 +127,7 @@ class _Session:
         for number, segment in islice(chain(self._to_come(), self.in_order_of_need()), MOST_AHEAD):
             if number is not None and segment.held_bytes is None and not segment.is_expected:
                 continue
-            # The sources of a segment that is not saved yet will take room too; those of saved ones are charged already.
+            # The sources of a segment that is not saved yet take room too; those of saved ones are charged already.
             room_bytes -= segment.kept_bytes + (segment.source_bytes if number is None else 0)
             beside = max(beside, segment.beside_bytes)
             if room_bytes < beside:
@@ -196,7 +196,7 @@ class Schedule:
         segment.is_expected = segment.is_backward_predicted = True
 
     def requested(self, key: Key) -> None:
-        """Reports a request for a segment, so that backward has reached it. Ends its speculative work until `expected`."""
+        """Reports that backward has reached a segment. It gets no more speculative work until `expected`."""
         segment = self._segment(key)
         self._sessions[key[0]].reached = segment.order
         self.abandoned(key)
@@ -283,7 +283,7 @@ class Schedule:
     def _evictions(
         self, name: Hashable, own: list[tuple[int, int]], own_bytes: int, missing_bytes: int
     ) -> tuple[Key, ...] | None:
-        """Returns the replays to evict for speculative work of a session (Rule 4), or None if they are not enough.
+        """Returns the replays to evict for speculative work of a session (Rule 4), or None if that is not possible.
 
         Args:
             name: The session.
@@ -296,7 +296,7 @@ class Schedule:
         victims: list[Key] = []
         while missing_bytes > 0:
             giver = name if own else max(total, key=lambda other: (total[other], other == name))
-            if giver == name and not own:  # no other session holds more: the sessions share the room evenly
+            if giver == name and not own:  # no other session holds more than this one would
                 return None
             number, size = ready[giver].pop()
             victims.append((giver, number))
