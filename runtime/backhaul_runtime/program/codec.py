@@ -176,7 +176,7 @@ def decode_program(encoded: bytes, device: torch.device) -> Program:
     """Decodes and checks a program. Runs none of its ops.
 
     Args:
-        encoded: The encoding, untrusted.
+        encoded: The bytes of the encoding, which are untrusted.
         device: The device that the program will run on. "cuda" in the program becomes this device, "cpu" stays.
 
     Raises:

@@ -46,7 +46,7 @@ class RecordedSource:
 
     @property
     def is_transient(self) -> bool:
-        """Whether no later step will name the same contents. Activations are new in each step, weights and masks are not."""
+        """Whether no later segment will name the same contents. Activations change in each step, weights may not."""
         return self.is_given or (self.requires_grad and not self.is_leaf)
 
     @property

@@ -20,7 +20,7 @@ Hold = Callable[[Tensor, Layout, Digest | None], Tensor]
 addresses may share one copy."""
 
 SMALL_BYTES = 1 << 20
-"""Captured tensors of up to this size are copied if they are no parameters and take no gradients, as counters, statistics
+"""Captured tensors of up to this size are copied if they are no parameters and take no gradients: counters, statistics
 and other state may change before backward."""
 
 
@@ -64,7 +64,7 @@ class SourceLedger:
 
         Args:
             tensor: The caller's tensor. A copy is made if its contents may change before backward.
-            layout: Its layout.
+            layout: The layout of the tensor.
             address: Its address, possibly still on an accelerator.
         """
         is_leaf, is_argument = tensor.is_leaf, self.is_argument(tensor)
@@ -74,8 +74,8 @@ class SourceLedger:
         if not is_copy:
             value = tensor.detach()
         elif is_own_state and not isinstance(address, bytes):
-            # `hold` shares a copy by version while the address is on an accelerator, but kernels may write to state such
-            # as running statistics without a new version.
+            # While the address is on an accelerator, `hold` finds copies by version. But ops may write to state without
+            # a new version, as BatchNorm does to its statistics. `hold` would then return an old copy.
             value = copy_exact(tensor, layout)
         else:
             value = self._hold(tensor, layout, address)
@@ -86,7 +86,7 @@ class SourceLedger:
         return index
 
     def add_given(self, tensor: Tensor) -> RecordedChoice:
-        """Adds a copy of a draw or decision as a source, packed to bits if it is binary. Returns the recorded choice."""
+        """Adds a copy of a draw or decision as a source, as bits if it is binary. Returns the recorded choice."""
         packs = is_binary(tensor)
         value = pack_bits(tensor) if packs else copy_exact(tensor)
         layout = layout_of(value)
@@ -114,7 +114,7 @@ class SourceLedger:
         del self.tensors[count:], self._edges[count:], self._noted[count:]
 
     def note_write(self, index: int) -> None:
-        """Notes that an op is about to write to a source, and copies the source's contents unless that has been done."""
+        """Notes that an op is about to write to a source, and copies its contents unless that was done before."""
         source = self._noted[index]
         if not source.is_copy:
             source.kept_value, source.is_copy = copy_exact(source.value, source.layout), True
@@ -122,7 +122,7 @@ class SourceLedger:
         source.written = None if source.is_argument else self.tensors[index]
 
     def rewrites_autograd(self) -> bool:
-        """Whether the call changed the history of a source, by writing a differentiable value to it or by detaching it."""
+        """Whether the call changed a source's history, by writing a differentiable value to it or detaching it."""
         return any(map(self.is_rewritten, range(len(self.tensors))))
 
     def is_rewritten(self, index: int) -> bool:

@@ -170,7 +170,7 @@ class ChoiceRecorder:
         """Returns the draws and decisions of an op that has just run, in the order in which a replay needs them.
 
         Args:
-            op: The op.
+            op: The op that has just run.
             read: The tensors among its arguments.
             results: The tensors that it returned.
             draws: The recorder of its draws, None for an op that does not draw.

@@ -160,7 +160,7 @@ class Schedule:
         """Reports that a segment was saved.
 
         Args:
-            key: The new segment.
+            key: The segment, with a number that is new in its session.
             footprint: The bytes that its runs take; an upper bound until it is `measured`.
             source_bytes: The bytes of those of its sources that no other segment names.
         """
@@ -221,7 +221,7 @@ class Schedule:
         """Reports that a segment holds bytes which may be evicted.
 
         Args:
-            key: The segment.
+            key: The segment that holds them.
             held_bytes: The bytes that it holds.
             is_done: Whether they are the results of a speculative backward rather than a replay.
         """
@@ -286,7 +286,7 @@ class Schedule:
         """Returns the replays to evict for speculative work of a session (Rule 4), or None if that is not possible.
 
         Args:
-            name: The session.
+            name: The session that the speculative work is for.
             own: The session's own replays that it need not keep, with their bytes, in the order of need.
             own_bytes: The bytes that the session would hold with the new work.
             missing_bytes: The bytes to free.
