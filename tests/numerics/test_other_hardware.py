@@ -272,7 +272,7 @@ def test_draws_that_can_not_be_told_stay_here() -> None:
     x = torch.randn(64, requires_grad=True)
     remote.checkpoint(lambda h: F.rrelu(h, training=True), x).sum().backward()
     (reason,) = remote.report().segments[0].reasons
-    assert "can't be told to a worker of other hardware" in reason
+    assert "can't be sent to a worker with other hardware" in reason
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ SETTINGS = st.builds(
 )
 
 
-UNPINNED = "compares numbers that other hardware rounds otherwise"  # the one reason, and only where all is pinned
+UNPINNED = "compares numbers that other hardware rounds differently"  # the one reason, and only where all is pinned
 
 
 def check(session: Session | Loopback, examples: int, *, derandomize: bool) -> None:

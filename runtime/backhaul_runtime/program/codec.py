@@ -1,6 +1,6 @@
-"""Programs as bytes, and back. Reading trusts nothing: indices, types, counts and names are checked before a run.
+"""Encodes programs as bytes and decodes them. Decoding trusts nothing: it checks indices, types, counts and names.
 
-The encoding is protobuf's deterministic one, so equal programs have equal bytes and one address.
+The encoding is protobuf's deterministic one, so equal programs have equal bytes and the same address.
 """
 
 import hashlib
@@ -38,11 +38,11 @@ MAX_DEPTH = 4
 MAX_PROGRAM_BYTES = MAX_MESSAGE_BYTES - (64 << 10)
 MAX_SETTINGS = 64
 MAX_SETTING = 64
-"""Characters of an ambient setting that is a text."""
+"""The most characters that an ambient setting may have if it is a text."""
 
 DECODED_FACTOR = 64
-"""A decoded program takes at most so many times the memory of its encoding: 42 times were measured for nodes with given
-values, 34 for sources, 20 to 30 for programs of models. While it is read protobuf's own copy comes on top of that."""
+"""A decoded program takes at most this many times the memory of its encoding. Measured were 42 times for nodes with
+recorded choices, 34 for sources, and 20 to 30 for programs of models. While decoding, protobuf's copy is held too."""
 
 _NAMED_TYPES: dict[str, dict[str, Any]] = {
     kind: {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, cls)}
@@ -51,12 +51,12 @@ _NAMED_TYPES: dict[str, dict[str, Any]] = {
 
 
 def address_of_program(encoded: bytes) -> bytes:
-    """SHA-256 of an encoded program, 32 bytes."""
+    """Returns the address of an encoded program: its SHA-256, 32 bytes."""
     return hashlib.sha256(encoded).digest()
 
 
 def encode_program(program: Program) -> bytes:
-    """The program in deterministic encoding."""
+    """Returns the deterministic encoding of a program."""
     ops = {name: index for index, name in enumerate(dict.fromkeys(node.op for node in program.nodes))}
     message = program_pb2.Program(
         format=FORMAT,
@@ -93,15 +93,20 @@ def encode_program(program: Program) -> bytes:
 
 
 def decode_state(message: program_pb2.AmbientState) -> ambient_state.State:
-    """The settings a message names, for this process. Raises ProgramError for ones it can't have."""
+    """Returns the state that a message describes. Raises ProgramError for settings that this process cannot have.
+
+    Removes unknown fields from `message`.
+    """
     settings = message.settings
     if len(settings) > MAX_SETTINGS or any(len(settings[name].text) > MAX_SETTING for name in settings):
-        raise ProgramError(f"more than {MAX_SETTINGS} ambient settings, or one of more than {MAX_SETTING} characters")
-    message.DiscardUnknownFields()  # the encoding is kept
+        raise ProgramError(
+            f"{len(settings)} ambient settings, at most {MAX_SETTINGS} of {MAX_SETTING} characters each are allowed"
+        )
+    message.DiscardUnknownFields()  # the cache keeps the encoding, and a client chooses their size
     return _decoded_state(message.SerializeToString(deterministic=True))
 
 
-@lru_cache(maxsize=32)  # all of a step's are equal
+@lru_cache(maxsize=32)  # the segments of a step have equal states
 def _decoded_state(encoded: bytes) -> ambient_state.State:
     message = program_pb2.AmbientState.FromString(encoded)
     return ambient_state.from_mapping({name: _setting(setting) for name, setting in message.settings.items()})
@@ -109,7 +114,7 @@ def _decoded_state(encoded: bytes) -> ambient_state.State:
 
 @lru_cache(maxsize=32)
 def encode_state(state: ambient_state.State) -> program_pb2.AmbientState:
-    """Ambient settings as they stand in a message, which is shared: don't change it."""
+    """Returns the message for a state. It is cached and shared by all callers, who must not change it."""
     settings = {}
     for name, value in ambient_state.to_mapping(state).items():
         kind = "boolean" if isinstance(value, bool) else "integer" if isinstance(value, int) else "text"
@@ -164,27 +169,30 @@ def _encode(value: Any) -> program_pb2.Argument:  # noqa: PLR0912  one branch pe
             return make(generator=program_pb2.Nothing())
         case tuple():
             return make(list=program_pb2.ArgumentList(items=[_encode(item) for item in value]))
-    raise AssertionError(f"the recorder let through a {type(value).__name__}")
+    raise AssertionError(f"the recorder accepted an argument of type {type(value).__name__}")
 
 
 def decode_program(encoded: bytes, device: torch.device) -> Program:
-    """Reads and checks a program.
+    """Decodes and checks a program. Runs none of its ops.
 
     Args:
-        encoded: Hostile until proven otherwise.
-        device: On which it will run; devices named in it are mapped to this one, "cpu" stays.
+        encoded: The bytes of the encoding, which are untrusted.
+        device: The device that the program will run on. "cuda" in the program becomes this device, "cpu" stays.
 
     Raises:
-        ProgramError: Saying what is wrong, before anything of it has run.
+        ProgramError: The encoding is malformed, too large, or names an op or an argument that is not allowed.
     """
     if len(encoded) > MAX_PROGRAM_BYTES:
-        raise ProgramError(f"a program of {len(encoded)} bytes, at most {MAX_PROGRAM_BYTES} are taken")
+        raise ProgramError(f"a program of {len(encoded)} bytes, at most {MAX_PROGRAM_BYTES} are allowed")
     try:
         message = program_pb2.Program.FromString(encoded)
     except DecodeError as error:
-        raise ProgramError(f"the program can't be read: {error}") from None
+        raise ProgramError(f"the program can't be decoded: {error}") from None
     if message.format != FORMAT:
-        raise ProgramError(f"a program of format {message.format}, this side reads format {FORMAT}")
+        raise ProgramError(
+            f"a program of format {message.format}, this process reads format {FORMAT}: "
+            "install the same version of backhaul on both sides"
+        )
     for what, count, most in (
         ("nodes", len(message.nodes), MAX_NODES),
         ("sources", len(message.sources), MAX_SOURCES),
@@ -193,7 +201,7 @@ def decode_program(encoded: bytes, device: torch.device) -> Program:
         ("ambient states", len(message.ambient_states), MAX_STATES),
     ):
         if count > most:
-            raise ProgramError(f"a program of {count} {what}, at most {most} are taken")
+            raise ProgramError(f"a program of {count} {what}, at most {most} are allowed")
     return _Reader(message, device).program()
 
 
@@ -207,11 +215,12 @@ class _Reader:
         message = self.message
         states = tuple(decode_state(state) for state in message.ambient_states)
         if len({ambient_state.threads_of(state) for state in states}) > 1:
-            raise ProgramError("a program changes the number of threads while it runs")
+            raise ProgramError("a program has ambient states with different numbers of threads, one number is allowed")
         nodes = tuple([self.node(node, len(states)) for node in message.nodes])
         if any(cast >= len(message.sources) for cast in message.casts) or len({*message.casts}) < len(message.casts):
             raise ProgramError(
-                f"a program names casts of the sources {list(message.casts)[:8]}, one twice or past the last"
+                f"a program of {len(message.sources)} sources names casts of {list(message.casts)[:8]}, "
+                "one twice or past the last"
             )
         return Program(
             sources=tuple(Source(s.requires_grad, s.is_leaf, s.is_written) for s in message.sources),
@@ -226,16 +235,18 @@ class _Reader:
     def node(self, node: program_pb2.Node, state_count: int) -> Node:
         here = len(self.result_counts)
         if node.op >= len(self.message.ops) or node.ambient_state >= state_count:
-            raise ProgramError(f"node {here} names op {node.op} or ambient state {node.ambient_state}, past the last")
+            raise ProgramError(
+                f"node {here} names op {node.op} and ambient state {node.ambient_state}: one of them is past the last"
+            )
         name = self.message.ops[node.op]
         op = resolve(name)
         args = tuple(self.argument(argument) for argument in node.arguments)
         kwargs = tuple((pair.name, self.argument(pair.value)) for pair in node.keyword_arguments)
         if len({name for name, _ in kwargs}) < len(kwargs):
-            raise ProgramError(f"node {here} ({name}) is given a keyword twice")
+            raise ProgramError(f"node {here} ({name}) has a keyword argument twice")
         check_call(op, args, dict(kwargs))
         if any(given.source >= len(self.message.sources) for given in node.given):
-            raise ProgramError(f"node {here} ({name}) is given a source past the last")
+            raise ProgramError(f"node {here} ({name}) has a recorded choice in a source past the last")
         self.result_counts.append(len(node.result_bytes))
         return Node(
             name,
@@ -253,11 +264,13 @@ class _Reader:
         if kind == "source" and reference.source < len(self.message.sources):
             return SourceRef(reference.source)
         result = reference.result
-        # Only earlier nodes have counts yet, so a program can't have a cycle.
+        # Only the nodes before this one have counts so far, so a program can't have a cycle.
         known = kind == "result" and result.node < len(self.result_counts)
         if known and result.output < self.result_counts[result.node]:
             return ResultRef(result.node, result.output)
-        raise ProgramError(f"a tensor is named that is not there before node {len(self.result_counts)}: {reference}")
+        raise ProgramError(
+            f"a reference before node {len(self.result_counts)} names a tensor that does not exist yet: {reference}"
+        )
 
     def argument(self, argument: program_pb2.Argument, depth: int = 0) -> Any:
         kind = argument.WhichOneof("value")
@@ -283,7 +296,7 @@ class _Reader:
                 return GeneratorRef()
             case "list" if depth < MAX_DEPTH:
                 return tuple(self.argument(item, depth + 1) for item in argument.list.items)
-        raise ProgramError(f"an argument can't be read: {kind or 'empty'} {str(value)[:80]!r}")
+        raise ProgramError(f"an argument can't be decoded: {kind or 'empty'} {str(value)[:80]!r}")
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""What must be known of single ops beyond their schema."""
+"""Facts about single ops that their schemas do not declare, and rules that the recorder derives from both."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ HIDDEN_WRITES = {
     "aten.miopen_batch_norm.default": ("running_mean", "running_var"),
     "aten._batch_norm_impl_index.default": ("running_mean", "running_var"),
 }
-"""Arguments an op writes to though neither its schema nor a version counter shows it."""
+"""Arguments that an op writes to although neither its schema nor a version counter shows that."""
 
 UNWRITTEN_RESULTS = frozenset(
     {
@@ -30,12 +30,13 @@ UNWRITTEN_RESULTS = frozenset(
         "aten.new_empty_strided.default",
     }
 )
-"""Ops whose results hold whatever their memory held. A replay zero-fills them."""
+"""Ops whose results have undefined contents. A replay fills them with zeros."""
 
 ABSOLUTE = frozenset(
     f"aten.{op}.default" for op in ("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter")
 )
-"""Ops that count from the start of a tensor's storage, and reach into all of it. A source's replay has its own."""
+"""Ops that take an offset from the start of a storage, and so reach all of it. In a replay, a source lies in another
+storage, at another offset."""
 
 UNDEFINED_SAVES = frozenset(
     {
@@ -48,7 +49,7 @@ UNDEFINED_SAVES = frozenset(
         "aten.rrelu_with_noise.default",
     }
 )
-"""Ops that save workspaces with undefined bytes. For all they save, the value check takes what they read."""
+"""Ops that save workspaces with undefined bytes. The value check compares what such an op reads, not what it saves."""
 
 
 DECIDE_IN_BACKWARD = frozenset(
@@ -107,12 +108,12 @@ DECIDE_IN_BACKWARD = frozenset(
         "grid_sampler.default",
     ]
 )
-"""Ops whose backward compares numbers that may well be equal: extremes that tie, values that lie on a bound. Rounding
-would turn them, and no result of forward shows which way they went."""
+"""Ops whose backward compares numbers that are often equal: extremes that tie, values that lie on a bound. On other
+hardware, rounding could change the outcome, and no result of forward shows the outcome."""
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in an argument or a result of an op, in order."""
+    """Returns the tensors in an argument or a result of an op, in order, from nested lists and tuples too."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, (list, tuple)):
@@ -122,15 +123,16 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class OpRules:
-    """What the recorder asks of an op, looked up once.
+    """The properties of an op that the recorder and a replay need.
 
     Attributes:
         name: The op's name, in the form "namespace.name.overload".
-        draws: May draw from a generator.
-        written: Positions and names of the arguments it writes to.
-        views: Positions of the arguments its results are views of.
-        reads_values: False for ops that look only at shapes and dtypes of tensor arguments.
-        leaves_traces: False for ops that neither return tensors nor write nor draw: what they give goes to Python.
+        draws: Whether the op may draw from a generator.
+        written: Positions and names of the arguments that the op writes to.
+        views: Positions of the arguments that the op's results are views of.
+        reads_values: Whether the op reads the values of its tensor arguments, not only their shapes and dtypes.
+        leaves_traces: Whether the op returns tensors, writes or draws. Any other op only gives Python a value, so no
+            node is recorded for it.
     """
 
     name: str
@@ -143,7 +145,7 @@ class OpRules:
 
 @cache
 def rules(op: OpOverload) -> OpRules:
-    """The rules of an op, from its schema, its tags and the lists above."""
+    """Returns the rules of an op, derived from its schema, its tags and the lists above."""
     name = str(op)
     hidden = HIDDEN_WRITES.get(name, ())
     written, views = [], set()
@@ -167,7 +169,7 @@ def rules(op: OpOverload) -> OpRules:
 
 
 def written_tensors(op_rules: OpRules, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors among these arguments that the op will write to."""
+    """Returns the tensors among these arguments that the op will write to."""
     written: list[Tensor] = []
     for position, name in op_rules.written:
         written += tensors_in(args[position] if position < len(args) else kwargs.get(name))
@@ -175,5 +177,5 @@ def written_tensors(op_rules: OpRules, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def hides_write(name: str, tensor: Tensor) -> bool:
-    """Whether an op will overwrite, unseen by version counters, a tensor that autograd saves in it: its statistics."""
+    """Whether a tensor that autograd saves in this op may be a statistic that the op then overwrites, unversioned."""
     return name in HIDDEN_WRITES and tensor.dim() == 1

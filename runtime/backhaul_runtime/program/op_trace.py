@@ -1,4 +1,4 @@
-"""Ops described for people, for the error that shows where two runs part."""
+"""Describes ops in readable lines, for the error that shows where two runs of a call differ."""
 
 import sys
 import sysconfig
@@ -18,7 +18,7 @@ _NOT_THE_CALLERS = (
 
 
 def describe_op(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> str:
-    """One line: the op, what it was given and returned, and the line of the caller's code it came from."""
+    """Returns one line: the op, its arguments and results, and the line of the caller's code that called it."""
     given = [_shown(value) for value in args] + [f"{name}={_shown(value)}" for name, value in kwargs.items()]
     return f"{op}({', '.join(given)}) -> {_shown(returned)}{_place()}"
 

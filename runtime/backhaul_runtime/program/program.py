@@ -1,4 +1,4 @@
-"""A recorded call as data: the ops that ran, above autograd, and where each argument came from."""
+"""A recorded call as data: the ops that ran, as seen above autograd, and where each argument came from."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,20 +8,20 @@ from typing import Any
 from backhaul_runtime.torch_internals.ambient_state import State
 
 NODE_BYTES = 2 << 10
-"""What a node takes in a replay beside the elements of its tensors: autograd's node, saved tensors, digests. Measured
-over 50,000 nodes of one element it is 1.5 KiB."""
+"""Bytes that a node takes in a replay beside the elements of its tensors: autograd's node, saved tensors and digests.
+1.5 KiB were measured per node, in a program of 50,000 nodes with tensors of one element."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceRef:
-    """A tensor from outside the call, by its index in `Program.sources`."""
+    """A reference to a source of the call, by its index in `Program.sources`."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class ResultRef:
-    """The `output`-th tensor that node `node` returned."""
+    """A reference to the `output`-th tensor that node number `node` returned."""
 
     node: int
     output: int
@@ -29,7 +29,7 @@ class ResultRef:
 
 @dataclass(frozen=True, slots=True)
 class GeneratorRef:
-    """The generator an op was given; its state is the node's draw."""
+    """Stands for a generator that was an argument of the op. Its state is one of the segment's generator states."""
 
 
 Ref = SourceRef | ResultRef
@@ -37,12 +37,12 @@ Ref = SourceRef | ResultRef
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a replay must know of a tensor from outside, apart from its layout and values.
+    """The properties of a source that a replay needs, apart from its layout and values.
 
     Attributes:
-        requires_grad: Whether backward returns a gradient for it.
-        is_leaf: Autocast caches the casts of leaves only, so this shows in the numbers.
-        is_written: The program writes into it, so a replay works on a copy of its own.
+        requires_grad: Whether backward returns a gradient for the source.
+        is_leaf: Whether it is a leaf. Autocast caches the casts of leaves only, so this affects the gradients' bits.
+        is_written: Whether the program writes into the source, so that a replay uses a copy of it.
     """
 
     requires_grad: bool
@@ -52,11 +52,11 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class RecordedChoice:
-    """A draw or decision that a replay takes from outside, see NOTE [Recorded choices].
+    """A draw or decision that a replay reads from a source, see NOTE [Recorded choices].
 
     Attributes:
         source: Index of the source that holds it.
-        packed_elements: How many zeros and ones it holds as bits; 0 where it is the tensor itself.
+        packed_elements: Number of zeros and ones that the source holds as bits; 0 if it holds the tensor itself.
     """
 
     source: int
@@ -65,17 +65,17 @@ class RecordedChoice:
 
 @dataclass(slots=True)
 class Node:
-    """One op. Nobody changes it but the recorder, once the op has run.
+    """One op of a program. Only the recorder changes it, directly after the op has run.
 
     Attributes:
         op: The op's name, in the form "namespace.name.overload".
-        args: Positional arguments: references, constants, tuples of both.
-        kwargs: Keyword arguments in the order given.
+        args: Positional arguments: references, constants, and tuples of both.
+        kwargs: Keyword arguments as pairs of name and value, in the order of the call.
         ambient: The index of its ambient state in `Program.ambient_states`.
-        result_bytes: Per tensor returned, the bytes of its storage if the op made it, 0 for a view.
-        draws: It draws from a generator, whose state before travels with the segment.
-        fresh_casts: Autocast's cache of casts was cleared since the node before: a weight is cast anew.
-        given: What it drew or decided, for programs that run on other hardware.
+        result_bytes: For each returned tensor, the bytes of its storage if the op made the storage, else 0.
+        draws: Whether the op draws from a generator whose state before the op travels with the segment.
+        fresh_casts: Whether autocast's cache was cleared since the previous node, so that weights are cast anew.
+        given: The op's recorded choices, for programs that run on other hardware; otherwise empty.
     """
 
     op: str
@@ -90,15 +90,15 @@ class Node:
 
 @dataclass(frozen=True)
 class Program:
-    """A recorded call. Equal calls on other tensors of equal layout have equal programs.
+    """A recorded call. A call that runs the same ops on other tensors of equal layout has an equal program.
 
     Attributes:
-        sources: Tensors from outside, in the order they were met.
-        nodes: In the order they ran.
-        ambient_states: Distinct settings that nodes ran under.
-        outputs: Tensors whose gradients backward is given.
-        saved_count: How many tensors autograd saves.
-        saved_bytes: Bytes of the distinct storages it saves that no node returned.
+        sources: The sources, in the order of their first use.
+        nodes: The ops, in the order they ran.
+        ambient_states: The distinct ambient states that nodes ran under.
+        outputs: References to the tensors whose gradients backward starts from.
+        saved_count: The number of tensors that autograd saves.
+        saved_bytes: Bytes of the distinct storages that autograd saves and that belong to no source or node's result.
         casts: Indices of the sources of which autocast's cache holds a cast when the program ends. Uses of the `i`-th
             cast give contributions of their own, under the number `len(sources) + i`; see NOTE [Casts].
     """
@@ -113,22 +113,22 @@ class Program:
 
     @cached_property
     def working_bytes(self) -> int:
-        """Upper bound of what a replay holds beside its sources, before backward."""
+        """An upper bound of the bytes that a replay holds before backward, without its sources."""
         return self.saved_bytes + sum(sum(node.result_bytes) for node in self.nodes)
 
     @cached_property
     def draws(self) -> int:
-        """How many of its nodes draw random numbers."""
+        """The number of nodes that draw from a generator, and so of generator states that a replay needs."""
         return sum(node.draws for node in self.nodes)
 
     def run_bytes(self, source_bytes: Sequence[int]) -> int:
-        """Upper bound of what a replay and its backward hold beside the sources.
+        """Returns an upper bound of the bytes that a replay and its backward hold, without the sources.
 
-        Each tensor may have a gradient of its size at once, each source that is written a copy. A node takes
-        `NODE_BYTES`.
+        It counts a gradient for every tensor at once, a copy of each source that the program writes to, and
+        `NODE_BYTES` for each node.
 
         Args:
-            source_bytes: The bytes of each source's gradient.
+            source_bytes: The bytes of each source, in the order of `sources`.
         """
         own = sum(
             size * (source.requires_grad + source.is_written)
@@ -138,10 +138,10 @@ class Program:
 
 
 def numbers_in(program: Program) -> str:
-    """The numbers in a program, in order, told apart by type and sign.
+    """Returns the numbers in a program as a text, in order, which distinguishes their types and signs.
 
-    Two programs have the same encoding if they are equal and their numbers are, too: `==` alone takes 0.0 for -0.0, and
-    1 for 1.0 and True.
+    Two programs have the same encoding if they are equal and this text is equal too. `==` alone does not distinguish
+    0.0 from -0.0, or 1 from 1.0 and True.
     """
     numbers: list[Any] = [program.ambient_states]
 

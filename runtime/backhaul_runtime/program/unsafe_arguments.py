@@ -1,7 +1,7 @@
-"""Values on which an op of the list takes the process down, reads what is not its own, or never ends.
+"""Detects values for which an op of the list crashes the process, reads or writes out of bounds, or never ends.
 
-Torch's kernels check most of what they are given. These are the cases measured where one does not; a program with such
-values is refused before the op runs. It need not be an attack: a training run that diverges has NaN in its grids.
+Torch's kernels check most of their arguments. This module covers the cases that were found where a kernel does not: the
+program is refused before the op runs. Such values need not be an attack: a run that diverges has NaN in its grids.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from backhaul_runtime.torch_internals.private import OpOverload, arguments_of
 
 
 def check_values(name: str, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises ValueError for values that an op must not be given.
+    """Raises ValueError for values that an op must not get. Called directly before the op runs.
 
     Args:
         name: The name of the op on the list.
@@ -28,7 +28,7 @@ def check_values(name: str, op: OpOverload, args: Sequence[Any], kwargs: Mapping
 
 
 def _division(given: Mapping[str, Any]) -> None:
-    """The least integer divided by -1 traps, if the division truncates."""
+    """Truncating division of the least integer by -1 raises a CPU trap, which kills the process."""
     if given.get("rounding_mode") != "trunc":
         return
     dividend, divisor = (torch.as_tensor(given[name]) for name in ("self", "other"))
@@ -40,12 +40,15 @@ def _division(given: Mapping[str, Any]) -> None:
 
 
 def _lstm(given: Mapping[str, Any]) -> None:
-    """Weights and states of other sizes than the input's are read, and written, past their ends."""
+    """The kernel reads and writes weights and states past their ends if their sizes do not fit the input."""
     data, states, parameters = given["input"], given["hx"], given["params"]
     biased, layers = given["has_biases"], given["num_layers"]
     directions = 2 if given["bidirectional"] else 1
     if data.dim() != 3 or len(states) != 2 or not 1 <= layers <= len(parameters):  # noqa: PLR2004  batch, time, width
-        raise ValueError("an LSTM is given an input, states or layers that it can't have")
+        raise ValueError(
+            f"an LSTM has an input of {data.dim()} dimensions (3 are needed), {len(states)} states (2 are needed) and "
+            f"{layers} layers with {len(parameters)} parameters"
+        )
     cell, output = states[1].shape[-1], states[0].shape[-1]
     batch = data.shape[0 if given["batch_first"] else 1]
     expected: list[tuple[int, ...]] = []
@@ -56,31 +59,33 @@ def _lstm(given: Mapping[str, Any]) -> None:
     held = [(layers * directions, batch, size) for size in (output, cell)]
     shapes = [tuple(tensor.shape) for tensor in (*states, *parameters)]
     if shapes != [*held, *expected]:
-        raise ValueError(f"an LSTM is given states and weights of sizes {shapes}, not {[*held, *expected]}")
+        raise ValueError(f"an LSTM has states and weights of sizes {shapes}, it needs {[*held, *expected]}")
 
 
 def _weight_norm(given: Mapping[str, Any]) -> None:
-    """Lengths of another size than the direction's are read past their end."""
+    """The kernel reads the lengths past their end if there are fewer of them than directions."""
     direction, length, dim = given["v"], given["g"], given.get("dim", 0)
     if dim in (0, direction.dim() - 1) and length.numel() != direction.shape[dim]:
-        raise ValueError(f"a weight of {list(direction.shape)} is given lengths of {list(length.shape)}")
+        raise ValueError(
+            f"weight_norm has directions of shape {list(direction.shape)} and lengths of shape {list(length.shape)}"
+        )
 
 
 def _embedding_bag(given: Mapping[str, Any]) -> None:
-    """Offsets that go backwards are followed."""
+    """The kernel reads out of bounds for offsets that decrease."""
     offsets = given["offsets"]
     if bool((offsets[1:] < offsets[:-1]).any()):
-        raise ValueError("offsets of an embedding bag decrease")
+        raise ValueError("the offsets of an embedding bag decrease, they must not")
 
 
 def _grid(given: Mapping[str, Any]) -> None:
-    """NaN becomes an index."""
+    """The kernel converts NaN to an index that is out of bounds."""
     if bool(given["grid"].isnan().any()):
-        raise ValueError("a sampling grid holds NaN")
+        raise ValueError("a sampling grid holds NaN, which is no position")
 
 
 def _matrix_power(given: Mapping[str, Any]) -> None:
-    """The least integer has no opposite, and the loop no end."""
+    """The least integer has no negative in 64 bits, so the kernel's loop never ends."""
     if given["n"] == -(1 << 63):
         raise ValueError("a matrix is raised to the least integer")
 

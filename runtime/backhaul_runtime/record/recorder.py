@@ -1,13 +1,15 @@
-"""Notes every op of a running call, and changes nothing about it.
+"""Records every op of a running call without changing what the call does.
 
 NOTE [What the recorder relies on]
-1. Tensors are known by the address of their TensorImpl, storages by theirs. Weak references keep both from being reused
-   while the recording lasts, without keeping a byte of memory.
-2. It never raises into the call. What can't be recorded sets `refusal` and the call goes on.
-3. After a refusal the ops recorded before it are still a program. What autograd saved in them can be recomputed, and
-   what it saves from then on stays on the trainer. So sources of that program are still copied before an op writes to
-   them.
-4. What autograd saves in an op counts as recorded once the op is: noting it may fail after it has run.
+1. The recorder identifies a tensor by the address of its TensorImpl, and a storage by its own address. Weak references
+   prevent torch from reusing an address during the recording. They keep no tensor data alive.
+2. The recorder never raises an exception into the call. If something can't be recorded, it sets `refusal`, and the call
+   continues.
+3. After a refusal, the ops recorded before it still form a program. The tensors that autograd saved in those ops can be
+   recomputed, and those that it saves later stay on the trainer. So the recorder still copies the sources of that
+   program before an op writes to them.
+4. The tensors that autograd saves in an op count as recorded only once the op itself is recorded, because recording an
+   op may fail after the op has run.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,32 +65,32 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Known:
-    """A tensor met before. A change of the other fields that no op made is a reason to refuse."""
+    """A tensor that an op took or returned, with its properties then. A change that no op made is refused."""
 
     ref: Ref
     impl: WeakTensorRef  # Rule 1
     data_ptr: int
     requires_grad: bool
-    has_no_history: bool  # a view made under no_grad, which requires a gradient all the same
+    has_no_history: bool  # a view made under no_grad: it requires a gradient but has no node
 
 
 class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode: enter it around the call, then `finish`.
+    """A dispatch mode that records a call. Enter it around the call, then call `finish`. Not thread-safe.
 
     Args:
-        arguments: Tensors passed to the call. They are copied at first use, for the caller may change them later.
-        allowed: Names of ops a program may hold.
-        hold: Makes copies of tensors that may change.
-        pack: The hook that sees what autograd saves; any other on top of it is foreign.
-        op_ended: Called after each op, with whether it is part of the program (Rule 4).
-        traces: Describe each op for people.
-        pins: Note what a replay on other hardware needs, see NOTE [Recorded choices].
+        arguments: The tensors passed to the call. They are copied at first use, because the caller may change them.
+        allowed: Names of the ops that a program may hold.
+        hold: Makes copies of tensors that may change before backward.
+        pack: The pack hook that calls `note_saved`. Ops under any other hook are refused. None to check no hooks.
+        op_ended: Called after each op, with whether the op is part of the program (Rule 4).
+        traces: Whether to describe each op in `trace`.
+        pins: Whether to record what a replay on other hardware needs, see NOTE [Recorded choices].
 
     Attributes:
-        recording: What outlives the call.
-        sources: What the call took from outside. They go with the recorder.
-        trace: A line per op; None unless traces were requested.
-        own_s: What recording took so far, of the time that the call took.
+        recording: The recording. It may outlive the recorder.
+        sources: The sources of the call. They live as long as the recorder.
+        trace: A readable line for each op; None unless `traces` is set.
+        own_s: Seconds of the call that recording has taken so far.
     """
 
     def __init__(
@@ -112,20 +114,20 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         self._op_ended = op_ended
         self._nodes: list[Node] = []
         self._states: dict[ambient_state.State, int] = {}
-        self._state: tuple[ambient_state.State, int] = (), 0  # of the last op, which the next is likely to have
+        self._state: tuple[ambient_state.State, int] = (), 0  # of the last op; the next one usually has the same
         self._known: dict[int, _Known] = {}
         self._interior = StorageLedger()
         self._unwritten: set[int] = set()
         self._op = ""
         self._reads: bytes | None = None
-        self._drawn_from = b""  # the state of the generator before the op that runs
+        self._drawn_from = b""  # state of the generator before the op that runs
         self._cleared = ambient_state.cleared_casts()
         self._contents: dict[tuple[Any, ...], Digest] = {}
         self._digests = ContentDigests()
         self._hidden = StorageLedger()
-        self._hidden_bytes: dict[int, int] = {}  # of storages that autograd saves and no op returns
-        self._saving_nodes = 0  # up to the last that saved something
-        self._recorded_saves = self._recorded_sources = 0  # by the nodes noted so far
+        self._hidden_bytes: dict[int, int] = {}  # by key, for storages that autograd saves and no op returns
+        self._saving_nodes = 0  # number of nodes up to the last one that saved a tensor
+        self._recorded_saves = self._recorded_sources = 0  # saved tensors and sources of the nodes recorded so far
         self._left_out: tuple[Node, ...] = ()
         self._pins = ChoiceRecorder() if pins else None
         self.first_sequence = next_sequence_number()
@@ -133,13 +135,14 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._pack = None  # it refers to the caller of the recorder
-        self._op_ended = lambda _: None  # so does this
+        # Both refer to the recorder's owner: keeping them would make a cycle that keeps the inside of the call alive.
+        self._pack = None
+        self._op_ended = lambda _: None
 
     def around(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the op, noting it before and after."""
+        """Runs an op and records it. Arguments are read before the op runs, results afterwards."""
         began = perf_counter()
-        with DisableTorchDispatch():  # what we ask of tensors is not the business of modes below us
+        with DisableTorchDispatch():  # dispatch modes of the user must not see the recorder's own ops
             node = self._before(op, args, kwargs)
         draws = DrawRecorder() if node is not None and self._pins is not None and rules(op).draws else None
         self.own_s += perf_counter() - began
@@ -161,14 +164,14 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         return returned
 
     def _forget_op(self) -> None:
-        """Takes back what was noted of an op that raised an exception. The function may go on without it."""
+        """Removes what was recorded of an op that raised an exception. The function may catch it and continue."""
         if self.recording.refusal is None:
             del self.recording.saved[self._recorded_saves :]
             del self.recording.generator_states[sum(node.draws for node in self._nodes) :]
 
     @property
     def op(self) -> str:
-        """Name of the op that runs, empty between ops."""
+        """The name of the op that runs, empty between ops."""
         return self._op
 
     @property
@@ -178,11 +181,11 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def has_lost_track(self) -> bool:
-        """Whether what autograd saves from now on can't be recomputed from the ops noted so far (Rule 3)."""
+        """Whether tensors that autograd saves from now on can't be recomputed from the recorded ops (Rule 3)."""
         return self.recording.refusal is not None
 
     def refuse(self, reason: str) -> None:
-        """Notes why this call can't be a program; the first reason stays."""
+        """Sets the reason why this call can't be a program. If one is set already, it stays."""
         if self.recording.refusal is None:
             self.recording.refusal = reason
 
@@ -192,7 +195,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         return node
 
     def _guarded(self, step: Callable[..., T], *args: Any) -> T | None:
-        """Rule 2."""
+        """Returns the result of a step of recording, or None if it failed, after setting the refusal (Rule 2)."""
         try:
             return step(*args)
         except Exception as error:
@@ -218,12 +221,12 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         if op_rules.name not in self._allowed:
             raise Refusal(f"the op {op_rules.name} is not on the list of ops a worker runs")
         if op_rules.name in ABSOLUTE and args[0] not in self._interior:
-            raise Refusal(f"{op_rules.name} of a tensor from outside")
+            raise Refusal(f"{op_rules.name} takes an offset in the storage of a tensor from outside")
         hooks = top_saved_tensor_hooks(True)
         if self._pack is not None and (hooks is None or hooks[0] is not self._pack):
-            raise Refusal("saved-tensor hooks of its own are on top of ours")
+            raise Refusal("the function uses saved-tensor hooks of its own")
         if torch.is_inference_mode_enabled():
-            raise Refusal("inference mode inside the function")
+            raise Refusal("inference mode is on inside the function")
         state = ambient_state.capture()
         if state != self._state[0]:
             self._state = state, self._states.setdefault(state, len(self._states))
@@ -245,7 +248,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         return node
 
     def _give_up_choices(self, refusal: Refusal) -> None:
-        """Settles that no worker of other hardware can take the call. The trainer can still recompute it."""
+        """Marks the call as one that workers with other hardware can't recompute. The trainer still can."""
         self._pins = None
         self.recording.has_recorded_choices, self.recording.unrecorded_choices = False, refusal.reason
 
@@ -278,7 +281,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             return
         if is_custom(node):
             raise Refusal(f"the custom autograd function {name_of(node).removesuffix('Backward')}")
-        # An op wrote something differentiable into a view of it.
+        # An op wrote a differentiable value to a view of the tensor, which gave the tensor a history.
         known.requires_grad, known.has_no_history = True, False
 
     def _source(self, tensor: Tensor) -> SourceRef:
@@ -286,15 +289,18 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             layout = layout_of(tensor)
         except UnsupportedTensorError as error:
             raise Refusal(error.fields["reason"]) from None
+        # A replay would give such a tensor the contents that it has now, and lose its connection to the op's result.
         if tensor in self._interior:
             raise Refusal("an alias of an interior tensor that no op made (.data, NumPy)")
-        # Each thread counts for itself, so an argument made by another may well have a later number.
+        # Each thread numbers its nodes itself, so an argument made by another thread may have a larger number.
         made = None if tensor.is_leaf or self.sources.is_argument(tensor) else tensor.grad_fn
         if made is not None and sequence_number(made) >= self.first_sequence:
-            raise Refusal(f"a differentiable tensor made by no recorded op ({name_of(made)})")
+            raise Refusal(f"a differentiable tensor that no recorded op made ({name_of(made)})")
         address = digest_of(tensor_address, layout, self._content(tensor, layout))
         if CASTS.has_stale_cast(tensor, address):
-            raise Refusal("autocast holds a cast of a weight from before it changed, or from a region of another dtype")
+            raise Refusal(
+                "autocast's cache holds a cast of a weight from before the weight changed, or of another region's dtype"
+            )
         ref = SourceRef(self.sources.add(tensor, layout, address))
         self._know(tensor, ref)
         return ref
@@ -307,8 +313,8 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def _content(self, tensor: Tensor, layout: Layout) -> Digest:
-        """Content digest, taken once per op for a tensor that is both read and saved by it: nobody runs in between."""
-        # A weight and its transpose are the same bytes.
+        """Returns the digest of a tensor's contents. Within an op it is computed once for equal memory and version."""
+        # The key describes bytes rather than the view, as a weight and its transpose have the same digest.
         start = int(tensor.storage_offset()) * layout.dtype.itemsize
         key = (storage_key(tensor), start, layout.span_bytes, layout.memory_order, version_of(tensor))
         digest = self._contents.get(key)
@@ -324,7 +330,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             for item in tensors_in(value):
                 if identity_of(item) not in written and storage_key(item) in self._unwritten:
-                    raise Refusal(f"{op_rules.name} reads memory that no op wrote (NumPy, or a kernel of its own)")
+                    raise Refusal(f"{op_rules.name} reads memory that no op wrote (NumPy, or a custom kernel)")
 
     def _generator_state(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
         generator = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)), None)
@@ -338,7 +344,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
     def _save_before_write(self, tensor: Tensor) -> None:
         reason = unsupported_reason(tensor)
         if tensor.layout is not torch.strided or (reason and tensor not in self._interior):
-            raise Refusal(f"it writes into a {reason}")
+            raise Refusal(f"an op writes to a {reason}")
         key = storage_key(tensor)
         if self.recording.refusal is not None:  # Rule 3
             for index in self.sources.at(key):
@@ -347,6 +353,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         self._unwritten.discard(key)
         if tensor in self._interior:
             return
+        # An argument in this memory that no op has used yet must become a source before its contents change.
         for argument in self.sources.arguments:
             plain = identity_of(argument) not in self._known and unsupported_reason(argument) is None
             if plain and storage_key(argument) == key:
@@ -355,12 +362,12 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             self._source(tensor)
         indices = self.sources.at(key)
         if len(indices) > 1:
-            self.refuse("it writes into memory that two of its tensors share")
+            self.refuse("an op writes to memory that two sources share")
         for index in indices:
             self.sources.note_write(index)
             takes_gradients = self.recording.sources[index].requires_grad and torch.is_grad_enabled()
             if takes_gradients and is_differentiable_view(self.sources.tensors[index]):
-                self.refuse("it writes into a differentiable view of a tensor from outside")
+                self.refuse("an op writes to a differentiable view of a tensor from outside")
 
     def _after(
         self,
@@ -399,11 +406,11 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         results: list[Tensor],
         draws: DrawRecorder | None,
     ) -> None:
-        """Notes what a node drew and decided, or that this cannot be derived from its results."""
+        """Adds a node's draws and decisions as sources, or gives them up if they can't be derived from its results."""
         try:
             noted = pins.noted(op, read, results, draws)
         except Refusal as refusal:
-            if rules(op).draws:
+            if rules(op).draws:  # without its recorded draws, a replay of the node needs the generator's state
                 node.draws = True
                 self.recording.generator_states.append(self._drawn_from)
             self._give_up_choices(refusal)
@@ -411,7 +418,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             node.given = tuple(map(self.sources.add_given, noted))
 
     def note_saved(self, tensor: Tensor) -> None:
-        """Takes the digest of a tensor that autograd saves. Called by the pack hook."""
+        """Records a tensor that autograd saves. The pack hook calls it, in the thread of the call."""
         if not self._op:
             self.refuse(FUNCTION_SAVES)
         began = perf_counter()
@@ -446,21 +453,21 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         self.recording.saved.append(saved)
 
     def ref_of(self, tensor: Tensor) -> Ref | None:
-        """Where a tensor came from, None for one that no op gave or took."""
+        """Returns the reference to a tensor, or None for a tensor that no recorded op took or returned."""
         known = self._known.get(identity_of(tensor))
         return None if known is None else known.ref
 
     def passes_through(self, tensor: Tensor) -> bool:
-        """Whether a tensor that the call returned is one it was given or captured, with the history it had."""
+        """Whether a tensor that the call returned is an argument or a captured tensor with an unchanged history."""
         ref = self.ref_of(tensor)
         if ref is None:
             return self.sources.is_argument(tensor)
         return isinstance(ref, SourceRef) and not self.sources.is_rewritten(ref.index)
 
     def outlived(self, outputs: Sequence[Tensor]) -> bool:
-        """Whether a differentiable result that is no output is still referenced, as an auxiliary loss is.
+        """Whether a differentiable result that is no output is still referenced, as an auxiliary loss may be.
 
-        Asked once the call has ended and nothing else of it is held.
+        Call it once the call has ended and the caller holds no reference to its inside.
         """
         expected = {identity_of(t) for output in outputs for t in (output, base_of(output)) if t is not None}
         return any(
@@ -471,20 +478,22 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def has_new_hooks(self) -> bool:
-        """Whether a hook was registered since the call began."""
+        """Whether any hook was registered since the call began."""
         return bool(RemovableHandle.next_id != self._first_hook)
 
     def has_unwritten(self, outputs: Sequence[Tensor]) -> bool:
-        """Whether an output lies in memory that no op wrote."""
+        """Whether an output lies in memory that no op has written."""
         return bool(self._unwritten) and any(storage_key(output) in self._unwritten for output in outputs)
 
     def finish(self, outputs: Sequence[Tensor] = (), casts: Sequence[int] = (), *, early_stop: bool = False) -> Program:
-        """The program, once the call has ended: of what came before a refusal, if there was one (Rule 3).
+        """Returns the program of the call, which has ended. After a refusal it covers the ops before it (Rule 3).
+
+        Call it once: it removes the nodes and sources that the program leaves out.
 
         Args:
-            outputs: The tensors whose gradients backward will be given.
-            casts: The sources with shared casts, see `Program.casts`.
-            early_stop: Leave out what comes after the last tensor that was saved.
+            outputs: The tensors whose gradients backward will start from.
+            casts: Indices of the sources with shared casts, see `Program.casts`.
+            early_stop: Whether to leave out the ops after the last one that saved a tensor. Always so after a refusal.
         """
         if self.recording.refusal is not None:
             early_stop = True
@@ -498,20 +507,23 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def whole(self, program: Program, outputs: Sequence[Tensor]) -> Program | None:
-        """A program that `finish` stopped early, with what it left out and with outputs; None where it can't give them.
+        """Returns the program of `finish` with the ops that `early_stop` left out, and with outputs.
 
         Args:
-            program: Equal to that which `finish` returned.
+            program: A program that is equal to the result of `finish`.
             outputs: Tensors that the call returned.
+
+        Returns:
+            The whole program, or None if it can't compute the outputs.
         """
         refs = tuple([ref for output in outputs if (ref := self.ref_of(output)) is not None])
-        draws = any(node.draws for node in self._left_out)  # whose states were left out too
+        draws = any(node.draws for node in self._left_out)  # their generator states were left out, too
         if len(refs) < len(outputs) or draws or self.has_unwritten(outputs):
             return None
         return replace(program, nodes=program.nodes + self._left_out, outputs=refs)
 
     def so_far(self) -> Program:
-        """The ops noted so far, as a program without outputs."""
+        """Returns the ops recorded so far as a program without outputs. The call may still run."""
         return self._program(())
 
     def _program(self, outputs: tuple[Ref, ...], casts: tuple[int, ...] = ()) -> Program:
@@ -529,6 +541,6 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
 
 
 FUNCTION_SAVES = "a custom autograd function saves a tensor"
-"""A refusal that does not name the function: while it saves nothing leads to it yet."""
+"""A refusal without the function's name: when the function saves tensors, the graph has no node of it yet."""
 
 _CONSTANTS = frozenset({bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format, torch.device})

@@ -1,4 +1,4 @@
-"""What a recorded call leaves behind: the tensors it started from, and what is known of those autograd saved."""
+"""The result of recording a call: its sources, and the digests of the tensors that autograd saved."""
 
 from dataclasses import dataclass, field
 
@@ -10,21 +10,21 @@ from backhaul_runtime.tensors.layout import Layout
 
 @dataclass(slots=True, eq=False)
 class RecordedSource:
-    """A tensor from outside the call, as it was at first use.
+    """A source of a recorded call, as it was at its first use.
 
     Attributes:
         layout: The layout of the tensor.
-        offset: Elements from the start of its storage.
-        named: Its `address`, which may still be on an accelerator.
-        kept_value: A tensor with these contents: a copy if they may change before backward, else the caller's memory.
-            None once the call has ended and the trainer does not keep them.
+        offset: The tensor's offset in its storage, in elements.
+        named: The `address` of its contents, possibly still on an accelerator.
+        kept_value: A detached tensor with the contents: a copy if they may change before backward, else one that shares
+            the caller's memory. None once the call has ended and the trainer need not keep it.
         is_copy: Whether `kept_value` is a copy, which does not change.
-        is_argument: Passed to the call rather than captured by it.
-        requires_grad: Whether it took gradients.
-        is_leaf: Whether it was a leaf of autograd's graph.
-        is_written: An op of the call writes into it.
-        written: The caller's own object, kept only if it is captured and written to.
-        is_given: No tensor of the caller's but a draw or decision of the call.
+        is_argument: Whether the source was passed to the call. Otherwise the function captured it.
+        requires_grad: Whether the source required gradients.
+        is_leaf: Whether the source was a leaf of autograd's graph.
+        is_written: Whether an op of the call writes to the source.
+        written: The caller's own tensor if it is captured and written to, else None.
+        is_given: Whether the source is not a tensor of the caller but a recorded choice of the call.
     """
 
     layout: Layout
@@ -41,34 +41,35 @@ class RecordedSource:
 
     @property
     def address(self) -> bytes:
-        """Of its contents. Waits for an accelerator, so it is not asked for in forward."""
+        """The address of the source. Waits for an accelerator, so forward must not read it."""
         return read(self.named)
 
     @property
     def is_transient(self) -> bool:
-        """Whether no later segment will name it: activations are made anew each step, weights and masks may stay."""
+        """Whether no later segment will name the same contents. Activations change in each step, weights may not."""
         return self.is_given or (self.requires_grad and not self.is_leaf)
 
     @property
     def value(self) -> Tensor:
-        """What is held, where something is."""
+        """`kept_value`, for a source that still has one."""
         assert self.kept_value is not None
         return self.kept_value
 
 
 @dataclass(slots=True)
 class SavedTensor:
-    """What is kept of a tensor that autograd saved. Nobody changes it once it is noted.
+    """The properties of a saved tensor that the trainer keeps. They do not change once the op has run.
 
     Attributes:
-        noted: Its `digest`, which may still be on an accelerator.
-        op: Name of the op that saved it.
-        layout: When it was saved.
-        source: Index of the source whose storage it lies in, -1 for any other.
-        offset: Elements from the start of that storage.
-        is_undefined: Its bytes may be undefined by design: the digest is of its layout and of all its op read.
-        sketch: The random projection of its values, or of what its op read, where a replay may give other values; else
-            empty.
+        noted: The `digest`, possibly still on an accelerator.
+        op: Name of the op that saved the tensor.
+        layout: The layout of the tensor when it was saved.
+        source: Index of the source whose storage the tensor lies in, -1 if it lies in no source.
+        offset: The tensor's offset in its storage, in elements.
+        is_undefined: Whether its bytes may be undefined by design. The digest then covers its layout and all tensors
+            that the op read.
+        sketch: The random projection of its values, or of the tensors that the op read if `is_undefined`. Empty if a
+            replay must give equal bits.
     """
 
     noted: Digest
@@ -81,24 +82,24 @@ class SavedTensor:
 
     @property
     def digest(self) -> bytes:
-        """Of its layout and values, or see `is_undefined`; empty for a kind of tensor that has no bytes.
+        """The digest of the tensor's layout and values, but see `is_undefined`. Empty for a tensor without bytes.
 
-        Waits for an accelerator, so it is not asked for in forward.
+        Waits for an accelerator, so forward must not read it.
         """
         return read(self.noted)
 
 
 @dataclass(slots=True)
 class Recording:
-    """What one call left behind.
+    """The result of recording one call.
 
     Attributes:
-        refusal: Why the call can't be a program, or None.
-        sources: Everything from outside that ops read or wrote.
-        saved: What autograd saved, in order.
-        generator_states: One per node that draws.
-        has_recorded_choices: Draws and decisions are sources, and saved tensors have sketches.
-        unrecorded_choices: Why they cannot all be given to a worker of other hardware; empty where they can.
+        refusal: Why the whole call can't be a program; None if it can.
+        sources: The tensors from outside that ops read or wrote, and recorded choices, in the order of first use.
+        saved: The tensors that autograd saved, in order.
+        generator_states: The generator state before each node that draws.
+        has_recorded_choices: Whether draws and decisions are sources, and saved tensors have random projections.
+        unrecorded_choices: Why a draw or decision can't be sent to a worker with other hardware; empty if all can.
     """
 
     refusal: str | None = None

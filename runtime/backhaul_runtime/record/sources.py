@@ -1,4 +1,4 @@
-"""What a call takes from outside: its arguments, and tensors that it captures."""
+"""The sources of a running call: its arguments, and the tensors that its function captures."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,24 +16,25 @@ from backhaul_runtime.torch_internals.private import identity_of
 from backhaul_runtime.torch_internals.storages import storage_key
 
 Hold = Callable[[Tensor, Layout, Digest | None], Tensor]
-"""Given a tensor, its layout and its address, if that is known, returns a copy to keep."""
+"""A function that returns a copy of a tensor, from the tensor, its layout, and its address or None if unknown. Equal
+addresses may share one copy."""
 
 SMALL_BYTES = 1 << 20
-"""Up to this size captured tensors that are neither parameters nor take gradients are copied: counters, statistics and
-other state that may move on before backward."""
+"""Captured tensors of up to this size are copied if they are no parameters and take no gradients: counters, statistics
+and other state may change before backward."""
 
 
 class SourceLedger:
-    """The sources met so far, by number in the order of first use.
+    """The sources that the ops of a running call have used so far, numbered in the order of first use.
 
     Args:
-        noted: Where they are noted; it may outlive the call.
-        arguments: Tensors passed to the call. They are copied at first use, for the caller may change them later.
-        hold: Makes copies of tensors that may change.
+        noted: The list to which sources are added. It may outlive the call and the ledger.
+        arguments: The tensors passed to the call. They are copied at first use, because the caller may change them.
+        hold: Makes copies of tensors that may change before backward.
 
     Attributes:
-        arguments: As given, also those that no op used yet.
-        tensors: The caller's own objects, one per source.
+        arguments: The tensors passed to the call, including those that no op has used yet.
+        tensors: The caller's own tensor of each source, by its number.
     """
 
     def __init__(self, noted: list[RecordedSource], arguments: Sequence[Tensor], hold: Hold) -> None:
@@ -42,24 +43,30 @@ class SourceLedger:
         self._noted = noted
         self._hold = hold
         self._argument_ids = {identity_of(tensor) for tensor in arguments}
-        self._edges: list[GradientEdge | None] = []  # of those that are no leaves
+        self._edges: list[GradientEdge | None] = []  # by number of the source, None for leaves
         self._by_storage: dict[int, list[int]] = {}
 
     def is_argument(self, tensor: Tensor) -> bool:
-        """Whether it was passed to the call."""
+        """Whether a tensor was passed to the call."""
         return identity_of(tensor) in self._argument_ids
 
     def is_of_argument(self, tensor: Tensor) -> bool:
-        """Whether it lies in the memory of an argument."""
+        """Whether a tensor lies in the storage of an argument."""
         key = storage_key(tensor)
         return any(storage_key(argument) == key for argument in self.arguments if unsupported_reason(argument) is None)
 
     def at(self, storage: int) -> Sequence[int]:
-        """The sources that lie in a storage, given by its key."""
+        """Returns the numbers of the sources that lie in a storage, given by its key."""
         return self._by_storage.get(storage, ())
 
     def add(self, tensor: Tensor, layout: Layout, address: Digest) -> int:
-        """Notes a tensor at its first use, as it is now. Returns its number."""
+        """Adds a tensor from outside at its first use, before the op runs. Returns its number.
+
+        Args:
+            tensor: The caller's tensor. A copy is made if its contents may change before backward.
+            layout: The layout of the tensor.
+            address: Its address, possibly still on an accelerator.
+        """
         is_leaf, is_argument = tensor.is_leaf, self.is_argument(tensor)
         is_state = not tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter)
         is_own_state = not is_argument and is_leaf and is_state and layout.span_bytes <= SMALL_BYTES
@@ -67,7 +74,9 @@ class SourceLedger:
         if not is_copy:
             value = tensor.detach()
         elif is_own_state and not isinstance(address, bytes):
-            value = copy_exact(tensor, layout)  # others may write to it unseen, so its version does not tell copies
+            # While the address is on an accelerator, `hold` finds copies by version. But ops may write to state without
+            # a new version, as BatchNorm does to its statistics. `hold` would then return an old copy.
+            value = copy_exact(tensor, layout)
         else:
             value = self._hold(tensor, layout, address)
         offset, edge = int(tensor.storage_offset()), None if is_leaf else get_gradient_edge(tensor)
@@ -77,7 +86,7 @@ class SourceLedger:
         return index
 
     def add_given(self, tensor: Tensor) -> RecordedChoice:
-        """Makes a copy of a draw or decision a source."""
+        """Adds a copy of a draw or decision as a source, as bits if it is binary. Returns the recorded choice."""
         packs = is_binary(tensor)
         value = pack_bits(tensor) if packs else copy_exact(tensor)
         layout = layout_of(value)
@@ -101,11 +110,11 @@ class SourceLedger:
         return len(self.tensors) - 1
 
     def cut(self, count: int) -> None:
-        """Drops all sources but the first, which alone the program names."""
+        """Drops all sources except the first `count`: the program names no others."""
         del self.tensors[count:], self._edges[count:], self._noted[count:]
 
     def note_write(self, index: int) -> None:
-        """Notes that an op is about to write into a source, and keeps what it holds."""
+        """Notes that an op is about to write to a source, and copies its contents unless that was done before."""
         source = self._noted[index]
         if not source.is_copy:
             source.kept_value, source.is_copy = copy_exact(source.value, source.layout), True
@@ -113,11 +122,11 @@ class SourceLedger:
         source.written = None if source.is_argument else self.tensors[index]
 
     def rewrites_autograd(self) -> bool:
-        """Whether the call gave a source another history: wrote something differentiable into it, or detached it."""
+        """Whether the call changed a source's history, by writing a differentiable value to it or detaching it."""
         return any(map(self.is_rewritten, range(len(self.tensors))))
 
     def is_rewritten(self, index: int) -> bool:
-        """As `rewrites_autograd`, of one."""
+        """Whether the call changed the history of one source, as for `rewrites_autograd`."""
         tensor, source, edge = self.tensors[index], self._noted[index], self._edges[index]
         return (
             tensor.requires_grad != source.requires_grad
@@ -126,9 +135,9 @@ class SourceLedger:
         )
 
     def edges(self) -> list[GradientEdge | None]:
-        """Where the gradient of each source went when the call met it, None if it took none.
+        """Returns where the gradient of each source arrived at its first use, None for a source that took no gradient.
 
-        Asked once the call has ended: a leaf's edge is made on demand, which autograd may be switched off for inside.
+        Call it once the call has ended. Torch makes a leaf's edge on demand, which fails while gradients are disabled.
         """
         return [
             edge or (get_gradient_edge(tensor) if source.requires_grad and tensor.requires_grad else None)

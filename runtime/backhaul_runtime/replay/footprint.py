@@ -1,13 +1,14 @@
-"""Measures what a replay holds, and from it what its backward will take.
+"""Measures the bytes that a replay holds, and estimates from its storages the bytes that its backward will take.
 
 NOTE [Footprint]
-torch can't say how much memory an op's backward takes, so storages are counted:
-1. While it replays: results until their last use, outputs, and what autograd saved.
-2. Backward goes through the nodes from the last to the first. What only later nodes saved is gone by then.
-3. A result has one gradient of its size, from its last use back to the node that made it. Each further use takes as
-   much again while it is added, a view as much as what it is a view of.
-4. Each use of a source has a gradient of its size, until the end.
-Gradients that backward starts from are not counted: they are somebody else's.
+torch can't say how much memory an op's backward takes. So the meter adds up storages, by these rules:
+1. The replay holds results until their last use, outputs, and saved tensors until its end.
+2. Backward visits the nodes from the last to the first. When it reaches a node, the tensors that only later nodes saved
+   are freed.
+3. A result has one gradient of its size, from its last use back to the node that made it. Each further use takes the
+   same size again while its contribution is added. A view takes the size of the storage that it is a view of.
+4. Each use of a source has a gradient of the source's size, which is held until backward ends.
+Gradients that backward starts from are not counted, because they belong to the request.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from backhaul_runtime.torch_internals.storages import storage_key
 class _Storage:
     size_bytes: int
     made_by: int
-    reference: StorageWeakRef  # keeps its address from being used again
+    reference: StorageWeakRef  # prevents that torch reuses the storage's address, under which the meter knows it
     is_source: bool = False
     requires_grad: bool = False
     uses: list[int] = field(default_factory=list)
@@ -38,10 +39,10 @@ class _Storage:
 
 
 class FootprintMeter:
-    """Of one replay. Told of its nodes in order.
+    """Measures one replay. The replay reports each saved tensor and each node, in the order in which they happen.
 
     Args:
-        sources: As the nodes will read them.
+        sources: The sources as the nodes will read them, copies of written ones included.
     """
 
     def __init__(self, sources: Sequence[Tensor]) -> None:
@@ -55,13 +56,13 @@ class FootprintMeter:
         self._node = 0
 
     def saved(self, tensor: Tensor) -> None:
-        """Autograd saves a tensor for the node that runs."""
+        """Notes that autograd saved a tensor for the node that runs at present."""
         storage = self._storage(tensor)
         if storage.saved_by is None:
             storage.saved_by = self._node
 
     def ran(self, read: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        """A node ran. The next one follows."""
+        """Notes that a node has run, with the tensors that it read and its results. The next node runs from now on."""
         for tensor in read:
             self._storage(tensor).uses.append(self._node)
         for tensor in results:
@@ -72,7 +73,11 @@ class FootprintMeter:
         self._node += 1
 
     def footprint(self, outputs: Sequence[Tensor]) -> Footprint:
-        """Of the replay that has just ended."""
+        """Returns the footprint of the replay, which has just ended. Call it once.
+
+        Args:
+            outputs: The outputs of the replay's program.
+        """
         for output in outputs:
             self._storage(output).is_output = True
         own = [storage for storage in self._storages.values() if not storage.is_source]
@@ -110,7 +115,7 @@ def _is_kept(storage: _Storage) -> bool:
 
 
 class _Levels:
-    """How many bytes are there at each node."""
+    """Adds up the bytes that are held at each node."""
 
     def __init__(self, nodes: int) -> None:
         self._changes = [0] * (nodes + 1)

@@ -1,18 +1,18 @@
-"""Runs a program again: the forward of a recorded call on given sources, and its backward.
+"""Replays a program: runs the forward of a recorded call on given sources, and its backward.
 
-The worker does this, and the trainer where no worker can. Both run this code, so both give the same bits.
+Workers use this module, and so does the trainer when it recomputes a segment itself. So both get the same bits.
 
 NOTE [Lent memory]
-1. The sources of a replay are lent: on a worker they lie in the store, where other segments and other sessions use the
-   same memory; on the trainer they are parameters and kept copies. Nothing that a program does may change them.
-2. A source that the program declares as written is copied first, into memory of the replay's own.
-3. Before an op runs, the storages of all that it will write to are looked up. If one of them is lent, the program is
-   refused. What an op writes to is known from its schema, and from HIDDEN_WRITES where the schema does not say so: a
-   test runs every op of the list and compares all that it was given before and after. Where a tensor lies is read off
-   the tensor itself, so it does not matter which ops return an alias of an argument.
-4. Ops that count from the start of a storage would reach past a lent tensor, and are refused it.
-5. So a stored tensor has the same digest in every replay, and a worker keeps it (`KnownDigests`). It computes it
-   again once in `KNOWN_USES` uses, which finds memory that a fault of the machine has damaged.
+1. The sources of a replay are lent, that is, others use the same memory. On a worker they lie in the store, which
+   serves other segments and sessions. On the trainer they are parameters and kept copies. No program may change them.
+2. If the program declares a source as written, the replay uses a copy in memory of its own.
+3. Before an op runs, the replay looks up the storages of all tensors that the op will write to. If one of them is lent,
+   it refuses the program. The tensors that an op writes to follow from its schema, and from HIDDEN_WRITES if the schema
+   does not declare them: a test runs every op of the list and compares all arguments before and after. The storage is
+   read from the tensor itself, so it does not matter which ops return an alias of an argument.
+4. Ops that take an offset from the start of a storage could reach beyond a lent tensor, so they are refused for one.
+5. Therefore a stored tensor has the same digest in every replay, and a worker keeps the digest (`KnownDigests`). It
+   computes the digest again once in `KNOWN_USES` uses, to detect memory that a hardware fault has damaged.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -54,16 +54,17 @@ from backhaul_runtime.torch_internals.private import DisableTorchDispatch, OpOve
 from backhaul_runtime.torch_internals.storages import StorageLedger, storage_key
 
 _CHECKED_NODES = 64
-"""Backward calls `check` when it unpacks a saved tensor, and in one of so many nodes, as some nodes save nothing."""
+"""Backward calls `check` whenever it unpacks a saved tensor, and at one in this many nodes, as some save nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one use of a source, of a cast or of an output adds to its gradient; None where that use got no gradient.
+    """The contribution of one use to the gradient of a source, of a cast or of an output.
 
     Attributes:
-        source: Index of the source; sources are followed by casts, see `Program.casts`, and these by outputs.
-        gradient: The tensor that it adds; None for no gradient.
+        source: Number of the source, cast or output: sources are numbered first, then casts, then outputs. See
+            `Program.casts`.
+        gradient: The tensor to add; None if the use got no gradient.
     """
 
     source: int
@@ -71,33 +72,38 @@ class Contribution:
 
 
 class Replay:
-    """One run of a program, forward on construction. Its graph and saved tensors live as long as it does.
+    """One run of a program. Constructing it runs the forward. It owns its graph and saved tensors.
 
-    Uses the calling thread's default generators and ambient settings; see `isolated` for a thread that has its own.
+    It changes the default generators and the ambient settings of the calling thread. Construct it inside `isolated` if
+    other code uses them.
 
     Args:
-        program: Recorded; each op must be on the list.
-        sources: One per program source, on the device to run on, of the recorded layout. Not written to.
-        generator_states: One per node that draws; empty for one that goes on from where the draw before it ended.
-        keep_saved: Hold every saved tensor, for `saved`; else only autograd holds them, and frees them in `backward`.
-        is_own: This process recorded the program, so its values did no harm then, and `hostile` need not look at them.
-        wants_sketches: Take sketches of what autograd saves.
-        is_measured: Whether to measure its `footprint`.
-        histories: By number of a source that takes gradients, or of an output that others follow from, a tensor whose
-            history ops see in its place; see `Contribution.source`. For contributions that are to be differentiated.
-        context: Ops run in it.
-        trace: Gets a line per op, for people.
-        check: Called between ops, forward and backward, in the thread that runs them. What it raises ends the run.
-        watched: Positions of outputs. The last node that writes to each is noted.
-        known: Digests of sources from the replays before.
+        program: The program; each of its ops must be on the list.
+        sources: One tensor for each source of the program, with the recorded layout, on the device to run on. They are
+            not written to, and must not change until the backward has run.
+        generator_states: One state for each node that draws. If empty, the node draws from the generator as the
+            previous draw left it.
+        keep_saved: Whether to keep all saved tensors for `saved`. Otherwise `backward` frees them as it goes.
+        is_own: Whether this process recorded the program. The values of its arguments are then not checked, as forward
+            has run with them.
+        wants_sketches: Whether to compute random projections of saved tensors.
+        is_measured: Whether to measure `footprint`.
+        histories: For contributions that are to be differentiated: tensors whose history replaces that of a source that
+            takes gradients, or of an output that other outputs depend on. Keys are numbers as in `Contribution.source`.
+        context: A context manager that the ops run in; None for none.
+        trace: A list to which each op appends a readable line; None for no trace.
+        check: Called between ops, in forward and backward, in the thread that runs them. An exception that it raises
+            ends the run and propagates.
+        watched: Positions of outputs of which the last node that writes to them is noted.
+        known: Digests of sources from previous replays; None to compute all digests.
 
     Attributes:
-        drawn_from: The generator state of every draw so far, also where none was given.
-        footprint: What it takes, if it was measured; copies of sources that are written included.
+        drawn_from: The generator states before all draws so far, whether they were given or not.
+        footprint: The measured footprint, copies of written sources included; None if not measured.
 
     Raises:
         ProgramError: An op is not allowed, or the lists do not fit the program.
-        ReplayError: An op failed, or returned other sizes than recorded.
+        ReplayError: An op failed, or its results have other sizes than recorded.
     """
 
     def __init__(
@@ -119,8 +125,8 @@ class Replay:
     ) -> None:
         if len(sources) != len(program.sources) or len(generator_states) != program.draws:
             raise ProgramError(
-                f"a program of {len(program.sources)} sources was given {len(sources)}, with "
-                f"{len(generator_states)} generator states"
+                f"a program of {len(program.sources)} sources and {program.draws} draws was replayed with "
+                f"{len(sources)} sources and {len(generator_states)} generator states"
             )
         self._program = program
         self._is_own = is_own
@@ -146,7 +152,7 @@ class Replay:
         stored = [tensor for source, tensor in zip(program.sources, sources, strict=True) if not source.is_written]
         contents = ContentDigests(known, stored if known is not None else ())
         self._packing = SavedTensorPacker(keep_saved, contents, self._lent if wants_sketches else None, meter)
-        # Taken before the run: where the program writes into a source, its history leads elsewhere afterwards.
+        # Read before the run: if the program writes into a source, the source has another history afterwards.
         self._targets: dict[Target, int] = {
             get_gradient_edge(tensor)[:2]: index
             for index, (source, tensor) in enumerate(zip(program.sources, self._sources, strict=True))
@@ -166,12 +172,12 @@ class Replay:
 
     @property
     def saved_digests(self) -> list[bytes]:
-        """Of every tensor that autograd saved, in order; see `recording.SavedTensor`."""
+        """The digests of all saved tensors, in order; see `recording.SavedTensor`. Waits for an accelerator."""
         return list(map(read, self._packing.digests))
 
     @property
     def saved_sketches(self) -> list[tuple[float, ...]]:
-        """The projections of all saved tensors in order, empty for parts of sources; see `random_projection`."""
+        """The random projections of all saved tensors, in order; empty for parts of sources that are not written to."""
         return self._packing.sketches
 
     def _run(self, meter: FootprintMeter | None, *, keeps_modes: bool) -> list[list[Tensor] | None]:
@@ -189,7 +195,7 @@ class Replay:
             if state != present:
                 ambient_state.apply(state, present)
                 present = state
-            if node.fresh_casts:
+            if node.fresh_casts:  # forward left an autocast region here, so the next op must cast its weights anew
                 torch.clear_autocast_cache()
             if self._check is not None:
                 self._check()
@@ -207,14 +213,17 @@ class Replay:
         return results
 
     def _entered(self, number: int, value: Tensor) -> Tensor:
-        """What ops use for a source: a tensor without history, or with that of another."""
+        """Returns the tensor that ops use for a source: with a new history, or with the one given in `histories`."""
         history = self._histories.get(number)
         if history is None:
             return with_own_history(value, is_leaf=self._program.sources[number].is_leaf)
         return with_history_of(value, history)
 
     def _last_written(self, sources: Sequence[Tensor], states: Sequence[bytes]) -> dict[int, int]:
-        """By position of each output whose history is given, the last node that makes it or writes to it."""
+        """Returns the last node that makes or writes each output whose history is given, by the output's position.
+
+        Only a run shows which nodes write to it, so this runs the program once more if `histories` names an output.
+        """
         first = len(self._program.sources) + len(self._program.casts)
         refs = enumerate(self._program.outputs, first)
         positions = [number - first for number, ref in refs if number in self._histories and isinstance(ref, ResultRef)]
@@ -232,7 +241,7 @@ class Replay:
                 self._written[position] = index, version
 
     def _cut_at(self, position: int, results: list[list[Tensor] | None]) -> None:
-        """Lets later ops see an output with the history of another tensor."""
+        """Makes later ops see an output with the history given in `histories`. The output keeps its own history."""
         number = len(self._program.sources) + len(self._program.casts) + position
         made = self._value(self._program.outputs[position], results)
         cut = with_history_of(made, self._histories[number])
@@ -249,10 +258,11 @@ class Replay:
         kwargs = {name: self._value(value, results) for name, value in node.kwargs}
         op = resolve(node.op)
         if rules(op).draws:
-            generator = self._generator(args, kwargs) if node.draws else None  # else its draws are given
+            generator = self._generator(args, kwargs) if node.draws else None  # otherwise its draws were recorded
             args = [generator if isinstance(value, GeneratorRef) else value for value in args]
             kwargs = {name: generator if isinstance(v, GeneratorRef) else v for name, v in kwargs.items()}
-        if not rules(op).reads_values:  # torch's own bindings call these below autograd, which knows not all of them
+        # torch calls these ops below autograd, and for some of them autograd has no formula.
+        if not rules(op).reads_values:
             args = [value.detach() if isinstance(value, Tensor) else value for value in args]
         self._packing.op = node.op
         read = tensors_in((args, list(kwargs.values()))) if node.op in UNDEFINED_SAVES else None
@@ -267,7 +277,7 @@ class Replay:
             sizes = tuple([ledger.add(tensor) for tensor in returned])
         except ProgramError:
             raise
-        except Exception as error:  # ops raise what they like
+        except Exception as error:  # an op may raise any type of error
             raise ReplayError(f"{node.op} failed on replay: {error}", op=node.op) from error
         if sizes != node.result_bytes:
             raise ReplayError(f"{node.op} took {sizes} bytes on replay, {node.result_bytes} when recorded", op=node.op)
@@ -275,14 +285,14 @@ class Replay:
             self._trace.append(describe_op(op, tuple(args), kwargs, returned))
         if meter is not None:
             meter.ran(tensors_in((args, list(kwargs.values()))), returned)
-        if node.op in UNWRITTEN_RESULTS:
+        if node.op in UNWRITTEN_RESULTS:  # or a program could read what another session left in this memory
             for tensor in returned:
                 with DisableTorchDispatch():
                     tensor.detach().zero_()
         return returned
 
     def _check_lent(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raises ProgramError for an op that would write into lent memory, or reach past it. NOTE [Lent memory]."""
+        """Raises ProgramError for an op that would write to lent memory or reach beyond it (Rules 3 and 4)."""
         op_rules = rules(op)
         for tensor in written_tensors(op_rules, args, kwargs):
             if storage_key(tensor) in self._lent:
@@ -291,7 +301,10 @@ class Replay:
                     op=op_rules.name,
                 )
         if op_rules.name in ABSOLUTE and storage_key(args[0]) in self._lent:
-            raise ProgramError(f"{op_rules.name} would reach past a source", op=op_rules.name)
+            raise ProgramError(
+                f"{op_rules.name} takes an offset from the start of a storage, and would reach beyond a source",
+                op=op_rules.name,
+            )
 
     def _results(self, op: OpOverload, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         if not node.given:
@@ -303,7 +316,7 @@ class Replay:
         return values.decided(tensors_in(returned))
 
     def _generator(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator:
-        """The generator that the next node draws from, in the state it was recorded with."""
+        """Returns the generator that the next node draws from, set to the recorded state unless that is empty."""
         given = next(self._states)
         device = drawing_device(args, kwargs)
         is_own = any(isinstance(value, GeneratorRef) for value in (*args, *kwargs.values()))
@@ -313,7 +326,7 @@ class Replay:
                 generator.set_state(torch.frombuffer(bytearray(given), dtype=torch.uint8))
             except (RuntimeError, TypeError) as error:
                 raise ProgramError(
-                    f"a generator state of {len(given)} bytes is not one of {device}: {error}"
+                    f"{len(given)} bytes are not a state of the generator of {device}: {error}"
                 ) from error
         self.drawn_from.append(given or generator.get_state().numpy().tobytes())
         return generator
@@ -324,29 +337,33 @@ class Replay:
                 return self._sources[index]
             case ResultRef(node, output):
                 result = results[node]
-                assert result is not None, "freed before its last use"
+                assert result is not None, "a result was freed before its last use"
                 return result[output]
             case tuple():
                 return [self._value(item, results) for item in value]
         return value
 
     def saved(self, index: int) -> VersionedTensor:
-        """The `index`-th tensor that autograd saved. Shares memory with the replay, and with sources.
+        """Returns the `index`-th saved tensor. It shares memory with the replay or a source: do not write to it.
 
         Raises:
-            ProgramError: The replay saved fewer tensors.
+            ProgramError: The replay saved fewer tensors, or was made without `keep_saved`.
         """
         if index >= len(self._packing.kept):
-            raise ProgramError(f"saved tensor {index} is asked for of {len(self._packing.kept)}")
+            raise ProgramError(f"there is no saved tensor {index}: the replay kept {len(self._packing.kept)}")
         return self._packing.kept[index]
 
     def output(self, position: int) -> Tensor:
-        """The tensor at a position of `Program.outputs`, detached. Shares memory with the replay."""
+        """Returns the output at a position of `Program.outputs`, detached. It shares memory with the replay."""
         output: Tensor = self._outputs[position]
         return output.detach()
 
     def uses(self) -> list[list[Use]]:
-        """The uses of each source, cast and output, last first. Raises ProgramError for a graph no recording has."""
+        """Returns the uses of each source, cast and output, by number as in `Contribution.source`, last use first.
+
+        Raises:
+            ProgramError: The graph is one that a recording would have been refused for.
+        """
         count = len(self._sources) + len(self._program.casts)
         try:
             return find_uses(self._outputs, self._targets, self._first_sequence, count)
@@ -354,10 +371,14 @@ class Replay:
             raise ProgramError(f"the replay's graph differs from a recorded one: {refusal.reason}") from refusal
 
     def _casts(self, *, has_history: bool) -> dict[Target, int]:
-        """Where gradients of the program's casts arrive.
+        """Returns the targets at which gradients of the program's casts arrive, with their numbers.
 
         Args:
-            has_history: The sources are no leaves, so autocast has cast them for each use anew.
+            has_history: Whether `histories` was given. The sources are then no leaves, so autocast has cast them for
+                each use anew, and the casts are found in the graph instead of the cache.
+
+        Raises:
+            ProgramError: Autocast did not cast one of the sources in `Program.casts`.
         """
         casts = self._program.casts
         if has_history:
@@ -366,19 +387,26 @@ class Replay:
             cached = zip(casts, cached_casts([self._sources[source] for source in casts]), strict=True)
             made = {s: [get_gradient_edge(c)[:2]] for s, c in cached if c is not None and c.requires_grad}
         if not made.keys() >= {*casts}:
-            raise ProgramError(f"a program names casts of the sources {list(casts)[:8]}, and autocast made others")
+            raise ProgramError(
+                f"the program names casts of the sources {list(casts)[:8]}, autocast cast {sorted(made)[:8]}"
+            )
         return {target: len(self._sources) + i for i, source in enumerate(casts) for target in made[source]}
 
     def backward(self, gradients: Mapping[int, Tensor], *, create_graph: bool = False) -> list[Contribution]:
-        """Runs the backward once; the graph is freed unless `create_graph`.
+        """Runs the backward once. It frees the graph unless `create_graph` is set.
 
         Args:
-            gradients: Gradient of an output by its position in `Program.outputs`; outputs without one are left out.
-            create_graph: Give contributions that can be differentiated themselves.
+            gradients: The gradients of outputs by position in `Program.outputs`. Outputs without a gradient are
+                left out.
+            create_graph: Whether the contributions can be differentiated themselves.
 
         Returns:
-            One contribution per use of sources, casts and outputs, in this order, last use first. Gradients end at
-            outputs that others follow from, and go on from there when these are given theirs.
+            One contribution for each use of sources, casts and outputs, in this order, last use first. Backward stops
+            at an output that other outputs depend on. It continues there only if `gradients` has that output's
+            complete gradient.
+
+        Raises:
+            ReplayError: A backward formula raised an error.
         """
         uses = self.uses()
         collected: dict[tuple[int, int], Tensor | None] = {}
@@ -400,9 +428,9 @@ class Replay:
                     create_graph=create_graph,
                     allow_unused=True,
                 )
-        except BackhaulError:  # of `check`, or a SavedTensorModifiedError
+        except BackhaulError:  # raised by `check`, or a SavedTensorModifiedError
             raise
-        except Exception as error:  # backward formulas raise what they like
+        except Exception as error:  # a backward formula may raise any type of error
             raise ReplayError(f"the backward of a replay failed: {error}") from error
         finally:
             for handle in handles:
@@ -415,7 +443,7 @@ class Replay:
 
 
 def _check_in_backward(results: Sequence[Tensor], check: Callable[[], None]) -> None:
-    """Has the backward of the op that returned these call `check` first."""
+    """Makes the backward of the op that returned `results` call `check` first."""
     made = next((tensor.grad_fn for tensor in results if tensor.grad_fn is not None), None)
     if made is not None:
         made.register_prehook(lambda _: check())
@@ -424,7 +452,7 @@ def _check_in_backward(results: Sequence[Tensor], check: Callable[[], None]) -> 
 def _collector(
     places: list[tuple[int, tuple[int, int]]], collected: dict[tuple[int, int], Tensor | None]
 ) -> Callable[[Any, Any], Any]:
-    """A hook that takes contributions off a node, so that autograd does not add them up."""
+    """Returns a hook that moves contributions from a node to `collected`, so that autograd does not add them up."""
 
     def hook(grad_inputs: tuple[Tensor | None, ...], grad_outputs: Any) -> tuple[Tensor | None, ...]:
         remaining = list(grad_inputs)
@@ -438,7 +466,7 @@ def _collector(
 
 
 def _last_uses(program: Program) -> dict[int, list[int]]:
-    """By node, the earlier nodes whose results no later node needs."""
+    """Returns, by node, the nodes whose results can be freed after it because no later node or output needs them."""
     last: dict[int, int] = {index: index for index in range(len(program.nodes))}
 
     def visit(value: Any, at: int) -> None:
@@ -461,7 +489,7 @@ def _last_uses(program: Program) -> dict[int, list[int]]:
 
 @contextmanager
 def isolated(devices: Sequence[torch.device]) -> Iterator[None]:
-    """Lets a replay run in a thread whose generators and settings belong to others: both are put back."""
+    """Restores on exit the default generators of the CPU and of `devices`, and the thread's ambient settings."""
     generators = [default_generator(device) for device in dict.fromkeys((torch.device("cpu"), *devices))]
     states = [generator.get_state() for generator in generators]
     try:

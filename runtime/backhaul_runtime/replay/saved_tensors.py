@@ -1,4 +1,4 @@
-"""What autograd saves in a replay: the hooks that take it, and give it back to backward."""
+"""The saved-tensor hooks of a replay: one notes what autograd saves, the other returns it to backward."""
 
 from collections.abc import Callable, Collection
 
@@ -18,45 +18,45 @@ from backhaul_runtime.torch_internals.storages import storage_key
 
 
 class VersionedTensor:
-    """A tensor that autograd saved, and the version it had then: hooks turn torch's own check off."""
+    """A saved tensor and its version when it was saved. Torch does not check versions under hooks."""
 
     __slots__ = ("index", "tensor", "version")
 
     def __init__(self, index: int, tensor: Tensor) -> None:
         self.index = index
-        self.tensor = tensor.detach()  # an output would hold the node that saves it, and neither would ever go
+        self.tensor = tensor.detach()  # an output would refer to the node that saves it: a cycle that is never freed
         self.version = version_of(tensor)
 
     def unpack(self) -> Tensor:
-        """Gives the tensor. Raises SavedTensorModifiedError if an op wrote to it since."""
+        """Returns the tensor. Raises SavedTensorModifiedError if an op has written to it since it was saved."""
         version = version_of(self.tensor)
         if version != self.version:
             raise SavedTensorModifiedError(
                 f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"saved tensor {self.index} of shape {list(self.tensor.shape)} is at version {version}, "
-                f"it was saved at {self.version}. Without checkpointing this fails too: use the out-of-place op",
+                f"saved tensor {self.index} of shape {list(self.tensor.shape)} is at version {version}, it was "
+                f"saved at version {self.version}. Without checkpointing this fails too: use the out-of-place op",
                 index=self.index,
             )
         return self.tensor
 
 
 class SavedTensorPacker:
-    """The hook for what autograd saves. The graph keeps the hook, so it must not refer to the owner of the graph.
+    """The pack hook of a replay. The graph keeps the hook alive, so the hook must not refer to the graph's owner.
 
     Args:
-        keep_saved: Whether to keep the saved tensors.
-        contents: Takes the digests of tensors.
-        fixed: Storages of sources that are not written to, if random projections are to be taken.
-        meter: Told of each tensor.
+        keep_saved: Whether to keep the saved tensors in `kept`.
+        contents: Computes the digests of tensors' contents.
+        fixed: Keys of the storages of sources that are not written to; None if no random projections are needed.
+        meter: Measures the replay's footprint; None if it is not measured.
 
     Attributes:
-        digests: The digest of each tensor saved so far.
-        kept: The tensors, if they are to be kept.
-        op: The op that runs.
-        reads: Digest of all that the op reads, if what it saves may be undefined; else None.
-        reads_sketch: Sketch of all that the op reads, if what it saves may be undefined; else empty.
-        wants_sketches: Take sketches of what is saved.
-        sketches: The random projection of each tensor saved so far; empty for parts of sources that nobody writes to.
+        digests: The digest of each saved tensor, in order; possibly still on an accelerator.
+        kept: The saved tensors, in order; empty unless `keep_saved` is set.
+        op: Name of the op that runs. The replay sets it before each op.
+        reads: Digest of all tensors that the op reads, if the bytes that it saves may be undefined; else None.
+        reads_sketch: Random projection of all tensors that the op reads, as for `reads`; else empty.
+        wants_sketches: Whether random projections of saved tensors are computed.
+        sketches: The random projection of each saved tensor, in order; empty for a tensor in a `fixed` storage.
     """
 
     def __init__(
@@ -75,15 +75,15 @@ class SavedTensorPacker:
         self.reads: bytes | None = None
 
     def __call__(self, tensor: Tensor) -> VersionedTensor:
-        """Takes a tensor that autograd saves while an op runs."""
+        """Notes a tensor that autograd saves while an op runs. Autograd passes the result to the unpack hook."""
         layout = layout_of(tensor)
-        with DisableTorchDispatch():  # what we ask of tensors is not the business of modes around the ops
+        with DisableTorchDispatch():  # modes around the ops must not see the ops that compute digests
             content = self.reads if self.reads is not None else self._contents.take(tensor, layout)
             self.digests.append(digest_of(saved_digest, layout, content))
             if self.wants_sketches:
                 own = () if storage_key(tensor) in self._fixed else projections([tensor])
                 self.sketches.append(own if self.reads is None else self.reads_sketch)
-            if hides_write(self.op, tensor):
+            if hides_write(self.op, tensor):  # the op will change it without a new version
                 tensor = copy_exact(tensor, layout)
         if self._meter is not None:
             self._meter.saved(tensor)
@@ -94,7 +94,7 @@ class SavedTensorPacker:
 
 
 def unpacking(check: Callable[[], None] | None) -> Callable[[VersionedTensor], Tensor]:
-    """The hook that gives backward a saved tensor, after a call of `check`. Like the packer, the graph keeps it."""
+    """Returns the unpack hook, which calls `check` first unless that is None. The graph keeps the hook alive, too."""
     if check is None:
         return VersionedTensor.unpack
 

@@ -1,12 +1,18 @@
-"""What a worker recomputes ahead of its request, and what gives way. Pure: no tensors, threads or clocks.
+"""Decides which speculative work a worker does next, and which replays it evicts. No tensors, threads or clocks.
+
+Speculative work is a replay, or a predicted backward, that runs before the trainer requests it.
 
 NOTE [Order of need]
-1. Backward needs first what was saved last. Once it has reached a segment it goes on to those saved before that one.
-2. What is needed first is kept ready, as far as room goes. Room is left for what forward has yet to save, by what it
-   saved the last time, and for what one of them takes beside while it runs: nothing is made only to be given up.
-3. Of what is to be kept, forward has it replayed as it was saved, backward in the order of need.
-4. Work ahead takes room from what the same session needs later, then from sessions that hold more than its own would.
-5. Work that is demanded takes room from the session that holds most: what that one needs last.
+1. Backward needs the segments in the reverse of the order in which they were saved. Once it has reached a segment, it
+   continues with those saved before that one.
+2. The segments needed first keep their replays, as far as the room allows. Room is left for the segments that forward
+   has yet to save, estimated by the previous forward, and for the largest temporary need of one run. So no replay is
+   made that would have to be evicted for them.
+3. Of the segments that keep a replay, those without one are replayed in the order of saving while forward runs, and in
+   the order of need once backward runs.
+4. Speculative work evicts replays that the same session needs later, then replays of sessions that hold more bytes than
+   its own session would then hold.
+5. A requested run evicts the last needed replay of the session that holds the most bytes.
 6. Sessions take turns.
 """
 
@@ -16,20 +22,20 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 
 Key = tuple[Hashable, int]
-"""A session and a segment in it."""
+"""Names a segment: its session, and a number that is unique within the session."""
 
 MOST_AHEAD = 1024
-"""Segments of a session that are looked at for work ahead, however many it has: each turn looks at them anew."""
+"""The most segments of a session that one call of `Schedule.next` considers. It bounds the time that a call takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a segment takes on a worker beside what it was saved with.
+    """The bytes that a segment's replay and backward take on a worker, without the sources it was saved with.
 
     Attributes:
-        replay_bytes: At most, while it is replayed.
-        ready_bytes: Once it has been: what autograd saved.
-        backward_bytes: At most, while its backward runs on that; what autograd saved included.
+        replay_bytes: The most bytes held while the replay runs.
+        ready_bytes: The bytes that a finished replay holds: outputs and saved tensors.
+        backward_bytes: The most bytes held while the backward runs, those of the replay included.
     """
 
     replay_bytes: int
@@ -38,11 +44,11 @@ class Footprint:
 
     @property
     def run_bytes(self) -> int:
-        """At most, from nothing to gradients."""
+        """The most bytes held at any time from the start of the replay to the end of the backward."""
         return max(self.replay_bytes, self.backward_bytes)
 
     def beside(self, other_bytes: int) -> "Footprint":
-        """The footprint with so many bytes more that are taken all the time."""
+        """Returns the footprint with `other_bytes` added throughout, for memory that is held all the time."""
         return Footprint(
             self.replay_bytes + other_bytes, self.ready_bytes + other_bytes, self.backward_bytes + other_bytes
         )
@@ -50,11 +56,11 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledWork:
-    """The next work ahead.
+    """The speculative work to do next.
 
     Attributes:
-        key: Replay this segment, or run the backward that was guessed.
-        evicts: Replays to be given up first.
+        key: The segment to replay or, if its replay is ready, whose predicted backward is to run.
+        evicts: The segments whose replays have to be evicted first.
     """
 
     key: Key
@@ -63,13 +69,13 @@ class ScheduledWork:
 
 @dataclass(slots=True, eq=False)
 class _Segment:
-    order: int
+    order: int  # the number of the `saved` event, so later segments have larger ones
     footprint: Footprint
     source_bytes: int = 0
     is_expected: bool = False
     is_backward_predicted: bool = False
-    is_done: bool = False
-    held_bytes: int | None = None
+    is_done: bool = False  # it holds the results of a speculative backward rather than a replay
+    held_bytes: int | None = None  # None while it holds nothing
 
     @property
     def kept_bytes(self) -> int:
@@ -77,7 +83,7 @@ class _Segment:
 
     @property
     def beside_bytes(self) -> int:
-        """The bytes that are used while it runs and freed afterwards."""
+        """The bytes that its next run takes in addition to `kept_bytes`, and that are freed afterwards."""
         return 0 if self.is_done else max(0, self.footprint.run_bytes - self.kept_bytes)
 
     @property
@@ -86,18 +92,18 @@ class _Segment:
 
     @property
     def work_bytes(self) -> int:
-        """What its work takes beside what it holds already."""
+        """The bytes that its speculative work takes in addition to those that it holds already."""
         return self.footprint.replay_bytes if self.held_bytes is None else self.beside_bytes
 
 
 @dataclass(slots=True)
 class _Session:
     segments: dict[int, _Segment] = field(default_factory=dict)
-    with_replay: dict[int, _Segment] = field(default_factory=dict)  # those of them that hold something
+    with_replay: dict[int, _Segment] = field(default_factory=dict)  # the segments that hold bytes
     held_bytes: int = 0
-    reached: int | None = None  # by backward; None while forward goes on
-    saved: list[_Segment] = field(default_factory=list)  # by this forward
-    saved_before: list[_Segment] = field(default_factory=list)  # by the one before
+    reached: int | None = None  # `order` of the segment that backward reached last; None while forward runs
+    saved: list[_Segment] = field(default_factory=list)  # segments of the present forward
+    saved_before: list[_Segment] = field(default_factory=list)  # segments of the previous forward
 
     def in_order_of_need(self) -> Iterator[tuple[int, _Segment]]:
         reached = self.reached
@@ -106,7 +112,7 @@ class _Session:
         yield from (item for item in reversed(self.segments.items()) if reached is None or item[1].order > reached)
 
     def ready(self) -> list[tuple[int, int]]:
-        """What can be given up, with its bytes, in order of need."""
+        """Returns the segments whose replays can be evicted, each with the bytes that it holds, in order of need."""
         reached = self.reached
         items = sorted(
             self.with_replay.items(),
@@ -115,12 +121,13 @@ class _Session:
         return [(number, item.held_bytes or 0) for number, item in items]
 
     def to_be_kept(self, room_bytes: int) -> list[tuple[int, _Segment]]:
-        """Rule 2."""
+        """Returns the segments that are to hold a replay within `room_bytes`, in the order of need (Rule 2)."""
         kept = []
         beside = 0
         for number, segment in islice(chain(self._to_come(), self.in_order_of_need()), MOST_AHEAD):
             if number is not None and segment.held_bytes is None and not segment.is_expected:
                 continue
+            # The sources of a segment that is not saved yet take room too; those of saved ones are charged already.
             room_bytes -= segment.kept_bytes + (segment.source_bytes if number is None else 0)
             beside = max(beside, segment.beside_bytes)
             if room_bytes < beside:
@@ -130,15 +137,18 @@ class _Session:
         return kept
 
     def _to_come(self) -> Iterator[tuple[None, _Segment]]:
+        """Yields the segments of the previous forward that the present one has yet to save, last one first."""
         if self.reached is None:
             yield from ((None, segment) for segment in reversed(self.saved_before[len(self.saved) :]))
 
 
 class Schedule:
-    """Of one worker. Each method but `next` and `last_needed` tells of an event.
+    """The schedule of one worker. Event loop only.
+
+    Each method except `next` and `last_needed` reports an event. `saved` comes first for a segment, `released` last.
 
     Attributes:
-        held_bytes: The bytes of all live replays.
+        held_bytes: The bytes that live replays and results of speculative backwards hold together.
     """
 
     def __init__(self) -> None:
@@ -147,9 +157,15 @@ class Schedule:
         self._saved = 0
 
     def saved(self, key: Key, footprint: Footprint, source_bytes: int = 0) -> None:
-        """A segment is there. So many bytes had to be kept for it that were not needed before."""
+        """Reports that a segment was saved.
+
+        Args:
+            key: The segment, with a number that is new in its session.
+            footprint: The bytes that its runs take; an upper bound until it is `measured`.
+            source_bytes: The bytes of those of its sources that no other segment names.
+        """
         session = self._sessions.setdefault(key[0], _Session())
-        if session.reached is not None:
+        if session.reached is not None:  # the first save after a backward begins the next forward
             session.reached = None
             session.saved_before, session.saved = session.saved, []
         self._saved += 1
@@ -157,50 +173,58 @@ class Schedule:
         session.saved.append(segment)
 
     def released(self, key: Key) -> None:
-        """Nobody needs it any more, and it holds nothing."""
+        """Reports that a segment was released. It holds nothing any more."""
         self.started(key)
         session = self._sessions[key[0]]
         segment = session.segments.pop(key[1])
         if session.reached is None and segment in session.saved:
-            session.saved.remove(segment)  # without a backward: it was another, or there is none
+            # It was released before any backward, for example because its call was predicted wrongly. The next forward
+            # must not expect such a segment.
+            session.saved.remove(segment)
 
     def closed(self, session: Hashable) -> None:
-        """A session has ended, all its segments are released."""
+        """Reports that a session has ended, with all its segments. Does nothing for an unknown session."""
         self._sessions.pop(session, None)
 
     def expected(self, key: Key) -> None:
-        """It will be asked for, perhaps once more: it may be replayed from now on."""
+        """Reports that the trainer will request a segment, perhaps once more. It may be replayed from now on."""
         self._segment(key).is_expected = True
 
     def backward_predicted(self, key: Key) -> None:
-        """It is known what its backward will probably start from: that can be run ahead too."""
+        """Reports that the gradients of a segment's backward are predicted. That backward may run from now on."""
         segment = self._segment(key)
         segment.is_expected = segment.is_backward_predicted = True
 
     def requested(self, key: Key) -> None:
-        """Backward has reached it. No work ahead is done for it unless it is wanted again."""
+        """Reports that backward has reached a segment. It gets no more speculative work until `expected`."""
         segment = self._segment(key)
         self._sessions[key[0]].reached = segment.order
         self.abandoned(key)
 
     def abandoned(self, key: Key) -> None:
-        """Work ahead failed, or is no longer needed: its request will do without."""
+        """Reports that a segment's speculative work failed or is no longer needed. A request then runs without it."""
         segment = self._segment(key)
         segment.is_expected = segment.is_backward_predicted = False
 
     def measured(self, key: Key, footprint: Footprint) -> None:
-        """It takes something else than was said."""
+        """Reports a measured footprint, which replaces the previous one."""
         self._segment(key).footprint = footprint
 
     def started(self, key: Key) -> None:
-        """It runs: what was ready is in use."""
+        """Reports that a run of a segment begins. The run takes the replay, so it can no longer be evicted."""
         segment = self._segment(key)
         self._count(key[0], -(segment.held_bytes or 0))
         self._sessions[key[0]].with_replay.pop(key[1], None)
         segment.held_bytes, segment.is_done = None, False
 
     def ready(self, key: Key, held_bytes: int, *, is_done: bool = False) -> None:
-        """It holds so much from now on, and can be given up: a replay, or, done, what a guessed backward gave."""
+        """Reports that a segment holds bytes which may be evicted.
+
+        Args:
+            key: The segment that holds them.
+            held_bytes: The bytes that it holds.
+            is_done: Whether they are the results of a speculative backward rather than a replay.
+        """
         segment = self._segment(key)
         segment.held_bytes, segment.is_done = held_bytes, is_done
         segment.is_backward_predicted = segment.is_backward_predicted and not is_done
@@ -208,15 +232,15 @@ class Schedule:
         self._count(key[0], held_bytes)
 
     def dropped(self, key: Key) -> None:
-        """What was ready was given up, with what had been guessed."""
+        """Reports that a segment's replay or results were evicted, with its predicted backward."""
         self.started(key)
         self._segment(key).is_backward_predicted = False
 
     def next(self, room_bytes: int) -> ScheduledWork | None:
-        """What to do ahead now, if anything.
+        """Returns the speculative work to do next, or None if there is none or no room for it.
 
         Args:
-            room_bytes: For all replays together, those that are ready included.
+            room_bytes: The bytes that all replays may hold together, those that are ready included.
         """
         sharing = sum(1 for other in self._sessions.values() if other.segments)
         for name in self._sessions:
@@ -227,7 +251,7 @@ class Schedule:
         return None
 
     def last_needed(self) -> Key:
-        """The replay to drop in favour of a request (Rule 5). There is at least one replay."""
+        """Returns the replay to evict in favour of a request (Rule 5). At least one segment must hold a replay."""
         name, session = max(self._sessions.items(), key=lambda item: item[1].held_bytes)
         return name, session.ready()[-1][0]
 
@@ -240,6 +264,7 @@ class Schedule:
 
     def _next_of(self, name: Hashable, room_bytes: int, sharing: int) -> ScheduledWork | None:
         session = self._sessions[name]
+        # A session may keep its share, and also the room that no other session holds at present.
         share = room_bytes // sharing if session.segments else 0
         kept = session.to_be_kept(max(share, room_bytes - self.held_bytes + session.held_bytes))
         if session.reached is None:
@@ -258,20 +283,20 @@ class Schedule:
     def _evictions(
         self, name: Hashable, own: list[tuple[int, int]], own_bytes: int, missing_bytes: int
     ) -> tuple[Key, ...] | None:
-        """Rule 4. None where that is not enough.
+        """Returns the replays to evict for speculative work of a session (Rule 4), or None if that is not possible.
 
         Args:
-            name: The name of the session.
-            own: What it holds and need not keep, with bytes, in order of need.
-            own_bytes: All that it would hold.
-            missing_bytes: How much is to be given up.
+            name: The session that the speculative work is for.
+            own: The session's own replays that it need not keep, with their bytes, in the order of need.
+            own_bytes: The bytes that the session would hold with the new work.
+            missing_bytes: The bytes to free.
         """
         ready = {other: session.ready() for other, session in self._sessions.items()} | {name: own}
         total = {other: session.held_bytes for other, session in self._sessions.items()} | {name: own_bytes}
         victims: list[Key] = []
         while missing_bytes > 0:
             giver = name if own else max(total, key=lambda other: (total[other], other == name))
-            if giver == name and not own:
+            if giver == name and not own:  # no other session holds more than this one would
                 return None
             number, size = ready[giver].pop()
             victims.append((giver, number))

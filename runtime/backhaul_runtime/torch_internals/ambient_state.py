@@ -1,6 +1,7 @@
-"""Everything settable that an op's numbers depend on: taken at forward, applied for a replay.
+"""The settings of torch that an op's numbers depend on. The recorder reads them in forward, and a replay applies them.
 
-A setting counts as state if it has a getter and a setter in torch. What has none is the fingerprint's business.
+A setting belongs to the state if torch has a getter and a setter for it. Properties of a process that cannot be set,
+such as its build of torch, belong to the fingerprint instead.
 """
 
 import itertools
@@ -20,7 +21,7 @@ from backhaul_runtime.torch_internals.dispatch_mode import DispatchMode
 
 Value = bool | int | str
 State = tuple[Value, ...]
-"""One value per setting, in the order of `settings()`."""
+"""The value of each setting, in the order of `settings()`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class _Setting:
     write: Callable[[Any], object]
 
 
-_text = cache(str)  # read before each op, these are worth keeping
+_text = cache(str)  # settings are read before each op, so the text of a dtype is made only once
 
 
 @cache
@@ -67,18 +68,20 @@ def _precision(backend: str, op: str) -> _Setting:
     )
 
 
-_LEAST: float = unpack("<d", (1).to_bytes(8, "little"))[0]  # no literal: reading one may already flush
+# The smallest denormal. A literal would not do: while denormals are flushed, parsing it may already give zero.
+_LEAST: float = unpack("<d", (1).to_bytes(8, "little"))[0]
 
 
 def _flushes_denormals() -> bool:
-    """Torch has only a setter. The bit is the thread's, and Python's own floats obey it."""
+    """Whether the calling thread flushes denormals. Torch has only a setter, but Python's floats obey the same bit."""
     return _LEAST * 1.0 == 0.0
 
 
 class _DispatchModes(threading.local):
-    """Whether a dispatch mode is on. Some ops are composed of others then, and round elsewhere.
+    """The setting that says whether a dispatch mode is on in the calling thread.
 
-    What we switch on is a mode that does nothing; what we switch off are those of the thread, for the time.
+    It belongs to the state because torch composes some ops of others while a mode is on, and those round differently.
+    Writing True enters a mode that does nothing. Writing False disables the modes of the thread until the next write.
     """
 
     own: AbstractContextManager[Any] | None = None
@@ -102,7 +105,7 @@ _dispatch_modes = _DispatchModes()
 
 @cache
 def settings() -> Mapping[str, _Setting]:
-    """The settings this process has, by name. Depends only on the build and on whether it has CUDA."""
+    """Returns the settings of this process by name. They depend only on the build of torch and on having CUDA."""
     table = {
         "grad": _Setting(torch.is_grad_enabled, torch._C._set_grad_enabled),
         "default_dtype": _dtype_setting(torch.get_default_dtype, torch.set_default_dtype),
@@ -154,11 +157,13 @@ def _clear_and_count() -> None:
     _clear_autocast_cache()
 
 
-torch.clear_autocast_cache = _clear_and_count  # nothing else tells one region from the next
+# Autocast calls this when a thread leaves its outermost region, and nothing else shows where a region ends. Without the
+# count, a replay of two regions would use the casts of the first one in the second.
+torch.clear_autocast_cache = _clear_and_count
 
 
 def cleared_casts() -> int:
-    """How often autocast's cache was cleared, by any thread: torch does so as one leaves its outermost region."""
+    """Returns a number that changes whenever any thread clears autocast's cache, as on leaving its outermost region."""
     return _cleared
 
 
@@ -168,7 +173,7 @@ def _readers() -> tuple[Callable[[], Any], ...]:
 
 
 def capture() -> State:
-    """The settings of the calling thread, now."""
+    """Returns the present settings of the calling thread."""
     return tuple([read() for read in _readers()])
 
 
@@ -178,12 +183,12 @@ def _autocast_switches() -> tuple[int, ...]:
 
 
 def is_autocast(state: State) -> bool:
-    """Whether autocast was on for any kind of device."""
+    """Whether autocast is on for any kind of device in a state."""
     return any(state[position] for position in _autocast_switches())
 
 
 def with_present_modes(state: State) -> State:
-    """The state, but with whatever dispatch modes the calling thread has now."""
+    """Returns the state with `dispatch_mode` as the calling thread has it at present."""
     return from_mapping({**to_mapping(state), "dispatch_mode": _dispatch_modes.read()})
 
 
@@ -196,19 +201,22 @@ def apply(state: State, current: State) -> None:
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Puts the settings back that were there on entry, and drops autocast's cached casts if nobody else's are there."""
+    """Restores on exit the settings that the calling thread had on entry.
+
+    Also clears autocast's cache, unless the thread is inside an autocast region, whose casts the cache then holds.
+    """
     before = capture()
     try:
         yield
     finally:
         apply(before, capture())
-        if torch.autocast_increment_nesting() == 1:
+        if torch.autocast_increment_nesting() == 1:  # the thread is in no region
             torch.clear_autocast_cache()
         torch.autocast_decrement_nesting()
 
 
 def threads_of(state: State) -> int:
-    """How many threads ops take in a state."""
+    """Returns the number of threads that an op uses in a state."""
     return int(state[_place("threads")])
 
 
@@ -218,45 +226,54 @@ def _place(name: str) -> int:
 
 
 def to_mapping(state: State) -> dict[str, Value]:
-    """The state by name, as it travels."""
+    """Returns the values of a state by the names of its settings, which is the form that messages carry."""
     return dict(zip(settings(), state, strict=True))
 
 
 def from_mapping(values: Mapping[str, Value]) -> State:
-    """The state for this process. Raises ProgramError for a setting it does not have or a value of another type.
+    """Returns the state of this process that a sender's values describe. The values are untrusted.
 
-    A setting that the sender does not have keeps this process's present value.
+    A setting that the sender does not have keeps the present value of the calling thread.
+
+    Raises:
+        ProgramError: This process does not have a setting, or a value has another type or is not allowed.
     """
     known = settings()
     present = to_mapping(capture())
     for name, value in values.items():
         if name not in known:
-            raise ProgramError(f'this process has no setting "{name}": its torch or its devices differ', setting=name)
+            raise ProgramError(
+                f'this process has no setting "{name}": its build of torch or its devices differ from the sender\'s',
+                setting=name,
+            )
         if type(value) is not type(present[name]):
-            raise ProgramError(f'the setting "{name}" can\'t be {value!r}', setting=name)
+            raise ProgramError(
+                f'the setting "{name}" can\'t be {value!r}: not of type {type(present[name]).__name__}', setting=name
+            )
     _check_values(values)
     return tuple({**present, **values}.values())
 
 
 def _check_values(values: Mapping[str, Value]) -> None:
-    """Values are as hostile as any input: names of dtypes and precisions are looked up, counts are bounded."""
+    """Raises ProgramError for a dtype, precision, count or order that torch must not be given."""
     for name, value in values.items():
         if name.endswith("dtype") and value not in _FLOATING:
             raise ProgramError(f'the setting "{name}" can\'t be {value!r}: not a floating dtype', setting=name)
         if name.endswith("precision") and value not in {"none", "ieee", "tf32", "bf16"}:
-            raise ProgramError(f'the setting "{name}" can\'t be {value!r}', setting=name)
+            raise ProgramError(f'the setting "{name}" can\'t be {value!r}: not a precision', setting=name)
     if not 1 <= int(values.get("threads", 1)) <= max_threads():
-        raise ProgramError(f"{values['threads']} threads are asked for, at most {max_threads()} are given")
+        raise ProgramError(f"the program runs with {values['threads']} threads, 1 to {max_threads()} are allowed")
     if values.get("deterministic", 0) not in {0, 1, 2}:
-        raise ProgramError(f'the setting "deterministic" can\'t be {values["deterministic"]!r}')
+        raise ProgramError(f'the setting "deterministic" can\'t be {values["deterministic"]!r}: it is 0, 1 or 2')
     present = str(settings()["sdp_priority"].read())
     order = str(values.get("sdp_priority", present))
-    if sorted(order.split(",")) != sorted(present.split(",")):  # torch writes a longer list past the end of its own
-        raise ProgramError(f'the setting "sdp_priority" can\'t be {order!r}: it is an order of {present}')
+    # torch does not check the length: it would write a longer list past the end of its own.
+    if sorted(order.split(",")) != sorted(present.split(",")):
+        raise ProgramError(f'the setting "sdp_priority" can\'t be {order!r}: it is a permutation of {present}')
 
 
 def max_threads() -> int:
-    """Most threads that a program may ask for: each keeps its stack for good, so their number is bounded."""
+    """Returns the largest number of threads that a program may use. It is bounded because torch never ends a thread."""
     return max(64, 4 * (os.cpu_count() or 1))
 
 

@@ -1,15 +1,15 @@
-"""Autocast's cache, in which the uses of a weight share one cast of it.
+"""Reads autocast's cache, through which all uses of a weight share one cast.
 
 NOTE [Casts]
-1. Within a region of autocast, torch casts a float32 leaf that takes gradients once, and every op that needs the cast
+1. Within an autocast region, torch casts a float32 leaf that requires gradients once, and every op that needs the cast
    gets the same tensor. Gradients of all uses are added in the cast's dtype, and their sum is cast back. A use outside
-   a segment may share the cast with one inside. So a segment's contributions go to the shared cast, not to the leaf.
-2. The cache belongs to the process, and lasts until a thread leaves its outermost region. torch has no function that
-   reads it. But an op that autocast applies to gets its arguments from there, and a dispatch mode sees them before the
-   op runs. So the cache is read by an op that never runs. If autocast begins to make a cast for it, that is interrupted
-   before anything is cached.
-3. torch does not notice when a weight changes. In a loop that lies inside one region the ops of later steps use a cast
-   of the first step's weight, with or without checkpointing.
+   a segment may share the cast with a use inside. So a segment's contributions go to the shared cast, not to the leaf.
+2. The cache belongs to the process, and is cleared when a thread leaves its outermost region. torch has no function
+   that reads it. But an op that autocast applies to gets its arguments from the cache, and a dispatch mode sees those
+   arguments before the op runs. So this module calls an op under a mode that reads the arguments and does not run the
+   op. If autocast begins to make a cast for the op, the mode raises an exception before anything is cached.
+3. torch does not notice when a weight changes. If a training loop lies inside one region, the ops of later steps use a
+   cast of the first step's weight, with or without checkpointing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,16 +24,17 @@ from backhaul_runtime.torch_internals.ambient_state import cleared_casts
 from backhaul_runtime.torch_internals.dispatch_mode import DispatchMode
 from backhaul_runtime.torch_internals.private import WeakTensorRef, identity_of, version_of
 
-_OP = torch.ops.aten.addmm.default  # of those that autocast applies to, on any device, one that takes several tensors
+# Autocast applies to it on every device, and it takes three tensors, so one call looks three weights up.
+_OP = torch.ops.aten.addmm.default
 _ARITY = 3
 
 
 class _NotCachedError(Exception):
-    """Autocast would have to make a cast."""
+    """Autocast would have to make a cast, so the cache does not hold one."""
 
 
 class _Reader(DispatchMode):
-    """Notes what an op is given, and does not run it (Rule 2)."""
+    """Stores the arguments of `_OP` in `given` and does not run it. Any other op raises _NotCachedError (Rule 2)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +42,7 @@ class _Reader(DispatchMode):
         self._result = torch.empty(())
 
     def __torch_dispatch__(self, op: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op is not _OP:
+        if op is not _OP:  # autocast begins to make a cast: running it would fill the cache
             raise _NotCachedError
         self.given = args
         return self._result
@@ -49,7 +50,7 @@ class _Reader(DispatchMode):
 
 @contextmanager
 def _region(device: str) -> Iterator[None]:
-    """Autocast on, as far as the cache is concerned. Unlike torch's own context it clears nothing at its end."""
+    """Switches autocast and its cache on, and restores both on exit. Unlike torch.autocast it keeps the cache."""
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
     _set(device, True, torch.bfloat16, True)
     try:
@@ -66,17 +67,17 @@ def _set(device: str, is_enabled: bool, dtype: torch.dtype, caches: bool) -> Non
 
 @contextmanager
 def _dispatching() -> Iterator[None]:
-    """Dispatch modes work, also where they are switched off."""
+    """Makes dispatch modes work even where the caller has switched them off."""
     guard, key = torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey
     with guard(key.Python, False), guard(key.PythonTLSSnapshot, False):
         yield
 
 
 def cached_casts(weights: Sequence[Tensor]) -> list[Tensor | None]:
-    """The cast of each weight that autocast's cache holds now, None for one that has none.
+    """Returns the cast of each weight that autocast's cache holds at present, None for a weight without one.
 
     Args:
-        weights: Neither they nor the cache are changed.
+        weights: Tensors on any devices. Neither the weights nor the cache are changed.
     """
     casts: dict[int, Tensor] = {}
     with torch.no_grad(), torch._C.DisableTorchFunction(), _dispatching(), _Reader() as reader:
@@ -85,14 +86,14 @@ def cached_casts(weights: Sequence[Tensor]) -> list[Tensor | None]:
             with _region(device.type):
                 for start in range(0, len(here), _ARITY):
                     some = here[start : start + _ARITY]
-                    if not _read(reader, some, casts):
+                    if not _read(reader, some, casts):  # one has no cast, which hides the casts of the others
                         for one in some:
                             _read(reader, [one], casts)
     return [casts.get(index) for index in range(len(weights))]
 
 
 def _read(reader: _Reader, weights: Sequence[tuple[int, Tensor]], casts: dict[int, Tensor]) -> bool:
-    """Looks for the casts of up to three weights. Returns False if one of them is not in the cache."""
+    """Adds the casts of up to three weights to `casts`, by index. Returns False if the cache lacks one of them."""
     tensors = [weight for _, weight in weights]
     try:
         _OP(*tensors, *[tensors[0]] * (_ARITY - len(tensors)))
@@ -103,26 +104,26 @@ def _read(reader: _Reader, weights: Sequence[tuple[int, Tensor]], casts: dict[in
 
 
 class CastWatch:
-    """Tells whether a weight changed since autocast may have cast it (Rule 3). Used by any thread."""
+    """Detects weights that changed after autocast had cast them (Rule 3). Any thread may use it."""
 
     def __init__(self) -> None:
         self._cleared = -1
         self._seen: dict[int, tuple[WeakTensorRef, int, object]] = {}
 
     def has_stale_cast(self, weight: Tensor, address: object) -> bool:
-        """Whether autocast's cache holds a cast of a weight that would not be made now.
+        """Whether autocast's cache holds a cast of a weight that differs from one made now.
 
-        That is one of what the weight held before it changed, or one of another dtype, from the region around this one.
-        On an accelerator only the version counter shows a change: reading the address would keep the caller waiting.
+        A cast differs if the weight has changed since, or if it was made in an enclosing region of another dtype.
+        On an accelerator only the version counter shows a change, because waiting for the address would stall forward.
 
         Args:
-            weight: That an op is about to use.
-            address: The address of what the weight holds now, or its deferred digest.
+            weight: The tensor that an op is about to use.
+            address: The address of the weight's present contents, or the deferred digest that will become it.
         """
         is_cast = weight.requires_grad and weight.is_leaf and weight.dtype is torch.float32
         if not is_cast or not torch.is_autocast_enabled(weight.device.type):
             return False
-        if _is_nested():
+        if _is_nested():  # the outer region's casts stay in the cache, whatever its dtype
             (cast,) = cached_casts([weight])
             if cast is not None and cast.dtype is not torch.get_autocast_dtype(weight.device.type):
                 return True
@@ -137,11 +138,11 @@ class CastWatch:
 
 
 def _is_nested() -> bool:
-    """Whether this thread is in an autocast region that lies in another."""
+    """Whether this thread is in an autocast region that lies inside another one."""
     torch.autocast_increment_nesting()
     outer_regions = torch.autocast_decrement_nesting() - 1
     return outer_regions > 0
 
 
 CASTS = CastWatch()
-"""Of this process, as the cache is."""
+"""The only instance of the process, because the cache belongs to the process too."""

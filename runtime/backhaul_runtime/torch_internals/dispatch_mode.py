@@ -1,4 +1,4 @@
-"""Modes below autograd."""
+"""A typed base class for dispatch modes below autograd."""
 
 from typing import Any, Self
 
@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class DispatchMode(TorchDispatchMode):
-    """Sees every op below autograd, and as it is changes nothing. Subclasses do more."""
+    """Sees every op below autograd and runs it unchanged. Subclasses override `__torch_dispatch__`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -24,8 +24,8 @@ class DispatchMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler at the first op
+        return False  # otherwise torch imports its compiler at the first op
 
     def __torch_dispatch__(self, op: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the op."""
+        """Runs the op and returns its result."""
         return op(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Which generator an op draws from."""
+"""Finds the generator that an op draws from."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,13 +10,17 @@ from backhaul_runtime.errors import Refusal
 
 
 def drawing_device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
-    """The device on which an op with these arguments draws."""
+    """Returns the device on which an op draws: that of its first tensor, else its `device` argument, else the CPU."""
     device = next((value.device for value in args if isinstance(value, Tensor)), kwargs.get("device"))
     return torch.device(device or "cpu")
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that ops on this device draw from by default."""
+    """Returns the generator that ops on this device draw from by default.
+
+    Raises:
+        Refusal: The device is neither a CPU nor a CUDA device.
+    """
     if device.type == "cpu":
         return torch.default_generator
     if device.type == "cuda":

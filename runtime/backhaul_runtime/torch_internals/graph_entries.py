@@ -1,4 +1,4 @@
-"""Tensors with a history that is not their own: where a graph begins, and where it leads on to another."""
+"""Gives tensors a history in autograd's graph: a new one, where a graph begins, or that of another tensor."""
 
 from typing import Any
 
@@ -14,12 +14,14 @@ class _Entry(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise AssertionError("gradients are taken off before they reach an entry")
+        raise AssertionError("a gradient reached an entry: a hook collects it before")
 
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, history: Tensor, value: tuple[Tensor]) -> Tensor:  # in a tuple autograd does not follow it
+    def forward(
+        ctx: Any, history: Tensor, value: tuple[Tensor]
+    ) -> Tensor:  # autograd does not track tensors in a tuple
         ctx.set_materialize_grads(False)
         return value[0].detach()
 
@@ -29,7 +31,12 @@ class _Joined(torch.autograd.Function):
 
 
 def with_own_history(value: Tensor, *, is_leaf: bool) -> Tensor:
-    """Makes a detached tensor differentiable: a leaf, or as good as the result of an op. Shares its memory."""
+    """Makes a detached tensor differentiable.
+
+    Args:
+        value: The detached tensor. The result shares its memory.
+        is_leaf: Whether the result is a leaf, which is `value` itself; otherwise it has a node, as an op's result has.
+    """
     if is_leaf:
         return value.requires_grad_()
     with torch.enable_grad():
@@ -37,11 +44,11 @@ def with_own_history(value: Tensor, *, is_leaf: bool) -> Tensor:
 
 
 def with_history_of(value: Tensor, history: Tensor) -> Tensor:
-    """The value of one tensor, whose memory it shares, with the history of another."""
+    """Returns a tensor with the memory of `value` and the history of `history`, to which it passes its gradient on."""
     with torch.enable_grad():
         return _Joined.apply(history, (value,))  # type: ignore[no-any-return, no-untyped-call]
 
 
 def is_history_node(node: Node) -> bool:
-    """Whether `with_history_of` made a node."""
+    """Whether a node was made by `with_history_of`."""
     return type(node) is _Joined._backward_cls

@@ -1,8 +1,8 @@
-"""Where a call's graph takes its sources up, so that each use can return a contribution of its own.
+"""Finds where a call's graph uses its sources, so that each use can return a contribution of its own.
 
-Floating-point sums depend on their order. Without checkpointing, autograd adds what the uses of a tensor contribute one
-by one, last use first. So a segment returns one contribution per use, in that order, and autograd adds them as it would
-have. What counts as a use is read off the graph itself: an edge from a node of the call to the node of a source.
+Floating-point sums depend on their order. Without checkpointing, autograd adds the contributions of a tensor's uses one
+by one, last use first. So a segment returns one contribution per use in that order, and autograd adds them in the same
+order as without it. A use is an edge of the graph: from a node of the call to the node of a source.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -17,14 +17,14 @@ from backhaul_runtime.errors import Refusal
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Use:
-    """An edge into a source: `node` hands its `input_index`-th input gradient to it."""
+    """An edge into a source: `node` passes its `input_index`-th input gradient to the source."""
 
     node: Node
     input_index: int
 
 
 Target = tuple[Node, int]
-"""A node and the number of one of its outputs: where the gradient of a tensor arrives."""
+"""A node and the index of one of its outputs: the place where the gradient of a tensor arrives."""
 
 
 def find_uses(
@@ -34,16 +34,17 @@ def find_uses(
 
     Args:
         outputs: Differentiable outputs of the call.
-        targets: The number of what takes gradients at each target: a source, or an autocast cast of one.
-        first_sequence: Sequence number of autograd when the call began: older nodes belong to others.
-        target_count: How many numbers there are.
+        targets: For each target, the number of the source, or of the autocast cast of a source, whose gradient arrives
+            there.
+        first_sequence: Autograd's sequence number when the call began. Nodes with a smaller one were made before.
+        target_count: The number of sources and casts that are numbered in `targets`.
 
     Returns:
-        By number, then by output, the uses of each, last first: the order in which backward reaches them. An output has
-        uses where others follow from it.
+        The uses of each source and cast by number, followed by those of each output, each list with the last use first,
+        as backward reaches them. An output has uses if another output depends on it.
 
     Raises:
-        Refusal: For nodes that no recorded op makes, and for graphs of others that are not a source's.
+        Refusal: The graph holds a node that no recorded op makes, or leads to an older node that is no source's.
     """
     uses: list[list[Use]] = [[] for _ in range(target_count + len(outputs))]
     numbers = {**_edges(outputs, target_count), **targets}
@@ -58,7 +59,7 @@ def find_uses(
             if number is not None:
                 uses[number].append(Use(node, index))
             elif following._sequence_nr() < first_sequence:
-                raise Refusal(f"its graph leads to one made before it ({name_of(following)})")
+                raise Refusal(f"its graph leads to a node that was made before the call ({name_of(following)})")
             else:
                 stack.append(following)
     for of_source in uses:
@@ -75,8 +76,8 @@ class BackwardStage:
     """A part of a call's backward.
 
     Attributes:
-        outputs: Positions of the outputs whose gradients it starts from.
-        nodes: Those nodes of the call's graph which belong to the stage, at least all that use something.
+        outputs: Positions of the outputs whose gradients the stage starts from.
+        nodes: The nodes of the call's graph that belong to the stage; at least those that use a source or an output.
     """
 
     outputs: tuple[int, ...]
@@ -86,23 +87,23 @@ class BackwardStage:
 def find_stages(
     outputs: Sequence[Tensor], targets: Mapping[Target, int], uses: Sequence[Sequence[Use]]
 ) -> list[BackwardStage]:
-    """Divides a call's graph at those of its outputs that others follow from.
+    """Divides a call's graph into stages, at each output that other outputs depend on.
 
-    The gradient of such an output is complete, and people can see it, before anything behind it is computed. So
-    backward goes by stages: each computes what its outputs contribute to sources and to outputs of other stages. All
-    outputs of a stage must lead to all that the stage contributes to: autograd goes on to whatever a node leads to,
-    whichever of its outputs got a gradient.
+    Autograd completes the gradient of such an output, and shows it to hooks, before it computes anything behind it. So
+    backward goes by stages: each stage computes the contributions of its outputs to sources and to outputs of other
+    stages. Every output of a stage must lead to everything that the stage contributes to. Otherwise a backward from
+    only one output would also visit what only the others lead to: autograd follows all edges of a node.
 
     Args:
         outputs: The outputs of the call, as for `find_uses`.
-        targets: The edges into sources, as for `find_uses`.
-        uses: As `find_uses` gives them.
+        targets: The targets of sources and casts, as for `find_uses`.
+        uses: The result of `find_uses`.
 
     Returns:
-        The stages, each after those whose outputs it uses.
+        The stages. A stage comes after those whose outputs it uses.
 
     Raises:
-        Refusal: Outputs have a part of their graph in common, and don't lead to the same things.
+        Refusal: Two outputs share a part of their graph but lead to different sources or outputs.
     """
     if len(outputs) == 1:
         return [BackwardStage((0,), {use.node for used in uses for use in used})]
@@ -110,6 +111,7 @@ def find_stages(
     reached = [_reached(output, ends) for output in outputs]
     stage_of = list(range(len(outputs)))
     part_of: dict[Node, int] = {}
+    # Outputs that reach a common node form one stage: the node can only run once.
     for position, nodes in enumerate(reached):
         for node in nodes:
             common = stage_of[part_of.setdefault(node, position)]
@@ -139,7 +141,7 @@ def find_stages(
 
 
 def _reached(output: Tensor, ends: Set[Target]) -> set[Node]:
-    """The nodes of a call's graph that an output leads to."""
+    """Returns the nodes that an output leads to, up to the targets in `ends`."""
     reached: set[Node] = set()
     stack = [output.grad_fn]
     for node in _each_once(stack):
@@ -151,15 +153,15 @@ def _reached(output: Tensor, ends: Set[Target]) -> set[Node]:
 def find_casts(
     outputs: Sequence[Tensor], targets: Mapping[Target, int], first_sequence: int
 ) -> dict[int, list[Target]]:
-    """Finds where a call's graph casts what takes gradients: by autocast, or because the function said so.
+    """Finds where a call's graph casts a source, by autocast or by the function itself.
 
     Args:
         outputs: The outputs of the call, as for `find_uses`.
-        targets: The edges into sources, as for `find_uses`.
+        targets: The targets of sources, as for `find_uses`.
         first_sequence: As for `find_uses`. Older casts are found too: autocast may have made one for an earlier call.
 
     Returns:
-        The casts by the number of what they are of. They can be used as targets.
+        The targets of the casts, by the number of the source that they cast.
     """
     casts: dict[int, list[Target]] = {}
     stack = [output.grad_fn for output in outputs]
@@ -177,11 +179,11 @@ def find_casts(
 
 
 def custom_function(outputs: Sequence[Tensor], first_sequence: int) -> str:
-    """The name of a custom autograd function in a call's graph, empty where there is none.
+    """Returns the name of a custom autograd function in a call's graph, or an empty text if there is none.
 
     Args:
-        outputs: What the call returned.
-        first_sequence: The sequence number at which the call began.
+        outputs: The tensors that the call returned.
+        first_sequence: Autograd's sequence number when the call began.
     """
     stack = [output.grad_fn for output in outputs]
     for node in _each_once(stack):
@@ -194,7 +196,7 @@ def custom_function(outputs: Sequence[Tensor], first_sequence: int) -> str:
 
 
 def _each_once(stack: list[Node | None]) -> Iterator[Node]:
-    """The nodes on a stack, and those that its user puts there meanwhile, each once."""
+    """Yields each node on a stack once, with those that the caller pushes during the iteration."""
     seen: set[Node] = set()
     while stack:
         node = stack.pop()
@@ -204,10 +206,10 @@ def _each_once(stack: list[Node | None]) -> Iterator[Node]:
 
 
 def is_custom(node: Node | None) -> bool:
-    """Whether a node is a custom function's, which no op makes."""
+    """Whether a node belongs to a custom autograd function, in Python or C++, so that no op made it."""
     return isinstance(node, BackwardCFunction) or type(node).__name__ == "CppFunction"
 
 
 def name_of(node: Node) -> str:
-    """The name of a node's kind. Not by `Node.name`: a custom function may have an attribute of that name."""
+    """Returns the name of a node's class. `Node.name` would not do: a custom function may define that attribute."""
     return type(node).__name__

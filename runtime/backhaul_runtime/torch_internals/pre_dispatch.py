@@ -1,14 +1,15 @@
-"""A mode that sees every op above autograd and autocast, and runs it untouched.
+"""A mode that sees every op above autograd and autocast, and runs it unchanged.
 
 NOTE [PreDispatch]
-1. Torch's PreDispatch key is where composite ops (linear, layer_norm, scaled_dot_product_attention) are still whole, so
-   a replay makes autograd's graph itself. Torch admits only subclasses of ProxyTorchDispatchMode there; none of that
-   class's tracing is used.
-2. Ops run with the Python dispatcher off. On, torch would swap in decompositions, and other bits.
-3. Torch keeps the stack of such modes once for the process, though each thread has its own switch for it: two threads
-   in a mode would pop each other's. So the stack is made each thread's own.
-4. Torch's way from an op to its mode is longer than ours from there on. So an op that came that way leaves a shorter
-   one behind it, where torch looks first.
+1. At torch's PreDispatch key, composite ops (linear, layer_norm, scaled_dot_product_attention) are still single ops.
+   So a replay of them builds the same autograd graph as forward. Torch admits only subclasses of ProxyTorchDispatchMode
+   at this key; the tracing of that class is not used.
+2. Ops run with the Python dispatcher off. If it were on, torch would substitute decompositions, whose results differ in
+   bits.
+3. Torch keeps one stack of such modes per process, though each thread has its own switch for it. Two threads in a mode
+   would pop each other's. So the stack is replaced by one that each thread has for itself.
+4. Torch's own path from an op to its mode costs more than all that the mode does. So the first call of an op stores a
+   shorter path in the op's dispatch cache, where torch looks first.
 """
 
 import threading
@@ -25,23 +26,24 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _pop_mode
 
 
 class PreDispatchMode(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Enter it around code whose ops are to go through `around`."""
+    """Passes every op of the thread that enters it to `around`, until it is left. Subclasses override `around`."""
 
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)  # type: ignore[no-untyped-call]
         self._mode_key = torch._C._TorchDispatchModeKey.PROXY
-        self.tracer: Any = SimpleNamespace(enable_thunkify=False)  # torch asks any mode of our class for it
+        self.tracer: Any = SimpleNamespace(enable_thunkify=False)  # torch reads it from every ProxyTorchDispatchMode
         self._dispatcher: Any = None
         _register_higher_order_ops(type(self))
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler at the first op
+        return False  # otherwise torch imports its compiler at the first op
 
     def __enter__(self) -> Self:
         self._dispatcher = torch._C._EnablePythonDispatcher()
         self._dispatcher.__enter__()
-        _push_mode(self)  # not torch's __enter__: its notes of who is in a mode are the process's too (Rule 3)
+        # Not torch's __enter__: it notes in a variable of the process which modes are entered (Rule 3).
+        _push_mode(self)
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -51,7 +53,7 @@ class PreDispatchMode(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, op: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Hands an op to `around` (Rule 2)."""
+        """Passes an op to `around`, with the Python dispatcher off (Rule 2)."""
         op._dispatch_cache[_KEY] = partial(_dispatched, op)  # Rule 4
         with torch._C._DisablePythonDispatcher():
             return self.around(op, args, kwargs or {})
@@ -61,23 +63,23 @@ class PreDispatchMode(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         raise NotImplementedError
 
     def refuse(self, reason: str) -> None:
-        """Called for an op that the mode cannot look into, with the reason."""
+        """Called for a higher-order op, whose inner ops the mode does not see, with the reason as a text."""
         raise NotImplementedError
 
 
 class _OwnStack(threading.local, torch._ops._ModeStackStateForPreDispatch):
-    """Rule 3."""
+    """A stack of modes for each thread, with the interface of torch's stack for the process (Rule 3)."""
 
 
 _KEY = torch._C.DispatchKey.PreDispatch
-_OURS, _OTHERS = 0, 1  # places in the stack
+_OURS, _OTHERS = 0, 1  # the stack has one place for proxy modes and one for functional modes
 _stack: Any = _OwnStack()  # type: ignore[no-untyped-call]
 torch._ops._mode_stack_state_for_pre_dispatch = _stack
 
 
 def _dispatched(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Rule 4. As torch does it, the mode is away for the time."""
-    if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):  # no mode may see the op
+    """Runs an op through the mode on the stack, and takes the mode off the stack meanwhile, as torch does (Rule 4)."""
+    if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):  # dispatch modes are disabled
         return op._op_dk(_KEY, *args, **kwargs)
     mode = _stack.get(_OURS)
     if not isinstance(mode, PreDispatchMode) or _stack.get(_OTHERS) is not None:
@@ -97,7 +99,7 @@ _registered: set[tuple[str, type[PreDispatchMode]]] = set()
 
 
 def _register_higher_order_ops(mode: type[PreDispatchMode]) -> None:
-    """Higher-order ops ask each mode for a rule of its own and raise where there is none: ours refuses and lets run."""
+    """Registers a rule for `mode` with each higher-order op. Such an op raises an exception for modes without one."""
     for name, op in list(_higher_order_ops.items()):
         if (name, mode) not in _registered:
             _registered.add((name, mode))

@@ -1,17 +1,17 @@
-"""Which storages a run has seen. Storages are known by address; a weak reference keeps an address from being reused."""
+"""Remembers which storages a run has met. A storage is known by its address; a weak reference prevents its reuse."""
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Identifies a tensor's storage for as long as the storage is referenced, weakly or not."""
+    """Returns a number that identifies a tensor's storage as long as a strong or weak reference to it exists."""
     key: int = tensor.untyped_storage()._cdata
     return key
 
 
 class StorageLedger:
-    """The storages met so far, without keeping their memory."""
+    """The storages that a run has met so far. It does not keep their memory alive."""
 
     def __init__(self) -> None:
         self._seen: dict[int, StorageWeakRef] = {}
@@ -20,7 +20,7 @@ class StorageLedger:
         return storage_key(tensor) in self._seen
 
     def add(self, tensor: Tensor) -> int:
-        """Notes a tensor's storage and returns its bytes, or 0 where it was there before."""
+        """Adds a tensor's storage. Returns its size in bytes, or 0 if the ledger already held it."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._seen:
             return 0
