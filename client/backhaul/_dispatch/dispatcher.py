@@ -64,7 +64,7 @@ class Dispatcher:
         self.copies = copies
         self._is_closed = is_closed
         self._numbers = itertools.count(1)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the numbers, the placement and the call sites
         self._placement = Placement()
         self._sites = CallSites()
 

@@ -92,7 +92,7 @@ def why_not_cut(recorder: Recorder, outputs: Sequence[Tensor]) -> str:
     if not all(isinstance(recorder.ref_of(output), ResultRef) for output in outputs):
         return "no recorded op returned one of its outputs"
     if recorder.has_unwritten(outputs):
-        return "an output lies in memory that no op wrote (NumPy, or a kernel of its own)"
+        return "an output lies in memory that no op wrote (NumPy, or a custom kernel)"
     return ""
 
 

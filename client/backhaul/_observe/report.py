@@ -149,7 +149,7 @@ class SegmentLog:
     _up_bytes: int = 0
     _down_bytes: int = 0
     _drift: float = 0.0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # guards all counts
 
     def call(self) -> None:
         """Counts a forward call."""
@@ -248,7 +248,7 @@ class Journal:
     def __init__(self, session: str = "") -> None:
         self.session = session
         self._logs: dict[str, SegmentLog] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the dict of logs
 
     def log(self, name: str) -> SegmentLog:
         """Returns the log of a name. The first call creates it."""

@@ -247,9 +247,8 @@ class Telemetry:
         self._deliver = deliver
         self._run = run
         self._traces = traces
-        self._lock = (
-            threading.RLock()
-        )  # guards all counts and queues; reentrant, because a frame may die while it is held
+        # Guards all counts and queues.
+        self._lock = threading.RLock()
         self._now = _Totals(0)
         self._has_explicit_steps = False
         self._calls: deque[CallLog] = deque()
@@ -274,9 +273,7 @@ class Telemetry:
 
     def forked(self) -> None:
         """Resets the state in the child of a fork, where the thread that holds the lock may not exist."""
-        self._lock = (
-            threading.RLock()
-        )  # guards all counts and queues; reentrant, because a frame may die while it is held
+        self._lock = threading.RLock()
 
     def began(self, call: CallLog, name: str) -> tuple[int, int, int]:
         """Notes the start of a call.

@@ -49,7 +49,7 @@ class UncollectedGradients:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the commits of the round
         self._round = 1
         self._clear()
 
@@ -115,7 +115,7 @@ class UncollectedGradients:
 
     def forked(self) -> None:
         """Resets the state in the child of a fork, where the thread that holds the lock may not exist."""
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the commits of the round
 
     def _end_round(self) -> None:
         self._round += 1

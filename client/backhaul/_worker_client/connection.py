@@ -178,7 +178,7 @@ class Connection:
         self._session_count = 0
         self._why_down = "not connected yet"
         self._up = False
-        self._going_down = threading.Lock()
+        self._going_down = threading.Lock()  # guards the change from up to down
         self._draining = False
         self._closed = False
         self._channel: grpc.Channel | None = None

@@ -37,7 +37,7 @@ class PushedResults:
 
     def __init__(self, method: Any) -> None:
         self._method = method
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # guards all fields; notified when results arrive or the stream ends
         self._call: Any = None
         self._session = ""
         self._results: OrderedDict[int, TensorMessage[segment_pb2.AheadResponse]] = OrderedDict()

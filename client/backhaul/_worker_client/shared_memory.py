@@ -42,7 +42,7 @@ class TrainerSharedMemory:
     def __init__(self, path: str, session: str) -> None:
         self._path = path
         self._session = session
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the socket and the regions
         self._answers = itertools.count(1)
         self._outbox = Outbox()
         self._inbox: dict[int, Region] = {}

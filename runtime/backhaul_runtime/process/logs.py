@@ -121,7 +121,7 @@ class _Seldom(logging.Filter):
     def __init__(self) -> None:
         super().__init__()
         self._places: dict[tuple[str, int], _Place] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the counts per log call
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether a record is written. One that is says how many were left out before it."""

@@ -30,7 +30,7 @@ class BufferPool:
     def __init__(self, idle_bytes: int = IDLE_BYTES) -> None:
         self.idle_bytes = idle_bytes
         self._idle: deque[mmap.mmap] = deque()  # oldest first
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards `_idle`
 
     def take(self, size_bytes: int) -> Tensor:
         """uint8 [size_bytes] with undefined elements, owned by the caller."""

@@ -103,7 +103,7 @@ class _DeviceSums:
     """Sums of tensors on accelerators, read together. A digest leads here, so this must not lead to the tensors."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the sums of all devices
         self._count = 0
         self._on_device: dict[int, tuple[Tensor, Sequence[DeviceMoment]]] = {}
         self._read: dict[int, bytes] = {}

@@ -18,7 +18,7 @@ REASONS_IN_ALL = 50
 """The largest number of reasons that an answer lists for all rows together."""
 _SAMPLES = 9  # the number of recent calls that medians are computed from
 
-_TOLD_WHY = frozenset({"activations", "trainer", "kept"})
+_NOTABLE_DECISIONS = frozenset({"activations", "trainer", "kept"})
 
 Column = Literal[
     "run",
@@ -133,7 +133,7 @@ class Row:
         self.mismatches += call.mismatches
         self.drift = max(self.drift, call.drift)
         self.retries += call.retries
-        if self.reason and (call.is_fallback or self.decision in _TOLD_WHY):
+        if self.reason and (call.is_fallback or self.decision in _NOTABLE_DECISIONS):
             self._count_reason(self.reason, call, at_s)
         if len(self.samples) == 4 * _SAMPLES:
             del self.samples[:4]

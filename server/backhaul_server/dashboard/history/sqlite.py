@@ -312,7 +312,7 @@ class HistoryFile:
                 "WHERE run = ? AND number >= ? AND number < ?",
                 (identity, begin, begin + width),
             ).fetchall()
-            if rows:  # else the steps were deleted meanwhile
+            if rows:  # without rows, the steps were deleted meanwhile
                 yield _point(rows)
             # If steps are missing, the next point starts at the next step that exists.
             (following,) = self._connection.execute(

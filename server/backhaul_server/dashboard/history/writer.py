@@ -59,7 +59,7 @@ class History:
         self._queued: deque[ReportRows] = deque()
         self._queued_rows = 0
         self._questions: deque[Callable[[HistoryFile | None], None]] = deque()
-        self._wake = threading.Condition()
+        self._wake = threading.Condition()  # guards the queues; notified for a question and for the stop
         self._is_stopping = False
         self._thread = threading.Thread(target=self._serve, name="backhaul-history", daemon=True)
 

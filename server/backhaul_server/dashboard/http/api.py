@@ -210,9 +210,11 @@ def add_routes(app: FastAPI, sources: Sources, feed: Feed) -> None:
         run: AnyRun = "",
         seconds: Annotated[int, Query(ge=10, le=KEPT_DURATIONS_S, description="How far back", examples=[300])] = 300,
         worker: Annotated[
-            str, Query(description="Its address; all workers without", examples=["127.0.0.1:50051"])
+            str, Query(description="Address of the worker; empty for all workers", examples=["127.0.0.1:50051"])
         ] = "",
-        method: Annotated[str, Query(description="That the heat map is of", examples=["Backward"])] = "",
+        method: Annotated[
+            str, Query(description="RPC that the heat map shows; empty for all RPCs", examples=["Backward"])
+        ] = "",
     ) -> schemas.Latency:
         """Percentiles by RPC, a heat map of durations, and the phases of segments by step."""
         calls = sources.worker(worker).durations.tally if worker else sources.watch.calls

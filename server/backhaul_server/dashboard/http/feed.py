@@ -30,7 +30,7 @@ class Feed:
         self._event = ServerSentEvent()
         self._built_s = float("-inf")
         self._listeners = 0
-        self._news = asyncio.Condition()
+        self._news = asyncio.Condition()  # notified when the state is renewed or the feed is closed
         self._is_closed = False
 
     async def run(self) -> None:
