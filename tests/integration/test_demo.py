@@ -101,7 +101,7 @@ def _parent(process: Path) -> int:
         (["--width", "100"], "--width 100 is not a multiple of 32"),
         (["--steps", "0"], '"0" is not a number of at least 1'),
         (["--worker", "nowhere"], '"nowhere" can\'t be read'),
-        (["--worker", "127.0.0.1:1"], "nobody answers as a worker at"),
+        (["--worker", "127.0.0.1:1"], "no worker answers at"),
     ],
 )
 def test_a_bad_option_is_named(options: list[str], message: str) -> None:

@@ -88,7 +88,7 @@ def test_warnings_ended_threads_and_destructors_go_the_same_way(capsys: pytest.C
             threading.Thread(target=sys.exit).start()  # says nothing
     warning, thread_line, destructor = lines(capsys)
     assert (warning["logger"], "DeprecationWarning: old" in str(warning["message"])) == ("py.warnings", True)
-    assert thread_line["message"] == "helper ended by an error"
+    assert thread_line["message"] == "The thread helper ended with an error."
     assert "ZeroDivisionError" in str(thread_line["exception"])
     assert "in a destructor" in str(destructor["exception"])
 

@@ -207,7 +207,7 @@ class Connection:
             cause = str(error.fields.get("details", "")).rpartition("last error: ")[2] or error.message
             where = address.text if address.is_local else f"0.0.0.0:{address.port} --token-file FILE"
             raise ConnectError(
-                f'nobody answers as a worker at "{address.text}" ({cause}). Start one there with `backhaul worker '
+                f'no worker answers at "{address.text}" ({cause}). Start one there with `backhaul worker '
                 f"--listen {where}`, or call connect() without an address to have one started on this machine",
                 address=address.text,
             ) from error

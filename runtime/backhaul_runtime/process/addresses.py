@@ -1,4 +1,4 @@
-"""Where a worker listens, as people write it. Free of torch."""
+"""Addresses of workers. Does not import torch."""
 
 import os
 import re
@@ -16,14 +16,14 @@ _EXAMPLES = 'write "host:port", "unix:/path" or "dns:///host:port"; several with
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """One worker's address.
+    """The address of one worker.
 
     Attributes:
-        text: As the user wrote it.
-        target: What gRPC connects to or binds.
-        host: Host without brackets, empty for a Unix socket.
-        port: TCP port, 0 for a Unix socket or for "any".
-        unix_path: Path of a Unix socket, empty otherwise.
+        text: The address as the user wrote it.
+        target: The address in gRPC's notation.
+        host: The host without brackets; empty for a Unix socket.
+        port: The TCP port; 0 for a Unix socket or for any free port.
+        unix_path: The path of a Unix socket; empty otherwise.
     """
 
     text: str
@@ -34,12 +34,12 @@ class Address:
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach it."""
+        """Whether only this machine can reach the address."""
         return bool(self.unix_path) or self.host in {"localhost", "::1"} or bool(_LOOPBACK.fullmatch(self.host))
 
 
 def parse_address(text: str) -> Address:
-    """Reads one address. Raises AddressError naming what is wrong with it."""
+    """Parses one address. Raises AddressError that says what is wrong."""
     stripped = text.strip()
     if stripped.startswith("unix:"):
         path = re.sub(r"^unix:(//(?=/))?", "", stripped)
@@ -63,7 +63,7 @@ def parse_address(text: str) -> Address:
 
 
 def parse_addresses(text: str) -> list[Address]:
-    """Reads addresses with commas between. Raises AddressError, also for a worker named twice."""
+    """Parses addresses that are separated by commas. Raises AddressError, also for a repeated worker."""
     parts = [part for part in text.split(",") if part.strip()]
     if not parts:
         raise AddressError(f"no address in {text!r}: {_EXAMPLES}", address=text)
@@ -75,7 +75,7 @@ def parse_addresses(text: str) -> list[Address]:
 
 
 def is_private(directory: Path) -> bool:
-    """Whether it is a directory of this process's user alone: nobody else can have put a socket there."""
+    """Whether only this process's user can access a directory, so that no other user can have put a socket there."""
     try:
         status = directory.lstat()
     except OSError:

@@ -1,7 +1,7 @@
-"""Tokens: how they are read from files, shown, and compared. Free of torch.
+"""Tokens: reading them from files, sending and comparing them. Does not import torch.
 
-A token is a secret that a worker, or a dashboard, wants to see before it answers. It is named by its file everywhere:
-never in arguments of a command, in logs, reprs, messages or metrics.
+A token is a secret that a worker or a dashboard requires. Everywhere it is named by its file: it never occurs in
+arguments of commands, logs, reprs, messages or metrics.
 """
 
 import errno
@@ -19,7 +19,7 @@ from backhaul_runtime.errors import SettingError
 logger = logging.getLogger("backhaul")
 
 SHORTEST, LONGEST = 16, 1024
-"""Characters of a token. Longer ones would not fit beside other metadata."""
+"""The most characters of a token. Longer ones would not fit beside other metadata."""
 
 AUTHORIZATION = "authorization"
 _TOKEN = re.compile(r"[!-~]+")
@@ -27,15 +27,15 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def read_token(file: str | os.PathLike[str]) -> str:
-    """The token in a file, without the newline at its end.
+    """Returns the token in a file, without the newline at its end.
 
     Raises:
-        SettingError: The file can't be read, or holds no token, named by its path and never by what is in it.
+        SettingError: The file cannot be read or holds no token. The message has its path, never its contents.
     """
     path = Path(file)
     try:
         with path.open("rb") as opened:
-            content = opened.read(LONGEST + 3)  # a newline, and one more to see that it is too long
+            content = opened.read(LONGEST + 3)  # a newline, and one more to detect a token that is too long
             _warn_of_readers(path, opened.fileno())
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
@@ -58,10 +58,10 @@ def read_token(file: str | os.PathLike[str]) -> str:
 
 
 def one_for_each(files: Sequence[str], workers: int) -> list[str]:
-    """The token file of each worker, of one for all or as many as workers; empty names where there are none.
+    """Returns the token file of each worker, from one file for all or one for each; empty names if there are none.
 
     Raises:
-        SettingError: There are more than one, and not as many as workers.
+        SettingError: There are several files, but not as many as workers.
     """
     if len(files) not in {0, 1, workers}:
         raise SettingError(
@@ -74,21 +74,21 @@ def one_for_each(files: Sequence[str], workers: int) -> list[str]:
 
 
 def make_token(path: Path) -> bool:
-    """Writes a random token to a new file that only its owner can read. Returns False where there is a file already.
+    """Writes a random token to a new file that only its owner can read. Returns False if the file exists already.
 
-    Of several processes that do this at once one makes it, and none sees it half written.
+    If several processes do this at once, one creates the file, and none sees a partial file.
 
     Raises:
-        OSError: It can't be made there.
+        OSError: The file cannot be created.
     """
-    if path.is_dir():  # "." and "/" have no name that a draft could be called by
+    if path.is_dir():  # "." and "/" have no name for a temporary file
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(descriptor, "w") as opened:
             opened.write(secrets.token_urlsafe(32) + "\n")
-        os.link(draft, path)  # unlike a rename, replaces nothing
+        os.link(draft, path)  # unlike a rename, a link replaces nothing
     except FileExistsError:
         return False
     finally:
@@ -97,12 +97,12 @@ def make_token(path: Path) -> bool:
 
 
 def bearer(token: str | None) -> tuple[tuple[str, str], ...]:
-    """The metadata that shows a token, empty where there is none to show."""
+    """Returns the metadata with the token; empty without a token."""
     return ((AUTHORIZATION, f"Bearer {token}"),) if token else ()
 
 
 def shows(authorizations: Iterable[str], token: str) -> bool:
-    """Whether the authorization headers of a request are one, and show the token. Takes as long for any wrong one."""
+    """Whether a request shows the token in its only authorization header. Takes equally long for any wrong one."""
     match list(authorizations):
         case [shown]:
             scheme, _, credential = shown.partition(" ")
@@ -111,14 +111,14 @@ def shows(authorizations: Iterable[str], token: str) -> bool:
 
 
 def is_token(shown: str, token: str) -> bool:
-    """Whether what was shown is the token. The time it takes tells no more than lengths."""
+    """Whether this is the right token. The duration reveals only the length."""
     return hmac.compare_digest(shown.encode(), token.encode())
 
 
 def _warn_of_readers(path: Path, descriptor: int) -> None:
-    """Says that others than its owner can read a file, where its owner could change that.
+    """Warns if other users can read a token file, provided that its owner could change that.
 
-    Secrets that a container engine mounts belong to another user or lie on a read-only mount.
+    Secrets that a container engine mounts belong to another user or are on a read-only mount.
     """
     status = os.fstat(descriptor)
     is_fixed = status.st_uid != os.geteuid() or os.fstatvfs(descriptor).f_flag & os.ST_RDONLY

@@ -1,4 +1,4 @@
-"""What a process's numbers depend on and cannot be set: equal fingerprints give equal bits."""
+"""The fingerprint: what the numbers of a process depend on. Equal fingerprints give equal bits."""
 
 import os
 import platform
@@ -10,7 +10,7 @@ import torch
 
 from backhaul_runtime.torch_internals.private import cudnn_version
 
-# Read by oneDNN and MKL when they choose kernels, once per process.
+# Variables that oneDNN and MKL read when they choose kernels, once per process.
 _KERNEL_VARIABLES = (
     "ONEDNN_MAX_CPU_ISA",
     "DNNL_MAX_CPU_ISA",
@@ -22,13 +22,13 @@ _KERNEL_VARIABLES = (
 
 
 DECISIVE = frozenset({"torch", "device"})
-"""What must be equal: another source of torch has other formulas, another kind of device has no tensors of ours.
-Whatever else differs moves no more than roundings."""
+"""The keys that must be equal: another version of torch has other formulas, and another type of device cannot use our
+tensors. All other differences change only roundings."""
 
 
 @cache
 def fingerprint(device: torch.device) -> Mapping[str, str]:
-    """Fingerprint of this process for programs on a device."""
+    """Returns the fingerprint of this process for programs on a device."""
     facts = {
         "torch": f"{torch.__version__.partition('+')[0]} {torch.version.git_version}",
         "build": torch.__version__,
@@ -46,13 +46,13 @@ def fingerprint(device: torch.device) -> Mapping[str, str]:
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """The keys that differ, with our value and theirs; a missing one is "-"."""
+    """Returns the keys that differ, each with our value and theirs; "-" stands for a missing value."""
     keys = sorted({*ours, *theirs})
     return {key: (ours.get(key, "-"), theirs.get(key, "-")) for key in keys if ours.get(key) != theirs.get(key)}
 
 
 def _cpu_model() -> str:
-    """Vendor, family, model and stepping, and the name people know: kernels are chosen by them."""
+    """Returns vendor, family, model, stepping and name of the CPU, because kernels are chosen by them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

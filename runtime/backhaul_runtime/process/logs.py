@@ -1,11 +1,12 @@
-"""What commands log: text on a terminal, elsewhere one JSON object per line. Free of torch.
+"""The logs of commands: text on a terminal, otherwise one JSON object per line. Does not import torch.
 
 NOTE [Fields]
-1. A line has time (RFC 3339, UTC), level, command, logger and message; exception, where there is one; and session,
-   segment and step where they are known: log calls pass them as `extra=about(...)`.
-2. session is the random name of the trainer's session, the same on the trainer and all its workers. It opens nothing:
-   what a trainer proves itself with, and a worker's own name for the session, are never logged.
-3. The library logs to "backhaul" and configures nothing. What a process shows is its own business; a command's is here.
+1. A line has the time (RFC 3339, UTC), level, command, logger and message, and the exception if there is one. It has
+   session, segment and step where they are known: log calls pass them as `extra=about(...)`.
+2. session is the random id of the trainer's session, which is the same on the trainer and all its workers. It gives no
+   access: tokens, and a worker's own id of the session, are never logged.
+3. The library logs to "backhaul" and configures nothing, because a process configures its own logging. The commands'
+   configuration is here.
 4. A log call in the code writes at most `MOST_LINES` lines in `INTERVAL_S`. Further lines are counted, and the next
    line of that call says how many were left out. Otherwise a client whose requests are refused could fill the disk.
 """
@@ -33,20 +34,20 @@ _SHOWN_OF_MESSAGE = 200
 
 
 def about(session: str = "", segment: str = "", step: int | None = None) -> dict[str, Any]:
-    """What a log call is about, as its `extra`. What isn't known is left out."""
+    """Returns the `extra` of a log call: the session, segment and step that are known."""
     known = {"session": session or None, "segment": segment or None, "step": step}
     return {name: value for name, value in known.items() if value is not None}
 
 
 @contextmanager
 def set_up(command: str) -> Iterator[None]:
-    """Within it the process logs as a command does, with warnings and what ends threads; after it as before.
+    """Configures logging for a command, including warnings and errors that end threads, and restores it on exit.
 
-    The command's own logger, "backhaul." and its name, tells from INFO on and all others from WARNING on, unless
-    BACKHAUL_LOG_LEVEL says otherwise for all.
+    The command's own logger, "backhaul." and its name, logs from INFO on, and all others from WARNING on.
+    BACKHAUL_LOG_LEVEL overrides both.
 
     Raises:
-        SettingError: Naming the variable, its value, and what it takes.
+        SettingError: A variable has an invalid value. Names the variable, the value and what is allowed.
     """
     level = _level()
     root, own = logging.getLogger(), logging.getLogger(f"backhaul.{command}")
@@ -62,7 +63,7 @@ def set_up(command: str) -> Iterator[None]:
     def thread_ended(ended: threading.ExceptHookArgs) -> None:
         if ended.exc_type is not SystemExit:
             name = ended.thread.name if ended.thread else "a thread"
-            own.error("%s ended by an error", name, exc_info=ended.exc_value)
+            own.error("The thread %s ended with an error.", name, exc_info=ended.exc_value)
 
     def unraisable(raised: Any) -> None:
         own.error("%s %r", raised.err_msg or "Exception ignored in", raised.object, exc_info=raised.exc_value)
@@ -83,12 +84,12 @@ def set_up(command: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line that a command logged, as somebody reads it who started the command.
+    """A logged line of a command, as its parent process reads it.
 
     Attributes:
         level: The level as a number of the module logging.
-        message: With the exception, if there is one.
-        about: Session, segment and step, as far as they are known.
+        message: The message, followed by the exception if there is one.
+        about: The session, segment and step that are known.
     """
 
     level: int
@@ -97,7 +98,7 @@ class Line:
 
 
 def parse(line: str) -> Line | None:
-    """Reads a line of JSON. None for any other: not all that a process prints is logged."""
+    """Parses a line of JSON. Returns None for any other line, because a process may also print other text."""
     try:
         fields = json.loads(line)
         level = logging.getLevelNamesMapping()[fields["level"]]
@@ -108,7 +109,7 @@ def parse(line: str) -> Line | None:
 
 
 @dataclass(slots=True)
-class _Place:
+class _LogCall:
     began_at_s: float
     written: int = 0
     left_out: int = 0
@@ -116,23 +117,23 @@ class _Place:
 
 
 class _Seldom(logging.Filter):
-    """Rule 4. Places are as many as the code has, so nothing that is said makes this grow."""
+    """Limits the lines of each log call (Rule 4). The number of log calls in the code bounds its size."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._places: dict[tuple[str, int], _Place] = {}
+        self._calls: dict[tuple[str, int], _LogCall] = {}
         self._lock = threading.Lock()  # guards the counts per log call
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a record is written. One that is says how many were left out before it."""
+        """Returns whether to write a record, and notes in it how many were left out before it."""
         now = monotonic()
         with self._lock:
-            origin = self._places.setdefault((record.pathname, record.lineno), _Place(now))
+            origin = self._calls.setdefault((record.pathname, record.lineno), _LogCall(now))
             if now - origin.began_at_s >= INTERVAL_S:
                 origin.began_at_s, origin.written = now, 0
             if origin.written >= MOST_LINES:
                 origin.left_out += 1
-                # Not the record: its arguments and traceback lead to requests and tensors.
+                # The record itself is not kept, because its arguments and traceback lead to requests and tensors.
                 origin.like = record.name, record.levelno, str(record.msg)[:_SHOWN_OF_MESSAGE]
                 return False
             origin.written += 1
@@ -140,7 +141,7 @@ class _Seldom(logging.Filter):
             return True
 
     def last(self) -> list[logging.LogRecord]:
-        """What is still to be said of lines that were left out."""
+        """Returns records that report the lines left out since the last written one."""
         return [
             logging.makeLogRecord(
                 {
@@ -151,21 +152,21 @@ class _Seldom(logging.Filter):
                     "args": (origin.left_out, message),
                 }
             )
-            for origin in self._places.values()
+            for origin in self._calls.values()
             if origin.left_out
             for name, level, message in [origin.like]
         ]
 
 
 class _ToStderr(logging.Handler):
-    """Writes to what is sys.stderr at the time."""
+    """Writes to the current sys.stderr, which may be replaced at any time."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes a line."""
         try:
             sys.stderr.write(self.format(record) + "\n")
             sys.stderr.flush()
-        except Exception:  # as all of logging's handlers: who logs must not fail for it
+        except Exception:  # as in all handlers of logging: a log call must not fail because of its handler
             self.handleError(record)
 
 
@@ -175,7 +176,7 @@ class _Json(logging.Formatter):
         self._command = command
 
     def format(self, record: logging.LogRecord) -> str:
-        """See Rule 1."""
+        """Formats a record as JSON (Rule 1)."""
         fields: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")[:-6] + "Z",
             "level": record.levelname,
@@ -194,7 +195,7 @@ class _Text(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  logging's name
-        """The line, with what it is about behind it."""
+        """Formats a record as text, followed by its session, segment and step."""
         record.message = _message(record)
         context = ", ".join(f"{name} {value}" for name, value in _about(record).items())
         return super().formatMessage(record) + (f" ({context})" if context else "")
@@ -203,7 +204,7 @@ class _Text(logging.Formatter):
 def _message(record: logging.LogRecord) -> str:
     try:
         message = record.getMessage()
-    except (TypeError, ValueError):  # somebody's arguments don't fit their message: logging would print a traceback
+    except (TypeError, ValueError):  # the arguments do not fit the message: logging would print a traceback
         message = f"{record.msg} {record.args}"
     left_out = getattr(record, "left_out", 0)
     return f"{message} ({left_out} like it were left out)" if left_out else message
@@ -221,7 +222,7 @@ def _formatter(command: str) -> logging.Formatter:
 
 
 def _level() -> int:
-    """What the environment says, 0 if it says nothing."""
+    """Returns the level in the environment, 0 if it is not set."""
     text = in_environment(LEVEL_VARIABLE)
     levels = logging.getLevelNamesMapping()
     if text is not None and text.upper() not in levels:

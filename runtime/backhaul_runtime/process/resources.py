@@ -1,4 +1,4 @@
-"""What the kernel knows of this process. Free of torch."""
+"""Resources of this process as the kernel reports them. Does not import torch."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def resident_bytes(key: str = "VmRSS") -> int:
-    """A memory field of this process ("VmRSS", "VmHWM", "VmData"), 0 where the kernel does not tell."""
+    """Returns a memory field of this process, such as "VmRSS", in bytes; 0 if the kernel does not report it."""
     try:
         lines = _STATUS.read_text().splitlines()
     except OSError:
@@ -17,14 +17,14 @@ def resident_bytes(key: str = "VmRSS") -> int:
 
 
 def usable_cores() -> int:
-    """Cores that this process may keep busy, at least 1.
+    """Returns the number of cores that this process may use, at least 1.
 
-    Those it may run on, or fewer where the container around it (cgroup v2) has less time than that: threads beyond the
-    quota only take it from each other.
+    That is its CPU affinity, or the quota of its container (cgroup v2) if that is lower: further threads would only
+    compete for the same time.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = _CPU_QUOTA.read_text().split()
         return max(1, min(allowed, int(quota) // int(period)))
-    except (OSError, ValueError):  # not there, or "max": no quota
+    except (OSError, ValueError):  # the file is missing, or says "max": there is no quota
         return allowed

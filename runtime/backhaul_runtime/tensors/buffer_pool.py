@@ -1,11 +1,11 @@
-"""Memory for large tensors that arrive, used again: the first touch of fresh pages takes longer than the network does.
+"""Reuses memory for large tensors that arrive: the first touch of fresh pages takes longer than the network.
 
 NOTE [Buffers]
-1. A buffer is page-aligned and belongs to the tensor that was made on it, until that tensor's storage dies. Then it is
-   idle. So many bytes at most are idle: what comes on top goes back to the system, and where no idle buffer fits, those
-   that were idle longest make room for the one that is made.
-2. Storages die in any thread and in the midst of anything, also of `take`. So giving back takes no lock.
-3. Like all memory that comes from NumPy's side, such a storage can't be resized.
+1. A buffer is page-aligned and belongs to the tensor that was created on it, until the storage of that tensor dies.
+   Then the buffer is idle. The bytes of idle buffers are bounded: the excess is returned to the system, and if no idle
+   buffer fits a request, the buffers that were idle longest make room for the new one.
+2. Storages die in any thread and at any point, even during `take`. So returning a buffer takes no lock.
+3. Like all memory that comes from NumPy, such a storage cannot be resized.
 """
 
 import mmap
@@ -21,7 +21,7 @@ IDLE_BYTES = 96 << 20
 
 
 class BufferPool:
-    """A process' buffers.
+    """The buffers of a process. Thread-safe.
 
     Attributes:
         idle_bytes: The bytes of unused buffers that are kept, see Rule 1.
@@ -33,7 +33,7 @@ class BufferPool:
         self._lock = threading.Lock()  # guards `_idle`
 
     def take(self, size_bytes: int) -> Tensor:
-        """uint8 [size_bytes] with undefined elements, owned by the caller."""
+        """Returns a uint8 tensor [size_bytes] with undefined elements, owned by the caller."""
         needed = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:
             buffer = next((buffer for buffer in reversed(list(self._idle)) if len(buffer) == needed), None)
@@ -57,4 +57,4 @@ class BufferPool:
 
 
 BUFFERS = BufferPool()
-"""Of this process."""
+"""The pool of this process."""

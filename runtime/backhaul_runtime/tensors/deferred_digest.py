@@ -1,7 +1,7 @@
 """Digests of tensors on an accelerator, which stay there until their bytes are needed.
 
-Whoever takes a digest in forward must not wait for the device, and most are needed in backward only. On the host a
-digest is its bytes; see NOTE [Staging] for how those of a device are read.
+Code that takes a digest in forward must not wait for the device, and most digests are needed only in backward. On the
+host a digest is its bytes. NOTE [Staging] says how digests on a device are read.
 """
 
 import threading
@@ -20,11 +20,11 @@ KNOWN_BYTES = 1 << 16
 """Looking up the digest of a smaller tensor takes as long as computing it."""
 
 KNOWN_USES = 64
-"""After so many uses a digest is computed again, so that damaged memory is noticed."""
+"""After this number of uses a digest is computed again, so that damaged memory is noticed."""
 
 
 class DeferredDigest:
-    """A digest that may still be on a device. Any thread may read it."""
+    """A digest that may still be on a device. Thread-safe."""
 
     __slots__ = ("_digest",)
 
@@ -32,7 +32,7 @@ class DeferredDigest:
         self._digest: bytes | Callable[[], bytes] = read
 
     def read(self) -> bytes:
-        """Its bytes. Waits for the device, the first time."""
+        """Returns the 16 bytes. The first call waits for the device."""
         digest = self._digest
         if not isinstance(digest, bytes):
             digest = self._digest = digest()
@@ -43,28 +43,28 @@ Digest = bytes | DeferredDigest
 
 
 def read(digest: Digest) -> bytes:
-    """The bytes of a digest. Waits for the device where they are still there."""
+    """Returns the bytes of a digest. Waits for the device if they are still there."""
     return digest if isinstance(digest, bytes) else digest.read()
 
 
 def digest_of(make: Callable[[Layout, bytes], bytes], layout: Layout, content: Digest) -> Digest:
-    """What `saved_digest` or `tensor_address` makes of a content digest, once that is read."""
+    """Applies `saved_digest` or `tensor_address` to a content digest once that digest is read."""
     if isinstance(content, bytes):
         return make(layout, content)
     return DeferredDigest(lambda: make(layout, content.read()))
 
 
 class KnownDigests:
-    """Digests of the contents of stored tensors, which stay as they are: NOTE [Lent memory], Rule 5.
+    """Digests of stored tensors, whose contents never change: NOTE [Lent memory], Rule 5.
 
-    Used by one thread; the tensors may be freed in any.
+    One thread uses it. The tensors may be freed in any thread.
     """
 
     def __init__(self) -> None:
         self._digests: MutableMapping[Tensor, tuple[Digest, int]] = WeakTensorKeyDictionary()
 
     def of(self, tensor: Tensor, take: Callable[[], Digest]) -> Digest:
-        """The digest of a stored tensor. `take` makes it where it is not known, and once in `KNOWN_USES` uses."""
+        """Returns the digest of a stored tensor. `take` computes it if unknown, and again every `KNOWN_USES` uses."""
         digest, uses = self._digests.get(tensor, (b"", 0))
         if uses % KNOWN_USES == 0:
             digest = take()
@@ -73,11 +73,11 @@ class KnownDigests:
 
 
 class ContentDigests:
-    """Takes digests of contents in one call or replay. Those of accelerators are read together, when one is needed.
+    """Takes digests of contents in one call or replay. Those on accelerators are read together when one is needed.
 
     Args:
-        known: Digests of `stored` from calls before.
-        stored: Tensors whose contents stay as they are.
+        known: Digests of `stored` from earlier calls.
+        stored: Tensors whose contents never change.
     """
 
     def __init__(self, known: KnownDigests | None = None, stored: Iterable[Tensor] = ()) -> None:
@@ -87,7 +87,7 @@ class ContentDigests:
         self._sums = _DeviceSums()
 
     def take(self, tensor: Tensor, layout: Layout) -> Digest:
-        """As `content_digest`, but without waiting for an accelerator. The tensor may change once this returns."""
+        """Works as `content_digest`, but does not wait for an accelerator. The tensor may be changed afterwards."""
         key = _place(tensor, layout) if self._stored else None
         if self._known is None or key not in self._stored:
             return self._take(tensor, layout)
@@ -100,7 +100,7 @@ class ContentDigests:
 
 
 class _DeviceSums:
-    """Sums of tensors on accelerators, read together. A digest leads here, so this must not lead to the tensors."""
+    """Sums of tensors on accelerators that are read together. Digests refer to it, so it must not refer to tensors."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards the sums of all devices
@@ -122,7 +122,7 @@ class _DeviceSums:
             return self._read[number]
 
     def _read_all(self) -> None:
-        waiting = dict(self._on_device)  # the call may still be taking more
+        waiting = dict(self._on_device)  # the call may add further ones meanwhile
         with on_side_stream([mark for _, made in waiting.values() for mark in made]):
             for device in {sums.device for sums, _ in waiting.values()}:
                 here = {number: sums for number, (sums, _) in waiting.items() if sums.device == device}
@@ -133,5 +133,5 @@ class _DeviceSums:
 
 
 def _place(tensor: Tensor, layout: Layout) -> tuple[int, int] | None:
-    """The bytes that the digest of a content is of; None where gaps are left out of them."""
+    """Returns the range of bytes that a content digest covers; None if it leaves out gaps."""
     return (tensor.data_ptr(), layout.span_bytes) if layout.payload_bytes == layout.span_bytes else None

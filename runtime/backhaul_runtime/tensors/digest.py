@@ -1,8 +1,9 @@
-"""Digests of tensors: what the value check compares, and the address under which a tensor is stored.
+"""Digests of tensors: for the value check, and for the address under which a tensor is stored.
 
-Everything that could change what an op computes goes in: dtype, shape, strides and the bytes of every element. On the
-CPU the bytes are hashed with xxh3_128 (24 GB/s on one core, the GIL released). An accelerator's bytes never leave it:
-there two weighted sums in int64 are taken. Not torch.hash_tensor: it XORs, so order does not count.
+A digest covers everything that could change the result of an op: dtype, shape, strides and the bytes of every element.
+On the CPU the bytes are hashed with xxh3_128 (24 GB/s on one core, without the GIL). The bytes on an accelerator stay
+there: two weighted sums in int64 are computed instead. torch.hash_tensor is not used, because it XORs the elements, so
+their order does not count.
 """
 
 from collections.abc import Iterable
@@ -17,7 +18,7 @@ _WEIGHT = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 divided by the golden ratio, o
 
 
 def content_digest(tensor: Tensor, layout: Layout) -> bytes:
-    """16 bytes for the elements in memory order."""
+    """Returns 16 bytes for the elements in memory order. Waits for an accelerator."""
     if layout.device == "cpu" and layout.payload_bytes == layout.span_bytes:
         return xxhash.xxh3_128_digest(dense_bytes(tensor, layout))
     data = payload(tensor.detach(), layout)
@@ -27,14 +28,14 @@ def content_digest(tensor: Tensor, layout: Layout) -> bytes:
 
 
 def weighted_sums(data: Tensor) -> bytes:
-    """16 bytes for a uint8 tensor [n] on any device: its `device_sums`, waited for."""
+    """Returns the `device_sums` of a uint8 tensor [n] as 16 bytes. Waits for an accelerator."""
     return device_sums(data).cpu().numpy().tobytes()
 
 
 def device_sums(data: Tensor) -> Tensor:
-    """int64 [2] for a uint8 tensor [n], where that is: two sums of its 32-bit words, each with its own odd weights.
+    """Returns int64 [2] on the device of a uint8 tensor [n]: two sums of its 32-bit words with different odd weights.
 
-    Arithmetic is modulo 2**64. A single changed word always changes both sums, for odd weights have inverses.
+    Arithmetic is modulo 2**64. A single changed word always changes both sums, because odd weights have inverses.
     """
     padded = torch.nn.functional.pad(data, (0, -data.numel() % 4))
     words = padded.view(torch.int32).to(torch.int64) + (1 << 32)
@@ -46,12 +47,12 @@ def device_sums(data: Tensor) -> Tensor:
 
 
 def saved_digest(layout: Layout, content: bytes) -> bytes:
-    """Digest of a tensor that autograd saved. Where it lies is left out: a replay allocates for itself."""
+    """Returns the digest of a saved tensor. It leaves out the alignment, because a replay allocates its own memory."""
     return xxhash.xxh3_128_digest(layout.header + content)
 
 
 def read_digest(tensors: Iterable[Tensor]) -> bytes:
-    """Digest of all that an op reads; kinds of tensors that have no bytes are passed over."""
+    """Returns the digest of all tensors that an op reads, except kinds of tensors that have no bytes."""
     digests = []
     for tensor in tensors:
         if unsupported_reason(tensor) is None:
@@ -61,11 +62,11 @@ def read_digest(tensors: Iterable[Tensor]) -> bytes:
 
 
 def tensor_address(layout: Layout, content: bytes) -> bytes:
-    """Address of a stored tensor: equal addresses are interchangeable, where they lie included."""
+    """Returns the address of a stored tensor. Tensors with equal addresses are interchangeable, also in alignment."""
     return xxhash.xxh3_128_digest(layout.full_header + content)
 
 
 def address_of(tensor: Tensor) -> bytes:
-    """Address of a tensor with its present contents."""
+    """Returns the address of a tensor with its current contents."""
     layout = layout_of(tensor)
     return tensor_address(layout, content_digest(tensor, layout))

@@ -1,7 +1,7 @@
-"""How a tensor lies in memory, and exact copies of it.
+"""The memory layout of tensors, and exact copies.
 
-Bit-equality needs more than equal values: kernels choose their path by strides and by the address modulo 64. So a
-layout holds both, and whatever is built from a layout has them again.
+Equal bits need more than equal values: kernels choose their code path by strides and by the address modulo 64. So a
+layout has both, and every tensor that is created from a layout has them again.
 """
 
 import ctypes
@@ -22,10 +22,10 @@ from backhaul_runtime.torch_internals.private import (
 )
 
 ALIGNMENT_BYTES = 64
-"""What torch's allocators align to, and the widest vector register of today's CPUs."""
+"""The alignment of torch's allocators, and the widest vector register of today's CPUs, in bytes."""
 
 LARGE_BYTES = 1 << 20
-"""From here on it pays to use memory again instead of asking malloc for it."""
+"""From this size on, reusing memory is faster than requesting it from malloc."""
 
 MAX_RANK = 32
 MAX_SPAN_BYTES = 1 << 62
@@ -36,16 +36,16 @@ _PLAIN_CLASSES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 @dataclass(frozen=True)
 class Layout:
-    """What a tensor is apart from its values. Those of live tensors are shared, so what follows from one is kept.
+    """All properties of a tensor except its values. Live tensors share layouts, so derived properties are cached.
 
     Attributes:
         dtype: Any dtype of torch that is not quantized.
         shape: Sizes, rank 0 to 32.
-        strides: In elements, none negative.
-        alignment_bytes: Address of the first element modulo 64.
+        strides: Strides in elements, not negative.
+        alignment_bytes: The address of the first element modulo 64.
         conjugate: torch's lazy conjugate bit.
         negative: torch's lazy negative bit.
-        device: Kind of device, "cpu" or "cuda".
+        device: The type of device, "cpu" or "cuda".
     """
 
     dtype: torch.dtype
@@ -58,17 +58,17 @@ class Layout:
 
     @property
     def dtype_name(self) -> str:
-        """Torch's name without the module."""
+        """The name of the dtype in torch, without the module."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
     def is_on_accelerator(self) -> bool:
-        """Whether reading a value of it would keep the host waiting; see NOTE [Staging]."""
+        """Whether reading a value would make the host wait, see NOTE [Staging]."""
         return self.device == "cuda"
 
     @cached_property
     def span_bytes(self) -> int:
-        """From the first byte of the tensor to behind its last, gaps included."""
+        """The bytes from the first byte of the tensor to its last, including gaps."""
         if 0 in self.shape:
             return 0
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
@@ -76,12 +76,12 @@ class Layout:
 
     @property
     def gradient_bytes(self) -> int:
-        """What a copy or a gradient may take: elements that share memory do not there."""
+        """The bytes of a dense copy or gradient, in which elements do not share memory."""
         return max(self.span_bytes, math.prod(self.shape) * self.dtype.itemsize)
 
     @cached_property
     def memory_order(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Shape and strides that visit every element once and in memory order; None where elements overlap."""
+        """Shape and strides that visit every element once in memory order; None if elements overlap."""
         if 0 in self.shape:
             return (0,), (1,)
         dims = sorted(
@@ -96,23 +96,23 @@ class Layout:
 
     @cached_property
     def payload_bytes(self) -> int:
-        """What travels: each element once, or the whole span where elements overlap."""
+        """The bytes to send: each element once, or the whole span if elements overlap."""
         order = self.memory_order
         return self.span_bytes if order is None else math.prod(order[0]) * self.dtype.itemsize
 
     @cached_property
     def header(self) -> bytes:
-        """All but where it lies, for digests of what a replay allocates for itself."""
+        """The layout without its alignment, for digests of tensors in freshly allocated memory."""
         return f"{self.dtype}{self.shape}{self.strides}{self.conjugate}{self.negative}".encode()
 
     @cached_property
     def full_header(self) -> bytes:
-        """All of it, for digests of what is interchangeable."""
+        """The whole layout, for digests of interchangeable tensors."""
         return repr(self).encode()
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype with torch's name. Raises TransferError for any other word."""
+    """Returns the dtype with torch's name. Raises TransferError for any other text."""
     try:
         return _DTYPES[name]
     except KeyError:
@@ -120,7 +120,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def unsupported_reason(tensor: Tensor) -> str | None:
-    """Why this tensor has no bytes to send, or None where it has."""
+    """Returns why a tensor has no bytes to send; None if it has some."""
     if type(tensor) not in _PLAIN_CLASSES:
         return f"tensor subclass {type(tensor).__name__}"
     if tensor.layout is not torch.strided:
@@ -139,17 +139,19 @@ def unsupported_reason(tensor: Tensor) -> str | None:
 
 
 def with_memory(tensor: Tensor) -> Tensor:
-    """The tensor itself, or real zeros for one of autograd's zeros that have no memory."""
+    """Returns the tensor itself, or real zeros for one of autograd's zeros without memory."""
     return torch.zeros_like(tensor) if is_memoryless_zero(tensor) else tensor
 
 
 def layout_of(tensor: Tensor) -> Layout:
-    """The layout of a tensor. Raises UnsupportedTensorError for kinds that can't travel."""
-    # Dispatch keys tell the device, the lazy bits, and what makes a tensor one of a kind that can't travel.
+    """Returns the layout of a tensor. Raises UnsupportedTensorError for a kind that cannot be sent."""
+    # Dispatch keys determine the device, the lazy bits, and whether a tensor is of a kind that cannot be sent.
     kind = type(tensor), dispatch_kind(tensor)
     if kind not in _kinds or tensor.dim() > MAX_RANK:
         if reason := unsupported_reason(tensor):
-            raise UnsupportedTensorError(f"a {reason} can't travel: make it a plain dense tensor first", reason=reason)
+            raise UnsupportedTensorError(
+                f"a {reason} cannot be sent: convert it to a plain dense tensor first", reason=reason
+            )
         _kinds[kind] = tensor.is_conj(), tensor.is_neg(), tensor.device.type
     alignment = tensor.data_ptr() % ALIGNMENT_BYTES if tensor.numel() else 0
     return _shared_layout(kind, tensor.dtype, tensor.shape, tensor.stride(), alignment)
@@ -168,7 +170,7 @@ def _shared_layout(
 
 
 def check_layout(layout: Layout) -> None:
-    """Raises TransferError for a layout no tensor can have, before anything is allocated for it."""
+    """Raises TransferError for an impossible layout, before memory is allocated for it."""
     for problem, is_wrong in (
         ("shape and strides differ in length", len(layout.shape) != len(layout.strides)),
         (f"more than {MAX_RANK} dimensions", len(layout.shape) > MAX_RANK),
@@ -186,7 +188,7 @@ def check_layout(layout: Layout) -> None:
 
 
 _DEVICES = {"cpu", "cuda", "mps", "xpu", "mtia", "hpu", "npu", "xla", "privateuseone"}
-"""Kinds of devices with tensors that have memory. A trainer's may be any of them."""
+"""The types of devices whose tensors have memory. A trainer may use any of them."""
 
 _QUANTIZED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
@@ -194,12 +196,12 @@ _QUANTIZED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.qui
 def allocate(
     layout: Layout, device: torch.device | str | None = None, take_large: Callable[[int], Tensor] | None = None
 ) -> Tensor:
-    """A tensor of this layout, owned by the caller. Its elements are undefined, gaps between them are zero.
+    """Allocates a tensor of this layout, owned by the caller. Elements are undefined, gaps between them are zero.
 
     Args:
         layout: The layout of the new tensor.
-        device: Where it is made, this process's device of the layout's kind if None.
-        take_large: Gives uint8 [n] on the host for one of LARGE_BYTES or more without gaps.
+        device: The device of the new tensor; None for this process's device of the layout's type.
+        take_large: Returns uint8 [n] on the host, for a tensor of LARGE_BYTES or more without gaps.
     """
     itemsize = layout.dtype.itemsize
     size = layout.span_bytes + layout.alignment_bytes
@@ -215,12 +217,12 @@ def allocate(
 
 
 def with_bits(tensor: Tensor, layout: Layout) -> Tensor:
-    """The tensor with the lazy bits of the layout set, sharing its memory."""
+    """Returns a view of the tensor with the lazy bits of the layout."""
     return with_lazy_bits(tensor, conjugate=layout.conjugate, negative=layout.negative)
 
 
 def byte_view(tensor: Tensor, offset_bytes: int, size_bytes: int) -> Tensor:
-    """uint8 view of a stretch of a tensor's storage, counted from the storage's start. Shares its memory.
+    """Returns a uint8 view of a range of a tensor's storage. The offset counts from the start of the storage.
 
     Raises:
         UnsupportedTensorError: The storage was freed or shrunk, as FSDP does between uses.
@@ -232,12 +234,12 @@ def byte_view(tensor: Tensor, offset_bytes: int, size_bytes: int) -> Tensor:
 
 def _check_memory(tensor: Tensor, end_bytes: int) -> None:
     size = tensor.untyped_storage().nbytes()
-    if size < end_bytes:  # set_ would grow it
+    if size < end_bytes:  # set_ would enlarge the storage
         raise UnsupportedTensorError(f"a tensor's memory was freed: {size} of {end_bytes} bytes are left")
 
 
 def view_at(tensor: Tensor, offset_bytes: int, layout: Layout) -> Tensor:
-    """A view of a tensor's memory, so far after its first element. Raises as `byte_view` does."""
+    """Returns a view at an offset after the first element of a tensor. Raises the errors of `byte_view`."""
     start = int(tensor.storage_offset()) * tensor.element_size() + offset_bytes
     _check_memory(tensor, start + layout.span_bytes)
     view = torch.empty(0, dtype=layout.dtype, device=tensor.device)
@@ -246,15 +248,15 @@ def view_at(tensor: Tensor, offset_bytes: int, layout: Layout) -> Tensor:
 
 
 def host_bytes(data: Tensor) -> memoryview:
-    """The memory of a contiguous uint8 tensor on the host, writable. Holds nothing: keep the tensor meanwhile.
+    """Returns the writable memory of a contiguous uint8 tensor on the host. Keep the tensor alive meanwhile.
 
-    Not by `Tensor.numpy`: after it torch never again lets anybody resize the storage, and these are people's own.
+    `Tensor.numpy` is not used: torch would never again allow resizing the storage, which may be the user's.
     """
     return _view_memory(data.data_ptr(), data.numel(), _WRITABLE) if data.numel() else memoryview(b"")
 
 
 def dense_bytes(tensor: Tensor, layout: Layout) -> memoryview:
-    """The memory of a tensor on the host without gaps, to read. Holds nothing, and raises as `byte_view` does."""
+    """Returns the memory of a dense tensor on the host, read-only. Keep the tensor alive. Raises as `byte_view`."""
     size = layout.span_bytes
     _check_memory(tensor, int(tensor.storage_offset()) * layout.dtype.itemsize + size)
     return _view_memory(tensor.data_ptr(), size, _READABLE) if size else memoryview(b"")
@@ -268,9 +270,9 @@ _view_memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssi
 
 
 def payload(tensor: Tensor, layout: Layout) -> Tensor:
-    """The bytes that travel, as a contiguous uint8 tensor [payload_bytes] on the tensor's device.
+    """Returns the bytes to send as a contiguous uint8 tensor [payload_bytes] on the tensor's device.
 
-    A view of the tensor's memory where it has no gaps, a copy otherwise.
+    The result is a view of the tensor's memory if that has no gaps, and a copy otherwise.
     """
     start = int(tensor.storage_offset()) * layout.dtype.itemsize
     if layout.payload_bytes == layout.span_bytes:
@@ -284,14 +286,14 @@ def payload(tensor: Tensor, layout: Layout) -> Tensor:
 
 
 def from_payload(data: Tensor, layout: Layout) -> Tensor:
-    """A tensor of this layout from its payload, on the payload's device. Owned by the caller."""
+    """Returns a tensor of this layout from its payload, on the payload's device, owned by the caller."""
     tensor = allocate(layout, data.device)
     fill(tensor, data, layout)
     return with_bits(tensor, layout)
 
 
 def fill(tensor: Tensor, data: Tensor, layout: Layout) -> None:
-    """Writes a payload (uint8 [payload_bytes]) into a tensor that `allocate` made."""
+    """Writes a payload (uint8 [payload_bytes]) into a tensor from `allocate`."""
     if layout.payload_bytes == layout.span_bytes:
         payload(tensor, layout).copy_(data)
         return
@@ -304,9 +306,9 @@ def fill(tensor: Tensor, data: Tensor, layout: Layout) -> None:
 
 
 def copy_exact(tensor: Tensor, layout: Layout | None = None, device: torch.device | str | None = None) -> Tensor:
-    """A copy with the same strides, alignment and lazy bits, detached, on the same device unless another is given.
+    """Returns a detached copy with the same strides, alignment and lazy bits, by default on the same device.
 
-    Owned by the caller; the original may change once this returns.
+    The caller owns the copy. The original may be changed afterwards.
     """
     layout = layout or layout_of(tensor)
     with torch.no_grad():
@@ -314,7 +316,7 @@ def copy_exact(tensor: Tensor, layout: Layout | None = None, device: torch.devic
 
 
 def _carrier(layout: Layout) -> torch.dtype:
-    """A dtype of the same size that torch can copy; it can't copy some of its own."""
+    """Returns a dtype of the same size that torch can copy, because it cannot copy all of its own dtypes."""
     return _CARRIERS[layout.dtype.itemsize]
 
 

@@ -1,9 +1,9 @@
-"""Sketches of tensors: how near two are that were computed on different hardware, from a few numbers of each.
+"""Random projections of tensors: they estimate the difference between tensors computed on different hardware.
 
-A sketch of x is the count of its values that are not finite, its norm, and 8 projections on vectors of signs that both
-sides make alike. For the difference e of two tensors each projection of e has expectation 0 and variance |e|^2,
-whatever e is (Johnson and Lindenstrauss 1984; with signs: Achlioptas 2003). So the root mean square of the 8
-differences estimates |e|, and divided by the norm it is the drift.
+The projection of x, called a sketch on the wire, has the count of its non-finite values, its norm, and 8 projections on
+vectors of signs that both sides generate equally. For the difference e of two tensors each projection of e has
+expectation 0 and variance |e|^2, whatever e is (Johnson and Lindenstrauss 1984; with signs: Achlioptas 2003). So the
+root mean square of the 8 differences estimates |e|. Divided by the norm it is the drift.
 """
 
 import math
@@ -18,7 +18,7 @@ from backhaul_runtime.tensors.layout import unsupported_reason
 PROJECTIONS = 8
 SIZE = PROJECTIONS + 2
 _BLOCK = 4096
-_CHUNK = 64 * _BLOCK  # stays in a core's cache
+_CHUNK = 64 * _BLOCK  # fits into the cache of a core
 _WEIGHT = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 divided by the golden ratio, odd, as int64
 
 TOLERANCES = {
@@ -27,15 +27,16 @@ TOLERANCES = {
     torch.float16: 5e-3,
     torch.bfloat16: 3e-2,
 }
-"""Largest drift that counts as rounding, by dtype; of other floating dtypes as of bfloat16.
+"""The largest drift that counts as rounding, by dtype. Other floating dtypes use that of bfloat16.
 
-Of float32 70 times the most that AVX2 and SSE4.1 against AVX-512 gave over the cases of the tests (docs/guarantees.md),
-and far below what another mask or another expert does; of the others in proportion to a few of their roundings.
+For float32 it is 70 times the largest drift of AVX2 and SSE4.1 against AVX-512 over the tests' cases
+(docs/guarantees.md), and far below the effect of another mask or another expert. The others are in proportion to a few
+of their roundings.
 """
 
 
 def project(tensor: Tensor) -> tuple[float, ...]:
-    """SIZE numbers in float64 for a floating or complex tensor on any device: not finite, norm, projections."""
+    """Returns SIZE numbers in float64 for a floating or complex tensor: non-finite count, norm, projections."""
     values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     flat = values.detach().flatten()
     total = torch.zeros(SIZE, dtype=torch.float64, device=flat.device)
@@ -51,7 +52,7 @@ def project(tensor: Tensor) -> tuple[float, ...]:
 
 
 def projections(tensors: Iterable[Tensor]) -> tuple[float, ...]:
-    """Sketches of those tensors that have real values, one after the other."""
+    """Returns the projections of all tensors with real values, one after the other."""
     return tuple(
         number
         for tensor in tensors
@@ -71,7 +72,7 @@ def _sums(values: Tensor, first_block: int) -> Tensor:
 
 @lru_cache(maxsize=1 << 10)
 def _signs(first: int, count: int, device: str) -> Tensor:
-    """Signs [count, PROJECTIONS], the same on every machine: bits of a multiplicative hash of the row."""
+    """Returns signs [count, PROJECTIONS], equal on every machine: bits of a multiplicative hash of the row."""
     rows = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device=device)
     mixed = rows * _WEIGHT
     mixed = (mixed ^ (mixed >> 29)) * _WEIGHT
@@ -80,9 +81,9 @@ def _signs(first: int, count: int, device: str) -> Tensor:
 
 
 def drift(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Estimated norm of the difference, relative to the norm of ours; infinite where other values are not finite.
+    """Returns the estimated norm of the difference relative to our norm; infinite if other values are not finite.
 
-    Sketches of several tensors may follow each other; the largest drift of them counts.
+    The projections of several tensors may follow each other; the largest drift counts.
     """
     if len(ours) != len(theirs) or len(ours) % SIZE:
         return math.inf
@@ -100,5 +101,5 @@ def drift(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """See TOLERANCES; of complex dtypes that of their parts."""
+    """Returns the largest drift that counts as rounding, see TOLERANCES. A complex dtype uses that of its parts."""
     return TOLERANCES.get(dtype.to_real() if dtype.is_complex else dtype, TOLERANCES[torch.bfloat16])

@@ -1,13 +1,13 @@
-"""Between an accelerator and the host, without keeping the thread that feeds the accelerator waiting.
+"""Copies between an accelerator and the host without blocking the thread that feeds the accelerator.
 
 NOTE [Staging]
-1. A device runs what is queued on a stream in order, and streams beside each other. So what another thread reads is
-   marked by an event on the stream that made it, and read on a side stream that waits for the mark. Nobody waits for
-   the stream that computes, and nothing is queued on it but marks.
-2. `on_side_stream` ends when the device has done what was queued in it, also after an error. Whoever uses it holds what
-   it reads until then, so no memory is given out again while it is read.
-3. What arrives is copied on the stream of the thread that takes it in: what that thread queues next finds it there.
-4. The host's memory for copies is pinned. It is torch's, which gives it out again only once copies have ended.
+1. A device runs the work of a stream in order, and several streams side by side. So a tensor that another thread reads
+   is marked by an event on the stream that produced it, and read on a side stream that waits for the event. Nothing
+   waits for the computing stream, and only events are queued on it.
+2. `on_side_stream` ends when the device has done the work queued in it, even after an error. The caller keeps what it
+   reads alive until then, so no memory is reused while it is read.
+3. Arriving tensors are copied on the stream of the thread that receives them, so later work of that thread sees them.
+4. Host memory for copies is pinned. torch's allocator reuses it only after the copies have ended.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,16 +23,16 @@ from torch import Tensor
 from backhaul_runtime.tensors.layout import Layout, host_bytes, payload
 
 PIECE_BYTES = 8 << 20
-"""Pinned at a time of a tensor that is read: it is never given back to the system."""
+"""The bytes of a tensor that are in pinned memory at a time. Pinned memory is never returned to the system."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceMoment:
-    """A moment on a device.
+    """A point in the work of a device.
 
     Attributes:
         device: The device, with its index.
-        event: What was queued before it is done once this has happened; None for a moment that is past.
+        event: Happens when everything queued before it is done; None for a point in the past.
     """
 
     device: torch.device
@@ -40,17 +40,17 @@ class DeviceMoment:
 
 
 def _cuda(device: torch.device) -> Any:
-    """What knows a device's streams, None where ops have ended when they return."""
+    """Returns the module that manages a device's streams; None for a device whose ops are synchronous."""
     return torch.cuda if device.type == "cuda" else None
 
 
 def is_staged(device: torch.device) -> bool:
-    """Whether copies to and from a device go by these rules."""
+    """Whether copies to and from a device follow these rules."""
     return _cuda(device) is not None
 
 
 def device_moments(tensors: Iterable[Tensor]) -> Sequence[DeviceMoment]:
-    """Now, on the calling thread's streams, for the accelerators among the devices of these tensors."""
+    """Returns the current points of the calling thread's streams, for the accelerators of these tensors."""
     moments = []
     for device in {tensor.device for tensor in tensors}:
         if (cuda := _cuda(device)) is not None:
@@ -66,12 +66,12 @@ def _side_stream(device: torch.device) -> Any:
 
 
 def last_moment(device: torch.device) -> Sequence[DeviceMoment]:
-    """For what waits for nothing: a moment that is past, if the device is an accelerator."""
+    """Returns a point in the past for an accelerator, for a reader that waits for nothing."""
     return [DeviceMoment(device)] if is_staged(device) else []
 
 
 def on_side_stream(after: Sequence[DeviceMoment]) -> AbstractContextManager[None]:
-    """What the block queues on these marks' devices runs on side streams, after the marks. Waits for it (Rule 2)."""
+    """Queues the block's work on side streams after these points. Waits for it at the end (Rule 2)."""
     return _aside(after) if after else nullcontext()
 
 
@@ -89,29 +89,30 @@ def _aside(after: Sequence[DeviceMoment]) -> Iterator[None]:
 
 
 def _wait_for(stream: Any, device: torch.device) -> None:
-    done = _cuda(device).Event(blocking=True)  # else the thread would spin
+    done = _cuda(device).Event(blocking=True)  # without `blocking` the thread would spin
     done.record(stream)
     done.synchronize()
 
 
 def use_here(tensor: Tensor) -> None:
-    """Keeps memory taken `on_side_stream`, also if it is freed, until the calling thread's stream is done with it."""
+    """Keeps memory from `on_side_stream` from being reused until the calling thread's stream is done with it."""
     if (cuda := _cuda(tensor.device)) is not None:
         tensor.record_stream(cuda.current_stream(tensor.device))
 
 
 def page_locked(size_bytes: int) -> Tensor:
-    """uint8 [size_bytes] on the host with undefined elements, for asynchronous copies (Rule 4)."""
+    """Returns uint8 [size_bytes] on the host with undefined elements, for asynchronous copies (Rule 4)."""
     return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 def host_pieces(tensor: Tensor, layout: Layout, after: Sequence[DeviceMoment]) -> Iterator[Tensor]:
-    """A tensor's payload on the host, in order, as uint8 [n] each; see `layout.payload`.
+    """Yields a tensor's payload on the host, in order, as uint8 [n] each; see `layout.payload`.
 
     Args:
-        tensor: On any device; must not change until all is read.
+        tensor: A tensor on any device. It must not change until everything was read.
         layout: The layout of the tensor.
-        after: When it was made, from `device_moments`. Empty on the host, where its one piece may share its memory.
+        after: The points at which it was complete, from `device_moments`. Empty on the host, where the only piece may
+            share its memory.
     """
     if not after:
         yield payload(tensor.detach(), layout).cpu()
@@ -126,7 +127,7 @@ def host_pieces(tensor: Tensor, layout: Layout, after: Sequence[DeviceMoment]) -
 
 
 def to_device(data: bytes | memoryview, target: Tensor) -> None:
-    """Copies bytes into a uint8 tensor [n] on an accelerator (Rule 3). They may change once this returns."""
+    """Copies bytes into a uint8 tensor [n] on an accelerator (Rule 3). The bytes may be changed afterwards."""
     if data:
         piece = page_locked(len(data))
         np.copyto(np.frombuffer(host_bytes(piece), np.uint8), np.frombuffer(data, np.uint8))

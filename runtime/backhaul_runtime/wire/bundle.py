@@ -1,7 +1,7 @@
-"""Several tensors as few: those that share memory travel once, as bytes, with a view for each.
+"""Bundles tensors that share memory: their memory is sent once, with a view for each tensor.
 
-Autograd saves views: a query, a key and a value of one projection, a matrix and its transpose. Sent one by one they
-would take their memory twice, on the wire and on the trainer.
+Autograd saves views: query, key and value of one projection, or a matrix and its transpose. Sent separately they would
+take their memory several times, on the wire and on the trainer.
 """
 
 from collections.abc import Sequence
@@ -50,11 +50,11 @@ def bundle(tensors: Sequence[tuple[int, Tensor]]) -> Bundle:
     """Bundles tensors given with their positions. Shares their memory; those to send are in the order of first use.
 
     Raises:
-        UnsupportedTensorError: For one that has no bytes to send.
+        UnsupportedTensorError: A tensor has no bytes to send.
     """
     groups: dict[int, list[tuple[int, Layout, Tensor]]] = {}
     for position, tensor in tensors:
-        layout = layout_of(tensor)  # first: what has no bytes has no storage either
+        layout = layout_of(tensor)  # first, because a tensor without bytes has no storage either
         groups.setdefault(storage_key(tensor), []).append((position, layout, tensor))
     outgoing_tensors: list[OutgoingTensor] = []
     views: list[View] = []
@@ -66,7 +66,7 @@ def bundle(tensors: Sequence[tuple[int, Tensor]]) -> Bundle:
             continue
         low = min(_start(tensor) for _, _, tensor in members)
         high = max(_start(tensor) + layout.span_bytes for _, layout, tensor in members)
-        low -= low % ALIGNMENT_BYTES  # so that every view's address keeps its place modulo 64
+        low -= low % ALIGNMENT_BYTES  # keeps the address of every view modulo 64
         views += [
             View(position, len(outgoing_tensors), layout, _start(tensor) - low) for position, layout, tensor in members
         ]
@@ -79,7 +79,7 @@ def _start(tensor: Tensor) -> int:
 
 
 def unbundle(tensors: Sequence[Tensor], views: Sequence[View]) -> dict[int, Tensor]:
-    """The tensors by position, sharing memory as they did. Raises TransferError for a view outside its tensor."""
+    """Returns the tensors by position, sharing memory as before. Raises TransferError for a view outside its tensor."""
     for view in views:
         if view.tensor_index >= len(tensors):
             raise TransferError(f"a view names tensor {view.tensor_index} of {len(tensors)}")
@@ -87,7 +87,7 @@ def unbundle(tensors: Sequence[Tensor], views: Sequence[View]) -> dict[int, Tens
 
 
 def view_of(tensor: Tensor, view: View) -> Tensor:
-    """The part of a tensor that a view describes. Raises TransferError where it does not fit."""
+    """Returns the part of a tensor that a view describes. Raises TransferError if the view does not fit."""
     layout = view.layout
     if layout is None:
         return tensor
@@ -98,7 +98,7 @@ def view_of(tensor: Tensor, view: View) -> Tensor:
 
 
 def encode_view(view: View) -> segment_pb2.View:
-    """The view as it stands in a message."""
+    """Encodes a view as a message."""
     message = segment_pb2.View(position=view.position, tensor=view.tensor_index)
     if view.layout is not None:
         message.spec.CopyFrom(segment_pb2.ViewSpec(tensor=encode_layout(view.layout), offset_bytes=view.offset_bytes))
@@ -106,7 +106,7 @@ def encode_view(view: View) -> segment_pb2.View:
 
 
 def decode_view(message: segment_pb2.View) -> View:
-    """The view a message describes. Raises TransferError for a layout that no tensor can have."""
+    """Decodes a view. Raises TransferError for an impossible layout."""
     if not message.HasField("spec"):
         return View(message.position, message.tensor)
     return View(message.position, message.tensor, decode_layout(message.spec.tensor), message.spec.offset_bytes)
