@@ -16,8 +16,9 @@ demo: $(VENV)/.server
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest --numprocesses $$(($$(nproc) > 3 ? 4 : 3)) --dist worksteal
 
-# The pure tests: no worker process, no database of torch's, nothing above 0.25 s.
+# Tests that take at most 0.25 s and start no worker process. Those in tests/pure run with torch blocked.
 fast: $(VENV)/.dev
+	WITHOUT_TORCH=1 $(BIN)/python -m pytest --quiet -m 'not slow' tests/pure
 	$(BIN)/python -m pytest --quiet --numprocesses $$(nproc) --dist loadfile -m 'not slow' tests/unit tests/contract
 
 # What to run before each commit. It leaves out the comparison of generated stubs, which needs a venv of its own.

@@ -1,36 +1,48 @@
 """Fixtures: a real worker process, sessions on it, and what must be left behind by each test, which is nothing."""
 
+from __future__ import annotations
+
 import gc
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 import backhaul
-from backhaul import Session
-from support.bits import Checkpoint
-from support.loopback import Loopback
 from support.processes import WorkerProcess, open_files
+
+if TYPE_CHECKING:
+    from backhaul import Session
+    from support.bits import Checkpoint
+    from support.loopback import Loopback
+
+WITHOUT_TORCH = "WITHOUT_TORCH" in os.environ
+"""Set by `make fast` for tests/pure: an import of torch then fails."""
+if WITHOUT_TORCH:
+    sys.modules["torch"] = None  # type: ignore[assignment]
+else:
+    import torch
+
+    # Torch's default, set explicitly, because torch 2.11 warns at the first sparse tensor otherwise.
+    torch.sparse.check_sparse_tensor_invariants.disable()
 
 RETURNS = ["gradients", "activations"]
 QUIET_S = 60.0
 """A machine shared by many can starve a worker for seconds: tests that are not about silence allow for it."""
 
-# Torch's default, said aloud: torch 2.11 warns at the first sparse tensor if nobody did.
-torch.sparse.check_sparse_tensor_invariants.disable()
-
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two cores, two processes: and a known state of torch's generators for each test."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
+def one_thread() -> None:
+    """Gives each test one thread and a known state of torch's generators."""
+    if not WITHOUT_TORCH:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -96,6 +108,8 @@ def checkpoint(session: Session, returns: str) -> Checkpoint:
 @pytest.fixture
 def loopback() -> Iterator[Loopback]:
     """Segments run here, through the whole codec but without a wire. Whatever they do, what they are given stays."""
+    from support.loopback import Loopback
+
     loopback = Loopback()
     yield loopback
     assert loopback.changed() == []

@@ -48,16 +48,17 @@ def test_there_are_paths_to_guard() -> None:
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"])
-@pytest.mark.parametrize("path", [*GUARDED, "/no/such/path"])
-def test_a_visitor_who_does_not_show_the_token_is_denied(path: str, method: str) -> None:
-    async def answers() -> dict[str, httpx.Response]:
+def test_a_visitor_who_does_not_show_the_token_is_denied(method: str, subtests: pytest.Subtests) -> None:
+    async def answers(path: str) -> dict[str, httpx.Response]:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(APP), base_url="http://localhost") as client:
             return {case: await client.request(method, path, headers=shown) for case, shown in CASES.items()}
 
-    for case, answer in asyncio.run(answers()).items():
-        assert (case, answer.status_code, answer.headers["www-authenticate"]) == (case, 401, "Bearer")
-        said = {"detail": "this dashboard wants its token, as a bearer credential"}
-        assert answer.text == "" if method == "HEAD" else answer.json() == said
+    for path in [*GUARDED, "/no/such/path"]:
+        for case, answer in asyncio.run(answers(path)).items():
+            with subtests.test(f"{path}, {case}"):
+                assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+                said = {"detail": "this dashboard wants its token, as a bearer credential"}
+                assert answer.text == "" if method == "HEAD" else answer.json() == said
 
 
 def test_the_token_is_in_no_repr() -> None:

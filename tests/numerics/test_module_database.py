@@ -20,11 +20,23 @@ KEPT = {
 }
 
 
+CHUNKS = 8
+"""The database is one test, divided so that processes can share it."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("returns", ["gradients", "activations"])
-@pytest.mark.parametrize("info", module_db, ids=lambda info: info.name)
+@pytest.mark.parametrize("chunk", range(CHUNKS))
 @pytest.mark.filterwarnings("ignore")
-def test_module(info: Any, returns: str, loopback: Loopback) -> None:
+def test_every_module_of_torchs_database(chunk: int, returns: str, subtests: pytest.Subtests) -> None:
+    for info in module_db[chunk::CHUNKS]:
+        with subtests.test(info.name):
+            check(info, returns)
+
+
+def check(info: Any, returns: str) -> None:
+    torch.manual_seed(0)
+    loopback = Loopback()
     compared = 0
     dtype = torch.float64 if "Fractional" in info.name else torch.float32  # its samples fit no other
     for training in (True, False):
@@ -52,3 +64,4 @@ def test_module(info: Any, returns: str, loopback: Loopback) -> None:
     assert report.fallbacks == 0
     kept = {reason for segment in report.segments for reason in segment.kept}
     assert bool(kept) == (info.name in KEPT), kept
+    assert loopback.changed() == []

@@ -13,15 +13,26 @@ from support.loopback import Loopback
 SAMPLES = 4
 
 
+OPS = [info for info in op_db if info.supports_autograd]
+CHUNKS = 16
+"""The database is one test, divided so that processes can share it."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "info", [i for i in op_db if i.supports_autograd], ids=lambda i: f"{i.name}.{i.variant_test_name}"
-)
+@pytest.mark.parametrize("chunk", range(CHUNKS))
 @pytest.mark.filterwarnings("ignore")
-def test_function(info: Any, loopback: Loopback) -> None:
+def test_every_op_of_torchs_database(chunk: int, subtests: pytest.Subtests) -> None:
+    for info in OPS[chunk::CHUNKS]:
+        with subtests.test(f"{info.name}.{info.variant_test_name}"):
+            check(info)
+
+
+def check(info: Any) -> None:
     dtype = next((d for d in (torch.float32, torch.float64, torch.complex64) if d in info.dtypes), None)
     if dtype is None:
         return
+    torch.manual_seed(0)
+    loopback = Loopback()
     # In a thread, whose stack is short: torch's database looks through all of pytest's for each sample.
     with ThreadPoolExecutor(1) as pool:
         samples = pool.submit(lambda: list(info.sample_inputs("cpu", dtype, requires_grad=True))[:SAMPLES]).result()
@@ -38,3 +49,4 @@ def test_function(info: Any, loopback: Loopback) -> None:
             continue  # undefined results, such as those of empty()
         assert differing(outcome(loopback.checkpoint, info.op, args, sample.kwargs), expected) == []
     assert loopback.report().fallbacks == 0
+    assert loopback.changed() == []
