@@ -105,7 +105,7 @@ Global___TensorDeclaration: _TypeAlias = TensorDeclaration  # noqa: Y015
 
 @_typing.final
 class Location(_message.Message):
-    """A place in a region of memory that both sides have mapped, see NOTE [Regions] in backhaul_runtime.shared_memory."""
+    """A place in a region of memory that both sides have mapped, see NOTE [Regions] in backhaul_runtime.wire.shared_memory."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
