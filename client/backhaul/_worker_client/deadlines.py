@@ -82,7 +82,7 @@ class AuthenticatedMethod:
 
 
 class Liveness:
-    """Tracks the signs of life of one call. Thread-safe."""
+    """Tracks the signs of life of one call. Thread-safe: a lost increment only delays the notice of a sign."""
 
     def __init__(self, silence_s: float) -> None:
         self._silence_s = silence_s

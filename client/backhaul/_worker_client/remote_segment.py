@@ -70,7 +70,9 @@ class SavedTensors:
         self._ending: DeathNotice | None = uploader.call_after(self, self._close)
 
     def take(self, position: int) -> Tensor:
-        """Returns a requested tensor, once. The caller owns it. Waits within the deadlines of NOTE [Bounds].
+        """Returns a requested tensor, once. It may lie in lent shared memory, so it must not be written to.
+
+        Waits within the deadlines of NOTE [Bounds].
 
         Raises:
             TransferError: The tensor is not one that autograd saved.

@@ -133,7 +133,7 @@ class TrainerSharedMemory:
             self.forget()
 
     def forget(self) -> None:
-        """Works as `close` in the child of a fork. Takes no lock, because its holder may not exist there."""
+        """Drops the socket and the regions. Takes no lock: callers hold it, or are the child of a fork."""
         peer, self._peer = self._peer, None
         if peer is not None:
             peer.close()

@@ -212,7 +212,7 @@ class Uploader:
         return [then.segment for then in self._endings.to_come() if isinstance(then, _Release)]
 
     def close(self) -> None:
-        """Stops sending and ends the thread. Call it after the connection was closed."""
+        """Ends the thread. Call it after the connection was closed, so that queued items fail at once."""
         self._queue.put(None)
         self._thread.join()
 
