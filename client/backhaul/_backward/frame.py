@@ -312,7 +312,7 @@ class Frame:
         self._recompute_here({*positions, *self._wanted})
 
     def _next(self, index: int) -> Tensor | None:
-        """Returns a recomputed tensor; None if its memory has been written to since."""
+        """Returns a recomputed tensor; None if its memory has been written to or freed since."""
         if index not in self._here and self._incoming is not None:
             try:
                 return self._take(self._incoming, index)
@@ -379,15 +379,14 @@ class Frame:
     def _is_as_saved(self, saved: SavedTensor, tensor: Tensor) -> bool:
         """Whether a tensor still has the saved values. It may lie in memory that others write to.
 
-        Version counters do not see writes through `.data`, so digests are compared.
+        Version counters do not see writes through `.data`, so its digest is compared if it can have changed.
         """
         is_private = saved.source < 0 or self.call.recording.sources[saved.source].is_copy
         return (self.remote is None and is_private) or saved.is_undefined or _is_equal(saved, tensor)
 
     def _lost(self, error: BackhaulError) -> None:
-        error.__traceback__ = (
-            None  # the traceback leads to the segment, and the future that the segment waited for keeps the error
-        )
+        # The traceback leads to the segment, and the future that the segment waited for keeps the error.
+        error.__traceback__ = None
         self._stop_incoming()
         if self.lineage is not None:
             self.lineage.take_back()

@@ -107,7 +107,7 @@ class Lineage:
     serial: int = field(default_factory=lambda: next(_serials))
 
     def release(self, recipe_of: "Callable[[int], Recipe | None]") -> None:
-        """Drops the copies that are not needed for recovery, once a worker has got the segment (Rule 1).
+        """Drops copies once the segment was given to an uploader: those with a recipe, or all under durability "none".
 
         Args:
             recipe_of: Returns the recipe of a source, None if it has none.

@@ -81,7 +81,7 @@ class _Graft(torch.autograd.Function):
 
 
 def origin_of(edge: GradientEdge) -> tuple[Frame, int] | None:
-    """Returns the frame and output position of a tensor that a graft returned; None for any other tensor."""
+    """Returns the frame and output position of a tensor that a graft returned; None if it has no living frame."""
     graft: Any = edge.node
     number = edge.output_nr
     if is_history_node(edge.node):

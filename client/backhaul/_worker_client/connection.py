@@ -329,9 +329,8 @@ class Connection:
             answer.lease_s,
             self._share(address, answer),
         )
-        self._ask(
-            self._worker_session
-        )  # opening takes longer than this request, which therefore compares the clocks better
+        # Opening takes longer than this request, which therefore compares the clocks better.
+        self._ask(self._worker_session)
         self._up = True
 
     def _channel_to(self, target: str) -> grpc.Channel:

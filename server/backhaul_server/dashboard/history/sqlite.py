@@ -213,9 +213,8 @@ class HistoryFile:
             if not tables:
                 for statement in _TABLES:
                     run(statement)
-        run(
-            "PRAGMA journal_mode = WAL"
-        )  # the mode is stored in the file, so it is set only once the file is known to be ours
+        # The mode is stored in the file, so it is set only once the file is known to be ours.
+        run("PRAGMA journal_mode = WAL")
         run("PRAGMA synchronous = NORMAL")  # a power failure may lose the last steps, but never the file
 
     def close(self) -> None:
