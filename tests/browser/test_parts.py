@@ -3,14 +3,15 @@
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from urllib.parse import urlencode
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Position, expect
 
 from conftest import wait_until
-from support.pages import OpenPage, Training
+from support.pages import OpenPage, Training, box_of
 from support.shown import MINUS, NONE, in_bytes, in_ms, in_percent, three_digits
 
 pytestmark = pytest.mark.browser
@@ -118,6 +119,7 @@ def test_memory(page: Page, trained: Training) -> None:
 
         until_equal(lambda: page.locator("#memory-held .legend b").all_inner_texts(), told)
     label = page.locator("#memory-held .plot").get_attribute("aria-label")
+    assert label is not None
     assert label.startswith(f"Held by worker {trained.workers[1].address}, last 10 min: now ")
 
     (run, *_) = trained.dashboard.api("memory")["runs"]
@@ -158,7 +160,7 @@ def test_phases_of_steps(page: Page, trained: Training) -> None:
     for phases in trained.dashboard.api("latency")["phases"]:
         page.locator("#phases-run").select_option(phases["run"])
         expected = [in_ms(phases[f"{name}_ms"][-1]) for name in names]
-        until_equal(lambda: page.locator("#phases .legend b").all_inner_texts(), lambda expected=expected: expected)
+        until_equal(lambda: page.locator("#phases .legend b").all_inner_texts(), partial(list, expected))
 
 
 def test_timeline(page: Page, trained: Training) -> None:
@@ -197,11 +199,11 @@ def test_a_click_on_a_bar_shows_its_segment(page: Page, trained: Training) -> No
     page.locator("#timeline-steps").select_option("1")
     expect(page.locator("#steps tbody tr")).to_have_count(1)
     canvas = page.locator("#timeline-chart canvas")
-    box = canvas.bounding_box()
+    box = box_of(canvas)
     found = trained.dashboard.api("timeline?steps=1")
     span = max((s for s in found["spans"] if s["lane"] == "wait"), key=lambda s: s["duration_ms"])
     middle = (span["start_ms"] + span["duration_ms"] / 2) / found["duration_ms"]
-    place = {"x": 106 + middle * (box["width"] - 116), "y": 22 + 26 + 9}  # the second lane
+    place: Position = {"x": 106 + middle * (box["width"] - 116), "y": 22 + 26 + 9}  # the second lane
     tip = page.locator("#tip")
 
     def is_told() -> bool:
@@ -276,6 +278,7 @@ def test_segments(page: Page, trained: Training) -> None:
     page.locator("#segments-filter").fill("#3")
     until_equal(shown, lambda: told(sort="down_bytes", descending="true", filter="#3"))
     link = page.locator("#segments-csv").get_attribute("href")
+    assert link is not None
     lines = trained.dashboard.get(link).text.splitlines()
     assert [line.split(",")[1] for line in lines[1:]] == ["Block #3"] * 2
 

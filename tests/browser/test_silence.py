@@ -12,7 +12,7 @@ from playwright.sync_api import Page, expect
 from conftest import wait_until
 from support import reporting
 from support.dashboards import Dashboard
-from support.pages import SECTIONS, OpenPage, Training, broken_rules
+from support.pages import SECTIONS, OpenPage, Training, box_of, broken_rules
 from support.processes import WorkerProcess
 from support.reporting import FakeWorker
 from support.shown import NONE
@@ -121,8 +121,8 @@ def test_an_empty_dashboard_says_why_it_is_empty_and_what_to_do(open_page: OpenP
         ):
             expect(page.locator(part)).to_be_visible()
             assert len(page.locator(part).inner_text()) > 40
-            card = page.locator(part).locator("xpath=ancestor::section").bounding_box()
-            box = page.locator(part).bounding_box()
+            card = box_of(page.locator(part).locator("xpath=ancestor::section"))
+            box = box_of(page.locator(part))
             assert card["y"] < box["y"] < box["y"] + box["height"] < card["y"] + card["height"], part
         for name in ("sessions", "rate", "saved", "added", "remote", "fallbacks"):
             expect(page.locator(f"[data-tile={name}] .figure")).to_have_text(NONE)

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from importlib import import_module
 from pathlib import Path
 
@@ -46,6 +47,11 @@ def test_imports_run_one_way() -> None:
         if (forbidden := imported(path) & set(PACKAGES) - MAY_IMPORT[package])
     }
     assert offenders == {}
+
+
+def test_mypy_checks_every_folder_of_tests() -> None:
+    checked = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["packages"]
+    assert {path.parent.name for path in (ROOT / "tests").glob("*/*.py")} == set(checked) - set(PACKAGES)
 
 
 def test_the_runtime_knows_no_server_and_the_proto_no_torch() -> None:

@@ -19,6 +19,7 @@ from backhaul_server.worker.engine.stored_values import ReadProgram, is_same
 from backhaul_server.worker.limits import UNNAMED_STREAMS
 from conftest import QUIET_S, wait_until
 from support.attacks import ATTACKS, reports
+from support.bits import grad_of
 from support.fuzz import Fuzzer
 from support.hostile import MIB, OPTIONS, Hostile, Memory, Stalled, chain
 from support.processes import WorkerProcess
@@ -36,7 +37,7 @@ def gradients(session: "backhaul.Session | None") -> list[torch.Tensor]:
         x = torch.randn(4, 8, requires_grad=True)
         y = model(x) if session is None else session.checkpoint(model, x, returns="gradients")
         y.square().sum().backward()
-    return [parameter.grad for parameter in model.parameters()]
+    return [grad_of(parameter) for parameter in model.parameters()]
 
 
 def check_honest(worker: WorkerProcess) -> None:
@@ -49,7 +50,7 @@ def check_honest(worker: WorkerProcess) -> None:
 
 
 @pytest.fixture(scope="module")
-def victim() -> WorkerProcess:
+def victim() -> Iterator[WorkerProcess]:
     """A worker with a small budget, on which nothing has run but one segment."""
     with WorkerProcess("--memory", f"{BUDGET_BYTES}B", "--lease", "20") as process:
         check_honest(process)

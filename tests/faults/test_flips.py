@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Container, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from backhaul import BackhaulError, ConnectError, Session
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.tensors.digest import address_of
 from conftest import QUIET_S, RETURNS
-from support.bits import Checkpoint, differing, plainly
+from support.bits import Checkpoint, differing, grad_of, plainly
 from support.flips import Flips, Kind, on_every_channel
 from support.processes import WorkerProcess
 
@@ -60,7 +61,7 @@ class Steps:
         collects: It accumulates gradients on the worker.
     """
 
-    def __init__(self, session: Session, *, collects: bool = False, **options: str) -> None:
+    def __init__(self, session: Session, *, collects: bool = False, **options: Any) -> None:
         self.session = session
         self.checkpoint = partial(session.checkpoint, **options)
         self.net = Net()
@@ -92,7 +93,7 @@ class Steps:
             tensor.grad = None
         y.backward()
         self.session.collect()
-        return [tensor.grad for tensor in self.inputs]
+        return [grad_of(tensor) for tensor in self.inputs]
 
 
 def flipped(flips: Flips, step: Callable[[], str], count: int, at_once: int, methods: Container[str] = ALL) -> Outcomes:
@@ -156,13 +157,13 @@ def while_fetching(worker: WorkerProcess, flips: Flips, count: int) -> Iterator[
     ):
         xs = [torch.randn(size, requires_grad=True) for size in (4, 1 << 19)]
         held = [session.checkpoint(torch.sin, x) for x in xs]
-        (worker,) = session._workers
-        while any(worker.uploader.holder_of(address_of(x)) is None for x in xs):
+        (handle,) = session._workers
+        while any(handle.uploader.holder_of(address_of(x)) is None for x in xs):
             session.checkpoint(torch.sin, torch.randn(3, requires_grad=True)).sum().backward()
 
         def step() -> str:
             found = [session._fetch(address_of(x)) for x in xs]
-            worker._failed = None
+            handle._failed = None
             assert all(f is None or torch.equal(f, x) for f, x in zip(found, xs, strict=True))
             return "the trainer" if None in found else "the worker"
 

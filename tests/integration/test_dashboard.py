@@ -63,6 +63,7 @@ def test_asked_for_no_more_than_the_head_it_answers_as_if_asked_for_all(dashboar
 @pytest.mark.slow
 def test_numbers_follow_a_training(dashboard: Dashboard, session: Session, worker: WorkerProcess) -> None:
     train(session, 5)
+    assert session.telemetry is not None
     name = session.telemetry._run.id
 
     def told() -> list[dict[str, object]]:
@@ -101,6 +102,7 @@ def test_numbers_follow_a_training(dashboard: Dashboard, session: Session, worke
 def test_held_memory_is_shown_over_time(dashboard: Dashboard, session: Session) -> None:
     held = session.checkpoint(torch.sin, torch.randn(1 << 18, requires_grad=True), returns="gradients")
     settle(session)
+    assert session.telemetry is not None
     name = session.telemetry._run.id
 
     def worker() -> dict[str, list[int]]:

@@ -24,7 +24,7 @@ from backhaul_proto.v1 import session_pb2
 from backhaul_runtime.wire.protocol import PROTOCOL_VERSION
 from conftest import QUIET_S, settle, wait_until
 from numerics.cases import blocks, stack
-from support.bits import differing, plainly, train
+from support.bits import Checkpoint, differing, grad_of, plainly, train
 from support.processes import WorkerProcess
 from support.wire import Services, serve
 
@@ -79,11 +79,12 @@ def test_patched_takes_no_more_keyword_arguments_than_torch(own: dict[str, Any],
 
 def test_a_decorator_made_in_a_patched_block_is_torchs_afterwards(session: Session) -> None:
     x = torch.randn(3, requires_grad=True)
+    torchs: Any = torch.utils.checkpoint
     with session.patched():
-        checkpointed = torch.utils.checkpoint.checkpoint(use_reentrant=False)(torch.sin)
+        checkpointed = torchs.checkpoint(use_reentrant=False)(torch.sin)
         checkpointed(x).sum().backward()
         with pytest.raises(ValueError, match="no function"):
-            torch.utils.checkpoint.checkpoint(use_reentrant=False, strict=True)
+            torchs.checkpoint(use_reentrant=False, strict=True)
     checkpointed(x).sum().backward()
     assert session.report().segments[0].calls == 1
 
@@ -94,6 +95,7 @@ def test_a_patched_block_without_a_call_does_not_pass_in_silence(strict: bool, w
     with connect(worker.address, strict=strict), quiet as caught, backhaul.patched():
         torch.sin(torch.randn(3, requires_grad=True)).sum().backward()
     if not strict:
+        assert isinstance(caught, pytest.WarningsRecorder)
         assert [warning.filename for warning in caught] == [__file__]
 
 
@@ -161,7 +163,7 @@ def test_a_worker_of_another_version_is_refused_by_name() -> None:
         ) as caught:
             connect(address)
         server.stop(None).wait()
-    assert (caught.value.trainer, caught.value.worker) == (PROTOCOL_VERSION, 99)
+    assert (vars(caught.value)["trainer"], vars(caught.value)["worker"]) == (PROTOCOL_VERSION, 99)
 
 
 def test_a_trainer_of_another_version_is_refused_by_name(worker: WorkerProcess) -> None:
@@ -170,7 +172,7 @@ def test_a_trainer_of_another_version_is_refused_by_name(worker: WorkerProcess) 
             session_pb2.OpenSessionRequest(protocol_version=7, client_version="0.0.7"), timeout=10
         )
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert "protocol 7 (backhaul 0.0.7)" in caught.value.details()
+    assert "protocol 7 (backhaul 0.0.7)" in str(caught.value.details())
 
 
 @pytest.mark.slow
@@ -191,7 +193,7 @@ def test_a_budget_for_some_segments_serves_those(returns: str) -> None:
     with WorkerProcess("--memory", "4M") as worker, connect(worker.address) as session:
         layers = [nn.Linear(256, 256) for _ in range(12)]
 
-        def step(checkpoint: object) -> list[Tensor]:
+        def step(checkpoint: Checkpoint) -> list[Tensor]:
             h = torch.ones(256, 256, requires_grad=True) * 1
             for layer in layers:
                 h = checkpoint(lambda h, layer=layer: layer(h).relu(), h)
@@ -249,7 +251,7 @@ def test_backward_in_another_thread(returns: str, session: Session) -> None:
     thread = threading.Thread(target=y.sum().backward)
     thread.start()
     thread.join()
-    assert torch.equal(x.grad, torch.autograd.grad(linear(x).sum(), x)[0])
+    assert torch.equal(grad_of(x), torch.autograd.grad(linear(x).sum(), x)[0])
     assert session.report().fallbacks == 0
 
 
@@ -391,5 +393,6 @@ def test_signals_of_the_terminal_do_not_reach_the_worker() -> None:
     before = signal.getsignal(signal.SIGINT)
     with connect() as session:
         assert session._embedded is not None
+        assert session._embedded.pid is not None
         assert os.getpgid(session._embedded.pid) != os.getpgid(0)
         assert signal.getsignal(signal.SIGINT) is before

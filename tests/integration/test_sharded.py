@@ -15,13 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import gelu
 
 import backhaul
 from backhaul import Decision, Session, unwrap
 from backhaul._worker_client.uploader import SegmentUpload, Uploader
 from conftest import QUIET_S, RETURNS, settle
-from support.bits import differing
+from support.bits import differing, grad_of
 from support.processes import WorkerProcess
 
 WIDTH, BLOCKS, STEPS = 16, 3, 3
@@ -87,9 +88,15 @@ WAYS = [wrapped, wrapped_last, wrapped_by_torch, called, called_in_a_partial]
 @pytest.fixture
 def alone() -> Iterator[None]:
     """A process group of one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     yield
     dist.destroy_process_group()
+
+
+def local_gradient(parameter: nn.Parameter) -> Tensor:
+    gradient = parameter.grad
+    assert isinstance(gradient, DTensor)
+    return gradient.to_local().clone()
 
 
 def trained(
@@ -105,7 +112,7 @@ def trained(
             loss = model(torch.randn(4, WIDTH)).square().mean()
             after_forward()
             loss.backward()
-        found += [loss.detach(), *[parameter.grad.to_local().clone() for parameter in model.parameters()]]
+        found += [loss.detach(), *[local_gradient(parameter) for parameter in model.parameters()]]
         optimizer.step()
         optimizer.zero_grad()
     return found
@@ -168,8 +175,10 @@ def test_a_segment_that_contains_a_sharded_module_keeps_its_activations(alone: N
         model = Net(checkpoint)
         model.blocks = nn.ModuleList(Around() for _ in range(BLOCKS))
         for around in model.blocks:
+            assert isinstance(around, Around)
             fully_shard(around.block)
-        return fully_shard(model)
+        fully_shard(model)
+        return model
 
     assert differing(trained(lambda: build(session.checkpoint)), trained(lambda: build(None))) == []
     (segment,) = session.report().segments
@@ -219,7 +228,7 @@ def test_forward_is_the_modules_own_again(alone: None, session: Session) -> None
     block.forward = own = lambda x: x * 2
     x = torch.ones(2, requires_grad=True)
     session.checkpoint(block, x).sum().backward()
-    assert x.grad.tolist() == [2, 2]
+    assert grad_of(x).tolist() == [2, 2]
     assert block.forward is own
 
 

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def gradients(checkpoint: Checkpoint, steps: int = 3) -> list[Tensor]:
         for block in blocks:
             block.zero_grad()
             with torch.no_grad():
-                block[0].weight.mul_(0.9)
+                block.get_parameter("0.weight").mul_(0.9)
     return found
 
 
@@ -109,7 +110,7 @@ def test_a_session_that_ends_leaves_no_memory(worker: WorkerProcess) -> None:
 @pytest.mark.parametrize("side", ["trainer", "worker"])
 def test_off_with_one_flag_each(side: str, sockets: Path) -> None:
     flags = ["--no-shared-memory", "--no-unix-socket"] if side == "worker" else []
-    options = {"shared_memory": False, "unix_socket": False} if side == "trainer" else {}
+    options: dict[str, Any] = {"shared_memory": False, "unix_socket": False} if side == "trainer" else {}
     with WorkerProcess(*flags) as worker:
         with backhaul.connect(worker.address, silence_s=QUIET_S, **options) as session:
             assert all(map(torch.equal, gradients(session.checkpoint), gradients(plainly)))

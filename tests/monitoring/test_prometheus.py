@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -97,7 +98,7 @@ class Scraped:
     def __init__(self, address: str, dashboard: str, worker: str) -> None:
         self.address, self.dashboard, self.worker = address, dashboard, worker
 
-    def ask(self, path: str, **query: str) -> dict:
+    def ask(self, path: str, **query: str) -> dict[str, Any]:
         answer = httpx.get(f"{self.address}/api/v1/{path}", params=query).raise_for_status().json()
         assert answer["status"] == "success"
         return answer["data"]

@@ -31,7 +31,7 @@ class Case:
     optimizer: Any = field(default=functools.partial(torch.optim.AdamW, lr=1e-2))
 
 
-def blocks() -> nn.Module:
+def blocks() -> nn.ModuleList:
     return nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 4, 64, batch_first=True) for _ in range(2))
 
 
@@ -349,6 +349,8 @@ def states(checkpoint: Any, model: Any) -> tuple[Tensor, Sequence[Tensor]]:
 
 class Averaging(nn.Module):
     """Reads a buffer that it also updates."""
+
+    mean: Tensor
 
     def __init__(self) -> None:
         super().__init__()

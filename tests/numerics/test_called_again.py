@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
 from backhaul import CheckpointError, Decision, SavedTensorModifiedError, Session, StaleTensorError
-from support.bits import Checkpoint, plainly
+from support.bits import Checkpoint, grad_of, plainly
 from support.calls import WIDTH, inputs, same
 
 
@@ -85,7 +85,7 @@ def test_what_has_no_digest_is_that_of_forward(fn: Any, checkpoint: Checkpoint, 
         State.scale, State.draws_first = 5.0, True
         torch.rand(2)
         y.as_subclass(Tensor).sin().sum().backward()
-        return [tensor.grad.as_subclass(Tensor) for tensor in (x, w)]
+        return [grad_of(tensor).as_subclass(Tensor) for tensor in (x, w)]
 
     same(case, checkpoint)
     assert Decision.KEPT in session.report().segments[0].decisions
@@ -136,7 +136,8 @@ def in_a_list(h: Tensor, linear: nn.Linear, kept: list[Tensor]) -> int:
 @pytest.mark.parametrize("way", ["object", "attribute", "list", "beside a result"])
 def test_results_that_nobody_sees_returned(way: str, checkpoint: Checkpoint, session: Session) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        linear, (x, h), kept = nn.Linear(WIDTH, WIDTH), inputs(), []
+        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+        kept: list[Tensor] = []
         if way == "object":
             found = checkpoint(in_an_object, h, linear).tensor
         elif way == "attribute":
@@ -160,7 +161,7 @@ def test_an_argument_of_a_subclass(checkpoint: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()), torch.randn(2, WIDTH, requires_grad=True)
         checkpoint(model, (x * 1).as_subclass(Opaque)).sum().backward()
-        return [tensor.grad.as_subclass(Tensor) for tensor in (x, *model.parameters())]
+        return [grad_of(tensor).as_subclass(Tensor) for tensor in (x, *model.parameters())]
 
     same(case, checkpoint)
 

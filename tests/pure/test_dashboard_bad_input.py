@@ -59,8 +59,8 @@ def messages(kind: type[Message]) -> st.SearchStrategy[Any]:
     return _fields(kind.DESCRIPTOR).map(lambda fields: kind(**fields))
 
 
-def _fields(described: Descriptor) -> st.SearchStrategy[dict[str, Any]]:
-    optional = {}
+def _fields(described: Any) -> st.SearchStrategy[dict[str, Any]]:
+    optional: dict[str, st.SearchStrategy[Any]] = {}
     for field in described.fields:
         inner = field.message_type
         if inner is not None and inner.GetOptions().map_entry:
@@ -78,7 +78,7 @@ def _fields(described: Descriptor) -> st.SearchStrategy[dict[str, Any]]:
 
 
 def _kind(described: Descriptor) -> type[Message]:
-    return getattr(telemetry_pb2, described.name)  # type: ignore[no-any-return]
+    return getattr(telemetry_pb2, described.name)
 
 
 class Answers:
@@ -133,10 +133,10 @@ def check(answers: Answers) -> None:
         else:
             _check_values(json.loads(text, parse_constant=_refuse))
     timeline = json.loads(found["timeline?steps=20"])
-    rows: dict[Any, list[Any]] = {}
+    lanes: dict[Any, list[Any]] = {}
     for span in timeline["spans"]:
-        rows.setdefault((span["lane"], span["worker"], span["row"]), []).append(span)
-    for spans in rows.values():
+        lanes.setdefault((span["lane"], span["worker"], span["row"]), []).append(span)
+    for spans in lanes.values():
         spans.sort(key=lambda span: (span["start_ms"], span["duration_ms"]))
         for before, after in pairwise(spans):
             assert before["start_ms"] + before["duration_ms"] <= after["start_ms"]

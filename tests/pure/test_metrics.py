@@ -25,7 +25,7 @@ SESSIONS = (
 
 def samples(source: FakeSource) -> dict[tuple[str, ...], float]:
     """By name and values of labels, in the order of FEW."""
-    families = text_string_to_metric_families(exposition(MetricsSnapshot(source)).decode())
+    families = text_string_to_metric_families(exposition(MetricsSnapshot(source.watch)).decode())
     return {
         (s.name, *(s.labels[name] for name in sorted(s.labels, key=FEW.index))): s.value
         for family in families
@@ -127,7 +127,7 @@ def test_names_follow_the_rules() -> None:
 
 def test_labels_are_of_what_there_are_few() -> None:
     assert {label for metric in METRICS for label in metric.labels} <= set(FEW)
-    text = exposition(MetricsSnapshot(FakeSource([FakeWorker(telemetry=telemetry_of(*SESSIONS))]))).decode()
+    text = exposition(MetricsSnapshot(FakeSource([FakeWorker(telemetry=telemetry_of(*SESSIONS))]).watch)).decode()
     assert "secret" not in text
 
 
@@ -140,10 +140,10 @@ def test_a_label_that_needs_escaping_can_be_read_back() -> None:
 
 def test_fifty_workers_take_little() -> None:
     source = FakeSource([FakeWorker(f"w:{port}", telemetry=telemetry_of(*SESSIONS)) for port in range(1, 51)])
-    exposition(MetricsSnapshot(source))
+    exposition(MetricsSnapshot(source.watch))
     tracemalloc.start()
     try:
-        size = len(exposition(MetricsSnapshot(source)))
+        size = len(exposition(MetricsSnapshot(source.watch)))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -84,7 +84,7 @@ def test_nothing_is_replayed_that_would_give_way_to_what_the_last_pass_saved() -
 
 def test_room_is_left_for_the_tensors_of_what_the_last_pass_saved() -> None:
     schedule = Schedule()
-    done = []
+    done: list[int] = []
     for turn in (0, 10):
         done.clear()
         for number in range(turn, turn + 4):

@@ -7,6 +7,8 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +45,7 @@ def derivative(fn: Function) -> Function:
 def composed(steps: str, fn: Function, checkpoint: Checkpoint) -> Function:
     """The function, checkpointed for each "c" and differentiated for each "g", the last letter first."""
     for step in reversed(steps):
-        fn = derivative(fn) if step == "g" else lambda x, fn=fn: checkpoint(fn, x)
+        fn = derivative(fn) if step == "g" else partial(checkpoint, fn)
     return fn
 
 
@@ -90,9 +92,10 @@ def test_no_graph_outlives_its_output(session: Session) -> None:
             output = composed(steps, sines, session.checkpoint)(torch.randn(3, requires_grad=True))
             alive: list[weakref.ref[Attached]] = []
             for node in nodes_of(output):
-                node.metadata["attached"] = attached = Attached()
+                metadata: Any = node.metadata
+                metadata["attached"] = attached = Attached()
                 alive.append(weakref.ref(attached))
-            del output, node, attached
+            del output, node, metadata, attached
             assert [reference for reference in alive if reference() is not None] == [], steps
     finally:
         gc.enable()
@@ -154,20 +157,25 @@ def test_hooks_on_what_a_call_is_given_and_returns(by: str, session: Session) ->
         linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
         seen: list[Tensor | None] = []
 
+        def note_first(_: nn.Module, gradients: Any) -> tuple[Tensor]:
+            return (note(gradients[0]),)
+
         def note(gradient: Tensor) -> Tensor:
             seen.append(gradient.clone())
             return gradient * 2
 
         if by == "module":
-            linear.register_full_backward_pre_hook(lambda _, gradients: (note(gradients[0]),))
+            linear.register_full_backward_pre_hook(note_first)
             linear.register_full_backward_hook(lambda _, inner, outer: seen.extend(t.clone() for t in (*inner, *outer)))
         y = checkpoint(lambda h: linear(h).sin(), h)
         for tensor in (h, y):
             if by == "tensor":
                 tensor.register_hook(note)
             elif by == "node":
+                assert tensor.grad_fn is not None
                 tensor.grad_fn.register_hook(lambda inner, outer: seen.append(outer[0].clone()))
             elif by == "node before":
+                assert tensor.grad_fn is not None
                 tensor.grad_fn.register_prehook(lambda outer: (note(outer[0]),))
             elif by == "retain_grad":
                 tensor.retain_grad()

@@ -15,6 +15,12 @@ def plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
+def grad_of(tensor: Tensor) -> Tensor:
+    """The gradient of a tensor that must have one."""
+    assert tensor.grad is not None
+    return tensor.grad
+
+
 def train(
     checkpoint: Checkpoint,
     build: Callable[[], nn.Module],

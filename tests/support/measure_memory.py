@@ -5,8 +5,10 @@ python measure_memory.py WORKER LAYERS...
 
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -17,7 +19,7 @@ from backhaul.demo.model import LanguageModel
 from backhaul_runtime.process.resources import resident_bytes
 
 
-def resident_peak(step: object) -> int:
+def resident_peak(step: Callable[[], None]) -> int:
     """The kernel's high-water mark of a step, above what was there before."""
     Path("/proc/self/clear_refs").write_text("5")
     before = resident_bytes()
@@ -41,7 +43,7 @@ def main(worker: str, *depths: str) -> None:
             parameter.grad = torch.zeros_like(parameter)  # so that gradients are not counted as activations
         for name, checkpoint in variants.items():
 
-            def step(checkpoint: object = checkpoint, model: LanguageModel = model) -> None:
+            def step(checkpoint: Any = checkpoint, model: LanguageModel = model) -> None:
                 model(text, checkpoint).square().mean().backward()
 
             step()

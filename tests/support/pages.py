@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import ConsoleMessage, Page, Request
+from playwright.sync_api import ConsoleMessage, FloatRect, Locator, Page, Request
 
 from support.dashboards import Dashboard
 from support.demos import Demo
@@ -70,6 +70,13 @@ class Heard:
 
     def _asked(self, request: Request) -> None:
         self.hosts.add(urlsplit(request.url).netloc)
+
+
+def box_of(locator: Locator) -> FloatRect:
+    """The place of an element on its page. It must be visible."""
+    box = locator.bounding_box()
+    assert box is not None
+    return box
 
 
 def broken_rules(page: Page) -> list[str]:

@@ -1,6 +1,7 @@
 """A worker whose arithmetic is off by a little: run it as `backhaul` is run."""
 
 import sys
+from typing import Any
 
 import torch
 
@@ -10,7 +11,7 @@ from backhaul_runtime.replay.replay import Replay
 _results = Replay._results
 
 
-def perturbed(self: Replay, op: object, node: object, *given: object) -> list[torch.Tensor]:
+def perturbed(self: Replay, op: Any, node: Any, *given: Any) -> list[torch.Tensor]:
     """What linear layers give, times numbers near one, so that near ties turn."""
     found = _results(self, op, node, *given)
     if node.op == "aten.linear.default":
@@ -19,5 +20,5 @@ def perturbed(self: Replay, op: object, node: object, *given: object) -> list[to
     return found
 
 
-Replay._results = perturbed
+setattr(Replay, "_results", perturbed)  # noqa: B010 (mypy rejects an assignment to a method)
 sys.exit(main())

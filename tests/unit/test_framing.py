@@ -88,7 +88,7 @@ def test_small_tensors_share_a_message_and_large_ones_take_several() -> None:
 @pytest.mark.parametrize(
     "tensor",
     [
-        torch.sparse_coo_tensor([[0], [1]], [1.0], (2, 2)),
+        torch.sparse_coo_tensor(torch.tensor([[0], [1]]), torch.tensor([1.0]), (2, 2)),
         torch.empty(2, device="meta"),
         torch._efficientzerotensor(2),
         torch.zeros(1).view((1,) * 33),

@@ -56,7 +56,7 @@ def test_what_is_written_is_read_in_place() -> None:
     data = written()
     carried = read(data)
     assert isinstance(carried.tensors, Batch)
-    assert [chunk.data.obj for chunk in carried.tensors.chunks] == [data, data]
+    assert [memoryview(chunk.data).obj for chunk in carried.tensors.chunks] == [data, data]
     assert as_message(carried) == tensor_pb2.PutTensorsRequest.FromString(data)
     assert carried.size_bytes == len(data)
 
@@ -68,7 +68,9 @@ def test_what_protobuf_writes_is_read() -> None:
 
 
 def test_a_message_that_carries_nothing() -> None:
-    carried = deserializer(segment_pb2.BackwardResponse)(serialize(segment_pb2.BackwardResponse(progress={})))
+    carried = deserializer(segment_pb2.BackwardResponse)(
+        serialize(segment_pb2.BackwardResponse(progress=segment_pb2.Progress()))
+    )
     assert carried.tensors is None
     assert carried.message.HasField("progress")
     assert list(encode_all([], 2, tensor_pb2.PutTensorsRequest(session="s"))) == [sealed([b"\x0a\x01s"])]
