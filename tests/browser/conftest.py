@@ -42,9 +42,9 @@ def browser() -> Iterator[Browser]:
     """The machine's own Chromium."""
     assert chromium(), MISSING
     with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=chromium())
-        yield found
-        found.close()
+        launched = playwright.chromium.launch(executable_path=chromium())
+        yield launched
+        launched.close()
 
 
 @pytest.fixture

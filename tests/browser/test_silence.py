@@ -24,15 +24,15 @@ NO_STORE = ("--store", ":memory:")
 @pytest.fixture
 def dashboard() -> Iterator[Dashboard]:
     """Over a worker that tells nothing of interest; it may be stopped."""
-    with FakeWorker() as worker, Dashboard(worker.address, options=NO_STORE) as found:
-        yield found
+    with FakeWorker() as worker, Dashboard(worker.address, options=NO_STORE) as opened:
+        yield opened
 
 
 @pytest.fixture
 def own_dashboard(own_worker: WorkerProcess) -> Iterator[Dashboard]:
     """Over a worker that may be killed."""
-    with Dashboard(own_worker.address, options=NO_STORE) as found:
-        yield found
+    with Dashboard(own_worker.address, options=NO_STORE) as opened:
+        yield opened
 
 
 def test_a_killed_worker_turns_red_within_three_seconds(

@@ -84,13 +84,13 @@ def test_grafana_gets_what_it_needs() -> None:
 
 def test_panels_fill_the_grid_without_overlap() -> None:
     places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
-    for place in places:
-        assert place["x"] >= 0 and place["w"] > 0 and place["x"] + place["w"] <= 24
+    for position in places:
+        assert position["x"] >= 0 and position["w"] > 0 and position["x"] + position["w"] <= 24
     for one, other in combinations(places, 2):
         is_beside = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
         is_above = one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]
         assert is_beside or is_above, f"{one} and {other}"
-    lines = {place["y"]: sum(p["w"] for p in places if p["y"] == place["y"]) for place in places}
+    lines = {position["y"]: sum(p["w"] for p in places if p["y"] == position["y"]) for position in places}
     assert set(lines.values()) == {24}
 
 

@@ -78,10 +78,10 @@ class Steps:
         expected = self.gradients(plainly, factor)
         before = self.session.report().fallbacks
         try:
-            found = self.gradients(self.checkpoint, factor)
+            ours = self.gradients(self.checkpoint, factor)
         except BackhaulError as error:
             return type(error).__name__
-        assert differing(found, expected) == []
+        assert differing(ours, expected) == []
         self.session._deliver(telemetry_pb2.TrainerReport())
         return "the trainer" if self.session.report().fallbacks > before else "the worker"
 
@@ -162,10 +162,10 @@ def while_fetching(worker: WorkerProcess, flips: Flips, count: int) -> Iterator[
             session.checkpoint(torch.sin, torch.randn(3, requires_grad=True)).sum().backward()
 
         def step() -> str:
-            found = [session._fetch(address_of(x)) for x in xs]
+            fetched = [session._fetch(address_of(x)) for x in xs]
             handle._failed = None
-            assert all(f is None or torch.equal(f, x) for f, x in zip(found, xs, strict=True))
-            return "the trainer" if None in found else "the worker"
+            assert all(f is None or torch.equal(f, x) for f, x in zip(fetched, xs, strict=True))
+            return "the trainer" if None in fetched else "the worker"
 
         yield flipped(flips, step, count, 1, {"FetchSources", "region"})
         del held
@@ -179,13 +179,13 @@ def flip_everywhere(
     """
     flips, logged, outcomes = Flips(random.Random(0)), len(worker.logged()), Outcomes()
     with caplog.at_level(logging.WARNING):
-        for found in itertools.chain(
+        for counts in itertools.chain(
             while_training(worker, flips, count, at_once),
             while_accumulating(worker, flips, count // 8, at_once),
             while_connecting(worker, flips, count // 16),
             while_fetching(worker, flips, count // 16),
         ):
-            outcomes += found
+            outcomes += counts
     unnamed = [record for record in caplog.records if record.levelno >= logging.ERROR or record.exc_info]
     assert unnamed == []  # neither of ours nor of gRPC's
     assert "A request failed" not in worker.logged()[logged:]
@@ -195,8 +195,8 @@ def flip_everywhere(
 @pytest.mark.slow
 def test_no_flipped_bit_changes_a_gradient(caplog: pytest.LogCaptureFixture) -> None:
     with WorkerProcess("--memory", "2GiB") as worker:
-        found, outcomes = flip_everywhere(worker, 192, AT_ONCE, caplog)
-    assert found.keys() == set(itertools.product(("up", "down"), ALL))
+        flip_counts, outcomes = flip_everywhere(worker, 192, AT_ONCE, caplog)
+    assert flip_counts.keys() == set(itertools.product(("up", "down"), ALL))
     assert outcomes["the worker"] > outcomes.total() / 3  # about half: a step with a flip often ends on the trainer
 
 
@@ -204,8 +204,8 @@ def test_no_flipped_bit_changes_a_gradient(caplog: pytest.LogCaptureFixture) -> 
 @pytest.mark.timeout(7200)
 def test_ten_thousand_flipped_bits(caplog: pytest.LogCaptureFixture) -> None:
     with WorkerProcess("--memory", "3GiB") as worker:
-        found, outcomes = flip_everywhere(worker, 8_000, 1, caplog)
-    assert found.total() >= 10_000
-    for (direction, method), count in sorted(found.items()):
+        flip_counts, outcomes = flip_everywhere(worker, 8_000, 1, caplog)
+    assert flip_counts.total() >= 10_000
+    for (direction, method), count in sorted(flip_counts.items()):
         print(direction, method, count)  # noqa: T201  shown by -s
     print(dict(outcomes))  # noqa: T201  likewise

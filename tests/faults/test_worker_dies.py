@@ -65,9 +65,9 @@ def train_through(
     steps = partial(train, build=layers, optimizer=partial(torch.optim.AdamW, lr=1e-2), steps=3)
     expected = steps(plainly, run=step)
     checkpoint = partial(session.checkpoint, returns=returns, durability=durability)
-    found = steps(checkpoint, run=partial(step, happen=happen, at=at))
+    ours = steps(checkpoint, run=partial(step, happen=happen, at=at))
     assert passed == 3
-    assert differing(found, expected) == []
+    assert differing(ours, expected) == []
 
 
 @pytest.mark.slow

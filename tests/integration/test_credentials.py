@@ -164,9 +164,9 @@ def test_beyond_this_machine_nobody_serves_without_one(name: str, token_file: st
     def said(*options: str) -> str:
         more = ["--worker", "127.0.0.1:1"] if name == "dashboard" else []
         command = [sys.executable, "-m", "backhaul", name, *more, "--listen", "192.0.2.1:0", *options]
-        found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        assert found.returncode == 2
-        return found.stderr
+        process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert process.returncode == 2
+        return process.stderr
 
     without = said()
     assert '"192.0.2.1:0" can be reached from other machines' in without

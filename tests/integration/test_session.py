@@ -261,9 +261,9 @@ def test_several_threads_train_at_once(session: Session) -> None:
         generator = torch.Generator().manual_seed(seed)
         linear, x = nn.Linear(32, 32), torch.randn(8, 32, generator=generator, requires_grad=True)
         for _ in range(10):
-            found = torch.autograd.grad(session.checkpoint(linear, x).sum(), [x, *linear.parameters()])
+            ours = torch.autograd.grad(session.checkpoint(linear, x).sum(), [x, *linear.parameters()])
             expected = torch.autograd.grad(linear(x).sum(), [x, *linear.parameters()])
-            if wrong := differing(found, expected):
+            if wrong := differing(ours, expected):
                 return wrong
         return []
 
@@ -314,8 +314,8 @@ def test_the_gradient_a_worker_sent_does_not_travel_back(session: Session) -> No
 
 def _train_in_child(session: Session, results: "multiprocessing.queues.SimpleQueue[object]") -> None:
     linear, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
-    found = torch.autograd.grad(session.checkpoint(linear, x).sum(), x)[0]
-    results.put((torch.equal(found, torch.autograd.grad(linear(x).sum(), x)[0]), session.report().fallbacks))
+    gradient = torch.autograd.grad(session.checkpoint(linear, x).sum(), x)[0]
+    results.put((torch.equal(gradient, torch.autograd.grad(linear(x).sum(), x)[0]), session.report().fallbacks))
 
 
 @pytest.mark.slow
@@ -349,11 +349,11 @@ def test_ctrl_c_in_backward_leaves_nothing_behind(tmp_path: Path) -> None:
         "        os.kill(session._embedded.pid, signal.SIGCONT)\n"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path), "BACKHAUL_SILENCE_S": "30"}
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment, check=False
     )
-    word, pid = found.stdout.split()
-    assert (word, found.returncode, found.stderr) == ("interrupted", 0, "")
+    word, pid = process.stdout.split()
+    assert (word, process.returncode, process.stderr) == ("interrupted", 0, "")
     assert not Path(f"/proc/{pid}").exists()
     assert list(tmp_path.iterdir()) == []
 
@@ -362,11 +362,11 @@ def test_ctrl_c_in_backward_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_a_session_nobody_closed_is_closed_at_exit(tmp_path: Path) -> None:
     code = "import backhaul; print(backhaul.connect()._embedded.pid)"
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment, check=True
     )
-    assert found.stderr == ""
-    assert not Path(f"/proc/{found.stdout.strip()}").exists()
+    assert process.stderr == ""
+    assert not Path(f"/proc/{process.stdout.strip()}").exists()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -264,15 +264,15 @@ def run(setting: Setting, checkpoint: Callable[..., Any]) -> list[Tensor | None]
     modules = nn.ModuleList([RandomModule(names, setting.seed + i) for i, names in enumerate(setting.parts)])
     modules.to(setting.dtype).train(setting.training)
     optimizer = torch.optim.AdamW(modules.parameters(), fused=True)
-    found: list[Tensor | None] = []
+    results: list[Tensor | None] = []
     try:
         for _ in range(setting.steps):
-            found += _step(setting, modules, checkpoint)
+            results += _step(setting, modules, checkpoint)
             optimizer.step()
             optimizer.zero_grad()
     except RuntimeError as error:
         return "in place" if "inplace operation" in str(error) else str(error)
-    return [*found, *modules.buffers(), torch.get_rng_state()]
+    return [*results, *modules.buffers(), torch.get_rng_state()]
 
 
 def _step(setting: Setting, modules: nn.ModuleList, checkpoint: Callable[..., Any]) -> list[Tensor | None]:

@@ -42,8 +42,8 @@ def classes(model: nn.Module, family: Family) -> tuple[type[nn.Module], ...]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_model(name: str, returns: str, session: Session) -> None:
     family = FAMILIES[name]
-    found = one_step(family, lambda model: session.wrap(model, classes(model, family), returns=returns))
-    assert differing(found, one_step(family)) == []
+    ours = one_step(family, lambda model: session.wrap(model, classes(model, family), returns=returns))
+    assert differing(ours, one_step(family)) == []
 
     report = session.report()
     assert report.fallbacks == 0
@@ -104,8 +104,8 @@ def test_a_librarys_own_checkpointing_runs_remotely(name: str, session: Session)
             getattr(model, own.switch)()  # as people do it: where the model is made
             stack.enter_context(session.patched())
 
-        found = one_step(family, prepare)
-    assert differing(found, expected) == []
+        ours = one_step(family, prepare)
+    assert differing(ours, expected) == []
 
     report = session.report()
     assert report.fallbacks == 0

@@ -84,10 +84,10 @@ def test_gradients_are_right_on_other_hardware(name: str, returns: str, other: W
     case = CASES[name]
     expected = one_step(case, plainly)
     with backhaul.connect(other.address, silence_s=QUIET_S) as session:
-        found = one_step(case, partial(session.checkpoint, returns=returns))
+        ours = one_step(case, partial(session.checkpoint, returns=returns))
         report = session.report()
-    assert differing(found[:1], expected[:1]) == []  # forward is the trainer's own
-    assert distance(found, expected) < NEAR
+    assert differing(ours[:1], expected[:1]) == []  # forward is the trainer's own
+    assert distance(ours, expected) < NEAR
     assert report.fallbacks == 0
     assert report.remote > 0
 
@@ -227,9 +227,9 @@ def test_experts_stay_chosen_where_rounding_would_turn_them(
 ) -> None:
     expected = route(choose, plainly)
     with backhaul.connect(perturbed.address, silence_s=QUIET_S) as session:
-        found = route(choose, partial(session.checkpoint, returns=returns))
+        ours = route(choose, partial(session.checkpoint, returns=returns))
         report = session.report()
-    assert distance(found, expected) < NEAR
+    assert distance(ours, expected) < NEAR
     assert (report.remote, report.fallbacks) == (1, 0)
     assert report.drift > 0
 
@@ -260,12 +260,12 @@ def test_masks_travel_as_bits(perturbed: WorkerProcess) -> None:
         h = x * 1
         y = session.checkpoint(lambda h: F.dropout(h, 0.3).sin(), h, returns="gradients")
         y.sum().backward()
-        found = session.report()
+        report = session.report()
     expected = torch.where(y == 0, 0, y.arcsin().cos() / 0.7)  # sin and its inverse keep the mask
     assert torch.equal(grad_of(x) == 0, expected == 0)
-    assert found.segments[0].decisions == {Decision.GRADIENTS: 1}
+    assert report.segments[0].decisions == {Decision.GRADIENTS: 1}
     # 4 bytes of the input and one bit of the mask for each element.
-    assert 4.125 * x.numel() <= found.up_bytes < 4.15 * x.numel()
+    assert 4.125 * x.numel() <= report.up_bytes < 4.15 * x.numel()
 
 
 def test_draws_that_can_not_be_told_stay_here() -> None:

@@ -265,36 +265,36 @@ def test_a_small_captured_tensor_may_move_on(checkpoint: Checkpoint) -> None:
 def test_threads_that_share_a_graph(checkpoint: Checkpoint) -> None:
     linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
     loss = checkpoint(nn.Sequential(linear, nn.Tanh(), linear, nn.Tanh()), h).square().sum()
-    found: list[Any] = []
+    outcomes: list[Any] = []
 
     def backward() -> None:
         try:
-            found.append(torch.autograd.grad(loss, x, retain_graph=True)[0])
+            outcomes.append(torch.autograd.grad(loss, x, retain_graph=True)[0])
         except BaseException as error:
-            found.append(error)
+            outcomes.append(error)
 
     threads = [threading.Thread(target=backward) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 4
-    assert all(torch.equal(gradient, found[0]) for gradient in found)
+    assert len(outcomes) == 4
+    assert all(torch.equal(gradient, outcomes[0]) for gradient in outcomes)
 
 
 def test_an_argument_made_in_another_thread(session: Session) -> None:
     linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
     expected = torch.autograd.grad(linear(h).sin().sum(), x, retain_graph=True)[0]
-    found: list[Tensor] = []
+    gradients: list[Tensor] = []
 
     def run() -> None:
         y = session.checkpoint(lambda h: linear(h).sin(), h, strict=True)
-        found.append(torch.autograd.grad(y.sum(), x)[0])
+        gradients.append(torch.autograd.grad(y.sum(), x)[0])
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert torch.equal(found[0], expected)
+    assert torch.equal(gradients[0], expected)
 
 
 @pytest.mark.parametrize("regions", [1, 2, 3])

@@ -32,9 +32,9 @@ def test_requirements_are_those_of_the_project_and_of_the_extras_asked_for() -> 
 
 
 def test_those_of_this_project_can_be_told() -> None:
-    found = script("requirements").requirements((ROOT / "pyproject.toml").read_text(), ["server"])
-    assert any(requirement.startswith("torch") for requirement in found)
-    assert any(requirement.startswith("fastapi") for requirement in found)
+    listed = script("requirements").requirements((ROOT / "pyproject.toml").read_text(), ["server"])
+    assert any(requirement.startswith("torch") for requirement in listed)
+    assert any(requirement.startswith("fastapi") for requirement in listed)
 
 
 def test_a_library_without_symbols_still_loads(tmp_path: Path) -> None:

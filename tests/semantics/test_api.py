@@ -87,9 +87,9 @@ def test_s2_as_a_decorator_of_a_method(session: Session, returns: str) -> None:
 
     first, second, (x, _) = Layer(), Layer(), inputs()
     wanted = [x, *first.parameters(), *second.parameters()]
-    found = torch.autograd.grad(second.twice(first(x)).sum(), wanted)
+    ours = torch.autograd.grad(second.twice(first(x)).sum(), wanted)
     expected = torch.autograd.grad((second.linear(first.linear(x).sin()) * 2).sin().sum(), wanted)
-    assert differing(found, expected) == []
+    assert differing(ours, expected) == []
     assert (Layer.forward.__name__, Layer.forward.__doc__) == ("forward", "Runs the layer.")
     assert session.report().remote == 2
 
@@ -217,14 +217,14 @@ def refusals(options: dict[str, Any], checkpoint: Checkpoint, **more: Any) -> li
 @pytest.mark.parametrize("form", [list, lambda layers: nn.Sequential(*layers)])
 def test_s8_the_last_chunk_is_not_checkpointed(form: Any, session: Session, returns: str) -> None:
     layers = [Counted() for _ in range(5)]
-    found = []
+    counts = []
     for run in (partial(session.checkpoint_sequential, returns=returns), sequential_of_torch):
         x, _ = inputs()
         run(form(layers), 2, x, use_reentrant=False).sum().backward()
-        found.append([layer.calls for layer in layers])
+        counts.append([layer.calls for layer in layers])
         for layer in layers:
             layer.calls = 0
-    assert found == [[1, 1, 1, 1, 1], [2, 2, 1, 1, 1]]
+    assert counts == [[1, 1, 1, 1, 1], [2, 2, 1, 1, 1]]
     (segment,) = session.report().segments
     assert (segment.calls, segment.decisions) == (1, {Decision(returns): 1})
 
@@ -232,10 +232,10 @@ def test_s8_the_last_chunk_is_not_checkpointed(form: Any, session: Session, retu
 def test_s8_chunks_on_the_worker(session: Session, returns: str) -> None:
     layers, (x, _) = nn.Sequential(*(Counted() for _ in range(6))), inputs()
     wanted = [x, *layers.parameters()]
-    found = torch.autograd.grad(session.checkpoint_sequential(layers, 3, x, returns=returns).sum(), wanted)
+    ours = torch.autograd.grad(session.checkpoint_sequential(layers, 3, x, returns=returns).sum(), wanted)
     assert [layer.calls for layer in layers] == [1] * 6
     assert session.report().remote == 2
-    assert differing(found, torch.autograd.grad(layers(x).sum(), wanted)) == []
+    assert differing(ours, torch.autograd.grad(layers(x).sum(), wanted)) == []
 
 
 def test_s8_more_segments_than_functions_are_a_clear_error(session: Session) -> None:
@@ -262,9 +262,9 @@ def test_s8_several_inputs_go_to_each_function(session: Session, returns: str) -
     expected = x, y
     for function in functions:
         expected = function(*expected)
-    found = session.checkpoint_sequential(functions, 3, x, y, returns=returns)
-    assert differing(found, expected) == []
-    gradients = [torch.autograd.grad(total(outputs), [x, y]) for outputs in (found, expected)]
+    ours = session.checkpoint_sequential(functions, 3, x, y, returns=returns)
+    assert differing(ours, expected) == []
+    gradients = [torch.autograd.grad(total(outputs), [x, y]) for outputs in (ours, expected)]
     assert differing(*gradients) == []
     assert (session.report().segments[0].calls, session.report().fallbacks) == (2, 0)
 
@@ -276,9 +276,9 @@ def test_s8_one_input_that_is_a_tuple_stays_one(session: Session, returns: str) 
 
     x, y = inputs()[0], inputs()[0]
     for run in (partial(session.checkpoint_sequential, returns=returns), sequential_of_torch):
-        found = run([fn] * 4, 2, (x, y), use_reentrant=False)
+        ours = run([fn] * 4, 2, (x, y), use_reentrant=False)
         expected = fn(fn(fn(fn((x, y)))))
-        gradients = [torch.autograd.grad(total(outputs), [x, y]) for outputs in (found, expected)]
+        gradients = [torch.autograd.grad(total(outputs), [x, y]) for outputs in (ours, expected)]
         assert differing(*gradients) == []
 
 

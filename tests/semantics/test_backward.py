@@ -146,13 +146,13 @@ def test_s21_grad_inputs_partial_graphs_and_unused_outputs(anywhere: Checkpoint)
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         linear, (x, h), y = nn.Linear(WIDTH, WIDTH), inputs(), torch.randn(2, WIDTH, requires_grad=True)
         first, second, _unused = checkpoint(lambda h, y: (linear(h).sin(), (h * y).sin(), h.exp().exp()), h, y)
-        found: list[Tensor | None] = []
-        found += torch.autograd.grad(first.sum(), [x, linear.weight], retain_graph=True)
-        found += torch.autograd.grad(second.sum(), [h, y], retain_graph=True)
+        gradients: list[Tensor | None] = []
+        gradients += torch.autograd.grad(first.sum(), [x, linear.weight], retain_graph=True)
+        gradients += torch.autograd.grad(second.sum(), [h, y], retain_graph=True)
         second.sum().backward(retain_graph=True, inputs=[y])
-        found += [x.grad, y.grad, linear.weight.grad]
+        gradients += [x.grad, y.grad, linear.weight.grad]
         (first.sum() + second.mean()).backward()
-        return [*(t.clone() if t is not None else None for t in found), x.grad, y.grad, linear.weight.grad]
+        return [*(t.clone() if t is not None else None for t in gradients), x.grad, y.grad, linear.weight.grad]
 
     same(case, anywhere)
 
@@ -200,10 +200,10 @@ def test_s21_double_backward_of_a_loss_that_is_not_linear(anywhere: Checkpoint) 
 def test_s21_third_derivatives(anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         x, _ = inputs()
-        found = [checkpoint(lambda x: x.sin().exp(), x)]
+        derivatives = [checkpoint(lambda x: x.sin().exp(), x)]
         for _ in range(3):
-            found.append(torch.autograd.grad(found[-1].sum(), x, create_graph=True)[0])
-        return [tensor.detach() for tensor in found]
+            derivatives.append(torch.autograd.grad(derivatives[-1].sum(), x, create_graph=True)[0])
+        return [tensor.detach() for tensor in derivatives]
 
     seed()
     expected = case(plainly)

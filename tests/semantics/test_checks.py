@@ -46,8 +46,10 @@ def test_s34_fewer_or_more_tensors_on_recomputation(
 ) -> None:
     digests = vars(Replay)["saved_digests"].fget
     assert digests is not None
-    found = (lambda replay: digests(replay)[:-1]) if change == "fewer" else (lambda replay: [*digests(replay), b"more"])
-    monkeypatch.setattr(Replay, "saved_digests", property(found))
+    changed = (
+        (lambda replay: digests(replay)[:-1]) if change == "fewer" else (lambda replay: [*digests(replay), b"more"])
+    )
+    monkeypatch.setattr(Replay, "saved_digests", property(changed))
     session.close()  # the trainer recomputes
     error = mismatch(session, lambda x: x.sin().sin().exp(), returns=returns)
     assert (error.saved_forward, error.saved_recomputed) == (3, count)
@@ -149,8 +151,8 @@ def down_bytes(session: Session, returns: str, **options: Any) -> int:
     """What comes back for a call whose gradients are right and which a worker recomputed with activations."""
     x, w = operands()
     before = session.report()
-    found = torch.autograd.grad(session.checkpoint(products, x, w, returns=returns, **options).sum(), [x, w])
-    assert differing(found, torch.autograd.grad(products(x, w).sum(), [x, w])) == []
+    ours = torch.autograd.grad(session.checkpoint(products, x, w, returns=returns, **options).sum(), [x, w])
+    assert differing(ours, torch.autograd.grad(products(x, w).sum(), [x, w])) == []
     after = session.report()
     assert after.remote == before.remote + 1
     assert Decision.GRADIENTS not in after.segments[0].decisions
@@ -177,8 +179,8 @@ def test_s37_a_policy_means_activations(asked: str, session: Session) -> None:
 @pytest.mark.parametrize("policy", NOT_KEPT)
 def test_s37_what_it_does_not_keep_comes_back(policy: str, session: Session) -> None:
     whole = down_bytes(session, "activations")
-    found = down_bytes(session, "auto", context_fn=selective(NOT_KEPT[policy]))
-    assert abs(found - whole) < 0.05 * whole
+    returned_bytes = down_bytes(session, "auto", context_fn=selective(NOT_KEPT[policy]))
+    assert abs(returned_bytes - whole) < 0.05 * whole
 
 
 def test_s37_the_policy_is_asked_about_each_op_in_forward_alone(checkpoint: Checkpoint) -> None:

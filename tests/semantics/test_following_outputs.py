@@ -257,8 +257,8 @@ def a_hook_on_an_output_that_does_not_lead_there(checkpoint: Checkpoint) -> list
     outputs = checkpoint(fn, h)
     outputs[0].register_hook(ran.append)
     added: Any = sum(outputs)
-    found = torch.autograd.grad(added.sum(), [weight])
-    return [*found, torch.tensor(len(ran))]
+    gradients = torch.autograd.grad(added.sum(), [weight])
+    return [*gradients, torch.tensor(len(ran))]
 
 
 @pytest.mark.parametrize(
@@ -291,9 +291,9 @@ def test_an_output_that_is_written_to_inside_can_be_derived_twice(batched: bool,
             gradients = torch.stack([torch.ones(2, WIDTH), torch.full((2, WIDTH), 2.0)])
             added: Any = sum(outputs)
             return [*torch.autograd.grad(added, [x, first.weight], gradients, is_grads_batched=True)]
-        (found,) = torch.autograd.grad(total(outputs), x, create_graph=True)
-        found.square().sum().backward()
-        return [found.detach(), grad_of(x), grad_of(first.weight), grad_of(second.weight)]
+        (gradient,) = torch.autograd.grad(total(outputs), x, create_graph=True)
+        gradient.square().sum().backward()
+        return [gradient.detach(), grad_of(x), grad_of(first.weight), grad_of(second.weight)]
 
     for mine, other in zip(case(session.checkpoint), case(plainly), strict=True):
         # As above: autograd adds the parts of the second graph up in another order.

@@ -54,34 +54,34 @@ def test_s10_fn_is_called_once_and_returns_what_it_returned(anywhere: Checkpoint
         return {"pair": Pair(h.sin(), None), "rest": [h.cos(), (3, marker, "word")], "batch": Batch(h.exp(), 0.5)}
 
     x, _ = inputs()
-    found = anywhere(fn, x)
+    returned = anywhere(fn, x)
     assert len(calls) == 1
     assert calls[0] is x
     expected = fn(x)
-    assert list(found) == list(expected)
-    assert type(found["pair"]) is Pair
-    assert type(found["batch"]) is Batch
-    ours, theirs = pytree.tree_leaves(found), pytree.tree_leaves(expected)
+    assert list(returned) == list(expected)
+    assert type(returned["pair"]) is Pair
+    assert type(returned["batch"]) is Batch
+    ours, theirs = pytree.tree_leaves(returned), pytree.tree_leaves(expected)
     assert differing([t for t in ours if isinstance(t, Tensor)], [t for t in theirs if isinstance(t, Tensor)]) == []
     assert [v for v in ours if not isinstance(v, Tensor)] == [v for v in theirs if not isinstance(v, Tensor)]
     gradients = [
-        torch.autograd.grad([t for t in found if isinstance(t, Tensor)], x, [x] * 3) for found in (ours, theirs)
+        torch.autograd.grad([t for t in returned if isinstance(t, Tensor)], x, [x] * 3) for returned in (ours, theirs)
     ]
     assert differing(*gradients) == []
 
 
 def test_s10_an_argument_that_is_returned_is_the_same_object(anywhere: Checkpoint) -> None:
     (_, h), mask = inputs(), torch.ones(3)
-    found = anywhere(lambda h, mask: (h, h.sin(), mask), h, mask)
-    assert found[0] is h
-    assert found[2] is mask
+    returned = anywhere(lambda h, mask: (h, h.sin(), mask), h, mask)
+    assert returned[0] is h
+    assert returned[2] is mask
 
 
 @pytest.mark.parametrize("container", [{"depth": 3}, [3], {"mask": torch.ones(3)}], ids=["dict", "list", "tensors"])
 def test_s10_a_container_that_is_returned_is_the_same_object(container: Any, anywhere: Checkpoint) -> None:
     (_, h), read = inputs(), bool
-    found = anywhere(lambda h, container: (h.sin(), container), h, container)[1]
-    assert read(found is container)  # a bool: pytest would keep what it explains
+    returned = anywhere(lambda h, container: (h.sin(), container), h, container)[1]
+    assert read(returned is container)  # a bool: pytest would keep what it explains
 
 
 def test_s11_gradients_of_parameters_alone(anywhere: Checkpoint) -> None:
@@ -153,7 +153,7 @@ def test_s13_an_argument_changed_in_place_is_an_error_while_it_lives(way: str, a
 @pytest.mark.parametrize("way", WAYS_IN)
 def test_s13_else_the_value_at_forward_is_used(way: str, anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        found: list[Tensor | None] = []
+        gradients: list[Tensor | None] = []
         for name, write in (WRITES | UNSEEN).items():
             x, h = inputs()
             c = torch.randn(2, WIDTH)
@@ -163,8 +163,8 @@ def test_s13_else_the_value_at_forward_is_used(way: str, anywhere: Checkpoint) -
             if name in WRITES:
                 del c
             y.sum().backward()
-            found.append(x.grad)
-        return found
+            gradients.append(x.grad)
+        return gradients
 
     same(case, anywhere)
 

@@ -43,8 +43,8 @@ def in_stages(checkpoint: Checkpoint, layers: list[nn.Module], h: Tensor) -> Ten
 
 
 def all_in_one(checkpoint: Checkpoint, layers: list[nn.Module], h: Tensor) -> Tensor:
-    found: Tensor = checkpoint(nn.Sequential(*layers, *layers), h)
-    return found
+    output: Tensor = checkpoint(nn.Sequential(*layers, *layers), h)
+    return output
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])

@@ -172,8 +172,8 @@ class Altered:
         self._segment = segment
 
     def backward(self, *given: Any, **options: Any) -> Any:
-        saved, *found = self._segment.backward(*given, **options)
-        return Recomputed([bytes(16), *saved.digests[1:]]), *found
+        saved, *rest = self._segment.backward(*given, **options)
+        return Recomputed([bytes(16), *saved.digests[1:]]), *rest
 
     def recompute(self, positions: Any) -> Any:
         incoming = self._segment.recompute(positions)

@@ -27,11 +27,11 @@ def right_or_named(case: Case, checkpoint: Checkpoint) -> None:
     expected = case(plainly, lambda _: None)
     seed()
     try:
-        found = case(checkpoint, lambda change: change())
+        ours = case(checkpoint, lambda change: change())
     except BackhaulError as error:
         assert isinstance(error, RuntimeError)
         return
-    assert differing(found, expected) == []
+    assert differing(ours, expected) == []
 
 
 def right(case: Case, checkpoint: Checkpoint) -> None:
@@ -333,11 +333,11 @@ def test_case_n_weights_changed_by_a_fused_step(
         other = checkpoint(block, h.detach())
         y = checkpoint(block, h)
         other.sum().backward()
-        found = [grad_of(p).clone() for p in block.parameters()]
+        earlier = [grad_of(p).clone() for p in block.parameters()]
         disturb(stepper.step)
         stepper.zero_grad()
         y.sum().backward()
-        return [*found, x.grad, *(p.grad for p in block.parameters())]
+        return [*earlier, x.grad, *(p.grad for p in block.parameters())]
 
     right_or_named(case, anywhere)
 

@@ -200,10 +200,10 @@ class Codebook(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         y = self.linear(h)
         chosen = torch.cdist(y, self.entries).argmin(1)
-        found = self.entries[chosen]
+        nearest = self.entries[chosen]
         with torch.no_grad():
-            self.entries[chosen] = found * 0.5 + y * 0.5
-        return (y * found).sin()
+            self.entries[chosen] = nearest * 0.5 + y * 0.5
+        return (y * nearest).sin()
 
 
 class Normed(nn.Sequential):

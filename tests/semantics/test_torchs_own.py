@@ -64,9 +64,9 @@ def test_any_nesting_of_checkpoints_and_derivatives(fn: Function, early_stop: bo
     with set_checkpoint_early_stop(early_stop):
         for steps in COMPOSITIONS:
             expected = composed(steps, fn, plainly)(x)
-            found = composed(steps, fn, session.checkpoint)(x)
+            ours = composed(steps, fn, session.checkpoint)(x)
             # See test_s21_double_backward_of_a_loss_that_is_not_linear.
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=steps)
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6, msg=steps)
 
 
 def nodes_of(output: Tensor) -> Iterator[Node]:
@@ -110,8 +110,8 @@ def test_two_children_and_their_derivatives(session: Session) -> None:
     x = torch.randn(3, 3, requires_grad=True)
     for steps in ("gg", "ggc", "gcgc"):
         expected = composed(steps, both(plainly), plainly)(x)
-        found = composed(steps, both(session.checkpoint), session.checkpoint)(x)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=steps)
+        ours = composed(steps, both(session.checkpoint), session.checkpoint)(x)
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6, msg=steps)
 
 
 @pytest.mark.parametrize("early_stop", [True, False])

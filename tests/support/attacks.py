@@ -360,7 +360,7 @@ def kinds(client: Hostile, times: int) -> None:
     sizes = client.put(*(torch.zeros(size) for size in range(1, 51)))
 
     def attempt(number: int) -> None:
-        named = [sizes[0], *(sizes[(number * 7 + place * (number + 1)) % 50] for place in range(sources - 1))]
+        named = [sizes[0], *(sizes[(number * 7 + index * (number + 1)) % 50] for index in range(sources - 1))]
         client.save(number, program, named)
         client.segments.ReleaseSegments(segment_pb2.ReleaseSegmentsRequest(keys=[client.key(number)]))
 

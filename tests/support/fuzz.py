@@ -215,10 +215,10 @@ class Fuzzer:
                 self.ran += 1
                 self._nodes.append(Node(*node, 0, sizes, draws=False))
                 return
-            found = re.search(rf"{re.escape(node[0])} took \(([\d, ]*)\) bytes", refused.details() or "")
-            if found is None:
+            took = re.search(rf"{re.escape(node[0])} took \(([\d, ]*)\) bytes", refused.details() or "")
+            if took is None:
                 break
-            sizes = tuple(int(each) for each in found[1].replace(" ", "").split(",") if each)
+            sizes = tuple(int(size) for size in took[1].replace(" ", "").split(",") if size)
         if self._draw.random() < 0.1:
             self._nodes = []
 

@@ -58,20 +58,22 @@ class LoopbackSegment:
     ) -> tuple[Recomputed, list[Contribution], Callable[[], None]]:
         copies = {output: copy_exact(gradient) for output, gradient in gradients.items()}
         self.remote.given |= {address_of(copy): copy for copy in copies.values()}
-        found = self._run(
+        run_result = self._run(
             partial(runs.backward, start=runs.BackwardInputs((), state, summed=tuple(summed)), gradients=copies)
         )
-        result = segment_pb2.BackwardResult(contributions=encode_contributions(found))
-        tensors = [copy_exact(outgoing.tensor) for outgoing in found.bundle.tensors]
-        saved = Recomputed(found.saved_digests, found.saved_sketches)
+        result = segment_pb2.BackwardResult(contributions=encode_contributions(run_result))
+        tensors = [copy_exact(outgoing.tensor) for outgoing in run_result.bundle.tensors]
+        saved = Recomputed(run_result.saved_digests, run_result.saved_sketches)
         return saved, contributions_in(result, tensors, due, summed, ()), lambda: None
 
     def recompute(self, wanted: Mapping[int, Layout]) -> "LoopbackTensors":
-        found = self._run(partial(runs.recompute, positions=list(wanted)))
-        tensors = unbundle([copy_exact(outgoing.tensor) for outgoing in found.bundle.tensors], found.bundle.views)
+        run_result = self._run(partial(runs.recompute, positions=list(wanted)))
+        tensors = unbundle(
+            [copy_exact(outgoing.tensor) for outgoing in run_result.bundle.tensors], run_result.bundle.views
+        )
         for position, tensor in tensors.items():
             check_saved(position, tensor, wanted[position])
-        return LoopbackTensors(Recomputed(found.saved_digests, found.saved_sketches), tensors)
+        return LoopbackTensors(Recomputed(run_result.saved_digests, run_result.saved_sketches), tensors)
 
     def drifted(self, drift: float) -> None:
         pass

@@ -35,7 +35,7 @@ def main(worker: str, *depths: str) -> None:
         "activations": partial(session.checkpoint, returns="activations"),
         "gradients": partial(session.checkpoint, returns="gradients"),
     }
-    found: dict[str, dict[str, int]] = {}
+    peaks: dict[str, dict[str, int]] = {}
     text = torch.randint(256, (2, 256))
     for depth in depths:
         model = LanguageModel(int(depth), 256, 256)
@@ -47,11 +47,11 @@ def main(worker: str, *depths: str) -> None:
                 model(text, checkpoint).square().mean().backward()
 
             step()
-            found.setdefault(depth, {})[f"{name}_resident"] = resident_peak(step)
-            found[depth][f"{name}_live"] = peak_live_bytes(step)
+            peaks.setdefault(depth, {})[f"{name}_resident"] = resident_peak(step)
+            peaks[depth][f"{name}_live"] = peak_live_bytes(step)
     assert session.report().fallbacks == 0, session.report()
     session.close()
-    print(json.dumps(found))
+    print(json.dumps(peaks))
 
 
 main(*sys.argv[1:])

@@ -81,5 +81,5 @@ def box_of(locator: Locator) -> FloatRect:
 
 def broken_rules(page: Page) -> list[str]:
     """Violations of axe-core's rules on a page, as "rule: HTML". The rules: https://dequeuniversity.com/rules/axe."""
-    found = Axe().run(page).response["violations"]
-    return [f"{rule['id']}: {node['html'][:100]}" for rule in found for node in rule["nodes"]]
+    violations = Axe().run(page).response["violations"]
+    return [f"{rule['id']}: {node['html'][:100]}" for rule in violations for node in rule["nodes"]]

@@ -61,8 +61,8 @@ class Memory:
             self.seen.add(name)
             if any(key not in written and not torch.equal(now, was) for key, (now, was) in contents.items()):
                 self.hidden_writes.add(name)
-            found = {storage_key(tensor) for tensor in tensors_in(returned) if tensor.layout is torch.strided}
-            if found & contents.keys() - aliased - written:
+            returned_keys = {storage_key(tensor) for tensor in tensors_in(returned) if tensor.layout is torch.strided}
+            if returned_keys & contents.keys() - aliased - written:
                 self.hidden_aliases.add(name)
         return returned
 

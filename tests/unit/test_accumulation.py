@@ -57,13 +57,13 @@ async def collected(sums: GradientSums, number: int, count: int) -> Mapping[int,
 
 def test_passes_are_summed_one_after_the_other() -> None:
     async def test(sums: GradientSums, store: Store[StoredValue]) -> None:
-        found = values(5)
-        for number, value in enumerate(found, start=1):
+        contributions = values(5)
+        for number, value in enumerate(contributions, start=1):
             left = keep(sums, number, [value], pass_number=number)
             assert (left.bundle.tensors, left.kept) == ((), {0})
             sums.commit(1, number, [(number, 1)])
         assert sums.are_awaited
-        a, b, c, d, e = found
+        a, b, c, d, e = contributions
         assert torch.equal((await collected(sums, 1, 5))[7], (((a + b) + c) + d) + e)
         assert store.usage().results == BYTES + SUM_BYTES
 

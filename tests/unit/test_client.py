@@ -153,11 +153,11 @@ def test_sequential_leaves_the_last_chunk_alone(loopback: Loopback) -> None:
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
     x = torch.randn(2, 4, requires_grad=True)
     expected = torch.autograd.grad(layers(x).sum(), [x, *layers.parameters()])
-    found = torch.autograd.grad(
+    ours = torch.autograd.grad(
         checkpoint_sequential(Counting().checkpoint, layers, 2, x).sum(), [x, *layers.parameters()]
     )
     assert len(calls) == 1
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
     assert torch.equal(checkpoint_sequential(Counting().checkpoint, list(layers), 5, x), layers(x))
 
 

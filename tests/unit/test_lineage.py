@@ -61,8 +61,8 @@ def after(step: Callable[[Tensor, Tensor], Tensor]) -> Run:
     """Segments in a row; given what went into one and what came out, `step` gives what goes into the next."""
 
     def run(checkpoint: Checkpoint, blocks: list[nn.Module], x: Tensor) -> Tensor:
-        for each in blocks:
-            x = step(x, checkpoint(each, x))
+        for block in blocks:
+            x = step(x, checkpoint(block, x))
         return x
 
     return run
@@ -78,16 +78,16 @@ def shared(checkpoint: Checkpoint, blocks: list[nn.Module], x: Tensor) -> Tensor
 def state(checkpoint: Checkpoint, blocks: list[nn.Module], x: Tensor) -> Tensor:
     """Segments that hand on two tensors."""
     c = x * 2
-    for each in blocks:
-        x, c = checkpoint(lambda x, c, each=each: (each(x) + c, c * 0.5 + x), x, c)
+    for block in blocks:
+        x, c = checkpoint(lambda x, c, block=block: (block(x) + c, c * 0.5 + x), x, c)
     return x + c
 
 
 def captured(checkpoint: Checkpoint, blocks: list[nn.Module], x: Tensor) -> Tensor:
     """A segment takes another's output by closure."""
     x = x.sin()
-    for each in blocks:
-        x = checkpoint(lambda each=each, x=x: each(x))
+    for block in blocks:
+        x = checkpoint(lambda block=block, x=x: block(x))
     return x
 
 
@@ -123,7 +123,7 @@ each_way = pytest.mark.parametrize(
 
 def kept(loopback: Loopback) -> list[int]:
     """How many copies each segment holds."""
-    return [sum(s.is_copy and s.kept_value is not None for s in each.sources) for each in loopback.recordings]
+    return [sum(s.is_copy and s.kept_value is not None for s in recording.sources) for recording in loopback.recordings]
 
 
 def check_kept(loopback: Loopback, returns: str, is_lost: bool, run: Run, expected: list[int]) -> None:
@@ -151,8 +151,8 @@ def inside(function: Callable[[nn.Module, Tensor], Tensor]) -> Run:
     """Segments in a row of a function that calls a block."""
 
     def run(checkpoint: Checkpoint, blocks: list[nn.Module], x: Tensor) -> Tensor:
-        for each in blocks:
-            x = checkpoint(partial(function, each), x)
+        for block in blocks:
+            x = checkpoint(partial(function, block), x)
         return x
 
     return run
@@ -161,8 +161,8 @@ def inside(function: Callable[[nn.Module, Tensor], Tensor]) -> Run:
 def parts(checkpoint: Checkpoint, blocks: list[nn.Module], x: Tensor) -> Tensor:
     """Segments whose outputs share memory."""
     pair = x.chunk(2)
-    for each in blocks:
-        pair = checkpoint(lambda a, b, each=each: each(torch.cat([a, b])).chunk(2), *pair)
+    for block in blocks:
+        pair = checkpoint(lambda a, b, block=block: block(torch.cat([a, b])).chunk(2), *pair)
     return torch.cat(pair)
 
 
@@ -188,8 +188,8 @@ def counter(block: nn.Module, x: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
 def counted(checkpoint: Checkpoint, blocks: list[nn.Module], x: Tensor) -> Tensor:
     """Segments that hand on a tensor which no op wrote."""
     c = torch.zeros(WIDTH, requires_grad=True)
-    for each in blocks:
-        x, c = checkpoint(partial(counter, each), x, c)
+    for block in blocks:
+        x, c = checkpoint(partial(counter, block), x, c)
     return x + c
 
 

@@ -32,15 +32,15 @@ class Answer:
     def future(self, request: Any, **_: Any) -> "Future[Any]":
         if not hasattr(request, "SerializeToString"):
             request = list(request)
-        found: Future[Any] = Future()
+        pending: Future[Any] = Future()
 
         def run() -> None:
             self.gate.wait()
             self.log.append(self.name)
-            found.set_result(self.answer(request) if callable(self.answer) else self.answer)
+            pending.set_result(self.answer(request) if callable(self.answer) else self.answer)
 
         threading.Thread(target=run).start()
-        return found
+        return pending
 
 
 def stored(sent: list[tensor_pb2.TensorBatch]) -> list[bytes]:
