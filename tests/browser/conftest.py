@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import pytest
@@ -41,9 +42,9 @@ def browser() -> Iterator[Browser]:
     """The machine's own Chromium."""
     assert chromium(), MISSING
     with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=chromium())
-        yield found
-        found.close()
+        launched = playwright.chromium.launch(executable_path=chromium())
+        yield launched
+        launched.close()
 
 
 @pytest.fixture
@@ -57,9 +58,9 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
         *,
         width: int = 1280,
         height: int = 900,
-        scheme: str = "light",
+        scheme: Literal["dark", "light"] = "light",
         may_be_refused: bool = False,
-        **options: object,
+        **options: Any,
     ) -> Page:
         context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme, **options)
         contexts.append(context)

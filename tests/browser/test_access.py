@@ -32,7 +32,7 @@ def test_a_keyboard_is_enough(trained_page: Page) -> None:
 
     walked = []
     for _ in range(120):
-        found = page.evaluate(
+        focused = page.evaluate(
             """() => {
               const node = document.activeElement;
               if (node === document.body) return null;
@@ -42,9 +42,9 @@ def test_a_keyboard_is_enough(trained_page: Page) -> None:
               return [section, isSeen || node.matches(".skip"), node.id || node.className || node.tagName];
             }"""
         )
-        if found is None:
+        if focused is None:
             break
-        walked.append(found)
+        walked.append(focused)
         page.keyboard.press("Tab")
     assert [name for section, is_seen, name in walked if not is_seen] == []
     order = [section for i, (section, _, _) in enumerate(walked) if i == 0 or walked[i - 1][0] != section]

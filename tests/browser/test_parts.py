@@ -3,14 +3,15 @@
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from urllib.parse import urlencode
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Position, expect
 
 from conftest import wait_until
-from support.pages import OpenPage, Training
+from support.pages import OpenPage, Training, box_of
 from support.shown import MINUS, NONE, in_bytes, in_ms, in_percent, three_digits
 
 pytestmark = pytest.mark.browser
@@ -35,12 +36,12 @@ def cells(page: Page, table: str) -> list[list[str]]:
     return [[squeezed(cell) for cell in row] for row in rows]
 
 
-def until_equal(shown: Callable[[], object], told: Callable[[], object]) -> None:
+def until_equal(shown: Callable[[], object], expected: Callable[[], object]) -> None:
     """Both are asked again until they agree: numbers may change in between."""
     last: list[object] = []
 
     def agree() -> bool:
-        last[:] = [shown(), told()]
+        last[:] = [shown(), expected()]
         return last[0] == last[1]
 
     try:
@@ -66,36 +67,36 @@ def test_live_numbers_move_while_a_demo_trains(training: Training, open_page: Op
 
 
 def test_the_headline(page: Page, trained: Training) -> None:
-    def told() -> list[str]:
-        found = trained.dashboard.api("overview")
-        added = found["added_ms_per_step"]
+    def headline() -> list[str]:
+        overview = trained.dashboard.api("overview")
+        added = overview["added_ms_per_step"]
         if added is None:  # no step has ended for a minute
             cost = f"{NONE} last known"
         else:
-            parts = [found[f"{part}_ms_per_step"] for part in ("wait", "overhead", "spared")]
+            parts = [overview[f"{part}_ms_per_step"] for part in ("wait", "overhead", "spared")]
             wait, own, spared = map(three_digits, parts)
             sign = "+" if added > 0 else ""
             cost = f"{sign}{three_digits(added)} ms wait {wait} + overhead {own} {MINUS} spared {spared} ms"
         return [
-            f"Workers healthy {found['healthy_workers']} of {found['workers']} all healthy",
-            f"Sessions {found['sessions']} open now",
-            f"Steps per second {three_digits(found['steps_per_s'])} /s all runs, last 30 s",
-            f"Memory saved {in_bytes(found['saved_bytes'])} peak {in_bytes(found['peak_saved_bytes'])}",
+            f"Workers healthy {overview['healthy_workers']} of {overview['workers']} all healthy",
+            f"Sessions {overview['sessions']} open now",
+            f"Steps per second {three_digits(overview['steps_per_s'])} /s all runs, last 30 s",
+            f"Memory saved {in_bytes(overview['saved_bytes'])} peak {in_bytes(overview['peak_saved_bytes'])}",
             f"Added per step {cost}",
-            f"Remote share {in_percent(found['remote_share'])} last 5 min",
-            f"Fallbacks {found['fallbacks']} last 5 min",
+            f"Remote share {in_percent(overview['remote_share'])} last 5 min",
+            f"Fallbacks {overview['fallbacks']} last 5 min",
         ]
 
     names = ["workers", "sessions", "rate", "saved", "added", "remote", "fallbacks"]
-    until_equal(lambda: [re.sub(r" \d+ \w+ ago$", "", tile(page, name)) for name in names], told)
+    until_equal(lambda: [re.sub(r" \d+ \w+ ago$", "", tile(page, name)) for name in names], headline)
 
 
 def test_alerts(page: Page, trained: Training) -> None:
-    def told() -> list[str]:
-        found = sorted(trained.dashboard.api("alerts"), key=lambda alert: (alert["severity"], alert["since_s"]))
-        return [alert["summary"] for alert in found[:3]]
+    def summaries() -> list[str]:
+        alerts = sorted(trained.dashboard.api("alerts"), key=lambda alert: (alert["severity"], alert["since_s"]))
+        return [alert["summary"] for alert in alerts[:3]]
 
-    until_equal(lambda: page.locator(".alert-summary").all_inner_texts(), told)
+    until_equal(lambda: page.locator(".alert-summary").all_inner_texts(), summaries)
 
 
 def test_memory(page: Page, trained: Training) -> None:
@@ -103,21 +104,22 @@ def test_memory(page: Page, trained: Training) -> None:
     for number, worker in enumerate(trained.workers):
         page.locator("#memory-of").select_option(f"worker {worker.address}")
 
-        def told(number: int = number) -> list[str]:
-            found = trained.dashboard.api("memory")["workers"][number]
+        def figures(number: int = number) -> list[str]:
+            history = trained.dashboard.api("memory")["workers"][number]
             fields = ["segment_bytes", "working_bytes", "result_bytes", "cached_bytes"]
             marks = {
-                kind: sum(m["count"] for m in found["marks"] if m["kind"] == kind) for kind in ("eviction", "refusal")
+                kind: sum(m["count"] for m in history["marks"] if m["kind"] == kind) for kind in ("eviction", "refusal")
             }
             return [
-                *[in_bytes(found[field][-1]) for field in fields],
-                in_bytes(found["budget_bytes"]),
+                *[in_bytes(history[field][-1]) for field in fields],
+                in_bytes(history["budget_bytes"]),
                 f"{marks['eviction']:,}",
                 f"{marks['refusal']:,}",
             ]
 
-        until_equal(lambda: page.locator("#memory-held .legend b").all_inner_texts(), told)
+        until_equal(lambda: page.locator("#memory-held .legend b").all_inner_texts(), figures)
     label = page.locator("#memory-held .plot").get_attribute("aria-label")
+    assert label is not None
     assert label.startswith(f"Held by worker {trained.workers[1].address}, last 10 min: now ")
 
     (run, *_) = trained.dashboard.api("memory")["runs"]
@@ -130,7 +132,7 @@ def test_memory(page: Page, trained: Training) -> None:
 def test_latency(page: Page, trained: Training) -> None:
     page.locator("#latency").scroll_into_view_if_needed()
 
-    def told() -> list[list[str]]:
+    def latency_rows() -> list[list[str]]:
         rpcs = trained.dashboard.api("latency")["rpcs"]
         return [
             [rpc["method"], f"{rpc['calls']:,}", f"{rpc['errors']:,}", *[in_ms(rpc[f"p{p}_ms"]) for p in (50, 90, 99)]]
@@ -141,7 +143,7 @@ def test_latency(page: Page, trained: Training) -> None:
     def shown() -> list[list[str]]:
         return [row for row in cells(page, "#rpcs") if row[0] in {"Backward", "Recompute", "SaveSegment", "PutTensors"}]
 
-    until_equal(shown, told)
+    until_equal(shown, latency_rows)
 
     page.locator("#rpcs tbody tr", has_text="Backward").click()
     expect(page.locator("#heat figcaption")).to_have_text("Duration of Backward calls")
@@ -158,26 +160,26 @@ def test_phases_of_steps(page: Page, trained: Training) -> None:
     for phases in trained.dashboard.api("latency")["phases"]:
         page.locator("#phases-run").select_option(phases["run"])
         expected = [in_ms(phases[f"{name}_ms"][-1]) for name in names]
-        until_equal(lambda: page.locator("#phases .legend b").all_inner_texts(), lambda expected=expected: expected)
+        until_equal(lambda: page.locator("#phases .legend b").all_inner_texts(), partial(list, expected))
 
 
 def test_timeline(page: Page, trained: Training) -> None:
     page.locator("#timeline").scroll_into_view_if_needed()
-    found = trained.dashboard.api("timeline")
+    timeline = trained.dashboard.api("timeline")
     expected = [
         [str(step["number"]), in_ms(step["duration_ms"]), in_percent(step["overlap"]), in_ms(step["wait_ms"])]
-        for step in found["steps"]
+        for step in timeline["steps"]
     ]
     until_equal(lambda: cells(page, "#steps"), lambda: expected)
 
     canvas = page.locator("#timeline-chart canvas")
-    first = min((span for span in found["spans"] if span["lane"] == "forward"), key=lambda span: span["start_ms"])
+    first = min((span for span in timeline["spans"] if span["lane"] == "forward"), key=lambda span: span["start_ms"])
     canvas.focus()
     page.keyboard.press("ArrowRight")
     expect(page.locator("#spoken")).to_contain_text(f"{first['segment']} forward")
     expect(page.locator("#timeline-pause")).to_have_attribute("aria-pressed", "true")
     page.keyboard.press("Enter")
-    call = found["calls"][first["call"]]
+    call = timeline["calls"][first["call"]]
     panel = page.locator("#call")
     expect(panel.locator("h3")).to_have_text(call["segment"])
     facts = dict(zip(panel.locator("dt").all_inner_texts(), panel.locator("dd").all_inner_texts(), strict=True))
@@ -185,8 +187,8 @@ def test_timeline(page: Page, trained: Training) -> None:
     assert facts["Decision"] == call["decision"]
     assert facts["Why"] == call["reason"]
     assert facts["Sent"] == in_bytes(call["up_bytes"])
-    for lane in {span["lane"] for span in found["spans"] if span["call"] == first["call"]}:
-        total = sum(s["duration_ms"] for s in found["spans"] if s["call"] == first["call"] and s["lane"] == lane)
+    for lane in {span["lane"] for span in timeline["spans"] if span["call"] == first["call"]}:
+        total = sum(s["duration_ms"] for s in timeline["spans"] if s["call"] == first["call"] and s["lane"] == lane)
         assert facts[lane.capitalize()] == in_ms(total)
     page.keyboard.press("Escape")
     expect(panel).to_be_hidden()
@@ -197,21 +199,21 @@ def test_a_click_on_a_bar_shows_its_segment(page: Page, trained: Training) -> No
     page.locator("#timeline-steps").select_option("1")
     expect(page.locator("#steps tbody tr")).to_have_count(1)
     canvas = page.locator("#timeline-chart canvas")
-    box = canvas.bounding_box()
-    found = trained.dashboard.api("timeline?steps=1")
-    span = max((s for s in found["spans"] if s["lane"] == "wait"), key=lambda s: s["duration_ms"])
-    middle = (span["start_ms"] + span["duration_ms"] / 2) / found["duration_ms"]
-    place = {"x": 106 + middle * (box["width"] - 116), "y": 22 + 26 + 9}  # the second lane
+    box = box_of(canvas)
+    timeline = trained.dashboard.api("timeline?steps=1")
+    span = max((s for s in timeline["spans"] if s["lane"] == "wait"), key=lambda s: s["duration_ms"])
+    middle = (span["start_ms"] + span["duration_ms"] / 2) / timeline["duration_ms"]
+    point: Position = {"x": 106 + middle * (box["width"] - 116), "y": 22 + 26 + 9}  # the second lane
     tip = page.locator("#tip")
 
     def is_told() -> bool:
         """Points there again: a chart that is drawn anew takes its tip away."""
         page.mouse.move(0, 0)
-        canvas.hover(position=place)
+        canvas.hover(position=point)
         return f"{span['segment']}\nwait: {in_ms(span['duration_ms'])}" in tip.inner_text()
 
     wait_until(is_told, "the bar is told of")
-    canvas.click(position=place)
+    canvas.click(position=point)
     expect(page.locator("#call h3")).to_have_text(span["segment"])
 
 
@@ -236,7 +238,7 @@ def test_an_exported_trace_opens_and_no_bars_of_a_lane_overlap(page: Page) -> No
 def test_segments(page: Page, trained: Training) -> None:
     page.locator("#segments").scroll_into_view_if_needed()
 
-    def told(**query: str) -> list[list[str]]:
+    def segment_rows(**query: str) -> list[list[str]]:
         return [
             [
                 f"{row['segment']} {row['run'][:8]}",
@@ -248,7 +250,7 @@ def test_segments(page: Page, trained: Training) -> None:
                 in_ms(row["wait_ms"]),
                 in_ms(row["overhead_ms"]),
                 row["decision"],
-                " ".join(dict.fromkeys([row["reason"], *[each["reason"] for each in row["reasons"]]])),
+                " ".join(dict.fromkeys([row["reason"], *[reason["reason"] for reason in row["reasons"]]])),
                 row["worker"],
                 *[f"{row[field]:,}" for field in ("fallbacks", "mismatches")],
                 "0",
@@ -262,8 +264,8 @@ def test_segments(page: Page, trained: Training) -> None:
         rows = cells(page, "#segments-table")
         return [[re.sub(r" [\d,]+ calls?, last \S+ \S+ ago", "", cell) for cell in row] for row in rows]
 
-    assert len(told()) == 12
-    until_equal(shown, told)
+    assert len(segment_rows()) == 12
+    until_equal(shown, segment_rows)
     expect(page.locator("#segments-count")).to_have_text(f"1{NONE}12 of 12")
 
     head = page.locator("#segments-table th", has_text="Received")
@@ -271,11 +273,12 @@ def test_segments(page: Page, trained: Training) -> None:
     expect(head).to_have_attribute("aria-sort", "ascending")
     head.locator("button").click()
     expect(head).to_have_attribute("aria-sort", "descending")
-    until_equal(shown, lambda: told(sort="down_bytes", descending="true"))
+    until_equal(shown, lambda: segment_rows(sort="down_bytes", descending="true"))
 
     page.locator("#segments-filter").fill("#3")
-    until_equal(shown, lambda: told(sort="down_bytes", descending="true", filter="#3"))
+    until_equal(shown, lambda: segment_rows(sort="down_bytes", descending="true", filter="#3"))
     link = page.locator("#segments-csv").get_attribute("href")
+    assert link is not None
     lines = trained.dashboard.get(link).text.splitlines()
     assert [line.split(",")[1] for line in lines[1:]] == ["Block #3"] * 2
 
@@ -336,7 +339,7 @@ def test_workers_and_sessions(page: Page, trained: Training) -> None:
 def test_runs(page: Page, trained: Training) -> None:
     page.locator("#runs").scroll_into_view_if_needed()
 
-    def told() -> list[list[str]]:
+    def run_rows() -> list[list[str]]:
         return [
             [
                 run["run"][:8],
@@ -353,7 +356,7 @@ def test_runs(page: Page, trained: Training) -> None:
             for run in trained.dashboard.api("runs")
         ]
 
-    until_equal(lambda: [[*row[1:4], *row[5:]] for row in cells(page, "#runs-table")], told)
+    until_equal(lambda: [[*row[1:4], *row[5:]] for row in cells(page, "#runs-table")], run_rows)
 
     runs = trained.dashboard.api("runs")
     shown = [(run["run"], trained.dashboard.api(f"runs/{run['run']}/steps")) for run in runs]

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import FloatRect, Page, expect
 
 from conftest import wait_until
-from support.pages import OpenPage, Training
+from support.pages import OpenPage, Training, box_of
 
 pytestmark = pytest.mark.browser
 
@@ -34,21 +34,22 @@ def settle(page: Page) -> None:
 
 
 def picture(page: Page, name: str, sections: list[str], *, with_bar: bool = False) -> None:
-    boxes = [page.locator(f"#{section}").bounding_box() for section in sections]
+    boxes = [box_of(page.locator(f"#{section}")) for section in sections]
     scroll = page.evaluate("scrollY")
     top = 0 if with_bar else min(box["y"] for box in boxes) + scroll - 16
     bottom = max(box["y"] + box["height"] for box in boxes) + scroll + 16
     path = PICTURES / f"{name}.png"
-    clip = {"x": 0, "y": top, "width": page.viewport_size["width"], "height": bottom - top}
+    assert page.viewport_size is not None
+    clip: FloatRect = {"x": 0, "y": top, "width": page.viewport_size["width"], "height": bottom - top}
     page.screenshot(path=path, full_page=True, clip=clip)
     assert path.stat().st_size < MOST_BYTES
 
 
 def test_overview_while_it_trains(training: Training, open_page: OpenPage) -> None:
-    def told() -> int:
+    def fewest_steps() -> int:
         return min((run["steps"] for run in training.dashboard.api("runs")), default=0)
 
-    wait_until(lambda: told() >= FULL_STEPS, "there is something to see", 90)
+    wait_until(lambda: fewest_steps() >= FULL_STEPS, "there is something to see", 90)
     for scheme in ("light", "dark"):
         page = open_page(training.dashboard.url, height=1000, scheme=scheme)
         expect(page.locator("#memory-held .plot canvas")).to_be_visible()

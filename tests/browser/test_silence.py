@@ -12,7 +12,7 @@ from playwright.sync_api import Page, expect
 from conftest import wait_until
 from support import reporting
 from support.dashboards import Dashboard
-from support.pages import SECTIONS, OpenPage, Training, broken_rules
+from support.pages import SECTIONS, OpenPage, Training, box_of, broken_rules
 from support.processes import WorkerProcess
 from support.reporting import FakeWorker
 from support.shown import NONE
@@ -24,15 +24,15 @@ NO_STORE = ("--store", ":memory:")
 @pytest.fixture
 def dashboard() -> Iterator[Dashboard]:
     """Over a worker that tells nothing of interest; it may be stopped."""
-    with FakeWorker() as worker, Dashboard(worker.address, options=NO_STORE) as found:
-        yield found
+    with FakeWorker() as worker, Dashboard(worker.address, options=NO_STORE) as opened:
+        yield opened
 
 
 @pytest.fixture
 def own_dashboard(own_worker: WorkerProcess) -> Iterator[Dashboard]:
     """Over a worker that may be killed."""
-    with Dashboard(own_worker.address, options=NO_STORE) as found:
-        yield found
+    with Dashboard(own_worker.address, options=NO_STORE) as opened:
+        yield opened
 
 
 def test_a_killed_worker_turns_red_within_three_seconds(
@@ -121,8 +121,8 @@ def test_an_empty_dashboard_says_why_it_is_empty_and_what_to_do(open_page: OpenP
         ):
             expect(page.locator(part)).to_be_visible()
             assert len(page.locator(part).inner_text()) > 40
-            card = page.locator(part).locator("xpath=ancestor::section").bounding_box()
-            box = page.locator(part).bounding_box()
+            card = box_of(page.locator(part).locator("xpath=ancestor::section"))
+            box = box_of(page.locator(part))
             assert card["y"] < box["y"] < box["y"] + box["height"] < card["y"] + card["height"], part
         for name in ("sessions", "rate", "saved", "added", "remote", "fallbacks"):
             expect(page.locator(f"[data-tile={name}] .figure")).to_have_text(NONE)

@@ -128,8 +128,8 @@ def test_each_container_has_the_tokens_it_needs_for_its_own_eyes(stack: Stack) -
 def test_tokens_stay_out_of_logs_and_arguments(stack: Stack, token: str) -> None:
     secrets = [token, stack.execute("worker-1", "cat", WORKER_TOKEN).strip()]
     assert len(set(secrets)) == 2
-    told = stack.logs() + "".join(stack.execute(service, "cat", "/proc/1/cmdline") for service in SERVING)
-    assert [secret for secret in secrets if secret in told] == []
+    output = stack.logs() + "".join(stack.execute(service, "cat", "/proc/1/cmdline") for service in SERVING)
+    assert [secret for secret in secrets if secret in output] == []
 
 
 def test_tokens_and_history_outlive_a_restart(stack: Stack, token: str) -> None:

@@ -68,14 +68,14 @@ def _said_of_fields() -> dict[str, str]:
     """The docstring under each field."""
     (definition,) = ast.parse(getsource(Config)).body
     assert isinstance(definition, ast.ClassDef)
-    found, name = {}, ""
+    texts, name = {}, ""
     for node in definition.body:
         match node:
             case ast.AnnAssign(target=ast.Name(id=name)):
                 pass
             case ast.Expr(value=ast.Constant(value=str(text))) if name:
-                found[name] = " ".join(text.split())
-    return found
+                texts[name] = " ".join(text.split())
+    return texts
 
 
 def _of_command(name: str, command: argparse.ArgumentParser) -> str:

@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
+import grpc
 import torch
 
 from backhaul_server.worker.engine.worker import Worker
@@ -28,11 +29,12 @@ class Recorder:
 
 async def methods_of_a_worker() -> set[str]:
     """All that a worker's server answers to, reflection included."""
-    server, worker = Recorder(), Worker(torch.device("cpu"), 1 << 20, 30.0)
+    recorder, worker = Recorder(), Worker(torch.device("cpu"), 1 << 20, 30.0)
+    server = cast(grpc.aio.Server, recorder)
     add_services(server, worker)
     Health(server, reflects=True)
     await worker.close()
-    return server.methods
+    return recorder.methods
 
 
 def test_each_method_has_an_entry_and_there_are_no_others() -> None:

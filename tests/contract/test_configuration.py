@@ -15,7 +15,7 @@ def test_the_page_is_what_make_docs_writes() -> None:
 def test_each_setting_has_one_row_and_says_what_it_does() -> None:
     rows = [line.strip("| ").split(" | ") for line in page().splitlines() if line.startswith("| `")]
     variables = [re.findall(r"`(BACKHAUL_\w+)`", " ".join(row[:2])) for row in rows]
-    named = [variable for found in variables for variable in found]
+    named = [variable for group in variables for variable in group]
     assert sorted(named) == sorted([*variables_of_sessions(), *variables_of_commands()])
     assert all(len(row) > 2 and len(row[-1]) > 10 for row in rows)
 

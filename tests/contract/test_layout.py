@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from importlib import import_module
 from pathlib import Path
 
@@ -29,14 +30,14 @@ PUBLIC = ["backhaul", "backhaul_runtime.errors"]
 
 def imported(path: Path) -> set[str]:
     """Top-level names of what a file imports, anywhere in it."""
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports relatively"
-            found.add((node.module or "").split(".")[0])
-    return found
+            names.add((node.module or "").split(".")[0])
+    return names
 
 
 def test_imports_run_one_way() -> None:
@@ -46,6 +47,11 @@ def test_imports_run_one_way() -> None:
         if (forbidden := imported(path) & set(PACKAGES) - MAY_IMPORT[package])
     }
     assert offenders == {}
+
+
+def test_mypy_checks_every_folder_of_tests() -> None:
+    checked = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["packages"]
+    assert {path.parent.name for path in (ROOT / "tests").glob("*/*.py")} == set(checked) - set(PACKAGES)
 
 
 def test_the_runtime_knows_no_server_and_the_proto_no_torch() -> None:
@@ -71,8 +77,8 @@ def test_public_names_are_sorted_and_there(name: str) -> None:
     module = import_module(name)
     assert module.__all__ == sorted(module.__all__)
     for public in module.__all__:
-        found = getattr(module, public)
-        assert found.__doc__ or found.__module__ == "torch.utils.checkpoint", public
+        member = getattr(module, public)
+        assert member.__doc__ or member.__module__ == "torch.utils.checkpoint", public
     assert set(dir(module)) >= set(module.__all__)
 
 
@@ -84,8 +90,8 @@ def test_private_modules_of_the_client_are_named_so() -> None:
 def modules_after(code: str) -> set[str]:
     """Top-level modules loaded after running some code in a fresh interpreter."""
     script = f"import sys\n{code}\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    return set(found.stdout.splitlines()[-1].split())
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(process.stdout.splitlines()[-1].split())
 
 
 HELP = "from contextlib import suppress\nfrom backhaul._cli.main import main\nwith suppress(SystemExit):\n    main({})"

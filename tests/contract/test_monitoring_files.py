@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from backhaul_server.dashboard.metrics.alerts import ALERTS
+from backhaul_server.dashboard.metrics.alerts import ALERTS, AlertRule
 from backhaul_server.dashboard.metrics.definitions import METRICS
 from backhaul_server.monitoring import prometheus
 from backhaul_server.monitoring.files import PAGE, files
@@ -84,26 +84,26 @@ def test_grafana_gets_what_it_needs() -> None:
 
 def test_panels_fill_the_grid_without_overlap() -> None:
     places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
-    for place in places:
-        assert place["x"] >= 0 and place["w"] > 0 and place["x"] + place["w"] <= 24
+    for position in places:
+        assert position["x"] >= 0 and position["w"] > 0 and position["x"] + position["w"] <= 24
     for one, other in combinations(places, 2):
         is_beside = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
         is_above = one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]
         assert is_beside or is_above, f"{one} and {other}"
-    lines = {place["y"]: sum(p["w"] for p in places if p["y"] == place["y"]) for place in places}
+    lines = {position["y"]: sum(p["w"] for p in places if p["y"] == position["y"]) for position in places}
     assert set(lines.values()) == {24}
 
 
 def test_what_is_provisioned_fits_together() -> None:
     source = (ROOT / "deploy/grafana/provisioning/datasources/backhaul.yml").read_text()
     assert "type: prometheus" in source
-    assert (
-        re.search(r"scrape_interval: (\w+)", prometheus.CONFIGURATION)[1] in source
-    )  # what $__rate_interval counts by
+    interval = re.search(r"scrape_interval: (\w+)", prometheus.CONFIGURATION)
+    assert interval is not None
+    assert interval[1] in source  # what $__rate_interval counts by
 
 
 @pytest.mark.parametrize("text", prometheus.RULES, ids=lambda text: text.name)
-def test_an_alert_says_what_to_do_and_is_played_through(text: prometheus.AlertRule) -> None:
+def test_an_alert_says_what_to_do_and_is_played_through(text: AlertRule) -> None:
     page = (ROOT / PAGE).read_text()
     played = re.findall(
         r"^  - name: (\w+) (fires|does not fire)", (ROOT / "tests/monitoring/alerts.test.yml").read_text(), re.M

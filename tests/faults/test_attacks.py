@@ -19,6 +19,7 @@ from backhaul_server.worker.engine.stored_values import ReadProgram, is_same
 from backhaul_server.worker.limits import UNNAMED_STREAMS
 from conftest import QUIET_S, wait_until
 from support.attacks import ATTACKS, reports
+from support.bits import grad_of
 from support.fuzz import Fuzzer
 from support.hostile import MIB, OPTIONS, Hostile, Memory, Stalled, chain
 from support.processes import WorkerProcess
@@ -36,7 +37,7 @@ def gradients(session: "backhaul.Session | None") -> list[torch.Tensor]:
         x = torch.randn(4, 8, requires_grad=True)
         y = model(x) if session is None else session.checkpoint(model, x, returns="gradients")
         y.square().sum().backward()
-    return [parameter.grad for parameter in model.parameters()]
+    return [grad_of(parameter) for parameter in model.parameters()]
 
 
 def check_honest(worker: WorkerProcess) -> None:
@@ -49,7 +50,7 @@ def check_honest(worker: WorkerProcess) -> None:
 
 
 @pytest.fixture(scope="module")
-def victim() -> WorkerProcess:
+def victim() -> Iterator[WorkerProcess]:
     """A worker with a small budget, on which nothing has run but one segment."""
     with WorkerProcess("--memory", f"{BUDGET_BYTES}B", "--lease", "20") as process:
         check_honest(process)
@@ -118,7 +119,7 @@ def test_a_session_names_only_what_it_has_sent_or_been_sent(victim: WorkerProces
         )
         assert list(answer.missing_tensors) == [address]  # as it is said of one that nobody has
         fetch = segment_pb2.FetchSourcesRequest(session=thief.session, addresses=[address])
-        assert [list(found.tensors.chunks) for found in thief.segments.FetchSources(fetch, timeout=60)] == [[]]
+        assert [list(fetched.tensors.chunks) for fetched in thief.segments.FetchSources(fetch, timeout=60)] == [[]]
         assert list(owner.recompute(1))[-1].tensors.chunks[0].data != b""  # what it superseded was not its own
         before = victim.telemetry().memory
         thief.ready(program, torch.tensor([3.0, 1.0, 4.0, 1.0]))
@@ -150,16 +151,16 @@ def test_streams_that_name_no_session_are_bounded(victim: WorkerProcess) -> None
         yield from ()
 
     with ExitStack() as opened:
-        found = []
+        calls = []
         for _ in range(3):  # of one connection gRPC takes 32
             client = opened.enter_context(Hostile(victim.address))
-            found += [client.segments.ShortSaves(nothing()) for _ in range(30)]
+            calls += [client.segments.ShortSaves(nothing()) for _ in range(30)]
         opened.callback(ended.set)
 
         def refused() -> list[Any]:
-            return [call for call in found if call.done()]
+            return [call for call in calls if call.done()]
 
-        wait_until(lambda: len(refused()) == len(found) - UNNAMED_STREAMS.most, "what is too much is refused")
+        wait_until(lambda: len(refused()) == len(calls) - UNNAMED_STREAMS.most, "what is too much is refused")
         assert all(isinstance(error_of(call), LimitError) for call in refused())
 
 

@@ -102,7 +102,7 @@ def asked(channel: grpc.Channel, path: str, metadata: Metadata) -> grpc.Call:
     return caught.value
 
 
-def kind_of(call: grpc.Call) -> str:
+def kind_of(call: Any) -> str:
     error = from_bytes(dict(call.trailing_metadata() or ()).get(ERROR_METADATA_KEY, b""))
     return "" if error is None else type(error).__name__
 
@@ -134,7 +134,8 @@ def test_denials_are_logged_but_not_each(token_file: Path) -> None:
 
 @pytest.mark.parametrize("path", [path for path, method in METHODS.items() if not method.client_streaming])
 def test_a_request_that_shows_it_gets_to_the_service(path: str, channel: grpc.Channel, token: str) -> None:
-    call = channel.unary_stream(path)(sealed([]), timeout=60, metadata=(("authorization", f"Bearer {token}"),))
+    ask: Any = channel.unary_stream(path)
+    call = ask(sealed([]), timeout=60, metadata=(("authorization", f"Bearer {token}"),))
     try:
         list(call)
     except grpc.RpcError:  # an empty request is refused as such
@@ -144,7 +145,8 @@ def test_a_request_that_shows_it_gets_to_the_service(path: str, channel: grpc.Ch
 
 @pytest.mark.parametrize("path", [REFLECTION, "/no.such.Service/Method"])
 def test_there_is_no_reflection_for_anybody(path: str, channel: grpc.Channel, token: str) -> None:
-    call = channel.stream_stream(path)(iter([]), timeout=60, metadata=(("authorization", f"Bearer {token}"),))
+    ask: Any = channel.stream_stream(path)
+    call = ask(iter([]), timeout=60, metadata=(("authorization", f"Bearer {token}"),))
     with pytest.raises(grpc.RpcError) as caught:
         list(call)
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
@@ -152,7 +154,8 @@ def test_there_is_no_reflection_for_anybody(path: str, channel: grpc.Channel, to
 
 @pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer wrong"),)])
 def test_probes_need_no_token(metadata: Metadata, channel: grpc.Channel) -> None:
-    health, serving = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckResponse.SERVING
+    health: Any = health_pb2_grpc.HealthStub(channel)
+    serving = health_pb2.HealthCheckResponse.SERVING
     assert health.Check(health_pb2.HealthCheckRequest(), timeout=60, metadata=metadata).status == serving
     watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=60, metadata=metadata)
     assert next(watch).status == serving
@@ -160,7 +163,8 @@ def test_probes_need_no_token(metadata: Metadata, channel: grpc.Channel) -> None
 
 
 def test_probes_with_long_names_are_ended(channel: grpc.Channel) -> None:
-    health, request = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest(service="a" * 300)
+    health: Any = health_pb2_grpc.HealthStub(channel)
+    request = health_pb2.HealthCheckRequest(service="a" * 300)
     for call in (lambda: health.Check(request, timeout=60), lambda: next(health.Watch(request, timeout=60))):
         with pytest.raises(grpc.RpcError) as caught:
             call()
@@ -169,7 +173,8 @@ def test_probes_with_long_names_are_ended(channel: grpc.Channel) -> None:
 
 def test_who_is_denied_learns_of_no_session(guarded: WorkerProcess, channel: grpc.Channel, token: str) -> None:
     request = serialize(session_pb2.KeepSessionRequest(session="guessed"))
-    ask = partial(channel.unary_unary("/backhaul_proto.v1.SessionService/KeepSession"), request, timeout=60)
+    keep: Any = channel.unary_unary("/backhaul_proto.v1.SessionService/KeepSession")
+    ask = partial(keep, request, timeout=60)
     for metadata, kind in (((), "CredentialError"), (shown("twice", token)[:1], "SessionUnknownError")):
         with pytest.raises(grpc.RpcError) as caught:
             ask(metadata=metadata)

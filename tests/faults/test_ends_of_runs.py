@@ -1,6 +1,7 @@
 """The ends of a long run: the end of its session, its deadline, and for a single op the end of the process."""
 
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 import pytest
@@ -12,6 +13,7 @@ from backhaul._worker_client.deadlines import error_of
 from backhaul_proto.v1 import segment_pb2, session_pb2
 from backhaul_runtime.program.program import Node, SourceRef
 from conftest import QUIET_S, wait_until
+from support.bits import grad_of
 from support.hostile import Hostile, of_nodes
 from support.processes import WorkerProcess
 
@@ -23,7 +25,7 @@ ENDLESS = of_nodes(Node("aten.cdist.default", (X, X, 1.5, None), (), 0, (4 * 2_0
 """An op on 2,048 rows of 8,192 numbers, which takes minutes."""
 
 
-def start(client: Hostile) -> "grpc.Future":
+def start(client: Hostile) -> Any:
     """Requests a long run, and returns when it has begun."""
     client.ready(LONG, torch.rand(64, 8_192))
     call = client.recompute(1, positions=())
@@ -36,11 +38,11 @@ def step(session: backhaul.Session) -> backhaul.Report:
     """Trains a little. The segments may run on the worker or on the trainer."""
     x = torch.randn(3, requires_grad=True)
     session.checkpoint(torch.sin, x, returns="gradients").sum().backward()
-    assert torch.equal(x.grad, x.detach().cos())
+    assert torch.equal(grad_of(x), x.detach().cos())
     return session.report()
 
 
-def error_from(call: "grpc.Future") -> backhaul.BackhaulError:
+def error_from(call: Any) -> backhaul.BackhaulError:
     with pytest.raises(grpc.RpcError) as caught:
         list(call)
     return error_of(caught.value)

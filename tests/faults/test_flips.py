@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Container, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from backhaul import BackhaulError, ConnectError, Session
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.tensors.digest import address_of
 from conftest import QUIET_S, RETURNS
-from support.bits import Checkpoint, differing, plainly
+from support.bits import Checkpoint, differing, grad_of, plainly
 from support.flips import Flips, Kind, on_every_channel
 from support.processes import WorkerProcess
 
@@ -60,7 +61,7 @@ class Steps:
         collects: It accumulates gradients on the worker.
     """
 
-    def __init__(self, session: Session, *, collects: bool = False, **options: str) -> None:
+    def __init__(self, session: Session, *, collects: bool = False, **options: Any) -> None:
         self.session = session
         self.checkpoint = partial(session.checkpoint, **options)
         self.net = Net()
@@ -77,10 +78,10 @@ class Steps:
         expected = self.gradients(plainly, factor)
         before = self.session.report().fallbacks
         try:
-            found = self.gradients(self.checkpoint, factor)
+            ours = self.gradients(self.checkpoint, factor)
         except BackhaulError as error:
             return type(error).__name__
-        assert differing(found, expected) == []
+        assert differing(ours, expected) == []
         self.session._deliver(telemetry_pb2.TrainerReport())
         return "the trainer" if self.session.report().fallbacks > before else "the worker"
 
@@ -92,7 +93,7 @@ class Steps:
             tensor.grad = None
         y.backward()
         self.session.collect()
-        return [tensor.grad for tensor in self.inputs]
+        return [grad_of(tensor) for tensor in self.inputs]
 
 
 def flipped(flips: Flips, step: Callable[[], str], count: int, at_once: int, methods: Container[str] = ALL) -> Outcomes:
@@ -156,15 +157,15 @@ def while_fetching(worker: WorkerProcess, flips: Flips, count: int) -> Iterator[
     ):
         xs = [torch.randn(size, requires_grad=True) for size in (4, 1 << 19)]
         held = [session.checkpoint(torch.sin, x) for x in xs]
-        (worker,) = session._workers
-        while any(worker.uploader.holder_of(address_of(x)) is None for x in xs):
+        (handle,) = session._workers
+        while any(handle.uploader.holder_of(address_of(x)) is None for x in xs):
             session.checkpoint(torch.sin, torch.randn(3, requires_grad=True)).sum().backward()
 
         def step() -> str:
-            found = [session._fetch(address_of(x)) for x in xs]
-            worker._failed = None
-            assert all(f is None or torch.equal(f, x) for f, x in zip(found, xs, strict=True))
-            return "the trainer" if None in found else "the worker"
+            fetched = [session._fetch(address_of(x)) for x in xs]
+            handle._failed = None
+            assert all(f is None or torch.equal(f, x) for f, x in zip(fetched, xs, strict=True))
+            return "the trainer" if None in fetched else "the worker"
 
         yield flipped(flips, step, count, 1, {"FetchSources", "region"})
         del held
@@ -178,13 +179,13 @@ def flip_everywhere(
     """
     flips, logged, outcomes = Flips(random.Random(0)), len(worker.logged()), Outcomes()
     with caplog.at_level(logging.WARNING):
-        for found in itertools.chain(
+        for counts in itertools.chain(
             while_training(worker, flips, count, at_once),
             while_accumulating(worker, flips, count // 8, at_once),
             while_connecting(worker, flips, count // 16),
             while_fetching(worker, flips, count // 16),
         ):
-            outcomes += found
+            outcomes += counts
     unnamed = [record for record in caplog.records if record.levelno >= logging.ERROR or record.exc_info]
     assert unnamed == []  # neither of ours nor of gRPC's
     assert "A request failed" not in worker.logged()[logged:]
@@ -194,8 +195,8 @@ def flip_everywhere(
 @pytest.mark.slow
 def test_no_flipped_bit_changes_a_gradient(caplog: pytest.LogCaptureFixture) -> None:
     with WorkerProcess("--memory", "2GiB") as worker:
-        found, outcomes = flip_everywhere(worker, 192, AT_ONCE, caplog)
-    assert found.keys() == set(itertools.product(("up", "down"), ALL))
+        flip_counts, outcomes = flip_everywhere(worker, 192, AT_ONCE, caplog)
+    assert flip_counts.keys() == set(itertools.product(("up", "down"), ALL))
     assert outcomes["the worker"] > outcomes.total() / 3  # about half: a step with a flip often ends on the trainer
 
 
@@ -203,8 +204,8 @@ def test_no_flipped_bit_changes_a_gradient(caplog: pytest.LogCaptureFixture) -> 
 @pytest.mark.timeout(7200)
 def test_ten_thousand_flipped_bits(caplog: pytest.LogCaptureFixture) -> None:
     with WorkerProcess("--memory", "3GiB") as worker:
-        found, outcomes = flip_everywhere(worker, 8_000, 1, caplog)
-    assert found.total() >= 10_000
-    for (direction, method), count in sorted(found.items()):
+        flip_counts, outcomes = flip_everywhere(worker, 8_000, 1, caplog)
+    assert flip_counts.total() >= 10_000
+    for (direction, method), count in sorted(flip_counts.items()):
         print(direction, method, count)  # noqa: T201  shown by -s
     print(dict(outcomes))  # noqa: T201  likewise

@@ -18,7 +18,7 @@ from support.bits import differing, plainly
 from support.flips import on_every_channel
 from support.processes import WorkerProcess
 
-ANSWERS = {
+ANSWERS: dict[str, type[Message]] = {
     "Backward": segment_pb2.BackwardResponse,
     "ShortBackwards": segment_pb2.BackwardResponse,
     "Ahead": segment_pb2.AheadResponse,

@@ -222,9 +222,9 @@ def test_no_program_changes_what_is_stored(nodes: tuple[Node, ...], attacker: Wi
     error = attack(attacker, nodes)
     assert isinstance(error, ProgramError), repr(error)
     assert "does not declare as written" in error.message or "a source" in error.message
-    found = torch.autograd.grad(y.sum(), [x, *factors])
+    ours = torch.autograd.grad(y.sum(), [x, *factors])
     expected = torch.autograd.grad((x * factors[0] * factors[1] + factors[2]).sin().sum(), [x, *factors])
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, ours, expected))
 
 
 @pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES.keys())

@@ -16,11 +16,11 @@ APP = create_app([parse_address("127.0.0.1:1")], token=TOKEN)  # it asks nobody 
 
 def paths(routes: list[BaseRoute]) -> list[str]:
     """Every path the dashboard answers to. A kind of route this does not know fails."""
-    found = []
+    route_paths = []
     for route in routes:
         assert isinstance(route, Route | Mount), route
-        found.append(route.path if isinstance(route, Route) else f"{route.path}/x")
-    return [path.replace("{run}", "some-run") for path in found]
+        route_paths.append(route.path if isinstance(route, Route) else f"{route.path}/x")
+    return [path.replace("{run}", "some-run") for path in route_paths]
 
 
 GUARDED = [path for path in paths(APP.routes) if path not in OPEN and not path.startswith("/static/")]

@@ -2,12 +2,14 @@
 
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import grpc
 import pytest
 import torch
 from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 import backhaul
@@ -30,6 +32,7 @@ from backhaul_runtime.wire.protocol import PROTOCOL_VERSION
 from backhaul_runtime.wire.splicing import TensorMessage
 from backhaul_runtime.wire.tensor_stream import OutgoingTensor, TensorReceiver
 from conftest import QUIET_S, wait_until
+from support.bits import grad_of
 from support.processes import WorkerProcess
 from support.proxy import SlowProxy
 from support.wire import METHODS, Services, plain
@@ -64,22 +67,22 @@ class Wire:
         self.last_program = address
         self.put(*batches([outgoing(x)]))
         key = segment_pb2.OperationKey(session=self.session, segment=number, backward=1)
-        request = segment_pb2.SaveSegmentRequest(key=key, program=address, sources=[address_of(x)])
-        answer = self.segments.SaveSegment(request, timeout=60)
+        saved = segment_pb2.SaveSegmentRequest(key=key, program=address, sources=[address_of(x)])
+        answer = self.segments.SaveSegment(saved, timeout=60)
         assert not answer.program_missing
         assert not answer.missing_tensors
         return key
 
 
 @pytest.fixture
-def wire(worker: WorkerProcess) -> Wire:
+def wire(worker: WorkerProcess) -> Iterator[Wire]:
     wire = Wire(worker.address)
     yield wire
     wire.close()
     wire.channel.close()
 
 
-def refused(call: object, *args: object, **kwargs: object) -> backhaul.BackhaulError:
+def refused(call: Callable[..., object], *args: Any, **kwargs: Any) -> backhaul.BackhaulError:
     with pytest.raises(grpc.RpcError) as caught:
         call(*args, **kwargs)
     return error_of(caught.value)
@@ -162,13 +165,14 @@ def test_sessions_can_not_be_guessed(session: str, wire: Wire) -> None:
     ):
         assert isinstance(refused(call, request, timeout=60), SessionUnknownError)
     assert isinstance(refused(wire.put, batch, session=session), SessionUnknownError)
-    for call, request in (
+    streams: list[tuple[Any, Message]] = [
         (wire.segments.Backward, segment_pb2.BackwardRequest(key=key)),
         (wire.segments.Recompute, segment_pb2.RecomputeRequest(key=key)),
         (wire.segments.CollectGradients, segment_pb2.CollectGradientsRequest(session=session)),
         (wire.segments.FetchSources, segment_pb2.FetchSourcesRequest(session=session)),
-    ):
-        assert isinstance(refused(lambda c=call, r=request: next(c(r, timeout=60))), SessionUnknownError)
+    ]
+    for stream, asked in streams:
+        assert isinstance(refused(lambda s=stream, a=asked: next(s(a, timeout=60))), SessionUnknownError)
 
 
 def test_a_save_on_a_stream_says_what_it_took_and_goes_on(wire: Wire, worker: WorkerProcess) -> None:
@@ -287,7 +291,7 @@ def test_a_run_that_does_not_end_holds_nobody_up(own_worker: WorkerProcess) -> N
         started = time.monotonic()
         x = torch.randn(3, requires_grad=True)
         session.checkpoint(torch.sin, x, returns="gradients").sum().backward()
-        assert torch.equal(x.grad, x.detach().cos())
+        assert torch.equal(grad_of(x), x.detach().cos())
         assert session.report().fallbacks + session.report().remote == 1
         assert time.monotonic() - started < 10  # bounds the wait, not the speed of the machine
     hogged.cancel()
@@ -350,7 +354,8 @@ def test_what_is_being_fetched_is_held_until_then_and_counts_as_an_answer(own_wo
     assert own_worker.telemetry().memory.segment_bytes >= x.nbytes
     for message in answers.pop():
         receivers[-1].add(message.tensors)
-    assert torch.equal(*receivers[-1].tensors(), x)
+    (fetched,) = receivers[-1].tensors()
+    assert torch.equal(fetched, x)
     for answer in answers:
         answer.cancel()
     wait_until(lambda: own_worker.telemetry().memory.segment_bytes == 0, "it is let go")
@@ -359,13 +364,16 @@ def test_what_is_being_fetched_is_held_until_then_and_counts_as_an_answer(own_wo
 
 
 def test_an_answer_that_takes_longer_than_its_deadline_is_given_up() -> None:
-    class Call(list):
+    class Call(list[Any]):
         def cancel(self) -> None:
             pass
 
-    messages = [segment_pb2.FetchSourcesResponse(result={}), segment_pb2.FetchSourcesResponse()]
+    messages = [
+        segment_pb2.FetchSourcesResponse(result=segment_pb2.FetchSourcesResult()),
+        segment_pb2.FetchSourcesResponse(),
+    ]
     answer = Call(TensorMessage(message, None, 0) for message in messages)
-    stream = AnswerStream(lambda *_, **__: answer, segment_pb2.FetchSourcesRequest(), 0.0, QUIET_S)
+    stream: AnswerStream[Any] = AnswerStream(lambda *_, **__: answer, segment_pb2.FetchSourcesRequest(), 0.0, QUIET_S)
     stream.result()
     with pytest.raises(WorkerLostError, match="takes too long to send"):
         stream.rest(time.monotonic())
@@ -412,15 +420,15 @@ def test_what_comes_ahead_ends_with_its_session_and_with_another_that_asks(wire:
 def test_half_an_upload_is_not_waited_for_longer_than_a_lease() -> None:
     def halted() -> Iterator[tensor_pb2.PutTensorsRequest]:
         first, *_ = batches([outgoing(torch.randn(1 << 20))])
-        yield tensor_pb2.PutTensorsRequest(session=wire.session, tensors=first)
+        yield tensor_pb2.PutTensorsRequest(session=client.session, tensors=first)
         time.sleep(4)
 
     with WorkerProcess("--lease", "1") as worker:
-        wire = Wire(worker.address)
-        error = refused(wire.tensors.PutTensors, halted(), timeout=60)
+        client = Wire(worker.address)
+        error = refused(client.tensors.PutTensors, halted(), timeout=60)
         assert isinstance(error, TransferError | SessionUnknownError)
         assert worker.telemetry().memory.cached_bytes == 0
-        wire.channel.close()
+        client.channel.close()
 
 
 def test_nothing_is_held_once_everybody_has_left(own_worker: WorkerProcess) -> None:

@@ -18,7 +18,7 @@ from backhaul._backward import lineage
 from backhaul._backward.local_recompute import outputs_here
 from conftest import QUIET_S, wait_until
 from numerics.cases import blocks, inputs
-from support.bits import differing, plainly, train
+from support.bits import differing, grad_of, plainly, train
 from support.processes import WorkerProcess
 
 LAYERS = 6
@@ -65,9 +65,9 @@ def train_through(
     steps = partial(train, build=layers, optimizer=partial(torch.optim.AdamW, lr=1e-2), steps=3)
     expected = steps(plainly, run=step)
     checkpoint = partial(session.checkpoint, returns=returns, durability=durability)
-    found = steps(checkpoint, run=partial(step, happen=happen, at=at))
+    ours = steps(checkpoint, run=partial(step, happen=happen, at=at))
     assert passed == 3
-    assert differing(found, expected) == []
+    assert differing(ours, expected) == []
 
 
 @pytest.mark.slow
@@ -198,6 +198,7 @@ def test_a_session_closes_though_its_worker_is_stopped_in_the_middle_of_an_uploa
     with backhaul.connect(silence_s=1.0, memory_bytes=1 << 30) as session:
         assert session._embedded is not None
         stopped = session._embedded.pid
+        assert stopped is not None
         h = torch.randn(1024, 1024, requires_grad=True)
         y = h
         for block in [nn.Linear(1024, 1024) for _ in range(6)]:
@@ -213,6 +214,7 @@ def test_an_embedded_worker_that_dies_is_started_again(caplog: pytest.LogCapture
     with backhaul.connect(silence_s=QUIET_S, memory_bytes=1 << 30) as session:
         assert session._embedded is not None
         first = session._embedded.pid
+        assert first is not None
         train_through(session, "gradients", "backward", lambda: os.kill(first, signal.SIGKILL))
         wait_until(lambda: session._workers[0].connection.up is not None, "a new worker is up")
         assert session._embedded.pid not in {None, first}
@@ -239,7 +241,7 @@ def test_a_worker_started_anew_at_the_same_address_is_a_new_one() -> None:
         with WorkerProcess(listen=first.address):
             wait_until(lambda: connection.up not in (None, lost), "the new worker is found")
             y.sum().backward()
-            assert torch.equal(x.grad, torch.autograd.grad(linear(x).sum(), x)[0])
+            assert torch.equal(grad_of(x), torch.autograd.grad(linear(x).sum(), x)[0])
             assert (session.report().remote, session.report().fallbacks) == (0, 1)
             session.checkpoint(linear, x, returns="gradients").sum().backward()
             assert session.report().remote == 1

@@ -63,11 +63,11 @@ def fused(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """Takes digests as on an accelerator. Of each that is read, whether the trainer's thread does so in forward."""
-    found: list[bool] = []
+    readings: list[bool] = []
     trainer, read = threading.current_thread(), DeferredDigest.read
 
     def reading(self: DeferredDigest) -> bytes:
-        found.append(threading.current_thread() is trainer and torch._C._current_graph_task_id() < 0)
+        readings.append(threading.current_thread() is trainer and torch._C._current_graph_task_id() < 0)
         return read(self)
 
     def sums(data: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     monkeypatch.setattr(Layout, "is_on_accelerator", True)
     monkeypatch.setattr(deferred_digest, "device_sums", sums)  # the worker takes the host's
     monkeypatch.setattr(DeferredDigest, "read", reading)
-    yield found
+    yield readings
 
 
 @pytest.mark.slow
@@ -135,9 +135,9 @@ def test_gradients_on_a_gpu_are_equal(on_gpu: Checkpoint, optimizer: Callable[[A
 def test_gradients_are_equal_where_the_trainer_computes_on_a_stream_of_its_own(on_gpu: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         with torch.cuda.stream(torch.cuda.Stream()):
-            found = train(checkpoint, build_on_gpu, twice, optimizer=fused)
+            ours = train(checkpoint, build_on_gpu, twice, optimizer=fused)
         torch.cuda.synchronize()
-        return found
+        return ours
 
     assert differing(case(on_gpu), case(plainly)) == []
 

@@ -13,7 +13,7 @@ from backhaul._backward.frame import Frame
 from backhaul._worker_client.accumulation import UncollectedGradients
 from backhaul_proto.v1 import session_pb2
 from conftest import QUIET_S, wait_until
-from support.bits import Checkpoint, differing, plainly
+from support.bits import Checkpoint, differing, grad_of, plainly
 from support.processes import WorkerProcess
 
 BLOCKS, WIDTH = 3, 32
@@ -55,7 +55,7 @@ def train(
     parameters = [*blocks.parameters(), *head.parameters()]
     stepper = optimizer(parameters, lr=0.1)
     results: list[Tensor | None] = []
-    noted = stepper.register_step_pre_hook(lambda *_: results.extend(p.grad.clone() for p in parameters))
+    noted = stepper.register_step_pre_hook(lambda *_: results.extend(grad_of(p).clone() for p in parameters))
     for step in range(steps):
         for micro_batch in range(micro_batches):
             happen(step * micro_batches + micro_batch)
@@ -117,7 +117,8 @@ def test_commits_that_come_again_count_once(keeping: Session, monkeypatch: pytes
 
 
 def test_a_collection_cut_off_is_asked_for_again(keeping: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, cut_off = UncollectedGradients._asked, []
+    asked = UncollectedGradients._asked
+    cut_off: list[Any] = []
 
     def cutting(self: UncollectedGradients, worker_session: Any, count: Any) -> Any:
         answer = asked(self, worker_session, count)
@@ -151,7 +152,7 @@ def test_gradients_that_somebody_else_wants_come_as_ever(keeping: Session) -> No
     wanted = torch.autograd.grad(linear(x).square().mean(), linear.weight)
     assert differing(torch.autograd.grad(keeping.checkpoint(linear, x).square().mean(), linear.weight), wanted) == []
     keeping.checkpoint(linear, x).square().mean().backward(inputs=[linear.weight])
-    assert torch.equal(linear.weight.grad, wanted[0])
+    assert torch.equal(grad_of(linear.weight), wanted[0])
 
     heard: list[Tensor] = []
     linear.weight.register_hook(heard.append)
@@ -246,7 +247,7 @@ def test_a_worker_that_forgot(worker: WorkerProcess) -> None:
         session.collect()
     backward()
     session.collect()
-    assert torch.equal(linear.weight.grad, torch.autograd.grad(linear(x).square().mean(), linear.weight)[0])
+    assert torch.equal(grad_of(linear.weight), torch.autograd.grad(linear(x).square().mean(), linear.weight)[0])
     backward()
     forget()
     with pytest.raises(backhaul.GradientsLostError):

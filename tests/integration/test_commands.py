@@ -21,8 +21,8 @@ from support.processes import WorkerProcess
 def run(*arguments: str) -> tuple[int, str]:
     """Exit code, and all that was said."""
     command = [sys.executable, "-m", "backhaul", *arguments]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    return found.returncode, found.stdout + found.stderr
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return process.returncode, process.stdout + process.stderr
 
 
 @pytest.fixture
@@ -135,9 +135,9 @@ def test_a_dashboard_with_a_token_is_well_and_logs_people_in(guarded_dashboard: 
 
 @pytest.mark.parametrize("shown", [[], ["wrong"], ["TOKEN", "TOKEN"], ["TOKEN", "wrong"]])
 def test_headers_come_as_they_were_sent(shown: list[str], guarded_dashboard: httpx.Client, token_file: Path) -> None:
-    token, place = read_token(token_file), urlsplit(str(guarded_dashboard.base_url))
+    token, url = read_token(token_file), urlsplit(str(guarded_dashboard.base_url))
     headers = "".join(f"Authorization: Bearer {token if word == 'TOKEN' else word}\r\n" for word in shown)
-    with socket.create_connection((str(place.hostname), place.port or 0), timeout=10) as connection:
+    with socket.create_connection((str(url.hostname), url.port or 0), timeout=10) as connection:
         connection.sendall(f"GET /metrics HTTP/1.1\r\nHost: x\r\n{headers}Connection: close\r\n\r\n".encode())
         wait_until(lambda: bool(connection.recv(1, socket.MSG_PEEK)), "an answer")
         assert connection.recv(100).startswith(b"HTTP/1.1 401 Unauthorized\r\n")

@@ -26,8 +26,8 @@ def test_a_graph_breaks_cleanly_around_a_segment(loopback: Loopback) -> None:
     x = torch.randn(4, 8, requires_grad=True)
     wanted = [x, *layers.parameters()]
     expected = torch.autograd.grad(layers(x.cos()).sin().sum(), wanted)
-    found = torch.autograd.grad(torch.compile(step, backend=backend)(x).sum(), wanted)
-    assert differing(found, expected) == []
+    ours = torch.autograd.grad(torch.compile(step, backend=backend)(x).sum(), wanted)
+    assert differing(ours, expected) == []
     assert len(graphs) == 2
     assert loopback.report().remote == 1
 

@@ -20,9 +20,9 @@ from support.processes import WorkerProcess
 
 @pytest.fixture
 def dashboard(worker: WorkerProcess) -> Iterator[Dashboard]:
-    with Dashboard(worker.address) as found:
-        wait_until(lambda: found.api("workers")[0]["state"] == "serving", "the worker is seen")
-        yield found
+    with Dashboard(worker.address) as opened:
+        wait_until(lambda: opened.api("workers")[0]["state"] == "serving", "the worker is seen")
+        yield opened
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -47,7 +47,7 @@ def train(session: Session, steps: int) -> None:
 def test_workers_may_be_named_in_several_options(worker: WorkerProcess) -> None:
     options = ("--worker", "127.0.0.1:1,127.0.0.1:2", "127.0.0.1:3", "--worker", "127.0.0.1:4")
     with Dashboard(worker.address, options=options) as dashboard:
-        watched = [found["address"] for found in dashboard.api("workers")]
+        watched = [row["address"] for row in dashboard.api("workers")]
     assert watched == ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", "127.0.0.1:4", worker.address]
 
 
@@ -63,14 +63,15 @@ def test_asked_for_no_more_than_the_head_it_answers_as_if_asked_for_all(dashboar
 @pytest.mark.slow
 def test_numbers_follow_a_training(dashboard: Dashboard, session: Session, worker: WorkerProcess) -> None:
     train(session, 5)
+    assert session.telemetry is not None
     name = session.telemetry._run.id
 
-    def told() -> list[dict[str, object]]:
+    def listed_runs() -> list[dict[str, object]]:
         return [run for run in dashboard.api("runs") if run["run"] == name]
 
-    wait_until(lambda: bool(told()) and told()[0]["steps"] == 5, "the steps are told")
-    (found,) = told()
-    assert (found["client_version"], found["state"], found["fallbacks"]) == (version(), "running", 0)
+    wait_until(lambda: bool(listed_runs()) and listed_runs()[0]["steps"] == 5, "the steps are told")
+    (listed_run,) = listed_runs()
+    assert (listed_run["client_version"], listed_run["state"], listed_run["fallbacks"]) == (version(), "running", 0)
     wait_until(lambda: dashboard.api(f"segments?run={name}")["total"] == 3, "the segments are told")
     segments = dashboard.api(f"segments?run={name}")["rows"]
     assert [row["segment"] for row in segments] == ["Sequential #0", "Sequential #1", "Sequential #2"]
@@ -101,6 +102,7 @@ def test_numbers_follow_a_training(dashboard: Dashboard, session: Session, worke
 def test_held_memory_is_shown_over_time(dashboard: Dashboard, session: Session) -> None:
     held = session.checkpoint(torch.sin, torch.randn(1 << 18, requires_grad=True), returns="gradients")
     settle(session)
+    assert session.telemetry is not None
     name = session.telemetry._run.id
 
     def worker() -> dict[str, list[int]]:
@@ -184,15 +186,15 @@ def test_a_worker_out_of_reach_is_shown_as_such_beside_the_others(worker: Worker
     ],
 )
 def test_a_bad_option_is_named(arguments: list[str], message: str) -> None:
-    found = run(*arguments)
-    assert found.returncode == 2
-    assert message in found.stderr
+    process = run(*arguments)
+    assert process.returncode == 2
+    assert message in process.stderr
 
 
 def test_a_port_that_is_taken_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        found = run("--worker", "a:1", "--listen", f"127.0.0.1:{taken.getsockname()[1]}")
-    assert found.returncode == 2
-    assert "can't listen on" in found.stderr
+        process = run("--worker", "a:1", "--listen", f"127.0.0.1:{taken.getsockname()[1]}")
+    assert process.returncode == 2
+    assert "can't listen on" in process.stderr

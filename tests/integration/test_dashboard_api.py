@@ -157,20 +157,20 @@ def test_the_csv_has_all_rows_and_no_formulas(dashboard: Dashboard, training: Tr
 
 
 def test_the_timeline_adds_up(dashboard: Dashboard, training: Training) -> None:
-    found = dashboard.api("timeline?steps=2")
-    assert found["run"] == training.run
-    assert [step["number"] for step in found["steps"]] == [3, 4]
-    assert found["duration_ms"] == pytest.approx(800, abs=1)
-    assert len(found["calls"]) == 9
-    for step in found["steps"]:
+    timeline = dashboard.api("timeline?steps=2")
+    assert timeline["run"] == training.run
+    assert [step["number"] for step in timeline["steps"]] == [3, 4]
+    assert timeline["duration_ms"] == pytest.approx(800, abs=1)
+    assert len(timeline["calls"]) == 9
+    for step in timeline["steps"]:
         assert 0.5 < step["overlap"] < 1
         assert step["wait_ms"] == pytest.approx(40)
-    _assert_apart(found["spans"])
-    assert {span["worker"] for span in found["spans"] if span["lane"] == "upload"} == {"a:1", "b:2"}
-    assert {span["worker"] for span in found["spans"] if span["lane"] in {"forward", "wait"}} == {""}
-    for span in found["spans"]:
-        assert found["calls"][span["call"]]["segment"] == span["segment"]
-        assert 0 <= span["start_ms"] <= span["start_ms"] + span["duration_ms"] <= found["duration_ms"] + 0.01
+    _assert_apart(timeline["spans"])
+    assert {span["worker"] for span in timeline["spans"] if span["lane"] == "upload"} == {"a:1", "b:2"}
+    assert {span["worker"] for span in timeline["spans"] if span["lane"] in {"forward", "wait"}} == {""}
+    for span in timeline["spans"]:
+        assert timeline["calls"][span["call"]]["segment"] == span["segment"]
+        assert 0 <= span["start_ms"] <= span["start_ms"] + span["duration_ms"] <= timeline["duration_ms"] + 0.01
 
 
 def _assert_apart(spans: list[dict[str, Any]]) -> None:
@@ -206,27 +206,27 @@ def test_the_trace_is_a_file_with_lanes_apart(dashboard: Dashboard, training: Tr
 
 def test_latency_is_by_worker_and_method(dashboard: Dashboard) -> None:
     address = dashboard.api("workers")[0]["address"]
-    found = dashboard.api(f"latency?worker={address}&method=Backward&seconds=60")
-    (rpc,) = [rpc for rpc in found["rpcs"] if rpc["method"] == "Backward"]
+    latency = dashboard.api(f"latency?worker={address}&method=Backward&seconds=60")
+    (rpc,) = [rpc for rpc in latency["rpcs"] if rpc["method"] == "Backward"]
     assert rpc["calls"] == 10
     assert 20 / 1.2 <= rpc["p50_ms"] <= 20 * 1.2
     assert 200 / 1.2 <= rpc["p99_ms"] <= 200 * 1.2
-    heat = found["heat"]
+    heat = latency["heat"]
     assert len(heat["counts"]) == len(heat["at_s"])
     assert all(len(column) == len(heat["bounds_ms"]) + 1 for column in heat["counts"])
     assert sum(map(sum, heat["counts"])) == 10
     row = next(i for column in heat["counts"] for i, count in enumerate(column) if count == 9)
     assert heat["bounds_ms"][row - 1] < 20 <= heat["bounds_ms"][row]
-    (phases,) = found["phases"]
+    (phases,) = latency["phases"]
     assert phases["step"] == [0, 1, 2, 3, 4]
     assert all(len(values) == 5 for key, values in phases.items() if key != "run")
 
 
 def test_steps_are_thinned_out(dashboard: Dashboard, training: Training) -> None:
-    found = dashboard.api(f"runs/{training.run}/steps?points=2")
-    assert found["step"] == [2, 4]
-    assert found["step_ms"] == pytest.approx([400, 400])
-    assert found["loss"] == pytest.approx([3.5, 2 + (3 / 4 + 3 / 5) / 2])
+    series = dashboard.api(f"runs/{training.run}/steps?points=2")
+    assert series["step"] == [2, 4]
+    assert series["step_ms"] == pytest.approx([400, 400])
+    assert series["loss"] == pytest.approx([3.5, 2 + (3 / 4 + 3 / 5) / 2])
 
 
 def test_answers_are_compressed_where_it_pays(dashboard: Dashboard) -> None:

@@ -117,7 +117,7 @@ class Waiting:
     def for_s(self) -> float:
         """How long nothing was added to it; 0 while there is nothing."""
         lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
-        queued = sum(int(found[4].split(":")[0], 16) for found in lines if found[2].endswith(f":{self._port:04X}"))
+        queued = sum(int(fields[4].split(":")[0], 16) for fields in lines if fields[2].endswith(f":{self._port:04X}"))
         if queued != self._bytes:
             self._bytes, self._since_s = queued, time.monotonic()
         return time.monotonic() - self._since_s if queued else 0.0

@@ -19,7 +19,7 @@ def workers() -> Iterator[tuple[FakeWorker, FakeWorker]]:
 
 
 def state_of(dashboard: Dashboard, worker: FakeWorker) -> str:
-    return next(str(found["state"]) for found in dashboard.api("workers") if found["address"] == worker.address)
+    return next(str(row["state"]) for row in dashboard.api("workers") if row["address"] == worker.address)
 
 
 @pytest.mark.slow

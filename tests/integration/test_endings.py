@@ -26,6 +26,7 @@ from backhaul_runtime.tensors.buffer_pool import BufferPool
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.wire.shared_memory import LEAST_BYTES, Outbox, Region, make_memory
 from backhaul_runtime.wire.tensor_stream import OutgoingTensor
+from support.bits import grad_of
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("client", "runtime", "server")
@@ -43,8 +44,8 @@ def segment(session: Session) -> torch.Tensor:
 
 
 def of_kind(kind: type) -> Any:
-    (found,) = [o for o in gc.get_objects() if type(o) is kind]
-    return found
+    (instance,) = [o for o in gc.get_objects() if type(o) is kind]
+    return instance
 
 
 def a_frame(session: Session) -> tuple[list[Any], Any]:
@@ -70,9 +71,9 @@ def a_tensor_in_shared_memory(session: Session) -> tuple[list[Any], Any]:
     outbox.add(Region(1, descriptor))
     os.close(descriptor)
     tensor = torch.zeros(LEAST_BYTES, dtype=torch.uint8)
-    place = outbox.put(OutgoingTensor.of(tensor))
-    assert place is not None
-    return [theirs.use(place.location(layout_of(tensor)), layout_of(tensor))], theirs
+    slot = outbox.put(OutgoingTensor.of(tensor))
+    assert slot is not None
+    return [theirs.use(slot.location(layout_of(tensor)), layout_of(tensor))], theirs
 
 
 DEATHS: dict[str, Callable[[Session], tuple[list[Any], Any]]] = {
@@ -112,15 +113,15 @@ def reachable(start: Any) -> Iterator[Any]:
     seen: dict[int, Any] = {}
     todo = [start]
     while todo:
-        found = todo.pop()
-        if id(found) in seen:
+        current = todo.pop()
+        if id(current) in seen:
             continue
-        seen[id(found)] = found
-        yield found
-        if isinstance(found, FunctionType):
-            todo += found.__closure__ or ()
-        elif type(found).__module__.startswith("backhaul") or isinstance(found, CONTAINERS):
-            todo += gc.get_referents(found)
+        seen[id(current)] = current
+        yield current
+        if isinstance(current, FunctionType):
+            todo += current.__closure__ or ()
+        elif type(current).__module__.startswith("backhaul") or isinstance(current, CONTAINERS):
+            todo += gc.get_referents(current)
 
 
 LOCKS = (type(threading.Lock()), type(threading.RLock()))
@@ -129,8 +130,8 @@ LOCKS = (type(threading.Lock()), type(threading.RLock()))
 @contextmanager
 def all_locks_held(start: Any) -> Iterator[int]:
     """Another thread holds every lock that can be reached."""
-    locks = [found for found in reachable(start) if isinstance(found, LOCKS)]
-    locks += [found._lock for found in reachable(start) if isinstance(found, threading.Condition)]  # type: ignore[attr-defined]
+    locks = [reached for reached in reachable(start) if isinstance(reached, LOCKS)]
+    locks += [reached._lock for reached in reachable(start) if isinstance(reached, threading.Condition)]  # type: ignore[attr-defined]
     are_held, is_over = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -152,7 +153,7 @@ def all_locks_held(start: Any) -> Iterator[int]:
 
 @pytest.mark.parametrize("make", DEATHS.values(), ids=DEATHS.keys())
 def test_what_dies_waits_for_no_lock(make: Callable[[Session], tuple[list[Any], Any]], session: Session) -> None:
-    holders, told = make(session)
+    holders, target = make(session)
     ended = threading.Event()
 
     def die() -> None:
@@ -160,8 +161,8 @@ def test_what_dies_waits_for_no_lock(make: Callable[[Session], tuple[list[Any], 
         gc.collect()
         ended.set()
 
-    with all_locks_held(told) as count:
-        del told
+    with all_locks_held(target) as count:
+        del target
         dying = threading.Thread(target=die, daemon=True)
         dying.start()
         assert ended.wait(30)
@@ -239,5 +240,5 @@ def test_an_interrupt_while_a_segment_is_queued_leaves_its_room(
             session.checkpoint(lambda x: (x * 2).sin(), x * number)
     monkeypatch.setattr(uploader, "_queue", queue)
     session.checkpoint(lambda x: (x * 2).sin(), x * 1, strict=True).sum().backward()
-    assert torch.equal(x.grad, (x.detach() * 2).cos() * 2)
+    assert torch.equal(grad_of(x), (x.detach() * 2).cos() * 2)
     del y

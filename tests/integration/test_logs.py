@@ -52,15 +52,15 @@ FAILING_PAGE = (
 
 def lines(text: str) -> list[dict[str, object]]:
     """Each line as the object that it must be."""
-    found = [json.loads(line) for line in text.splitlines()]
-    for line in found:
+    logged = [json.loads(line) for line in text.splitlines()]
+    for line in logged:
         assert datetime.fromisoformat(str(line["time"])).utcoffset() is not None
         assert {"level", "command", "logger", "message"} <= set(line)
-    return found
+    return logged
 
 
-def named(found: Iterable[dict[str, object]], message: str) -> list[dict[str, object]]:
-    return [line for line in found if message in str(line["message"])]
+def named(logged: Iterable[dict[str, object]], message: str) -> list[dict[str, object]]:
+    return [line for line in logged if message in str(line["message"])]
 
 
 def train(session: Session, calls: int = 4) -> None:
@@ -78,10 +78,10 @@ def test_a_worker_logs_json_under_load_with_the_trainers_session() -> None:
             ThreadPoolExecutor(2) as pool,
         ):
             list(pool.map(train, [one, other]))
-        found = lines(worker.end())
-    assert {line["session"] for line in named(found, "opened a session")} == {one.run, other.run}
-    assert {line["session"] for line in named(found, "is closed")} == {one.run, other.run}
-    assert {(line["level"], line["command"], line["logger"]) for line in found} == {
+        logged = lines(worker.end())
+    assert {line["session"] for line in named(logged, "opened a session")} == {one.run, other.run}
+    assert {line["session"] for line in named(logged, "is closed")} == {one.run, other.run}
+    assert {(line["level"], line["command"], line["logger"]) for line in logged} == {
         ("INFO", "worker", "backhaul.worker")
     }
 

@@ -21,19 +21,19 @@ MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", 
 def measured(worker: WorkerProcess, *layers: int) -> dict[str, dict[str, int]]:
     script = Path(__file__).parents[1] / "support/measure_memory.py"
     command = [sys.executable, str(script), worker.address, *map(str, layers)]
-    found = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **MALLOC}, check=True)
-    return json.loads(found.stdout.splitlines()[-1])
+    process = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **MALLOC}, check=True)
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
 def test_peaks_against_torchs_checkpoint(worker: WorkerProcess) -> None:
-    found = measured(worker, 4)["4"]
+    peaks = measured(worker, 4)["4"]
     for count in ("live", "resident"):
-        assert found[f"gradients_{count}"] < found[f"torch_{count}"] < found[f"none_{count}"]
-    assert found["activations_live"] <= found["torch_live"]
+        assert peaks[f"gradients_{count}"] < peaks[f"torch_{count}"] < peaks[f"none_{count}"]
+    assert peaks["activations_live"] <= peaks["torch_live"]
     # Both counts see the same; what gRPC holds for a moment only the kernel sees.
     for variant in ("none", "torch"):
-        assert abs(found[f"{variant}_resident"] / found[f"{variant}_live"] - 1) < 0.1
+        assert abs(peaks[f"{variant}_resident"] / peaks[f"{variant}_live"] - 1) < 0.1
 
 
 @pytest.mark.slow

@@ -23,15 +23,15 @@ Run = Callable[[Checkpoint, nn.Module], tuple[Tensor, list[Tensor]]]
 @pytest.fixture
 def saved(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each save, whether it was sent before its call ran."""
-    found: list[bool] = []
+    predicted: list[bool] = []
     save = Uploader.save
 
     def noting(self: Uploader, item: SegmentUpload) -> None:
-        found.append(item.is_predicted)
+        predicted.append(item.is_predicted)
         save(self, item)
 
     monkeypatch.setattr(Uploader, "save", noting)
-    return found
+    return predicted
 
 
 def build() -> nn.ModuleList:
@@ -42,10 +42,10 @@ def build() -> nn.ModuleList:
 
 def through(call: Callable[[nn.Module, int], Callable[..., Any]]) -> Run:
     def run(checkpoint: Checkpoint, model: nn.Module) -> tuple[Tensor, list[Tensor]]:
-        x = found = torch.randn(8, 16, requires_grad=True)
-        for number, block in enumerate(model):  # type: ignore[arg-type]
-            found = checkpoint(call(block, number), found)
-        return found.square().mean(), [x]
+        x = h = torch.randn(8, 16, requires_grad=True)
+        for number, block in enumerate(model.children()):
+            h = checkpoint(call(block, number), h)
+        return h.square().mean(), [x]
 
     return run
 
@@ -55,7 +55,7 @@ def reseeding(block: nn.Module, _: int) -> Callable[..., Any]:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(5)
             x = nn.functional.dropout(x)
-        return block(x)  # type: ignore[no-any-return]
+        return block(x)
 
     return fn
 
@@ -76,7 +76,7 @@ def replacing(block: nn.Module, _: int) -> Callable[..., Any]:
     def fn(x: Tensor) -> Tensor:
         with torch.no_grad():
             block[0].bias.mul_(0.5)  # type: ignore[index]
-        return block(x)  # type: ignore[no-any-return]
+        return block(x)
 
     return fn
 
@@ -124,7 +124,7 @@ def test_calls_of_functions_without_a_backward_leave_nothing_behind(session: Ses
     def places() -> int:
         settle(session)  # else some wait to be sent
         gc.collect()
-        return sum(isinstance(found, CallSite) for found in gc.get_objects())
+        return sum(isinstance(tracked, CallSite) for tracked in gc.get_objects())
 
     before = places()
     for _ in range(20):
@@ -140,10 +140,10 @@ def test_calls_of_functions_without_a_backward_leave_nothing_behind(session: Ses
 def test_of_too_many_places_the_least_recently_reached_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("backhaul._dispatch.prediction.MAX_SITES", 2)
     sites = CallSites()
-    found = [sites.of(torch.sin, position) for position in range(3)]
-    for site in (*found[:2], found[0], found[2]):
+    reached = [sites.of(torch.sin, position) for position in range(3)]
+    for site in (*reached[:2], reached[0], reached[2]):
         sites.keep(site)
-    assert [sites.of(torch.sin, position) is site for position, site in enumerate(found)] == [True, False, True]
+    assert [sites.of(torch.sin, position) is site for position, site in enumerate(reached)] == [True, False, True]
 
 
 def test_a_call_that_fails_leaves_nothing_behind(session: Session, worker: WorkerProcess) -> None:
@@ -154,7 +154,7 @@ def test_a_call_that_fails_leaves_nothing_behind(session: Session, worker: Worke
         def forward(self, x: Tensor) -> Tensor:
             if fails:
                 raise KeyError("no")
-            return linear(x).relu()  # type: ignore[no-any-return]
+            return linear(x).relu()
 
     module = Failing()
     for fails in (False, True, False):
@@ -165,7 +165,7 @@ def test_a_call_that_fails_leaves_nothing_behind(session: Session, worker: Worke
         else:
             session.checkpoint(module, x).sum().backward()
     settle(session)
-    wait_until(lambda: [found.segments for found in worker.telemetry().sessions] == [0], "all are released")
+    wait_until(lambda: [held.segments for held in worker.telemetry().sessions] == [0], "all are released")
 
 
 def test_what_is_no_longer_the_same_is_not_sent_before(session: Session, saved: list[bool]) -> None:

@@ -24,7 +24,7 @@ from backhaul_proto.v1 import session_pb2
 from backhaul_runtime.wire.protocol import PROTOCOL_VERSION
 from conftest import QUIET_S, settle, wait_until
 from numerics.cases import blocks, stack
-from support.bits import differing, plainly, train
+from support.bits import Checkpoint, differing, grad_of, plainly, train
 from support.processes import WorkerProcess
 from support.wire import Services, serve
 
@@ -79,11 +79,12 @@ def test_patched_takes_no_more_keyword_arguments_than_torch(own: dict[str, Any],
 
 def test_a_decorator_made_in_a_patched_block_is_torchs_afterwards(session: Session) -> None:
     x = torch.randn(3, requires_grad=True)
+    torchs: Any = torch.utils.checkpoint
     with session.patched():
-        checkpointed = torch.utils.checkpoint.checkpoint(use_reentrant=False)(torch.sin)
+        checkpointed = torchs.checkpoint(use_reentrant=False)(torch.sin)
         checkpointed(x).sum().backward()
         with pytest.raises(ValueError, match="no function"):
-            torch.utils.checkpoint.checkpoint(use_reentrant=False, strict=True)
+            torchs.checkpoint(use_reentrant=False, strict=True)
     checkpointed(x).sum().backward()
     assert session.report().segments[0].calls == 1
 
@@ -94,6 +95,7 @@ def test_a_patched_block_without_a_call_does_not_pass_in_silence(strict: bool, w
     with connect(worker.address, strict=strict), quiet as caught, backhaul.patched():
         torch.sin(torch.randn(3, requires_grad=True)).sum().backward()
     if not strict:
+        assert isinstance(caught, pytest.WarningsRecorder)
         assert [warning.filename for warning in caught] == [__file__]
 
 
@@ -161,7 +163,7 @@ def test_a_worker_of_another_version_is_refused_by_name() -> None:
         ) as caught:
             connect(address)
         server.stop(None).wait()
-    assert (caught.value.trainer, caught.value.worker) == (PROTOCOL_VERSION, 99)
+    assert (vars(caught.value)["trainer"], vars(caught.value)["worker"]) == (PROTOCOL_VERSION, 99)
 
 
 def test_a_trainer_of_another_version_is_refused_by_name(worker: WorkerProcess) -> None:
@@ -170,7 +172,7 @@ def test_a_trainer_of_another_version_is_refused_by_name(worker: WorkerProcess) 
             session_pb2.OpenSessionRequest(protocol_version=7, client_version="0.0.7"), timeout=10
         )
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert "protocol 7 (backhaul 0.0.7)" in caught.value.details()
+    assert "protocol 7 (backhaul 0.0.7)" in str(caught.value.details())
 
 
 @pytest.mark.slow
@@ -191,7 +193,7 @@ def test_a_budget_for_some_segments_serves_those(returns: str) -> None:
     with WorkerProcess("--memory", "4M") as worker, connect(worker.address) as session:
         layers = [nn.Linear(256, 256) for _ in range(12)]
 
-        def step(checkpoint: object) -> list[Tensor]:
+        def step(checkpoint: Checkpoint) -> list[Tensor]:
             h = torch.ones(256, 256, requires_grad=True) * 1
             for layer in layers:
                 h = checkpoint(lambda h, layer=layer: layer(h).relu(), h)
@@ -249,7 +251,7 @@ def test_backward_in_another_thread(returns: str, session: Session) -> None:
     thread = threading.Thread(target=y.sum().backward)
     thread.start()
     thread.join()
-    assert torch.equal(x.grad, torch.autograd.grad(linear(x).sum(), x)[0])
+    assert torch.equal(grad_of(x), torch.autograd.grad(linear(x).sum(), x)[0])
     assert session.report().fallbacks == 0
 
 
@@ -259,9 +261,9 @@ def test_several_threads_train_at_once(session: Session) -> None:
         generator = torch.Generator().manual_seed(seed)
         linear, x = nn.Linear(32, 32), torch.randn(8, 32, generator=generator, requires_grad=True)
         for _ in range(10):
-            found = torch.autograd.grad(session.checkpoint(linear, x).sum(), [x, *linear.parameters()])
+            ours = torch.autograd.grad(session.checkpoint(linear, x).sum(), [x, *linear.parameters()])
             expected = torch.autograd.grad(linear(x).sum(), [x, *linear.parameters()])
-            if wrong := differing(found, expected):
+            if wrong := differing(ours, expected):
                 return wrong
         return []
 
@@ -312,8 +314,8 @@ def test_the_gradient_a_worker_sent_does_not_travel_back(session: Session) -> No
 
 def _train_in_child(session: Session, results: "multiprocessing.queues.SimpleQueue[object]") -> None:
     linear, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
-    found = torch.autograd.grad(session.checkpoint(linear, x).sum(), x)[0]
-    results.put((torch.equal(found, torch.autograd.grad(linear(x).sum(), x)[0]), session.report().fallbacks))
+    gradient = torch.autograd.grad(session.checkpoint(linear, x).sum(), x)[0]
+    results.put((torch.equal(gradient, torch.autograd.grad(linear(x).sum(), x)[0]), session.report().fallbacks))
 
 
 @pytest.mark.slow
@@ -347,11 +349,11 @@ def test_ctrl_c_in_backward_leaves_nothing_behind(tmp_path: Path) -> None:
         "        os.kill(session._embedded.pid, signal.SIGCONT)\n"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path), "BACKHAUL_SILENCE_S": "30"}
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment, check=False
     )
-    word, pid = found.stdout.split()
-    assert (word, found.returncode, found.stderr) == ("interrupted", 0, "")
+    word, pid = process.stdout.split()
+    assert (word, process.returncode, process.stderr) == ("interrupted", 0, "")
     assert not Path(f"/proc/{pid}").exists()
     assert list(tmp_path.iterdir()) == []
 
@@ -360,11 +362,11 @@ def test_ctrl_c_in_backward_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_a_session_nobody_closed_is_closed_at_exit(tmp_path: Path) -> None:
     code = "import backhaul; print(backhaul.connect()._embedded.pid)"
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment, check=True
     )
-    assert found.stderr == ""
-    assert not Path(f"/proc/{found.stdout.strip()}").exists()
+    assert process.stderr == ""
+    assert not Path(f"/proc/{process.stdout.strip()}").exists()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -391,5 +393,6 @@ def test_signals_of_the_terminal_do_not_reach_the_worker() -> None:
     before = signal.getsignal(signal.SIGINT)
     with connect() as session:
         assert session._embedded is not None
+        assert session._embedded.pid is not None
         assert os.getpgid(session._embedded.pid) != os.getpgid(0)
         assert signal.getsignal(signal.SIGINT) is before

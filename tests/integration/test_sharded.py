@@ -15,13 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import gelu
 
 import backhaul
 from backhaul import Decision, Session, unwrap
 from backhaul._worker_client.uploader import SegmentUpload, Uploader
 from conftest import QUIET_S, RETURNS, settle
-from support.bits import differing
+from support.bits import differing, grad_of
 from support.processes import WorkerProcess
 
 WIDTH, BLOCKS, STEPS = 16, 3, 3
@@ -87,9 +88,15 @@ WAYS = [wrapped, wrapped_last, wrapped_by_torch, called, called_in_a_partial]
 @pytest.fixture
 def alone() -> Iterator[None]:
     """A process group of one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     yield
     dist.destroy_process_group()
+
+
+def local_gradient(parameter: nn.Parameter) -> Tensor:
+    gradient = parameter.grad
+    assert isinstance(gradient, DTensor)
+    return gradient.to_local().clone()
 
 
 def trained(
@@ -99,16 +106,16 @@ def trained(
     torch.manual_seed(0)
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    found = []
+    results = []
     for _ in range(steps):
         for _ in range(2):
             loss = model(torch.randn(4, WIDTH)).square().mean()
             after_forward()
             loss.backward()
-        found += [loss.detach(), *[parameter.grad.to_local().clone() for parameter in model.parameters()]]
+        results += [loss.detach(), *[local_gradient(parameter) for parameter in model.parameters()]]
         optimizer.step()
         optimizer.zero_grad()
-    return found
+    return results
 
 
 @pytest.mark.slow
@@ -136,9 +143,9 @@ def test_weights_that_are_freed_before_they_are_sent(
 
     monkeypatch.setattr(Uploader, "_send", late)
     with backhaul.connect(worker.address, silence_s=QUIET_S, inflight_boundaries=BLOCKS, strict=True) as session:
-        found = trained(lambda: build(session, session.checkpoint), 1, may_send.set)
+        ours = trained(lambda: build(session, session.checkpoint), 1, may_send.set)
         assert session.report().remote == 2 * BLOCKS
-    assert differing(found, trained(lambda: shard(Net()), 1)) == []
+    assert differing(ours, trained(lambda: shard(Net()), 1)) == []
 
 
 def test_copies_of_weights_go_once_they_are_sent(alone: None, session: Session) -> None:
@@ -168,8 +175,10 @@ def test_a_segment_that_contains_a_sharded_module_keeps_its_activations(alone: N
         model = Net(checkpoint)
         model.blocks = nn.ModuleList(Around() for _ in range(BLOCKS))
         for around in model.blocks:
+            assert isinstance(around, Around)
             fully_shard(around.block)
-        return fully_shard(model)
+        fully_shard(model)
+        return model
 
     assert differing(trained(lambda: build(session.checkpoint)), trained(lambda: build(None))) == []
     (segment,) = session.report().segments
@@ -178,9 +187,9 @@ def test_a_segment_that_contains_a_sharded_module_keeps_its_activations(alone: N
 
 def test_without_its_worker_a_sharded_segment_is_recomputed_here(alone: None, own_worker: WorkerProcess) -> None:
     with backhaul.connect(own_worker.address, silence_s=QUIET_S) as session:
-        found = trained(lambda: called(session, session.checkpoint), 1, own_worker.process.kill)
+        ours = trained(lambda: called(session, session.checkpoint), 1, own_worker.process.kill)
         assert session.report().fallbacks == 2 * BLOCKS
-    assert differing(found, trained(lambda: shard(Net()), 1)) == []
+    assert differing(ours, trained(lambda: shard(Net()), 1)) == []
 
 
 def test_a_weight_that_the_worker_gave_up_is_not_read_here(
@@ -219,7 +228,7 @@ def test_forward_is_the_modules_own_again(alone: None, session: Session) -> None
     block.forward = own = lambda x: x * 2
     x = torch.ones(2, requires_grad=True)
     session.checkpoint(block, x).sum().backward()
-    assert x.grad.tolist() == [2, 2]
+    assert grad_of(x).tolist() == [2, 2]
     assert block.forward is own
 
 
@@ -228,5 +237,5 @@ def test_two_processes(worker: WorkerProcess, tmp_path: Path) -> None:
     program = Path(__file__).parents[1] / "support/sharded_trainer.py"
     subprocess.run([sys.executable, program, worker.address, tmp_path], check=True, timeout=100)
     for rank in ("0", "1"):
-        found = json.loads((tmp_path / rank).read_text())
-        assert found == {way.__name__: [[], 2 * STEPS * BLOCKS] for way in (wrapped, wrapped_by_torch, called)}
+        outcome = json.loads((tmp_path / rank).read_text())
+        assert outcome == {way.__name__: [[], 2 * STEPS * BLOCKS] for way in (wrapped, wrapped_by_torch, called)}

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,27 +43,27 @@ def mapped(pid: int | str = "self") -> int:
 
 def opened(pid: int | str = "self") -> list[str]:
     """What a process has of them in its table of files."""
-    found = [str(file.readlink()) for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()]
-    return [target for target in found if "memfd:backhaul" in target]
+    targets = [str(file.readlink()) for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()]
+    return [target for target in targets if "memfd:backhaul" in target]
 
 
 def gradients(checkpoint: Checkpoint, steps: int = 3) -> list[Tensor]:
     """Of two blocks, in some steps."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2)]
-    found = []
+    collected = []
     for _ in range(steps):
         x = torch.randn(WIDTH, WIDTH, requires_grad=True)
         h = x
         for block in blocks:
             h = checkpoint(block, h)
         h.square().sum().backward()
-        found += [tensor.grad for block in blocks for tensor in (x, *block.parameters()) if tensor.grad is not None]
+        collected += [tensor.grad for block in blocks for tensor in (x, *block.parameters()) if tensor.grad is not None]
         for block in blocks:
             block.zero_grad()
             with torch.no_grad():
-                block[0].weight.mul_(0.9)
-    return found
+                block.get_parameter("0.weight").mul_(0.9)
+    return collected
 
 
 def share(session: Session) -> None:
@@ -82,8 +83,8 @@ def share(session: Session) -> None:
 def test_gradients_through_shared_memory(session: Session, worker: WorkerProcess, returns: str) -> None:
     share(session)
     before = session.report()
-    found = gradients(lambda *args: session.checkpoint(*args, returns=returns))
-    assert all(map(torch.equal, found, gradients(plainly)))
+    ours = gradients(lambda *args: session.checkpoint(*args, returns=returns))
+    assert all(map(torch.equal, ours, gradients(plainly)))
     report = session.report()
     assert report.fallbacks == 0
     sent, received = report.up_bytes - before.up_bytes, report.down_bytes - before.down_bytes
@@ -109,7 +110,7 @@ def test_a_session_that_ends_leaves_no_memory(worker: WorkerProcess) -> None:
 @pytest.mark.parametrize("side", ["trainer", "worker"])
 def test_off_with_one_flag_each(side: str, sockets: Path) -> None:
     flags = ["--no-shared-memory", "--no-unix-socket"] if side == "worker" else []
-    options = {"shared_memory": False, "unix_socket": False} if side == "trainer" else {}
+    options: dict[str, Any] = {"shared_memory": False, "unix_socket": False} if side == "trainer" else {}
     with WorkerProcess(*flags) as worker:
         with backhaul.connect(worker.address, silence_s=QUIET_S, **options) as session:
             assert all(map(torch.equal, gradients(session.checkpoint), gradients(plainly)))

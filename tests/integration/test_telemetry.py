@@ -31,7 +31,7 @@ def train(session: Session, steps: int, **options: object) -> None:
 
 
 def reports_of(session: Session, worker: WorkerProcess) -> list[telemetry_pb2.TrainerReport]:
-    return [found.report for found in worker.telemetry().reports if found.report.run.id == session.run]
+    return [received.report for received in worker.telemetry().reports if received.report.run.id == session.run]
 
 
 @pytest.mark.slow
@@ -72,12 +72,12 @@ def test_why_activations_come_back_is_told(session: Session, worker: WorkerProce
     session.checkpoint(lambda x: (x.exp().sin(), x.view(2, 4)), x)[0].sum().backward()
     session.step(3.5)
 
-    def found() -> list[telemetry_pb2.SegmentCall]:
+    def calls() -> list[telemetry_pb2.SegmentCall]:
         return [call for report in reports_of(session, worker) for call in report.calls]
 
-    wait_until(lambda: bool(found()), "it is told")
-    assert "shares memory" in found()[0].reason
-    assert found()[0].decision == "activations"
+    wait_until(lambda: bool(calls()), "it is told")
+    assert "shares memory" in calls()[0].reason
+    assert calls()[0].decision == "activations"
     steps = [step for report in reports_of(session, worker) for step in report.steps]
     assert [step.loss for step in steps] == [3.5]
 
@@ -88,11 +88,11 @@ def test_why_activations_are_kept_is_told(session: Session, worker: WorkerProces
     session.checkpoint(lambda x: TimesOne.apply(x.exp()).sin(), x).sum().backward()
     session.step()
 
-    def found() -> list[telemetry_pb2.SegmentCall]:
+    def calls() -> list[telemetry_pb2.SegmentCall]:
         return [call for report in reports_of(session, worker) for call in report.calls]
 
-    wait_until(lambda: bool(found()), "it is told")
-    (call,) = found()
+    wait_until(lambda: bool(calls()), "it is told")
+    (call,) = calls()
     assert "TimesOne" in call.reason
     assert (call.decision, call.is_fallback) == ("kept", False)
 
@@ -100,10 +100,10 @@ def test_why_activations_are_kept_is_told(session: Session, worker: WorkerProces
 def test_sessions_are_known_by_their_run_and_what_they_hold(session: Session, worker: WorkerProcess) -> None:
     held = session.checkpoint(torch.sin, torch.randn(1 << 18, requires_grad=True), returns="gradients")
     settle(session)
-    (found,) = worker.telemetry().sessions
-    assert found.held_bytes >= 1 << 20
-    assert len(found.run) == 16
-    assert found.client_version == version()
+    (reported,) = worker.telemetry().sessions
+    assert reported.held_bytes >= 1 << 20
+    assert len(reported.run) == 16
+    assert reported.client_version == version()
     held.sum().backward()
 
 

@@ -70,50 +70,50 @@ def train(worker: FakeWorker, **changed: object) -> Training:
 @pytest.mark.slow
 def test_workers_and_trainers_are_shown_once(fake: FakeWorker) -> None:
     train(fake, fallbacks=2, on_trainer=2)
-    found = top(fake.address, "--once")
-    assert (found.returncode, found.stderr) == (0, "")
-    assert row(found.stdout, fake.address) == [fake.address, "serving", "25% of 4.29 GB", "1", "4", "3"]
-    assert row(found.stdout, "gpu-box:4711") == ["gpu-box:4711", "running", "9", "400", "40", "2", "120 MB", "2.3"]
-    headline = found.stdout.splitlines()[0]
+    process = top(fake.address, "--once")
+    assert (process.returncode, process.stderr) == (0, "")
+    assert row(process.stdout, fake.address) == [fake.address, "serving", "25% of 4.29 GB", "1", "4", "3"]
+    assert row(process.stdout, "gpu-box:4711") == ["gpu-box:4711", "running", "9", "400", "40", "2", "120 MB", "2.3"]
+    headline = process.stdout.splitlines()[0]
     assert "1 of 1 workers serve" in headline
     assert "2 fallbacks in 5 min" in headline
     rate = re.search(r"· (\S+) steps/s · 120 MB saved · -72 ms per step", headline)
     assert rate is not None
     assert 0.1 < float(rate[1]) <= 10  # ten steps, the first four seconds ago: how much later they are looked at varies
-    assert "FallbackRateHigh: " in found.stdout
+    assert "FallbackRateHigh: " in process.stdout
 
 
 @pytest.mark.slow
 def test_an_output_that_is_no_terminal_gets_one_table(fake: FakeWorker) -> None:
-    found = top(fake.address)
-    assert found.returncode == 0
-    assert found.stdout.count(fake.address) == 1
-    assert "\x1b" not in found.stdout
+    process = top(fake.address)
+    assert process.returncode == 0
+    assert process.stdout.count(fake.address) == 1
+    assert "\x1b" not in process.stdout
 
 
 @pytest.mark.slow
 def test_it_fits_eighty_columns(fake: FakeWorker) -> None:
     train(fake)
-    found = top(fake.address, COLUMNS="80")
-    assert max(len(line.rstrip()) for line in found.stdout.splitlines()) <= 80
-    assert len(row(found.stdout, "gpu-box:4711")) == 8
-    assert "…" not in found.stdout
+    process = top(fake.address, COLUMNS="80")
+    assert max(len(line.rstrip()) for line in process.stdout.splitlines()) <= 80
+    assert len(row(process.stdout, "gpu-box:4711")) == 8
+    assert "…" not in process.stdout
 
 
 @pytest.mark.slow
 def test_a_worker_out_of_reach_is_shown_beside_the_others(fake: FakeWorker, nobody: str) -> None:
-    found = top(nobody, fake.address)
-    assert found.returncode == 0
-    assert row(found.stdout, nobody) == [nobody, "unreachable"]
-    assert re.search(rf"^{nobody}: .*Connection refused", found.stdout, re.MULTILINE)
-    assert row(found.stdout, fake.address)[1] == "serving"
+    process = top(nobody, fake.address)
+    assert process.returncode == 0
+    assert row(process.stdout, nobody) == [nobody, "unreachable"]
+    assert re.search(rf"^{nobody}: .*Connection refused", process.stdout, re.MULTILINE)
+    assert row(process.stdout, fake.address)[1] == "serving"
 
 
 @pytest.mark.slow
 def test_nobody_at_all_is_a_failure(nobody: str) -> None:
-    found = top(nobody, "--once")
-    assert found.returncode == 1
-    assert row(found.stdout, nobody) == [nobody, "unreachable"]
+    process = top(nobody, "--once")
+    assert process.returncode == 1
+    assert row(process.stdout, nobody) == [nobody, "unreachable"]
 
 
 @pytest.mark.slow
@@ -133,8 +133,8 @@ def test_what_others_say_is_no_markup_and_no_control_sequence(fake: FakeWorker) 
     with fake.lock:
         fake.telemetry.last_error = "[bold]no\x1b[2J\nroom[/bold] :rocket:"
         fake.telemetry.last_error_at_s = time.time()
-    found = top(fake.address)
-    assert f"{fake.address}: [bold]no [2J room[/bold] :rocket:" in found.stdout
+    process = top(fake.address)
+    assert f"{fake.address}: [bold]no [2J room[/bold] :rocket:" in process.stdout
 
 
 @pytest.mark.slow
@@ -148,9 +148,9 @@ def test_what_others_say_is_no_markup_and_no_control_sequence(fake: FakeWorker) 
     ],
 )
 def test_a_bad_option_is_named(arguments: list[str], message: str) -> None:
-    found = top(*arguments)
-    assert found.returncode == 2
-    assert message in found.stderr
+    process = top(*arguments)
+    assert process.returncode == 2
+    assert message in process.stderr
 
 
 @pytest.mark.slow

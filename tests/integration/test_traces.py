@@ -38,11 +38,11 @@ print(json.dumps([
 @pytest.mark.slow
 @pytest.mark.parametrize("telemetry", ["true", "false"])
 def test_steps_are_spans_inside_the_programs_own(telemetry: str) -> None:
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", PROGRAM, telemetry], capture_output=True, text=True, timeout=100, check=False
     )
-    assert found.returncode == 0, found.stderr
-    spans = json.loads(found.stdout)
+    assert process.returncode == 0, process.stderr
+    spans = json.loads(process.stdout)
     children: dict[str, list[str]] = {}
     for name, _, parent, *_ in spans:
         children.setdefault(parent, []).append(name)

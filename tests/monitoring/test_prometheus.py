@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -28,22 +29,22 @@ TOKEN = "a-token-that-only-this-test-knows"
 
 def program(name: str) -> str:
     """Where it is, on the path or where `make test-monitoring` unpacks it."""
-    found = shutil.which(name) or shutil.which(name, path=str(UNPACKED))
-    if found is None:
+    executable = shutil.which(name) or shutil.which(name, path=str(UNPACKED))
+    if executable is None:
         pytest.fail(f"there is no {name} here: `make test-monitoring` gets it on Debian, or install Prometheus", False)
-    return found
+    return executable
 
 
 def promtool(*arguments: str | Path) -> str:
-    found = subprocess.run([program("promtool"), *arguments], capture_output=True, text=True, timeout=60, check=False)
-    assert found.returncode == 0, found.stdout + found.stderr
-    return found.stdout + found.stderr
+    process = subprocess.run([program("promtool"), *arguments], capture_output=True, text=True, timeout=60, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout + process.stderr
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def configured(folder: Path, target: str, token: Path) -> Path:
@@ -85,10 +86,10 @@ def test_each_alert_fires_and_does_not() -> None:
 def test_promtool_takes_what_a_dashboard_exposes(scraped: "Scraped") -> None:
     """Its linter knows Prometheus' rules of naming."""
     text = httpx.get(f"{scraped.dashboard}/metrics", headers={"Authorization": f"Bearer {TOKEN}"}).text
-    found = subprocess.run(
+    process = subprocess.run(
         [program("promtool"), "check", "metrics"], input=text, capture_output=True, text=True, check=False
     )
-    assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
+    assert (process.returncode, process.stdout, process.stderr) == (0, "", "")
 
 
 class Scraped:
@@ -97,15 +98,15 @@ class Scraped:
     def __init__(self, address: str, dashboard: str, worker: str) -> None:
         self.address, self.dashboard, self.worker = address, dashboard, worker
 
-    def ask(self, path: str, **query: str) -> dict:
+    def ask(self, path: str, **query: str) -> dict[str, Any]:
         answer = httpx.get(f"{self.address}/api/v1/{path}", params=query).raise_for_status().json()
         assert answer["status"] == "success"
         return answer["data"]
 
     def value(self, query: str) -> float | None:
         """Of a query with one result, None without."""
-        found = self.ask("query", query=query)["result"]
-        return float(found[0]["value"][1]) if found else None
+        result = self.ask("query", query=query)["result"]
+        return float(result[0]["value"][1]) if result else None
 
 
 @contextmanager
@@ -145,9 +146,9 @@ def answers(url: str) -> bool:
 @pytest.fixture(scope="module")
 def scraped(worker: WorkerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
     """For tests that change nothing of it."""
-    with scraping(worker, tmp_path_factory.mktemp("prometheus")) as found:
-        wait_until(lambda: found.value("backhaul_worker_up") == 1, "it is scraped")
-        yield found
+    with scraping(worker, tmp_path_factory.mktemp("prometheus")) as running:
+        wait_until(lambda: running.value("backhaul_worker_up") == 1, "it is scraped")
+        yield running
 
 
 def test_prometheus_scrapes_a_dashboard_and_answers_with_what_it_shows(scraped: Scraped) -> None:
@@ -178,7 +179,7 @@ def test_a_worker_that_dies_is_an_alert(own_worker: WorkerProcess, tmp_path: Pat
         own_worker.end()
 
         def alerts() -> dict[str, str]:
-            return {found["labels"]["alertname"]: found["state"] for found in scraped.ask("alerts")["alerts"]}
+            return {alert["labels"]["alertname"]: alert["state"] for alert in scraped.ask("alerts")["alerts"]}
 
         wait_until(lambda: alerts() == {"WorkerUnreachable": "pending"}, "it is pending")
         wait_until(lambda: alerts() == {"WorkerUnreachable": "firing"}, "it fires", 60)

@@ -31,7 +31,7 @@ class Case:
     optimizer: Any = field(default=functools.partial(torch.optim.AdamW, lr=1e-2))
 
 
-def blocks() -> nn.Module:
+def blocks() -> nn.ModuleList:
     return nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 4, 64, batch_first=True) for _ in range(2))
 
 
@@ -97,9 +97,9 @@ def nested(checkpoint: Any, model: Any) -> tuple[Tensor, Sequence[Tensor]]:
     def fn(d: dict[str, Any]) -> dict[str, Any]:
         return {"a": [model[0](d["x"]), 3, None], "b": (model[1](d["x"]) * d["scale"], d["ids"])}
 
-    found = checkpoint(fn, {"x": h, "scale": 2.5, "ids": torch.arange(3)})
-    assert found["a"][1:] == [3, None]
-    return found["a"][0].sum() + found["b"][0].square().mean(), [x]
+    outputs = checkpoint(fn, {"x": h, "scale": 2.5, "ids": torch.arange(3)})
+    assert outputs["a"][1:] == [3, None]
+    return outputs["a"][0].sum() + outputs["b"][0].square().mean(), [x]
 
 
 def none_argument(checkpoint: Any, model: Any) -> tuple[Tensor, Sequence[Tensor]]:
@@ -108,9 +108,9 @@ def none_argument(checkpoint: Any, model: Any) -> tuple[Tensor, Sequence[Tensor]
     def fn(h: Tensor, nothing: None, number: int, word: str) -> tuple[Tensor, None]:
         return model[0](h) * number + len(word), nothing
 
-    found, nothing = checkpoint(fn, h, None, 3, "word")
+    output, nothing = checkpoint(fn, h, None, 3, "word")
     assert nothing is None
-    return found.square().mean(), [x]
+    return output.square().mean(), [x]
 
 
 def set_items(checkpoint: Any, model: Any) -> tuple[Tensor, Sequence[Tensor]]:
@@ -349,6 +349,8 @@ def states(checkpoint: Any, model: Any) -> tuple[Tensor, Sequence[Tensor]]:
 
 class Averaging(nn.Module):
     """Reads a buffer that it also updates."""
+
+    mean: Tensor
 
     def __init__(self) -> None:
         super().__init__()

@@ -59,16 +59,17 @@ class Family:
             return self.step(model)
 
 
-_SIZES = {
+_SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "intermediate_size": 64,
 }
+_LABELS: dict[str, Any] = {"num_labels": 5}
 # Else a layer writes keys and values into a cache, for generation.
-_FOR_TRAINING = {"use_cache": False}
-_DECODER = {**_SIZES, **_FOR_TRAINING, "num_key_value_heads": 2, "attention_dropout": 0.1}
+_FOR_TRAINING: dict[str, Any] = {"use_cache": False}
+_DECODER: dict[str, Any] = {**_SIZES, **_FOR_TRAINING, "num_key_value_heads": 2, "attention_dropout": 0.1}
 
 
 def _llama(**options: Any) -> nn.Module:
@@ -97,23 +98,23 @@ def _bert() -> nn.Module:
 def _albert() -> nn.Module:
     from transformers import AlbertConfig, AlbertForMaskedLM
 
-    dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    dropout: dict[str, Any] = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
     return AlbertForMaskedLM(AlbertConfig(**_SIZES, **dropout, embedding_size=16, max_position_embeddings=32))
 
 
 def _bloom() -> nn.Module:
     from transformers import BloomConfig, BloomForCausalLM
 
-    sizes = {"vocab_size": 96, "hidden_size": 32, "n_layer": 2, "n_head": 4}
-    dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+    sizes: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "n_layer": 2, "n_head": 4}
+    dropout: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
     return BloomForCausalLM(BloomConfig(**sizes, **dropout, **_FOR_TRAINING))
 
 
 def _t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    tokens = {"pad_token_id": 0, "decoder_start_token_id": 0}
-    sizes = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    tokens: dict[str, Any] = {"pad_token_id": 0, "decoder_start_token_id": 0}
+    sizes: dict[str, Any] = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
     return T5ForConditionalGeneration(T5Config(**sizes, **tokens, **_FOR_TRAINING))
 
 
@@ -121,8 +122,8 @@ def _vit() -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
     sizes = {name: size for name, size in _SIZES.items() if name != "vocab_size"}
-    dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-    return ViTForImageClassification(ViTConfig(**sizes, **dropout, image_size=16, patch_size=8, num_labels=5))
+    dropout: dict[str, Any] = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    return ViTForImageClassification(ViTConfig(**sizes, **dropout, **_LABELS, image_size=16, patch_size=8))
 
 
 def _mixtral(**options: Any) -> nn.Module:
@@ -138,7 +139,7 @@ def _mixtral_with_router_loss() -> nn.Module:
 def _resnet() -> nn.Module:
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], num_labels=5)
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], **_LABELS)
     return ResNetForImageClassification(config)
 
 
@@ -152,7 +153,7 @@ def _mamba() -> nn.Module:
 def _unet() -> nn.Module:
     from diffusers import UNet2DConditionModel
 
-    return UNet2DConditionModel(
+    model: Any = UNet2DConditionModel(
         sample_size=8,
         block_out_channels=(16, 32),
         layers_per_block=1,
@@ -163,6 +164,7 @@ def _unet() -> nn.Module:
         norm_num_groups=8,
         dropout=0.1,
     )
+    return model
 
 
 def _text(model: nn.Module) -> Tensor:

@@ -127,6 +127,11 @@ def _autocast(s: Scratch) -> Tensor:
         return F.linear(s.own(), s.owner.shared) + F.linear(s.own(), s.owner.shared)
 
 
+def _attention_over(s: Scratch) -> Tensor:
+    query, key = s.own(), s.own()
+    return F.scaled_dot_product_attention(query, key, key)
+
+
 def _without_gradient(s: Scratch) -> Tensor:
     with torch.no_grad():
         gate = s.pick().sigmoid()
@@ -155,7 +160,7 @@ OPS: dict[str, Callable[[Scratch], Tensor]] = {
     "scale": lambda s: s.pick() * s.rng.uniform(-2, 2),
     "shared weight": lambda s: F.linear(s.own(), s.owner.shared),
     "tied weight": lambda s: s.own() @ s.owner.shared,
-    "attention over": lambda s: F.scaled_dot_product_attention(s.own(), *[s.own()] * 2),
+    "attention over": _attention_over,
     "masked": lambda s: s.pick().masked_fill(s.options["mask"], 0.0),
     "where": lambda s: torch.where(s.options["mask"], s.pick(), s.pick()),
     "extra": lambda s: s.pick() + s.options["extra"],
@@ -192,6 +197,7 @@ class RandomModule(nn.Module):
     """Runs the named parts in order; what each works on is drawn with a seed."""
 
     mean: Tensor
+    shared: nn.Parameter
 
     def __init__(self, names: Sequence[str], seed: int) -> None:
         super().__init__()
@@ -258,22 +264,22 @@ def run(setting: Setting, checkpoint: Callable[..., Any]) -> list[Tensor | None]
     modules = nn.ModuleList([RandomModule(names, setting.seed + i) for i, names in enumerate(setting.parts)])
     modules.to(setting.dtype).train(setting.training)
     optimizer = torch.optim.AdamW(modules.parameters(), fused=True)
-    found: list[Tensor | None] = []
+    results: list[Tensor | None] = []
     try:
         for _ in range(setting.steps):
-            found += _step(setting, modules, checkpoint)
+            results += _step(setting, modules, checkpoint)
             optimizer.step()
             optimizer.zero_grad()
     except RuntimeError as error:
         return "in place" if "inplace operation" in str(error) else str(error)
-    return [*found, *modules.buffers(), torch.get_rng_state()]
+    return [*results, *modules.buffers(), torch.get_rng_state()]
 
 
 def _step(setting: Setting, modules: nn.ModuleList, checkpoint: Callable[..., Any]) -> list[Tensor | None]:
     shape = (BATCH, LENGTH, WIDTH)
     root = torch.randn(shape, dtype=setting.dtype, requires_grad=setting.differentiable)
     x = root if setting.leaf else root * 1
-    options = {
+    options: dict[str, Any] = {
         "mask": torch.rand(shape) > 0.5,
         "ids": torch.randint(5, shape[:2]),
         "extra": torch.randn(shape).to(setting.dtype),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
 from backhaul import CheckpointError, Decision, SavedTensorModifiedError, Session, StaleTensorError
-from support.bits import Checkpoint, plainly
+from support.bits import Checkpoint, grad_of, plainly
 from support.calls import WIDTH, inputs, same
 
 
@@ -85,7 +85,7 @@ def test_what_has_no_digest_is_that_of_forward(fn: Any, checkpoint: Checkpoint, 
         State.scale, State.draws_first = 5.0, True
         torch.rand(2)
         y.as_subclass(Tensor).sin().sum().backward()
-        return [tensor.grad.as_subclass(Tensor) for tensor in (x, w)]
+        return [grad_of(tensor).as_subclass(Tensor) for tensor in (x, w)]
 
     same(case, checkpoint)
     assert Decision.KEPT in session.report().segments[0].decisions
@@ -136,19 +136,20 @@ def in_a_list(h: Tensor, linear: nn.Linear, kept: list[Tensor]) -> int:
 @pytest.mark.parametrize("way", ["object", "attribute", "list", "beside a result"])
 def test_results_that_nobody_sees_returned(way: str, checkpoint: Checkpoint, session: Session) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        linear, (x, h), kept = nn.Linear(WIDTH, WIDTH), inputs(), []
+        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+        kept: list[Tensor] = []
         if way == "object":
-            found = checkpoint(in_an_object, h, linear).tensor
+            result = checkpoint(in_an_object, h, linear).tensor
         elif way == "attribute":
             checkpoint(in_an_attribute, h, linear)
-            found = linear.kept
+            result = linear.kept
         elif way == "list":
             checkpoint(in_a_list, h, linear, kept)
-            found = kept[0]
+            result = kept[0]
         else:
-            found, box = checkpoint(lambda h: (linear(h).exp(), in_an_object(h, linear)), h)
-            found = found + box.tensor
-        found.sum().backward()
+            result, box = checkpoint(lambda h: (linear(h).exp(), in_an_object(h, linear)), h)
+            result = result + box.tensor
+        result.sum().backward()
         return [x.grad, linear.weight.grad]
 
     same(case, checkpoint)
@@ -160,7 +161,7 @@ def test_an_argument_of_a_subclass(checkpoint: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()), torch.randn(2, WIDTH, requires_grad=True)
         checkpoint(model, (x * 1).as_subclass(Opaque)).sum().backward()
-        return [tensor.grad.as_subclass(Tensor) for tensor in (x, *model.parameters())]
+        return [grad_of(tensor).as_subclass(Tensor) for tensor in (x, *model.parameters())]
 
     same(case, checkpoint)
 
@@ -178,18 +179,18 @@ class Named(torch.autograd.Function):
         return gradient * 2
 
 
-@pytest.mark.parametrize("place", ["inside", "last inside", "before", "captured"])
-def test_a_custom_function_that_names_itself(place: str, checkpoint: Checkpoint) -> None:
+@pytest.mark.parametrize("where", ["inside", "last inside", "before", "captured"])
+def test_a_custom_function_that_names_itself(where: str, checkpoint: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         x, h = inputs()
-        captured = Named.apply(h) if place == "captured" else torch.ones(WIDTH)
+        captured = Named.apply(h) if where == "captured" else torch.ones(WIDTH)
         fn = {
             "inside": lambda h: Named.apply(h).sin(),
             "last inside": lambda h: Named.apply(h.sin()),
             "before": lambda h: h.sin(),
             "captured": lambda h: h.sin() * captured,
-        }[place]
-        checkpoint(fn, Named.apply(h) if place == "before" else h).sum().backward()
+        }[where]
+        checkpoint(fn, Named.apply(h) if where == "before" else h).sum().backward()
         return [x.grad]
 
     same(case, checkpoint)
@@ -199,12 +200,12 @@ def test_a_custom_function_that_names_itself(place: str, checkpoint: Checkpoint)
 def test_the_first_call_of_a_lazy_module(build: Any, checkpoint: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         module = build()
-        found: list[Tensor | None] = []
+        results: list[Tensor | None] = []
         for _ in range(3):
             x, h = inputs()
             checkpoint(module, h).square().sum().backward()
-            found += [x.grad, *(p.grad.clone() for p in module.parameters()), *module.buffers()]
-        return found
+            results += [x.grad, *(p.grad.clone() for p in module.parameters()), *module.buffers()]
+        return results
 
     same(case, checkpoint)
 

@@ -34,8 +34,8 @@ def check(case: Case, remote: Loopback | Session, returns: str) -> None:
     """Trains both ways and compares."""
     steps = partial(train, build=case.build, run=case.run, optimizer=case.optimizer)
     expected = steps(plainly)
-    found = steps(partial(remote.checkpoint, returns=returns))
-    assert differing(found, expected) == []
+    ours = steps(partial(remote.checkpoint, returns=returns))
+    assert differing(ours, expected) == []
 
     report = remote.report()
     reasons = [reason for segment in report.segments for reason in segment.kept]
@@ -63,10 +63,10 @@ def test_sparse_gradients_are_computed_here(session: Session) -> None:
     embedding = nn.Embedding(4, 8, sparse=True)
     ids = torch.tensor([[1, 2], [0, 2]])
     (expected,) = torch.autograd.grad(embedding(ids).square().sum(), embedding.weight)
-    (found,) = torch.autograd.grad(
+    (gradient,) = torch.autograd.grad(
         session.checkpoint(embedding, ids, returns="gradients").square().sum(), embedding.weight
     )
-    assert torch.equal(found.to_dense(), expected.to_dense())
+    assert torch.equal(gradient.to_dense(), expected.to_dense())
     assert session.report().fallbacks == 1
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 from backhaul import Decision, Session
@@ -43,8 +42,8 @@ def classes(model: nn.Module, family: Family) -> tuple[type[nn.Module], ...]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_model(name: str, returns: str, session: Session) -> None:
     family = FAMILIES[name]
-    found = one_step(family, lambda model: session.wrap(model, classes(model, family), returns=returns))
-    assert differing(found, one_step(family)) == []
+    ours = one_step(family, lambda model: session.wrap(model, classes(model, family), returns=returns))
+    assert differing(ours, one_step(family)) == []
 
     report = session.report()
     assert report.fallbacks == 0
@@ -59,7 +58,7 @@ def test_dropout_is_on_where_a_model_has_it(name: str) -> None:
     family = FAMILIES[name]
     in_training = one_step(family)[-1]
     in_evaluation = one_step(family, nn.Module.eval)[-1]
-    assert torch.equal(in_training, in_evaluation) is not family.draws
+    assert (differing([in_training], [in_evaluation]) == []) is not family.draws
 
 
 @dataclass(frozen=True)
@@ -105,8 +104,8 @@ def test_a_librarys_own_checkpointing_runs_remotely(name: str, session: Session)
             getattr(model, own.switch)()  # as people do it: where the model is made
             stack.enter_context(session.patched())
 
-        found = one_step(family, prepare)
-    assert differing(found, expected) == []
+        ours = one_step(family, prepare)
+    assert differing(ours, expected) == []
 
     report = session.report()
     assert report.fallbacks == 0
@@ -126,8 +125,8 @@ def test_the_documentation_says_the_same() -> None:
     for name, own in OWN_CHECKPOINTING.items():
         segments = ", ".join(f"{calls} `{layer}`" for layer, calls in own.calls.items())
         totals = sum((Counter(done) for done in own.decisions.values()), Counter())
-        where = ", ".join(f"{count} {decision.value}" for decision, count in totals.items())
-        assert f"| {name} | {segments} | {where} | {', '.join(own.kept)} |\n" in said
+        counts = ", ".join(f"{count} {decision.value}" for decision, count in totals.items())
+        assert f"| {name} | {segments} | {counts} | {', '.join(own.kept)} |\n" in said
     pins = dict(line.split("==") for line in (root / "constraints.txt").read_text().splitlines() if "==" in line)
     for name in ("torch", "transformers", "diffusers"):
         assert f"{name} {pins[name]}" in said

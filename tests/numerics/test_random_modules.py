@@ -46,13 +46,13 @@ def check(session: Session | Loopback, examples: int, *, derandomize: bool) -> N
     @given(setting=SETTINGS, returns=st.sampled_from(["gradients", "activations", "auto"]))
     def compare(setting: Setting, returns: str) -> None:
         expected = run(setting, plainly)
-        found = run(setting, partial(session.checkpoint, returns=returns))
+        ours = run(setting, partial(session.checkpoint, returns=returns))
         if isinstance(expected, str):
             # A segment has the values of forward where a plain call finds them overwritten.
-            assert expected in (found, "in place")
+            assert expected in (ours, "in place")
         else:
-            assert not isinstance(found, str), found
-            assert differing(found, expected) == []
+            assert not isinstance(ours, str), ours
+            assert differing(ours, expected) == []
 
     compare()
     report = session.report()

@@ -8,8 +8,8 @@ from backhaul._config import Config, resolve
 def test_argument_over_environment_over_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BACKHAUL_SILENCE_S", "7")
     monkeypatch.setenv("BACKHAUL_STRICT", "yes")
-    found = resolve(silence_s=3.0, strict=None)
-    assert (found.silence_s, found.strict, found.returns) == (3.0, True, Config().returns)
+    resolved = resolve(silence_s=3.0, strict=None)
+    assert (resolved.silence_s, resolved.strict, resolved.returns) == (3.0, True, Config().returns)
 
 
 @pytest.mark.parametrize(

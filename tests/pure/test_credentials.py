@@ -97,9 +97,9 @@ def test_of_many_at_once_one_makes_the_token_and_all_read_it(tmp_path: Path) -> 
         return make_token(tmp_path / "token"), read_token(tmp_path / "token")
 
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(made_and_read, range(50)))
-    assert sum(is_new for is_new, _ in found) == 1
-    assert len({token for _, token in found}) == 1
+        results = list(pool.map(made_and_read, range(50)))
+    assert sum(is_new for is_new, _ in results) == 1
+    assert len({token for _, token in results}) == 1
     assert list(tmp_path.iterdir()) == [tmp_path / "token"]
 
 

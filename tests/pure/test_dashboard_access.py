@@ -260,11 +260,14 @@ def test_its_own_life_is_passed_on_and_other_protocols_are_not() -> None:
         passed.append(scope["type"])
 
     async def run() -> None:
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
         async def send(message: Any) -> None:
             sent.append(message)
 
         for kind in ("lifespan", "websocket"):
-            await TokenMiddleware(inside, TOKEN)({"type": kind, "path": "/"}, asyncio.Event().wait, send)
+            await TokenMiddleware(inside, TOKEN)({"type": kind, "path": "/"}, receive, send)
 
     asyncio.run(run())
     assert (passed, sent) == (["lifespan"], [{"type": "websocket.close", "code": 1008}])

@@ -109,9 +109,9 @@ def test_an_alert_holds_where_it_should(name: str) -> None:
     scene = Scene()
     spoil(scene)
     alerts = Alerts(scene.watch)
-    (found,) = alerts.evaluate(scene.now_s)
-    assert (found.name, found.subject, found.since_s) == (name, subject, scene.now_s)
-    assert says in found.summary
+    (alert,) = alerts.evaluate(scene.now_s)
+    assert (alert.name, alert.subject, alert.since_s) == (name, subject, scene.now_s)
+    assert says in alert.summary
     (again,) = alerts.evaluate(scene.now_s + 1)
     assert again.since_s == scene.now_s
 

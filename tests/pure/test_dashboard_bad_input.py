@@ -59,8 +59,8 @@ def messages(kind: type[Message]) -> st.SearchStrategy[Any]:
     return _fields(kind.DESCRIPTOR).map(lambda fields: kind(**fields))
 
 
-def _fields(described: Descriptor) -> st.SearchStrategy[dict[str, Any]]:
-    optional = {}
+def _fields(described: Any) -> st.SearchStrategy[dict[str, Any]]:
+    optional: dict[str, st.SearchStrategy[Any]] = {}
     for field in described.fields:
         inner = field.message_type
         if inner is not None and inner.GetOptions().map_entry:
@@ -78,7 +78,7 @@ def _fields(described: Descriptor) -> st.SearchStrategy[dict[str, Any]]:
 
 
 def _kind(described: Descriptor) -> type[Message]:
-    return getattr(telemetry_pb2, described.name)  # type: ignore[no-any-return]
+    return getattr(telemetry_pb2, described.name)
 
 
 class Answers:
@@ -103,7 +103,7 @@ class Answers:
 
     async def _all(self) -> dict[str, str]:
         runs = [f"runs/{run.id}/steps" for run in self.watch.trainers]
-        found = {}
+        texts = {}
         transport = httpx.ASGITransport(self._app)
         async with httpx.AsyncClient(transport=transport, base_url="http://dashboard") as client:
             for path in [*PATHS, *runs]:
@@ -111,11 +111,11 @@ class Answers:
                 assert answer.status_code == 200 or (path == "timeline/trace" and answer.status_code == 404), (
                     answer.text
                 )
-                found[path] = answer.text
+                texts[path] = answer.text
         async for event in self.feed.listen():
-            found["live"] = str(event.raw_data)
+            texts["live"] = str(event.raw_data)
             break
-        return found
+        return texts
 
 
 def _refuse(constant: str) -> None:
@@ -124,19 +124,19 @@ def _refuse(constant: str) -> None:
 
 def check(answers: Answers) -> None:
     """All that is promised of every answer, whatever was told."""
-    found = answers.all()
-    for path, text in found.items():
+    texts = answers.all()
+    for path, text in texts.items():
         if path == "segments.csv":
             rows = list(csv.reader(io.StringIO(text)))
             assert {len(row) for row in rows} == {17}
             assert not any(cell.startswith(("=", "@", "+")) for row in rows for cell in row)
         else:
             _check_values(json.loads(text, parse_constant=_refuse))
-    timeline = json.loads(found["timeline?steps=20"])
-    rows: dict[Any, list[Any]] = {}
+    timeline = json.loads(texts["timeline?steps=20"])
+    lanes: dict[Any, list[Any]] = {}
     for span in timeline["spans"]:
-        rows.setdefault((span["lane"], span["worker"], span["row"]), []).append(span)
-    for spans in rows.values():
+        lanes.setdefault((span["lane"], span["worker"], span["row"]), []).append(span)
+    for spans in lanes.values():
         spans.sort(key=lambda span: (span["start_ms"], span["duration_ms"]))
         for before, after in pairwise(spans):
             assert before["start_ms"] + before["duration_ms"] <= after["start_ms"]
@@ -146,20 +146,20 @@ def check(answers: Answers) -> None:
 _LOSSES = {"loss", "last_loss"}  # a trainer's own numbers, of any size
 
 
-def _check_values(found: Any) -> None:
-    if isinstance(found, dict):
-        for name, value in found.items():
+def _check_values(node: Any) -> None:
+    if isinstance(node, dict):
+        for name, value in node.items():
             if name not in _LOSSES:
                 _check_values(value)
-    elif isinstance(found, list):
-        for value in found:
+    elif isinstance(node, list):
+        for value in node:
             _check_values(value)
-    elif isinstance(found, str):
-        assert len(found) < 1_500
-        assert found.isprintable()
-    elif found is not None:
+    elif isinstance(node, str):
+        assert len(node) < 1_500
+        assert node.isprintable()
+    elif node is not None:
         # Nanoseconds since 1970 among them, and sums of what is held to as much, rounded.
-        assert abs(found) <= 1.001e19
+        assert abs(node) <= 1.001e19
 
 
 SLOW = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -178,9 +178,9 @@ def test_any_reports_are_answered_for(reports: list[telemetry_pb2.TrainerReport]
 @pytest.mark.slow
 @SLOW
 @given(st.lists(messages(telemetry_pb2.GetTelemetryResponse), min_size=1, max_size=4))
-def test_any_telemetry_is_answered_for(told: list[telemetry_pb2.GetTelemetryResponse]) -> None:
+def test_any_telemetry_is_answered_for(responses: list[telemetry_pb2.GetTelemetryResponse]) -> None:
     answers = Answers()
-    for index, telemetry in enumerate(told):
+    for index, telemetry in enumerate(responses):
         worker = answers.watch.workers[index % 2]
         worker.answered(telemetry_pb2.GetTelemetryResponse.FromString(telemetry.SerializeToString()))
         answers.watch.held.sample(time.time(), answers.watch.workers, answers.watch.trainers)
@@ -197,11 +197,11 @@ def test_absurd_steps_are_shown_as_numbers() -> None:
         report.calls[0].drift = drift
         report.calls[0].spans[0].duration_s = float("inf")
         answers.take(report)
-    found = {path: json.loads(text) for path, text in answers.all().items() if path != "segments.csv"}
-    assert found[f"runs/{training.run}/steps"]["loss"] == [None, None, 1e300]
-    assert found["runs"][0]["peak_bytes"] == LARGEST
-    assert found["segments?sort=wait_ms"]["rows"][0]["drift"] == 1e9  # what is no number is no small drift
-    assert found["timeline?steps=20"]["duration_ms"] < 1e10
+    parsed = {path: json.loads(text) for path, text in answers.all().items() if path != "segments.csv"}
+    assert parsed[f"runs/{training.run}/steps"]["loss"] == [None, None, 1e300]
+    assert parsed["runs"][0]["peak_bytes"] == LARGEST
+    assert parsed["segments?sort=wait_ms"]["rows"][0]["drift"] == 1e9  # what is no number is no small drift
+    assert parsed["timeline?steps=20"]["duration_ms"] < 1e10
 
 
 @pytest.mark.slow
@@ -213,8 +213,8 @@ def test_a_trainer_that_tells_too_much_is_bounded() -> None:
         for n in range(ROWS + 500)
     ]
     for run in range(RUNS + 10):
-        told = len(calls) if run == 0 else 4_000 if run < DETAILED_RUNS else 2
-        report = telemetry_pb2.TrainerReport(run=Training(run=f"run-{run}").about(), calls=calls[:told])
+        call_count = len(calls) if run == 0 else 4_000 if run < DETAILED_RUNS else 2
+        report = telemetry_pb2.TrainerReport(run=Training(run=f"run-{run}").about(), calls=calls[:call_count])
         assert clean_report(report)
         trainers.take(report, now_s, now_s)
     rows = [len(run.detail.segments) for run in trainers if run.detail is not None]
@@ -222,7 +222,7 @@ def test_a_trainer_that_tells_too_much_is_bounded() -> None:
     assert trainers.refused_reports == 10
     assert len(rows) == DETAILED_RUNS
     assert (rows[0], sum(rows)) == (ROWS, ROWS_IN_ALL)
-    kept = [call for run in trainers for told in run.reported_steps.values() for call in told.calls.values()]
+    kept = [call for run in trainers for step in run.reported_steps.values() for call in step.calls.values()]
     assert 0 < sum(map(len, kept)) == sum(run.calls_bytes for run in trainers) <= CALLS_BYTES
 
 

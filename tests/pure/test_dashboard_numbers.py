@@ -57,11 +57,11 @@ def test_percentiles_are_right_to_within_a_fifth(durations_s: list[float], share
     durations = Durations(Tally())
     durations.take(NOW_S, [])
     durations.take(NOW_S, [rpc(durations_s)])
-    found = durations.tally.counted(NOW_S - 1)["Backward"].percentile(share)
+    estimated = durations.tally.counted(NOW_S - 1)["Backward"].percentile(share)
     ordered = sorted(durations_s)
     exact = next(d for i, d in enumerate(ordered, 1) if i >= share * len(ordered))
-    assert found is not None
-    assert exact / 1.2 <= found <= exact * 1.2
+    assert estimated is not None
+    assert exact / 1.2 <= estimated <= exact * 1.2
 
 
 def test_calls_are_counted_in_their_second_and_for_all_workers() -> None:
@@ -122,9 +122,9 @@ def test_what_is_told_twice_counts_once_and_what_comes_too_late_not_at_all() -> 
     for steps in ([3], [3, 4], [4], range(5, STEPS + 10), [3], [0]):
         trainers.take(training.report(steps), time.time(), 0.0)
     (run,) = trainers
-    told = STEPS + 10 - 3
-    assert (run.steps, run.totals.steps, run.totals.calls) == (told, told, 2 * told)
-    assert run.totals.up_bytes == told * training.step(0).up_bytes
+    counted = STEPS + 10 - 3
+    assert (run.steps, run.totals.steps, run.totals.calls) == (counted, counted, 2 * counted)
+    assert run.totals.up_bytes == counted * training.step(0).up_bytes
     assert trainers.totals == run.totals
     assert min(run.reported_steps) == 10
 
@@ -161,16 +161,16 @@ def test_the_headline_adds_up() -> None:
     report = training.report(range(20))
     for step in report.steps[-5:]:
         step.gradients, step.on_trainer, step.fallbacks = 2, 2, 1
-    found = overview(answered(watching(report)), NOW_S, "the disk is full")
-    assert found.steps_per_s == pytest.approx(20 / 9.5, rel=0.1)
-    assert found.wait_ms_per_step == pytest.approx(50)
-    assert found.overhead_ms_per_step == pytest.approx(10)
-    assert found.spared_ms_per_step == pytest.approx(150)
-    assert found.added_ms_per_step == pytest.approx(-90)
-    assert found.fallbacks == 5
-    assert found.remote_share == pytest.approx(70 / 80)
-    assert (found.saved_bytes, found.peak_saved_bytes) == (120_000_000, 124_000_000)
-    assert (found.workers, found.healthy_workers, found.history) == (2, 1, "the disk is full")
+    headline = overview(answered(watching(report)), NOW_S, "the disk is full")
+    assert headline.steps_per_s == pytest.approx(20 / 9.5, rel=0.1)
+    assert headline.wait_ms_per_step == pytest.approx(50)
+    assert headline.overhead_ms_per_step == pytest.approx(10)
+    assert headline.spared_ms_per_step == pytest.approx(150)
+    assert headline.added_ms_per_step == pytest.approx(-90)
+    assert headline.fallbacks == 5
+    assert headline.remote_share == pytest.approx(70 / 80)
+    assert (headline.saved_bytes, headline.peak_saved_bytes) == (120_000_000, 124_000_000)
+    assert (headline.workers, headline.healthy_workers, headline.history) == (2, 1, "the disk is full")
 
 
 UNSTEPPED = ("saved_bytes", "peak_saved_bytes", "added_ms_per_step", "wait_ms_per_step", "remote_share")
@@ -178,29 +178,29 @@ UNHEARD = ("sessions", "steps_per_s", "fallbacks")
 
 
 def test_a_headline_knows_nothing_before_it_is_told() -> None:
-    found = overview(watching(), NOW_S, "")
-    assert {getattr(found, name) for name in (*UNSTEPPED, *UNHEARD, "heard_at_s", "stepped_at_s")} == {None}
+    headline = overview(watching(), NOW_S, "")
+    assert {getattr(headline, name) for name in (*UNSTEPPED, *UNHEARD, "heard_at_s", "stepped_at_s")} == {None}
 
 
 def test_a_headline_with_workers_and_no_trainer() -> None:
-    found = overview(answered(watching()), NOW_S, "")
-    assert [getattr(found, name) for name in UNHEARD] == [0, 0, 0]
-    assert {getattr(found, name) for name in UNSTEPPED} == {None}
-    assert found.heard_at_s is not None
+    headline = overview(answered(watching()), NOW_S, "")
+    assert [getattr(headline, name) for name in UNHEARD] == [0, 0, 0]
+    assert {getattr(headline, name) for name in UNSTEPPED} == {None}
+    assert headline.heard_at_s is not None
 
 
 def test_what_is_no_longer_known_says_how_old_the_last_of_it_is() -> None:
     training = Training(segments=4, began_at_s=NOW_S - 10, step_s=0.5)
     watch = answered(watching(training.report(range(20))))
     assert overview(watch, NOW_S + 30, "").added_ms_per_step is not None
-    found = overview(watch, NOW_S + 400, "")
-    assert {getattr(found, name) for name in UNSTEPPED} == {None}
-    assert found.stepped_at_s == pytest.approx(NOW_S)
-    assert (found.steps_per_s, found.fallbacks) == (0, 0)
+    headline = overview(watch, NOW_S + 400, "")
+    assert {getattr(headline, name) for name in UNSTEPPED} == {None}
+    assert headline.stepped_at_s == pytest.approx(NOW_S)
+    assert (headline.steps_per_s, headline.fallbacks) == (0, 0)
     watch.workers[0].failed("UNAVAILABLE: gone")
-    found = overview(watch, NOW_S + 400, "")
-    assert {getattr(found, name) for name in UNHEARD} == {None}
-    assert found.heard_at_s == watch.workers[0].answered_at_s
+    headline = overview(watch, NOW_S + 400, "")
+    assert {getattr(headline, name) for name in UNHEARD} == {None}
+    assert headline.heard_at_s == watch.workers[0].answered_at_s
 
 
 def test_the_newest_run_is_the_one_that_began_last_whoever_told_something_last() -> None:
@@ -226,10 +226,10 @@ def test_a_point_of_memory_is_the_largest_of_what_it_stands_for() -> None:
     for second in range(100):
         spike = 1_000 if second in {57, 58} else 0
         worker.memory.append(NOW_S - 100 + second, (10, 20, spike, spike // 2))
-    found = memory_history(watch, NOW_S, seconds=100, points=10).workers[0]
-    assert 10 <= len(found.at_s) <= 11
-    assert sorted(found.working_bytes)[-2:] == [0, 1_000]
-    assert [r for w, r in zip(found.working_bytes, found.result_bytes, strict=True) if w] == [500]
+    history = memory_history(watch, NOW_S, seconds=100, points=10).workers[0]
+    assert 10 <= len(history.at_s) <= 11
+    assert sorted(history.working_bytes)[-2:] == [0, 1_000]
+    assert [r for w, r in zip(history.working_bytes, history.result_bytes, strict=True) if w] == [500]
     assert len(memory_history(watch, NOW_S, seconds=10, points=1_000).workers[0].at_s) == 10
 
 
@@ -259,7 +259,7 @@ def test_a_row_keeps_every_reason_whatever_comes_later() -> None:
         take(at_s)
     (row,) = select([table], "", "segment", descending=False)
     assert (row.decision, row.reason, row.fallbacks) == ("gradients", "no output is used elsewhere", 2)
-    assert [(each.reason, each.decision, each.calls, each.last_at_s - NOW_S) for each in row.reasons] == [
+    assert [(reason.reason, reason.decision, reason.calls, reason.last_at_s - NOW_S) for reason in row.reasons] == [
         ("a custom autograd function", "kept", 1, 5),
         ("held elsewhere", "activations", 1, 4),
         ("the worker is gone", "trainer", 2, 3),
@@ -269,7 +269,7 @@ def test_a_row_keeps_every_reason_whatever_comes_later() -> None:
     assert select([table], "", "segment", descending=False, reason="the worker") == []
     for number in range(REASONS):
         take(9 + number, decision="trainer", reason=f"reason {number}")
-    assert [each.reason for each in row.reasons] == [f"reason {number}" for number in reversed(range(REASONS))]
+    assert [reason.reason for reason in row.reasons] == [f"reason {number}" for number in reversed(range(REASONS))]
 
 
 def test_reasons_of_all_rows_are_added_up() -> None:
@@ -288,8 +288,8 @@ def test_reasons_of_all_rows_are_added_up() -> None:
 def test_a_timeline_shows_the_longest_bars_and_only_the_calls_they_are_of() -> None:
     training, trainers = Training(segments=SHOWN_BARS // 4, began_at_s=NOW_S), Trainers()
     trainers.take(training.report(), NOW_S + 1, 0.0)
-    found = timeline(trainers.find(training.run), 1)
-    assert len(found.spans) == SHOWN_BARS
-    assert found.left_out > 0
-    assert {span.call for span in found.spans} == set(range(len(found.calls)))
-    assert all(span.segment == found.calls[span.call].segment for span in found.spans)
+    drawn = timeline(trainers.find(training.run), 1)
+    assert len(drawn.spans) == SHOWN_BARS
+    assert drawn.left_out > 0
+    assert {span.call for span in drawn.spans} == set(range(len(drawn.calls)))
+    assert all(span.segment == drawn.calls[span.call].segment for span in drawn.spans)

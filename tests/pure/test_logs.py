@@ -107,9 +107,9 @@ def test_commands_tell_more_of_themselves_than_libraries_do(
             for name in ("backhaul.worker", "uvicorn.error"):
                 for said in (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR):
                     logging.getLogger(name).log(said, level)
-    found = [(line["message"], line["logger"], line["level"]) for line in lines(capsys)]
+    logged = [(line["message"], line["logger"], line["level"]) for line in lines(capsys)]
     four = ("DEBUG", "INFO", "WARNING", "ERROR")
-    assert found == [
+    assert logged == [
         *[("", "backhaul.worker", level) for level in four[1:]],
         *[("", "uvicorn.error", level) for level in four[2:]],
         *[("debug", name, level) for name in ("backhaul.worker", "uvicorn.error") for level in four],
@@ -166,10 +166,10 @@ def test_what_was_logged_can_be_read_again(capsys: pytest.CaptureFixture[str]) -
             raise ValueError("odd")
         except ValueError:
             logger.exception("failed", extra=logs.about("a1b2", "Block"))
-    found = logs.parse(capsys.readouterr().err)
-    assert found is not None
-    assert (found.level, found.about) == (logging.ERROR, {"session": "a1b2", "segment": "Block"})
-    assert found.message.startswith("failed\nTraceback")
+    record = logs.parse(capsys.readouterr().err)
+    assert record is not None
+    assert (record.level, record.about) == (logging.ERROR, {"session": "a1b2", "segment": "Block"})
+    assert record.message.startswith("failed\nTraceback")
 
 
 @pytest.mark.parametrize("line", ["", "Killed", "{}", "[1]", "3", '{"level": "LOUD", "message": ""}', '{"level": []}'])

@@ -25,7 +25,7 @@ SESSIONS = (
 
 def samples(source: FakeSource) -> dict[tuple[str, ...], float]:
     """By name and values of labels, in the order of FEW."""
-    families = text_string_to_metric_families(exposition(MetricsSnapshot(source)).decode())
+    families = text_string_to_metric_families(exposition(MetricsSnapshot(source.watch)).decode())
     return {
         (s.name, *(s.labels[name] for name in sorted(s.labels, key=FEW.index))): s.value
         for family in families
@@ -34,10 +34,10 @@ def samples(source: FakeSource) -> dict[tuple[str, ...], float]:
 
 
 def test_each_number_is_what_the_worker_said() -> None:
-    found = samples(FakeSource([FakeWorker(telemetry=telemetry_of(*SESSIONS))]))
+    values = samples(FakeSource([FakeWorker(telemetry=telemetry_of(*SESSIONS))]))
     of_worker = {
         name.removeprefix("backhaul_worker_"): value
-        for (name, *labels), value in found.items()
+        for (name, *labels), value in values.items()
         if labels == ["a:1"] and name.startswith("backhaul_worker_")
     }
     assert of_worker == {
@@ -57,61 +57,65 @@ def test_each_number_is_what_the_worker_said() -> None:
         "received_bytes_total": 8,
         "sent_bytes_total": 9,
     }
-    tiers = {key[2]: value for key, value in found.items() if key[0] == "backhaul_worker_memory_bytes"}
+    tiers = {key[2]: value for key, value in values.items() if key[0] == "backhaul_worker_memory_bytes"}
     assert tiers == {"segments": 400, "cached": 300, "working": 20, "results": 10}
-    assert found["backhaul_rpc_errors_total", "a:1", "Backward"] == 1
-    (info,) = [key for key in found if key[0] == "backhaul_worker_info"]
+    assert values["backhaul_rpc_errors_total", "a:1", "Backward"] == 1
+    (info,) = [key for key in values if key[0] == "backhaul_worker_info"]
     assert re.fullmatch(r"[0-9a-f]{8}", info[4])
     assert info[1:4] == ("a:1", "0.1.0", "cpu")
 
 
 def test_each_number_is_what_trainers_said() -> None:
     sums = {name: float(number) for number, name in enumerate(SUMS, 1)}
-    found = samples(FakeSource(trainers=FakeTrainers(dropped=101, saved_bytes=102, running=103, **sums)))
-    assert found.pop(("backhaul_trainer_mixed_runs",)) == 0
+    values = samples(FakeSource(trainers=FakeTrainers(dropped=101, saved_bytes=102, running=103, **sums)))
+    assert values.pop(("backhaul_trainer_mixed_runs",)) == 0
     exported = {name: value for name, value in sums.items() if name != "calls"}  # those stand in the recomputations
-    assert sorted(found.values()) == sorted([*exported.values(), 101, 102, 103])  # each once
-    assert found["backhaul_trainer_steps_total",] == sums["steps"]
-    assert found["backhaul_trainer_recomputations_total", "trainer"] == sums["on_trainer"]
-    assert found["backhaul_trainer_lane_seconds_total", "queue"] == sums["queue_s"]
-    assert found["backhaul_trainer_transferred_bytes_total", "down"] == sums["down_bytes"]
-    assert found["backhaul_trainer_saved_bytes",] == 102
+    assert sorted(values.values()) == sorted([*exported.values(), 101, 102, 103])  # each once
+    assert values["backhaul_trainer_steps_total",] == sums["steps"]
+    assert values["backhaul_trainer_recomputations_total", "trainer"] == sums["on_trainer"]
+    assert values["backhaul_trainer_lane_seconds_total", "queue"] == sums["queue_s"]
+    assert values["backhaul_trainer_transferred_bytes_total", "down"] == sums["down_bytes"]
+    assert values["backhaul_trainer_saved_bytes",] == 102
 
 
 def test_durations_are_a_cumulative_histogram() -> None:
     durations_s = (BOUNDS_S[4], BOUNDS_S[4] * 1.01, 0.003, 1000.0)
-    found = samples(FakeSource([FakeWorker(telemetry=telemetry_of(durations_s=durations_s))]))
+    values = samples(FakeSource([FakeWorker(telemetry=telemetry_of(durations_s=durations_s))]))
     name = "backhaul_rpc_duration_seconds"
-    counts = [found[f"{name}_bucket", "a:1", "Backward", repr(bound)] for bound in BUCKETS_S]
+    counts = [values[f"{name}_bucket", "a:1", "Backward", repr(bound)] for bound in BUCKETS_S]
     assert counts == [sum(duration_s <= bound for duration_s in durations_s) for bound in BUCKETS_S]
-    assert found[f"{name}_bucket", "a:1", "Backward", "+Inf"] == found[f"{name}_count", "a:1", "Backward"] == 4
-    assert found[f"{name}_sum", "a:1", "Backward"] == pytest.approx(sum(durations_s))
+    assert values[f"{name}_bucket", "a:1", "Backward", "+Inf"] == values[f"{name}_count", "a:1", "Backward"] == 4
+    assert values[f"{name}_sum", "a:1", "Backward"] == pytest.approx(sum(durations_s))
 
 
 def test_a_worker_that_counts_in_other_buckets_gives_no_wrong_ones() -> None:
-    found = histogram(telemetry_pb2.RpcTelemetry(calls=3, total_s=2.5, buckets=[1, 1, 1]))
-    assert (set(found.counts), found.calls, found.sum_s) == ({0}, 3, 2.5)
+    counted = histogram(telemetry_pb2.RpcTelemetry(calls=3, total_s=2.5, buckets=[1, 1, 1]))
+    assert (set(counted.counts), counted.calls, counted.sum_s) == ({0}, 3, 2.5)
 
 
 def test_a_run_whose_workers_differ_is_mixed() -> None:
-    def told(torch: str, *runs: str) -> telemetry_pb2.GetTelemetryResponse:
+    def telemetry_with(torch: str, *runs: str) -> telemetry_pb2.GetTelemetryResponse:
         telemetry = telemetry_of(*(telemetry_pb2.SessionTelemetry(run=run) for run in runs))
         telemetry.fingerprint["torch"] = torch
         return telemetry
 
-    answers = [told("2.13.0", "mixed", "same", ""), told("2.13.0", "same", ""), told("2.15.0", "mixed", "")]
-    found = samples(FakeSource([FakeWorker(f"w:{n}", telemetry=answer) for n, answer in enumerate(answers, 1)]))
-    assert found["backhaul_trainer_mixed_runs",] == 1
+    answers = [
+        telemetry_with("2.13.0", "mixed", "same", ""),
+        telemetry_with("2.13.0", "same", ""),
+        telemetry_with("2.15.0", "mixed", ""),
+    ]
+    values = samples(FakeSource([FakeWorker(f"w:{n}", telemetry=answer) for n, answer in enumerate(answers, 1)]))
+    assert values["backhaul_trainer_mixed_runs",] == 1
 
 
 def test_of_a_worker_out_of_reach_only_that_is_told() -> None:
     silent = FakeWorker("b:2", "unreachable", telemetry_of(*SESSIONS))
-    found = samples(FakeSource([FakeWorker(telemetry=telemetry_of()), silent, FakeWorker("c:3", "unreachable")]))
-    assert [key for key in found if "b:2" in key or "c:3" in key] == [
+    values = samples(FakeSource([FakeWorker(telemetry=telemetry_of()), silent, FakeWorker("c:3", "unreachable")]))
+    assert [key for key in values if "b:2" in key or "c:3" in key] == [
         ("backhaul_worker_up", "b:2"),
         ("backhaul_worker_up", "c:3"),
     ]
-    assert found["backhaul_worker_up", "b:2"] == 0
+    assert values["backhaul_worker_up", "b:2"] == 0
 
 
 def test_names_follow_the_rules() -> None:
@@ -127,23 +131,23 @@ def test_names_follow_the_rules() -> None:
 
 def test_labels_are_of_what_there_are_few() -> None:
     assert {label for metric in METRICS for label in metric.labels} <= set(FEW)
-    text = exposition(MetricsSnapshot(FakeSource([FakeWorker(telemetry=telemetry_of(*SESSIONS))]))).decode()
+    text = exposition(MetricsSnapshot(FakeSource([FakeWorker(telemetry=telemetry_of(*SESSIONS))]).watch)).decode()
     assert "secret" not in text
 
 
 def test_a_label_that_needs_escaping_can_be_read_back() -> None:
     telemetry = telemetry_of()
     telemetry.device = 'odd "device"\n\\'
-    found = samples(FakeSource([FakeWorker(telemetry=telemetry)]))
-    assert [key[3] for key in found if key[0] == "backhaul_worker_info"] == ['odd "device"\n\\']
+    values = samples(FakeSource([FakeWorker(telemetry=telemetry)]))
+    assert [key[3] for key in values if key[0] == "backhaul_worker_info"] == ['odd "device"\n\\']
 
 
 def test_fifty_workers_take_little() -> None:
     source = FakeSource([FakeWorker(f"w:{port}", telemetry=telemetry_of(*SESSIONS)) for port in range(1, 51)])
-    exposition(MetricsSnapshot(source))
+    exposition(MetricsSnapshot(source.watch))
     tracemalloc.start()
     try:
-        size = len(exposition(MetricsSnapshot(source)))
+        size = len(exposition(MetricsSnapshot(source.watch)))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

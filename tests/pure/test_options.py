@@ -35,8 +35,8 @@ def read(*argv: str) -> argparse.Namespace:
     command.add_argument("--varnish", action=argparse.BooleanOptionalAction, default=True)
     command.add_argument("--secret", default="kept", help=argparse.SUPPRESS)
     command.set_defaults(command="paint")
-    found, _ = parse(parser, {"paint": options_of("paint", command)}, ["paint", *argv])
-    return found
+    namespace, _ = parse(parser, {"paint": options_of("paint", command)}, ["paint", *argv])
+    return namespace
 
 
 def test_argument_over_environment_over_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,8 +71,8 @@ def test_each_kind_of_option(
 ) -> None:
     monkeypatch.setenv("BACKHAUL_PAINT_BRUSH", "a")
     monkeypatch.setenv(variable, text)
-    found = vars(read())
-    assert {name: found[name] for name in expected} == expected
+    values = vars(read())
+    assert {name: values[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_every_option_is_of_a_kind_that_the_environment_can_give() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "text", "found"),
+    ("variable", "text", "meant"),
     [
         ("BACKHAUL_WORKER_LISTN", "x", {"BACKHAUL_WORKER_LISTN": "BACKHAUL_WORKER_LISTEN"}),
         ("BACKHAUL_WORKERS", "x", {"BACKHAUL_WORKERS": "BACKHAUL_WORKER"}),
@@ -120,8 +120,8 @@ def test_every_option_is_of_a_kind_that_the_environment_can_give() -> None:
         ("OTHER", "x", {}),
     ],
 )
-def test_misspelt_variables_are_told_from_others(variable: str, text: str, found: dict[str, str]) -> None:
-    assert unknown({variable: text}, ["BACKHAUL_WORKER", "BACKHAUL_WORKER_LISTEN", "BACKHAUL_SILENCE_S"]) == found
+def test_misspelt_variables_are_told_from_others(variable: str, text: str, meant: dict[str, str]) -> None:
+    assert unknown({variable: text}, ["BACKHAUL_WORKER", "BACKHAUL_WORKER_LISTEN", "BACKHAUL_SILENCE_S"]) == meant
 
 
 def test_a_port_that_is_no_service_is_misspelt() -> None:
@@ -136,18 +136,18 @@ def backhaul(*arguments: str, **environment: str) -> subprocess.CompletedProcess
 
 @pytest.mark.slow
 def test_a_command_names_the_variable_of_a_bad_value() -> None:
-    found = backhaul("worker", BACKHAUL_WORKER_LEASE="0")
-    assert found.returncode == 2
-    assert 'BACKHAUL_WORKER_LEASE: "0" is not a number of seconds above 0' in found.stderr
+    process = backhaul("worker", BACKHAUL_WORKER_LEASE="0")
+    assert process.returncode == 2
+    assert 'BACKHAUL_WORKER_LEASE: "0" is not a number of seconds above 0' in process.stderr
     assert backhaul("worker", "--help", BACKHAUL_WORKER_LEASE="0").returncode == 0
 
 
 @pytest.mark.slow
 def test_a_value_that_is_refused_later_is_named_too() -> None:
-    found = backhaul("dashboard", BACKHAUL_DASHBOARD_WORKER="a:1", BACKHAUL_DASHBOARD_LISTEN="nowhere")
-    assert found.returncode == 2
+    process = backhaul("dashboard", BACKHAUL_DASHBOARD_WORKER="a:1", BACKHAUL_DASHBOARD_LISTEN="nowhere")
+    assert process.returncode == 2
     given = "BACKHAUL_DASHBOARD_WORKER, BACKHAUL_DASHBOARD_LISTEN"
-    assert found.stderr.endswith(f"backhaul dashboard: these variables of the environment were used: {given}\n")
+    assert process.stderr.endswith(f"backhaul dashboard: these variables of the environment were used: {given}\n")
 
 
 def test_help_names_each_variable() -> None:

@@ -1,6 +1,7 @@
 """Traces of steps, as a user's SDK gets them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from opentelemetry import trace
@@ -51,12 +52,12 @@ def recorded() -> Recorded:
     return Recorded()
 
 
-def step(number: int = 4, **fields: object) -> pb.Step:
+def step(number: int = 4, **fields: Any) -> pb.Step:
     return pb.Step(number=number, started_at_s=100.0, duration_s=2.0, calls=1, **fields)
 
 
 def call(
-    step: int = 4, spans: Sequence[tuple[pb.Lane.ValueType, float, float]] = LANES, **fields: object
+    step: int = 4, spans: Sequence[tuple[pb.Lane.ValueType, float, float]] = LANES, **fields: Any
 ) -> pb.SegmentCall:
     lanes = [pb.Span(lane=lane, started_at_s=began_at_s, duration_s=took_s) for lane, began_at_s, took_s in spans]
     return pb.SegmentCall(**{"step": step, "name": "Block", "position": 1, "spans": lanes, **fields})

@@ -35,11 +35,11 @@ def replay(schedule: Schedule, step: ScheduledWork, footprint: Footprint = SIZE)
 
 def ready(schedule: Schedule, room_bytes: int = 10**6) -> list[Key]:
     """What is ready, the first to give way first."""
-    found = []
+    dropped_keys = []
     while schedule.held_bytes:
-        found.append(schedule.last_needed())
-        schedule.dropped(found[-1])
-    return found
+        dropped_keys.append(schedule.last_needed())
+        schedule.dropped(dropped_keys[-1])
+    return dropped_keys
 
 
 def pass_of(schedule: Schedule, numbers: list[int]) -> None:
@@ -84,7 +84,7 @@ def test_nothing_is_replayed_that_would_give_way_to_what_the_last_pass_saved() -
 
 def test_room_is_left_for_the_tensors_of_what_the_last_pass_saved() -> None:
     schedule = Schedule()
-    done = []
+    done: list[int] = []
     for turn in (0, 10):
         done.clear()
         for number in range(turn, turn + 4):
@@ -201,7 +201,7 @@ def test_what_runs_or_is_given_up_is_no_longer_counted(event: str) -> None:
 
 
 footprints = st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(0, 20)).map(
-    lambda found: Footprint(found[0] + found[1], found[1], found[1] + found[2])
+    lambda sizes: Footprint(sizes[0] + sizes[1], sizes[1], sizes[1] + sizes[2])
 )
 events = st.tuples(st.sampled_from("ssssdrnnnnng"), st.sampled_from("ab"), footprints)
 
@@ -230,28 +230,28 @@ def test_never_above_the_room_and_always_in_order_of_need(steps: list[tuple[str,
             for key in step.evicts:
                 schedule.dropped(key)
                 del holds[key]
-            found = alive[str(step.key[0])][step.key[1]]
-            in_use = found.run_bytes if step.key in holds else found.replay_bytes
+            started = alive[str(step.key[0])][step.key[1]]
+            in_use = started.run_bytes if step.key in holds else started.replay_bytes
             holds.pop(step.key, None)
             assert sum(holds.values()) + in_use <= room
             schedule.started(step.key)
-            schedule.ready(step.key, found.ready_bytes)
-            holds[step.key] = found.ready_bytes
+            schedule.ready(step.key, started.ready_bytes)
+            holds[step.key] = started.ready_bytes
         assert schedule.held_bytes == sum(holds.values())
 
 
 @given(st.lists(footprints, min_size=1, max_size=10), st.integers(40, 200))
-def test_a_pass_known_beforehand_wastes_nothing(found: list[Footprint], room: int) -> None:
+def test_a_pass_known_beforehand_wastes_nothing(pass_footprints: list[Footprint], room: int) -> None:
     schedule = Schedule()
     for turn in range(2):
         replayed = []
-        for number, footprint in enumerate(found, start=turn * len(found)):
+        for number, footprint in enumerate(pass_footprints, start=turn * len(pass_footprints)):
             saved(schedule, [number], "a", footprint)
             while (step := schedule.next(room)) is not None:
                 assert turn == 0 or not step.evicts, step
-                replay(schedule, step, found[step.key[1] % len(found)])
+                replay(schedule, step, pass_footprints[step.key[1] % len(pass_footprints)])
                 replayed.append(step.key[1])
-        for number in reversed(range(turn * len(found), (turn + 1) * len(found))):
+        for number in reversed(range(turn * len(pass_footprints), (turn + 1) * len(pass_footprints))):
             schedule.requested(("a", number))
             schedule.started(("a", number))
             schedule.released(("a", number))

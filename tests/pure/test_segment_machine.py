@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import example, given
@@ -119,7 +119,7 @@ def test_every_request_is_answered_exactly_once_whatever_happens(events: list[st
     answered: list[Key] = []
     freed = 0
 
-    def carry_out(instructions: list[object]) -> None:
+    def carry_out(instructions: Sequence[object]) -> None:
         nonlocal replaying, running, freed
         for instruction in instructions:
             match instruction:

@@ -62,22 +62,22 @@ def test_a_link_carries_one_after_the_other() -> None:
 
 
 def test_an_event_lets_go_on_who_waits_and_who_comes_later() -> None:
-    simulation, event, told = Simulation(), Event(), []
+    simulation, event, woken = Simulation(), Event(), []
 
     def wait(name: str) -> Thread:
         yield event
-        told.append(name)
+        woken.append(name)
 
     def happen() -> Thread:
         yield from ()
         simulation.happens(event)
         yield wait("later")
-        told.append("last")
+        woken.append("last")
 
     simulation.start(wait("first"))
     simulation.start(happen())
     simulation.run()
-    assert told == ["first", "later", "last"]
+    assert woken == ["first", "later", "last"]
 
 
 @pytest.mark.parametrize("segments", [4, 8, 16])

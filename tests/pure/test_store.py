@@ -409,5 +409,5 @@ def test_possessions_and_bytes_always_agree(steps: list[tuple[str, int, int]]) -
         store.detach(key)
     for owner in "ab":
         store.remove_owner(owner)
-    assert store._entries == store._owners == {}
+    assert (store._entries, store._owners) == ({}, {})
     assert sum(store._bytes.values()) == 0

@@ -1,6 +1,7 @@
 """Names, arguments and what is refused, as in torch.utils.checkpoint."""
 
 import inspect
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint_sequential as sequential_of_torch
 import backhaul
 from backhaul import Decision, NotRemoteError, Session
 from backhaul_runtime.wire.tensor_stream import _StreamedTensor
-from support.bits import Checkpoint, differing, plainly
+from support.bits import Checkpoint, differing, grad_of, plainly
 from support.calls import WIDTH, Counted, TimesOne, inputs, one, same
 
 TORCHS_OWN = [
@@ -47,7 +48,7 @@ def test_s2_takes_each_keyword_of_torchs_and_its_own(session: Session, returns: 
     options = {p.name: p.default for p in signature if p.kind is p.KEYWORD_ONLY} | {"preserve_rng_state": True}
     y = backhaul.checkpoint(lambda x: x.sin().sin(), x, **options, returns=returns, strict=True, session=session)
     y.sum().backward()
-    assert torch.equal(x.grad, torch.autograd.grad(x.sin().sin().sum(), x)[0])
+    assert torch.equal(grad_of(x), torch.autograd.grad(x.sin().sin().sum(), x)[0])
     assert session.report().segments[0].decisions == {Decision(returns): 1}
 
 
@@ -64,7 +65,7 @@ def test_s2_as_a_decorator_of_a_function(session: Session, returns: str) -> None
 
     x, h = inputs()
     fn(h, scale=3.0).sum().backward()
-    assert torch.equal(x.grad, torch.autograd.grad((x.sin() * 3.0).sin().sum(), x)[0])
+    assert torch.equal(grad_of(x), torch.autograd.grad((x.sin() * 3.0).sin().sum(), x)[0])
     assert (fn.__name__, fn.__doc__) == ("fn", "Scales.")
     assert session.report().segments[0].decisions == {Decision(returns): 1}
 
@@ -86,9 +87,9 @@ def test_s2_as_a_decorator_of_a_method(session: Session, returns: str) -> None:
 
     first, second, (x, _) = Layer(), Layer(), inputs()
     wanted = [x, *first.parameters(), *second.parameters()]
-    found = torch.autograd.grad(second.twice(first(x)).sum(), wanted)
+    ours = torch.autograd.grad(second.twice(first(x)).sum(), wanted)
     expected = torch.autograd.grad((second.linear(first.linear(x).sin()) * 2).sin().sum(), wanted)
-    assert differing(found, expected) == []
+    assert differing(ours, expected) == []
     assert (Layer.forward.__name__, Layer.forward.__doc__) == ("forward", "Runs the layer.")
     assert session.report().remote == 2
 
@@ -97,7 +98,7 @@ def test_s2_the_decorator_uses_the_session_of_the_call(session: Session) -> None
     decorate = backhaul.checkpoint(use_reentrant=False, session=session)
     x, h = inputs()
     decorate(torch.sin)(h).sum().backward()
-    assert torch.equal(x.grad, x.cos())
+    assert torch.equal(grad_of(x), x.cos())
     assert session.report().segments[0].calls == 1
 
 
@@ -109,10 +110,15 @@ def test_s2_respect_saved_tensors_hooks(options: dict[str, bool], hooked: bool, 
     packed: list[Tensor] = []
     x = torch.randn(2, WIDTH, requires_grad=True)
     product = x.detach() @ w
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.detach()) or t, lambda t: t):
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor.detach())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         y = checkpoint(lambda x: (x @ w).sin(), x, context_fn=policy, **given)
     y.sum().backward()
-    assert torch.equal(x.grad, torch.autograd.grad((x @ w).sin().sum(), x)[0])
+    assert torch.equal(grad_of(x), torch.autograd.grad((x @ w).sin().sum(), x)[0])
     assert any(torch.equal(t, product) for t in packed if t.shape == product.shape) is hooked
 
 
@@ -173,7 +179,7 @@ def test_s6_bytes_sees_what_happens_to_a_tensor_after_it_has_arrived(
     x, h = inputs()
     session.checkpoint(lambda h: h.sin().exp(), h, returns=returns, determinism_check="bytes").sum().backward()
     (expected,) = torch.autograd.grad(x.sin().exp().sum(), x)
-    assert torch.equal(x.grad, expected)
+    assert torch.equal(grad_of(x), expected)
     (reason,) = session.report().segments[0].reasons
     assert "damaged" in reason
 
@@ -211,14 +217,14 @@ def refusals(options: dict[str, Any], checkpoint: Checkpoint, **more: Any) -> li
 @pytest.mark.parametrize("form", [list, lambda layers: nn.Sequential(*layers)])
 def test_s8_the_last_chunk_is_not_checkpointed(form: Any, session: Session, returns: str) -> None:
     layers = [Counted() for _ in range(5)]
-    found = []
+    counts = []
     for run in (partial(session.checkpoint_sequential, returns=returns), sequential_of_torch):
         x, _ = inputs()
         run(form(layers), 2, x, use_reentrant=False).sum().backward()
-        found.append([layer.calls for layer in layers])
+        counts.append([layer.calls for layer in layers])
         for layer in layers:
             layer.calls = 0
-    assert found == [[1, 1, 1, 1, 1], [2, 2, 1, 1, 1]]
+    assert counts == [[1, 1, 1, 1, 1], [2, 2, 1, 1, 1]]
     (segment,) = session.report().segments
     assert (segment.calls, segment.decisions) == (1, {Decision(returns): 1})
 
@@ -226,10 +232,10 @@ def test_s8_the_last_chunk_is_not_checkpointed(form: Any, session: Session, retu
 def test_s8_chunks_on_the_worker(session: Session, returns: str) -> None:
     layers, (x, _) = nn.Sequential(*(Counted() for _ in range(6))), inputs()
     wanted = [x, *layers.parameters()]
-    found = torch.autograd.grad(session.checkpoint_sequential(layers, 3, x, returns=returns).sum(), wanted)
+    ours = torch.autograd.grad(session.checkpoint_sequential(layers, 3, x, returns=returns).sum(), wanted)
     assert [layer.calls for layer in layers] == [1] * 6
     assert session.report().remote == 2
-    assert differing(found, torch.autograd.grad(layers(x).sum(), wanted)) == []
+    assert differing(ours, torch.autograd.grad(layers(x).sum(), wanted)) == []
 
 
 def test_s8_more_segments_than_functions_are_a_clear_error(session: Session) -> None:
@@ -246,15 +252,19 @@ def test_s8_a_sequence_takes_no_keyword_arguments_but_options(session: Session) 
             run([torch.sin] * 2, 2, one(), use_reentrant=False, foo=1, bar=2)
 
 
+def total(outputs: Iterable[Tensor]) -> Any:
+    return sum(output.sum() for output in outputs)
+
+
 def test_s8_several_inputs_go_to_each_function(session: Session, returns: str) -> None:
     functions = [lambda a, b: (a * b, a + b), lambda a, b: (a.sin(), b.cos()), lambda a, b: (b * a, a)] * 2
     x, y = inputs()[0], inputs()[0]
     expected = x, y
     for function in functions:
         expected = function(*expected)
-    found = session.checkpoint_sequential(functions, 3, x, y, returns=returns)
-    assert differing(found, expected) == []
-    gradients = [torch.autograd.grad(sum(t.sum() for t in outputs), [x, y]) for outputs in (found, expected)]
+    ours = session.checkpoint_sequential(functions, 3, x, y, returns=returns)
+    assert differing(ours, expected) == []
+    gradients = [torch.autograd.grad(total(outputs), [x, y]) for outputs in (ours, expected)]
     assert differing(*gradients) == []
     assert (session.report().segments[0].calls, session.report().fallbacks) == (2, 0)
 
@@ -266,14 +276,14 @@ def test_s8_one_input_that_is_a_tuple_stays_one(session: Session, returns: str) 
 
     x, y = inputs()[0], inputs()[0]
     for run in (partial(session.checkpoint_sequential, returns=returns), sequential_of_torch):
-        found = run([fn] * 4, 2, (x, y), use_reentrant=False)
+        ours = run([fn] * 4, 2, (x, y), use_reentrant=False)
         expected = fn(fn(fn(fn((x, y)))))
-        gradients = [torch.autograd.grad(sum(t.sum() for t in outputs), [x, y]) for outputs in (found, expected)]
+        gradients = [torch.autograd.grad(total(outputs), [x, y]) for outputs in (ours, expected)]
         assert differing(*gradients) == []
 
 
 def test_s8_as_a_function_of_the_module(session: Session) -> None:
     x, h = inputs()
     backhaul.checkpoint_sequential([torch.sin] * 2, 2, h, session=session, preserve_rng_state=False).sum().backward()
-    assert torch.equal(x.grad, torch.autograd.grad(x.sin().sin().sum(), x)[0])
+    assert torch.equal(grad_of(x), torch.autograd.grad(x.sin().sin().sum(), x)[0])
     assert session.report().remote == 1

@@ -51,7 +51,7 @@ def without_gradients_first(checkpoint: Checkpoint, linear: nn.Linear, x: Tensor
     with autocast():
         with torch.no_grad():
             linear(x)
-        return checkpoint(lambda h: linear(h).sin(), x * 1)  # type: ignore[no-any-return]
+        return checkpoint(lambda h: linear(h).sin(), x * 1)
 
 
 def with_casts_of_its_own(checkpoint: Checkpoint, linear: nn.Linear, x: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def with_casts_of_its_own(checkpoint: Checkpoint, linear: nn.Linear, x: Tensor) 
         return linear(h) + F.linear(h.to(torch.bfloat16), linear.weight.to(torch.bfloat16))
 
     with autocast():
-        return linear(checkpoint(fn, checkpoint(fn, x * 1)))  # type: ignore[no-any-return]
+        return linear(checkpoint(fn, checkpoint(fn, x * 1)))
 
 
 def in_full_precision_too(checkpoint: Checkpoint, linear: nn.Linear, x: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def in_full_precision_too(checkpoint: Checkpoint, linear: nn.Linear, x: Tensor) 
         return linear(h) * linear.weight.square().sum()
 
     with autocast():
-        return linear(checkpoint(fn, checkpoint(fn, x * 1))) * linear.weight.sum()  # type: ignore[no-any-return]
+        return linear(checkpoint(fn, checkpoint(fn, x * 1))) * linear.weight.sum()
 
 
 def regions_inside(checkpoint: Checkpoint, linear: nn.Linear, x: Tensor) -> Tensor:
@@ -80,33 +80,33 @@ def regions_inside(checkpoint: Checkpoint, linear: nn.Linear, x: Tensor) -> Tens
 
     h = checkpoint(fn, checkpoint(fn, x * 1))
     with autocast():
-        return linear(checkpoint(fn, checkpoint(fn, h)))  # type: ignore[no-any-return]
+        return linear(checkpoint(fn, checkpoint(fn, h)))
 
 
 def cleared_inside(checkpoint: Checkpoint, linear: nn.Linear, x: Tensor) -> Tensor:
     def fn(h: Tensor) -> Tensor:
         first = linear(h)
         torch.clear_autocast_cache()
-        return linear(first)  # type: ignore[no-any-return]
+        return linear(first)
 
     with autocast():
-        return linear(checkpoint(fn, checkpoint(fn, linear(x))))  # type: ignore[no-any-return]
+        return linear(checkpoint(fn, checkpoint(fn, linear(x))))
 
 
 def not_cached(checkpoint: Checkpoint, linear: nn.Linear, x: Tensor) -> Tensor:
     with autocast(cache_enabled=False):
-        return linear(checkpoint(lambda h: linear(linear(h)), x * 1))  # type: ignore[no-any-return]
+        return linear(checkpoint(lambda h: linear(linear(h)), x * 1))
 
 
 def of_a_leaf(checkpoint: Checkpoint, linear: nn.Linear, x: Tensor) -> Tensor:
     with autocast():
-        return checkpoint(linear, x) + checkpoint(linear, x) + linear(x)  # type: ignore[no-any-return]
+        return checkpoint(linear, x) + checkpoint(linear, x) + linear(x)
 
 
 def nested(checkpoint: Checkpoint, linear: nn.Linear, x: Tensor) -> Tensor:
     with autocast():
         h = checkpoint(lambda h: checkpoint(linear, checkpoint(linear, h)), x * 1)
-        return checkpoint(linear, h)  # type: ignore[no-any-return]
+        return checkpoint(linear, h)
 
 
 def a_cast_made_inside_for_others(checkpoint: Checkpoint, linear: nn.Linear, x: Tensor) -> Tensor:

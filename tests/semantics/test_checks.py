@@ -16,7 +16,7 @@ import backhaul
 from backhaul import CheckpointError, Decision, Session
 from backhaul._torch_api.options import DETERMINISM_CHECKS
 from backhaul_runtime.replay.replay import Replay
-from support.bits import Checkpoint, differing, plainly
+from support.bits import Checkpoint, differing, grad_of, plainly
 from support.calls import WIDTH, TimesOne, inputs, same, seed, torch_checkpoint
 
 SIN, MM = torch.ops.aten.sin.default, torch.ops.aten.mm.default
@@ -30,7 +30,7 @@ def unseen(x: Tensor) -> Tensor:
     return y.exp().sin()
 
 
-def mismatch(session: Session, fn: Step = unseen, **options: Any) -> CheckpointError:
+def mismatch(session: Session, fn: Step = unseen, **options: Any) -> Any:
     x, _ = inputs()
     y = session.checkpoint(fn, x, **options)
     with pytest.raises(torchs.CheckpointError) as caught:
@@ -44,10 +44,12 @@ def mismatch(session: Session, fn: Step = unseen, **options: Any) -> CheckpointE
 def test_s34_fewer_or_more_tensors_on_recomputation(
     count: int, change: str, session: Session, returns: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    digests = Replay.saved_digests.fget
+    digests = vars(Replay)["saved_digests"].fget
     assert digests is not None
-    found = (lambda replay: digests(replay)[:-1]) if change == "fewer" else (lambda replay: [*digests(replay), b"more"])
-    monkeypatch.setattr(Replay, "saved_digests", property(found))
+    changed = (
+        (lambda replay: digests(replay)[:-1]) if change == "fewer" else (lambda replay: [*digests(replay), b"more"])
+    )
+    monkeypatch.setattr(Replay, "saved_digests", property(changed))
     session.close()  # the trainer recomputes
     error = mismatch(session, lambda x: x.sin().sin().exp(), returns=returns)
     assert (error.saved_forward, error.saved_recomputed) == (3, count)
@@ -88,7 +90,7 @@ def test_s35_the_setting_turns_it_off_too(session: Session) -> None:
 def test_s35_debug_recomputes_on_the_trainer_and_gives_the_same_gradients(session: Session, returns: str) -> None:
     x, _ = inputs()
     session.checkpoint(lambda x: x.sin().exp(), x, debug=True, returns=returns).sum().backward()
-    assert torch.equal(x.grad, torch.autograd.grad(x.sin().exp().sum(), x)[0])
+    assert torch.equal(grad_of(x), torch.autograd.grad(x.sin().exp().sum(), x)[0])
     assert session.report().segments[0].decisions == {Decision.TRAINER: 1}
 
 
@@ -149,8 +151,8 @@ def down_bytes(session: Session, returns: str, **options: Any) -> int:
     """What comes back for a call whose gradients are right and which a worker recomputed with activations."""
     x, w = operands()
     before = session.report()
-    found = torch.autograd.grad(session.checkpoint(products, x, w, returns=returns, **options).sum(), [x, w])
-    assert differing(found, torch.autograd.grad(products(x, w).sum(), [x, w])) == []
+    ours = torch.autograd.grad(session.checkpoint(products, x, w, returns=returns, **options).sum(), [x, w])
+    assert differing(ours, torch.autograd.grad(products(x, w).sum(), [x, w])) == []
     after = session.report()
     assert after.remote == before.remote + 1
     assert Decision.GRADIENTS not in after.segments[0].decisions
@@ -177,8 +179,8 @@ def test_s37_a_policy_means_activations(asked: str, session: Session) -> None:
 @pytest.mark.parametrize("policy", NOT_KEPT)
 def test_s37_what_it_does_not_keep_comes_back(policy: str, session: Session) -> None:
     whole = down_bytes(session, "activations")
-    found = down_bytes(session, "auto", context_fn=selective(NOT_KEPT[policy]))
-    assert abs(found - whole) < 0.05 * whole
+    returned_bytes = down_bytes(session, "auto", context_fn=selective(NOT_KEPT[policy]))
+    assert abs(returned_bytes - whole) < 0.05 * whole
 
 
 def test_s37_the_policy_is_asked_about_each_op_in_forward_alone(checkpoint: Checkpoint) -> None:
@@ -212,7 +214,11 @@ def test_s37_offloaded_tensors_are_copies_of_their_own(session: Session) -> None
         outputs.extend([ctx.op_output] if op is MM else [])
         return CheckpointPolicy.MUST_CPU_OFFLOAD if op is MM else CheckpointPolicy.MUST_RECOMPUTE
 
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         y = session.checkpoint(products, x, w, context_fn=selective(policy))
     kept = [tensor for tensor in packed if any(torch.equal(tensor, output) for output in outputs)]
     assert len(kept) == 2
@@ -298,7 +304,7 @@ def test_s37_a_second_backward_works(checkpoint: Checkpoint) -> None:
     y.sum().backward(retain_graph=True)
     y.sum().backward()
     (expected,) = torch.autograd.grad(products(x, w).sum(), x)
-    assert torch.equal(x.grad, expected + expected)
+    assert torch.equal(grad_of(x), expected + expected)
     theirs = torch_checkpoint(products, x, w, context_fn=selective([MM]))
     theirs.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="Trying to backward an extra time"):
@@ -316,7 +322,7 @@ def test_s37_what_must_be_saved_does_not_run_again_on_the_trainer(custom: bool, 
         with seen:
             y.sum().backward()
         assert torch.equal(
-            x.grad, torch.autograd.grad(products(x, w).exp().sum() if custom else products(x, w).sum(), x)[0]
+            grad_of(x), torch.autograd.grad(products(x, w).exp().sum() if custom else products(x, w).sum(), x)[0]
         )
         ran.append([seen.seen.count(str(op)) for op in (MM, SIN)])
     theirs, ours = ran

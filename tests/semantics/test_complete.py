@@ -8,5 +8,5 @@ STATEMENTS = [*map(str, range(1, 42)), *"abcdefghijklmnopq"]
 
 def test_each_statement_and_each_case_has_a_test() -> None:
     tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
-    found = set(re.findall(r"^def test_(?:s(?=\d)|case_(?=[a-q]_))(\d+|[a-q])_", tests, re.MULTILINE))
-    assert found == set(STATEMENTS)
+    tested = set(re.findall(r"^def test_(?:s(?=\d)|case_(?=[a-q]_))(\d+|[a-q])_", tests, re.MULTILINE))
+    assert tested == set(STATEMENTS)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from backhaul import Session
-from support.bits import Checkpoint, plainly
+from support.bits import Checkpoint, grad_of, plainly
 from support.calls import WIDTH, inputs, same, seed
 from support.loopback import Loopback
 
@@ -106,11 +106,12 @@ def backward_in_a_hook(outputs: tuple[Tensor, ...], x: Tensor) -> list[Tensor | 
     seen: list[Tensor | None] = []
 
     def hook(gradient: Tensor) -> None:
+        handle.remove()
         with torch.enable_grad():
             last = outputs[-1].sum()
         seen.append(torch.autograd.grad(last, x, retain_graph=True)[0])
 
-    handle = outputs[0].register_hook(lambda gradient: (handle.remove(), hook(gradient))[1])
+    handle = outputs[0].register_hook(hook)
     total(outputs).backward(retain_graph=True)
     return [*seen, x.grad]
 
@@ -246,7 +247,8 @@ def a_hook_on_a_weight_of_an_output_that_nobody_uses(checkpoint: Checkpoint) -> 
 
 
 def a_hook_on_an_output_that_does_not_lead_there(checkpoint: Checkpoint) -> list[Tensor | None]:
-    (_, h), weight, ran = inputs(), torch.randn(WIDTH, WIDTH, requires_grad=True), []
+    (_, h), weight = inputs(), torch.randn(WIDTH, WIDTH, requires_grad=True)
+    ran: list[Tensor] = []
 
     def fn(h: Tensor) -> tuple[Tensor, Tensor]:
         inside = h.sin()
@@ -254,8 +256,9 @@ def a_hook_on_an_output_that_does_not_lead_there(checkpoint: Checkpoint) -> list
 
     outputs = checkpoint(fn, h)
     outputs[0].register_hook(ran.append)
-    found = torch.autograd.grad(sum(outputs).sum(), [weight])
-    return [*found, torch.tensor(len(ran))]
+    added: Any = sum(outputs)
+    gradients = torch.autograd.grad(added.sum(), [weight])
+    return [*gradients, torch.tensor(len(ran))]
 
 
 @pytest.mark.parametrize(
@@ -286,10 +289,11 @@ def test_an_output_that_is_written_to_inside_can_be_derived_twice(batched: bool,
         outputs = checkpoint(fn, h)
         if batched:
             gradients = torch.stack([torch.ones(2, WIDTH), torch.full((2, WIDTH), 2.0)])
-            return [*torch.autograd.grad(sum(outputs), [x, first.weight], gradients, is_grads_batched=True)]
-        (found,) = torch.autograd.grad(total(outputs), x, create_graph=True)
-        found.square().sum().backward()
-        return [found.detach(), x.grad, first.weight.grad, second.weight.grad]
+            added: Any = sum(outputs)
+            return [*torch.autograd.grad(added, [x, first.weight], gradients, is_grads_batched=True)]
+        (gradient,) = torch.autograd.grad(total(outputs), x, create_graph=True)
+        gradient.square().sum().backward()
+        return [gradient.detach(), grad_of(x), grad_of(first.weight), grad_of(second.weight)]
 
     for mine, other in zip(case(session.checkpoint), case(plainly), strict=True):
         # As above: autograd adds the parts of the second graph up in another order.

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
 from backhaul import DefaultDeviceType, SavedTensorModifiedError, Session
-from support.bits import Checkpoint, differing, plainly
+from support.bits import Checkpoint, differing, grad_of, plainly
 from support.calls import SAVES_BY_CUSTOM_FUNCTION, WIDTH, Counted, inputs, one, same, torch_checkpoint
 
 
@@ -54,34 +54,34 @@ def test_s10_fn_is_called_once_and_returns_what_it_returned(anywhere: Checkpoint
         return {"pair": Pair(h.sin(), None), "rest": [h.cos(), (3, marker, "word")], "batch": Batch(h.exp(), 0.5)}
 
     x, _ = inputs()
-    found = anywhere(fn, x)
+    returned = anywhere(fn, x)
     assert len(calls) == 1
     assert calls[0] is x
     expected = fn(x)
-    assert list(found) == list(expected)
-    assert type(found["pair"]) is Pair
-    assert type(found["batch"]) is Batch
-    ours, theirs = pytree.tree_leaves(found), pytree.tree_leaves(expected)
+    assert list(returned) == list(expected)
+    assert type(returned["pair"]) is Pair
+    assert type(returned["batch"]) is Batch
+    ours, theirs = pytree.tree_leaves(returned), pytree.tree_leaves(expected)
     assert differing([t for t in ours if isinstance(t, Tensor)], [t for t in theirs if isinstance(t, Tensor)]) == []
     assert [v for v in ours if not isinstance(v, Tensor)] == [v for v in theirs if not isinstance(v, Tensor)]
     gradients = [
-        torch.autograd.grad([t for t in found if isinstance(t, Tensor)], x, [x] * 3) for found in (ours, theirs)
+        torch.autograd.grad([t for t in returned if isinstance(t, Tensor)], x, [x] * 3) for returned in (ours, theirs)
     ]
     assert differing(*gradients) == []
 
 
 def test_s10_an_argument_that_is_returned_is_the_same_object(anywhere: Checkpoint) -> None:
     (_, h), mask = inputs(), torch.ones(3)
-    found = anywhere(lambda h, mask: (h, h.sin(), mask), h, mask)
-    assert found[0] is h
-    assert found[2] is mask
+    returned = anywhere(lambda h, mask: (h, h.sin(), mask), h, mask)
+    assert returned[0] is h
+    assert returned[2] is mask
 
 
 @pytest.mark.parametrize("container", [{"depth": 3}, [3], {"mask": torch.ones(3)}], ids=["dict", "list", "tensors"])
 def test_s10_a_container_that_is_returned_is_the_same_object(container: Any, anywhere: Checkpoint) -> None:
     (_, h), read = inputs(), bool
-    found = anywhere(lambda h, container: (h.sin(), container), h, container)[1]
-    assert read(found is container)  # a bool: pytest would keep what it explains
+    returned = anywhere(lambda h, container: (h.sin(), container), h, container)[1]
+    assert read(returned is container)  # a bool: pytest would keep what it explains
 
 
 def test_s11_gradients_of_parameters_alone(anywhere: Checkpoint) -> None:
@@ -153,7 +153,7 @@ def test_s13_an_argument_changed_in_place_is_an_error_while_it_lives(way: str, a
 @pytest.mark.parametrize("way", WAYS_IN)
 def test_s13_else_the_value_at_forward_is_used(way: str, anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        found: list[Tensor | None] = []
+        gradients: list[Tensor | None] = []
         for name, write in (WRITES | UNSEEN).items():
             x, h = inputs()
             c = torch.randn(2, WIDTH)
@@ -163,8 +163,8 @@ def test_s13_else_the_value_at_forward_is_used(way: str, anywhere: Checkpoint) -
             if name in WRITES:
                 del c
             y.sum().backward()
-            found.append(x.grad)
-        return found
+            gradients.append(x.grad)
+        return gradients
 
     same(case, anywhere)
 
@@ -201,11 +201,16 @@ def test_s14_ambient_hooks_keep_working_around_a_call(anywhere: Checkpoint) -> N
 def test_s14_they_see_nothing_of_the_segment(session: Session) -> None:
     x, h = inputs()
     seen: list[str] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append("packed") or t, lambda t: t):
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append("packed")
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         y = session.checkpoint(lambda h: h.sin().sin(), h, returns="gradients").sin()
     assert seen == ["packed"]  # of the last sin, which is outside
     y.sum().backward()
-    assert torch.equal(x.grad, torch.autograd.grad(x.sin().sin().sin().sum(), x)[0])
+    assert torch.equal(grad_of(x), torch.autograd.grad(x.sin().sin().sin().sum(), x)[0])
 
 
 class OwnError(Exception):
@@ -224,7 +229,7 @@ def test_s15_an_exception_of_fn_leaves_as_it_is(anywhere: Checkpoint) -> None:
         anywhere(fn, h)
     assert caught.value is error
     anywhere(torch.sin, h).sum().backward()  # and nothing stays behind that would disturb the next
-    assert torch.equal(x.grad, x.cos())
+    assert torch.equal(grad_of(x), x.cos())
 
 
 def test_s15_a_context_that_swallows_an_exception_is_torchs_error(checkpoint: Checkpoint) -> None:

@@ -43,15 +43,17 @@ def in_stages(checkpoint: Checkpoint, layers: list[nn.Module], h: Tensor) -> Ten
 
 
 def all_in_one(checkpoint: Checkpoint, layers: list[nn.Module], h: Tensor) -> Tensor:
-    found: Tensor = checkpoint(nn.Sequential(*layers, *layers), h)
-    return found
+    output: Tensor = checkpoint(nn.Sequential(*layers, *layers), h)
+    return output
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("step", [one_after_another, one_twice, in_and_out, side_by_side, in_stages, all_in_one])
 def test_noise_that_hooks_draw_is_that_of_no_checkpointing(step: Step, autocast: bool, checkpoint: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        layers = [nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0, batch_first=True) for _ in range(2)]
+        layers: list[nn.Module] = [
+            nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0, batch_first=True) for _ in range(2)
+        ]
         parameters = [parameter for layer in layers for parameter in layer.parameters()]
         order: list[int] = []
 
@@ -61,7 +63,7 @@ def test_noise_that_hooks_draw_is_that_of_no_checkpointing(step: Step, autocast:
             parameter.grad += torch.randn_like(parameter)
 
         for number, parameter in enumerate(parameters):
-            parameter.register_post_accumulate_grad_hook(lambda parameter, number=number: hook(number, parameter))  # type: ignore[misc]
+            parameter.register_post_accumulate_grad_hook(lambda parameter, number=number: hook(number, parameter))
         x = torch.randn(2, 3, WIDTH, requires_grad=True)
         with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
             out = step(checkpoint, layers, x * 1)
@@ -82,11 +84,11 @@ def test_an_optimizer_in_backward(session: Session) -> None:
             assert parameter.grad is not None
             total.add_(parameter.grad.norm())  # a rate that depends on what came before
             with torch.no_grad():
-                parameter -= parameter.grad / (1 + total)
+                parameter.sub_(parameter.grad / (1 + total))
             parameter.grad = None
 
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(update)  # type: ignore[arg-type]
+            parameter.register_post_accumulate_grad_hook(update)
         for _ in range(3):
             x = torch.randn(2, WIDTH, requires_grad=True)
             one_after_another(checkpoint, list(layers), x * 1).square().sum().backward()

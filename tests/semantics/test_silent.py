@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
 from backhaul import BackhaulError, Session
-from support.bits import Checkpoint, differing, plainly
+from support.bits import Checkpoint, differing, grad_of, plainly
 from support.calls import WIDTH, inputs, same, seed
 
 Disturb = Callable[[Callable[[], object]], object]
@@ -27,11 +27,11 @@ def right_or_named(case: Case, checkpoint: Checkpoint) -> None:
     expected = case(plainly, lambda _: None)
     seed()
     try:
-        found = case(checkpoint, lambda change: change())
+        ours = case(checkpoint, lambda change: change())
     except BackhaulError as error:
         assert isinstance(error, RuntimeError)
         return
-    assert differing(found, expected) == []
+    assert differing(ours, expected) == []
 
 
 def right(case: Case, checkpoint: Checkpoint) -> None:
@@ -118,6 +118,8 @@ def test_case_d_recomputation_saves_more(anywhere: Checkpoint, session: Session)
 
 
 class Average(nn.Module):
+    mean: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -174,6 +176,7 @@ def test_case_h_batch_norm_counts_a_step_once(anywhere: Checkpoint) -> None:
         norm, (x, h) = nn.BatchNorm1d(WIDTH), inputs()
         checkpoint(lambda h: norm(h).sin(), h).sum().backward()
         if checkpoint is not plainly:
+            assert norm.num_batches_tracked is not None
             assert norm.num_batches_tracked.item() == 1
         return [x.grad, *(p.grad for p in norm.parameters()), *norm.buffers()]
 
@@ -190,7 +193,7 @@ def test_case_i_a_list_is_appended_to_once(anywhere: Checkpoint) -> None:
 
     anywhere(fn, x, given).sum().backward()
     assert given == ["called"]
-    assert torch.equal(x.grad, torch.autograd.grad((x.sin().exp() * 1).sum(), x)[0])
+    assert torch.equal(grad_of(x), torch.autograd.grad((x.sin().exp() * 1).sum(), x)[0])
 
 
 def test_case_i_a_captured_list_is_appended_to_once_on_a_worker(checkpoint: Checkpoint) -> None:
@@ -232,6 +235,8 @@ def unseen_write(what: str, write: Callable[[Tensor], object]) -> Case:
 
 class Experts(nn.Module):
     """Routes each row to one of two, by a bias that follows the load, as balancing without an auxiliary loss does."""
+
+    bias: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,18 +324,20 @@ def test_case_m_an_attribute_that_toggles_gradients_between_two_live_forwards(
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-def test_case_n_weights_changed_by_a_fused_step(optimizer: type[torch.optim.Optimizer], anywhere: Checkpoint) -> None:
+def test_case_n_weights_changed_by_a_fused_step(
+    optimizer: type[torch.optim.SGD | torch.optim.AdamW], anywhere: Checkpoint
+) -> None:
     def case(checkpoint: Checkpoint, disturb: Disturb) -> list[Tensor | None]:
         block, (x, h) = Block(), inputs()
         stepper = optimizer(block.parameters(), lr=0.5, fused=True)
         other = checkpoint(block, h.detach())
         y = checkpoint(block, h)
         other.sum().backward()
-        found = [p.grad.clone() for p in block.parameters()]
+        earlier = [grad_of(p).clone() for p in block.parameters()]
         disturb(stepper.step)
         stepper.zero_grad()
         y.sum().backward()
-        return [*found, x.grad, *(p.grad for p in block.parameters())]
+        return [*earlier, x.grad, *(p.grad for p in block.parameters())]
 
     right_or_named(case, anywhere)
 
@@ -408,4 +415,4 @@ def test_case_q_also_where_the_input_is_saved(anywhere: Checkpoint) -> None:
     except RuntimeError as error:
         assert "modified by an inplace operation" in str(error)
         return
-    assert torch.equal(x.grad, torch.autograd.grad(x.sin().exp().sum(), x)[0])
+    assert torch.equal(grad_of(x), torch.autograd.grad(x.sin().exp().sum(), x)[0])

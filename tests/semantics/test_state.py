@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,11 +36,11 @@ def test_s30_backward_leaves_the_ambient_state_alone(preserve: bool, anywhere: C
     torch.manual_seed(7)
     random.seed(7)
     np.random.seed(7)
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tolist()
     y.sum().backward()
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
-    assert np.random.get_state()[1].tolist() == before[2]
+    assert np.random.get_state(legacy=False)["state"]["key"].tolist() == before[2]
 
 
 def draws_of_others(h: Tensor) -> Tensor:
@@ -66,7 +67,7 @@ AUTOCASTS = {
 
 
 @pytest.mark.parametrize("settings", AUTOCASTS.values(), ids=AUTOCASTS)
-def test_s31_autocast_is_that_of_forward(settings: dict[str, object], anywhere: Checkpoint) -> None:
+def test_s31_autocast_is_that_of_forward(settings: dict[str, Any], anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
         with torch.autocast("cpu", **settings):
@@ -133,6 +134,8 @@ def test_s31_default_dtype_and_deterministic_flags_are_those_of_forward(anywhere
 class Settled(nn.Module):
     """Has what forward reads: weights, a buffer, a flag."""
 
+    shift: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -170,6 +173,8 @@ def test_s32_what_a_module_reads_is_that_of_forward(change: str, checkpoint: Che
 class Average(nn.Module):
     """Reads a buffer and updates it: an EMA."""
 
+    mean: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -185,6 +190,8 @@ class Average(nn.Module):
 class Codebook(nn.Module):
     """Nearest entries, which move towards what chose them."""
 
+    entries: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -193,10 +200,10 @@ class Codebook(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         y = self.linear(h)
         chosen = torch.cdist(y, self.entries).argmin(1)
-        found = self.entries[chosen]
+        nearest = self.entries[chosen]
         with torch.no_grad():
-            self.entries[chosen] = found * 0.5 + y * 0.5
-        return (y * found).sin()
+            self.entries[chosen] = nearest * 0.5 + y * 0.5
+        return (y * nearest).sin()
 
 
 class Normed(nn.Sequential):

@@ -7,6 +7,8 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +45,7 @@ def derivative(fn: Function) -> Function:
 def composed(steps: str, fn: Function, checkpoint: Checkpoint) -> Function:
     """The function, checkpointed for each "c" and differentiated for each "g", the last letter first."""
     for step in reversed(steps):
-        fn = derivative(fn) if step == "g" else lambda x, fn=fn: checkpoint(fn, x)
+        fn = derivative(fn) if step == "g" else partial(checkpoint, fn)
     return fn
 
 
@@ -62,9 +64,9 @@ def test_any_nesting_of_checkpoints_and_derivatives(fn: Function, early_stop: bo
     with set_checkpoint_early_stop(early_stop):
         for steps in COMPOSITIONS:
             expected = composed(steps, fn, plainly)(x)
-            found = composed(steps, fn, session.checkpoint)(x)
+            ours = composed(steps, fn, session.checkpoint)(x)
             # See test_s21_double_backward_of_a_loss_that_is_not_linear.
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=steps)
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6, msg=steps)
 
 
 def nodes_of(output: Tensor) -> Iterator[Node]:
@@ -90,9 +92,10 @@ def test_no_graph_outlives_its_output(session: Session) -> None:
             output = composed(steps, sines, session.checkpoint)(torch.randn(3, requires_grad=True))
             alive: list[weakref.ref[Attached]] = []
             for node in nodes_of(output):
-                node.metadata["attached"] = attached = Attached()
+                metadata: Any = node.metadata
+                metadata["attached"] = attached = Attached()
                 alive.append(weakref.ref(attached))
-            del output, node, attached
+            del output, node, metadata, attached
             assert [reference for reference in alive if reference() is not None] == [], steps
     finally:
         gc.enable()
@@ -107,8 +110,8 @@ def test_two_children_and_their_derivatives(session: Session) -> None:
     x = torch.randn(3, 3, requires_grad=True)
     for steps in ("gg", "ggc", "gcgc"):
         expected = composed(steps, both(plainly), plainly)(x)
-        found = composed(steps, both(session.checkpoint), session.checkpoint)(x)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=steps)
+        ours = composed(steps, both(session.checkpoint), session.checkpoint)(x)
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6, msg=steps)
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
@@ -154,20 +157,25 @@ def test_hooks_on_what_a_call_is_given_and_returns(by: str, session: Session) ->
         linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
         seen: list[Tensor | None] = []
 
+        def note_first(_: nn.Module, gradients: Any) -> tuple[Tensor]:
+            return (note(gradients[0]),)
+
         def note(gradient: Tensor) -> Tensor:
             seen.append(gradient.clone())
             return gradient * 2
 
         if by == "module":
-            linear.register_full_backward_pre_hook(lambda _, gradients: (note(gradients[0]),))
+            linear.register_full_backward_pre_hook(note_first)
             linear.register_full_backward_hook(lambda _, inner, outer: seen.extend(t.clone() for t in (*inner, *outer)))
         y = checkpoint(lambda h: linear(h).sin(), h)
         for tensor in (h, y):
             if by == "tensor":
                 tensor.register_hook(note)
             elif by == "node":
+                assert tensor.grad_fn is not None
                 tensor.grad_fn.register_hook(lambda inner, outer: seen.append(outer[0].clone()))
             elif by == "node before":
+                assert tensor.grad_fn is not None
                 tensor.grad_fn.register_prehook(lambda outer: (note(outer[0]),))
             elif by == "retain_grad":
                 tensor.retain_grad()

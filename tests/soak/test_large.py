@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import backhaul
-from support.bits import plainly
+from support.bits import Checkpoint, grad_of, plainly
 from support.processes import WorkerProcess
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
@@ -15,11 +15,11 @@ def test_a_tensor_of_three_gibibytes_travels() -> None:
     with WorkerProcess("--memory", "16GiB") as worker, backhaul.connect(worker.address, silence_s=60.0) as session:
         size = (3 << 30) // 4
 
-        def step(checkpoint: object) -> tuple[float, float]:
+        def step(checkpoint: Checkpoint) -> tuple[float, float]:
             x = torch.arange(size, dtype=torch.float32).mul_(1e-9).requires_grad_()
             loss = checkpoint(_sum_of_squares, x)
             loss.backward()
-            return loss.item(), x.grad[-1].item()
+            return loss.item(), grad_of(x)[-1].item()
 
         expected = step(plainly)
         assert step(lambda fn, x: session.checkpoint(fn, x, returns="gradients")) == expected

@@ -12,6 +12,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import grpc
@@ -30,6 +31,10 @@ from backhaul_runtime.wire.shared_memory import SharedMemoryRequest
 from backhaul_runtime.wire.splicing import field_of
 from support.hostile import MIB, OPTIONS, TIMEOUT_S, Hostile, Stalled, chain, of_nodes, seal
 from support.wire import Services
+
+
+def _ignoring_number(attempt: Callable[[], object], _: int) -> None:
+    attempt()
 
 
 def over_and_over(times: int, attempt: Callable[[int], object]) -> None:
@@ -160,9 +165,10 @@ def abandoned_requests(client: Hostile, times: int) -> None:
 def reports(client: Hostile, times: int) -> None:
     """Reports of as many empty things as may be in one, and of as many as fit one."""
     head = telemetry_pb2.PutReportsRequest(session=client.session).SerializeToString()
-    put = client.channel.unary_unary("/backhaul_proto.v1.TelemetryService/PutReports", seal)
+    put: Any = client.channel.unary_unary("/backhaul_proto.v1.TelemetryService/PutReports", seal)
     for empty in (b"\x12\x00" * 1_024 + b"\x1a\x00" * 1_024, b"\x12\x00" * 250_000, field_of(3, b"\x4a\x00" * 200_000)):
-        over_and_over(20 * times, lambda _, empty=empty: put(head + field_of(2, empty), timeout=TIMEOUT_S))
+        report = head + field_of(2, empty)
+        over_and_over(20 * times, partial(_ignoring_number, partial(put, report, timeout=TIMEOUT_S)))
 
 
 def long_lists(client: Hostile, times: int) -> None:
@@ -194,25 +200,34 @@ def long_lists(client: Hostile, times: int) -> None:
     declared = tensor_pb2.TensorDeclaration(
         spec=tensor_pb2.TensorSpec(dtype="float32", shape=[0], strides=[1], device="cpu")
     ).SerializeToString()
-    put = client.channel.stream_unary("/backhaul_proto.v1.TensorService/PutTensors", seal)
-    for batch in (
-        b"\x0a\x00" * 500_000,
-        b"\x12\x00" * 500_000,
-        field_of(1, declared) * 1_024,
-        field_of(1, declared) + b"\x12\x00" * 2_000,
-    ):
-        attempts.append(lambda batch=batch: put(iter([head + field_of(2, batch)]), timeout=TIMEOUT_S))  # noqa: PERF401
+    put: Any = client.channel.stream_unary("/backhaul_proto.v1.TensorService/PutTensors", seal)
+
+    def read_all(call: Any, request: bytes) -> None:
+        list(call(request, timeout=TIMEOUT_S))
+
+    def put_all(requests: list[bytes]) -> None:
+        put(iter(requests), timeout=TIMEOUT_S)
+
+    attempts += [
+        partial(put_all, [head + field_of(2, batch)])
+        for batch in (
+            b"\x0a\x00" * 500_000,
+            b"\x12\x00" * 500_000,
+            field_of(1, declared) * 1_024,
+            field_of(1, declared) + b"\x12\x00" * 2_000,
+        )
+    ]
     for path, first in (
         ("SegmentService/SaveSegment", segment_pb2.SaveSegmentRequest(key=client.key(3))),
         ("SegmentService/Backward", client.backward(1, address)),
         ("SegmentService/ReleaseSegments", segment_pb2.ReleaseSegmentsRequest()),
     ):
-        call = client.channel.unary_stream(f"/backhaul_proto.v1.{path}", seal)
+        call: Any = client.channel.unary_stream(f"/backhaul_proto.v1.{path}", seal)
         encoded = first.SerializeToString()
         for tag in (b"\x0a\x00", b"\x42\x00", b"\x5a\x00", b"\x3a\x00", b"\x12\x00"):
             for size in (MIB, 2 * MIB - 1_000, 4 * MIB - 1_000):
                 data = encoded + tag * ((size - len(encoded)) // 2)
-                attempts.append(lambda call=call, data=data: list(call(data, timeout=TIMEOUT_S)))
+                attempts.append(partial(read_all, call, data))
     over_and_over(len(attempts) * times, lambda n: attempts[n % len(attempts)]())
 
 
@@ -268,7 +283,7 @@ def half_messages(client: Hostile, times: int) -> None:
     way = Stalled(client.address)
     channel = grpc.insecure_channel(way.address, options=OPTIONS)
     client.held += [way, channel]
-    put = channel.unary_unary("/backhaul_proto.v1.ProgramService/PutProgram", seal)
+    put: Any = channel.unary_unary("/backhaul_proto.v1.ProgramService/PutProgram", seal)
     data = field_of(2, bytes(MAX_MESSAGE_BYTES - 100))
     count = 8 * times
     way.left_bytes = 0.97 * count * len(data)
@@ -345,7 +360,7 @@ def kinds(client: Hostile, times: int) -> None:
     sizes = client.put(*(torch.zeros(size) for size in range(1, 51)))
 
     def attempt(number: int) -> None:
-        named = [sizes[0], *(sizes[(number * 7 + place * (number + 1)) % 50] for place in range(sources - 1))]
+        named = [sizes[0], *(sizes[(number * 7 + index * (number + 1)) % 50] for index in range(sources - 1))]
         client.save(number, program, named)
         client.segments.ReleaseSegments(segment_pb2.ReleaseSegmentsRequest(keys=[client.key(number)]))
 

@@ -15,6 +15,12 @@ def plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
+def grad_of(tensor: Tensor) -> Tensor:
+    """The gradient of a tensor that must have one."""
+    assert tensor.grad is not None
+    return tensor.grad
+
+
 def train(
     checkpoint: Checkpoint,
     build: Callable[[], nn.Module],
@@ -35,18 +41,18 @@ def train(
     model = build()
     parameters = list(model.parameters())
     stepper = optimizer(parameters) if optimizer is not None and parameters else None
-    found: list[Tensor | None] = []
+    results: list[Tensor | None] = []
     for _ in range(steps):
         loss, inputs = run(checkpoint, model)
         loss.backward()
-        found.append(loss.detach().clone())
-        found += [None if t.grad is None else t.grad.clone() for t in (*inputs, *parameters)]
+        results.append(loss.detach().clone())
+        results += [None if t.grad is None else t.grad.clone() for t in (*inputs, *parameters)]
         if stepper is not None:
             stepper.step()
             stepper.zero_grad()
-        found += [buffer.clone() for buffer in model.buffers()]
-    found.append(torch.get_rng_state())
-    return found
+        results += [buffer.clone() for buffer in model.buffers()]
+    results.append(torch.get_rng_state())
+    return results
 
 
 def differing(ours: Sequence[Tensor | None], theirs: Sequence[Tensor | None]) -> list[int]:

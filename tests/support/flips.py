@@ -78,12 +78,12 @@ class Flips:
             return self._damaged(data)
 
     def _damaged(self, data: bytes) -> bytes:
-        place = self.random.randrange(len(data))
+        position = self.random.randrange(len(data))
         if self.random.random() < 0.5:
             at = self.random.randrange(min(len(data), ENDS_BYTES))
-            place = self.random.choice([at, len(data) - 1 - at])
+            position = self.random.choice([at, len(data) - 1 - at])
         damaged = bytearray(data)
-        damaged[place] ^= 1 << self.random.randrange(8)
+        damaged[position] ^= 1 << self.random.randrange(8)
         return bytes(damaged)
 
     @contextmanager
@@ -92,12 +92,12 @@ class Flips:
         put, locate = Outbox.put, TrainerSharedMemory._region
 
         def damaged_up(outbox: Outbox, outgoing: Any) -> Any:
-            place = put(outbox, outgoing)
-            if place is not None:
+            slot = put(outbox, outgoing)
+            if slot is not None:
                 self._flip_in(
-                    place.region, "up", place.begin + outgoing.layout.alignment_bytes, outgoing.layout.span_bytes
+                    slot.region, "up", slot.begin + outgoing.layout.alignment_bytes, outgoing.layout.span_bytes
                 )
-            return place
+            return slot
 
         def damaged_down(memory: TrainerSharedMemory, location: Any, layout: Any) -> Region:
             region = locate(memory, location, layout)

@@ -5,7 +5,7 @@ Each is sealed, so what the worker sees is what a client sends that holds the to
 
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -156,7 +156,7 @@ class Fuzzer:
                 setattr(message, field.name, values[0])
         return message
 
-    def _value(self, field: FieldDescriptor, depth: int) -> Any:
+    def _value(self, field: Any, depth: int) -> Any:
         draw, kinds = self._draw, FieldDescriptor
         match field.cpp_type:
             case kinds.CPPTYPE_MESSAGE:
@@ -178,6 +178,7 @@ class Fuzzer:
     def _send(self, method: MethodDescriptor, data: bytes) -> None:
         path = f"/{method.containing_service.full_name}/{method.name}"
         requests: Any = iter([data] * self._draw.randint(0, 3)) if method.client_streaming else data
+        make: Any
         if method.server_streaming:
             make = self._client.channel.stream_stream if method.client_streaming else self._client.channel.unary_stream
             self._check(
@@ -214,10 +215,10 @@ class Fuzzer:
                 self.ran += 1
                 self._nodes.append(Node(*node, 0, sizes, draws=False))
                 return
-            found = re.search(rf"{re.escape(node[0])} took \(([\d, ]*)\) bytes", refused.details() or "")
-            if found is None:
+            took = re.search(rf"{re.escape(node[0])} took \(([\d, ]*)\) bytes", refused.details() or "")
+            if took is None:
                 break
-            sizes = tuple(int(each) for each in found[1].replace(" ", "").split(",") if each)
+            sizes = tuple(int(size) for size in took[1].replace(" ", "").split(",") if size)
         if self._draw.random() < 0.1:
             self._nodes = []
 
@@ -297,7 +298,7 @@ class Fuzzer:
         return torch.contiguous_format
 
 
-def _read(call: Iterator[Any], *, is_open: bool) -> None:
+def _read(call: Any, *, is_open: bool) -> None:
     """Reads all that is answered; a stream that the worker leaves open is ended."""
     if is_open:
         call.cancel()

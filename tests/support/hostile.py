@@ -163,10 +163,10 @@ class Stalled:
 
     def close(self) -> None:
         self._is_closed = True
-        for each in (self._listener, *self._sockets):
+        for opened in (self._listener, *self._sockets):
             with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
+                opened.shutdown(socket.SHUT_RDWR)
+            opened.close()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from backhaul import Session
 from backhaul._backward.frame import RecordedSegment
 from backhaul._backward.handles import CheckpointedCall
 from backhaul._backward.lineage import Copies
@@ -15,6 +16,7 @@ from backhaul._config import Config
 from backhaul._dispatch.prediction import CallSite, PendingCall
 from backhaul._forward.checkpoint import run_segment
 from backhaul._observe.report import Journal, Report
+from backhaul._observe.telemetry import Telemetry
 from backhaul._torch_api.options import options_of
 from backhaul._worker_client.answer_checks import check_saved, contributions_in
 from backhaul_proto.v1 import segment_pb2
@@ -56,20 +58,22 @@ class LoopbackSegment:
     ) -> tuple[Recomputed, list[Contribution], Callable[[], None]]:
         copies = {output: copy_exact(gradient) for output, gradient in gradients.items()}
         self.remote.given |= {address_of(copy): copy for copy in copies.values()}
-        found = self._run(
+        run_result = self._run(
             partial(runs.backward, start=runs.BackwardInputs((), state, summed=tuple(summed)), gradients=copies)
         )
-        result = segment_pb2.BackwardResult(contributions=encode_contributions(found))
-        tensors = [copy_exact(outgoing.tensor) for outgoing in found.bundle.tensors]
-        saved = Recomputed(found.saved_digests, found.saved_sketches)
+        result = segment_pb2.BackwardResult(contributions=encode_contributions(run_result))
+        tensors = [copy_exact(outgoing.tensor) for outgoing in run_result.bundle.tensors]
+        saved = Recomputed(run_result.saved_digests, run_result.saved_sketches)
         return saved, contributions_in(result, tensors, due, summed, ()), lambda: None
 
     def recompute(self, wanted: Mapping[int, Layout]) -> "LoopbackTensors":
-        found = self._run(partial(runs.recompute, positions=list(wanted)))
-        tensors = unbundle([copy_exact(outgoing.tensor) for outgoing in found.bundle.tensors], found.bundle.views)
+        run_result = self._run(partial(runs.recompute, positions=list(wanted)))
+        tensors = unbundle(
+            [copy_exact(outgoing.tensor) for outgoing in run_result.bundle.tensors], run_result.bundle.views
+        )
         for position, tensor in tensors.items():
             check_saved(position, tensor, wanted[position])
-        return LoopbackTensors(Recomputed(found.saved_digests, found.saved_sketches), tensors)
+        return LoopbackTensors(Recomputed(run_result.saved_digests, run_result.saved_sketches), tensors)
 
     def drifted(self, drift: float) -> None:
         pass
@@ -104,7 +108,7 @@ class Loopback:
     def __init__(self, *, pins: bool = False) -> None:
         self.pins = pins
         self.journal = Journal()
-        self.telemetry = None
+        self.telemetry: Telemetry | None = None
         self.copies = Copies()
         self.is_lost = False
         self.recordings: list[Recording] = []
@@ -133,6 +137,11 @@ class Loopback:
         self.given |= {source.address: value for source, value in zip(recording.sources, values, strict=True)}
         inputs = SegmentInputs(program, values, list(recording.generator_states), self.pins)
         return LoopbackSegment(inputs, self), segment.program
+
+    @property
+    def session(self) -> Session:
+        """This remote, for functions that take a session and use only what a loopback has too."""
+        return cast(Session, self)
 
     def checkpoint(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         options, kwargs = options_of(self.config, kwargs)

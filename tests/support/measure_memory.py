@@ -5,8 +5,10 @@ python measure_memory.py WORKER LAYERS...
 
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -17,7 +19,7 @@ from backhaul.demo.model import LanguageModel
 from backhaul_runtime.process.resources import resident_bytes
 
 
-def resident_peak(step: object) -> int:
+def resident_peak(step: Callable[[], None]) -> int:
     """The kernel's high-water mark of a step, above what was there before."""
     Path("/proc/self/clear_refs").write_text("5")
     before = resident_bytes()
@@ -33,7 +35,7 @@ def main(worker: str, *depths: str) -> None:
         "activations": partial(session.checkpoint, returns="activations"),
         "gradients": partial(session.checkpoint, returns="gradients"),
     }
-    found: dict[str, dict[str, int]] = {}
+    peaks: dict[str, dict[str, int]] = {}
     text = torch.randint(256, (2, 256))
     for depth in depths:
         model = LanguageModel(int(depth), 256, 256)
@@ -41,15 +43,15 @@ def main(worker: str, *depths: str) -> None:
             parameter.grad = torch.zeros_like(parameter)  # so that gradients are not counted as activations
         for name, checkpoint in variants.items():
 
-            def step(checkpoint: object = checkpoint, model: LanguageModel = model) -> None:
+            def step(checkpoint: Any = checkpoint, model: LanguageModel = model) -> None:
                 model(text, checkpoint).square().mean().backward()
 
             step()
-            found.setdefault(depth, {})[f"{name}_resident"] = resident_peak(step)
-            found[depth][f"{name}_live"] = peak_live_bytes(step)
+            peaks.setdefault(depth, {})[f"{name}_resident"] = resident_peak(step)
+            peaks[depth][f"{name}_live"] = peak_live_bytes(step)
     assert session.report().fallbacks == 0, session.report()
     session.close()
-    print(json.dumps(found))
+    print(json.dumps(peaks))
 
 
 main(*sys.argv[1:])

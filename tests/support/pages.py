@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import ConsoleMessage, Page, Request
+from playwright.sync_api import ConsoleMessage, FloatRect, Locator, Page, Request
 
 from support.dashboards import Dashboard
 from support.demos import Demo
@@ -72,7 +72,14 @@ class Heard:
         self.hosts.add(urlsplit(request.url).netloc)
 
 
+def box_of(locator: Locator) -> FloatRect:
+    """The place of an element on its page. It must be visible."""
+    box = locator.bounding_box()
+    assert box is not None
+    return box
+
+
 def broken_rules(page: Page) -> list[str]:
     """Violations of axe-core's rules on a page, as "rule: HTML". The rules: https://dequeuniversity.com/rules/axe."""
-    found = Axe().run(page).response["violations"]
-    return [f"{rule['id']}: {node['html'][:100]}" for rule in found for node in rule["nodes"]]
+    violations = Axe().run(page).response["violations"]
+    return [f"{rule['id']}: {node['html'][:100]}" for rule in violations for node in rule["nodes"]]

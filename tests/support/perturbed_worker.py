@@ -1,6 +1,7 @@
 """A worker whose arithmetic is off by a little: run it as `backhaul` is run."""
 
 import sys
+from typing import Any
 
 import torch
 
@@ -10,14 +11,14 @@ from backhaul_runtime.replay.replay import Replay
 _results = Replay._results
 
 
-def perturbed(self: Replay, op: object, node: object, *given: object) -> list[torch.Tensor]:
+def perturbed(self: Replay, op: Any, node: Any, *given: Any) -> list[torch.Tensor]:
     """What linear layers give, times numbers near one, so that near ties turn."""
-    found = _results(self, op, node, *given)
+    results = _results(self, op, node, *given)
     if node.op == "aten.linear.default":
         generator = torch.Generator().manual_seed(0)
-        found[0].data.mul_(1 + 1e-6 * torch.randn(found[0].shape, generator=generator))
-    return found
+        results[0].data.mul_(1 + 1e-6 * torch.randn(results[0].shape, generator=generator))
+    return results
 
 
-Replay._results = perturbed
+setattr(Replay, "_results", perturbed)  # noqa: B010 (mypy rejects an assignment to a method)
 sys.exit(main())

@@ -57,11 +57,11 @@ class Training:
 
     def report(self, steps: Iterable[int] = (0,), *, is_closed: bool = False) -> telemetry_pb2.TrainerReport:
         """Of those steps, with all of their calls."""
-        told = list(steps)
+        step_numbers = list(steps)
         return telemetry_pb2.TrainerReport(
             run=self.about(is_closed=is_closed),
-            steps=[self.step(number) for number in told],
-            calls=[self.call(step, number) for step in told for number in range(self.segments)],
+            steps=[self.step(number) for number in step_numbers],
+            calls=[self.call(step, number) for step in step_numbers for number in range(self.segments)],
         )
 
     def step(self, number: int, **changed: Any) -> telemetry_pb2.Step:
@@ -149,8 +149,8 @@ class FakeWorker:
     def served(self, method: str, durations_s: Sequence[float], errors: int = 0) -> None:
         """Counts calls."""
         with self.lock:
-            found = next((rpc for rpc in self.telemetry.rpcs if rpc.method == method), None)
-            rpc = found or self.telemetry.rpcs.add(method=method, buckets=[0] * (len(BOUNDS_S) + 1))
+            known = next((rpc for rpc in self.telemetry.rpcs if rpc.method == method), None)
+            rpc = known or self.telemetry.rpcs.add(method=method, buckets=[0] * (len(BOUNDS_S) + 1))
             rpc.calls += len(durations_s)
             rpc.errors += errors
             rpc.total_s += sum(durations_s)
@@ -257,20 +257,20 @@ class Fleet:
         ):
             worker.served(method, [typical_s * self._random.lognormvariate(0, 0.5) for _ in range(20)])
         with worker.lock:
-            found = worker.telemetry
-            found.uptime_s += 1
-            found.recomputed_segments += 20
-            found.received_bytes += 100_000_000
-            found.sent_bytes += 80_000_000
-            found.memory.segment_bytes = self._random.randrange(500_000_000, 900_000_000)
-            found.memory.cached_bytes = self._random.randrange(900_000_000, 1_100_000_000)
-            found.memory.working_bytes = self._random.randrange(100_000_000, 400_000_000)
-            found.memory.result_bytes = self._random.randrange(0, 50_000_000)
-            if not found.sessions:
-                found.sessions.add(run=self.training.run, trainer="gpu-box:4711", client_version=version())
-            session = found.sessions[0]
+            telemetry = worker.telemetry
+            telemetry.uptime_s += 1
+            telemetry.recomputed_segments += 20
+            telemetry.received_bytes += 100_000_000
+            telemetry.sent_bytes += 80_000_000
+            telemetry.memory.segment_bytes = self._random.randrange(500_000_000, 900_000_000)
+            telemetry.memory.cached_bytes = self._random.randrange(900_000_000, 1_100_000_000)
+            telemetry.memory.working_bytes = self._random.randrange(100_000_000, 400_000_000)
+            telemetry.memory.result_bytes = self._random.randrange(0, 50_000_000)
+            if not telemetry.sessions:
+                telemetry.sessions.add(run=self.training.run, trainer="gpu-box:4711", client_version=version())
+            session = telemetry.sessions[0]
             session.segments = self.training.segments // len(self.workers)
-            session.held_bytes = found.memory.segment_bytes
+            session.held_bytes = telemetry.memory.segment_bytes
             session.idle_s = self._random.random()
 
     def close(self) -> None:

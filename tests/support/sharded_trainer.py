@@ -26,13 +26,13 @@ def main(worker: str, folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     expected = trained(lambda: shard(Net()))
-    found = {}
+    outcomes = {}
     for build in (wrapped, wrapped_by_torch, called):
         with backhaul.connect(worker, silence_s=30.0, strict=True) as session:
             ours = trained(partial(build, session, session.checkpoint))
-            found[build.__name__] = differing(ours, expected), session.report().remote
+            outcomes[build.__name__] = differing(ours, expected), session.report().remote
     dist.destroy_process_group()
-    (folder / str(rank)).write_text(json.dumps(found))
+    (folder / str(rank)).write_text(json.dumps(outcomes))
 
 
 other = os.fork()

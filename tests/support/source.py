@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import cast
 
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.process.addresses import Address, parse_address
 from backhaul_runtime.wire.telemetry import BOUNDS_S, bucket_of
 from backhaul_server.dashboard.collect.totals import Totals
+from backhaul_server.dashboard.collect.watch import Watch
 
 SUMS = Totals()._asdict()
 
@@ -34,10 +36,15 @@ class FakeTrainers:
 
 @dataclass
 class FakeSource:
-    """See `Source`."""
+    """See `Watch`."""
 
     workers: list[FakeWorker] = field(default_factory=list)
     trainers: FakeTrainers = field(default_factory=FakeTrainers)
+
+    @property
+    def watch(self) -> Watch:
+        """This fake, for what reads a watch."""
+        return cast(Watch, self)
 
 
 def telemetry_of(

@@ -75,15 +75,15 @@ class Stack:
     def exit_code(self, service: str) -> int | None:
         """Of a container that has ended, None while it runs."""
         try:
-            found = self.compose("ps", "--all", "--format", "json")
+            listed = self.compose("ps", "--all", "--format", "json")
         except subprocess.CalledProcessError:
-            found = self.compose("ps", "--format", "json")  # podman-compose has no --all: it shows all anyway
+            listed = self.compose("ps", "--format", "json")  # podman-compose has no --all: it shows all anyway
         # Docker prints an object a line, podman a list.
-        containers = json.loads(found) if found.lstrip().startswith("[") else map(json.loads, found.splitlines())
+        containers = json.loads(listed) if listed.lstrip().startswith("[") else map(json.loads, listed.splitlines())
         for container in containers:
             if service == (container.get("Service") or container["Labels"]["com.docker.compose.service"]):
                 return int(container["ExitCode"]) if container["State"] == "exited" else None
-        raise AssertionError(f"there is no container of {service}: {found}")
+        raise AssertionError(f"there is no container of {service}: {listed}")
 
     def ended(self, service: str, timeout_s: float) -> int:
         """The exit code of a container, waited for."""

@@ -72,12 +72,12 @@ class FakeCuda:
     @classmethod
     def installed(cls, patch: pytest.MonkeyPatch) -> "FakeCuda":
         """One that has the host's tensors on it."""
-        found = cls()
-        patch.setattr(staging, "_cuda", lambda device: found)
-        patch.setattr(staging, "_side_stream", cache(found.Stream))
+        fake = cls()
+        patch.setattr(staging, "_cuda", lambda device: fake)
+        patch.setattr(staging, "_side_stream", cache(fake.Stream))
         patch.setattr(staging, "page_locked", lambda size: torch.empty(size, dtype=torch.uint8))
         patch.setattr(Layout, "is_on_accelerator", True)
-        return found
+        return fake
 
     def note(self, what: str) -> None:
         self.log.append(what)

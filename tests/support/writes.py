@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _DisableTorchDispatch  # type: ignore[attr-defined]
+from torch._C import _DisableTorchDispatch
 from torch._ops import OpOverload
 
 from backhaul_runtime.program.op_rules import tensors_in
@@ -50,7 +50,9 @@ class Memory:
             aliased, written = set[int](), set[int]()
             for argument in op._schema.arguments:
                 info = argument.alias_info
-                for tensor in tensors_in(marked.get(argument.name)) if info is not None else ():
+                if info is None:
+                    continue
+                for tensor in tensors_in(marked.get(argument.name)):
                     if tensor.layout is torch.strided:
                         (written if info.is_write else aliased).add(storage_key(tensor))
         returned = run(op, args, kwargs)
@@ -59,8 +61,8 @@ class Memory:
             self.seen.add(name)
             if any(key not in written and not torch.equal(now, was) for key, (now, was) in contents.items()):
                 self.hidden_writes.add(name)
-            found = {storage_key(tensor) for tensor in tensors_in(returned) if tensor.layout is torch.strided}
-            if found & contents.keys() - aliased - written:
+            returned_keys = {storage_key(tensor) for tensor in tensors_in(returned) if tensor.layout is torch.strided}
+            if returned_keys & contents.keys() - aliased - written:
                 self.hidden_aliases.add(name)
         return returned
 

@@ -13,14 +13,18 @@ from backhaul_server.worker.engine.executor import Executor
 from backhaul_server.worker.engine.gradient_sums import SUM_BYTES, GradientsToKeep, GradientSums
 from backhaul_server.worker.engine.runs import RunResult
 from backhaul_server.worker.engine.store import Store
+from backhaul_server.worker.engine.stored_values import StoredValue
 
 SIZE = 64
 BYTES = SIZE * 4
 
 
-def with_sums(test: Callable[[GradientSums, Store[Tensor]], Awaitable[None]], *, budget_bytes: int = 1 << 20) -> None:
+SumsTest = Callable[[GradientSums, Store[StoredValue]], Awaitable[None]]
+
+
+def with_sums(test: SumsTest, *, budget_bytes: int = 1 << 20) -> None:
     async def main() -> None:
-        store: Store[Tensor] = Store(budget_bytes)
+        store: Store[StoredValue] = Store(budget_bytes)
         executor = Executor(lambda: None, lambda _: None, 60.0)
         sums = GradientSums("session", store, executor)
         try:
@@ -52,14 +56,14 @@ async def collected(sums: GradientSums, number: int, count: int) -> Mapping[int,
 
 
 def test_passes_are_summed_one_after_the_other() -> None:
-    async def test(sums: GradientSums, store: Store[Tensor]) -> None:
-        found = values(5)
-        for number, value in enumerate(found, start=1):
+    async def test(sums: GradientSums, store: Store[StoredValue]) -> None:
+        contributions = values(5)
+        for number, value in enumerate(contributions, start=1):
             left = keep(sums, number, [value], pass_number=number)
             assert (left.bundle.tensors, left.kept) == ((), {0})
             sums.commit(1, number, [(number, 1)])
         assert sums.are_awaited
-        a, b, c, d, e = found
+        a, b, c, d, e = contributions
         assert torch.equal((await collected(sums, 1, 5))[7], (((a + b) + c) + d) + e)
         assert store.usage().results == BYTES + SUM_BYTES
 
@@ -67,7 +71,7 @@ def test_passes_are_summed_one_after_the_other() -> None:
 
 
 def test_segments_of_a_pass_are_summed_first() -> None:
-    async def test(sums: GradientSums, store: Store[Tensor]) -> None:
+    async def test(sums: GradientSums, store: Store[StoredValue]) -> None:
         a, b, c, d, e, f = values(6)
         for number, (pass_number, contributions) in enumerate([(1, [a, b]), (1, [c]), (2, [d]), (2, [e, f])], start=1):
             keep(sums, number, contributions, pass_number)
@@ -78,7 +82,7 @@ def test_segments_of_a_pass_are_summed_first() -> None:
 
 
 def test_commits_count_once_and_without_gaps() -> None:
-    async def test(sums: GradientSums, store: Store[Tensor]) -> None:
+    async def test(sums: GradientSums, store: Store[StoredValue]) -> None:
         a, b, c = values(3)
         for number, value in enumerate([a, b, c], start=1):
             keep(sums, number, [value], pass_number=number)
@@ -95,7 +99,7 @@ def test_commits_count_once_and_without_gaps() -> None:
 
 
 def test_what_was_released_does_not_count() -> None:
-    async def test(sums: GradientSums, store: Store[Tensor]) -> None:
+    async def test(sums: GradientSums, store: Store[StoredValue]) -> None:
         keep(sums, 1, values(1))
         sums.released(1)
         assert store.usage().results == 0
@@ -108,7 +112,7 @@ def test_what_was_released_does_not_count() -> None:
 
 
 def test_gradients_of_other_shapes_are_not_broadcast() -> None:
-    async def test(sums: GradientSums, store: Store[Tensor]) -> None:
+    async def test(sums: GradientSums, store: Store[StoredValue]) -> None:
         for number, shape in enumerate([(SIZE, 1), (1, SIZE)], 1):
             gradient = torch.ones(shape)
             sums.keep(number, 1, GradientsToKeep({0: 7}, 0), finished(gradient), [gradient])
@@ -121,7 +125,7 @@ def test_gradients_of_other_shapes_are_not_broadcast() -> None:
 
 
 def test_a_round_drops_the_one_before() -> None:
-    async def test(sums: GradientSums, store: Store[Tensor]) -> None:
+    async def test(sums: GradientSums, store: Store[StoredValue]) -> None:
         a, b, c = values(3)
         for number, value in enumerate([a, b, c], start=1):
             keep(sums, number, [value], pass_number=number)
@@ -136,7 +140,7 @@ def test_a_round_drops_the_one_before() -> None:
 
 
 def test_without_room_gradients_are_returned() -> None:
-    async def test(sums: GradientSums, store: Store[Tensor]) -> None:
+    async def test(sums: GradientSums, store: Store[StoredValue]) -> None:
         keep(sums, 1, values(1))
         left = keep(sums, 2, values(1))
         assert (len(left.bundle.tensors), left.kept) == (1, set())
@@ -146,7 +150,7 @@ def test_without_room_gradients_are_returned() -> None:
 
 
 def test_what_has_no_memory_of_its_own_is_returned() -> None:
-    async def test(sums: GradientSums, store: Store[Tensor]) -> None:
+    async def test(sums: GradientSums, store: Store[StoredValue]) -> None:
         whole = torch.randn(2 * SIZE)
         other = torch.randn(SIZE)
         for contributions in ([whole[:SIZE], whole[SIZE:]], [whole[:SIZE]], [other.double()], [other[:1]]):

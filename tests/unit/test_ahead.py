@@ -74,8 +74,8 @@ def take(played: Played, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
     assert ahead.take("a", 0, START) is None
 
     def take(segment: int) -> int | None:
-        found = ahead.take("a", segment, START)
-        return found.message.segment if found is not None else None
+        taken = ahead.take("a", segment, START)
+        return taken.message.segment if taken is not None else None
 
     take.ahead = ahead  # type: ignore[attr-defined]
     yield take

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from backhaul import BackhaulError, DrainingError, ReplayError
+from backhaul_runtime.program.program import Program
 from backhaul_runtime.replay.replay import Replay
 from backhaul_server.worker.engine import bounds
 from backhaul_server.worker.engine.bounds import Bounds
@@ -95,7 +96,7 @@ def test_forward_is_cancelled_between_its_ops() -> None:
 
 
 @pytest.mark.parametrize("program", [NOTHING_SAVED, ALL_SAVED], ids=["nothing is saved", "all is saved"])
-def test_backward_is_cancelled_between_its_ops_and_keeps_the_errors_name(program: object) -> None:
+def test_backward_is_cancelled_between_its_ops_and_keeps_the_errors_name(program: Program) -> None:
     cancelled = False
     calls = 0
 

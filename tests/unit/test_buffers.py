@@ -8,15 +8,15 @@ PAGES = 1 << 20
 def test_the_memory_of_a_tensor_that_died_is_used_again() -> None:
     buffers = BufferPool(idle_bytes=2 * PAGES)
     first = buffers.take(PAGES - 10)
-    place = first.data_ptr()
+    pointer = first.data_ptr()
     view = first[5:].view(torch.uint8)
     del first
-    assert buffers.take(PAGES).data_ptr() != place  # a view is left
+    assert buffers.take(PAGES).data_ptr() != pointer  # a view is left
     del view
     again = buffers.take(PAGES - 20)
-    assert again.data_ptr() == place
+    assert again.data_ptr() == pointer
     assert again.numel() == PAGES - 20
-    assert place % 64 == 0
+    assert pointer % 64 == 0
 
 
 def test_idle_memory_is_bounded() -> None:

@@ -29,7 +29,8 @@ def test_silence_is_what_the_waiter_was_awake_for() -> None:
 
 @pytest.mark.slow
 def test_signs_of_life_prolong_a_wait() -> None:
-    watch, future = Liveness(0.3), Future()
+    watch = Liveness(0.3)
+    future: Future[str] = Future()
 
     def live() -> None:
         for _ in range(6):
@@ -152,11 +153,11 @@ def test_sequential_leaves_the_last_chunk_alone(loopback: Loopback) -> None:
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
     x = torch.randn(2, 4, requires_grad=True)
     expected = torch.autograd.grad(layers(x).sum(), [x, *layers.parameters()])
-    found = torch.autograd.grad(
+    ours = torch.autograd.grad(
         checkpoint_sequential(Counting().checkpoint, layers, 2, x).sum(), [x, *layers.parameters()]
     )
     assert len(calls) == 1
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
     assert torch.equal(checkpoint_sequential(Counting().checkpoint, list(layers), 5, x), layers(x))
 
 
@@ -181,7 +182,7 @@ class Model(nn.Module):
 
 def test_wrapping_changes_no_name(loopback: Loopback) -> None:
     plain = Model()
-    wrapped = wrap(copy.deepcopy(plain), nn.Sequential, session=loopback)
+    wrapped: Any = wrap(copy.deepcopy(plain), nn.Sequential, session=loopback.session)
     assert isinstance(wrapped.layers[0], SegmentModule)
     assert [n for n, _ in wrapped.named_parameters()] == [n for n, _ in plain.named_parameters()]
     assert [n for n, _ in wrapped.named_buffers()] == [n for n, _ in plain.named_buffers()]
@@ -196,7 +197,7 @@ def test_wrapping_changes_no_name(loopback: Loopback) -> None:
 
 
 def test_wrapped_models_are_copied_and_saved(loopback: Loopback) -> None:
-    wrapped = wrap(Model(), nn.Sequential, session=loopback)
+    wrapped: Any = wrap(Model(), nn.Sequential, session=loopback.session)
     copied = copy.deepcopy(wrapped)
     assert isinstance(copied.layers[1], SegmentModule)
     assert copied.layers[1][0].weight is not wrapped.layers[1][0].weight
@@ -214,7 +215,7 @@ def test_wrapped_models_are_copied_and_saved(loopback: Loopback) -> None:
 def test_unwrapping_undoes_it(loopback: Loopback) -> None:
     model = Model()
     layers = list(model.layers)
-    assert wrap(wrap(model, nn.Sequential, session=loopback), nn.Linear, session=loopback) is model
+    assert wrap(wrap(model, nn.Sequential, session=loopback.session), nn.Linear, session=loopback.session) is model
     assert isinstance(model.embed, SegmentModule)
     assert unwrap(model) is model
     assert list(model.layers) == layers
@@ -222,7 +223,7 @@ def test_unwrapping_undoes_it(loopback: Loopback) -> None:
 
 
 def test_attributes_of_a_wrapped_module_are_those_inside(loopback: Loopback) -> None:
-    wrapped = wrap(Model(), nn.Sequential, session=loopback)
+    wrapped: Any = wrap(Model(), nn.Sequential, session=loopback.session)
     inside = wrapped.layers[0]._checkpoint_wrapped_module
     wrapped.layers[0].scale = 3
     wrapped.layers[0].adapter = nn.Linear(4, 4)
@@ -236,24 +237,25 @@ def test_attributes_of_a_wrapped_module_are_those_inside(loopback: Loopback) -> 
 
 def test_arguments_of_a_wrapped_module_are_its_own_whatever_their_names(loopback: Loopback) -> None:
     class Named(nn.Linear):
-        def forward(self, x: Tensor, **named: int) -> Tensor:
-            return super().forward(x) * sum(named.values())
+        def forward(self, input: Tensor, **named: int) -> Tensor:
+            return super().forward(input) * sum(named.values())
 
     model = nn.Sequential(Named(3, 3))
     names = ("strict", "returns", "durability", "debug", "session", "function", "context_fn", "own")
     given: dict[str, Any] = dict(zip(names, range(1, 9), strict=True))
     x = torch.randn(2, 3)
     expected = model[0](x, **given)
-    wrapped = wrap(model, Named, session=loopback, returns="gradients")
+    wrapped: Any = wrap(model, Named, session=loopback.session, returns="gradients")
     assert torch.equal(wrapped[0](x, **given), expected)
 
 
 def test_a_module_in_two_places_is_wrapped_in_both(loopback: Loopback) -> None:
     shared = nn.Sequential(nn.Linear(4, 4))
-    model = wrap(nn.ModuleList([shared, shared]), nn.Sequential, session=loopback)
+    model: Any = wrap(nn.ModuleList([shared, shared]), nn.Sequential, session=loopback.session)
     assert model[0] is model[1]
     assert isinstance(model[1], SegmentModule)
-    assert unwrap(model)[1] is shared
+    unwrapped: Any = unwrap(model)
+    assert unwrapped[1] is shared
 
 
 def test_wrapping_nothing_is_an_error() -> None:
@@ -264,7 +266,7 @@ def test_wrapping_nothing_is_an_error() -> None:
 def test_wrapped_modules_are_known_to_others(loopback: Loopback) -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
-    wrapped = wrap(Model(), nn.Sequential, session=loopback, returns="activations")
+    wrapped: Any = wrap(Model(), nn.Sequential, session=loopback.session, returns="activations")
     assert sum(isinstance(module, CheckpointWrapper) for module in wrapped.modules()) == 2
 
 

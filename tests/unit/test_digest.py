@@ -16,8 +16,8 @@ def test_values_dtype_shape_and_strides_all_count() -> None:
 
 
 def test_zeros_of_either_sign_and_nans_of_any_kind_differ() -> None:
-    found = {digest(torch.tensor([value])) for value in (0.0, -0.0, float("nan"), -float("nan"))}
-    assert len(found) == 4
+    digests = {digest(torch.tensor([value])) for value in (0.0, -0.0, float("nan"), -float("nan"))}
+    assert len(digests) == 4
 
 
 def test_where_a_tensor_lies_counts_for_its_address_alone() -> None:
@@ -37,12 +37,12 @@ def test_weighted_sums_see_every_byte_and_its_place() -> None:
     data = torch.randint(0, 256, (1001,), dtype=torch.uint8)
     expected = weighted_sums(data)
     assert len(expected) == 16
-    for place in (0, 500, 1000):
+    for index in (0, 500, 1000):
         changed = data.clone()
-        changed[place] += 1
-        found = weighted_sums(changed)
-        assert found[:8] != expected[:8]
-        assert found[8:] != expected[8:]
+        changed[index] += 1
+        sums = weighted_sums(changed)
+        assert sums[:8] != expected[:8]
+        assert sums[8:] != expected[8:]
     assert weighted_sums(data.flip(0)) != expected
     assert weighted_sums(torch.zeros(8, dtype=torch.uint8)) != weighted_sums(torch.zeros(12, dtype=torch.uint8))
     assert weighted_sums(torch.zeros(0, dtype=torch.uint8)) == bytes(16)

@@ -11,6 +11,7 @@ from backhaul._worker_client.answer_checks import check_saved, contributions_in,
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.tensors.layout import Layout, layout_of
 from backhaul_runtime.wire.bundle import bundle, encode_view
+from support.bits import differing
 
 WEIGHT, BIAS, X = torch.randn(4, 3), torch.randn(4), torch.randn(2, 3)
 DUE = [(0, layout_of(X)), (0, layout_of(X)), (1, layout_of(WEIGHT)), (2, layout_of(BIAS)), (3, layout_of(X))]
@@ -28,26 +29,26 @@ class Answer:
     def __init__(self) -> None:
         base = torch.randn(4, 3)
         given = [torch.randn(2, 3), torch.randn(2, 3), base, base[:, 0], None]
-        found = bundle([(index, tensor) for index, tensor in enumerate(given) if tensor is not None])
+        bundled = bundle([(index, tensor) for index, tensor in enumerate(given) if tensor is not None])
         self.given: list[Tensor | None] = given
         self.result = segment_pb2.BackwardResult(
             contributions=[segment_pb2.Contribution(source=source) for source, _ in DUE]
         )
-        for view in found.views:
+        for view in bundled.views:
             self.result.contributions[view.position].view.CopyFrom(encode_view(view))
-        self.tensors = [outgoing.tensor for outgoing in found.tensors]
+        self.tensors = [outgoing.tensor for outgoing in bundled.tensors]
 
     def read(self, *, summed: tuple[int, ...] = (), slots: tuple[int, ...] = ()) -> list[Tensor | None]:
-        found = contributions_in(self.result, self.tensors, DUE, summed, slots)
-        assert [contribution.source for contribution in found] == [source for source, _ in DUE]
-        return [contribution.gradient for contribution in found]
+        contributions = contributions_in(self.result, self.tensors, DUE, summed, slots)
+        assert [contribution.source for contribution in contributions] == [source for source, _ in DUE]
+        return [contribution.gradient for contribution in contributions]
 
 
 def test_an_answer_to_what_was_asked_is_taken() -> None:
     answer = Answer()
     assert len(answer.tensors) == 3  # two share one
-    for found, given in zip(answer.read(), answer.given, strict=True):
-        assert found is given is None or torch.equal(found, given)
+    for gradient, given in zip(answer.read(), answer.given, strict=True):
+        assert differing([gradient], [given]) == []
 
 
 def of_position(answer: Answer) -> None:
@@ -144,11 +145,12 @@ def test_what_was_allowed_to_stay_may_have_stayed() -> None:
 
 def test_only_a_number_may_be_on_another_device() -> None:
     """Autograd moves it."""
-    result = segment_pb2.BackwardResult(contributions=[{"source": 0, "view": {"position": 0, "tensor": 0}}])
-    (found,) = contributions_in(
+    contribution = segment_pb2.Contribution(source=0, view=segment_pb2.View(position=0, tensor=0))
+    result = segment_pb2.BackwardResult(contributions=[contribution])
+    (received,) = contributions_in(
         result, [torch.tensor(2.0)], [(0, Layout(torch.float32, (), (), device="cuda"))], (), ()
     )
-    assert found.gradient == 2
+    assert received.gradient == 2
     with pytest.raises(TransferError, match="on cpu, but must be .* on cuda"):
         contributions_in(result, [BIAS], [(0, Layout(torch.float32, (4,), (1,), device="cuda"))], (), ())
 

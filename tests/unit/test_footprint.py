@@ -34,25 +34,25 @@ def seen(module: nn.Module, x: Tensor) -> tuple[Footprint, Footprint, int]:
     sources, states = [source.value for source in recorder.recording.sources], recorder.recording.generator_states
     kept: list[Replay] = []
     events = live_bytes(lambda: kept.append(Replay(program, sources, states, is_own=True, is_measured=True)))
-    replay, found = max(live for _, live in events), kept[0].footprint
-    assert found is not None
+    replay, measured = max(live for _, live in events), kept[0].footprint
+    assert measured is not None
     gradients = {0: torch.ones(*kept[0]._outputs[0].shape)}
     taken: list[object] = []
     backward = max(live for _, live in live_bytes(lambda: taken.append(kept[0].backward(gradients))))
     need = program.run_bytes([source.layout.gradient_bytes for source in recorder.recording.sources])
-    return found, Footprint(replay, events[-1][1], events[-1][1] + backward), need
+    return measured, Footprint(replay, events[-1][1], events[-1][1] + backward), need
 
 
 @pytest.mark.parametrize("build", MODELS)
 def test_no_less_is_measured_than_is_allocated_and_little_more(build: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 64, 64, requires_grad=True)
-    found, allocated, need = seen(build(), x)
+    measured, allocated, need = seen(build(), x)
     slack = 1024  # the profiler counts scalars
-    assert allocated.replay_bytes - slack <= found.replay_bytes <= allocated.replay_bytes * 1.05
-    assert allocated.ready_bytes - slack <= found.ready_bytes <= allocated.ready_bytes * 1.05
-    assert allocated.backward_bytes - slack <= found.backward_bytes <= allocated.backward_bytes * 1.5
-    assert found.run_bytes <= need
+    assert allocated.replay_bytes - slack <= measured.replay_bytes <= allocated.replay_bytes * 1.05
+    assert allocated.ready_bytes - slack <= measured.ready_bytes <= allocated.ready_bytes * 1.05
+    assert allocated.backward_bytes - slack <= measured.backward_bytes <= allocated.backward_bytes * 1.5
+    assert measured.run_bytes <= need
 
 
 def test_nothing_is_measured_unless_it_is_asked_for() -> None:

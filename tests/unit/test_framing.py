@@ -88,7 +88,7 @@ def test_small_tensors_share_a_message_and_large_ones_take_several() -> None:
 @pytest.mark.parametrize(
     "tensor",
     [
-        torch.sparse_coo_tensor([[0], [1]], [1.0], (2, 2)),
+        torch.sparse_coo_tensor(torch.tensor([[0], [1]]), torch.tensor([1.0]), (2, 2)),
         torch.empty(2, device="meta"),
         torch._efficientzerotensor(2),
         torch.zeros(1).view((1,) * 33),
@@ -202,10 +202,10 @@ def test_views_of_one_storage_travel_once_and_share_it_again() -> None:
     query, key, value = base.chunk(3, 1)
     other = torch.randn(5)
     positions = [(7, query), (3, key.t()), (5, value), (1, other), (2, other)]
-    found = bundle(positions)
-    assert len(found.tensors) == 2
-    views = [decode_view(type(encode_view(v)).FromString(encode_view(v).SerializeToString())) for v in found.views]
-    arrived = unbundle(sent(*(outgoing.tensor for outgoing in found.tensors)), views)
+    bundled = bundle(positions)
+    assert len(bundled.tensors) == 2
+    views = [decode_view(type(encode_view(v)).FromString(encode_view(v).SerializeToString())) for v in bundled.views]
+    arrived = unbundle(sent(*(outgoing.tensor for outgoing in bundled.tensors)), views)
     for position, tensor in positions:
         assert torch.equal(arrived[position], tensor)
         assert layout_of(arrived[position]) == layout_of(tensor)
@@ -214,11 +214,11 @@ def test_views_of_one_storage_travel_once_and_share_it_again() -> None:
 
 
 def test_a_view_outside_its_parcel_is_refused() -> None:
-    found = bundle([(0, torch.randn(8)[:4]), (1, torch.randn(8)[4:])])
+    bundled = bundle([(0, torch.randn(8)[:4]), (1, torch.randn(8)[4:])])
     base = torch.randn(16)
     views = bundle([(0, base[:8]), (1, base[8:])]).views
     with pytest.raises(TransferError, match="does not fit"):
-        unbundle([outgoing.tensor for outgoing in found.tensors], views)
+        unbundle([outgoing.tensor for outgoing in bundled.tensors], views)
     with pytest.raises(TransferError, match="names tensor"):
         unbundle([], views)
 

@@ -10,17 +10,18 @@ import tempfile
 import threading
 import time
 from argparse import ArgumentTypeError
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_server.dashboard.history import sqlite, writer
+from backhaul_server.dashboard.history.archive import RunRecord, StepSeries
 from backhaul_server.dashboard.history.options import default_path, parse_retention
 from backhaul_server.dashboard.history.writer import History
-from backhaul_server.dashboard.views import schemas
 from conftest import wait_until
 from support.processes import open_files
 
@@ -84,25 +85,25 @@ def path(tmp_path: Path) -> str:
 
 @contextmanager
 def kept(path: str, retention_days: float = 30) -> Iterator[History]:
-    found = History(path, retention_days)
-    found.start()
+    history = History(path, retention_days)
+    history.start()
     try:
-        yield found
+        yield history
     finally:
-        found.stop()
-        wait_until(lambda: not found._thread.is_alive(), "it has closed the file", 60)  # a busy disk may take a while
+        history.stop()
+        wait_until(lambda: not history._thread.is_alive(), "it has closed the file", 60)  # a busy disk may take a while
 
 
-def runs(found: History, limit: int = 100) -> list[schemas.RunSummary]:
-    return asyncio.run(found.runs(limit))
+def runs(history: History, limit: int = 100) -> list[RunRecord]:
+    return asyncio.run(history.runs(limit))
 
 
-def series(found: History, run: str = "run", points: int = 400) -> schemas.RunSeries | None:
-    return asyncio.run(found.series(run, points))
+def series(history: History, run: str = "run", points: int = 400) -> StepSeries | None:
+    return asyncio.run(history.series(run, points))
 
 
-def steps_of(found: History, run: str = "run") -> list[int]:
-    whole = series(found, run, 1000)
+def steps_of(history: History, run: str = "run") -> list[int]:
+    whole = series(history, run, 1000)
     return [] if whole is None else whole.step
 
 
@@ -115,41 +116,42 @@ def damage(path: str) -> None:
 
 
 def test_a_run_is_kept_with_all_that_tells_it_apart(path: str) -> None:
-    with kept(path) as found:
+    with kept(path) as history:
         started_at_s = time.time() - 100
-        found.put(report_of(*(step_of(n, loss=1 / n) for n in (1, 2, 3)), run=run_of(started_at_s=started_at_s)))
-        wait_until(lambda: len(runs(found)) == 1, "it is written")
-        (run,) = runs(found)
+        history.put(report_of(*(step_of(n, loss=1 / n) for n in (1, 2, 3)), run=run_of(started_at_s=started_at_s)))
+        wait_until(lambda: len(runs(history)) == 1, "it is written")
+        (run,) = runs(history)
     assert (run.run, run.trainer, run.client_version, run.workers) == ("run", "host:1", "0.1.0", ["a:1", "b:2"])
     assert (run.settings, run.fingerprint, run.state) == ({"returns": "auto"}, {"torch": "2.13.0"}, "running")
-    assert (run.steps, run.last_step, run.last_loss, run.median_step_ms) == (3, 3, pytest.approx(1 / 3), 500)
+    assert (run.steps, run.last_step, run.median_step_ms) == (3, 3, 500)
+    assert run.last_loss == pytest.approx(1 / 3)
     assert (run.peak_bytes, run.up_bytes, run.down_bytes, run.fallbacks) == (1003, 60, 6, 2)
     assert run.started_at_s == pytest.approx(started_at_s)
     assert run.heard_at_s == pytest.approx(time.time(), abs=10)
 
 
 def test_it_survives_a_restart_and_what_stop_finds_is_written(path: str) -> None:
-    with kept(path) as found:
-        found.put(report_of(step_of(1)))
-    with kept(path) as found:
-        wait_until(lambda: steps_of(found) == [1], "the file is read")
-        found.put(report_of(step_of(2), run=run_of(is_closed=True)))
-        wait_until(lambda: steps_of(found) == [1, 2], "the run goes on")
-        assert [run.state for run in runs(found)] == ["ended"]
+    with kept(path) as history:
+        history.put(report_of(step_of(1)))
+    with kept(path) as history:
+        wait_until(lambda: steps_of(history) == [1], "the file is read")
+        history.put(report_of(step_of(2), run=run_of(is_closed=True)))
+        wait_until(lambda: steps_of(history) == [1, 2], "the run goes on")
+        assert [run.state for run in runs(history)] == ["ended"]
 
 
 def test_who_asks_gets_what_was_put_before(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "WRITE_S", 60.0)
-    with kept(path) as found:
+    with kept(path) as history:
         for number in range(1, 4):
-            found.put(report_of(step_of(number)))
-            assert steps_of(found) == list(range(1, number + 1))
+            history.put(report_of(step_of(number)))
+            assert steps_of(history) == list(range(1, number + 1))
 
 
 def test_only_its_owner_may_read_it(path: str) -> None:
-    with kept(path) as found:
-        found.put(report_of(step_of(1)))
-        wait_until(lambda: steps_of(found) == [1], "the file is there")
+    with kept(path) as history:
+        history.put(report_of(step_of(1)))
+        wait_until(lambda: steps_of(history) == [1], "the file is there")
         assert stat.S_IMODE(Path(path).parent.stat().st_mode) == 0o700
         assert {stat.S_IMODE(part.stat().st_mode) for part in Path(path).parent.iterdir()} == {0o600}
 
@@ -157,8 +159,8 @@ def test_only_its_owner_may_read_it(path: str) -> None:
 def test_a_step_told_twice_counts_once_also_by_two_dashboards(path: str) -> None:
     with kept(path) as one, kept(path) as other:
         for number in range(1, 21):
-            for found in (one, other):
-                found.put(report_of(step_of(number), step_of(number)))
+            for history in (one, other):
+                history.put(report_of(step_of(number), step_of(number)))
         wait_until(lambda: steps_of(one) == list(range(1, 21)) == steps_of(other), "both see all")
         (run,) = runs(one)
         assert (run.steps, run.up_bytes) == (20, 10 * sum(range(1, 21)))
@@ -166,23 +168,23 @@ def test_a_step_told_twice_counts_once_also_by_two_dashboards(path: str) -> None
 
 
 def test_the_newest_runs_come_first_and_silent_ones_are_named(path: str) -> None:
-    with kept(path) as found:
+    with kept(path) as history:
         now_s = time.time()
         for age_s in (300, 100, 200):
             run = run_of(f"run{age_s}", started_at_s=now_s - age_s)
-            found.put(report_of(step_of(1, started_at_s=now_s - age_s), run=run))
-        wait_until(lambda: len(runs(found)) == 3, "all are written")
-        assert [run.run for run in runs(found)] == ["run100", "run200", "run300"]
-        assert [run.run for run in runs(found, 1)] == ["run100"]
-        assert {run.state for run in runs(found)} == {"silent"}
+            history.put(report_of(step_of(1, started_at_s=now_s - age_s), run=run))
+        wait_until(lambda: len(runs(history)) == 3, "all are written")
+        assert [run.run for run in runs(history)] == ["run100", "run200", "run300"]
+        assert [run.run for run in runs(history, 1)] == ["run100"]
+        assert {run.state for run in runs(history)} == {"silent"}
 
 
 def test_a_point_is_the_median_and_of_bytes_the_largest(path: str) -> None:
-    with kept(path) as found:
-        told = [step_of(n, loss=None if n == 3 else n, duration_s=n * n / 1e3) for n in range(1, 7)]
-        found.put(report_of(*told, step_of(101, duration_s=1)))
-        wait_until(lambda: series(found) is not None, "it is written")
-        whole, coarse = series(found, points=1000), series(found, points=34)  # 3 numbers a point
+    with kept(path) as history:
+        steps = [step_of(n, loss=None if n == 3 else n, duration_s=n * n / 1e3) for n in range(1, 7)]
+        history.put(report_of(*steps, step_of(101, duration_s=1)))
+        wait_until(lambda: series(history) is not None, "it is written")
+        whole, coarse = series(history, points=1000), series(history, points=34)  # 3 numbers a point
     assert whole is not None and coarse is not None
     assert (whole.step, whole.loss) == ([1, 2, 3, 4, 5, 6, 101], [1, 2, None, 4, 5, 6, None])
     assert coarse.step == [3, 6, 101]
@@ -192,23 +194,23 @@ def test_a_point_is_the_median_and_of_bytes_the_largest(path: str) -> None:
 
 
 def test_a_run_without_steps_has_an_empty_series_and_an_unknown_one_none(path: str) -> None:
-    with kept(path) as found:
-        found.put(report_of())
-        wait_until(lambda: series(found) is not None, "it is written")
-        assert steps_of(found) == []
-        assert series(found, "other") is None
-        assert runs(found)[0].median_step_ms is None
+    with kept(path) as history:
+        history.put(report_of())
+        wait_until(lambda: series(history) is not None, "it is written")
+        assert steps_of(history) == []
+        assert series(history, "other") is None
+        assert runs(history)[0].median_step_ms is None
 
 
 def test_numbers_that_no_trainer_means_do_no_harm(path: str) -> None:
     nonsense = step_of(2, loss=float("nan"), started_at_s=1e300, duration_s=float("inf"))
     nonsense.number = nonsense.up_bytes = nonsense.down_bytes = nonsense.peak_bytes = 2**64 - 1
-    with kept(path) as found:
-        found.put(report_of(step_of(1, started_at_s=-5, duration_s=float("nan")), nonsense))
-        wait_until(lambda: len(runs(found)) == 1, "it is written")
-        assert (found.error, runs(found)[0].steps, runs(found)[0].last_loss) == ("", 2, None)
-        assert runs(found)[0].heard_at_s <= time.time()
-        whole = series(found)
+    with kept(path) as history:
+        history.put(report_of(step_of(1, started_at_s=-5, duration_s=float("nan")), nonsense))
+        wait_until(lambda: len(runs(history)) == 1, "it is written")
+        assert (history.error, runs(history)[0].steps, runs(history)[0].last_loss) == ("", 2, None)
+        assert runs(history)[0].heard_at_s <= time.time()
+        whole = series(history)
         assert whole is not None
         assert whole.step_ms == [0, 0]
 
@@ -219,31 +221,31 @@ def test_retention_forgets_runs_and_the_old_steps_of_those_that_go_on(
     monkeypatch.setattr(sqlite, "FORGOTTEN_AT_ONCE", 3)
     now_s = time.time()
     old = [step_of(n, started_at_s=now_s - 40 * DAY_S) for n in range(1, 12)]
-    with kept(path, retention_days=1000) as found:
-        found.put(report_of(*old, run=run_of("over", started_at_s=now_s - 41 * DAY_S)))
-        found.put(report_of(*old, step_of(12), step_of(13), run=run_of("long", started_at_s=now_s - 41 * DAY_S)))
-        wait_until(lambda: len(runs(found)) == 2, "both are written")
-    with kept(path, retention_days=30) as found:
-        wait_until(lambda: [run.run for run in runs(found)] == ["long"], "it is applied at start")
-        assert steps_of(found, "long") == [12, 13]
-        assert runs(found)[0].steps == 13  # it had them
-        assert series(found, "over") is None
+    with kept(path, retention_days=1000) as history:
+        history.put(report_of(*old, run=run_of("over", started_at_s=now_s - 41 * DAY_S)))
+        history.put(report_of(*old, step_of(12), step_of(13), run=run_of("long", started_at_s=now_s - 41 * DAY_S)))
+        wait_until(lambda: len(runs(history)) == 2, "both are written")
+    with kept(path, retention_days=30) as history:
+        wait_until(lambda: [run.run for run in runs(history)] == ["long"], "it is applied at start")
+        assert steps_of(history, "long") == [12, 13]
+        assert runs(history)[0].steps == 13  # it had them
+        assert series(history, "over") is None
 
 
 @pytest.mark.slow
 def test_retention_is_applied_again_while_it_runs(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "FORGET_S", 0.05)
-    with kept(path, retention_days=2 / DAY_S) as found:
-        found.put(report_of(step_of(1, started_at_s=time.time(), duration_s=0)))
-        wait_until(lambda: len(runs(found)) == 1, "it is written")
-        wait_until(lambda: runs(found) == [], "its two seconds are over")
+    with kept(path, retention_days=2 / DAY_S) as history:
+        history.put(report_of(step_of(1, started_at_s=time.time(), duration_s=0)))
+        wait_until(lambda: len(runs(history)) == 1, "it is written")
+        wait_until(lambda: runs(history) == [], "its two seconds are over")
 
 
 def test_where_nothing_is_to_be_kept_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with kept(":memory:") as found:
-        found.put(report_of(step_of(1)))
-        wait_until(lambda: steps_of(found) == [1], "it is there while it lasts")
+    with kept(":memory:") as history:
+        history.put(report_of(step_of(1)))
+        wait_until(lambda: steps_of(history) == [1], "it is there while it lasts")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -270,50 +272,50 @@ def test_a_retention_that_can_not_be_is_named(text: str) -> None:
 def test_a_corrupt_file_is_named_left_alone_and_done_without(path: str) -> None:
     Path(path).parent.mkdir()
     Path(path).write_bytes(b"no database" * 1000)
-    with kept(path) as found:
-        wait_until(lambda: "is damaged or no SQLite file: move it away" in found.error, "it says so")
-        found.put(report_of(step_of(1)))
-        assert (runs(found), series(found)) == ([], None)
+    with kept(path) as history:
+        wait_until(lambda: "is damaged or no SQLite file: move it away" in history.error, "it says so")
+        history.put(report_of(step_of(1)))
+        assert (runs(history), series(history)) == ([], None)
         assert Path(path).read_bytes() == b"no database" * 1000
         Path(path).rename(f"{path}.bad")
-        wait_until(lambda: steps_of(found) == [1], "history goes on when it is moved away")
-        assert found.error == ""
+        wait_until(lambda: steps_of(history) == [1], "history goes on when it is moved away")
+        assert history.error == ""
 
 
 def test_a_file_that_is_damaged_while_open_is_named_and_done_without(path: str) -> None:
-    with kept(path) as found:
+    with kept(path) as history:
         for number in range(1, 2000):
-            found.put(report_of(step_of(number)))
-        wait_until(lambda: len(steps_of(found)) == 1000, "it is large")
+            history.put(report_of(step_of(number)))
+        wait_until(lambda: len(steps_of(history)) == 1000, "it is large")
         damage(path)
 
         def is_named() -> bool:
-            found.put(report_of(step_of(2001)))
-            return path in found.error
+            history.put(report_of(step_of(2001)))
+            return path in history.error
 
         wait_until(is_named, "a later call finds it")
-        assert runs(found) == []
+        assert runs(history) == []
         assert Path(path).read_bytes()[:8] == b"\x5a" * 8
 
 
 def test_a_run_with_settings_of_another_kind_is_named_and_done_without(path: str) -> None:
-    with kept(path) as found:
-        found.put(report_of(step_of(1)))
-        wait_until(lambda: steps_of(found) == [1], "it is written")
+    with kept(path) as history:
+        history.put(report_of(step_of(1)))
+        wait_until(lambda: steps_of(history) == [1], "it is written")
         with closing(sqlite3.connect(path)) as connection:
             connection.execute("UPDATE runs SET settings = '{\"returns\": [1]}'")
             connection.commit()
-        assert runs(found) == []
-        assert path in found.error
+        assert runs(history) == []
+        assert path in history.error
 
 
 def test_a_file_that_is_moved_away_while_open_is_begun_anew(path: str) -> None:
-    with kept(path) as found:
-        found.put(report_of(step_of(1)))
-        wait_until(lambda: steps_of(found) == [1], "it is written")
+    with kept(path) as history:
+        history.put(report_of(step_of(1)))
+        wait_until(lambda: steps_of(history) == [1], "it is written")
         shutil.rmtree(Path(path).parent)
-        found.put(report_of(step_of(2)))
-        wait_until(lambda: steps_of(found) == [2], "it goes on in a new file")
+        history.put(report_of(step_of(2)))
+        wait_until(lambda: steps_of(history) == [2], "it goes on in a new file")
 
 
 @contextmanager
@@ -337,89 +339,91 @@ def unprivileged() -> Iterator[Path]:
 def test_what_may_not_be_written_is_named_and_goes_on_when_it_may(part: str) -> None:
     with unprivileged() as folder:
         path = folder / "history.sqlite3"
-        with kept(str(path)) as found:
-            found.put(report_of(step_of(1)))
-            wait_until(lambda: steps_of(found) == [1], "it is written")
+        with kept(str(path)) as history:
+            history.put(report_of(step_of(1)))
+            wait_until(lambda: steps_of(history) == [1], "it is written")
         target, mode = (path, 0o400) if part == "file" else (folder, 0o500)
         before = path.read_bytes()
         target.chmod(mode)
-        with kept(str(path)) as found:
-            found.put(report_of(step_of(2)))
-            wait_until(lambda: "change its permissions, or use another file with --store" in found.error, "it says so")
+        with kept(str(path)) as history:
+            history.put(report_of(step_of(2)))
+            wait_until(
+                lambda: "change its permissions, or use another file with --store" in history.error, "it says so"
+            )
             assert path.read_bytes() == before
             target.chmod(0o700)
-            wait_until(lambda: steps_of(found) == [1, 2], "it goes on")
-            assert found.error == ""
+            wait_until(lambda: steps_of(history) == [1, 2], "it goes on")
+            assert history.error == ""
 
 
 def test_a_directory_that_cant_be_made_is_named() -> None:
     with unprivileged() as folder:
         folder.chmod(0o500)
-        with kept(str(folder / "deep/history.sqlite3")) as found:
-            wait_until(lambda: "cannot be written (Permission denied)" in found.error, "it says so")
+        with kept(str(folder / "deep/history.sqlite3")) as history:
+            wait_until(lambda: "cannot be written (Permission denied)" in history.error, "it says so")
 
 
 def test_a_full_disk_is_named_and_what_came_meanwhile_is_written_when_there_is_room(path: str) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with kept(path) as found:
-        found.put(report_of(step_of(1)))
-        wait_until(lambda: steps_of(found) == [1], "it is written")
+    with kept(path) as history:
+        history.put(report_of(step_of(1)))
+        wait_until(lambda: steps_of(history) == [1], "it is written")
         resource.setrlimit(resource.RLIMIT_FSIZE, (Path(f"{path}-wal").stat().st_size, hard))
         try:
-            found.put(report_of(*(step_of(number) for number in range(2, 500))))
-            wait_until(lambda: "cannot be read or written: check the disk" in found.error, "it says so")
+            history.put(report_of(*(step_of(number) for number in range(2, 500))))
+            wait_until(lambda: "cannot be read or written: check the disk" in history.error, "it says so")
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        wait_until(lambda: len(steps_of(found)) == 499, "it goes on")
-        assert (found.error, found.dropped_steps) == ("", 0)
+        wait_until(lambda: len(steps_of(history)) == 499, "it goes on")
+        assert (history.error, history.dropped_steps) == ("", 0)
 
 
 def test_a_file_that_may_not_grow_can_still_be_read(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[sqlite3.Connection] = []
 
-    def connect(*arguments: object, **options: object) -> sqlite3.Connection:
+    def connect(*arguments: Any, **options: Any) -> sqlite3.Connection:
         opened.append(real(*arguments, **options, check_same_thread=False))
         return opened[-1]
 
-    real = sqlite3.connect
+    real: Callable[..., sqlite3.Connection] = sqlite3.connect
     monkeypatch.setattr(sqlite3, "connect", connect)
-    with kept(path) as found:
-        found.put(report_of(step_of(1)))
-        wait_until(lambda: steps_of(found) == [1], "it is written")
+    with kept(path) as history:
+        history.put(report_of(step_of(1)))
+        wait_until(lambda: steps_of(history) == [1], "it is written")
         opened[0].execute("PRAGMA max_page_count = 1")  # the least is what it has
-        found.put(report_of(*(step_of(number) for number in range(2, 500))))
-        wait_until(lambda: "the disk is full: free some space" in found.error, "it says so")
-        assert steps_of(found) == [1]
+        history.put(report_of(*(step_of(number) for number in range(2, 500))))
+        wait_until(lambda: "the disk is full: free some space" in history.error, "it says so")
+        assert steps_of(history) == [1]
         opened[0].execute("PRAGMA max_page_count = 1000000")
-        wait_until(lambda: len(steps_of(found)) == 499, "it goes on")
-        assert found.error == ""
+        wait_until(lambda: len(steps_of(history)) == 499, "it goes on")
+        assert history.error == ""
 
 
 @pytest.mark.slow
 def test_a_lock_is_waited_for_without_holding_up_anybody(path: str) -> None:
-    with kept(path) as found:
-        found.put(report_of(step_of(1)))
-        wait_until(lambda: steps_of(found) == [1], "it is written")
+    with kept(path) as history:
+        history.put(report_of(step_of(1)))
+        wait_until(lambda: steps_of(history) == [1], "it is written")
         with closing(sqlite3.connect(path, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
-            found.put(report_of(step_of(2)))
-            wait_until(lambda: "is locked by another process" in found.error, "it says so")
-            assert steps_of(found) == [1]  # reading needs no lock
+            history.put(report_of(step_of(2)))
+            wait_until(lambda: "is locked by another process" in history.error, "it says so")
+            assert steps_of(history) == [1]  # reading needs no lock
             other.execute("ROLLBACK")
-        wait_until(lambda: steps_of(found) == [1, 2], "it goes on")
-        assert found.error == ""
+        wait_until(lambda: steps_of(history) == [1, 2], "it goes on")
+        assert history.error == ""
 
 
 @pytest.mark.slow
 def test_stop_ends_within_a_second_also_while_the_file_is_held(path: str) -> None:
-    with kept(path) as found:
-        found.put(report_of(step_of(1)))
-        wait_until(lambda: steps_of(found) == [1], "it is written")
+    with kept(path) as history:
+        history.put(report_of(step_of(1)))
+        wait_until(lambda: steps_of(history) == [1], "it is written")
         with closing(sqlite3.connect(path, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
-            found.put(report_of(step_of(2)))
+            history.put(report_of(step_of(2)))
             began_s = time.monotonic()
-            found.stop()
+            history.stop()
             assert time.monotonic() - began_s < 1.5  # its second, and what this machine takes to say so
 
 
@@ -428,9 +432,9 @@ def test_a_newer_schema_is_refused_and_left_alone(path: str) -> None:
         wait_until(lambda: Path(path).exists(), "it is made")
     with closing(sqlite3.connect(path)) as other:
         other.execute("PRAGMA user_version = 2")
-    with kept(path) as found:
-        wait_until(lambda: "a newer Backhaul (schema 2, this one knows 1): upgrade" in found.error, "it says so")
-        assert runs(found) == []
+    with kept(path) as history:
+        wait_until(lambda: "a newer Backhaul (schema 2, this one knows 1): upgrade" in history.error, "it says so")
+        assert runs(history) == []
     with closing(sqlite3.connect(path)) as other:
         assert other.execute("PRAGMA user_version").fetchone() == (2,)
 
@@ -440,45 +444,45 @@ def test_the_database_of_something_else_is_refused_and_left_alone(tmp_path: Path
     with closing(sqlite3.connect(path)) as other:
         other.execute("CREATE TABLE bookmarks (url TEXT)")
     before = path.read_bytes()
-    with kept(str(path)) as found:
-        wait_until(lambda: "is the database of another program" in found.error, "it says so")
+    with kept(str(path)) as history:
+        wait_until(lambda: "is the database of another program" in history.error, "it says so")
     assert path.read_bytes() == before
     assert [part.name for part in tmp_path.iterdir()] == ["bookmarks.sqlite3"]
 
 
 def test_what_has_no_room_is_counted_and_nobody_waits(tmp_path: Path) -> None:
-    with kept(str(tmp_path)) as found:  # a directory is no file
+    with kept(str(tmp_path)) as history:  # a directory is no file
         steps = [step_of(number) for number in range(1000)]
         for _ in range(25):
-            found.put(report_of(*steps))
-        assert found.dropped_steps == 6000
-        assert found._queued_rows <= writer.QUEUED_ROWS
-        wait_until(lambda: "cannot be opened" in found.error, "it says so")
+            history.put(report_of(*steps))
+        assert history.dropped_steps == 6000
+        assert history._queued_rows <= writer.QUEUED_ROWS
+        wait_until(lambda: "cannot be opened" in history.error, "it says so")
 
 
 def test_nobody_waits_for_an_answer_of_a_history_that_does_not_run(path: str) -> None:
-    found = History(path, 30)
-    assert runs(found) == []
-    found.start()
-    found.stop()
-    assert series(found) is None
+    history = History(path, 30)
+    assert runs(history) == []
+    history.start()
+    history.stop()
+    assert series(history) is None
 
 
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_million_steps_stay_usable(path: str) -> None:
-    with kept(path) as found:
+    with kept(path) as history:
         for begin in range(0, 1_000_000, 5000):
-            wait_until(lambda: found._queued_rows < 10_000, "the queue has room")
-            found.put(report_of(*(step_of(number, loss=1.0) for number in range(begin, begin + 5000))))
-        wait_until(lambda: found._queued_rows == 0, "all is written", 60)
-        assert found.dropped_steps == 0
-        assert runs(found)[0].steps == 1_000_000
-        for ask in (lambda: runs(found), lambda: series(found, points=400), lambda: series(found, points=1)):
+            wait_until(lambda: history._queued_rows < 10_000, "the queue has room")
+            history.put(report_of(*(step_of(number, loss=1.0) for number in range(begin, begin + 5000))))
+        wait_until(lambda: history._queued_rows == 0, "all is written", 60)
+        assert history.dropped_steps == 0
+        assert runs(history)[0].steps == 1_000_000
+        for ask in (lambda: runs(history), lambda: series(history, points=400), lambda: series(history, points=1)):
             began_s = time.process_time()  # others use this machine too
             ask()
             assert time.process_time() - began_s < 5
-        whole = series(found, points=400)
+        whole = series(history, points=400)
         assert whole is not None
         assert (len(whole.step), whole.step[-1], whole.peak_bytes[-1]) == (400, 999_999, 1_000_999)

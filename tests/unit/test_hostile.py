@@ -36,7 +36,7 @@ def test_an_lstm_of_its_sizes_is_let_through(options: dict[str, Any], batch_firs
 
 
 @pytest.mark.parametrize(
-    ("place", "value"),
+    ("index", "value"),
     [
         (0, torch.zeros(5, 3, 400)),
         (0, torch.zeros(15)),
@@ -47,9 +47,9 @@ def test_an_lstm_of_its_sizes_is_let_through(options: dict[str, Any], batch_firs
         (4, 1 << 62),
     ],
 )
-def test_an_lstm_of_other_sizes_is_refused(place: int, value: Any) -> None:
+def test_an_lstm_of_other_sizes_is_refused(index: int, value: Any) -> None:
     arguments = lstm(torch.nn.LSTM(4, 6))
-    arguments[place] = value
+    arguments[index] = value
     with pytest.raises(ValueError, match="LSTM"):
         check(LSTM, *arguments)
 

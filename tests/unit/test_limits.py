@@ -1,6 +1,10 @@
 """Limits of requests: every kind of request has some, each is enforced, and the documentation lists them."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from backhaul import LimitError
@@ -18,7 +22,7 @@ def test_each_kind_of_request_has_limits() -> None:
 
 
 @pytest.mark.parametrize("kind", limits.REQUESTS_BY_KIND, ids=lambda kind: kind.DESCRIPTOR.name)
-def test_a_request_may_have_its_size_and_no_more(kind: type) -> None:
+def test_a_request_may_have_its_size_and_no_more(kind: type[Message]) -> None:
     most = limits.REQUESTS_BY_KIND[kind].most_bytes
     limits.check_size(kind, bytes(most))
     with pytest.raises(
@@ -27,11 +31,11 @@ def test_a_request_may_have_its_size_and_no_more(kind: type) -> None:
         limits.check_size(kind, bytes(most + 1))
 
 
-def save(**fields: object) -> segment_pb2.SaveSegmentRequest:
+def save(**fields: Any) -> segment_pb2.SaveSegmentRequest:
     return segment_pb2.SaveSegmentRequest(**fields)
 
 
-def report(**fields: object) -> telemetry_pb2.PutReportsRequest:
+def report(**fields: Any) -> telemetry_pb2.PutReportsRequest:
     return telemetry_pb2.PutReportsRequest(report=telemetry_pb2.TrainerReport(**fields))
 
 
@@ -48,7 +52,7 @@ def report(**fields: object) -> telemetry_pb2.PutReportsRequest:
         (lambda n: report(calls=[telemetry_pb2.SegmentCall(spans=[telemetry_pb2.Span()] * n)]), 64),
     ],
 )
-def test_a_list_or_name_may_have_its_length_and_no_more(make: object, most: int) -> None:
+def test_a_list_or_name_may_have_its_length_and_no_more(make: Callable[[int], Message], most: int) -> None:
     limits.check_fields(make(most))
     with pytest.raises(LimitError) as caught:
         limits.check_fields(make(most + 1))

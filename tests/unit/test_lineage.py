@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from backhaul import SegmentLostError, StaleTensorError
 from backhaul._backward import lineage
+from backhaul._backward.local_recompute import outputs_here
 from backhaul_runtime.tensors.layout import layout_of
 from conftest import RETURNS
-from support.bits import Checkpoint, differing, plainly
+from support.bits import Checkpoint, differing, grad_of, plainly
 from support.loopback import Loopback
 
 WIDTH = 8
@@ -60,8 +61,8 @@ def after(step: Callable[[Tensor, Tensor], Tensor]) -> Run:
     """Segments in a row; given what went into one and what came out, `step` gives what goes into the next."""
 
     def run(checkpoint: Checkpoint, blocks: list[nn.Module], x: Tensor) -> Tensor:
-        for each in blocks:
-            x = step(x, checkpoint(each, x))
+        for block in blocks:
+            x = step(x, checkpoint(block, x))
         return x
 
     return run
@@ -71,22 +72,22 @@ def shared(checkpoint: Checkpoint, blocks: list[nn.Module], x: Tensor) -> Tensor
     """Two segments take one output, and one takes two."""
     h = checkpoint(blocks[0], x)
     a, b = checkpoint(blocks[1], h), checkpoint(blocks[2], h)
-    return checkpoint(lambda a, b: blocks[3](a * b), a, b)  # type: ignore[no-any-return]
+    return checkpoint(lambda a, b: blocks[3](a * b), a, b)
 
 
 def state(checkpoint: Checkpoint, blocks: list[nn.Module], x: Tensor) -> Tensor:
     """Segments that hand on two tensors."""
     c = x * 2
-    for each in blocks:
-        x, c = checkpoint(lambda x, c, each=each: (each(x) + c, c * 0.5 + x), x, c)
+    for block in blocks:
+        x, c = checkpoint(lambda x, c, block=block: (block(x) + c, c * 0.5 + x), x, c)
     return x + c
 
 
 def captured(checkpoint: Checkpoint, blocks: list[nn.Module], x: Tensor) -> Tensor:
     """A segment takes another's output by closure."""
     x = x.sin()
-    for each in blocks:
-        x = checkpoint(lambda each=each, x=x: each(x))
+    for block in blocks:
+        x = checkpoint(lambda block=block, x=x: block(x))
     return x
 
 
@@ -122,7 +123,7 @@ each_way = pytest.mark.parametrize(
 
 def kept(loopback: Loopback) -> list[int]:
     """How many copies each segment holds."""
-    return [sum(s.is_copy and s.kept_value is not None for s in each.sources) for each in loopback.recordings]
+    return [sum(s.is_copy and s.kept_value is not None for s in recording.sources) for recording in loopback.recordings]
 
 
 def check_kept(loopback: Loopback, returns: str, is_lost: bool, run: Run, expected: list[int]) -> None:
@@ -150,8 +151,8 @@ def inside(function: Callable[[nn.Module, Tensor], Tensor]) -> Run:
     """Segments in a row of a function that calls a block."""
 
     def run(checkpoint: Checkpoint, blocks: list[nn.Module], x: Tensor) -> Tensor:
-        for each in blocks:
-            x = checkpoint(partial(function, each), x)
+        for block in blocks:
+            x = checkpoint(partial(function, block), x)
         return x
 
     return run
@@ -160,8 +161,8 @@ def inside(function: Callable[[nn.Module, Tensor], Tensor]) -> Run:
 def parts(checkpoint: Checkpoint, blocks: list[nn.Module], x: Tensor) -> Tensor:
     """Segments whose outputs share memory."""
     pair = x.chunk(2)
-    for each in blocks:
-        pair = checkpoint(lambda a, b, each=each: each(torch.cat([a, b])).chunk(2), *pair)
+    for block in blocks:
+        pair = checkpoint(lambda a, b, block=block: block(torch.cat([a, b])).chunk(2), *pair)
     return torch.cat(pair)
 
 
@@ -187,8 +188,8 @@ def counter(block: nn.Module, x: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
 def counted(checkpoint: Checkpoint, blocks: list[nn.Module], x: Tensor) -> Tensor:
     """Segments that hand on a tensor which no op wrote."""
     c = torch.zeros(WIDTH, requires_grad=True)
-    for each in blocks:
-        x, c = checkpoint(partial(counter, each), x, c)
+    for block in blocks:
+        x, c = checkpoint(partial(counter, block), x, c)
     return x + c
 
 
@@ -242,7 +243,7 @@ def test_a_segment_whose_predecessor_ran_backward_before_is_still_rebuilt(loopba
         side.backward()
         del h, side
         lose()
-        return [x.grad, *torch.autograd.grad(y.square().mean(), leaves)]
+        return [grad_of(x), *torch.autograd.grad(y.square().mean(), leaves)]
 
     ours = run(partial(loopback.checkpoint, returns="gradients"), lambda: setattr(loopback, "is_lost", True))
     assert differing(ours, run(plainly, lambda: None)) == []
@@ -253,11 +254,10 @@ def test_a_segment_whose_predecessor_ran_backward_before_is_still_rebuilt(loopba
 def test_a_long_chain_is_rebuilt_in_small_steps(loopback: Loopback, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     count = 36  # two roots of it are 12
     held: list[int] = []
-    replay = lineage.outputs_here
 
     def noted(*args: Any) -> dict[int, Tensor]:
         held.append(len(loopback.copies._tensors))
-        return replay(*args)
+        return outputs_here(*args)
 
     def lose() -> None:
         assert sum(kept(loopback)) == 1
@@ -287,11 +287,10 @@ def test_what_a_worker_still_has_is_used_if_it_is_what_it_was(
 ) -> None:
     sent, expected_replays = FETCHED[name]
     replays: list[str] = []
-    replay = lineage.outputs_here
 
     def noted(name: str, *args: Any) -> dict[int, Tensor]:
         replays.append(name)
-        return replay(name, *args)
+        return outputs_here(name, *args)
 
     def lose() -> None:
         loopback.is_lost = True
@@ -327,7 +326,7 @@ def test_durability(loopback: Loopback, returns: str, durability: str) -> None:
 
 def test_a_segment_behind_one_of_which_nothing_is_kept_keeps_its_own(loopback: Loopback) -> None:
     def run(checkpoint: Checkpoint, blocks: list[nn.Module], x: Tensor) -> Tensor:
-        return checkpoint(blocks[1], checkpoint(blocks[0], x, durability="none"))  # type: ignore[no-any-return]
+        return checkpoint(blocks[1], checkpoint(blocks[0], x, durability="none"))
 
     with pytest.raises(SegmentLostError):
         gradients(loopback.checkpoint, run, lambda: setattr(loopback, "is_lost", True), 2)
@@ -346,7 +345,7 @@ def test_a_boundary_that_somebody_wrote_to_is_kept(loopback: Loopback) -> None:
         h = checkpoint(blocks[0], x)
         with torch.no_grad():
             h.mul_(2)
-        return checkpoint(blocks[1], h)  # type: ignore[no-any-return]
+        return checkpoint(blocks[1], h)
 
     expected = gradients(plainly, run, count=2)
     ours = gradients(loopback.checkpoint, run, lambda: setattr(loopback, "is_lost", True), 2)
@@ -358,7 +357,7 @@ def test_a_boundary_written_to_unseen_is_never_a_wrong_gradient(loopback: Loopba
     def run(checkpoint: Checkpoint, blocks: list[nn.Module], x: Tensor) -> Tensor:
         h = checkpoint(blocks[0], x)
         h.data.mul_(2)
-        return checkpoint(blocks[1], h)  # type: ignore[no-any-return]
+        return checkpoint(blocks[1], h)
 
     expected = gradients(plainly, run, count=2)
     assert differing(gradients(loopback.checkpoint, run, count=2), expected) == []
@@ -379,7 +378,7 @@ def test_a_weight_of_an_earlier_segment_that_changed_is_stale(loopback: Loopback
     blocks, x = build(2)
     y = after(lambda x, y: y)(loopback.checkpoint, blocks, x)
     with torch.no_grad():
-        blocks[0][1].weight.mul_(2)
+        blocks[0].get_parameter("1.weight").mul_(2)
     loopback.is_lost = True
     with pytest.raises(StaleTensorError):
         y.sum().backward()

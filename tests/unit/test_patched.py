@@ -165,8 +165,8 @@ def test_what_torch_compile_captures_it_recomputes_itself(compiles_before: bool,
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with patched(loopback.checkpoint):
-            found = torch.autograd.grad(compiled(x).sum(), x)
-    assert torch.equal(found[0], expected[0])
+            ours = torch.autograd.grad(compiled(x).sum(), x)
+    assert torch.equal(ours[0], expected[0])
     assert NotRemoteWarning in {warning.category for warning in caught}
     assert loopback.report().segments == ()
 

@@ -46,17 +46,17 @@ def test_what_was_drawn_is_drawn_again() -> None:
         expected = torch.nn.functional.dropout(x, 0.5) + torch.rand(4) + torch.randperm(4)
     assert len(noted.drawn) == 3
     with given(noted.drawn) as values:
-        found = torch.nn.functional.dropout(x, 0.5) + torch.rand(4) + torch.randperm(4)
-    assert values.decided([found])
-    assert torch.equal(found, expected)
+        drawn = torch.nn.functional.dropout(x, 0.5) + torch.rand(4) + torch.randperm(4)
+    assert values.decided([drawn])
+    assert torch.equal(drawn, expected)
 
 
 @pytest.mark.parametrize("draws", [0, 2])
 def test_more_or_fewer_draws_are_refused(draws: int) -> None:
     with pytest.raises(ReplayError):
         with given([torch.rand(4)] * draws) as values:
-            found = torch.rand(4)
-        values.decided([found])
+            drawn = torch.rand(4)
+        values.decided([drawn])
 
 
 def test_a_draw_of_another_shape_is_refused() -> None:
@@ -68,8 +68,8 @@ def test_a_count_of_hits_decides_the_shape() -> None:
     hits = torch.tensor([[0], [2]])
     x = torch.tensor([1.0, 1.0, 1.0])
     with given([hits]) as values:
-        found = x.nonzero()
-    (result,) = values.decided([found])
+        indices = x.nonzero()
+    (result,) = values.decided([indices])
     assert torch.equal(result, hits)
 
 

@@ -74,8 +74,8 @@ def test_programs_are_the_same_where_their_encodings_are(one: Any, other: Any, b
 
 def test_devices_become_the_workers_own() -> None:
     cuda = program(node("aten.zeros.default", (4,), device=torch.device("cuda", 3)))
-    found = decode_program(encode_program(cuda), torch.device("cuda", 0))
-    assert dict(found.nodes[0].kwargs)["device"] == torch.device("cuda", 0)
+    decoded = decode_program(encode_program(cuda), torch.device("cuda", 0))
+    assert dict(decoded.nodes[0].kwargs)["device"] == torch.device("cuda", 0)
 
 
 BAD: dict[str, Program] = {
@@ -149,9 +149,9 @@ def test_programs_have_a_longest_length() -> None:
 
 
 @given(st.binary(max_size=300), st.integers(0, 200))
-def test_any_bytes_end_in_our_own_error(noise: bytes, place: int) -> None:
+def test_any_bytes_end_in_our_own_error(noise: bytes, begin: int) -> None:
     encoded = encode_program(program(ADD, node("aten.relu.default", ResultRef(0, 0))))
-    for data in (noise, encoded[:place] + noise + encoded[place + len(noise) :]):
+    for data in (noise, encoded[:begin] + noise + encoded[begin + len(noise) :]):
         with suppress(ProgramError):
             decode_program(data, CPU)
 
@@ -189,8 +189,8 @@ def test_the_least_integer_by_minus_one_is_refused() -> None:
 def test_uninitialised_memory_is_never_shown() -> None:
     shown = node("aten.empty.memory_format", (4,), dtype=torch.float32)
     torch.full((4,), 7.0)  # freed, and so likely to be what empty() gives
-    found = Replay(program(shown, node("aten.mul.Tensor", ResultRef(0, 0), X)), [torch.ones(4)], [], keep_saved=True)
-    assert torch.equal(found.saved(0).unpack(), torch.zeros(4))
+    replayed = Replay(program(shown, node("aten.mul.Tensor", ResultRef(0, 0), X)), [torch.ones(4)], [], keep_saved=True)
+    assert torch.equal(replayed.saved(0).unpack(), torch.zeros(4))
 
 
 def test_writing_to_a_source_must_be_declared() -> None:

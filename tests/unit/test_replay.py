@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -12,26 +13,28 @@ from backhaul._backward.frame import Frame
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.replay.replay import Replay
 from backhaul_runtime.replay.saved_tensors import SavedTensorPacker, VersionedTensor
+from support.bits import grad_of
 from support.loopback import Loopback
 
 
 class Unreachable(Loopback):
     """No worker takes anything."""
 
-    def save(self, *_: object) -> object:
+    def save(self, *_: Any) -> NoReturn:
         raise Refusal("no worker in this test")
 
 
+Block = nn.TransformerEncoderLayer
 RETURNS = ["gradients", "activations"]
 
 
 @pytest.fixture
-def block() -> nn.Module:
+def block() -> Block:
     return nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
 
 
 @pytest.mark.parametrize("returns", RETURNS)
-def test_a_parameter_changed_after_forward_is_a_named_error(block: nn.Module, returns: str) -> None:
+def test_a_parameter_changed_after_forward_is_a_named_error(block: Block, returns: str) -> None:
     y = Unreachable().checkpoint(block, torch.randn(2, 4, 16, requires_grad=True), returns=returns)
     with torch.no_grad():
         block.linear1.weight.add_(1)
@@ -40,7 +43,7 @@ def test_a_parameter_changed_after_forward_is_a_named_error(block: nn.Module, re
 
 
 @pytest.mark.parametrize("returns", RETURNS)
-def test_a_parameter_changed_past_its_version_counter_is_a_named_error(block: nn.Module, returns: str) -> None:
+def test_a_parameter_changed_past_its_version_counter_is_a_named_error(block: Block, returns: str) -> None:
     y = Unreachable().checkpoint(block, torch.randn(2, 4, 16), returns=returns)
     block.linear1.weight.data.add_(1)
     with pytest.raises(StaleTensorError):
@@ -50,28 +53,28 @@ def test_a_parameter_changed_past_its_version_counter_is_a_named_error(block: nn
 @pytest.mark.parametrize("returns", RETURNS)
 @pytest.mark.parametrize("remote", [Loopback, Unreachable])
 def test_what_no_counter_sees_of_an_argument_does_not_matter(
-    block: nn.Module, returns: str, remote: type[Loopback]
+    block: Block, returns: str, remote: type[Loopback]
 ) -> None:
     x = torch.randn(2, 4, 16)
     torch.manual_seed(1)
     block(x).sum().backward()
-    expected = [parameter.grad for parameter in block.parameters()]
+    expected = [grad_of(parameter) for parameter in block.parameters()]
     block.zero_grad()
     torch.manual_seed(1)
     y = remote().checkpoint(block, x, returns=returns)
     x.data.zero_()
     y.sum().backward()
-    assert all(torch.equal(p.grad, e) for p, e in zip(block.parameters(), expected, strict=True))
+    assert all(torch.equal(grad_of(p), e) for p, e in zip(block.parameters(), expected, strict=True))
 
 
 @pytest.mark.parametrize("remote", [Loopback, Unreachable])
-def test_a_second_backward_needs_retain_graph(block: nn.Module, remote: type[Loopback]) -> None:
+def test_a_second_backward_needs_retain_graph(block: Block, remote: type[Loopback]) -> None:
     x = torch.randn(2, 4, 16, requires_grad=True)
     y = remote().checkpoint(block, x, returns="gradients").sum()
     y.backward(retain_graph=True)
-    first = x.grad.clone()
+    first = grad_of(x).clone()
     y.backward()
-    assert torch.equal(x.grad, first * 2)
+    assert torch.equal(grad_of(x), first * 2)
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         y.backward()
 
@@ -119,7 +122,7 @@ def test_memory_written_past_torch_never_becomes_a_gradient() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("returns", RETURNS)
 @pytest.mark.parametrize("remote", [Loopback, Unreachable])
-def test_nothing_is_left_when_a_step_is_over(block: nn.Module, returns: str, remote: type[Loopback]) -> None:
+def test_nothing_is_left_when_a_step_is_over(block: Block, returns: str, remote: type[Loopback]) -> None:
     gc.collect()
     left = (VersionedTensor, Replay, SavedTensorPacker)
     others = {id(o) for o in gc.get_objects() if type(o) in (Frame, *left)}  # in tracebacks of earlier tests
@@ -140,7 +143,7 @@ def test_nothing_is_left_when_a_step_is_over(block: nn.Module, returns: str, rem
         gc.enable()
 
 
-def test_generators_and_settings_are_the_callers_again(block: nn.Module) -> None:
+def test_generators_and_settings_are_the_callers_again(block: Block) -> None:
     y = Unreachable().checkpoint(block, torch.randn(2, 4, 16, requires_grad=True))
     torch.manual_seed(7)
     state = torch.get_rng_state()

@@ -23,8 +23,8 @@ def test_every_request_and_response_has_a_checksum_and_is_still_protobuf(kind: t
     data = serialize(kind())
     assert len(data) == SEAL_BYTES
     assert kind.DESCRIPTOR.fields_by_name["checksum"].number == FIELD_NUMBER
-    found = kind.FromString(data)
-    assert [field.name for field, _ in found.ListFields()] == ["checksum"]
+    message = kind.FromString(data)
+    assert [field.name for field, _ in message.ListFields()] == ["checksum"]
     assert not isinstance(deserializer(kind)(data), TransferError)
 
 
@@ -32,9 +32,9 @@ def test_no_flipped_bit_is_let_through() -> None:
     key = segment_pb2.OperationKey(session="0123456789abcdef", segment=7)
     read = deserializer(segment_pb2.ReleaseSegmentsRequest)
     data = serialize(segment_pb2.ReleaseSegmentsRequest(keys=[key]))
-    for place in range(8 * len(data)):
+    for bit in range(8 * len(data)):
         damaged = bytearray(data)
-        damaged[place // 8] ^= 1 << place % 8
+        damaged[bit // 8] ^= 1 << bit % 8
         with pytest.raises(TransferError, match="do not fit its checksum"):
             accepted(read(bytes(damaged)))
 
@@ -46,9 +46,9 @@ def test_no_flipped_bit_is_let_through_with_tensors(size: int) -> None:
     read, chosen = deserializer(tensor_pb2.PutTensorsRequest), random.Random(0)
     assert isinstance(accepted(read(data)).tensors, Batch) == (size == SPLICED_BYTES)
     ends = [*range(800), *range(8 * len(data) - 800, 8 * len(data))]
-    for place in ends + [chosen.randrange(8 * len(data)) for _ in range(500)]:
+    for bit in ends + [chosen.randrange(8 * len(data)) for _ in range(500)]:
         damaged = bytearray(data)
-        damaged[place // 8] ^= 1 << place % 8
+        damaged[bit // 8] ^= 1 << bit % 8
         assert isinstance(read(bytes(damaged)), TransferError)
 
 
@@ -61,9 +61,9 @@ def test_what_has_no_checksum_is_refused(cut: int) -> None:
 
 
 def test_what_is_sealed_and_no_message_is_refused_by_name() -> None:
-    found = deserializer(segment_pb2.BackwardRequest)(sealed([b"\xff\xff"]))
+    message = deserializer(segment_pb2.BackwardRequest)(sealed([b"\xff\xff"]))
     with pytest.raises(TransferError, match="BackwardRequest can't be read"):
-        accepted(found)
+        accepted(message)
 
 
 def test_parts_are_hashed_as_one() -> None:
@@ -75,7 +75,7 @@ def test_an_error_that_was_damaged_is_not_taken_for_another() -> None:
     error = TensorsMissingError("2 gradients are named that this worker does not hold")
     data = error.to_bytes()
     assert str(from_bytes(data)) == error.message
-    for place in range(8 * len(data)):
+    for bit in range(8 * len(data)):
         damaged = bytearray(data)
-        damaged[place // 8] ^= 1 << place % 8
+        damaged[bit // 8] ^= 1 << bit % 8
         assert from_bytes(bytes(damaged)) is None

@@ -39,9 +39,9 @@ def large(mebibytes: int = 1) -> Tensor:
 
 
 def put(outbox: Outbox, tensor: Tensor) -> tensor_pb2.Location:
-    place = outbox.put(OutgoingTensor.of(tensor))
-    assert place is not None
-    return place.location(layout_of(tensor))
+    slot = outbox.put(OutgoingTensor.of(tensor))
+    assert slot is not None
+    return slot.location(layout_of(tensor))
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40)), max_size=60))
@@ -93,11 +93,11 @@ def test_a_tensor_is_used_in_place_with_its_layout(make: Callable[[], Tensor], e
     tensor = make()
     location, layout = put(outbox, tensor), layout_of(tensor)
     region.check(location, layout)
-    found = region.use(location, layout)
-    assert region.holds(found)
-    assert torch.equal(found, tensor)
-    assert layout_of(found) == layout
-    assert address_of(found) == address_of(tensor)
+    used = region.use(location, layout)
+    assert region.holds(used)
+    assert torch.equal(used, tensor)
+    assert layout_of(used) == layout
+    assert address_of(used) == address_of(tensor)
 
 
 def test_a_slot_comes_back_with_the_last_view_of_its_tensor(ends: tuple[Outbox, Region]) -> None:
@@ -117,7 +117,7 @@ def test_an_answer_that_has_ended_leaves_what_is_used_in_place(ends: tuple[Outbo
     assert isinstance(places[0], Slot)
     assert isinstance(places[1], Slot)
     used = region.use(places[0].location(layout), layout)
-    outbox.end([place for place in places if place is not None])
+    outbox.end([slot for slot in places if slot is not None])
     put(outbox, torch.zeros_like(tensor))
     assert outbox.put(OutgoingTensor.of(tensor)) is None
     assert torch.equal(used, tensor)
@@ -128,30 +128,30 @@ def test_an_answer_that_has_ended_leaves_what_is_used_in_place(ends: tuple[Outbo
 def test_a_copy_is_the_trainers_own(ends: tuple[Outbox, Region]) -> None:
     outbox, region = ends
     tensor = large(4)
-    found = region.copy(put(outbox, tensor), layout_of(tensor))
+    copied = region.copy(put(outbox, tensor), layout_of(tensor))
     put(outbox, torch.zeros_like(tensor))  # where it was
-    assert torch.equal(found, tensor)
-    assert found.resize_(8 * LEAST_BYTES).numel() == 8 * LEAST_BYTES
+    assert torch.equal(copied, tensor)
+    assert copied.resize_(8 * LEAST_BYTES).numel() == 8 * LEAST_BYTES
 
 
 def test_a_tensor_in_use_keeps_its_region(memory: int) -> None:
     outbox = Outbox()
     outbox.add(Region(1, memory))
     tensor = large()
-    found = Region(1, memory).use(put(outbox, tensor), layout_of(tensor))
+    used = Region(1, memory).use(put(outbox, tensor), layout_of(tensor))
     del outbox
-    assert torch.equal(found, tensor)
+    assert torch.equal(used, tensor)
 
 
 def test_who_lets_go_late_frees_nothing_of_the_next(ends: tuple[Outbox, Region]) -> None:
     outbox, region = ends
     tensor = large(4)
-    place = outbox.put(OutgoingTensor.of(tensor))
-    assert isinstance(place, Slot)
-    first = place.location(layout_of(tensor))
+    slot = outbox.put(OutgoingTensor.of(tensor))
+    assert isinstance(slot, Slot)
+    first = slot.location(layout_of(tensor))
     late = region.use(first, layout_of(tensor))
     region.free_slot(first.slot, first.ticket)
-    outbox.withdraw([place])
+    outbox.withdraw([slot])
     second = put(outbox, tensor)
     region.check(second, layout_of(tensor))
     kept = region.use(second, layout_of(tensor))
@@ -218,16 +218,16 @@ def test_a_stream_has_chunks_and_places(ends: tuple[Outbox, Region]) -> None:
     outbox, region = ends
     tensors = [torch.randn(7), large(3), large(3), torch.randn(7)]
 
-    def place(outgoing: OutgoingTensor) -> tensor_pb2.Location | None:
-        found = outbox.put(outgoing) if Outbox.takes(outgoing.layout) else None
-        return found.location(outgoing.layout) if found is not None else None
+    def location_of(outgoing: OutgoingTensor) -> tensor_pb2.Location | None:
+        slot = outbox.put(outgoing) if Outbox.takes(outgoing.layout) else None
+        return slot.location(outgoing.layout) if slot is not None else None
 
     def locate(location: tensor_pb2.Location, layout: Layout) -> Callable[[], Tensor]:
         region.check(location, layout)
         return lambda: region.copy(location, layout)
 
     receiver, shared = TensorReceiver(locate=locate, is_for_store=True), 0
-    for batch in batches(map(OutgoingTensor.of, tensors), place):
+    for batch in batches(map(OutgoingTensor.of, tensors), location_of):
         receiver.add(batch)
         shared += shared_bytes(batch)
     assert all(map(torch.equal, receiver.tensors(), tensors))

@@ -166,11 +166,14 @@ def test_short_speculative_backwards_share_a_job(monkeypatch: pytest.MonkeyPatch
     async def test(worker: Worker) -> None:
         segments = await chain(worker, [2.0, 4.0, 16.0, 256.0])
         await idle(worker)
-        jobs = []
+        jobs: list[int] = []
         run_backward = worker.engine.speculation.run_backward
-        monkeypatch.setattr(
-            worker.engine.speculation, "run_backward", lambda first: (jobs.append(first.id), run_backward(first))[1]
-        )
+
+        def noted(first: Segment) -> Any:
+            jobs.append(first.id)
+            return run_backward(first)
+
+        monkeypatch.setattr(worker.engine.speculation, "run_backward", noted)
         queue = segments[0].session.open_push_queue()
         await backward(worker, segments[3], torch.ones(4), runs_anew=True)
         await idle(worker)
@@ -213,7 +216,8 @@ def test_a_request_in_the_midst_of_its_chain_is_answered(monkeypatch: pytest.Mon
     async def test(worker: Worker) -> None:
         segments = await chain(worker, [2.0, 4.0, 16.0])
         await idle(worker)
-        run, asked = runs.backward, []
+        run = runs.backward
+        asked: list[asyncio.Task[torch.Tensor]] = []
 
         def run_and_ask(work: runs.SegmentInputs, *args: Any) -> runs.RunResult:
             if work is middle and not asked:
@@ -305,6 +309,7 @@ def test_a_replay_that_began_before_its_call_had_ended(*, is_right: bool, is_ear
         segment = worker.segment(session, 1)
         await idle(worker)
         assert segment.ready is not None
+        assert segment.inputs is not None
         assert (segment.ready is replayed) is (is_right and not is_early)
         assert segment.ready.replay.drawn_from == list(segment.inputs.generator_states)
         assert worker.engine.speculation.misses == (not is_right and not is_early)

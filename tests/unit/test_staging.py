@@ -46,13 +46,13 @@ def test_only_the_reader_waits_while_the_trainers_stream_is_busy(cuda: FakeCuda)
     tensor = torch.zeros(4)
     cuda.trainer.begin()
     outgoing = OutgoingTensor.of(tensor)  # of what is still to be computed
-    found: list[Tensor] = []
-    reader = threading.Thread(target=lambda: found.extend(host_pieces(tensor, outgoing.layout, outgoing.made)))
+    pieces: list[Tensor] = []
+    reader = threading.Thread(target=lambda: pieces.extend(host_pieces(tensor, outgoing.layout, outgoing.made)))
     reader.start()
     tensor.fill_(3)
     cuda.trainer.end()
     reader.join(10)
-    assert found[0].view(torch.float32).tolist() == [3, 3, 3, 3]
+    assert pieces[0].view(torch.float32).tolist() == [3, 3, 3, 3]
 
 
 def test_what_is_aside_is_waited_for_also_after_an_error(cuda: FakeCuda) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -55,10 +56,14 @@ def lives(tmp_path: Path) -> list[int]:
     return [int(line) for line in (tmp_path / "lives").read_text().splitlines()]
 
 
+def has_lived(tmp_path: Path, times: int) -> bool:
+    return len(lives(tmp_path)) == times
+
+
 def test_a_worker_that_dies_is_restarted_at_the_same_address_and_announced_once(tmp_path: Path) -> None:
     with supervised(tmp_path, f"print(sys.argv[1], file=open(lives + '.addresses', 'a')); {READY} {LIVE}") as process:
         for number in range(1, 4):
-            wait_until(lambda number=number: len(lives(tmp_path)) == number, f"life {number} has begun")
+            wait_until(partial(has_lived, tmp_path, number), f"life {number} has begun")
             if number < 3:
                 os.kill(lives(tmp_path)[-1], signal.SIGKILL)
         process.terminate()

@@ -21,7 +21,7 @@ class Frame:
     """Dies when a test says so."""
 
 
-class Told:
+class Reporter:
     """A telemetry whose reports are kept."""
 
     def __init__(self, deliver: Callable[[telemetry_pb2.TrainerReport], bool] | None = None) -> None:
@@ -50,110 +50,110 @@ class Told:
 
 
 def test_a_step_adds_up_its_calls() -> None:
-    told, frames = Told(), [Frame(), Frame()]
+    reporter, frames = Reporter(), [Frame(), Frame()]
     for frame in frames:
-        call = told.call()
+        call = reporter.call()
         call.forward(frame, function_s=0.5, overhead_s=0.01, saved_bytes=100)
         call.traffic(up_bytes=7)
         call.add(Decision.GRADIENTS, 0.25)
         call.traffic(down_bytes=9)
-    told.telemetry.step(torch.tensor(1.5))
-    told.close()
-    (step,) = told.steps
+    reporter.telemetry.step(torch.tensor(1.5))
+    reporter.close()
+    (step,) = reporter.steps
     assert (step.number, step.calls, step.gradients, step.fallbacks) == (0, 2, 2, 0)
     assert (step.wait_s, step.spared_s, step.loss) == (0.5, 1.0, 1.5)
     assert step.overhead_s == pytest.approx(0.02)  # a sum of two
     assert (step.up_bytes, step.down_bytes) == (14, 18)
     assert (step.saved_bytes, step.peak_saved_bytes) == (200, 200)
-    assert [(call.step, call.number, call.position) for call in told.calls] == [(0, 0, 0), (0, 1, 1)]
+    assert [(call.step, call.number, call.position) for call in reporter.calls] == [(0, 0, 0), (0, 1, 1)]
 
 
 def test_what_is_saved_goes_with_its_frame() -> None:
-    told = Told()
+    reporter = Reporter()
     for _ in range(3):
         frame = Frame()
-        told.call().forward(frame, 0.1, 0.0, saved_bytes=100)
+        reporter.call().forward(frame, 0.1, 0.0, saved_bytes=100)
         del frame
-    told.telemetry.step()
-    told.close()
-    assert told.steps[0].saved_bytes == 100
+    reporter.telemetry.step()
+    reporter.close()
+    assert reporter.steps[0].saved_bytes == 100
 
 
 def test_what_the_trainer_did_spares_it_nothing() -> None:
-    told, frame = Told(), Frame()
-    call = told.call()
+    reporter, frame = Reporter(), Frame()
+    call = reporter.call()
     call.forward(frame, 0.5, 0.0, 0)
     call.fallback("the worker is gone", is_said=True)
     call.add(Decision.TRAINER, 0.5)
-    told.telemetry.step()
-    told.close()
-    (step,), (found,) = told.steps, told.calls
+    reporter.telemetry.step()
+    reporter.close()
+    (step,), (reported,) = reporter.steps, reporter.calls
     assert (step.on_trainer, step.fallbacks, step.wait_s, step.spared_s) == (1, 1, 0.0, 0.0)
-    assert (found.decision, found.reason, found.is_fallback) == ("trainer", "the worker is gone", True)
-    assert [span.lane for span in found.spans] == [Lane.LANE_FORWARD, Lane.LANE_TRAINER]
+    assert (reported.decision, reported.reason, reported.is_fallback) == ("trainer", "the worker is gone", True)
+    assert [span.lane for span in reported.spans] == [Lane.LANE_FORWARD, Lane.LANE_TRAINER]
 
 
 def test_a_call_that_keeps_activations_is_kept_whoever_recomputes_what_comes_before() -> None:
-    told, frame = Told(), Frame()
-    call = told.call()
+    reporter, frame = Reporter(), Frame()
+    call = reporter.call()
     call.kept("a custom autograd function")
     call.forward(frame, 0.5, 0.0, 0)
     call.add(Decision.TRAINER, 0.25)
-    told.telemetry.step()
-    told.close()
-    (step,), (found,) = told.steps, told.calls
-    assert (found.decision, found.reason, found.is_fallback) == ("kept", "a custom autograd function", False)
+    reporter.telemetry.step()
+    reporter.close()
+    (step,), (reported,) = reporter.steps, reporter.calls
+    assert (reported.decision, reported.reason, reported.is_fallback) == ("kept", "a custom autograd function", False)
     assert (step.on_trainer, step.fallbacks) == (1, 0)
 
 
 def test_once_the_loop_tells_its_steps_those_of_optimizers_do_not_count() -> None:
-    told = Told()
-    told.call()
-    told.telemetry.step(is_explicit=False)
-    told.call()
-    told.telemetry.step(2.0)
-    told.call()
-    told.telemetry.step(is_explicit=False)
-    told.close()
-    assert [(step.number, step.HasField("loss")) for step in told.steps] == [(0, False), (1, True)]
+    reporter = Reporter()
+    reporter.call()
+    reporter.telemetry.step(is_explicit=False)
+    reporter.call()
+    reporter.telemetry.step(2.0)
+    reporter.call()
+    reporter.telemetry.step(is_explicit=False)
+    reporter.close()
+    assert [(step.number, step.HasField("loss")) for step in reporter.steps] == [(0, False), (1, True)]
 
 
 def test_a_step_without_calls_is_none() -> None:
-    told = Told()
-    told.telemetry.step()
-    told.close()
-    assert told.steps == []
+    reporter = Reporter()
+    reporter.telemetry.step()
+    reporter.close()
+    assert reporter.steps == []
 
 
 @pytest.mark.slow
 def test_a_call_is_told_once_its_frame_is_gone_or_its_step_has_ended() -> None:
-    told, frame, other = Told(), Frame(), Frame()
-    gone, waits, done = told.call("gone"), told.call("waits"), told.call("done")
+    reporter, frame, other = Reporter(), Frame(), Frame()
+    gone, waits, done = reporter.call("gone"), reporter.call("waits"), reporter.call("done")
     gone.forward(frame, 0.1, 0.0, 0)
     for call in (waits, done):
         call.forward(other, 0.1, 0.0, 0)
     done.add(Decision.GRADIENTS, 0.1)
     del frame
-    told.telemetry.start()
-    wait_until(lambda: [call.name for call in told.calls] == ["gone"], "the first is told")
-    told.telemetry.step()
-    wait_until(lambda: [call.name for call in told.calls] == ["gone", "done"], "the one of the step is told")
-    told.telemetry.close()
-    assert [call.name for call in told.calls] == ["gone", "done", "waits"]
-    assert [report.run.is_closed for report in told.reports][-1]
+    reporter.telemetry.start()
+    wait_until(lambda: [call.name for call in reporter.calls] == ["gone"], "the first is told")
+    reporter.telemetry.step()
+    wait_until(lambda: [call.name for call in reporter.calls] == ["gone", "done"], "the one of the step is told")
+    reporter.telemetry.close()
+    assert [call.name for call in reporter.calls] == ["gone", "done", "waits"]
+    assert [report.run.is_closed for report in reporter.reports][-1]
 
 
 def test_lists_are_bounded_and_what_is_dropped_is_counted() -> None:
-    told = Told()
+    reporter = Reporter()
     for _ in range(MAX_CALLS + 5):
-        told.call()
+        reporter.call()
     for _ in range(MAX_STEPS + 3):
-        told.telemetry.step()
-        told.call()
-    told.close()
-    assert len(told.steps) == MAX_STEPS
-    assert len(told.calls) == MAX_CALLS
-    assert told.reports[-1].dropped == 5 + MAX_STEPS + 3 + 3
+        reporter.telemetry.step()
+        reporter.call()
+    reporter.close()
+    assert len(reporter.steps) == MAX_STEPS
+    assert len(reporter.calls) == MAX_CALLS
+    assert reporter.reports[-1].dropped == 5 + MAX_STEPS + 3 + 3
 
 
 @pytest.mark.slow
@@ -164,12 +164,12 @@ def test_what_can_not_be_sent_is_dropped_and_counted() -> None:
         arrived.append(report)
         return len(arrived) > 1
 
-    told = Told(deliver)
-    told.call()
-    told.telemetry.step()
-    told.telemetry.start()
+    reporter = Reporter(deliver)
+    reporter.call()
+    reporter.telemetry.step()
+    reporter.telemetry.start()
     wait_until(lambda: len(arrived) == 1, "it was tried")
-    told.telemetry.close()
+    reporter.telemetry.close()
     assert [report.dropped for report in arrived] == [0, 1]
 
 
@@ -182,30 +182,30 @@ def test_delivery_that_hangs_or_fails_holds_nobody_up() -> None:
         release.wait(30)
         raise OSError("full")
 
-    told = Told(deliver)
-    told.telemetry.start()
-    told.call()
-    told.telemetry.step()
+    reporter = Reporter(deliver)
+    reporter.telemetry.start()
+    reporter.call()
+    reporter.telemetry.step()
     assert asked.wait(10)
-    told.call()
-    told.telemetry.step()  # returns
-    told.telemetry.close()  # likewise, though the thread still waits
+    reporter.call()
+    reporter.telemetry.step()  # returns
+    reporter.telemetry.close()  # likewise, though the thread still waits
     release.set()
-    told.telemetry._thread.join(10)
-    assert not told.telemetry._thread.is_alive()
+    reporter.telemetry._thread.join(10)
+    assert not reporter.telemetry._thread.is_alive()
 
 
 @pytest.mark.parametrize("loss", [torch.zeros(2), "much", object()])
 def test_a_loss_that_is_no_number_costs_only_itself(loss: object) -> None:
-    told = Told()
-    told.call()
-    told.telemetry.step(loss)  # type: ignore[arg-type]
-    told.close()
-    assert [step.HasField("loss") for step in told.steps] == [False]
+    reporter = Reporter()
+    reporter.call()
+    reporter.telemetry.step(loss)  # type: ignore[arg-type]
+    reporter.close()
+    assert [step.HasField("loss") for step in reporter.steps] == [False]
 
 
 def test_a_workers_times_come_in_the_trainers_clock() -> None:
-    told = Told()
+    reporter = Reporter()
     timing = Timing(
         queued_at_s=1000.0,
         recompute_at_s=1001.0,
@@ -214,10 +214,10 @@ def test_a_workers_times_come_in_the_trainers_clock() -> None:
         backward_at_s=1006.0,
         backward_s=4.0,
     )
-    call = told.call()
+    call = reporter.call()
     call.answered(timing, clock_offset_s=900.0)
-    told.close()
-    spans = [(span.lane, span.started_at_s, span.duration_s) for span in told.calls[0].spans]
+    reporter.close()
+    spans = [(span.lane, span.started_at_s, span.duration_s) for span in reporter.calls[0].spans]
     assert spans[:4] == [
         (Lane.LANE_QUEUE, 100.0, 1.0),
         (Lane.LANE_RECOMPUTE, 101.0, 2.0),
@@ -238,8 +238,8 @@ def test_the_quickest_answer_tells_how_far_a_clock_is_ahead() -> None:
 
 def after(reports: TrainerReports, number: int) -> tuple[list[telemetry_pb2.Report], bool]:
     """Those that came after a report, decoded."""
-    found, has_more = reports.after(number)
-    return [telemetry_pb2.Report.FromString(report) for report in found], has_more
+    encoded, has_more = reports.after(number)
+    return [telemetry_pb2.Report.FromString(report) for report in encoded], has_more
 
 
 def test_reports_are_found_by_what_came_before_them() -> None:
@@ -258,9 +258,9 @@ def test_reports_are_bounded_in_bytes_and_come_in_parts() -> None:
         reports.put(telemetry_pb2.TrainerReport(run=telemetry_pb2.Run(id="x" * (HELD_BYTES // 16)), dropped=number))
     seen, last, more = 0, 0, True
     while more:
-        found, more = after(reports, last)
-        assert len(found) == 1 or sum(report.ByteSize() for report in found) <= ANSWER_BYTES
-        seen, last = seen + len(found), found[-1].number
+        part, more = after(reports, last)
+        assert len(part) == 1 or sum(report.ByteSize() for report in part) <= ANSWER_BYTES
+        seen, last = seen + len(part), part[-1].number
     assert 8 < seen < 16
     assert last == count
 
@@ -269,8 +269,8 @@ def test_a_report_larger_than_a_message_still_comes() -> None:
     reports = TrainerReports()
     reports.put(telemetry_pb2.TrainerReport(run=telemetry_pb2.Run(id="x" * (2 * ANSWER_BYTES))))
     reports.put(telemetry_pb2.TrainerReport(dropped=1))
-    found, more = after(reports, 0)
-    assert ([report.number for report in found], more) == ([1], True)
+    part, more = after(reports, 0)
+    assert ([report.number for report in part], more) == ([1], True)
     assert [report.number for report in after(reports, 1)[0]] == [2]
 
 

@@ -3,13 +3,13 @@
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
-from backhaul._worker_client.connection import WorkerSession
+from backhaul._worker_client.connection import Connection, WorkerSession
 from backhaul._worker_client.uploader import SegmentUpload, SourceTensor, Uploader
 from backhaul_proto.v1 import program_pb2, segment_pb2, tensor_pb2
 from backhaul_runtime.errors import WorkerLostError
@@ -32,15 +32,15 @@ class Answer:
     def future(self, request: Any, **_: Any) -> "Future[Any]":
         if not hasattr(request, "SerializeToString"):
             request = list(request)
-        found: Future[Any] = Future()
+        pending: Future[Any] = Future()
 
         def run() -> None:
             self.gate.wait()
             self.log.append(self.name)
-            found.set_result(self.answer(request) if callable(self.answer) else self.answer)
+            pending.set_result(self.answer(request) if callable(self.answer) else self.answer)
 
         threading.Thread(target=run).start()
-        return found
+        return pending
 
 
 def stored(sent: list[tensor_pb2.TensorBatch]) -> list[bytes]:
@@ -90,6 +90,11 @@ class FakeLink:
         self.sources = [address or answer.stored[0] for address in self.sources]
         return answer
 
+    @property
+    def link(self) -> Connection:
+        """This fake, for the uploader."""
+        return cast(Connection, self)
+
     def stubs(self, worker_session: WorkerSession) -> "FakeLink":
         if worker_session is not self.up:
             raise WorkerLostError("down", status="DOWN")
@@ -111,7 +116,7 @@ def save_of(tensor: torch.Tensor, number: int = 1) -> SegmentUpload:
 @pytest.mark.slow
 def test_forward_waits_while_too_much_is_on_its_way() -> None:
     connection = FakeLink()
-    uploader = Uploader(connection, inflight_bytes=600, inflight_boundaries=4)
+    uploader = Uploader(connection.link, inflight_bytes=600, inflight_boundaries=4)
     first, second = save_of(torch.zeros(100)), save_of(torch.ones(100))
     uploader.save(first)
     thread = threading.Thread(target=uploader.save, args=(second,))
@@ -127,20 +132,22 @@ def test_forward_waits_while_too_much_is_on_its_way() -> None:
 
 def test_forward_does_not_wait_for_a_worker_that_is_gone() -> None:
     connection = FakeLink()
-    uploader = Uploader(connection, inflight_bytes=1, inflight_boundaries=4)
+    uploader = Uploader(connection.link, inflight_bytes=1, inflight_boundaries=4)
     uploader.save(save_of(torch.zeros(100)))
     connection.up = None
     connection.gate.set()
     lost = save_of(torch.ones(100))
     uploader.save(lost)
-    assert lost.saved.exception(10).status == "DOWN"
+    error = lost.saved.exception(10)
+    assert isinstance(error, WorkerLostError)
+    assert error.status == "DOWN"
     uploader.close()
 
 
 def test_one_that_is_larger_than_the_bound_goes_alone() -> None:
     connection = FakeLink()
     connection.gate.set()
-    uploader = Uploader(connection, inflight_bytes=1, inflight_boundaries=4)
+    uploader = Uploader(connection.link, inflight_bytes=1, inflight_boundaries=4)
     save = save_of(torch.zeros(1000))
     uploader.save(save)
     assert save.saved.result(10) is None
@@ -150,7 +157,7 @@ def test_one_that_is_larger_than_the_bound_goes_alone() -> None:
 def test_what_the_worker_has_is_not_sent_again() -> None:
     connection = FakeLink()
     connection.gate.set()
-    uploader = Uploader(connection, inflight_bytes=1 << 20, inflight_boundaries=4)
+    uploader = Uploader(connection.link, inflight_bytes=1 << 20, inflight_boundaries=4)
     for number in (1, 2):
         save = save_of(torch.zeros(10), number)
         uploader.save(save)
@@ -163,8 +170,8 @@ def test_what_the_worker_gave_up_is_sent_again() -> None:
     connection = FakeLink()
     connection.gate.set()
     save = save_of(torch.zeros(10))
-    connection.missing = [[save.sources[0].address]]
-    uploader = Uploader(connection, inflight_bytes=1 << 20, inflight_boundaries=4)
+    connection.missing = [[address_of(torch.zeros(10))]]
+    uploader = Uploader(connection.link, inflight_bytes=1 << 20, inflight_boundaries=4)
     uploader.save(save)
     save.saved.result(10)
     assert connection.log == ["program", "save with tensors", "save with tensors"]
@@ -174,7 +181,7 @@ def test_what_the_worker_gave_up_is_sent_again() -> None:
 def test_what_does_not_fit_one_message_goes_first() -> None:
     connection = FakeLink()
     connection.gate.set()
-    uploader = Uploader(connection, inflight_bytes=1 << 30, inflight_boundaries=4)
+    uploader = Uploader(connection.link, inflight_bytes=1 << 30, inflight_boundaries=4)
     save = save_of(torch.zeros(1 << 20))
     uploader.save(save)
     save.saved.result(10)
@@ -197,7 +204,7 @@ def test_what_the_stream_does_not_save_a_call_does(
     connection = FakeLink()
     connection.gate.set()
     connection.shortly = [answer]
-    uploader = Uploader(connection, inflight_bytes=1 << 20, inflight_boundaries=4)
+    uploader = Uploader(connection.link, inflight_bytes=1 << 20, inflight_boundaries=4)
     save = save_of(torch.zeros(10))
     uploader.save(save)
     save.saved.result(10)
@@ -207,7 +214,7 @@ def test_what_the_stream_does_not_save_a_call_does(
 
 def test_a_segment_released_before_it_was_sent_is_not_sent() -> None:
     connection = FakeLink()
-    uploader = Uploader(connection, inflight_bytes=1 << 20, inflight_boundaries=4)
+    uploader = Uploader(connection.link, inflight_bytes=1 << 20, inflight_boundaries=4)
     first, second = save_of(torch.zeros(10)), save_of(torch.ones(10), 2)
     owners = [nn.Identity(), nn.Identity()]
     for number, (owner, save) in enumerate(zip(owners, (first, second), strict=True), 1):
@@ -233,7 +240,7 @@ def test_what_an_accelerator_has_yet_to_compute_is_sent_once_it_has(monkeypatch:
     save = save_of(tensor)
     save.made = device_moments([tensor])
     save.sources = [replace(save.sources[0], address=b"")]  # of what is there when it is sent
-    uploader = Uploader(connection, inflight_bytes=1 << 20, inflight_boundaries=4)
+    uploader = Uploader(connection.link, inflight_bytes=1 << 20, inflight_boundaries=4)
     uploader.save(save)
     wait_until(lambda: "side waits for trainer" in cuda.log, "the thread that sends waits")
     tensor.fill_(3)
@@ -250,7 +257,7 @@ def test_nothing_waits_for_what_an_accelerator_is_given_next(monkeypatch: pytest
     save = save_of(tensor)
     save.made = device_moments([tensor])
     cuda.trainer.begin()
-    uploader = Uploader(connection, inflight_bytes=1 << 20, inflight_boundaries=4)
+    uploader = Uploader(connection.link, inflight_bytes=1 << 20, inflight_boundaries=4)
     uploader.save(save)
     assert save.saved.result(5) is None
     uploader.close()
@@ -261,7 +268,7 @@ def test_an_accelerator_that_fails_costs_the_segment_and_nothing_else(monkeypatc
     connection.gate.set()
     lost, other = save_of(tensor), save_of(torch.ones(100))
     lost.made = last_moment(tensor.device)
-    uploader = Uploader(connection, inflight_bytes=1 << 20, inflight_boundaries=4)
+    uploader = Uploader(connection.link, inflight_bytes=1 << 20, inflight_boundaries=4)
     with monkeypatch.context() as patch:
         patch.setattr(cuda, "Event", lambda **_: 1 / 0)
         uploader.save(lost)
@@ -273,7 +280,7 @@ def test_an_accelerator_that_fails_costs_the_segment_and_nothing_else(monkeypatc
 
 def test_a_prediction_that_could_not_be_sent_holds_nothing() -> None:
     connection = FakeLink()
-    uploader = Uploader(connection, inflight_bytes=600, inflight_boundaries=4)
+    uploader = Uploader(connection.link, inflight_bytes=600, inflight_boundaries=4)
     predicted = save_of(torch.zeros(100))
     predicted.is_predicted = True
     connection.up = None
