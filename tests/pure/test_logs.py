@@ -138,26 +138,15 @@ def test_values_that_can_not_be(variable: str, text: str, message: str, monkeypa
 
 
 def test_it_leaves_logging_as_it_was() -> None:
-    root = logging.getLogger()
-    before = (
-        root.level,
-        logger.level,
-        list(root.handlers),
-        threading.excepthook,
-        sys.unraisablehook,
-        warnings.showwarning,
-    )
+    def state() -> tuple[object, ...]:
+        root = logging.getLogger()
+        hooks = threading.excepthook, sys.unraisablehook, warnings.showwarning
+        return root.level, logger.level, list(root.handlers), *hooks
+
+    before = state()
     with pytest.raises(ZeroDivisionError), logs.set_up("worker"):
         raise ZeroDivisionError
-    after = (
-        root.level,
-        logger.level,
-        list(root.handlers),
-        threading.excepthook,
-        sys.unraisablehook,
-        warnings.showwarning,
-    )
-    assert after == before
+    assert state() == before
 
 
 def test_what_was_logged_can_be_read_again(capsys: pytest.CaptureFixture[str]) -> None:

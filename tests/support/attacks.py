@@ -27,7 +27,7 @@ from backhaul_proto.v1 import (
 )
 from backhaul_runtime.program.program import Node, Program, RecordedChoice, SourceRef
 from backhaul_runtime.wire.protocol import MAX_MESSAGE_BYTES, MAX_NAME
-from backhaul_runtime.wire.shared_memory import SharedMemoryRequest
+from backhaul_runtime.wire.region_offers import SharedMemoryRequest
 from backhaul_runtime.wire.splicing import field_of
 from support.hostile import MIB, OPTIONS, TIMEOUT_S, Hostile, Stalled, chain, of_nodes, seal
 from support.wire import Services

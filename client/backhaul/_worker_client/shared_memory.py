@@ -16,15 +16,8 @@ from torch import Tensor
 from backhaul_proto.v1 import tensor_pb2
 from backhaul_runtime.errors import BackhaulError, TransferError, WorkerLostError
 from backhaul_runtime.tensors.layout import Layout
-from backhaul_runtime.wire.shared_memory import (
-    Outbox,
-    Region,
-    SharedMemoryRequest,
-    Slot,
-    checksum_of,
-    is_same_user,
-    take_offer,
-)
+from backhaul_runtime.wire.region_offers import SharedMemoryRequest, is_same_user, take_offer
+from backhaul_runtime.wire.shared_memory import Outbox, Region, Slot, checksum_of
 from backhaul_runtime.wire.tensor_stream import OutgoingTensor, SharedWriter, TensorReceiver
 
 logger = logging.getLogger("backhaul")

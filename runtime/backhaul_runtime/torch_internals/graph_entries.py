@@ -19,9 +19,8 @@ class _Entry(torch.autograd.Function):
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, history: Tensor, value: tuple[Tensor]
-    ) -> Tensor:  # autograd does not track tensors in a tuple
+    def forward(ctx: Any, history: Tensor, value: tuple[Tensor]) -> Tensor:
+        # `value` comes in a tuple, because autograd does not track tensors in one.
         ctx.set_materialize_grads(False)
         return value[0].detach()
 

@@ -41,14 +41,12 @@ import itertools
 import mmap
 import os
 import socket
-import struct
 import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import TypeAlias
 
 import numpy as np
@@ -71,9 +69,6 @@ IS_AVAILABLE = hasattr(os, "memfd_create") and hasattr(socket, "SO_PEERCRED")
 _WORDS_PER_SLOT = 2
 _WORD_BYTES = 8
 _IN_USE = 1 << 63
-_CREDENTIALS = struct.Struct("3i")
-_OFFER = struct.Struct("<?I")
-_ASK = struct.Struct("<BQ")
 Bytes: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
 
 
@@ -140,17 +135,17 @@ class Region:
         # can run between any two instructions, also inside `use`. So it takes no lock: it removes the entry and queues
         # the size, and `used_bytes` subtracts what is queued.
         self._used: dict[tuple[int, int], range] = {}
-        self._let_go = deque[int]()
+        self._freed_bytes = deque[int]()
         self._used_bytes = 0
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the tensors in it that this process uses in place. Only for the thread that calls `use`."""
-        while self._let_go:
+        while self._freed_bytes:
             # The threads of a trainer call `use` concurrently, so another may have emptied the queue. Their sum may be
             # off, but only the worker reads it, and the worker calls from one thread.
             with suppress(IndexError):
-                self._used_bytes -= self._let_go.popleft()
+                self._used_bytes -= self._freed_bytes.popleft()
         return self._used_bytes
 
     def raw(self, begin: int, size_bytes: int) -> Bytes:
@@ -219,7 +214,7 @@ class Region:
         """
         used = self._used.pop((slot, ticket), None)
         if used is not None:
-            self._let_go.append(len(used))
+            self._freed_bytes.append(len(used))
             self._give_back(slot, ticket)
 
     def copy(self, location: tensor_pb2.Location, layout: Layout) -> Tensor:
@@ -375,17 +370,17 @@ class Outbox:
                 raise
         return slot
 
-    def withdraw(self, places: Iterable[Slot]) -> None:
+    def withdraw(self, slots: Iterable[Slot]) -> None:
         """Frees slots that the receiver will not read again (Rule 7). Ignores those that the receiver has freed."""
         with self._lock:
-            for slot in places:
+            for slot in slots:
                 sending = self._regions.get(slot.region.number)
                 if sending is not None:
                     sending.give(slot)
 
-    def end(self, places: Iterable[Slot]) -> None:
+    def end(self, slots: Iterable[Slot]) -> None:
         """Frees the slots of an answer that the receiver has finished reading, except those that it uses in place."""
-        self.withdraw([slot for slot in places if not slot.region.is_used(slot.slot, slot.ticket)])
+        self.withdraw([slot for slot in slots if not slot.region.is_used(slot.slot, slot.ticket)])
 
     def _take(self, size_bytes: int) -> Slot | None:
         with self._lock:
@@ -413,86 +408,6 @@ def make_memory(size_bytes: int) -> int:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def offer(peer: socket.socket, region: Region, descriptor: int, *, is_down: bool) -> None:
-    """Sends a region's descriptor to the trainer at the other end of a Unix socket. Called by the worker.
-
-    Args:
-        peer: The connected socket of the trainer.
-        region: The region, which both sides will name by its number.
-        descriptor: The descriptor of its memfd. The caller keeps ownership.
-        is_down: Whether tensors go from the worker to the trainer through it.
-
-    Raises:
-        OSError: The socket is closed, or its buffer is full.
-    """
-    socket.send_fds(peer, [_OFFER.pack(is_down, region.number)], [descriptor])
-
-
-def offer_nothing(peer: socket.socket) -> None:
-    """Answers a MORE request when the worker has no room for another region. Raises OSError as `offer` does."""
-    peer.send(_OFFER.pack(False, 0))
-
-
-def take_offer(peer: socket.socket) -> tuple[bool, Region | None] | None:
-    """Receives the next offer of the worker, and maps its region. Called by the trainer.
-
-    Returns:
-        Whether the region leads from the worker to the trainer, and the region, which is None if the worker has no
-        room. None instead of both if the worker has closed the socket.
-
-    Raises:
-        BlockingIOError: The worker has sent nothing more yet.
-        TransferError: The message is no offer, or its memfd is not sealed.
-        OSError: The socket failed, or the region can't be mapped.
-    """
-    data, descriptors, _, _ = socket.recv_fds(peer, _OFFER.size, 1)
-    try:
-        if not data:
-            return None
-        if len(data) != _OFFER.size:
-            raise TransferError(f"an offer of shared memory has {len(data)} bytes instead of {_OFFER.size}")
-        is_down, number = _OFFER.unpack(data)
-        return is_down, Region(number, descriptors[0]) if descriptors else None
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
-
-
-class SharedMemoryRequest(IntEnum):
-    """The kinds of messages that a trainer sends on the Unix socket, after the name of its session."""
-
-    MORE = 1
-    """No region had room for a tensor. The number is the tensor's bytes. The worker answers with an offer."""
-
-    ROOM = 2
-    """The next upload will not fit. The number is the bytes that must become free. There is no answer."""
-
-    ENDED = 3
-    """The trainer reads no more tensors of an answer, except those it uses in place. The number is the answer's."""
-
-    def message(self, number: int) -> bytes:
-        """Encodes the message; `number` is what the kind describes."""
-        return _ASK.pack(self, number)
-
-    @staticmethod
-    def read(message: bytes) -> "tuple[SharedMemoryRequest, int]":
-        """Decodes a message. Raises TransferError for bytes that are no message."""
-        try:
-            kind, number = _ASK.unpack(message)
-            return SharedMemoryRequest(kind), number
-        except (struct.error, ValueError):
-            raise TransferError(
-                f"a message of {len(message)} bytes on the socket for shared memory is none that a trainer sends"
-            ) from None
-
-
-def is_same_user(peer: socket.socket) -> bool:
-    """Returns whether the process at the other end of a Unix socket belongs to this process's user (Rule 3)."""
-    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(credentials)
-    return bool(user == os.geteuid())
 
 
 def shared_bytes(batch: Batch | tensor_pb2.TensorBatch | None) -> int:

@@ -1,13 +1,13 @@
 """The command `backhaul health`."""
 
 import argparse
-import math
 import sys
 from http.client import HTTPException
 from urllib.request import ProxyHandler, build_opener
 
 from backhaul_runtime.errors import AddressError
 from backhaul_runtime.process.addresses import parse_address
+from backhaul_server.worker.config import parse_seconds
 
 HELP = "check whether a worker or a dashboard is serving"
 
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--timeout",
-        type=_seconds,
+        type=parse_seconds,
         default=5.0,
         metavar="SECONDS",
         help="treat no answer within this time as a failure (default: %(default)g)",
@@ -77,13 +77,3 @@ def _dashboard(url: str, timeout_s: float) -> str:
         ValueError,
     ) as error:  # the opener also raises for an HTTP status other than success
         return " ".join(str(error).split()) or type(error).__name__
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f'"{text}" is not a number of seconds above 0')
-    return seconds

@@ -46,9 +46,9 @@ def _metrics() -> str:
 
 def _alerts() -> str:
     sections = [
-        f"### {text.name}\n\n{text.summary}. *{text.severity}, {_after(text.for_s)}*\n\n"
-        f"```promql\n{text.expr}\n```\n\n{text.advice}.\n"
-        for text in prometheus.RULES
+        f"### {rule.name}\n\n{rule.summary}. *{rule.severity}, {_after(rule.for_s)}*\n\n"
+        f"```promql\n{rule.expr}\n```\n\n{rule.advice}.\n"
+        for rule in prometheus.RULES
     ]
     return "\n" + "\n".join(sections)
 

@@ -28,7 +28,8 @@ class AlertRule:
         severity: "critical" if segments are not recomputed remotely while the alert fires.
         summary: The meaning of the alert, without values.
         advice: What to do, for the documentation and Prometheus' annotations.
-        expr: The same condition in PromQL. A condition on trainers covers all trainers together.
+        expr: The PromQL expression that fires the alert in Prometheus. It sums over all trainers, while `condition`
+            looks at each run.
         for_s: Seconds for which the condition must hold in Prometheus. The page shows an alert at once.
         condition: Takes the watch and the time, and yields the subjects for which the condition holds.
     """

@@ -63,10 +63,10 @@ def _thin(series: Series, since_s: float, width_s: int) -> list[int]:
 def _marks(increases: Sequence[CounterIncrease], width_s: int) -> list[schemas.MemoryEvent]:
     """Merges increases into one event per kind and interval."""
     marks: dict[tuple[int, str], schemas.MemoryEvent] = {}
-    for growth in increases:
-        key = (int(growth.at_s // width_s), growth.kind)
+    for increase in increases:
+        key = (int(increase.at_s // width_s), increase.kind)
         if key in marks:
-            marks[key].count += growth.count
+            marks[key].count += increase.count
         else:
-            marks[key] = schemas.MemoryEvent(at_s=growth.at_s, kind=growth.kind, count=growth.count)
+            marks[key] = schemas.MemoryEvent(at_s=increase.at_s, kind=increase.kind, count=increase.count)
     return list(marks.values())
