@@ -241,6 +241,7 @@ class _Walk:
             known = missing.get(source.address)
             if source.kept_value is not None or source.address in self._values:
                 continue
+            # Equal contents may occur in several segments. The earliest is rebuilt, as the others may depend on it.
             if known is not None and known.lineage.serial <= lineage.serial:
                 continue
             recipe = lineage.recipes.get(input_ref.index)

@@ -53,6 +53,7 @@ def check_recomputed(name: str, saved: Sequence[SavedTensor], recomputed: Recomp
         return 0.0
     for given in (recomputed.digests, recomputed.sketches):
         check_count(name, _WORKER, saved, len(given))
+    # An empty digest proves nothing, so such a tensor is compared by its random projection as well.
     different = [i for i, digest in enumerate(recomputed.digests) if not digest or digest != saved[i].digest]
     drifts = {i: drift(saved[i].sketch, recomputed.sketches[i]) if saved[i].sketch else math.inf for i in different}
     off = [i for i, value in drifts.items() if value > tolerance(saved[i].layout.dtype)]

@@ -114,6 +114,8 @@ class Dispatcher:
         mismatch = self._differences(
             worker, worker_session, recording.sources[0].layout.device if recording.sources else "cpu"
         )
+        # Other kernels round differently, which the tolerances of the value check allow for. Without recorded choices
+        # they may also draw another mask or choose another maximum, which is another function.
         if mismatch and (not recording.has_recorded_choices or mismatch.keys() & DECISIVE):
             other = f"the worker {worker.connection.name} computes other bits than this trainer: {_in_words(mismatch)}"
             raise Refusal(recording.unrecorded_choices or other)
@@ -138,6 +140,7 @@ class Dispatcher:
         save = self._save_of(call, worker_session, number, known, sources, recording.generator_states)
         save.wants_sketches = bool(mismatch)
         save.superseded = superseded
+        # The worker can predict the gradient of a predecessor's output only if it computes that gradient itself.
         save.predecessors = [
             Predecessor(site.speculation, source, weakref.ref(before.remote), output)
             for source, before, output in segment.predecessors

@@ -128,6 +128,7 @@ def _run_segment(
     Raises:
         NotRemoteError: Under `strict`, if the trainer would have to recompute the segment.
     """
+    # torch's reentrant variant does the same, so code that relies on it sees no difference.
     if options.use_reentrant and not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
         warnings.warn("None of the inputs have requires_grad=True. Gradients will be None", stacklevel=4)
         with torch.no_grad():
@@ -300,9 +301,11 @@ def _keep(
         if isinstance(decision, Local) and decision.keeps_activations:
             call.check_strict(decision.reason)
             call.log.kept(decision.reason)
+        # Backward can ask for nothing: all that autograd saved is kept by the caller, or has died with its graph.
         if not (program.saved_count and awaited(handles)):
             return build(local_reason=_local_reason(decision)), returned[0]
         del edges[len(call.recording.sources) :]  # drops what was recorded after the refusal
+    # Each stage of a staged segment returns a part of a boundary's gradient, so none of them shows it complete.
     predecessors = []
     if isinstance(decision, Graft) and not uses.is_staged:
         predecessors = [

@@ -61,6 +61,8 @@ def find_graph_uses(
         raise Refusal("autograd saves nothing in it")
     targets = {(edge.node, edge.output_nr): i for i, edge in enumerate(edges) if edge is not None}
     taking, casts = list(recorder.sources.tensors), list[int]()
+    # Autocast may share one cast of a weight with segments outside. Gradients have to arrive at this cast, because
+    # autograd adds them up in its dtype and converts the sum once.
     if recorder.used_autocast:
         made = find_casts(outputs, targets, recorder.first_sequence)
         cached = cached_casts([taking[source] for source in made])
@@ -74,8 +76,10 @@ def find_graph_uses(
         raise Refusal("no gradient leaves it through what it returns")
     if recorder.sources.rewrites_autograd():
         raise Refusal("it changes what tensors from outside depend on")
+    # A later write to one of them changes the history of the other, and the grafted output has lost that relation.
     if _shares_storage(recorder, outputs, tensors):
         raise Refusal("an output shares memory with an input, a captured tensor or another output")
+    # Whoever holds the tensor may run backward through the graph of the inside, which grafting would have removed.
     if is_held or recorder.outlived(outputs):
         raise Refusal(
             "a tensor made inside is held elsewhere when it returns, as by a key-value cache (use_cache=True)"

@@ -23,6 +23,7 @@ from backhaul._observe.report import Decision, SegmentLog
 from backhaul_proto.v1 import segment_pb2, telemetry_pb2
 from backhaul_runtime.process.death_queue import DeathNotice, DeathQueue
 from backhaul_runtime.process.resources import resident_bytes
+from backhaul_runtime.process.threads import only_in
 from backhaul_runtime.wire.protocol import MAX_NAME
 from backhaul_runtime.wire.telemetry import MAX_SPANS
 
@@ -365,6 +366,7 @@ class Telemetry:
                 self._steps.popleft()
                 self._dropped += 1
 
+    @only_in("backhaul-telemetry")
     def _serve(self) -> None:
         is_last = False
         while not is_last:
@@ -376,6 +378,7 @@ class Telemetry:
             except Exception:  # Rule 1
                 logger.debug("Telemetry failed.", exc_info=True)
 
+    @only_in("backhaul-telemetry")
     def _trace(self, report: telemetry_pb2.TrainerReport, contexts: "Mapping[int, Context]") -> None:
         if self._traces is not None:
             try:
@@ -383,6 +386,7 @@ class Telemetry:
             except Exception:  # the user's SDK failed, but workers still get the report
                 logger.debug("Traces failed.", exc_info=True)
 
+    @only_in("backhaul-telemetry")
     def _drop(self, report: telemetry_pb2.TrainerReport) -> None:
         with self._lock:
             self._dropped += len(report.steps) + len(report.calls)

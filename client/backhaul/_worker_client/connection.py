@@ -41,6 +41,7 @@ from backhaul_runtime.errors import (
 from backhaul_runtime.process.addresses import Address, is_private
 from backhaul_runtime.process.credentials import bearer, read_token
 from backhaul_runtime.process.logs import about
+from backhaul_runtime.process.threads import only_in
 from backhaul_runtime.version import version
 from backhaul_runtime.wire.protocol import CHANNEL_OPTIONS, PROTOCOL_VERSION
 from backhaul_runtime.wire.stubs import stub
@@ -400,6 +401,7 @@ class Connection:
                 "Worker %s: %s. Segments run on the trainer until the worker is back.", self.name, why, extra=extra
             )
 
+    @only_in("backhaul-keeper")
     def _keep(self) -> None:
         backoff_s = FIRST_BACKOFF_S
         while not self._closed:
@@ -426,6 +428,7 @@ class Connection:
                 logger.exception("The connection to %s could not be maintained.", self.name, extra=about(self.run))
                 self._down(f"{type(error).__name__}: {error}")
 
+    @only_in("backhaul-keeper")
     def _look(self, worker_session: WorkerSession | None) -> None:
         """Renews the lease of the worker session, or opens another one."""
         was_up = self._up

@@ -33,6 +33,7 @@ from backhaul_runtime.errors import (
     WorkerLostError,
     from_bytes,
 )
+from backhaul_runtime.process.threads import only_in
 from backhaul_runtime.wire.shared_memory import shared_bytes
 from backhaul_runtime.wire.splicing import TensorMessage
 from backhaul_runtime.wire.tensor_stream import TensorReceiver
@@ -333,6 +334,7 @@ class AnswerStream(Generic[R]):
                 status="BUSY",
             )
 
+    @only_in("backhaul-receive")
     def _pump(self) -> None:
         """Receives messages in a thread, until the call ends or `close` is called."""
         end: grpc.RpcError | None = None

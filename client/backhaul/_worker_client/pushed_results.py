@@ -22,6 +22,7 @@ import grpc
 
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.errors import TransferError
+from backhaul_runtime.process.threads import only_in
 from backhaul_runtime.wire.splicing import TensorMessage
 
 PATIENCE_S = 0.02
@@ -92,6 +93,7 @@ class PushedResults:
             self._call = self._method(segment_pb2.AheadRequest(session=session))
             threading.Thread(target=self._read, args=(self._call,), name="backhaul-ahead", daemon=True).start()
 
+    @only_in("backhaul-ahead")
     def _read(self, call: Any) -> None:
         with suppress(grpc.RpcError):
             for carried in call:

@@ -17,6 +17,7 @@ import grpc
 
 from backhaul._worker_client.deadlines import SLICE_S
 from backhaul_runtime.errors import TransferError, WorkerLostError
+from backhaul_runtime.process.threads import only_in
 from backhaul_runtime.wire.splicing import accepted
 
 
@@ -79,6 +80,7 @@ class RequestStream:
         watch.start()
         return call
 
+    @only_in("backhaul-watch")
     def _watch(self, call: Any, ended: threading.Event) -> None:
         seen, silent = 0, 0.0
         while True:

@@ -28,6 +28,7 @@ from backhaul_proto.v1 import program_pb2, segment_pb2, tensor_pb2
 from backhaul_runtime.errors import BackhaulError, SegmentUnknownError, TransferError, WorkerLostError
 from backhaul_runtime.process.death_queue import DeathNotice, DeathQueue
 from backhaul_runtime.process.logs import about
+from backhaul_runtime.process.threads import only_in
 from backhaul_runtime.tensors.deferred_digest import Digest, read
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.tensors.layout import Layout
@@ -274,6 +275,7 @@ class Uploader:
         with self._known_lock:
             return self._known_of is worker_session and address in self._known
 
+    @only_in("backhaul-upload")
     def _serve(self) -> None:
         held: list[_Release] = []
         while True:
@@ -297,12 +299,14 @@ class Uploader:
             elif item is None and is_soon:
                 return
 
+    @only_in("backhaul-upload")
     def _do(self, then: Callable[[], None]) -> None:
         try:
             then()
         except Exception:  # a bug of ours must not end the thread that forward waits for
             logger.exception("A notice could not be handled.", extra=about(self._connection.run))
 
+    @only_in("backhaul-upload")
     def _save(self, save: SegmentUpload) -> None:
         try:
             if save.owner is not None and save.owner() is None:
@@ -328,9 +332,12 @@ class Uploader:
                 self._waiting.discard(save)
                 self._room.notify_all()
 
+    @only_in("backhaul-upload")
     def _send(self, save: SegmentUpload) -> None:
         worker_session = save.worker_session
         with on_side_stream(save.made):
+            # Forward does not wait for digests of an accelerator, so they may be missing even here. The worker hashes
+            # tensors of the CPU as they arrive.
             addresses = [
                 address
                 if (address := read(source.address)) or source.layout.device == "cpu"
@@ -362,12 +369,14 @@ class Uploader:
                 if worker_session.memory is not None and not save.is_predicted:
                     worker_session.memory.make_room()
                 return
+            # The worker has evicted them since it named them. What it no longer has must be sent again.
             self.unlearn([*answer.missing_tensors, *([save.program_address] if answer.program_missing else [])])
         raise WorkerLostError(
             f"the worker evicted tensors of segment {save.name} as fast as they arrived: start it with more --memory",
             status="BUSY",
         )
 
+    @only_in("backhaul-upload")
     def _ask_to_save(
         self, save: SegmentUpload, request: segment_pb2.SaveSegmentRequest, addresses: list[bytes]
     ) -> segment_pb2.SaveSegmentResponse:
@@ -388,6 +397,7 @@ class Uploader:
         )
         return response
 
+    @only_in("backhaul-upload")
     def _send_missing(
         self,
         save: SegmentUpload,
@@ -432,12 +442,14 @@ class Uploader:
             self.learn(worker_session, missing)
         return answer
 
+    @only_in("backhaul-upload")
     def _put_program(self, save: SegmentUpload) -> None:
         request = program_pb2.PutProgramRequest(session=save.worker_session.session, program=save.program)
         save.count(request.ByteSize())
         call_unary(self._connection.stubs(save.worker_session).programs.PutProgram, request, self._connection.silence_s)
         self.learn(save.worker_session, [save.program_address])
 
+    @only_in("backhaul-upload")
     def _release(self, releases: Sequence[_Release]) -> None:
         for worker_session, group in itertools.groupby(releases, lambda release: release.worker_session):
             keys = [

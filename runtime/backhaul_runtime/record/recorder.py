@@ -223,6 +223,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         if op_rules.name in ABSOLUTE and args[0] not in self._interior:
             raise Refusal(f"{op_rules.name} takes an offset in the storage of a tensor from outside")
         hooks = top_saved_tensor_hooks(True)
+        # A replay packs with our hooks, so backward would get what those hooks would have changed.
         if self._pack is not None and (hooks is None or hooks[0] is not self._pack):
             raise Refusal("the function uses saved-tensor hooks of its own")
         if torch.is_inference_mode_enabled():
@@ -230,6 +231,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         state = ambient_state.capture()
         if state != self._state[0]:
             self._state = state, self._states.setdefault(state, len(self._states))
+        # Nothing recorded says what an op reads from memory that no op wrote, so a replay would read other values.
         if op_rules.reads_values and self._unwritten:
             self._check_reads(op_rules, args, kwargs)
         self._drawn_from = self._generator_state(args, kwargs) if op_rules.draws else b""
@@ -267,6 +269,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         known = self._known.get(identity_of(tensor))
         if known is None:
             return self._source(tensor)
+        # The reference leads a replay to the result of the op that made the tensor, which is no longer its memory.
         if known.data_ptr != tensor.data_ptr():
             raise Refusal("the memory of a tensor was replaced inside the function (.data =, resize_, set_)")
         if known.requires_grad != tensor.requires_grad or known.has_no_history:
@@ -275,6 +278,8 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
 
     def _check_history(self, tensor: Tensor, known: _Known) -> None:
         node = tensor.grad_fn
+        # Only a write by an op gives a tensor a history. Otherwise the function has changed the flag itself, which no
+        # op shows to a replay.
         if known.requires_grad != tensor.requires_grad and (known.requires_grad or node is None):
             raise Refusal("requires_grad of a tensor was changed inside the function")
         if node is None:
@@ -361,10 +366,12 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         if not self.sources.at(key):
             self._source(tensor)
         indices = self.sources.at(key)
+        # A replay gives each source memory of its own, so the write would not reach the others.
         if len(indices) > 1:
             self.refuse("an op writes to memory that two sources share")
         for index in indices:
             self.sources.note_write(index)
+            # Autograd gives the base and its other views a new history, which no node of this call could replace.
             takes_gradients = self.recording.sources[index].requires_grad and torch.is_grad_enabled()
             if takes_gradients and is_differentiable_view(self.sources.tensors[index]):
                 self.refuse("an op writes to a differentiable view of a tensor from outside")

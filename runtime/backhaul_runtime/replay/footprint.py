@@ -89,6 +89,7 @@ class FootprintMeter:
             replay.add(storage.made_by, end if _is_kept(storage) else storage.last_use, size)
             if _is_kept(storage):
                 backward.add(0 if storage.is_output else storage.saved_by or 0, end, size)
+            # Its gradient exists from its last use, which backward reaches first, until the node that made it.
             if storage.requires_grad and (storage.uses or not storage.is_output):
                 backward.add(storage.made_by, storage.last_use, size)
                 for use in storage.uses:

@@ -133,6 +133,7 @@ class Replay:
         self._check = check
         self._states = iter(generator_states)
         self.drawn_from: list[bytes] = []
+        # Sources are lent: another replay may read the same memory, so a program writes only to copies.
         self._sources = [
             copy_exact(tensor) if source.is_written else tensor.detach()
             for source, tensor in zip(program.sources, sources, strict=True)
@@ -279,6 +280,7 @@ class Replay:
             raise
         except Exception as error:  # an op may raise any type of error
             raise ReplayError(f"{node.op} failed on replay: {error}", op=node.op) from error
+        # The worker has reserved memory for the recorded sizes, so a larger result would exceed its budget.
         if sizes != node.result_bytes:
             raise ReplayError(f"{node.op} took {sizes} bytes on replay, {node.result_bytes} when recorded", op=node.op)
         if self._trace is not None:

@@ -118,6 +118,7 @@ def find_stages(
             stage_of = [stage_of[position] if stage == common else stage for stage in stage_of]
     for node in {use.node for used in uses for use in used}:
         stage = stage_of[part_of[node]]
+        # A backward from one output would also run this node for sources that only another output may ask for.
         if any(stage_of[position] == stage and node not in nodes for position, nodes in enumerate(reached)):
             raise Refusal("its outputs share a part of its inside, but lead to different inputs or to each other")
     needs = {

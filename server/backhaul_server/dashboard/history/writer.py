@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from backhaul_proto.v1 import telemetry_pb2
+from backhaul_runtime.process.threads import only_in
 from backhaul_server.dashboard.history.archive import RunRecord, StepSeries
 from backhaul_server.dashboard.history.sqlite import HistoryFile, HistoryRefusedError, ReportRows, report_rows
 
@@ -141,6 +142,7 @@ class History:
             self._wake.notify()
         return await asyncio.wrap_future(answer)
 
+    @only_in("backhaul-history")
     def _serve(self) -> None:
         file: HistoryFile | None = None
         forget_at_s = write_at_s = time.monotonic()
@@ -158,6 +160,7 @@ class History:
         if file is not None:
             file.close()
 
+    @only_in("backhaul-history")
     def _wait(self, until_s: float) -> tuple[list[Callable[[HistoryFile | None], None]], bool]:
         """Waits for questions, until a time or `stop`. Returns the questions, and whether to stop after them."""
         with self._wake:
@@ -166,6 +169,7 @@ class History:
             self._questions.clear()
             return questions, self._is_stopping
 
+    @only_in("backhaul-history")
     def _write(self, file: HistoryFile | None) -> HistoryFile | None:
         """Writes the queued rows; rows that cannot be written stay queued. Returns the file if it can be read now."""
         with self._wake:
@@ -190,6 +194,7 @@ class History:
                 self._queued_rows -= len(written)
         return file
 
+    @only_in("backhaul-history")
     def _forget(self, file: HistoryFile) -> bool:
         """Applies the retention. Returns whether everything was applied."""
         try:

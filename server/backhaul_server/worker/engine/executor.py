@@ -6,6 +6,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from time import monotonic
 
+from backhaul_runtime.process.threads import only_in
 from backhaul_server.worker.engine.fair_queue import FairQueue, Job
 
 GRACE_S = 2.0
@@ -86,6 +87,7 @@ class Executor:
                 self._watch = self._loop.call_later(self._limit_s + GRACE_S, self._overdue, self._running)
                 self._next.put(self._running)
 
+    @only_in("executor")
     def _work(self) -> None:
         """Runs in the executor's thread."""
         while (job := self._next.get()) is not None:

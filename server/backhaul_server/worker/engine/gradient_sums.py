@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from backhaul_runtime.errors import ProgramError, SegmentUnknownError
+from backhaul_runtime.process.threads import only_in
 from backhaul_runtime.tensors.layout import ALIGNMENT_BYTES
 from backhaul_runtime.wire.bundle import Bundle
 from backhaul_runtime.wire.tensor_stream import OutgoingTensor
@@ -86,6 +87,7 @@ class _Round:
         held = [tensor for entry in self._sums.values() for tensor in (entry.total, entry.last_pass)]
         return sum(SUM_BYTES + tensor.nbytes for tensor in held if tensor is not None)
 
+    @only_in("executor")
     def add(self, pending: _Pending) -> None:
         """Adds the gradients of one commit (Rule 4)."""
         for slot, contributions in pending.contributions.items():
@@ -107,6 +109,7 @@ class _Round:
                 else:
                     entry.last_pass = _added(entry.last_pass, contributions)
 
+    @only_in("executor")
     def totals(self) -> dict[int, Tensor]:
         """Returns the sum of all passes by slot."""
         for entry in self._sums.values():

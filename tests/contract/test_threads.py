@@ -1,0 +1,46 @@
+"""Every method that a thread of ours runs says which thread that is."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODULES = {
+    str(path.relative_to(ROOT)): ast.parse(path.read_text())
+    for folder in ("client", "runtime", "server")
+    for path in (ROOT / folder).rglob("*.py")
+}
+
+
+def keyword(call: ast.Call, name: str) -> ast.expr | None:
+    return next((argument.value for argument in call.keywords if argument.arg == name), None)
+
+
+def targets(module: ast.Module) -> dict[str, str]:
+    """Methods of the module that a thread runs, with the thread's name."""
+    names = {}
+    for node in ast.walk(module):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "threading.Thread":
+            target, name = keyword(node, "target"), keyword(node, "name")
+            if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self" and name is not None:
+                names[target.attr] = ast.literal_eval(name)
+    return names
+
+
+TARGETS = {module: of_threads for module, parsed in MODULES.items() if (of_threads := targets(parsed))}
+
+
+def test_threads_are_found() -> None:
+    assert sum(map(len, TARGETS.values())) >= 8
+
+
+@pytest.mark.parametrize("module", TARGETS)
+def test_what_a_thread_runs_asserts_the_thread(module: str) -> None:
+    checked = {
+        node.name: [ast.unparse(decorator) for decorator in node.decorator_list]
+        for node in ast.walk(MODULES[module])
+        if isinstance(node, ast.FunctionDef)
+    }
+    for method, thread in TARGETS[module].items():
+        assert f"only_in({thread!r})" in checked[method]
