@@ -11,13 +11,13 @@ Importing this package is fast: torch is imported when one of the names below is
 from typing import TYPE_CHECKING, Any
 
 from backhaul_runtime.errors import (
+    AccumulationError,
     AddressError,
     BackhaulError,
     BudgetError,
     ConnectError,
     CredentialError,
     DrainingError,
-    GradientsLostError,
     LimitError,
     NotRemoteError,
     ProgramError,
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from backhaul._torch_api.wrap import SegmentModule, unwrap
 
 __all__ = [
+    "AccumulationError",
     "AddressError",
     "BackhaulError",
     "BudgetError",
@@ -68,7 +69,6 @@ __all__ = [
     "Decision",
     "DefaultDeviceType",
     "DrainingError",
-    "GradientsLostError",
     "GraphExecGroup",
     "LimitError",
     "NotRemoteError",

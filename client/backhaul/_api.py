@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from backhaul._cli.typos import warn_of_unknown
-from backhaul._config import Accumulate, Config, Durability, Numerics, Returns, resolve
+from backhaul._config import Config, Durability, Numerics, Returns, resolve
 from backhaul._session import Session
 from backhaul._torch_api import wrap as modules
 from backhaul._torch_api.options import decorator, options_of
@@ -25,7 +25,6 @@ def connect(
     strict: bool | None = None,
     durability: Durability | None = None,
     numerics: Numerics | None = None,
-    accumulate: Accumulate | None = None,
     connect_timeout_s: float | None = None,
     silence_s: float | None = None,
     inflight_bytes: int | None = None,
@@ -50,8 +49,6 @@ def connect(
         durability: What the trainer keeps in case a worker dies: "lineage" (default) keeps what it cannot compute again
             from earlier segments; "host" keeps a copy of each segment's inputs; "none" keeps nothing.
         numerics: Whether workers that compute other bits are used ("auto", default) or not ("exact").
-        accumulate: Where gradients of parameters are summed over micro-batches: on the "trainer" (default), or on the
-            "worker", which returns each sum once; see docs/accumulation.md.
         connect_timeout_s: Seconds that this call waits for the workers.
         silence_s: Seconds without a message after which a worker counts as lost.
         inflight_bytes: Bound of the copies that wait to be sent, of arguments and of parameters that FSDP frees.
@@ -83,7 +80,6 @@ def connect(
             strict=strict,
             durability=durability,
             numerics=numerics,
-            accumulate=accumulate,
             connect_timeout_s=connect_timeout_s,
             silence_s=silence_s,
             inflight_bytes=inflight_bytes,

@@ -15,9 +15,7 @@ Durability = Literal["lineage", "host", "none"]
 DURABILITIES: tuple[str, ...] = ("lineage", "host", "none")
 Numerics = Literal["auto", "exact"]
 NUMERICS: tuple[str, ...] = ("auto", "exact")
-Accumulate = Literal["trainer", "worker"]
-ACCUMULATE: tuple[str, ...] = ("trainer", "worker")
-_CHOICES = {"returns": RETURNS, "durability": DURABILITIES, "numerics": NUMERICS, "accumulate": ACCUMULATE}
+_CHOICES = {"returns": RETURNS, "durability": DURABILITIES, "numerics": NUMERICS}
 SECRETS = frozenset({"token_file"})
 """Settings that reports must not show."""
 
@@ -49,10 +47,6 @@ class Config:
     numerics: Numerics = "auto"
     """What to do with workers that compute other bits than this trainer. "auto" uses them: they get the trainer's
     random draws, and their numbers are compared within tolerances. "exact" recomputes such segments on the trainer."""
-
-    accumulate: Accumulate = "trainer"
-    """Where gradients of parameters are summed over micro-batches. "worker" keeps the sums on the worker until the
-    optimizer steps or `Session.collect()` fetches them. Call `collect()` before other code reads `.grad`."""
 
     connect_timeout_s: float = 30.0
     """Seconds that connect() waits for the workers. A worker that it starts needs some seconds to import torch."""

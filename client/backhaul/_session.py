@@ -1,23 +1,28 @@
 """A session: the workers of a trainer, and the public methods that use them."""
 
 import atexit
+import itertools
 import logging
 import os
 import secrets
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
-from time import time
+from time import perf_counter, time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from backhaul._accumulate import guards
+from backhaul._accumulate.block import AccumulationBlock
+from backhaul._accumulate.plan import Shares
 from backhaul._backward.lineage import Copies
 from backhaul._config import SECRETS, Config
 from backhaul._dispatch.dispatcher import Dispatcher
@@ -32,7 +37,7 @@ from backhaul._worker_client.connection import Connection, trainer_name
 from backhaul._worker_client.deadlines import call_unary
 from backhaul._worker_client.embedded import EmbeddedWorker
 from backhaul_proto.v1 import telemetry_pb2
-from backhaul_runtime.errors import BackhaulError, GradientsLostError
+from backhaul_runtime.errors import AccumulationError, BackhaulError, SessionClosedError
 from backhaul_runtime.process.addresses import Address, parse_addresses
 from backhaul_runtime.process.credentials import one_for_each
 from backhaul_runtime.process.fingerprint import fingerprint
@@ -71,6 +76,9 @@ class Session:
         self.config = config
         self.run = secrets.token_hex(8)
         self._hooks: list[RemovableHandle] = []
+        self._blocks = itertools.count(1)
+        self._shares = Shares()
+        self._block_lock = threading.Lock()  # held while a block is open
         self.copies = Copies(self._fetch)
         self._closed = False
         self._embedded: EmbeddedWorker | None = None
@@ -107,8 +115,6 @@ class Session:
             self._dispatcher.telemetry.start()
             # The hook sees all optimizers of the process. A step in which this session had no call is not reported.
             self._hooks.append(register_optimizer_step_post_hook(self._optimizer_stepped))
-        if config.accumulate == "worker":
-            self._hooks.append(register_optimizer_step_pre_hook(self._before_step))
         _sessions.add(self)
 
     def checkpoint(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -220,33 +226,48 @@ class Session:
         if self.telemetry is not None and not self._closed:
             self.telemetry.step(loss)
 
-    def collect(self) -> None:
-        """Fetches gradients kept under `accumulate="worker"` and adds them to `.grad` as autograd does.
+    @contextmanager
+    def accumulate(self) -> Iterator[AccumulationBlock]:
+        """Opens a block of micro-batches whose backward passes workers finish while the trainer goes on.
 
-        It is called automatically before each step of an optimizer of this process. Call it before anything else that
-        reads or clears `.grad`: clipping, `GradScaler.unscale_` and `GradScaler.step`, and `zero_grad` without a step.
+        Call `backward(loss)` of the returned object instead of `loss.backward()`. When the block ends, `.grad` holds
+        exactly what the loop with `loss.backward()` would have left there. If it ends by an exception, none of its
+        gradients are added; buffers and random state are not rolled back. Clip gradients and step the optimizer after
+        the block. See docs/accumulation.md.
 
         Raises:
-            GradientsLostError: A worker is gone with some of the gradients. Then none are added and none are kept: set
-                the gradients to zero and repeat the backwards of this step.
+            AccumulationError: A block is open already, a parameter was changed inside the block, or gradients are used
+                before they are complete.
+            SegmentLostError: A worker was lost, and the trainer has not kept what it needs to recompute a segment.
         """
-        sums: list[tuple[Tensor, Tensor]] = []
-        lost: dict[str, str] = {}
-        for worker in self._workers:
+        if self._closed:
+            raise SessionClosedError("the session is closed")
+        block = AccumulationBlock(
+            f"accumulation block {next(self._blocks)} of session {self.run}",
+            self._dispatcher.micro_batch_ended,
+            lambda frame: frame.lineage is not None and frame.lineage.session == self.run,
+            self._dispatcher.journal.log("Session.accumulate"),
+        )
+        share = 0 if self.config.strict else self._shares.trainers_share()
+        with guards.open_block(block), self._only_block(block), self._dispatcher.accumulating(share):
+            started = perf_counter()
             try:
-                sums += worker.uploader.uncollected.collect(partial(self._received, "Session.collect"))
-            except BackhaulError as error:
-                lost[worker.connection.name] = error.message
-        if lost:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in lost.items())
-            raise GradientsLostError(
-                f"gradients that workers kept since the last step are lost ({reasons}), so .grad holds only a part of "
-                "the sum. Call zero_grad() and repeat the forwards and backwards of this step",
-                workers=list(lost),
-            )
-        while sums:
-            parameter, gradient = sums.pop()
-            torch.autograd.backward(parameter, gradient.to(parameter.device))
+                yield block
+            except BaseException:
+                block.close(is_failed=True)
+                raise
+            block.close(is_failed=False)
+            self._shares.measured(block.measured(perf_counter() - started))
+
+    @contextmanager
+    def _only_block(self, block: AccumulationBlock) -> Iterator[None]:
+        """Refuses a second block, because a worker has one set of sums for each session."""
+        if not self._block_lock.acquire(blocking=False):
+            raise AccumulationError(f"{block.name} can't be opened: another thread has a block of this session open")
+        try:
+            yield
+        finally:
+            self._block_lock.release()
 
     @property
     def closed(self) -> bool:
@@ -257,18 +278,9 @@ class Session:
         """Ends threads and connections, and a worker that connect() started. It may be called twice.
 
         Segments between forward and backward remain usable: the trainer recomputes them.
-
-        Raises:
-            GradientsLostError: Everything is closed, but gradients were lost; see `collect`.
         """
         if self._closed:
             return
-        try:
-            self.collect()
-        finally:
-            self._end()
-
-    def _end(self) -> None:
         self._closed = True
         _sessions.discard(self)
         for hook in self._hooks:
@@ -290,14 +302,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        try:
-            self.close()
-        except GradientsLostError:
-            if error is None:
-                raise
-            logger.warning(
-                "Gradients were lost when the session was closed after an error.", exc_info=True, extra=about(self.run)
-            )
+        self.close()
 
     def _warn_if_useless(self) -> None:
         if why := self._dispatcher.why_useless():
@@ -311,21 +316,6 @@ class Session:
     def _optimizer_stepped(self, *_: Any) -> None:
         if self.telemetry is not None and not self._closed:
             self.telemetry.step(is_explicit=False)
-
-    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Collects gradients before an optimizer's step, and after each call of its closure."""
-        self.collect()
-
-        def collecting(closure: Any) -> Any:
-            def call() -> Any:
-                loss = closure()
-                self.collect()
-                return loss
-
-            return call if callable(closure) else closure
-
-        given = {name: collecting(value) if name == "closure" else value for name, value in kwargs.items()}
-        return (args[0], *map(collecting, args[1:])), given  # the first argument is the optimizer itself
 
     def _fetch(self, address: bytes) -> Tensor | None:
         """Fetches a tensor by address from a worker that still stores it. Returns None if there is none."""
@@ -407,8 +397,7 @@ def _after_fork() -> None:
 
 def _at_exit() -> None:
     for session in list(_sessions):
-        with suppress(GradientsLostError):  # no training will follow that could use them
-            session.close()
+        session.close()
 
 
 os.register_at_fork(after_in_child=_after_fork)

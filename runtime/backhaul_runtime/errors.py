@@ -8,7 +8,7 @@
     ├── NotRemoteError            under strict: a segment would have been recomputed on the trainer
     ├── UnsupportedTensorError    a kind of tensor that has no bytes to send
     ├── StaleTensorError          (RuntimeError) a captured tensor changed between forward and backward
-    ├── GradientsLostError        (RuntimeError) a worker was lost with gradients that were not collected
+    ├── AccumulationError         (RuntimeError) an accumulation block was used in a wrong way
     ├── SavedTensorModifiedError  (RuntimeError) an argument, or a tensor that backward needs, was written to
     ├── ValueCheckError           (RuntimeError) a recomputation gave other values than forward
     ├── SegmentLostError          (RuntimeError) a worker was lost, and the trainer lacks inputs to recompute from
@@ -32,19 +32,19 @@ This module imports neither torch nor gRPC: the table at its end holds the names
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Self
 
 from backhaul_runtime.sealing import SEAL_BYTES, is_sealed, sealed
 
 __all__ = [
+    "AccumulationError",
     "AddressError",
     "BackhaulError",
     "BudgetError",
     "ConnectError",
     "CredentialError",
     "DrainingError",
-    "GradientsLostError",
     "LimitError",
     "NotRemoteError",
     "ProgramError",
@@ -139,10 +139,8 @@ class StaleTensorError(BackhaulError, RuntimeError):
     """A captured tensor changed between forward and backward, and no worker holds its earlier value."""
 
 
-class GradientsLostError(BackhaulError, RuntimeError):
-    """A worker was lost with gradients that it kept under accumulate="worker" and that were not collected."""
-
-    workers: Sequence[str] = ()
+class AccumulationError(BackhaulError, RuntimeError):
+    """An accumulation block, see `Session.accumulate`, was used in a way that would give wrong gradients."""
 
 
 class SavedTensorModifiedError(BackhaulError, RuntimeError):
@@ -273,12 +271,14 @@ class Refusal(Exception):  # noqa: N818  a decision, never seen outside
     Attributes:
         reason: The reason, for the log and the report.
         is_said: Whether the reason has already been logged.
+        is_chosen: Whether the trainer computes the call by choice. Otherwise it counts as a fallback.
     """
 
-    def __init__(self, reason: str, *, is_said: bool = False) -> None:
+    def __init__(self, reason: str, *, is_said: bool = False, is_chosen: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
         self.is_said = is_said
+        self.is_chosen = is_chosen
 
     @classmethod
     def of(cls, error: BaseException) -> Self:

@@ -58,7 +58,7 @@ class Steps:
     Args:
         session: Trains.
         options: Of the checkpointed calls.
-        collects: It accumulates gradients on the worker.
+        collects: It trains in accumulation blocks.
     """
 
     def __init__(self, session: Session, *, collects: bool = False, **options: Any) -> None:
@@ -86,13 +86,12 @@ class Steps:
         return "the trainer" if self.session.report().fallbacks > before else "the worker"
 
     def gradients(self, checkpoint: Checkpoint, factor: float) -> list[Tensor]:
-        y = self.net.run(checkpoint, self.inputs[0], factor)
         if not self.collects or checkpoint is plainly:
-            return list(torch.autograd.grad(y, self.inputs))
+            return list(torch.autograd.grad(self.net.run(checkpoint, self.inputs[0], factor), self.inputs))
         for tensor in self.inputs:
             tensor.grad = None
-        y.backward()
-        self.session.collect()
+        with self.session.accumulate() as step:
+            step.backward(self.net.run(checkpoint, self.inputs[0], factor))
         return [grad_of(tensor) for tensor in self.inputs]
 
 
@@ -127,7 +126,7 @@ def while_training(worker: WorkerProcess, flips: Flips, count: int, at_once: int
 def while_accumulating(worker: WorkerProcess, flips: Flips, count: int, at_once: int) -> Iterator[Outcomes]:
     with (
         on_every_channel(flips.on_its_way),
-        backhaul.connect(worker.address, silence_s=QUIET_S, accumulate="worker") as session,
+        backhaul.connect(worker.address, silence_s=QUIET_S) as session,
         flips.in_shared_memory(),
     ):
         yield flipped(flips, Steps(session, collects=True), count, at_once, ANSWERS | {"ReleaseSegments", "region"})

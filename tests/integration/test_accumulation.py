@@ -1,6 +1,11 @@
-"""Gradients that the worker adds up across micro-batches: the sums have the bits of sums on the trainer."""
+"""Accumulation blocks: `.grad` has the bits of the loop with `loss.backward()`, whoever computes what, and when."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,255 +14,382 @@ from torch import Tensor, nn
 
 import backhaul
 from backhaul import Session
+from backhaul._accumulate.block import AccumulationBlock
 from backhaul._backward.frame import Frame
 from backhaul._worker_client.accumulation import UncollectedGradients
-from backhaul_proto.v1 import session_pb2
 from conftest import QUIET_S, wait_until
 from support.bits import Checkpoint, differing, grad_of, plainly
 from support.processes import WorkerProcess
 
-BLOCKS, WIDTH = 3, 32
-Happen = Callable[[int], None]
+SEGMENTS, WIDTH = 4, 32
+Loss = Callable[[Checkpoint, Tensor], Tensor]
 
 
 @pytest.fixture
-def keeping(worker: WorkerProcess) -> Iterator[Session]:
-    """A session whose worker accumulates gradients."""
-    with backhaul.connect(worker.address, silence_s=QUIET_S, returns="gradients", accumulate="worker") as session:
+def session(worker: WorkerProcess) -> Iterator[Session]:
+    with backhaul.connect(worker.address, silence_s=QUIET_S) as session:
         yield session
     wait_until(lambda: worker.telemetry().memory.result_bytes == 0, "nothing is kept")
 
 
-def chain() -> nn.ModuleList:
-    return nn.ModuleList(
-        nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(BLOCKS)
-    )
+def halve_gradient(parameter: Tensor) -> None:
+    grad_of(parameter).mul_(0.5)
 
 
-def tied() -> nn.ModuleList:
-    """A model whose blocks share one weight, and use it twice each."""
-    linear = nn.Linear(WIDTH, WIDTH)
-    return nn.ModuleList(nn.Sequential(linear, nn.GELU(), linear, nn.LayerNorm(WIDTH)) for _ in range(BLOCKS))
+class Model(nn.Module):
+    """An embedding, segments and a head. `kind` says what is unusual about it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.embedding, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.linears = [nn.Linear(WIDTH, WIDTH) for _ in range(SEGMENTS)]
+        if kind == "tied to the head":
+            self.head.weight = self.embedding.weight
+        if kind == "tied segments":
+            for linear in self.linears:
+                linear.weight = self.embedding.weight
+        norm = nn.BatchNorm1d if kind == "BatchNorm" else nn.LayerNorm
+        self.segments = nn.ModuleList(
+            nn.Sequential(norm(WIDTH), linear, nn.GELU(), nn.Dropout(0.1)) for linear in self.linears
+        )
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        if kind == "hooks on parameters":
+            self.embedding.weight.register_hook(lambda gradient: gradient * 1.5)
+            self.linears[1].weight.register_hook(lambda gradient: gradient + 0.125)
+            self.head.bias.register_post_accumulate_grad_hook(halve_gradient)
+        if kind == "frozen":
+            for parameter in self.parameters():
+                parameter.requires_grad_(False)
+            for linear in self.linears:
+                linear.bias.requires_grad_()
+
+    def loss(self, checkpoint: Checkpoint, x: Tensor) -> Tensor:
+        first = y = self.embedding(x)
+        auxiliary: Tensor | float = 0.0
+        for number, segment in enumerate(self.segments):
+            y = checkpoint(segment, y)
+            if self.kind == "operations between":
+                y = y * self.scale + 1
+            if self.kind == "auxiliary loss" and number == 1:
+                auxiliary = y.square().mean()
+            if self.kind == "hook on a boundary" and number == 1:
+                y.register_hook(lambda gradient: gradient * 1.25)
+            if self.kind == "skip":
+                y = y + first
+        if self.kind == "skip around":
+            y = y + first
+        if self.kind == "scale of the last boundary":
+            y = y * self.scale * self.linears[0].bias
+        return self.head(y).square().mean() + auxiliary
+
+
+KINDS = [
+    "plain",
+    "tied to the head",
+    "tied segments",
+    "hooks on parameters",
+    "BatchNorm",
+    "frozen",
+    "operations between",
+    "auxiliary loss",
+    "hook on a boundary",
+    "skip",
+    "skip around",
+    "scale of the last boundary",
+]
+BLOCKING = {"operations between", "auxiliary loss", "skip", "skip around", "scale of the last boundary"}
 
 
 def train(
     checkpoint: Checkpoint,
-    build: Callable[[], nn.ModuleList],
-    optimizer: Any = torch.optim.SGD,
+    accumulate: Any = None,
+    kind: str = "plain",
     micro_batches: int = 3,
-    steps: int = 2,
-    happen: Happen = lambda passed: None,
+    steps: int = 3,
+    optimizer: Any = torch.optim.AdamW,
+    happen: Callable[[int, AccumulationBlock | None], None] = lambda number, block: None,
+    **options: Any,
 ) -> list[Tensor | None]:
-    """Returns losses, gradients before each step, and final parameters. `happen` is called before each micro-batch."""
+    """Returns losses, gradients of each step, buffers and parameters. Every other step begins with gradients."""
     torch.manual_seed(0)
-    blocks = build()
-    head = nn.Linear(WIDTH, 1)
-    parameters = [*blocks.parameters(), *head.parameters()]
-    stepper = optimizer(parameters, lr=0.1)
+    model = Model(kind)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    stepper = optimizer(parameters, lr=0.01, **options)
     results: list[Tensor | None] = []
-    noted = stepper.register_step_pre_hook(lambda *_: results.extend(grad_of(p).clone() for p in parameters))
-    for step in range(steps):
-        for micro_batch in range(micro_batches):
-            happen(step * micro_batches + micro_batch)
-            y = torch.randn(8, WIDTH, requires_grad=True)
-            for block in blocks:
-                y = checkpoint(block, y)
-            loss = head(y).square().mean()
-            loss.backward()
+
+    def run(block: AccumulationBlock | None) -> None:
+        for number in range(micro_batches):
+            happen(number, block)
+            loss = model.loss(checkpoint, torch.randn(8, WIDTH)) / micro_batches
             results.append(loss.detach())
+            loss.backward() if block is None else block.backward(loss)
+
+    for step in range(steps):
+        if accumulate is None:
+            run(None)
+        else:
+            with accumulate() as block:
+                run(block)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        results += [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
         stepper.step()
-        stepper.zero_grad()
-    noted.remove()
-    return [*results, *(parameter.detach() for parameter in parameters)]
+        if step % 2 == 0:
+            stepper.zero_grad()
+    return [*results, *(tensor.detach().clone() for tensor in model.state_dict().values()), torch.get_rng_state()]
+
+
+def trained(session: Session, **options: Any) -> list[Tensor | None]:
+    return train(session.checkpoint, session.accumulate, **options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-@pytest.mark.parametrize("build", [chain, tied])
-def test_sums_are_those_of_the_trainer(keeping: Session, build: Any, optimizer: Any) -> None:
-    ours = train(keeping.checkpoint, build, optimizer)
-    assert differing(ours, train(plainly, build, optimizer)) == []
-    assert keeping.report().fallbacks == 0
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_the_loop(session: Session, kind: str) -> None:
+    assert differing(trained(session, kind=kind), train(plainly, kind=kind)) == []
+    blocked = {reason for segment in session.report().segments for reason in segment.blocked}
+    assert bool(blocked) == (kind in BLOCKING)
+    assert session.report().fallbacks == 0
 
 
 @pytest.mark.slow
-def test_less_comes_back(keeping: Session, worker: WorkerProcess) -> None:
-    def received(session: Session) -> int:
-        train(session.checkpoint, chain, micro_batches=4)
-        return session.report().down_bytes
-
-    with backhaul.connect(worker.address, silence_s=QUIET_S, returns="gradients") as session:
-        gradients_bytes = sum(parameter.nbytes for parameter in chain().parameters())
-        assert received(session) - received(keeping) > 2 * 3 * gradients_bytes
+@pytest.mark.parametrize("micro_batches", [1, 2, 8])
+def test_any_number_of_micro_batches(session: Session, micro_batches: int) -> None:
+    ours = trained(session, micro_batches=micro_batches, fused=True)
+    assert differing(ours, train(plainly, micro_batches=micro_batches, fused=True)) == []
 
 
-def test_what_ends_on_the_trainer_counts_once(keeping: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    passed = 0
-
-    def happen(now: int) -> None:
-        nonlocal passed
-        passed = now
-
-    check = Frame._check
-
-    def failing(self: Frame, *given: Any) -> None:
-        if passed == 1:
-            raise backhaul.CheckpointError("other values")
-        check(self, *given)
-
-    monkeypatch.setattr(Frame, "_check", failing)
-    ours = train(keeping.checkpoint, chain, micro_batches=2, happen=happen)
-    assert differing(ours, train(plainly, chain, micro_batches=2)) == []
-    assert keeping.report().fallbacks == BLOCKS
+@pytest.mark.slow
+def test_segments_that_return_activations(worker: WorkerProcess) -> None:
+    with backhaul.connect(worker.address, silence_s=QUIET_S, returns="activations") as session:
+        assert differing(trained(session), train(plainly)) == []
 
 
-def test_commits_that_come_again_count_once(keeping: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(UncollectedGradients, "taken", lambda self, commits: None)
-    assert differing(train(keeping.checkpoint, chain), train(plainly, chain)) == []
-
-
-def test_a_collection_cut_off_is_asked_for_again(keeping: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = UncollectedGradients._asked
-    cut_off: list[Any] = []
-
-    def cutting(self: UncollectedGradients, worker_session: Any, count: Any) -> Any:
-        answer = asked(self, worker_session, count)
-        if len(cut_off) % 2 == 0:
-            cut_off.append(worker_session)
-            raise backhaul.WorkerLostError("cut off", status="UNAVAILABLE")
-        cut_off.append(worker_session)
-        return answer
-
-    monkeypatch.setattr(UncollectedGradients, "_asked", cutting)
-    assert differing(train(keeping.checkpoint, chain), train(plainly, chain)) == []
-    assert len(cut_off) == 4
-
-
-def test_a_graph_that_is_kept(keeping: Session) -> None:
-    linear, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH)
-
-    def gradients(checkpoint: Checkpoint) -> list[Tensor]:
-        linear.zero_grad()
-        loss = checkpoint(linear, x).square().mean()
-        loss.backward(retain_graph=True)
-        (2 * loss).backward()
-        keeping.collect()
-        return [parameter.grad.clone() for parameter in linear.parameters() if parameter.grad is not None]
-
-    assert differing(gradients(keeping.checkpoint), gradients(plainly)) == []
-
-
-def test_gradients_that_somebody_else_wants_come_as_ever(keeping: Session) -> None:
-    linear, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH)
-    wanted = torch.autograd.grad(linear(x).square().mean(), linear.weight)
-    assert differing(torch.autograd.grad(keeping.checkpoint(linear, x).square().mean(), linear.weight), wanted) == []
-    keeping.checkpoint(linear, x).square().mean().backward(inputs=[linear.weight])
-    assert torch.equal(grad_of(linear.weight), wanted[0])
-
-    heard: list[Tensor] = []
-    linear.weight.register_hook(heard.append)
-    linear.bias.register_post_accumulate_grad_hook(lambda bias: heard.append(bias.grad))
-    keeping.checkpoint(linear, x).square().mean().backward()
-    bias, weight = heard  # the order in which autograd reaches them
-    assert torch.equal(weight, wanted[0])
-    assert bias.shape == linear.bias.shape
-
-
-def test_nothing_is_kept_from_those_who_reduce_gradients_in_backward(
-    keeping: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    linear = nn.Linear(WIDTH, WIDTH)
-    keeping.checkpoint(linear, torch.randn(4, WIDTH)).sum().backward()
-    assert linear.weight.grad is not None
-
-
-def test_an_optimizer_that_computes_gradients_itself(keeping: Session) -> None:
-    def trained(checkpoint: Checkpoint) -> list[Tensor]:
-        torch.manual_seed(0)
-        linear, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH)
-        optimizer = torch.optim.LBFGS(linear.parameters(), max_iter=3)
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = checkpoint(linear, x).square().mean()
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-        return [parameter.detach() for parameter in linear.parameters()]
-
-    assert differing(trained(keeping.checkpoint), trained(plainly)) == []
-
-
+@pytest.mark.slow
 def test_two_workers(worker: WorkerProcess, own_worker: WorkerProcess) -> None:
-    both = f"{worker.address},{own_worker.address}"
-    with backhaul.connect(both, silence_s=QUIET_S, returns="gradients", accumulate="worker") as session:
-        ours = train(session.checkpoint, chain, micro_batches=2)  # more micro-batches would change the order of the sum
-        assert differing(ours, train(plainly, chain, micro_batches=2)) == []
+    with backhaul.connect(f"{worker.address},{own_worker.address}", silence_s=QUIET_S) as session:
+        assert differing(trained(session, kind="tied to the head"), train(plainly, kind="tied to the head")) == []
         assert all(worker.uploader.uncollected._round > 1 for worker in session._workers)
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_with_gradients(own_worker: WorkerProcess) -> None:
-    linear, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH)
-    optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
-    with backhaul.connect(own_worker.address, silence_s=QUIET_S, accumulate="worker") as session:
-
-        def backward() -> None:
-            session.checkpoint(linear, x).square().mean().backward()
-
-        backward()
-        before = linear.weight.detach().clone()
-        own_worker.kill()
-        backward()
-        assert linear.weight.grad is not None  # the trainer has computed it
-        with pytest.raises(backhaul.GradientsLostError, match="zero_grad") as caught:
-            optimizer.step()
-        assert caught.value.workers == [own_worker.address]
-        assert torch.equal(linear.weight, before)
-        optimizer.zero_grad()
-        backward()
-        optimizer.step()
-        assert not torch.equal(linear.weight, before)
+@pytest.mark.parametrize("share", [1, 2, SEGMENTS])
+def test_the_trainers_share(session: Session, monkeypatch: pytest.MonkeyPatch, share: int) -> None:
+    monkeypatch.setattr(session._shares, "trainers_share", lambda: share)
+    assert differing(trained(session), train(plainly)) == []
+    assert session.report().fallbacks == 0
 
 
-def test_a_worker_that_forgot(worker: WorkerProcess) -> None:
-    linear, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH)
-    session = backhaul.connect(worker.address, silence_s=QUIET_S, accumulate="worker")
-    connection = session._workers[0].connection
+@pytest.mark.slow
+def test_autocast_and_a_scaler(session: Session) -> None:
+    def scaled(checkpoint: Checkpoint, accumulate: Any = None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, scaler = Model("plain"), torch.amp.GradScaler("cpu", init_scale=1024.0)
+        stepper = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(2):
+            losses = []
+            for _ in range(3):
+                x = torch.randn(8, WIDTH)
+                losses.append(x)
 
-    def backward() -> None:
-        session.checkpoint(linear, x).square().mean().backward()
+            def loss(x: Tensor) -> Tensor:
+                with torch.autocast("cpu", torch.bfloat16):
+                    return scaler.scale(model.loss(checkpoint, x))
 
-    def forget() -> None:
-        worker_session = connection.up
-        assert worker_session is not None
-        connection.stubs(worker_session).sessions.CloseSession(
-            session_pb2.CloseSessionRequest(session=worker_session.session)
-        )
-        connection._wake.set()
-        wait_until(lambda: connection.up not in (None, worker_session), "there is another session")
+            if accumulate is None:
+                for x in losses:
+                    loss(x).backward()
+            else:
+                with accumulate() as block:
+                    for x in losses:
+                        block.backward(loss(x))
+            scaler.unscale_(stepper)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(stepper)
+            scaler.update()
+            stepper.zero_grad()
+        return [parameter.detach() for parameter in model.parameters()]
 
-    backward()
-    forget()
-    backward()
-    assert linear.weight.grad is None
-    with pytest.raises(backhaul.GradientsLostError):
-        session.collect()
-    backward()
-    session.collect()
-    assert torch.equal(grad_of(linear.weight), torch.autograd.grad(linear(x).square().mean(), linear.weight)[0])
-    backward()
-    forget()
-    with pytest.raises(backhaul.GradientsLostError):
-        session.close()
-    assert session.closed
+    assert differing(scaled(session.checkpoint, session.accumulate), scaled(plainly)) == []
 
 
-def test_closing_collects(worker: WorkerProcess) -> None:
-    linear = nn.Linear(WIDTH, WIDTH)
-    with backhaul.connect(worker.address, silence_s=QUIET_S, returns="gradients", accumulate="worker") as session:
-        session.checkpoint(linear, torch.randn(4, WIDTH)).sum().backward()
-        assert linear.weight.grad is None
-    assert linear.weight.grad is not None
+@pytest.mark.slow
+def test_plain_backward_inside_a_block_comes_after_those_before(session: Session) -> None:
+    def gradients(checkpoint: Checkpoint, accumulate: Any = None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Model("plain")
+
+        def losses() -> Iterator[Tensor]:
+            for _ in range(4):
+                yield model.loss(checkpoint, torch.randn(8, WIDTH))
+
+        if accumulate is None:
+            for loss in losses():
+                loss.backward()
+        else:
+            with accumulate() as block:
+                for number, loss in enumerate(losses()):
+                    loss.backward() if number == 2 else block.backward(loss)
+        return [grad_of(parameter) for parameter in model.parameters() if parameter is not model.scale]
+
+    assert differing(gradients(session.checkpoint, session.accumulate), gradients(plainly)) == []
+
+
+def test_a_block_that_fails_leaves_nothing(session: Session, worker: WorkerProcess) -> None:
+    torch.manual_seed(0)
+    model = Model("plain")
+    xs = [torch.randn(8, WIDTH) for _ in range(3)]
+
+    def run(block: AccumulationBlock) -> None:
+        torch.manual_seed(1)
+        for x in xs:
+            block.backward(model.loss(session.checkpoint, x))
+
+    with pytest.raises(KeyError), session.accumulate() as block:
+        run(block)
+        raise KeyError
+    assert all(parameter.grad is None for parameter in model.parameters())
+    wait_until(lambda: worker.telemetry().memory.result_bytes == 0, "nothing is kept")
+    with session.accumulate() as block:
+        run(block)
+    ours = [grad_of(parameter).clone() for parameter in model.parameters() if parameter is not model.scale]
+    model.zero_grad()
+    torch.manual_seed(1)
+    for x in xs:
+        model.loss(plainly, x).backward()
+    assert differing(ours, [grad_of(p) for p in model.parameters() if p is not model.scale]) == []
+
+
+def test_a_failed_value_check_counts_once(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks, check = 0, Frame._check
+
+    def failing(self: Frame, *given: Any) -> None:
+        nonlocal checks
+        checks += 1
+        if checks == SEGMENTS + 3:
+            raise backhaul.CheckpointError("other values")
+        check(self, *given)
+
+    monkeypatch.setattr(Frame, "_check", failing)
+    assert differing(trained(session), train(plainly)) == []
+    assert session.report().fallbacks == 1
+
+
+def test_commits_that_come_again_count_once(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(UncollectedGradients, "taken", lambda self, commits: None)
+    assert differing(trained(session), train(plainly)) == []
+
+
+def test_sums_that_do_not_arrive_are_computed_again(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    def losing(self: UncollectedGradients, *_: Any) -> Any:
+        raise backhaul.WorkerLostError("lost", status="LOST")
+
+    monkeypatch.setattr(UncollectedGradients, "_collected", losing)
+    assert differing(trained(session), train(plainly)) == []
+    assert session.report().fallbacks == 2  # the step that begins with gradients keeps none on the worker
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("durability", ["lineage", "host", "none"])
+def test_a_worker_that_dies(own_worker: WorkerProcess, at: int, durability: Any) -> None:
+    def happen(number: int, block: AccumulationBlock | None) -> None:
+        if number == at and block is not None and own_worker.process.poll() is None:
+            own_worker.kill()
+
+    with backhaul.connect(own_worker.address, silence_s=QUIET_S, durability=durability) as session:
+        try:
+            ours = trained(session, micro_batches=4, happen=happen)
+        except backhaul.SegmentLostError:
+            assert durability == "none"
+        else:
+            assert differing(ours, train(plainly, micro_batches=4)) == []
+
+
+def test_wrong_use(session: Session, worker: WorkerProcess) -> None:
+    model, x = Model("plain"), torch.randn(8, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+
+    def error_of(use: Callable[[AccumulationBlock], Any]) -> str:
+        with pytest.raises(backhaul.AccumulationError) as caught, session.accumulate() as block:
+            block.backward(model.loss(session.checkpoint, x))
+            use(block)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        return str(caught.value)
+
+    def in_another_thread(use: Callable[[], Any]) -> None:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(use).result()
+
+    def open_another() -> None:
+        with session.accumulate():
+            pass
+
+    def changed(block: AccumulationBlock) -> None:
+        with torch.no_grad():
+            model.linears[0].weight.add_(1)
+
+    def of_another_session(block: AccumulationBlock) -> None:
+        with backhaul.connect(worker.address, silence_s=QUIET_S) as other:
+            block.backward(model.loss(other.checkpoint, x))
+
+    uses: dict[str, Callable[[AccumulationBlock], Any]] = {
+        "nested": lambda block: open_another(),
+        "belongs to another thread": lambda block: in_another_thread(
+            lambda: block.backward(model.loss(session.checkpoint, x))
+        ),
+        "another thread has a block": lambda block: in_another_thread(open_another),
+        "was changed inside": changed,
+        "another session": of_another_session,
+        "step() inside": lambda block: optimizer.step(),
+        "clipping gradients inside": lambda block: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        "clipping": lambda block: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+        "GradScaler.unscale_() inside": lambda block: scaler.unscale_(optimizer),
+        "GradScaler.step() inside": lambda block: scaler.step(optimizer),
+        "scalar loss": lambda block: block.backward(torch.ones(())),
+    }
+    for message, use in uses.items():
+        assert message in error_of(use)
+    with session.accumulate() as block:
+        pass
+    with pytest.raises(backhaul.AccumulationError, match="has ended"):
+        block.backward(model.loss(session.checkpoint, x))
+
+
+def test_nothing_is_replaced_without_a_block(session: Session) -> None:
+    names = [(torch.autograd, "backward"), (torch.amp.GradScaler, "step"), (torch.amp.GradScaler, "unscale_")]
+    own = [getattr(owner, name) for owner, name in names]
+    with session.accumulate():
+        assert all(getattr(owner, name) is not before for (owner, name), before in zip(names, own, strict=True))
+    assert [getattr(owner, name) for owner, name in names] == own
+
+
+def test_a_loss_can_be_used_only_once(session: Session) -> None:
+    model = Model("plain")
+    with pytest.raises(RuntimeError, match="second time"), session.accumulate() as block:
+        loss = model.loss(session.checkpoint, torch.randn(8, WIDTH))
+        block.backward(loss)
+        block.backward(loss)
+    assert model.head.weight.grad is None
+
+
+def test_less_comes_back(session: Session) -> None:
+    def received(run: Callable[..., Any]) -> int:
+        before = session.report().down_bytes
+        run(micro_batches=4, steps=1)
+        return session.report().down_bytes - before
+
+    gradients_bytes = sum(parameter.nbytes for parameter in Model("plain").segments.parameters())
+    plain = received(lambda **options: train(session.checkpoint, **options))
+    assert plain - received(lambda **options: trained(session, **options)) > 2 * gradients_bytes
+
+
+@pytest.mark.slow
+def test_two_processes(worker: WorkerProcess, tmp_path: Path) -> None:
+    program = Path(__file__).parents[1] / "support/distributed_trainer.py"
+    subprocess.run([sys.executable, str(program), worker.address, str(tmp_path)], check=True, timeout=120)
+    for rank in ("0", "1"):
+        different, remote = json.loads((tmp_path / rank).read_text())
+        assert different == []
+        assert remote

@@ -187,7 +187,7 @@ def test_a_segment_that_contains_a_sharded_module_keeps_its_activations(alone: N
 
 def test_without_its_worker_a_sharded_segment_is_recomputed_here(alone: None, own_worker: WorkerProcess) -> None:
     with backhaul.connect(own_worker.address, silence_s=QUIET_S) as session:
-        ours = trained(lambda: called(session, session.checkpoint), 1, own_worker.process.kill)
+        ours = trained(lambda: called(session, session.checkpoint), 1, own_worker.kill)
         assert session.report().fallbacks == 2 * BLOCKS
     assert differing(ours, trained(lambda: shard(Net()), 1)) == []
 

@@ -1,7 +1,7 @@
 from backhaul._dispatch.placement import FIRST_RUN, Placement
 
 
-def one_pass(placement: Placement, segments: int, workers: int) -> list[int]:
+def one_pass(placement: Placement, segments: int, workers: int) -> list[int | None]:
     placed = [placement.choose_worker(workers) for _ in range(segments)]
     placement.backward()
     return placed
@@ -28,3 +28,13 @@ def test_more_segments_than_before_go_to_the_last_worker() -> None:
 def test_one_worker_gets_everything() -> None:
     placement = Placement()
     assert set(one_pass(placement, 9, 1) + one_pass(placement, 9, 1)) == {0}
+
+
+def test_the_trainers_share_are_the_first_segments() -> None:
+    placement = Placement()
+    one_pass(placement, 6, 2)
+    assert placement.last_count == 6
+    placement.trainers_share = 2
+    assert one_pass(placement, 6, 2) == [None, None, 0, 0, 1, 1]
+    placement.trainers_share = 9
+    assert one_pass(placement, 6, 2) == [None] * 6

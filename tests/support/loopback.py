@@ -53,9 +53,10 @@ class LoopbackSegment:
         state: ambient_state.State,
         summed: Collection[int],
         due: Sequence[tuple[int, Layout]],
+        kept: Mapping[int, Tensor],
         *,
         checks_bytes: bool,
-    ) -> tuple[Recomputed, list[Contribution], Callable[[], None]]:
+    ) -> tuple[Recomputed, list[Contribution], Callable[[], set[int]]]:
         copies = {output: copy_exact(gradient) for output, gradient in gradients.items()}
         self.remote.given |= {address_of(copy): copy for copy in copies.values()}
         run_result = self._run(
@@ -64,7 +65,7 @@ class LoopbackSegment:
         result = segment_pb2.BackwardResult(contributions=encode_contributions(run_result))
         tensors = [copy_exact(outgoing.tensor) for outgoing in run_result.bundle.tensors]
         saved = Recomputed(run_result.saved_digests, run_result.saved_sketches)
-        return saved, contributions_in(result, tensors, due, summed, ()), lambda: None
+        return saved, contributions_in(result, tensors, due, summed, kept), set
 
     def recompute(self, wanted: Mapping[int, Layout]) -> "LoopbackTensors":
         run_result = self._run(partial(runs.recompute, positions=list(wanted)))

@@ -43,7 +43,7 @@ from backhaul_runtime.torch_internals.private import (
     version_of,
 )
 
-_RECOVERABLE = (WorkerError, WorkerLostError, CheckpointError, UnsupportedTensorError)
+RECOVERABLE = (WorkerError, WorkerLostError, CheckpointError, UnsupportedTensorError)
 """Errors that end a remote attempt but not the training: the trainer recomputes instead."""
 
 
@@ -56,9 +56,10 @@ class RemoteSegment(Protocol):
         state: ambient_state.State,
         summed: Collection[int],
         due: Sequence[tuple[int, Layout]],
+        kept: Mapping[int, Tensor],
         *,
         checks_bytes: bool,
-    ) -> tuple[Recomputed, list[Contribution], Callable[[], None]]:
+    ) -> tuple[Recomputed, list[Contribution], Callable[[], set[int]]]:
         """Runs the segment's backward on the worker.
 
         Args:
@@ -67,11 +68,13 @@ class RemoteSegment(Protocol):
             summed: Sources whose contributions are returned as their sum in order. The first has the sum, the others
                 None.
             due: The source and the layout of the gradient of each contribution, in order.
+            kept: Parameters whose gradients may stay on the worker, by source.
             checks_bytes: Whether both sides compute digests of the returned gradients.
 
         Returns:
             The digests of what the replay saved, the contributions, and a function to call once the value check has
-            passed. Gradients that stay on the worker are None in the contributions, and count only after that call.
+            passed, which returns the sources whose gradients stay on the worker. These gradients are None in the
+            contributions, and count only after that call.
         """
 
     def drifted(self, drift: float) -> None:
@@ -182,24 +185,18 @@ class Frame:
         """
         assert self.program is not None
         assert self.lineage is not None
-        self._check_backward()
+        self.check_backward()
         needs_graph = _needs_graph(gradients)
         if needs_graph:
             self.call.check_strict(needs_graph)
             self.call.log.on_trainer(needs_graph)
-        remote = self.remote
-        if remote is not None and not needs_graph:
-            state = ambient_state.capture()
+        if self.remote is not None and not needs_graph:
             started = perf_counter()
             try:
-                saved, contributions, commit = remote.backward(
-                    gradients, state, self.consumers.sources, self._due(), checks_bytes=self.call.options.checks_bytes
-                )
-                self._check(remote, saved)
-            except _RECOVERABLE as error:
-                self._lost(error)
+                contributions, _ = self.remote_gradients(gradients, ambient_state.capture(), {})
+            except RECOVERABLE as error:
+                self.lost(error)
             else:
-                commit()
                 self.call.log.add(Decision.GRADIENTS, perf_counter() - started)
                 return contributions
         if not needs_graph:
@@ -219,13 +216,46 @@ class Frame:
         self.call.log.add(Decision.TRAINER, perf_counter() - started)
         return contributions
 
+    def remote_gradients(
+        self, gradients: Mapping[int, Tensor], state: ambient_state.State, kept: Mapping[int, Tensor]
+    ) -> tuple[list[Contribution], set[int]]:
+        """Runs the segment's backward on its worker and checks the values. Any thread may call it, one at a time.
+
+        Args:
+            gradients: The gradients of the program's outputs, by the output's position.
+            state: Ambient settings under which backward runs.
+            kept: Parameters whose gradients the worker may keep and add up, by source.
+
+        Returns:
+            The contributions as `gradients` returns them, and the sources whose contributions the worker has kept.
+
+        Raises:
+            BackhaulError: One of `RECOVERABLE`. Nothing was kept. Pass it to `lost`.
+        """
+        remote = self.remote
+        assert remote is not None
+        saved, contributions, commit = remote.backward(
+            gradients, state, self.consumers.sources, self._due(), kept, checks_bytes=self.call.options.checks_bytes
+        )
+        self._check(remote, saved)
+        return contributions, commit()
+
     def _ways_by_number(self, ways: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Returns `ways` by source or output, see `Contribution.source`."""
         assert self.program is not None
-        numbers = [number for number, count in enumerate(self.uses.counts) for _ in range(count)]
+        numbers = self.sources_of_contributions()
         ends = [*range(len(self.uses.counts))]
         ends[len(self.program.sources) : len(self.program.sources) + len(self.program.casts)] = self.program.casts
         return {ends[numbers[position]]: way for position, way in ways.items()}
+
+    def sources_of_contributions(self) -> list[int]:
+        """Returns the source, cast or output that each contribution belongs to, see `gradients`."""
+        return [number for number, count in enumerate(self.uses.counts) for _ in range(count)]
+
+    def release_remote(self) -> None:
+        """Lets the worker free the segment, after a backward that only a loss of the worker would repeat."""
+        self.remote = None
+        self.local_reason = "the worker was lost with the gradients that it had kept"
 
     def _due(self) -> list[tuple[int, Layout]]:
         """Returns the source and the layout of the gradient of each contribution of a backward, in order."""
@@ -237,7 +267,7 @@ class Frame:
         index = handle.index
         with self._lock:
             if handle.kept is not None:
-                self._check_backward()
+                self.check_backward()
                 return self.call.check_kept(handle)
             group, task = backward_pass()
             if task != self._task or (index not in self._wanted and group is None):
@@ -266,7 +296,7 @@ class Frame:
                 )
             return tensor
 
-    def _check_backward(self) -> None:
+    def check_backward(self) -> None:
         """Raises RuntimeError for a backward that torch's checkpoint rejects too."""
         self.call.check_backward()
         if self.is_mutated:
@@ -283,7 +313,7 @@ class Frame:
                 )
 
     def _begin(self) -> None:
-        self._check_backward()
+        self.check_backward()
         wanted = awaited(self.handles)
         self._stop_incoming()
         self._wanted = set(wanted)
@@ -304,8 +334,8 @@ class Frame:
                     {index: self.call.recording.saved[index].layout for index in positions}
                 )
                 self._check(self.remote, self._incoming.saved)
-            except _RECOVERABLE as error:
-                self._lost(error)
+            except RECOVERABLE as error:
+                self.lost(error)
             else:
                 self.call.log.add(Decision.ACTIVATIONS, perf_counter() - started)
                 return
@@ -316,8 +346,8 @@ class Frame:
         if index not in self._here and self._incoming is not None:
             try:
                 return self._take(self._incoming, index)
-            except _RECOVERABLE as error:
-                self._lost(error)
+            except RECOVERABLE as error:
+                self.lost(error)
                 self._recompute_here({index, *self._wanted})
         try:
             tensor = self._here.pop(index)()
@@ -384,7 +414,8 @@ class Frame:
         is_private = saved.source < 0 or self.call.recording.sources[saved.source].is_copy
         return (self.remote is None and is_private) or saved.is_undefined or _is_equal(saved, tensor)
 
-    def _lost(self, error: BackhaulError) -> None:
+    def lost(self, error: BackhaulError) -> None:
+        """Gives up the worker after one of the `RECOVERABLE` errors: the trainer recomputes the segment."""
         # The traceback leads to the segment, and the future that the segment waited for keeps the error.
         error.__traceback__ = None
         self._stop_incoming()

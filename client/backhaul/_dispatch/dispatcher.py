@@ -4,12 +4,12 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from backhaul._backward.frame import RecordedSegment
 from backhaul._backward.handles import CheckpointedCall
@@ -66,6 +66,7 @@ class Dispatcher:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()  # guards the numbers, the placement and the call sites
         self._placement = Placement()
+        self._is_accumulating = False
         self._sites = CallSites()
 
     def records_choices(self, device: torch.device) -> bool:
@@ -98,16 +99,20 @@ class Dispatcher:
         with DisableTorchDispatch():  # dispatch modes of the caller must not see our own ops
             predicted = pending.site.predict(arguments, self.copies.hold)
         if predicted is not None:
-            with suppress(Refusal):
+            try:
                 pending.target = worker, worker_session, number = self._next_target()
                 worker.uploader.save(self._save_of(call, worker_session, number, *predicted, is_predicted=True))
+            except Refusal as refusal:
+                pending.refusal = refusal
         return pending
 
     def save(self, segment: RecordedSegment, pending: PendingCall, forward_s: float) -> tuple[SavedSegment, Program]:
         """Queues a segment for a worker. Raises Refusal if no worker takes it."""
-        call, uses, tensors, recording = segment.call, segment.uses, segment.tensors, segment.call.recording
+        call, tensors, recording = segment.call, segment.tensors, segment.call.recording
         if self._is_closed():  # checked first: in the child of a fork the lock may stay locked for ever
             raise Refusal("the session is closed")
+        if pending.refusal is not None:  # a second question would count the segment twice
+            raise pending.refusal
         target = pending.target
         was_sent = target is not None and target[0].connection.up is target[1]
         worker, worker_session, number = target if target is not None and was_sent else self._next_target()
@@ -151,15 +156,6 @@ class Dispatcher:
         if was_sent:  # the prediction has made and queued the same copies
             save.queued_bytes = 0
         call.log.worker = worker.connection.name
-        parameters = {
-            i: tensor
-            for i, (source, tensor) in enumerate(zip(sources, tensors, strict=True))
-            if self._config.accumulate == "worker"
-            and not uses.is_staged  # each stage returns only a part of a source's contributions
-            and any(uses.counts[i : i + 1])
-            and tensor.is_leaf
-            and isinstance(tensor, nn.Parameter)
-        }
         saved = SavedSegment(
             worker.connection,
             worker.uploader,
@@ -167,12 +163,6 @@ class Dispatcher:
             call.log,
             _BACKWARD_FACTOR * forward_s,
             lambda: self._backward_reached(worker, number, site),
-            sum(
-                count * layout.gradient_bytes
-                for i, (count, layout) in enumerate(zip(uses.counts, uses.layouts, strict=True))
-                if i not in parameters
-            ),
-            parameters,
         )
         pending.is_saved = was_sent
         worker.uploader.save(save)
@@ -230,7 +220,32 @@ class Dispatcher:
             ]
             if not up:
                 raise Refusal(f"no worker can be reached: {self._workers[0].connection.why_down}", is_said=True)
-            return *up[self._placement.choose_worker(len(up))], next(self._numbers)
+            index = self._placement.choose_worker(len(up))
+            if index is None:
+                raise Refusal("its share of an accumulation block", is_said=True, is_chosen=True)
+            return *up[index], next(self._numbers)
+
+    @contextmanager
+    def accumulating(self, trainers_share: int) -> Iterator[None]:
+        """Lets `micro_batch_ended` end passes instead of backwards, which run beside later forwards.
+
+        Args:
+            trainers_share: The number of first segments of each micro-batch that no worker gets.
+        """
+        with self._lock:
+            self._is_accumulating, self._placement.trainers_share = True, trainers_share
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._placement.backward()
+                self._is_accumulating, self._placement.trainers_share = False, 0
+
+    def micro_batch_ended(self) -> int:
+        """Notes the end of a forward inside an accumulation block. Returns how many segments it had."""
+        with self._lock:
+            self._placement.backward()
+            return self._placement.last_count
 
     def _differences(
         self, worker: WorkerHandle, worker_session: WorkerSession, device: str
@@ -254,7 +269,8 @@ class Dispatcher:
 
     def _backward_reached(self, worker: WorkerHandle, number: int, site: CallSite) -> list[int]:
         with self._lock:
-            self._placement.backward()
+            if not self._is_accumulating:
+                self._placement.backward()
             self._sites.keep(site)
             return worker.upcoming(number)
 

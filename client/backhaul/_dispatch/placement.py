@@ -11,14 +11,21 @@ class Placement:
         self._index = 0
         self._count = 0
         self._in_backward = False
+        self.trainers_share = 0
+        """The number of first segments of a pass that the trainer computes itself."""
 
     @property
     def position(self) -> int:
         """The position of the next segment in its pass, from 0."""
         return 0 if self._in_backward else self._index
 
-    def choose_worker(self, workers: int) -> int:
-        """Returns the index of the worker for the next segment.
+    @property
+    def last_count(self) -> int:
+        """The number of segments in the last pass; 0 before the end of the first one."""
+        return self._index if self._in_backward else self._count
+
+    def choose_worker(self, workers: int) -> int | None:
+        """Returns the index of the worker for the next segment; None if the trainer computes it itself.
 
         Args:
             workers: The number of workers, at least one.
@@ -29,7 +36,10 @@ class Placement:
         index, self._index = self._index, self._index + 1
         if self._count == 0:
             return index // FIRST_RUN % workers
-        return min(index * workers // self._count, workers - 1)
+        share = min(self.trainers_share, self._count)
+        if index < share:
+            return None
+        return min((index - share) * workers // max(1, self._count - share), workers - 1)
 
     def backward(self) -> None:
         """Notes that a backward has reached a segment."""

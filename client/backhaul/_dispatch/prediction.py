@@ -20,7 +20,7 @@ from backhaul._torch_api.fsdp import may_be_freed
 from backhaul._worker_client.backward_chains import SpeculationHistory
 from backhaul._worker_client.connection import WorkerSession
 from backhaul._worker_client.uploader import SourceTensor
-from backhaul_runtime.errors import UnsupportedTensorError
+from backhaul_runtime.errors import Refusal, UnsupportedTensorError
 from backhaul_runtime.program.codec import address_of_program, encode_program
 from backhaul_runtime.program.program import Program, numbers_in
 from backhaul_runtime.record.recording import Recording
@@ -203,12 +203,14 @@ class PendingCall:
         site: The call site of the call.
         arguments: The tensors among its arguments.
         target: The worker, worker session and segment number of what was sent before the call; None if nothing was.
+        refusal: Why nothing was sent, if no worker was to get the segment.
         is_saved: Whether the sent segment was confirmed.
     """
 
     site: CallSite
     arguments: list[Tensor]
     target: tuple[WorkerHandle, WorkerSession, int] | None = None
+    refusal: Refusal | None = None
     is_saved: bool = False
 
     def __enter__(self) -> Self:

@@ -352,7 +352,8 @@ def _offer(
         return *destination.save(segment, pending, forward_s), ""
     except Refusal as refusal:
         segment.call.check_strict(refusal.reason)
-        segment.call.log.fallback(refusal.reason, is_said=refusal.is_said)
+        note = segment.call.log.on_trainer if refusal.is_chosen else segment.call.log.fallback
+        note(refusal.reason, is_said=refusal.is_said)
         return None, segment.program, refusal.reason
 
 

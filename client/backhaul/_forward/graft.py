@@ -20,7 +20,8 @@ NOTE [Graft]
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +33,13 @@ from backhaul_runtime.tensors.layout import with_memory
 from backhaul_runtime.torch_internals.ambient_state import is_autocast
 from backhaul_runtime.torch_internals.graph_entries import is_history_node, with_history_of
 from backhaul_runtime.torch_internals.graph_uses import BackwardStage, Use
-from backhaul_runtime.torch_internals.private import is_node_of, sequence_number, set_sequence_number
+from backhaul_runtime.torch_internals.private import (
+    HOOK_METHODS,
+    backward_class,
+    is_node_of,
+    sequence_number,
+    set_sequence_number,
+)
 
 _PLACEHOLDER = torch.empty(0)
 
@@ -64,13 +71,16 @@ class _Graft(torch.autograd.Function):
         ctx.frame = weakref.ref(frame)  # Rule 4
         ctx.positions = stage.outputs
         ctx.ways = dict(zip(places, handed_on, strict=True))  # Rule 7
+        ctx.is_hooked = False
         ctx.save_for_backward(_PLACEHOLDER)
         return tuple([output.detach() for output in outputs])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         ctx.saved_tensors  # noqa: B018  raises torch's error where the graph was freed
-        frame: Frame = ctx.frame()
+        frame: Frame | None = ctx.frame()
+        if frame is None:
+            raise RuntimeError("Trying to backward through a segment a second time, after an accumulation block did it")
         given = {
             position: with_memory(gradient)
             for position, gradient in zip(ctx.positions, gradients, strict=True)
@@ -78,6 +88,73 @@ class _Graft(torch.autograd.Function):
         }
         contributions = frame.gradients(given, ctx.ways)
         return None, None, None, None, *[contributions[index].gradient for index in ctx.ways]
+
+
+def _notes_hooks(register: Callable[..., Any]) -> Callable[..., Any]:
+    def registering(node: Any, *args: Any) -> Any:
+        node.is_hooked = True
+        return register(node, *args)
+
+    return registering
+
+
+for _name in HOOK_METHODS:
+    setattr(backward_class(_Graft), _name, _notes_hooks(getattr(backward_class(_Graft), _name)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GraftEdges:
+    """A graft, as a part of the graph of a loss.
+
+    Attributes:
+        frame: What the trainer keeps of the segment.
+        target: The graft and 0: where the gradient of the segment's first output is summed up.
+        nodes: The graft and its stand-ins.
+        contributions: The index of each contribution that the segment's backward returns, with the node and the number
+            of the node's input that it goes to, in the order in which autograd adds them.
+        numbers: The sequence number of each contribution's stand-in, by the same index.
+    """
+
+    frame: Frame
+    target: tuple[Node, int]
+    nodes: frozenset[Node]
+    contributions: Sequence[tuple[int, tuple[Node, int]]]
+    numbers: Mapping[int, int]
+
+    def why_not_deferred(self) -> str:
+        """Returns why the segment's backward can run nowhere but in autograd; empty if a worker can run it alone."""
+        graft: Any = self.target[0]
+        output = graft.output()
+        if graft.is_hooked or (output is not None and output.retains_grad):
+            return "a hook on a boundary, or retain_grad, must see its gradient"
+        if len(graft.positions) > 1 or self.frame.uses.is_staged:
+            return "a segment returns several differentiable tensors"
+        return "" if self.frame.remote is not None else self.frame.local_reason or "the trainer recomputes it"
+
+    def consume(self) -> None:
+        """Makes a later backward through the graft an error, as one through a graph that was freed is."""
+        graft: Any = self.target[0]
+        graft.frame = lambda: None
+
+
+def graft_edges(node: Node) -> GraftEdges | None:
+    """Returns what a node contributes to if it is a graft; None for other nodes, and for a graft that was consumed."""
+    graft: Any = node
+    frame = graft.frame() if is_node_of(node, _Graft) else None
+    if frame is None:
+        return None
+    contributions = []
+    for index, (stand_in, number) in zip(graft.ways, graft.next_functions, strict=True):
+        if stand_in is not None and (end := stand_in.next_functions[number])[0] is not None:
+            contributions.append((-sequence_number(stand_in), number, index, end, stand_in))
+    contributions.sort(key=lambda contribution: contribution[:2])
+    return GraftEdges(
+        frame,
+        (node, 0),
+        frozenset({node, *[stand_in for *_, stand_in in contributions]}),
+        [(index, end) for _, _, index, end, _ in contributions],
+        {index: -number for number, _, index, _, _ in contributions},
+    )
 
 
 def origin_of(edge: GradientEdge) -> tuple[Frame, int] | None:
@@ -122,6 +199,7 @@ def graft(
             own = tuple([outputs[position] for position in stage.outputs])
             with torch.autograd.graph.saved_tensors_hooks(lambda _: frame, lambda _: _PLACEHOLDER):
                 made = _Graft.apply(frame, stage, places, own, *handed_on)  # type: ignore[no-untyped-call]
+            made[0].grad_fn.output = weakref.ref(made[0])
             set_sequence_number(made[0], max(sequence_number(output.grad_fn) for output in own if output.grad_fn))
             for position, tensor in zip(stage.outputs, made, strict=True):
                 grafted[position] = tensor if len(made) == 1 else _own_node(tensor, outputs[position])

@@ -55,6 +55,7 @@ class SegmentReport:
         up_bytes: Bytes sent for these calls.
         down_bytes: Bytes received for these calls.
         drift: The largest relative difference between the numbers of a worker and of forward; 0 if all bits are equal.
+        blocked: Why micro-batches of accumulation blocks waited for their backward, with counts.
     """
 
     name: str
@@ -68,6 +69,7 @@ class SegmentReport:
     up_bytes: int
     down_bytes: int
     drift: float
+    blocked: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,7 @@ class Report:
                 ("on the trainer", segment.reasons),
                 ("kept on the trainer", segment.kept),
                 ("as activations", segment.inside),
+                ("not deferred", segment.blocked),
             ):
                 lines += [f"  {count} {where}: {reason}" for reason, count in reasons.items()]
         return "\n".join(lines)
@@ -146,6 +149,7 @@ class SegmentLog:
     _reasons: Counter[str] = field(default_factory=Counter)
     _kept: Counter[str] = field(default_factory=Counter)
     _inside: Counter[str] = field(default_factory=Counter)
+    _blocked: Counter[str] = field(default_factory=Counter)
     _up_bytes: int = 0
     _down_bytes: int = 0
     _drift: float = 0.0
@@ -214,6 +218,11 @@ class SegmentLog:
         with self._lock:
             self._inside[reason] += 1
 
+    def blocked(self, reason: str) -> None:
+        """Notes why the backward of a micro-batch was not deferred."""
+        with self._lock:
+            self._blocked[reason] += 1
+
     def fallback(self, reason: str, *, is_said: bool = False, step: int | None = None) -> None:
         """Notes why a segment that was meant for a worker runs on the trainer."""
         with self._lock:
@@ -235,6 +244,7 @@ class SegmentLog:
                 self._up_bytes,
                 self._down_bytes,
                 self._drift,
+                dict(self._blocked),
             )
 
 

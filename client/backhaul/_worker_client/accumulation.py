@@ -11,33 +11,14 @@ NOTE [Uncollected]
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
-import torch
 from torch import Tensor
 
 from backhaul._worker_client.connection import Connection, WorkerSession
 from backhaul._worker_client.deadlines import LONGEST_S, AnswerStream
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.errors import BackhaulError, TransferError, WorkerLostError
-from backhaul_runtime.torch_internals.private import has_accumulation_hooks, is_plain_backward
-
-
-def kept_in(parameters: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Returns the parameters whose gradients autograd would only add to `.grad`. Called in backward.
-
-    Hooks on nodes that accumulate gradients cannot be detected. DDP and FSDP have such hooks, so nothing is kept in
-    distributed processes.
-    """
-    if not parameters or not is_plain_backward():
-        return {}  # autograd.grad(), or backward() with inputs=
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return {}
-    return {source: parameter for source, parameter in parameters.items() if not _is_watched(parameter)}
-
-
-def _is_watched(parameter: Tensor) -> bool:
-    return has_accumulation_hooks(parameter) or getattr(parameter, "grad_dtype", parameter.dtype) is not parameter.dtype
 
 
 class UncollectedGradients:
@@ -51,6 +32,7 @@ class UncollectedGradients:
         self._connection = connection
         self._lock = threading.Lock()  # guards the commits of the round
         self._round = 1
+        self._abandoned_on: WorkerSession | None = None  # the worker session that keeps sums of an abandoned round
         self._clear()
 
     def _clear(self) -> None:
@@ -75,6 +57,7 @@ class UncollectedGradients:
             parameters: The parameters whose gradients the worker kept.
         """
         with self._lock:
+            self._abandoned_on = None  # the commit itself begins a later round
             self._is_lost |= self._worker_session is not None and self._worker_session is not worker_session
             self._worker_session = worker_session
             self._parameters |= {id(parameter): parameter for parameter in parameters}
@@ -84,12 +67,15 @@ class UncollectedGradients:
     def commits(self, worker_session: WorkerSession) -> segment_pb2.Commits | None:
         """Returns the commits that a worker may not have taken yet; None if there are none."""
         with self._lock:
+            if self._abandoned_on is worker_session:
+                return segment_pb2.Commits(round=self._round, first=1)  # a later round drops the sums of those before
             return self._commits() if self._untaken and self._worker_session is worker_session else None
 
     def taken(self, commits: segment_pb2.Commits | None) -> None:
         """Notes that the worker has taken these commits."""
         with self._lock:
             if commits is not None and commits.round == self._round:
+                self._abandoned_on = None
                 last = commits.first + len(commits.backwards) - 1
                 del self._untaken[: max(0, last - (self._count - len(self._untaken)))]
 
@@ -112,6 +98,13 @@ class UncollectedGradients:
                 raise
             self._end_round()
             return sums
+
+    def abandon(self) -> None:
+        """Ends the round without collecting it. The worker frees its sums with the next release."""
+        with self._lock:
+            if self:
+                self._abandoned_on = self._worker_session
+                self._end_round()
 
     def forked(self) -> None:
         """Resets the state in the child of a fork, where the thread that holds the lock may not exist."""

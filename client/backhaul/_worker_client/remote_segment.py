@@ -11,7 +11,6 @@ from torch import Tensor
 
 from backhaul._backward.value_check import Recomputed
 from backhaul._observe.telemetry import CallLog
-from backhaul._worker_client.accumulation import kept_in
 from backhaul._worker_client.answer_checks import check_saved, contributions_in, saved_views
 from backhaul._worker_client.backward_chains import SpeculativeGradient
 from backhaul._worker_client.connection import Connection, Stubs, WorkerSession
@@ -26,7 +25,6 @@ from backhaul_runtime.replay.replay import Contribution
 from backhaul_runtime.tensors.digest import address_of, content_digest, tensor_address
 from backhaul_runtime.tensors.layout import Layout, layout_of
 from backhaul_runtime.torch_internals import ambient_state
-from backhaul_runtime.torch_internals.private import backward_task_id
 from backhaul_runtime.wire.bundle import View, view_of
 from backhaul_runtime.wire.protocol import CHUNK_BYTES
 from backhaul_runtime.wire.shared_memory import shared_bytes
@@ -105,11 +103,10 @@ class SavedSegment:
         log: The log of the call, for bytes and times.
         expected_s: Seconds that a replay with its backward should take.
         upcoming: Returns the numbers of the segments that backward will request after this one.
-        answer_bytes: The bytes of all gradients that a backward returns, except those of `parameters`.
-        parameters: Parameters whose gradients may stay on the worker, by source.
 
     Attributes:
         expected: The gradients that the worker has predicted, by output.
+        busy_s: Seconds that the worker took for the last backward, with the recomputation.
     """
 
     def __init__(
@@ -120,8 +117,6 @@ class SavedSegment:
         log: CallLog,
         expected_s: float,
         upcoming: Callable[[], list[int]],
-        answer_bytes: int,
-        parameters: Mapping[int, Tensor],
     ) -> None:
         self._connection = connection
         self._uploader = uploader
@@ -129,8 +124,8 @@ class SavedSegment:
         self._log = log
         self._expected_s = expected_s
         self._upcoming = upcoming
-        self._answer_bytes = answer_bytes
-        self._parameters = parameters
+        self._answer_bytes = 0  # of the backward in progress
+        self.busy_s = 0.0
         self._device = save.made[0].device if save.made else None
         self.expected: dict[int, SpeculativeGradient] = {}
         self._backwards = itertools.count(1)
@@ -140,6 +135,11 @@ class SavedSegment:
     def worker_session(self) -> WorkerSession:
         """The worker session that stores the segment."""
         return self._save.worker_session
+
+    @property
+    def uploader(self) -> Uploader:
+        """The uploader of the segment's worker."""
+        return self._uploader
 
     @property
     def number(self) -> int:
@@ -152,9 +152,10 @@ class SavedSegment:
         state: ambient_state.State,
         summed: Collection[int],
         due: Sequence[tuple[int, Layout]],
+        kept: Mapping[int, Tensor],
         *,
         checks_bytes: bool,
-    ) -> tuple[Recomputed, list[Contribution], Callable[[], None]]:
+    ) -> tuple[Recomputed, list[Contribution], Callable[[], set[int]]]:
         """See `RemoteSegment`."""
         outgoing_tensors = {}
         for position, gradient in gradients.items():
@@ -164,7 +165,6 @@ class SavedSegment:
             )
         for position, prediction in self.expected.items():
             prediction.check(outgoing_tensors[position].address if position in outgoing_tensors else None)
-        slots = kept_in(self._parameters)
         start = segment_pb2.Start(
             gradients=[
                 segment_pb2.OutputGradient(output=position, tensor=outgoing.address)
@@ -174,14 +174,15 @@ class SavedSegment:
             wants_digests=checks_bytes,
             summed_sources=sorted(summed),
         )
+        self._answer_bytes = sum(layout.gradient_bytes for source, layout in due if source not in kept)
         key = self._key(segment_pb2.OPERATION_BACKWARD)
         request = segment_pb2.BackwardRequest(
             key=key,
             start=start,
             upcoming_segments=self._upcoming(),
             expected_s=self._expected_s,
-            slots=[segment_pb2.Slot(source=source, slot=id(parameter)) for source, parameter in slots.items()],
-            pass_number=backward_task_id() if slots else 0,
+            slots=[segment_pb2.Slot(source=source, slot=id(parameter)) for source, parameter in kept.items()],
+            pass_number=self.number if kept else 0,  # segments share no slot in a pass, so any number will do
         )
 
         def ask() -> Answer:
@@ -195,14 +196,15 @@ class SavedSegment:
         result, tensors, addresses = self._repeated(ask)
         if checks_bytes and list(map(address_of, tensors)) != list(result.tensor_digests):
             raise TransferError("gradients differ from those that the worker computed: they were damaged in transit")
-        contributions = contributions_in(result, tensors, due, summed, slots)
-        kept = {contribution.source for contribution in result.contributions if contribution.kept}
+        contributions = contributions_in(result, tensors, due, summed, kept)
+        sources = {contribution.source for contribution in result.contributions if contribution.kept}
         self._uploader.learn(self.worker_session, addresses)
         self._chained(result)
 
-        def commit() -> None:
-            if kept:
-                self._uploader.uncollected.commit(self.worker_session, key, [slots[source] for source in kept])
+        def commit() -> set[int]:
+            if sources:
+                self._uploader.uncollected.commit(self.worker_session, key, [kept[source] for source in sources])
+            return sources
 
         return _recomputed(result), contributions, commit
 
@@ -263,6 +265,7 @@ class SavedSegment:
     def _answer(self, result: segment_pb2.BackwardResult, receiver: TensorReceiver) -> Answer:
         tensors = receiver.tensors()
         self._log.answered(result.timing, self._connection.clock_offset_s)
+        self.busy_s = result.timing.recompute_s + result.timing.backward_s
         return result, tensors, receiver.addresses()
 
     def _chained(self, result: segment_pb2.BackwardResult) -> None:

@@ -176,7 +176,7 @@ class _Trainer:
             replays = sum(worker.replays for worker in self._workers)
             calls: list[tuple[int, _Worker]] = []
             for _ in range(self._setup.segments):
-                worker = self._workers[self._placement.choose_worker(len(self._workers))]
+                worker = self._workers[self._placement.choose_worker(len(self._workers)) or 0]
                 number = next(numbers)
                 calls.append((number, worker))
                 worker.segments[number] = _Segment()

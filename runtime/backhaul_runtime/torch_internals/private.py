@@ -5,7 +5,7 @@ only this folder has to change. The functions take and return torch's own object
 that the recorder calls for every tensor of every op are `attrgetter` or `methodcaller`, which run no Python code.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter, methodcaller
 from typing import Any
@@ -100,9 +100,40 @@ def set_sequence_number(tensor: Tensor, number: int) -> None:
     tensor.grad_fn._set_sequence_nr(number)  # type: ignore[attr-defined]
 
 
+def backward_class(function: type[torch.autograd.Function]) -> Any:
+    """Returns the class of the nodes that an autograd.Function makes."""
+    return function._backward_cls
+
+
 def is_node_of(node: Node, function: type[torch.autograd.Function]) -> bool:
     """Whether a node was made by an autograd.Function."""
     return type(node) is function._backward_cls
+
+
+HOOK_METHODS = ("register_hook", "register_prehook", "_register_hook_dict")
+"""The methods of a node by which hooks reach it. A tensor's `register_hook` calls the last one."""
+
+
+def leaf_of(node: Node) -> Tensor | None:
+    """Returns the leaf whose gradients a node accumulates; None for other nodes."""
+    leaf: Tensor | None = getattr(node, "variable", None) if type(node).__name__ == "AccumulateGrad" else None
+    return leaf
+
+
+@contextmanager
+def without_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Suspends the hooks that `Tensor.register_hook` has registered on leaves.
+
+    Otherwise `autograd.grad` would call them with what it computes for a leaf, even if that is a part of the gradient.
+    """
+    hooks = [(registered, dict(registered)) for leaf in leaves if (registered := leaf._backward_hooks)]
+    try:
+        for registered, _ in hooks:
+            registered.clear()
+        yield
+    finally:
+        for registered, present in hooks:
+            registered.update(present)
 
 
 saved_alpha: Callable[[Any], Any] = attrgetter("_saved_alpha")

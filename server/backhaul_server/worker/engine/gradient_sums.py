@@ -303,10 +303,12 @@ def _without(
     """
 
     def can_stay(outgoing: OutgoingTensor, source: int) -> bool:
+        if source not in slots or source >= len(sources):  # casts are counted after the sources
+            return False
         value = sources[source]
         is_like = (outgoing.tensor.shape, outgoing.tensor.dtype) == (value.shape, value.dtype)
         held_bytes = outgoing.tensor.untyped_storage().nbytes()
-        return source in slots and is_like and held_bytes <= outgoing.layout.span_bytes + ALIGNMENT_BYTES
+        return is_like and held_bytes <= outgoing.layout.span_bytes + ALIGNMENT_BYTES
 
     bundle = result.bundle
     sent = {

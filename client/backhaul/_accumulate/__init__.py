@@ -1,0 +1,1 @@
+"""Backward passes that finish later: `Session.accumulate`."""

@@ -1,0 +1,395 @@
+"""A block of micro-batches whose backward passes finish later, see `Session.accumulate`.
+
+NOTE [Deferred]
+1. `backward` differentiates the head of a micro-batch and queues the run (NOTE [Parts]). A thread for each worker asks
+   that worker for the segments of the run, one after the other, micro-batch by micro-batch. No thread but the caller's
+   ever runs autograd.
+2. The caller's thread finishes micro-batches in their order: at the next `backward`, and when the block ends. It
+   computes what a worker could not, and the tail.
+3. When a run fails, its worker's thread takes no further ones, and nothing stays on any worker for the rest of the
+   block: later gradients of a parameter must not be added up before earlier ones.
+4. The gradients that workers have kept are fetched when the block ends, or when a run has failed. If they are lost, the
+   trainer computes them again, from the gradient with which each run began.
+5. Nothing reaches `.grad` before the end, so a block that ends by an exception leaves nothing there.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from backhaul._accumulate.gradients import HeldGradients
+from backhaul._accumulate.graph_parts import Parts, RunSegment, Target, divide
+from backhaul._accumulate.plan import BlockTimes
+from backhaul._backward.frame import RECOVERABLE, Frame
+from backhaul._observe.report import Decision, SegmentLog
+from backhaul._worker_client.remote_segment import SavedSegment
+from backhaul._worker_client.uploader import Uploader
+from backhaul_runtime.errors import AccumulationError, BackhaulError
+from backhaul_runtime.replay.replay import Contribution
+from backhaul_runtime.torch_internals import ambient_state
+from backhaul_runtime.torch_internals.private import without_hooks
+
+_MOST_WAITING = 4
+"""Micro-batches whose runs may be unfinished. `backward` waits for the first of them when there are more."""
+
+
+@dataclass(slots=True, eq=False)
+class _MicroBatch:
+    number: int
+    parts: Parts
+    state: ambient_state.State
+    sums: dict[Target, Tensor]  # the folds so far, by where they arrive
+    segments_left: list[RunSegment] = field(default_factory=list)
+    kept: list[tuple[Uploader, dict[int, Tensor]]] = field(default_factory=list)  # per segment done: what stayed where
+    first_gradient: Tensor | None = None  # with which the run began
+    ended: "Future[None]" = field(default_factory=Future)
+    error: BackhaulError | None = None
+
+
+class AccumulationBlock:
+    """An open accumulation block. Only the thread that opened it may use it.
+
+    Args:
+        name: The name of the block, for messages.
+        micro_batch_ended: Called after the forward of each micro-batch. Returns how many segments it had.
+        is_ours: Whether a segment belongs to the session of the block.
+        log: The log of the session's blocks.
+
+    Attributes:
+        segments: The most segments of a micro-batch.
+        micro_batches: The number of micro-batches so far.
+        is_delivering: Whether the block is adding its gradients to `.grad` now.
+        waited_s: Seconds for which the trainer waited for workers.
+        trainers_segments: Segments of all micro-batches that the trainer has computed.
+        trainers_s: Seconds of the tails, in which the trainer computes its share.
+        busy_s: Seconds that a worker took for each segment.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        micro_batch_ended: Callable[[], int],
+        is_ours: Callable[[Frame], bool],
+        log: SegmentLog,
+    ) -> None:
+        self.name = name
+        self._thread = os.getpid(), threading.get_ident()
+        self._micro_batch_ended = micro_batch_ended
+        self._is_ours = is_ours
+        self._log = log
+        self._gradients = HeldGradients()
+        self._threads: dict[Uploader, ThreadPoolExecutor] = {}
+        self._failed: set[Uploader] = set()
+        self._open: list[_MicroBatch] = []
+        self._finished: list[_MicroBatch] = []  # those of which a worker keeps gradients
+        self._is_open = True
+        self.is_delivering = False
+        self.segments = self.micro_batches = self.trainers_segments = 0
+        self.waited_s = self.trainers_s = 0.0
+        self.busy_s: dict[Uploader, list[float]] = {}
+
+    def measured(self, took_s: float) -> BlockTimes:
+        """Returns what the block took, after its end.
+
+        Args:
+            took_s: Seconds from its beginning to its end.
+        """
+        others_s = max(0.0, took_s - self.waited_s - self.trainers_s)
+        busy_s = [sum(seconds) / len(seconds) for seconds in self.busy_s.values()]
+        return BlockTimes(self.micro_batches, self.segments, self.trainers_segments, self.trainers_s, others_s, busy_s)
+
+    def holds(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether gradients of any of these parameters are held back."""
+        return any(map(self._gradients.holds, parameters))
+
+    def backward(self, loss: Tensor) -> None:
+        """Runs the backward of a micro-batch, except for what a worker computes meanwhile.
+
+        Args:
+            loss: A scalar that a forward inside the block has computed.
+
+        Raises:
+            AccumulationError: The block has ended or belongs to another thread, the loss comes from another session, or
+                a parameter was changed inside the block.
+            RuntimeError: As `Tensor.backward` raises it, for example for a graph that was used before.
+        """
+        self._check_use()
+        self.segments = max(self.segments, self._micro_batch_ended())
+        if loss.grad_fn is None or loss.numel() != 1:
+            raise AccumulationError(
+                f"backward() in {self.name} needs a scalar loss with a graph, not a tensor of shape "
+                f"{list(loss.shape)} with requires_grad={loss.requires_grad}"
+            )
+        self._finish_ready()
+        self._check_unchanged()
+        parts = divide(loss)
+        if not all(map(self._is_ours, parts.frames)):
+            raise AccumulationError(f"the loss comes from another session than {self.name}")
+        self._gradients.enter(parts.leaves.values())
+        self.micro_batches += 1
+        micro_batch = _MicroBatch(self.micro_batches, parts, ambient_state.capture(), self._head(loss, parts))
+        del loss
+        if parts.run:
+            for segment in parts.run:
+                segment.frame.check_backward()
+                segment.consume()
+            micro_batch.segments_left = list(parts.run)
+            micro_batch.first_gradient = micro_batch.sums.get(parts.run[0].target)
+            self._plan(parts)
+            for uploader in filter(None, map(_uploader, parts.run)):
+                if uploader not in self._threads:
+                    self._threads[uploader] = ThreadPoolExecutor(1, "backhaul-deferred")
+            self._submit(micro_batch)
+        else:
+            self._log.blocked(parts.reason)
+            for leaf in parts.leaves.values():
+                self._gradients.plan(leaf, None)
+            micro_batch.ended.set_result(None)
+        self._open.append(micro_batch)
+        self._finish_ready()
+        while len(self._open) > _MOST_WAITING:
+            self._finish_first()
+
+    def flush(self) -> None:
+        """Finishes all micro-batches, and adds their gradients to `.grad`."""
+        self._check_use()
+        while self._open:
+            self._finish_first()
+        self._collect()
+        self._check_unchanged()
+        self.is_delivering = True
+        try:
+            self._gradients.deliver()
+        finally:
+            self.is_delivering = False
+
+    def close(self, *, is_failed: bool) -> None:
+        """Ends the block: delivers all gradients, or drops everything if the block has failed."""
+        try:
+            if not is_failed:
+                self.flush()
+        finally:
+            self._is_open = False
+            for thread in self._threads.values():
+                thread.shutdown(cancel_futures=True)
+            for uploader in self._threads:
+                uploader.uncollected.abandon()
+            self._open.clear()
+            self._finished.clear()
+            self._gradients = HeldGradients()
+
+    def _check_use(self) -> None:
+        if not self._is_open:
+            raise AccumulationError(f"{self.name} has ended: call backward() inside it")
+        if (os.getpid(), threading.get_ident()) != self._thread:
+            raise AccumulationError(f"{self.name} belongs to another thread or process: open a block in each")
+
+    def _check_unchanged(self) -> None:
+        changed = self._gradients.changed()
+        if changed is not None:
+            raise AccumulationError(
+                f"a parameter of shape {list(changed.shape)} was changed inside {self.name}, so its micro-batches "
+                "would get gradients of different weights. Change weights after the block"
+            )
+
+    def _head(self, loss: Tensor, parts: Parts) -> dict[Target, Tensor]:
+        """Differentiates the head. Returns what it contributes to leaves, and to the run."""
+        with without_hooks(parts.leaves.values()):
+            sums = _gradients([loss], None, parts.head)
+            if sides := [target for target in parts.sides if target in sums]:
+                sums |= _gradients(
+                    [GradientEdge(*target) for target in sides], [sums.pop(t) for t in sides], parts.shared
+                )
+        return sums
+
+    def _plan(self, parts: Parts) -> None:
+        """Notes which leaves get all of their gradient from one segment of the run, and from which worker."""
+        segments_of: dict[Target, set[RunSegment]] = {}
+        for segment in parts.run:
+            for _, target in segment.contributions:
+                segments_of.setdefault(target, set()).add(segment)
+        elsewhere = {*parts.head, *parts.shared, *parts.tail}
+        for target, leaf in parts.leaves.items():
+            segments = segments_of.get(target, set()) if target not in elsewhere else set()
+            self._gradients.plan(leaf, _uploader(segments.pop()) if len(segments) == 1 else None)
+
+    def _submit(self, micro_batch: _MicroBatch) -> None:
+        """Queues the rest of a run, up to the next change of the worker. Its end queues what follows."""
+        uploader = _uploader(micro_batch.segments_left[0])
+        if uploader is None or uploader in self._failed:
+            self._gradients.stop_keeping()
+            micro_batch.ended.set_result(None)
+        else:
+            self._threads[uploader].submit(self._run, micro_batch, uploader)
+
+    def _run(self, micro_batch: _MicroBatch, uploader: Uploader) -> None:
+        """Asks a worker for the next segments of a run that it stores. The worker's thread runs it."""
+        try:
+            while micro_batch.segments_left and uploader not in self._failed:
+                segment = micro_batch.segments_left[0]
+                if _uploader(segment) is not uploader:
+                    self._submit(micro_batch)
+                    return
+                self._ask(micro_batch, segment, uploader)
+        except RECOVERABLE as error:
+            error.__traceback__ = None
+            micro_batch.error = error
+            self._failed.add(uploader)
+            self._gradients.stop_keeping()
+        except BaseException as error:  # a bug of ours must reach the caller, who waits
+            micro_batch.ended.set_exception(error)
+            return
+        micro_batch.ended.set_result(None)
+
+    def _ask(self, micro_batch: _MicroBatch, segment: RunSegment, uploader: Uploader) -> None:
+        frame, remote = segment.frame, segment.frame.remote
+        gradient = micro_batch.sums.get(segment.target)
+        if gradient is None:  # no gradient reaches the segment, so none leaves it
+            micro_batch.segments_left.pop(0)
+            micro_batch.kept.append((uploader, {}))
+            return
+        leaves, due = micro_batch.parts.leaves, frame.sources_of_contributions()
+        may_stay = {
+            due[index]: leaves[target]
+            for index, target in segment.contributions
+            if target in leaves and self._gradients.may_stay(leaves[target], uploader)
+        }
+        contributions, sources = frame.remote_gradients({0: gradient}, micro_batch.state, may_stay)
+        kept = {source: may_stay[source] for source in sources}
+        frame.call.log.add(Decision.GRADIENTS, 0.0)  # nothing waited
+        for source, leaf in may_stay.items():
+            self._gradients.stayed(leaf, is_kept=source in sources)
+        micro_batch.segments_left.pop(0)
+        micro_batch.kept.append((uploader, kept))
+        _fold(micro_batch.sums, segment, contributions)
+        if isinstance(remote, SavedSegment):
+            self.busy_s.setdefault(uploader, []).append(remote.busy_s)
+
+    def _finish_ready(self) -> None:
+        while self._open and self._open[0].ended.done():
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        """Completes the gradients of the first micro-batch that is open."""
+        micro_batch = self._open[0]
+        started = perf_counter()
+        micro_batch.ended.result()
+        waited_s = perf_counter() - started
+        self.waited_s += waited_s
+        self._log.wait(waited_s)
+        parts, sums = micro_batch.parts, micro_batch.sums
+        if micro_batch.error is not None:
+            micro_batch.segments_left[0].frame.lost(micro_batch.error)
+            self._collect()
+        done = len(parts.run) - len(micro_batch.segments_left)
+        for segment in micro_batch.segments_left:
+            gradient = sums.get(segment.target)
+            if gradient is not None:
+                _fold(sums, segment, _on_trainer(segment, gradient))
+        micro_batch.segments_left.clear()
+        for segment in parts.run[:done]:
+            segment.frame.release_remote()
+        started = perf_counter()
+        self._tail(parts, sums)
+        self.trainers_s += perf_counter() - started
+        self.trainers_segments += len(parts.frames) - len(parts.run)
+        for target, leaf in parts.leaves.items():
+            gradient = sums.get(target)
+            if gradient is not None:
+                self._gradients.add(leaf, micro_batch.number, gradient)
+        sums.clear()
+        self._open.pop(0)
+        if any(kept for _, kept in micro_batch.kept):
+            self._finished.append(micro_batch)
+
+    def _tail(self, parts: Parts, sums: dict[Target, Tensor]) -> None:
+        """Differentiates the tail from the sums that arrive there."""
+        roots = [target for target in parts.roots if target in sums]
+        if not roots:
+            return
+        roots += [target for target in parts.tail if target in sums]
+        edges = [GradientEdge(*target) for target in roots]
+        with without_hooks(parts.leaves.values()):
+            sums |= _gradients(edges, [sums.pop(target) for target in roots], parts.tail)
+
+    def _collect(self) -> None:
+        """Fetches the gradients that workers have kept, or computes them again (Rule 4)."""
+        lost = set[Uploader]()
+        for uploader, thread in self._threads.items():
+            thread.submit(int).result()  # waits until the worker's thread is idle
+            try:
+                sums = uploader.uncollected.collect(lambda size_bytes: self._log.traffic(down_bytes=size_bytes))
+            except BackhaulError as error:
+                lost.add(uploader)
+                self._log.fallback(f"a worker was lost with gradients that it had kept: {error.message}")
+            else:
+                self._gradients.put_first({id(parameter): total for parameter, total in sums})
+        keeping = [*self._finished, *self._open]
+        if lost:
+            self._gradients.stop_keeping()
+            sums_again: dict[int, Tensor] = {}
+            for micro_batch in sorted(keeping, key=lambda micro_batch: micro_batch.number):
+                for parameter, gradient in _computed_again(micro_batch, lost):
+                    known = sums_again.get(id(parameter))
+                    sums_again[id(parameter)] = gradient if known is None else known + gradient
+            self._gradients.put_first(sums_again)
+        for micro_batch in keeping:
+            micro_batch.kept = [(uploader, {}) for uploader, _ in micro_batch.kept]
+        self._finished.clear()
+
+
+def _gradients(
+    outputs: Sequence[Tensor] | Sequence[GradientEdge], gradients: Sequence[Tensor] | None, targets: Sequence[Target]
+) -> dict[Target, Tensor]:
+    """Differentiates outputs down to targets. Returns the gradients that reach any."""
+    reached = torch.autograd.grad(outputs, [GradientEdge(*target) for target in targets], gradients, allow_unused=True)
+    return {target: gradient for target, gradient in zip(targets, reached, strict=True) if gradient is not None}
+
+
+def _uploader(segment: RunSegment) -> Uploader | None:
+    """Returns the uploader of the worker that stores a segment."""
+    remote = segment.frame.remote
+    return remote.uploader if isinstance(remote, SavedSegment) else None
+
+
+@torch.no_grad()  # as autograd runs backward
+def _on_trainer(segment: RunSegment, gradient: Tensor) -> list[Contribution]:
+    return segment.frame.gradients({0: gradient}, {})
+
+
+def _fold(sums: dict[Target, Tensor], segment: RunSegment, contributions: Sequence[Contribution]) -> None:
+    """Adds a segment's contributions to the gradients that they belong to, in autograd's order."""
+    sums.pop(segment.target, None)
+    for index, target in segment.contributions:
+        gradient = contributions[index].gradient
+        if gradient is not None:
+            known = sums.get(target)
+            sums[target] = gradient if known is None else known + gradient
+
+
+def _computed_again(micro_batch: _MicroBatch, lost: Set[Uploader]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields the parameters whose gradients lost workers have kept of a micro-batch, with these gradients."""
+    sums: dict[Target, Tensor] = {}
+    if micro_batch.first_gradient is not None:
+        sums[micro_batch.parts.run[0].target] = micro_batch.first_gradient
+    last = max(
+        (number for number, (uploader, kept) in enumerate(micro_batch.kept) if kept and uploader in lost), default=-1
+    )
+    for segment, (uploader, kept) in zip(micro_batch.parts.run[: last + 1], micro_batch.kept, strict=False):
+        gradient = sums.get(segment.target)
+        if gradient is None:
+            continue
+        _fold(sums, segment, _on_trainer(segment, gradient))
+        if uploader in lost:
+            wanted = {id(parameter): parameter for parameter in kept.values()}
+            for target in {target for _, target in segment.contributions}:
+                leaf = micro_batch.parts.leaves.get(target)
+                if leaf is not None and id(leaf) in wanted:
+                    yield leaf, sums[target]

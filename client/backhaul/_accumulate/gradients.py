@@ -1,0 +1,167 @@
+"""Gradients that an accumulation block holds back until it ends.
+
+NOTE [Held back]
+1. `.grad` must become ((G + g1) + g2) + ..., where G is what it held before the block and g1, g2, ... are the gradients
+   of the micro-batches. Sums of floating-point numbers depend on their order, so only a beginning of this fold may be
+   added up in advance. Without G that is g1 + g2 and so on; with G nothing is.
+2. A worker may add up a parameter's gradients if every micro-batch so far has left all of that gradient there. What the
+   trainer gets later is added after the worker's sum.
+3. Hooks of a parameter see the gradient of each micro-batch, when the block ends. So such gradients are not added up.
+4. Gradients reach `.grad` through autograd, so a layout that autograd prefers and a hook of DDP are respected. DDP may
+   see each parameter only once, because it reduces a parameter as soon as that was accumulated.
+"""
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from backhaul._torch_api.fsdp import may_be_freed
+from backhaul._worker_client.uploader import Uploader
+from backhaul_runtime.errors import AccumulationError
+from backhaul_runtime.torch_internals.private import has_accumulation_hooks, version_of
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    leaf: Tensor
+    version: int
+    may_sum: bool  # Rules 1 and 3
+    may_stay: bool  # Rule 2. Once it is False it remains so
+    owner: Uploader | None = None  # the only one whose worker may keep gradients
+    has_stayed: bool = False  # whether that worker keeps any
+    gradients: list[tuple[int, Tensor]] = field(default_factory=list)  # with the number of the micro-batch
+    is_own: bool = False  # whether the only gradient is a sum that nothing else refers to
+
+
+class HeldGradients:
+    """The gradients of an accumulation block. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, _Held] = {}  # by id of the leaf, which is kept alive
+        self._lock = threading.Lock()  # guards what may stay on which worker
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the gradients that are held back on the trainer."""
+        return sum(gradient.nbytes for held in self._held.values() for _, gradient in held.gradients)
+
+    def enter(self, leaves: Iterable[Tensor]) -> None:
+        """Notes leaves that a micro-batch leads to, before anything of it is computed."""
+        is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        for leaf in leaves:
+            if id(leaf) not in self._held:
+                is_plain = not has_accumulation_hooks(leaf) and (getattr(leaf, "grad_dtype", leaf.dtype) is leaf.dtype)
+                if may_be_freed(leaf):
+                    raise AccumulationError("accumulate() can't be used with FSDP, which reduces gradients in backward")
+                if is_distributed and not is_plain:
+                    raise AccumulationError(
+                        "accumulate() can't be used with hooks on parameters in distributed training: each process "
+                        "has to reduce a parameter once, but to call its hooks for each micro-batch"
+                    )
+                may_sum = is_plain and leaf.grad is None
+                may_stay = may_sum and isinstance(leaf, nn.Parameter)
+                self._held[id(leaf)] = _Held(leaf, version_of(leaf), may_sum, may_stay)
+
+    def changed(self) -> Tensor | None:
+        """Returns a leaf that was written to since the block has seen it first; None if there is none."""
+        return next((held.leaf for held in self._held.values() if version_of(held.leaf) != held.version), None)
+
+    def holds(self, leaf: Tensor) -> bool:
+        """Whether the block has seen a leaf."""
+        return id(leaf) in self._held
+
+    def plan(self, leaf: Tensor, uploader: Uploader | None) -> None:
+        """Notes where the next micro-batch's gradient of a leaf is computed. Call it in the order of the micro-batches.
+
+        Args:
+            leaf: The leaf that the gradient belongs to.
+            uploader: The uploader of the worker that computes all of the gradient; None if no single one does.
+        """
+        held = self._held[id(leaf)]
+        with self._lock:
+            held.may_stay = held.may_stay and uploader is not None and held.owner in (None, uploader)
+            held.owner = held.owner or uploader
+
+    def may_stay(self, leaf: Tensor, uploader: Uploader) -> bool:
+        """Whether a worker may keep the next micro-batch's gradient of a leaf (Rule 2)."""
+        held = self._held[id(leaf)]
+        with self._lock:
+            return held.may_stay and held.owner is uploader
+
+    def stayed(self, leaf: Tensor, *, is_kept: bool) -> None:
+        """Notes whether a worker has kept what it was allowed to keep."""
+        held = self._held[id(leaf)]
+        with self._lock:
+            held.may_stay = held.may_stay and is_kept
+            held.has_stayed = held.has_stayed or is_kept
+
+    def stop_keeping(self) -> None:
+        """Lets no worker keep gradients in the rest of the block."""
+        with self._lock:
+            for held in self._held.values():
+                held.may_stay = False
+
+    def add(self, leaf: Tensor, micro_batch: int, gradient: Tensor) -> None:
+        """Adds a micro-batch's gradient of a leaf. Call it in the order of the micro-batches.
+
+        Args:
+            leaf: The leaf that the gradient belongs to.
+            micro_batch: The number of the micro-batch.
+            gradient: The whole gradient of the micro-batch, which the caller no longer uses.
+        """
+        held = self._held[id(leaf)]
+        if not (held.may_sum and not held.has_stayed and len(held.gradients) == 1):
+            held.gradients.append((micro_batch, gradient))
+            return
+        ((_, total),) = held.gradients
+        if (total.layout, gradient.layout, total.dtype) != (torch.strided, torch.strided, gradient.dtype):
+            held.gradients.append((micro_batch, gradient))
+        elif held.is_own:
+            total.add_(gradient)
+        else:
+            held.gradients[0], held.is_own = (micro_batch, total + gradient), True
+
+    def put_first(self, sums: Mapping[int, Tensor]) -> None:
+        """Puts sums, by the id of their leaf, before the gradients that are held of the same leaves."""
+        for key, total in sums.items():
+            held = self._held[key]
+            held.gradients.insert(0, (0, total))
+            held.has_stayed = held.is_own = False
+
+    def deliver(self) -> None:
+        """Adds all gradients to `.grad` through autograd, and forgets them."""
+        held_back, self._held = self._held, {}
+        passes: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        for held in held_back.values():
+            if is_distributed:
+                _add_earlier(held)
+            if held.may_sum and all(gradient.layout is torch.strided for _, gradient in held.gradients):
+                held.gradients[:] = _folded(held.gradients)
+            for micro_batch, gradient in held.gradients:
+                passes.setdefault(micro_batch, []).append((held.leaf, gradient))
+            held.gradients.clear()
+        for number in sorted(passes):
+            leaves, gradients = zip(*passes.pop(number), strict=True)
+            torch.autograd.backward(leaves, gradients)
+
+
+def _folded(gradients: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
+    if not gradients:
+        return []
+    (_, total), *others = gradients
+    for _, gradient in others:
+        total = total + gradient
+    return [(0, total)]
+
+
+def _add_earlier(held: _Held) -> None:
+    """Leaves only the last gradient to autograd where `.grad` had a value before the block (Rule 4)."""
+    if held.leaf.grad is not None:
+        with torch.no_grad():
+            for _, gradient in held.gradients[:-1]:
+                held.leaf.grad.add_(gradient)
+        del held.gradients[:-1]

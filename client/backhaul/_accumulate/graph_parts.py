@@ -1,0 +1,203 @@
+"""Divides the graph of a loss, so that the middle of its backward can run elsewhere while the trainer goes on.
+
+NOTE [Parts]
+1. The *run* is a chain of grafts in which each one's gradient comes only from the one before, and perhaps from the
+   loss's side. The *head* is everything between the loss and the run that the run does not lead to. The *tail* is
+   everything else that the run leads to. So head, run and tail can be differentiated in this order.
+2. Autograd adds contributions to one gradient in the order in which it runs the nodes that contribute: a left fold over
+   descending sequence numbers. Within each part this order stays as it is. Where several parts contribute to one
+   gradient, the nodes of the head have to be the later ones, and those of the tail the earlier ones. Otherwise a
+   division would change the order, and the graph is not divided.
+3. Asked for the gradient of a leaf, autograd runs every node that leads there, so the run as well if it leads there.
+   The gradient of such a leaf is taken in two steps: first up to the nodes of the head that lead to nothing else, then
+   from these to the leaf.
+4. A sum that is complete up to some part enters the next part as the gradient of a root, which autograd takes first. So
+   the fold goes on with the same bits.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from backhaul._backward.frame import Frame
+from backhaul._forward.graft import GraftEdges, graft_edges
+from backhaul_runtime.errors import Refusal
+from backhaul_runtime.torch_internals.private import leaf_of, sequence_number
+
+Target = tuple[Node, int]
+"""A node and the number of one of its inputs in backward: where a gradient is summed up."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunSegment:
+    """A segment of the run.
+
+    Attributes:
+        frame: The frame of the segment.
+        target: Where the gradient of its output is summed up.
+        contributions: The index of each contribution that its backward returns, with its target, in the order in which
+            autograd adds them.
+        consume: Makes a later backward through the segment an error.
+    """
+
+    frame: Frame
+    target: Target
+    contributions: Sequence[tuple[int, Target]]
+    consume: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parts:
+    """The divided graph of a loss.
+
+    Attributes:
+        run: The segments of the run, in the order of backward. Empty if the graph is not divided.
+        reason: Why the run is empty; empty otherwise.
+        head: Targets that the head's main path contributes to: leaves, the beginning of the run, and `sides`.
+        sides: Targets in the head from which only `shared` is reached.
+        shared: Leaves that the head contributes to, and the run or the tail as well.
+        roots: Targets of the tail that the run contributes to, other than leaves.
+        tail: Leaves that the tail contributes to.
+        leaves: All leaves that the loss leads to, by their target.
+        frames: The frames of all segments that the loss leads to.
+    """
+
+    run: Sequence[RunSegment]
+    reason: str
+    head: Sequence[Target]
+    sides: Sequence[Target]
+    shared: Sequence[Target]
+    roots: Sequence[Target]
+    tail: Sequence[Target]
+    leaves: dict[Target, Tensor]
+    frames: Sequence[Frame]
+
+
+def divide(loss: Tensor) -> Parts:
+    """Divides the graph of a loss.
+
+    Args:
+        loss: A differentiable tensor with a graph.
+    """
+    assert loss.grad_fn is not None
+    everything = _reached([loss.grad_fn])
+    leaves = {(node, 0): leaf for node in everything if (leaf := leaf_of(node)) is not None}
+    segments = {edges.target[0]: edges for node in everything if (edges := graft_edges(node)) is not None}
+    frames = [edges.frame for edges in segments.values()]
+    run, reason = _run(segments)
+    if run:
+        try:
+            return _parts(loss.grad_fn, everything, leaves, run, frames)
+        except Refusal as refusal:
+            reason = refusal.reason
+    return Parts((), reason, list(leaves), (), (), (), (), leaves, frames)
+
+
+def _parts(
+    root: Node,
+    everything: Set[Node],
+    leaves: dict[Target, Tensor],
+    run: Sequence[GraftEdges],
+    frames: Sequence[Frame],
+) -> Parts:
+    inner = {node for edges in run for node in edges.nodes}
+    below = _reached({target[0] for edges in run for _, target in edges.contributions} - inner)
+    if root in inner:
+        raise Refusal("the loss is itself the output of a segment")
+    head = [node for node in everything if node not in inner and node not in below]
+    shared = {target for node in head for target in _targets(node) if target in leaves and target[0] in below}
+    sides = _leading_only_to(shared, head)
+    through = {*head} - sides
+    crossing = {target for node in through for target in _targets(node) if target[0] not in through}
+    if crossing & shared:
+        raise Refusal(
+            "an operation after the last segment uses a parameter of a segment and also leads to the segments"
+        )
+    if any(target != run[0].target and target[0] not in sides for target in crossing):
+        raise Refusal("a tensor that a segment takes or returns is used after the last segment as well")
+    by_part = [
+        [(sequence_number(node), target) for node in head for target in _targets(node)],
+        [(edges.numbers[index], target) for edges in run for index, target in edges.contributions],
+        [(sequence_number(node), target) for node in below for target in _targets(node)],
+    ]
+    _check_order(by_part)
+    return Parts(
+        run=[RunSegment(edges.frame, edges.target, edges.contributions, edges.consume) for edges in run],
+        reason="",
+        head=[*crossing, *[target for target in leaves if target[0] in through]],
+        sides=[target for target in crossing if target[0] in sides],
+        shared=list(shared),
+        roots=[
+            target for target in {target for _, target in by_part[1]} if target[0] in below and target not in leaves
+        ],
+        tail=[target for target in {target for _, target in by_part[2]} if target in leaves],
+        leaves=leaves,
+        frames=frames,
+    )
+
+
+def _leading_only_to(ends: Set[Target], nodes: Collection[Node]) -> set[Node]:
+    """Returns those of the nodes whose edges all lead to each other or to `ends`."""
+    sides = {node for node in nodes if leaf_of(node) is None}
+    while True:
+        leaving = {
+            node for node in sides if any(target not in ends and target[0] not in sides for target in _targets(node))
+        }
+        if not leaving:
+            return sides
+        sides -= leaving
+
+
+def _run(segments: Mapping[Node, GraftEdges]) -> tuple[list[GraftEdges], str]:
+    """Returns the grafts of the longest run that begins at the latest segment, and why there is none."""
+    if not segments:
+        return [], "no segment of this loss waits for its backward"
+    latest = max(segments, key=sequence_number)
+    run = list[GraftEdges]()
+    following: Node | None = latest
+    while following is not None:
+        edges = segments[following]
+        if reason := edges.why_not_deferred():
+            if not run:
+                return [], reason
+            break
+        run.append(edges)
+        before = {target[0] for _, target in edges.contributions} & segments.keys()
+        following = max(before, key=sequence_number, default=None)
+    # The tail must not lead back into the run.
+    while True:
+        inner = {node for edges in run for node in edges.nodes}
+        below = _reached({target[0] for edges in run for _, target in edges.contributions} - inner)
+        returns_to = [index for index, edges in enumerate(run) if below & edges.nodes]
+        if not returns_to:
+            return run, "" if run else "its segments depend on each other through other operations"
+        del run[returns_to[0] :]
+
+
+def _check_order(by_part: Sequence[Sequence[tuple[int, Target]]]) -> None:
+    """Raises Refusal if a division would change the order of additions (Rule 2)."""
+    earliest: dict[Target, int] = {}
+    for part in by_part:
+        for number, target in part:
+            if number >= earliest.get(target, number + 1):
+                raise Refusal("a tensor is used before, inside and after its segments in another order than they run")
+        for number, target in part:
+            earliest[target] = min(number, earliest.get(target, number))
+
+
+def _targets(node: Node) -> Iterable[Target]:
+    return [(following, number) for following, number in node.next_functions if following is not None]
+
+
+def _reached(roots: Iterable[Node]) -> set[Node]:
+    """Returns the roots and all nodes that they lead to."""
+    reached = set(roots)
+    stack = list(reached)
+    while stack:
+        for following, _ in stack.pop().next_functions:
+            if following is not None and following not in reached:
+                reached.add(following)
+                stack.append(following)
+    return reached

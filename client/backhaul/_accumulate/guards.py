@@ -1,0 +1,120 @@
+"""Keeps code from using gradients that an open accumulation block still holds back.
+
+NOTE [Guards]
+1. While any block is open, names of torch lead here: `torch.autograd.backward`, which `Tensor.backward` calls; what all
+   of torch's clipping functions call, also where they were imported by name; and two methods of `GradScaler`. They
+   concern the block of the calling thread, and behave as always in other threads.
+2. A hook that torch runs before the steps of all optimizers sees those of the block's parameters.
+3. Code that reads `.grad` itself cannot be detected. It sees what was there before the block.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.utils.clip_grad
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from backhaul._accumulate.block import AccumulationBlock
+from backhaul_runtime.errors import AccumulationError
+
+_TOO_EARLY = "{what} inside {block}, whose gradients are complete only when it ends. Call it after the block"
+
+
+class _Guards:
+    """The replaced names. They are replaced while a block is open in any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards the count of open blocks, and the replaced names
+        self._count = 0
+        self._undo: list[Callable[[], None]] = []
+
+    def enter(self) -> None:
+        with self._lock:
+            self._count += 1
+            if self._count > 1:
+                return
+            self._replace(torch.autograd, "backward", _finishing_first)
+            for name in ("_get_total_norm", "_group_tensors_by_device_and_dtype"):
+                self._replace(torch.nn.utils.clip_grad, name, _refusing("clipping gradients"))
+            self._replace(torch.amp.GradScaler, "unscale_", _refusing("GradScaler.unscale_()"))
+            self._replace(torch.amp.GradScaler, "step", _refusing("GradScaler.step()"))
+            self._undo.append(register_optimizer_step_pre_hook(_check_step).remove)
+
+    def leave(self) -> None:
+        with self._lock:
+            self._count -= 1
+            while not self._count and self._undo:
+                self._undo.pop()()
+
+    def _replace(self, owner: Any, name: str, guarded: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        own = getattr(owner, name)
+        setattr(owner, name, guarded(own))
+        self._undo.append(lambda: setattr(owner, name, own))
+
+
+def _present() -> AccumulationBlock | None:
+    """Returns the open block of the calling thread."""
+    block: AccumulationBlock | None = getattr(_thread, "block", None)
+    return block
+
+
+def _finishing_first(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns torch.autograd.backward, which first finishes the micro-batches before it."""
+
+    @functools.wraps(backward)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        block = _present()
+        if block is not None and not block.is_delivering:
+            block.flush()
+        return backward(*args, **kwargs)
+
+    return guarded
+
+
+def _refusing(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Returns a decorator for functions that need complete gradients."""
+
+    def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            block = _present()
+            if block is not None and block.micro_batches:
+                raise AccumulationError(_TOO_EARLY.format(what=what, block=block.name))
+            return function(*args, **kwargs)
+
+        return guarded
+
+    return decorated
+
+
+def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    block = _present()
+    if block is not None and block.holds(p for group in optimizer.param_groups for p in group["params"]):
+        raise AccumulationError(_TOO_EARLY.format(what="an optimizer's step()", block=block.name))
+
+
+_guards = _Guards()
+_thread = threading.local()
+
+
+@contextmanager
+def open_block(block: AccumulationBlock) -> Iterator[None]:
+    """Makes a block the one of this thread.
+
+    Raises:
+        AccumulationError: A block is open in this thread already.
+    """
+    outer: AccumulationBlock | None = getattr(_thread, "block", None)
+    if outer is not None:
+        raise AccumulationError(f"{outer.name} is open in this thread already: blocks can't be nested")
+    _guards.enter()
+    _thread.block = block
+    try:
+        yield
+    finally:
+        _thread.block = None
+        _guards.leave()
