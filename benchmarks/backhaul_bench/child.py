@@ -23,6 +23,8 @@ MEASURES = {
     "steps": "backhaul_bench.steps:measure",
     "small_frozen": "backhaul_bench.small:measure_frozen",
     "small": "backhaul_bench.small:measure_trainable",
+    "deferred": "backhaul_bench.deferred:measure",
+    "deferred_lora": "backhaul_bench.deferred:measure_adapted",
     "peak_flat": "backhaul_bench.peaks:measure_flat",
     "peaks": "backhaul_bench.peaks:measure_beside_others",
     "wire": "backhaul_bench.wire:measure",

@@ -4,7 +4,9 @@ import os
 
 VARIABLE = "BACKHAUL_BENCH_DEVICE"
 """Environment variable with the device, "cpu" or "cuda"."""
-GROUPS = frozenset({"steps", "small_frozen", "small", "peak_flat", "peaks", "wire", "growth", "telemetry"})
+GROUPS = frozenset(
+    {"steps", "small_frozen", "small", "deferred", "deferred_lora", "peak_flat", "peaks", "wire", "growth", "telemetry"}
+)
 """Groups that are measured on an accelerator too. The other groups do not compute on one."""
 
 

@@ -81,6 +81,9 @@ FIGURES = (
     _at_most(
         "small", "small_trainable_vs_torch", 1.0, "step of 64 tokens, all trainable, same host / torch's checkpoint"
     ),
+    _at_most("deferred", "defer_equal", 0.64, "step of 8 deferred micro-batches, equal worker / torch's checkpoint"),
+    _at_most("deferred", "defer_vs_none", 0.84, "step of 8 deferred micro-batches / without checkpointing"),
+    _at_most("deferred_lora", "defer_lora", 0.64, "step of 8 deferred micro-batches, LoRA / torch's checkpoint"),
     _at_most("peak_flat", "peak_flat", 1.05, "trainer's peak activation bytes, 64 segments / 8"),
     _at_most("peaks", "peak_vs_torch", 0.40, "trainer's peak activation bytes / torch's checkpoint, 16 blocks by 2"),
     _at_most("peaks", "peak_vs_offload", 0.45, "trainer's peak activation bytes / one segment's working set"),

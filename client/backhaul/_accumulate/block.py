@@ -4,7 +4,7 @@ NOTE [Deferred]
 1. `backward` differentiates the head of a micro-batch and queues the run (NOTE [Parts]). A thread for each worker asks
    that worker for the segments of the run, one after the other, micro-batch by micro-batch. No thread but the caller's
    ever runs autograd.
-2. The caller's thread finishes micro-batches in their order: at the next `backward`, and when the block ends. It
+2. The caller's thread finishes micro-batches in their order: in a later `backward`, and when the block ends. It
    computes what a worker could not, and the tail.
 3. When a run fails, its worker's thread takes no further ones, and nothing stays on any worker for the rest of the
    block: later gradients of a parameter must not be added up before earlier ones.
@@ -36,8 +36,9 @@ from backhaul_runtime.replay.replay import Contribution
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.private import without_hooks
 
-_MOST_WAITING = 4
-"""Micro-batches whose runs may be unfinished. `backward` waits for the first of them when there are more."""
+_MOST_OPEN = 4
+"""Micro-batches that the trainer has not finished. `backward` finishes the first of them when there are more. None is
+finished earlier, so that the trainer has work at the end of a block while it waits for the last run."""
 
 
 @dataclass(slots=True, eq=False)
@@ -127,7 +128,6 @@ class AccumulationBlock:
                 f"backward() in {self.name} needs a scalar loss with a graph, not a tensor of shape "
                 f"{list(loss.shape)} with requires_grad={loss.requires_grad}"
             )
-        self._finish_ready()
         self._check_unchanged()
         parts = divide(loss)
         if not all(map(self._is_ours, parts.frames)):
@@ -153,8 +153,7 @@ class AccumulationBlock:
                 self._gradients.plan(leaf, None)
             micro_batch.ended.set_result(None)
         self._open.append(micro_batch)
-        self._finish_ready()
-        while len(self._open) > _MOST_WAITING:
+        while len(self._open) > _MOST_OPEN:
             self._finish_first()
 
     def flush(self) -> None:
@@ -271,10 +270,6 @@ class AccumulationBlock:
         _fold(micro_batch.sums, segment, contributions)
         if isinstance(remote, SavedSegment):
             self.busy_s.setdefault(uploader, []).append(remote.busy_s)
-
-    def _finish_ready(self) -> None:
-        while self._open and self._open[0].ended.done():
-            self._finish_first()
 
     def _finish_first(self) -> None:
         """Completes the gradients of the first micro-batch that is open."""

@@ -11,7 +11,7 @@ NOTE [Sums]
    the passes before. The two are kept apart for parameters that several segments of a pass are known to use. For other
    parameters a pass has only one commit.
 5. The event loop's thread does the bookkeeping. The executor's thread does the additions, in the order of the commits,
-   and never in place: contributions may share memory.
+   and in place only into the result of an earlier addition: contributions may share memory.
 """
 
 import asyncio
@@ -67,6 +67,7 @@ class _Sum:
     total: Tensor
     pass_number: int
     last_pass: Tensor | None = None  # the sum of the last pass, not yet added to the total (Rule 4)
+    is_own: bool = False  # whether `total` is the result of an addition that nothing else refers to
 
 
 class _Round:
@@ -105,7 +106,7 @@ class _Round:
                     self._shared.clear()
                 self._shared.add(slot)
                 if entry.last_pass is None:
-                    entry.total = _added(entry.total, contributions)
+                    entry.total, entry.is_own = _added(entry.total, contributions), False
                 else:
                     entry.last_pass = _added(entry.last_pass, contributions)
 
@@ -114,6 +115,7 @@ class _Round:
         """Returns the sum of all passes by slot."""
         for entry in self._sums.values():
             _fold(entry)
+            entry.is_own = False
         return {slot: entry.total for slot, entry in self._sums.items()}
 
 
@@ -130,8 +132,13 @@ def _added(to: Tensor | None, contributions: Sequence[Tensor]) -> Tensor:
 
 
 def _fold(entry: _Sum) -> None:
-    if entry.last_pass is not None:
-        entry.total, entry.last_pass = entry.total + entry.last_pass, None
+    if entry.last_pass is None:
+        return
+    if entry.is_own:
+        entry.total.add_(entry.last_pass)
+    else:
+        entry.total, entry.is_own = _added(entry.total, [entry.last_pass]), True
+    entry.last_pass = None
 
 
 class GradientSums:
