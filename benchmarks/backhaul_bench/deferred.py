@@ -13,7 +13,7 @@ from backhaul_bench.training import Checkpoint, Training, checkpoint_of_torch, c
 MICRO_BATCH = (1, 256)
 """Batch size and length of a micro-batch."""
 MICRO_BATCHES = 8
-PLAN = Plan(most=10, warm=3, limit_s=100.0)  # the trainer's share follows the speeds measured in earlier blocks
+PLAN = Plan(most=10, warm=3, limit_s=80.0)  # the trainer's share follows the speeds measured in earlier blocks
 
 
 class AccumulatingTraining(Training):
@@ -70,6 +70,6 @@ def _measure(stage: Stage, *, is_adapted: bool) -> tuple[Rounds, str]:
         AccumulatingTraining("torch", checkpoint_of_torch, is_adapted=is_adapted),
         AccumulatingTraining("deferred", session.checkpoint, session.accumulate, is_adapted=is_adapted),
     ]
-    variants = [Alternative(training.name, training.step, training.step) for training in trainings]
+    variants = [Alternative(training.name, training.step) for training in trainings]
     rounds = interleave(variants, stage.cores, PLAN, lambda: compare(trainings))
     return rounds, on_trainer(session.report().fallbacks)
