@@ -46,6 +46,7 @@ class _MicroBatch:
     number: int
     parts: Parts
     state: ambient_state.State
+    stream: torch.cuda.Stream | None  # on which the head was computed; None on a CPU
     sums: dict[Target, Tensor]  # the folds so far, by where they arrive
     segments_left: list[RunSegment] = field(default_factory=list)
     kept: list[tuple[Uploader, dict[int, Tensor]]] = field(default_factory=list)  # per segment done: what stayed where
@@ -134,7 +135,9 @@ class AccumulationBlock:
             raise AccumulationError(f"the loss comes from another session than {self.name}")
         self._gradients.enter(parts.leaves.values())
         self.micro_batches += 1
-        micro_batch = _MicroBatch(self.micro_batches, parts, ambient_state.capture(), self._head(loss, parts))
+        stream = torch.cuda.current_stream(loss.device) if loss.is_cuda else None
+        sums = self._head(loss, parts)
+        micro_batch = _MicroBatch(self.micro_batches, parts, ambient_state.capture(), stream, sums)
         del loss
         if parts.run:
             for segment in parts.run:
@@ -231,12 +234,13 @@ class AccumulationBlock:
     def _run(self, micro_batch: _MicroBatch, uploader: Uploader) -> None:
         """Asks a worker for the next segments of a run that it stores. The worker's thread runs it."""
         try:
-            while micro_batch.segments_left and uploader not in self._failed:
-                segment = micro_batch.segments_left[0]
-                if _uploader(segment) is not uploader:
-                    self._submit(micro_batch)
-                    return
-                self._ask(micro_batch, segment, uploader)
+            with torch.cuda.stream(micro_batch.stream):  # this thread's own stream would not wait for the head
+                while micro_batch.segments_left and uploader not in self._failed:
+                    segment = micro_batch.segments_left[0]
+                    if _uploader(segment) is not uploader:
+                        self._submit(micro_batch)
+                        return
+                    self._ask(micro_batch, segment, uploader)
         except RECOVERABLE as error:
             error.__traceback__ = None
             micro_batch.error = error
