@@ -44,7 +44,7 @@ class Model(nn.Module):
         self.kind = kind
         self.embedding, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.linears = [nn.Linear(WIDTH, WIDTH) for _ in range(SEGMENTS)]
-        if kind == "tied to the head":
+        if kind in ("tied to the head", "hook between the head and its tied weight"):
             self.head.weight = self.embedding.weight
         if kind == "tied segments":
             for linear in self.linears:
@@ -81,12 +81,17 @@ class Model(nn.Module):
             y = y + first
         if self.kind == "scale of the last boundary":
             y = y * self.scale * self.linears[0].bias
+        if self.kind == "hook between the head and its tied weight":
+            weight = self.head.weight.t()
+            weight.register_hook(lambda gradient: gradient * 2)
+            return (y @ weight).square().mean()
         return self.head(y).square().mean() + auxiliary
 
 
 KINDS = [
     "plain",
     "tied to the head",
+    "hook between the head and its tied weight",
     "tied segments",
     "hooks on parameters",
     "BatchNorm",
@@ -98,7 +103,14 @@ KINDS = [
     "skip around",
     "scale of the last boundary",
 ]
-BLOCKING = {"operations between", "auxiliary loss", "skip", "skip around", "scale of the last boundary"}
+BLOCKING = {
+    "hook between the head and its tied weight",
+    "operations between",
+    "auxiliary loss",
+    "skip",
+    "skip around",
+    "scale of the last boundary",
+}
 
 
 def train(
@@ -334,6 +346,20 @@ def test_wrong_use(session: Session, worker: WorkerProcess) -> None:
         with backhaul.connect(worker.address, silence_s=QUIET_S) as other:
             block.backward(model.loss(other.checkpoint, x))
 
+    def hooked(block: AccumulationBlock) -> None:
+        handle = model.linears[1].weight.register_hook(lambda gradient: gradient * 2)
+        try:
+            block.backward(model.loss(session.checkpoint, x))
+        finally:
+            handle.remove()
+
+    def frozen(block: AccumulationBlock) -> None:
+        model.linears[1].weight.requires_grad_(False)
+        try:
+            block.flush()
+        finally:
+            model.linears[1].weight.requires_grad_(True)
+
     uses: dict[str, Callable[[AccumulationBlock], Any]] = {
         "nested": lambda block: open_another(),
         "belongs to another thread": lambda block: in_another_thread(
@@ -341,6 +367,8 @@ def test_wrong_use(session: Session, worker: WorkerProcess) -> None:
         ),
         "another thread has a block": lambda block: in_another_thread(open_another),
         "was changed inside": changed,
+        "its hooks": hooked,
+        "or requires_grad": frozen,
         "another session": of_another_session,
         "step() inside": lambda block: optimizer.step(),
         "clipping gradients inside": lambda block: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
@@ -355,6 +383,21 @@ def test_wrong_use(session: Session, worker: WorkerProcess) -> None:
         pass
     with pytest.raises(backhaul.AccumulationError, match="has ended"):
         block.backward(model.loss(session.checkpoint, x))
+
+
+def test_a_hook_that_fails_leaves_no_gradient(session: Session) -> None:
+    model, calls = Model("plain"), list[int]()
+
+    def fail(gradient: Tensor) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyError
+
+    model.linears[1].weight.register_hook(fail)
+    with pytest.raises(KeyError), session.accumulate() as block:
+        for _ in range(3):
+            block.backward(model.loss(session.checkpoint, torch.randn(8, WIDTH)))
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_nothing_is_replaced_without_a_block(session: Session) -> None:

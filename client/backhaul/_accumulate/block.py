@@ -22,7 +22,7 @@ from time import perf_counter
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 
 from backhaul._accumulate.gradients import HeldGradients
 from backhaul._accumulate.graph_parts import Parts, RunSegment, Target, divide
@@ -34,7 +34,7 @@ from backhaul._worker_client.uploader import Uploader
 from backhaul_runtime.errors import AccumulationError, BackhaulError
 from backhaul_runtime.replay.replay import Contribution
 from backhaul_runtime.torch_internals import ambient_state
-from backhaul_runtime.torch_internals.private import without_hooks
+from backhaul_runtime.torch_internals.private import next_sequence_number, without_hooks
 
 _MOST_OPEN = 4
 """Micro-batches that the trainer has not finished. `backward` finishes the first of them when there are more. None is
@@ -67,6 +67,7 @@ class AccumulationBlock:
     Attributes:
         segments: The most segments of a micro-batch.
         micro_batches: The number of micro-batches so far.
+        hooked: Nodes of tensors on which a hook was registered since the last `backward`.
         is_delivering: Whether the block is adding its gradients to `.grad` now.
         waited_s: Seconds for which the trainer waited for workers.
         trainers_segments: Segments of all micro-batches that the trainer has computed.
@@ -87,6 +88,8 @@ class AccumulationBlock:
         self._is_ours = is_ours
         self._log = log
         self._gradients = HeldGradients()
+        self.hooked: set[Node] = set()
+        self._first_sequence = next_sequence_number()
         self._threads: dict[Uploader, ThreadPoolExecutor] = {}
         self._failed: set[Uploader] = set()
         self._open: list[_MicroBatch] = []
@@ -130,7 +133,8 @@ class AccumulationBlock:
                 f"{list(loss.shape)} with requires_grad={loss.requires_grad}"
             )
         self._check_unchanged()
-        parts = divide(loss)
+        parts = divide(loss, self.hooked, self._first_sequence)
+        self.hooked.clear()
         if not all(map(self._is_ours, parts.frames)):
             raise AccumulationError(f"the loss comes from another session than {self.name}")
         self._gradients.enter(parts.leaves.values())
@@ -197,8 +201,8 @@ class AccumulationBlock:
         changed = self._gradients.changed()
         if changed is not None:
             raise AccumulationError(
-                f"a parameter of shape {list(changed.shape)} was changed inside {self.name}, so its micro-batches "
-                "would get gradients of different weights. Change weights after the block"
+                f"a parameter of shape {list(changed.shape)} was changed inside {self.name}: its values, its hooks or "
+                "requires_grad. Its micro-batches would be treated differently. Change parameters after the block"
             )
 
     def _head(self, loss: Tensor, parts: Parts) -> dict[Target, Tensor]:

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from backhaul._torch_api.fsdp import may_be_freed
 from backhaul._worker_client.uploader import Uploader
 from backhaul_runtime.errors import AccumulationError
-from backhaul_runtime.torch_internals.private import has_accumulation_hooks, version_of
+from backhaul_runtime.torch_internals.private import accumulation_hooks, has_accumulation_hooks, version_of
 
 
 @dataclass(slots=True, eq=False)
 class _Held:
     leaf: Tensor
-    version: int
+    state: object  # what must not change until the gradients are delivered
     may_sum: bool  # Rules 1 and 3
     may_stay: bool  # Rule 2. Once it is False it remains so
     owner: Uploader | None = None  # the only one whose worker may keep gradients
@@ -63,11 +63,11 @@ class HeldGradients:
                     )
                 may_sum = is_plain and leaf.grad is None
                 may_stay = may_sum and isinstance(leaf, nn.Parameter)
-                self._held[id(leaf)] = _Held(leaf, version_of(leaf), may_sum, may_stay)
+                self._held[id(leaf)] = _Held(leaf, _state(leaf), may_sum, may_stay)
 
     def changed(self) -> Tensor | None:
-        """Returns a leaf that was written to since the block has seen it first; None if there is none."""
-        return next((held.leaf for held in self._held.values() if version_of(held.leaf) != held.version), None)
+        """Returns a leaf whose values, hooks or requires_grad have changed in the block; None if there is none."""
+        return next((held.leaf for held in self._held.values() if _state(held.leaf) != held.state), None)
 
     def holds(self, leaf: Tensor) -> bool:
         """Whether the block has seen a leaf."""
@@ -132,21 +132,43 @@ class HeldGradients:
             held.has_stayed = held.is_own = False
 
     def deliver(self) -> None:
-        """Adds all gradients to `.grad` through autograd, and forgets them."""
-        held_back, self._held = self._held, {}
-        passes: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        for held in held_back.values():
-            if is_distributed:
+        """Adds all gradients to `.grad` through autograd, and forgets them.
+
+        Leaves with hooks come first. If a hook raises an error, their `.grad` becomes what it was.
+        """
+        held_back, self._held = list(self._held.values()), {}
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            for held in held_back:
                 _add_earlier(held)
-            if held.may_sum and all(gradient.layout is torch.strided for _, gradient in held.gradients):
-                held.gradients[:] = _folded(held.gradients)
-            for micro_batch, gradient in held.gradients:
-                passes.setdefault(micro_batch, []).append((held.leaf, gradient))
-            held.gradients.clear()
-        for number in sorted(passes):
-            leaves, gradients = zip(*passes.pop(number), strict=True)
-            torch.autograd.backward(leaves, gradients)
+        hooked = [held for held in held_back if has_accumulation_hooks(held.leaf)]
+        present = [held.leaf.grad for held in hooked]
+        before = [None if gradient is None else gradient.clone() for gradient in present]
+        try:
+            _deliver(hooked)
+        except BaseException:
+            for held, gradient, values in zip(hooked, present, before, strict=True):
+                if gradient is not None and values is not None:
+                    gradient.copy_(values)
+                held.leaf.grad = gradient
+            raise
+        _deliver([held for held in held_back if held not in hooked])
+
+
+def _state(leaf: Tensor) -> object:
+    return version_of(leaf), leaf.requires_grad, accumulation_hooks(leaf)
+
+
+def _deliver(held_back: Iterable[_Held]) -> None:
+    passes: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    for held in held_back:
+        if held.may_sum and all(gradient.layout is torch.strided for _, gradient in held.gradients):
+            held.gradients[:] = _folded(held.gradients)
+        for micro_batch, gradient in held.gradients:
+            passes.setdefault(micro_batch, []).append((held.leaf, gradient))
+        held.gradients.clear()
+    for number in sorted(passes):
+        leaves, gradients = zip(*passes.pop(number), strict=True)
+        torch.autograd.backward(leaves, gradients)
 
 
 def _folded(gradients: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:

@@ -75,11 +75,13 @@ class Parts:
     frames: Sequence[Frame]
 
 
-def divide(loss: Tensor) -> Parts:
+def divide(loss: Tensor, hooked: Set[Node], since: int) -> Parts:
     """Divides the graph of a loss.
 
     Args:
         loss: A differentiable tensor with a graph.
+        hooked: Nodes of tensors on which a hook was registered since the block began.
+        since: The sequence number of the first node that was created in the block.
     """
     assert loss.grad_fn is not None
     everything = _reached([loss.grad_fn])
@@ -89,7 +91,7 @@ def divide(loss: Tensor) -> Parts:
     run, reason = _run(segments)
     if run:
         try:
-            return _parts(loss.grad_fn, everything, leaves, run, frames)
+            return _parts(loss.grad_fn, everything, leaves, run, frames, hooked, since)
         except Refusal as refusal:
             reason = refusal.reason
     return Parts((), reason, list(leaves), (), (), (), (), leaves, frames)
@@ -101,6 +103,8 @@ def _parts(
     leaves: dict[Target, Tensor],
     run: Sequence[GraftEdges],
     frames: Sequence[Frame],
+    hooked: Set[Node],
+    since: int,
 ) -> Parts:
     inner = {node for edges in run for node in edges.nodes}
     below = _reached({target[0] for edges in run for _, target in edges.contributions} - inner)
@@ -117,6 +121,9 @@ def _parts(
         )
     if any(target != run[0].target and target[0] not in sides for target in crossing):
         raise Refusal("a tensor that a segment takes or returns is used after the last segment as well")
+    # Autograd calls a tensor's hooks where a gradient ends and where one begins: twice where the head is interrupted.
+    if any(node in sides and (node in hooked or sequence_number(node) < since) for node, _ in crossing):
+        raise Refusal("a tensor computed from a parameter of a segment has a hook, or was made before the block")
     by_part = [
         [(sequence_number(node), target) for node in head for target in _targets(node)],
         [(edges.numbers[index], target) for edges in run for index, target in edges.contributions],

@@ -2,7 +2,8 @@
 
 NOTE [Guards]
 1. While any block is open, names of torch lead here: `torch.autograd.backward`, which `Tensor.backward` calls; what all
-   of torch's clipping functions call, also where they were imported by name; and two methods of `GradScaler`. They
+   of torch's clipping functions call, also where they were imported by name; two methods of `GradScaler`; and the
+   methods of a tensor that register hooks, of which the block must know. They
    concern the block of the calling thread, and behave as always in other threads.
 2. A hook that torch runs before the steps of all optimizers sees those of the block's parameters.
 3. Code that reads `.grad` itself cannot be detected. It sees what was there before the block.
@@ -42,6 +43,8 @@ class _Guards:
                 self._replace(torch.nn.utils.clip_grad, name, _refusing("clipping gradients"))
             self._replace(torch.amp.GradScaler, "unscale_", _refusing("GradScaler.unscale_()"))
             self._replace(torch.amp.GradScaler, "step", _refusing("GradScaler.step()"))
+            for name in ("register_hook", "retain_grad"):
+                self._replace(torch.Tensor, name, _noting_the_node)
             self._undo.append(register_optimizer_step_pre_hook(_check_step).remove)
 
     def leave(self) -> None:
@@ -89,6 +92,19 @@ def _refusing(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return guarded
 
     return decorated
+
+
+def _noting_the_node(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method that registers a hook, and tells the block, because nodes do not show their hooks."""
+
+    @functools.wraps(method)
+    def guarded(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        block = _present()
+        if block is not None and tensor.grad_fn is not None:
+            block.hooked.add(tensor.grad_fn)
+        return method(tensor, *args, **kwargs)
+
+    return guarded
 
 
 def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -152,7 +152,13 @@ def saved_other(node: Any) -> Tensor | None:
 
 def has_accumulation_hooks(parameter: Tensor) -> bool:
     """Whether a leaf has a hook that runs before or after its gradient is added to `.grad`."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+    return any(accumulation_hooks(parameter))
+
+
+def accumulation_hooks(parameter: Tensor) -> tuple[tuple[tuple[int, Any], ...], ...]:
+    """Returns a leaf's hooks by their numbers: those that run before its gradient is accumulated, and those after."""
+    registered = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    return tuple([tuple((hooks or {}).items()) for hooks in registered])
 
 
 def is_plain_backward() -> bool:
