@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,72 @@ def test_two_workers(worker: WorkerProcess, own_worker: WorkerProcess) -> None:
     with backhaul.connect(f"{worker.address},{own_worker.address}", silence_s=QUIET_S) as session:
         assert differing(trained(session, kind="tied to the head"), train(plainly, kind="tied to the head")) == []
         assert all(worker.uploader.uncollected._round > 1 for worker in session._workers)
+
+
+@pytest.mark.slow
+def test_runs_of_different_lengths_on_two_workers(worker: WorkerProcess, own_worker: WorkerProcess) -> None:
+    def gradients(checkpoint: Checkpoint, session: Session | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        segments, results = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6)), list[Tensor]()
+        for _ in range(4):
+            block = session.accumulate() if session is not None else nullcontext()
+            with block as step:
+                for number in range(6):
+                    y = torch.randn(8, WIDTH)
+                    for segment in segments[: 6 if number % 2 else 3]:
+                        y = checkpoint(segment, y).tanh() if number == 5 else checkpoint(segment, y)
+                    loss = y.square().mean()
+                    loss.backward() if step is None else step.backward(loss)
+            results += [grad_of(parameter).clone() for parameter in segments.parameters()]
+            segments.zero_grad()
+        return results
+
+    with backhaul.connect(f"{worker.address},{own_worker.address}", silence_s=QUIET_S) as session:
+        assert differing(gradients(session.checkpoint, session), gradients(plainly, None)) == []
+
+
+@pytest.mark.slow
+def test_a_parameter_with_a_part_of_another_gradient(session: Session) -> None:
+    def gradients(checkpoint: Checkpoint, accumulate: Any = None) -> list[Tensor]:
+        torch.manual_seed(0)
+        one, other = (nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
+        with nullcontext() if accumulate is None else accumulate() as step:
+            for _ in range(4):
+                x = torch.randn(8, WIDTH)
+                y = checkpoint(lambda x: torch.tanh(x @ one) @ torch.cat([one, other]).view(WIDTH, -1).sin(), x)
+                loss = y.square().mean()
+                loss.backward() if step is None else step.backward(loss)
+        return [grad_of(one), grad_of(other)]
+
+    assert differing(gradients(session.checkpoint, session.accumulate), gradients(plainly)) == []
+
+
+def test_backward_under_autocast(session: Session) -> None:
+    def gradients(checkpoint: Checkpoint, accumulate: Any = None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Model("plain")
+        with torch.autocast("cpu", torch.bfloat16), nullcontext() if accumulate is None else accumulate() as step:
+            for _ in range(6):
+                with torch.autocast("cpu", enabled=False):
+                    loss = model.loss(checkpoint, torch.randn(8, WIDTH))
+                    loss.backward() if step is None else step.backward(loss)
+        return [grad_of(parameter) for parameter in model.parameters() if parameter is not model.scale]
+
+    assert differing(gradients(session.checkpoint, session.accumulate), gradients(plainly)) == []
+
+
+def test_an_error_that_is_caught_inside_a_block(session: Session) -> None:
+    model = Model("plain")
+    with pytest.raises(backhaul.AccumulationError, match="incomplete"), session.accumulate() as block:
+        for number in range(7):
+            y = model.embedding(torch.randn(8, WIDTH))
+            if number == 1:
+                y.register_hook(lambda gradient: (_ for _ in ()).throw(KeyError("once")))
+            for segment in model.segments:
+                y = session.checkpoint(segment, y)
+            with suppress(KeyError):
+                block.backward(model.head(y).square().mean())
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.slow

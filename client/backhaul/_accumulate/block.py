@@ -2,22 +2,25 @@
 
 NOTE [Deferred]
 1. `backward` differentiates the head of a micro-batch and queues the run (NOTE [Parts]). A thread for each worker asks
-   that worker for the segments of the run, one after the other, micro-batch by micro-batch. No thread but the caller's
-   ever runs autograd.
+   that worker for the segments of the run, one after the other. No thread but the caller's ever runs autograd.
 2. The caller's thread finishes micro-batches in their order: in a later `backward`, and when the block ends. It
    computes what a worker could not, and the tail.
-3. When a run fails, its worker's thread takes no further ones, and nothing stays on any worker for the rest of the
-   block: later gradients of a parameter must not be added up before earlier ones.
+3. Later gradients of a parameter must not be added up before earlier ones. So each thread gets its parts of runs in the
+   order of the micro-batches, and waits for the part before. When a run fails, its worker's thread takes no further
+   ones, and nothing more stays on any worker in the block.
 4. The gradients that workers have kept are fetched when the block ends, or when a run has failed. If they are lost, the
    trainer computes them again, from the gradient with which each run began.
 5. Nothing reaches `.grad` before the end, so a block that ends by an exception leaves nothing there.
 """
 
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -51,8 +54,9 @@ class _MicroBatch:
     segments_left: list[RunSegment] = field(default_factory=list)
     kept: list[tuple[Uploader, dict[int, Tensor]]] = field(default_factory=list)  # per segment done: what stayed where
     first_gradient: Tensor | None = None  # with which the run began
-    ended: "Future[None]" = field(default_factory=Future)
-    error: BackhaulError | None = None
+    ended: "Future[None] | None" = None  # the last part of the run that was queued
+    is_stopped: bool = False
+    error: Exception | None = None
 
 
 class AccumulationBlock:
@@ -68,7 +72,7 @@ class AccumulationBlock:
         segments: The most segments of a micro-batch.
         micro_batches: The number of micro-batches so far.
         hooked: Nodes of tensors on which a hook was registered since the last `backward`.
-        is_delivering: Whether the block is adding its gradients to `.grad` now.
+        is_working: Whether autograd works for the block now.
         waited_s: Seconds for which the trainer waited for workers.
         trainers_segments: Segments of all micro-batches that the trainer has computed.
         trainers_s: Seconds of the tails, in which the trainer computes its share.
@@ -91,11 +95,12 @@ class AccumulationBlock:
         self.hooked: set[Node] = set()
         self._first_sequence = next_sequence_number()
         self._threads: dict[Uploader, ThreadPoolExecutor] = {}
+        self._last: dict[Uploader, Future[None]] = {}  # the last part of a run that each thread was given
         self._failed: set[Uploader] = set()
         self._open: list[_MicroBatch] = []
         self._finished: list[_MicroBatch] = []  # those of which a worker keeps gradients
         self._is_open = True
-        self.is_delivering = False
+        self.is_working = self._has_failed = False
         self.segments = self.micro_batches = self.trainers_segments = 0
         self.waited_s = self.trainers_s = 0.0
         self.busy_s: dict[Uploader, list[float]] = {}
@@ -132,17 +137,22 @@ class AccumulationBlock:
                 f"backward() in {self.name} needs a scalar loss with a graph, not a tensor of shape "
                 f"{list(loss.shape)} with requires_grad={loss.requires_grad}"
             )
+        with self._working():
+            self._backward(loss)
+
+    def _backward(self, loss: Tensor) -> None:
         self._check_unchanged()
         parts = divide(loss, self.hooked, self._first_sequence)
         self.hooked.clear()
-        if not all(map(self._is_ours, parts.frames)):
-            raise AccumulationError(f"the loss comes from another session than {self.name}")
+        for frame in parts.frames:
+            if not self._is_ours(frame):
+                raise AccumulationError(f"the loss comes from another session than {self.name}")
+            frame.is_in_block = True
         self._gradients.enter(parts.leaves.values())
         self.micro_batches += 1
         stream = torch.cuda.current_stream(loss.device) if loss.is_cuda else None
         sums = self._head(loss, parts)
         micro_batch = _MicroBatch(self.micro_batches, parts, ambient_state.capture(), stream, sums)
-        del loss
         if parts.run:
             for segment in parts.run:
                 segment.frame.check_backward()
@@ -150,15 +160,11 @@ class AccumulationBlock:
             micro_batch.segments_left = list(parts.run)
             micro_batch.first_gradient = micro_batch.sums.get(parts.run[0].target)
             self._plan(parts)
-            for uploader in filter(None, map(_uploader, parts.run)):
-                if uploader not in self._threads:
-                    self._threads[uploader] = ThreadPoolExecutor(1, "backhaul-deferred")
             self._submit(micro_batch)
         else:
             self._log.blocked(parts.reason)
             for leaf in parts.leaves.values():
                 self._gradients.plan(leaf, None)
-            micro_batch.ended.set_result(None)
         self._open.append(micro_batch)
         while len(self._open) > _MOST_OPEN:
             self._finish_first()
@@ -166,15 +172,22 @@ class AccumulationBlock:
     def flush(self) -> None:
         """Finishes all micro-batches, and adds their gradients to `.grad`."""
         self._check_use()
-        while self._open:
-            self._finish_first()
-        self._collect()
-        self._check_unchanged()
-        self.is_delivering = True
-        try:
+        with self._working():
+            while self._open:
+                self._finish_first()
+            self._collect()
+            self._check_unchanged()
             self._gradients.deliver()
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Notes that autograd works for the block, and that the block is incomplete if that raises an error."""
+        self.is_working, self._has_failed = True, True
+        try:
+            yield
         finally:
-            self.is_delivering = False
+            self.is_working = False
+        self._has_failed = False
 
     def close(self, *, is_failed: bool) -> None:
         """Ends the block: delivers all gradients, or drops everything if the block has failed."""
@@ -196,22 +209,27 @@ class AccumulationBlock:
             raise AccumulationError(f"{self.name} has ended: call backward() inside it")
         if (os.getpid(), threading.get_ident()) != self._thread:
             raise AccumulationError(f"{self.name} belongs to another thread or process: open a block in each")
+        if self._has_failed:
+            raise AccumulationError(f"{self.name} is incomplete after an error in it: leave the block and run it again")
 
     def _check_unchanged(self) -> None:
         changed = self._gradients.changed()
         if changed is not None:
             raise AccumulationError(
-                f"a parameter of shape {list(changed.shape)} was changed inside {self.name}: its values, its hooks or "
-                "requires_grad. Its micro-batches would be treated differently. Change parameters after the block"
+                f"a parameter of shape {list(changed.shape)} was changed inside {self.name}: its values, its hooks, "
+                "its .grad or requires_grad. Its micro-batches would be treated differently. Change it after the block"
             )
 
     def _head(self, loss: Tensor, parts: Parts) -> dict[Target, Tensor]:
         """Differentiates the head. Returns what it contributes to leaves, and to the run."""
         with without_hooks(parts.leaves.values()):
-            sums = _gradients([loss], None, parts.head)
+            sums = _gradients([loss], None, parts.head, is_shared=parts.has_custom)
             if sides := [target for target in parts.sides if target in sums]:
                 sums |= _gradients(
-                    [GradientEdge(*target) for target in sides], [sums.pop(t) for t in sides], parts.shared
+                    [GradientEdge(*target) for target in sides],
+                    [sums.pop(target) for target in sides],
+                    parts.shared,
+                    is_shared=parts.has_custom,
                 )
         return sums
 
@@ -227,33 +245,38 @@ class AccumulationBlock:
             self._gradients.plan(leaf, _uploader(segments.pop()) if len(segments) == 1 else None)
 
     def _submit(self, micro_batch: _MicroBatch) -> None:
-        """Queues the rest of a run, up to the next change of the worker. Its end queues what follows."""
-        uploader = _uploader(micro_batch.segments_left[0])
-        if uploader is None or uploader in self._failed:
-            self._gradients.stop_keeping()
-            micro_batch.ended.set_result(None)
-        else:
-            self._threads[uploader].submit(self._run, micro_batch, uploader)
+        """Queues the run. Each worker's thread gets its parts of runs in the order of the micro-batches (Rule 3)."""
+        for uploader, segments in itertools.groupby(micro_batch.parts.run, _uploader):
+            if uploader is None or uploader in self._failed:
+                self._gradients.stop_keeping()
+                return
+            if uploader not in self._threads:
+                self._threads[uploader] = ThreadPoolExecutor(1, "backhaul-deferred")
+            run = partial(self._run, micro_batch, uploader, len(list(segments)), micro_batch.ended)
+            try:
+                micro_batch.ended = self._last[uploader] = self._threads[uploader].submit(run)
+            except RuntimeError:  # the interpreter is shutting down and starts no more work in threads
+                self._gradients.stop_keeping()
+                return
 
-    def _run(self, micro_batch: _MicroBatch, uploader: Uploader) -> None:
-        """Asks a worker for the next segments of a run that it stores. The worker's thread runs it."""
+    def _run(
+        self, micro_batch: _MicroBatch, uploader: Uploader, segments: int, previous: "Future[None] | None"
+    ) -> None:
+        """Asks a worker for the next segments of a run. The worker's thread runs it, after the part before it."""
+        if previous is not None:
+            wait([previous])
         try:
             with torch.cuda.stream(micro_batch.stream):  # this thread's own stream would not wait for the head
-                while micro_batch.segments_left and uploader not in self._failed:
-                    segment = micro_batch.segments_left[0]
-                    if _uploader(segment) is not uploader:
-                        self._submit(micro_batch)
+                for _ in range(segments):
+                    if micro_batch.error is not None or micro_batch.is_stopped or uploader in self._failed:
+                        micro_batch.is_stopped = True
                         return
-                    self._ask(micro_batch, segment, uploader)
-        except RECOVERABLE as error:
+                    self._ask(micro_batch, micro_batch.segments_left[0], uploader)
+        except Exception as error:  # the caller's thread deals with it
             error.__traceback__ = None
             micro_batch.error = error
             self._failed.add(uploader)
             self._gradients.stop_keeping()
-        except BaseException as error:  # a bug of ours must reach the caller, who waits
-            micro_batch.ended.set_exception(error)
-            return
-        micro_batch.ended.set_result(None)
 
     def _ask(self, micro_batch: _MicroBatch, segment: RunSegment, uploader: Uploader) -> None:
         frame, remote = segment.frame, segment.frame.remote
@@ -283,24 +306,28 @@ class AccumulationBlock:
         """Completes the gradients of the first micro-batch that is open."""
         micro_batch = self._open[0]
         started = perf_counter()
-        micro_batch.ended.result()
+        if micro_batch.ended is not None:
+            wait([micro_batch.ended])
         waited_s = perf_counter() - started
         self.waited_s += waited_s
         self._log.wait(waited_s)
         parts, sums = micro_batch.parts, micro_batch.sums
         if micro_batch.error is not None:
+            if not isinstance(micro_batch.error, RECOVERABLE):
+                raise micro_batch.error
             micro_batch.segments_left[0].frame.lost(micro_batch.error)
             self._collect()
         done = len(parts.run) - len(micro_batch.segments_left)
         for segment in micro_batch.segments_left:
             gradient = sums.get(segment.target)
             if gradient is not None:
-                _fold(sums, segment, _on_trainer(segment, gradient))
+                _fold(sums, segment, _on_trainer(segment, gradient, micro_batch.state))
         micro_batch.segments_left.clear()
         for segment in parts.run[:done]:
             segment.frame.release_remote()
         started = perf_counter()
-        self._tail(parts, sums)
+        with _under(micro_batch.state):
+            self._tail(parts, sums)
         self.trainers_s += perf_counter() - started
         self.trainers_segments += len(parts.frames) - len(parts.run)
         for target, leaf in parts.leaves.items():
@@ -320,13 +347,13 @@ class AccumulationBlock:
         roots += [target for target in parts.tail if target in sums]
         edges = [GradientEdge(*target) for target in roots]
         with without_hooks(parts.leaves.values()):
-            sums |= _gradients(edges, [sums.pop(target) for target in roots], parts.tail)
+            sums |= _gradients(edges, [sums.pop(target) for target in roots], parts.tail, is_shared=parts.has_custom)
 
     def _collect(self) -> None:
         """Fetches the gradients that workers have kept, or computes them again (Rule 4)."""
         lost = set[Uploader]()
-        for uploader, thread in self._threads.items():
-            thread.submit(int).result()  # waits until the worker's thread is idle
+        for uploader, last in self._last.items():
+            wait([last])  # until the worker's thread is idle
             try:
                 sums = uploader.uncollected.collect(lambda size_bytes: self._log.traffic(down_bytes=size_bytes))
             except BackhaulError as error:
@@ -340,8 +367,7 @@ class AccumulationBlock:
             sums_again: dict[int, Tensor] = {}
             for micro_batch in sorted(keeping, key=lambda micro_batch: micro_batch.number):
                 for parameter, gradient in _computed_again(micro_batch, lost):
-                    known = sums_again.get(id(parameter))
-                    sums_again[id(parameter)] = gradient if known is None else known + gradient
+                    sums_again[id(parameter)] = _plus(sums_again.get(id(parameter)), gradient)
             self._gradients.put_first(sums_again)
         for micro_batch in keeping:
             micro_batch.kept = [(uploader, {}) for uploader, _ in micro_batch.kept]
@@ -349,11 +375,26 @@ class AccumulationBlock:
 
 
 def _gradients(
-    outputs: Sequence[Tensor] | Sequence[GradientEdge], gradients: Sequence[Tensor] | None, targets: Sequence[Target]
+    outputs: Sequence[Tensor] | Sequence[GradientEdge],
+    gradients: Sequence[Tensor] | None,
+    targets: Sequence[Target],
+    *,
+    is_shared: bool,
 ) -> dict[Target, Tensor]:
-    """Differentiates outputs down to targets. Returns the gradients that reach any."""
+    """Differentiates outputs down to targets. Returns the gradients that reach any.
+
+    Args:
+        outputs: The outputs, or edges that lead to them.
+        gradients: The gradients of the outputs; None for a loss.
+        targets: Where the gradients are taken.
+        is_shared: Whether a custom function may write to a gradient later that it has returned.
+    """
     reached = torch.autograd.grad(outputs, [GradientEdge(*target) for target in targets], gradients, allow_unused=True)
-    return {target: gradient for target, gradient in zip(targets, reached, strict=True) if gradient is not None}
+    return {
+        target: gradient.clone() if is_shared else gradient
+        for target, gradient in zip(targets, reached, strict=True)
+        if gradient is not None
+    }
 
 
 def _uploader(segment: RunSegment) -> Uploader | None:
@@ -362,9 +403,24 @@ def _uploader(segment: RunSegment) -> Uploader | None:
     return remote.uploader if isinstance(remote, SavedSegment) else None
 
 
-@torch.no_grad()  # as autograd runs backward
-def _on_trainer(segment: RunSegment, gradient: Tensor) -> list[Contribution]:
-    return segment.frame.gradients({0: gradient}, {})
+@contextmanager
+def _under(state: ambient_state.State) -> Iterator[None]:
+    """Runs under the ambient settings of a micro-batch's own `backward`."""
+    with ambient_state.restored():
+        ambient_state.apply(state, ambient_state.capture())
+        yield
+
+
+def _on_trainer(segment: RunSegment, gradient: Tensor, state: ambient_state.State) -> list[Contribution]:
+    with torch.no_grad(), _under(state):  # as autograd runs backward
+        return segment.frame.gradients({0: gradient}, {})
+
+
+def _plus(total: Tensor | None, gradient: Tensor) -> Tensor:
+    """Adds as autograd does, which puts a sparse gradient second."""
+    if total is None:
+        return gradient
+    return gradient + total if total.is_sparse and not gradient.is_sparse else total + gradient
 
 
 def _fold(sums: dict[Target, Tensor], segment: RunSegment, contributions: Sequence[Contribution]) -> None:
@@ -373,8 +429,7 @@ def _fold(sums: dict[Target, Tensor], segment: RunSegment, contributions: Sequen
     for index, target in segment.contributions:
         gradient = contributions[index].gradient
         if gradient is not None:
-            known = sums.get(target)
-            sums[target] = gradient if known is None else known + gradient
+            sums[target] = _plus(sums.get(target), gradient)
 
 
 def _computed_again(micro_batch: _MicroBatch, lost: Set[Uploader]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -389,7 +444,7 @@ def _computed_again(micro_batch: _MicroBatch, lost: Set[Uploader]) -> Iterator[t
         gradient = sums.get(segment.target)
         if gradient is None:
             continue
-        _fold(sums, segment, _on_trainer(segment, gradient))
+        _fold(sums, segment, _on_trainer(segment, gradient, micro_batch.state))
         if uploader in lost:
             wanted = {id(parameter): parameter for parameter in kept.values()}
             for target in {target for _, target in segment.contributions}:

@@ -135,6 +135,9 @@ class HeldGradients:
         """Adds all gradients to `.grad` through autograd, and forgets them.
 
         Leaves with hooks come first. If a hook raises an error, their `.grad` becomes what it was.
+
+        Raises:
+            AccumulationError: A hook has changed a parameter.
         """
         held_back, self._held = list(self._held.values()), {}
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -143,8 +146,14 @@ class HeldGradients:
         hooked = [held for held in held_back if has_accumulation_hooks(held.leaf)]
         present = [held.leaf.grad for held in hooked]
         before = [None if gradient is None else gradient.clone() for gradient in present]
+        settings = [_settings(held.leaf) for held in held_back]
         try:
             _deliver(hooked)
+            if settings != [_settings(held.leaf) for held in held_back]:
+                raise AccumulationError(
+                    "a hook of a parameter has changed a parameter when a block ended. Its other micro-batches were "
+                    "computed before: step optimizers after the block, and not in hooks"
+                )
         except BaseException:
             for held, gradient, values in zip(hooked, present, before, strict=True):
                 if gradient is not None and values is not None:
@@ -155,6 +164,11 @@ class HeldGradients:
 
 
 def _state(leaf: Tensor) -> object:
+    gradient = leaf.grad
+    return _settings(leaf), None if gradient is None else (id(gradient), version_of(gradient))
+
+
+def _settings(leaf: Tensor) -> object:
     return version_of(leaf), leaf.requires_grad, accumulation_hooks(leaf)
 
 

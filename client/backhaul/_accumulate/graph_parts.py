@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from backhaul._backward.frame import Frame
-from backhaul._forward.graft import GraftEdges, graft_edges
+from backhaul._forward.graft import GraftEdges, graft_edges, is_own_node
 from backhaul_runtime.errors import Refusal
+from backhaul_runtime.torch_internals.graph_uses import is_custom
 from backhaul_runtime.torch_internals.private import leaf_of, sequence_number
 
 Target = tuple[Node, int]
@@ -62,6 +63,7 @@ class Parts:
         tail: Leaves that the tail contributes to.
         leaves: All leaves that the loss leads to, by their target.
         frames: The frames of all segments that the loss leads to.
+        has_custom: Whether the loss leads to custom autograd functions other than ours.
     """
 
     run: Sequence[RunSegment]
@@ -73,6 +75,7 @@ class Parts:
     tail: Sequence[Target]
     leaves: dict[Target, Tensor]
     frames: Sequence[Frame]
+    has_custom: bool
 
 
 def divide(loss: Tensor, hooked: Set[Node], since: int) -> Parts:
@@ -94,7 +97,7 @@ def divide(loss: Tensor, hooked: Set[Node], since: int) -> Parts:
             return _parts(loss.grad_fn, everything, leaves, run, frames, hooked, since)
         except Refusal as refusal:
             reason = refusal.reason
-    return Parts((), reason, list(leaves), (), (), (), (), leaves, frames)
+    return Parts((), reason, list(leaves), (), (), (), (), leaves, frames, _has_custom(everything))
 
 
 def _parts(
@@ -142,7 +145,12 @@ def _parts(
         tail=[target for target in {target for _, target in by_part[2]} if target in leaves],
         leaves=leaves,
         frames=frames,
+        has_custom=_has_custom(everything),
     )
+
+
+def _has_custom(nodes: Iterable[Node]) -> bool:
+    return any(is_custom(node) and not is_own_node(node) for node in nodes)
 
 
 def _leading_only_to(ends: Set[Target], nodes: Collection[Node]) -> set[Node]:

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from backhaul._accumulate.block import AccumulationBlock
 from backhaul_runtime.errors import AccumulationError
+from backhaul_runtime.torch_internals.private import backward_task_id
 
 _TOO_EARLY = "{what} inside {block}, whose gradients are complete only when it ends. Call it after the block"
 
@@ -61,8 +62,7 @@ class _Guards:
 
 def _present() -> AccumulationBlock | None:
     """Returns the open block of the calling thread."""
-    block: AccumulationBlock | None = getattr(_thread, "block", None)
-    return block
+    return _blocks.get(threading.get_ident())
 
 
 def _finishing_first(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,7 +71,8 @@ def _finishing_first(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         block = _present()
-        if block is not None and not block.is_delivering:
+        # A backward inside a backward, of the block or of the user, belongs to that one.
+        if block is not None and not block.is_working and backward_task_id() < 0:
             block.flush()
         return backward(*args, **kwargs)
 
@@ -114,7 +115,7 @@ def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 _guards = _Guards()
-_thread = threading.local()
+_blocks: dict[int, AccumulationBlock] = {}  # by the thread that opened it; another one may end a generator
 
 
 @contextmanager
@@ -124,13 +125,13 @@ def open_block(block: AccumulationBlock) -> Iterator[None]:
     Raises:
         AccumulationError: A block is open in this thread already.
     """
-    outer: AccumulationBlock | None = getattr(_thread, "block", None)
+    outer, thread = _present(), threading.get_ident()
     if outer is not None:
         raise AccumulationError(f"{outer.name} is open in this thread already: blocks can't be nested")
     _guards.enter()
-    _thread.block = block
+    _blocks[thread] = block
     try:
         yield
     finally:
-        _thread.block = None
+        del _blocks[thread]
         _guards.leave()

@@ -150,6 +150,7 @@ class Frame:
         is_mutated: Whether the call wrote to a tensor that its selective-checkpoint policy keeps.
         remote: The worker's side; None if no worker has the segment.
         local_reason: Why the trainer recomputes the segment; empty if that is not decided.
+        is_in_block: Whether an accumulation block runs the backward: a whole one, although it uses `autograd.grad`.
     """
 
     call: CheckpointedCall
@@ -163,6 +164,7 @@ class Frame:
     is_mutated: bool = False
     remote: RemoteSegment | None = None
     local_reason: str = ""
+    is_in_block: bool = False
     _here: dict[int, Callable[[], Tensor]] = field(default_factory=dict, init=False)
     _incoming: SavedTensorStream | None = field(default=None, init=False)
     _wanted: set[int] = field(default_factory=set, init=False)
@@ -298,7 +300,8 @@ class Frame:
 
     def check_backward(self) -> None:
         """Raises RuntimeError for a backward that torch's checkpoint rejects too."""
-        self.call.check_backward()
+        if not self.is_in_block:
+            self.call.check_backward()
         if self.is_mutated:
             raise RuntimeError(MUTATED)
         for reference, version in self.arguments:

@@ -6,6 +6,7 @@ then confirms or refutes the prediction. A wrong prediction only costs work on t
 """
 
 import functools
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -104,6 +105,8 @@ class CallSite:
     _sources: list[_Source] = field(default_factory=list)
     _is_steady: bool = False
     _trusts_versions: bool = True
+    # Guards what is known of the last call, because several threads may call one module.
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def learn(
         self, program: Program, recording: Recording, tensors: Sequence[Tensor], arguments: Sequence[Tensor]
@@ -121,6 +124,12 @@ class CallSite:
             changed
                 since the last call. That function may wait for an accelerator.
         """
+        with self._lock:
+            return self._learn(program, recording, tensors, arguments)
+
+    def _learn(
+        self, program: Program, recording: Recording, tensors: Sequence[Tensor], arguments: Sequence[Tensor]
+    ) -> tuple[EncodedProgram, Callable[[], list[bytes]]]:
         positions = {id(tensor): index for index, tensor in enumerate(arguments)}
         before = self.last
         numbers = numbers_in(program)
@@ -161,6 +170,10 @@ class CallSite:
             arguments: The tensors among its arguments.
             hold: Copies a tensor that may change.
         """
+        with self._lock:
+            return self._predict(arguments, hold)
+
+    def _predict(self, arguments: Sequence[Tensor], hold: Hold) -> "Predicted | None":
         if self.last is None or not self._is_steady:
             return None
         program, sources = self.last.program, []

@@ -137,6 +137,11 @@ class GraftEdges:
         graft.frame = lambda: None
 
 
+def is_own_node(node: Node) -> bool:
+    """Whether a node was made by Backhaul."""
+    return is_node_of(node, _Graft) or is_node_of(node, _StandIn) or is_history_node(node)
+
+
 def graft_edges(node: Node) -> GraftEdges | None:
     """Returns what a node contributes to if it is a graft; None for other nodes, and for a graft that was consumed."""
     graft: Any = node

@@ -32,6 +32,7 @@ def contributions_in(
     - A gradient has the dtype and the shape that its use of the source requires, and is on that type of device. A
       gradient of rank 0 may be on another device: autograd moves it.
     - A source whose contributions were requested as a sum has a gradient at its first use only.
+    - Of a source either all contributions have stayed on the worker or none.
     - Only contributions that may stay on the worker have stayed there, and no gradient was sent for them.
 
     Only the worker knows which of several gradients with equal dtype and shape belongs to which use, and whether a use
@@ -68,6 +69,11 @@ def contributions_in(
         if contribution.source in summed and index and sources[index - 1] == contribution.source:
             raise TransferError(f"source {contribution.source} has two contributions, but their sum was requested")
         views.append(decode_view(contribution.view))
+    both = {c.source for c in result.contributions if c.kept} & {
+        c.source for c in result.contributions if c.HasField("view")
+    }
+    if both:
+        raise TransferError(f"the worker kept some gradients of the sources {sorted(both)}, and sent others")
     gradients = _unbundled(tensors, views)
     for index, gradient in gradients.items():
         source, layout = due[index]

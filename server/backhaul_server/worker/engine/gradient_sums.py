@@ -306,7 +306,8 @@ def _without(
     """Returns a result without the contributions that can stay on the worker, and those contributions by slot.
 
     A tensor can stay if it is not a view of larger memory, and if each contribution that uses it belongs to a parameter
-    of the same shape and dtype that has a slot.
+    of the same shape and dtype that has a slot. Of a parameter either all contributions stay or none: the trainer could
+    not add one to a sum in its place.
     """
 
     def can_stay(outgoing: OutgoingTensor, source: int) -> bool:
@@ -318,11 +319,15 @@ def _without(
         return is_like and held_bytes <= outgoing.layout.span_bytes + ALIGNMENT_BYTES
 
     bundle = result.bundle
-    sent = {
-        view.tensor_index
-        for view in bundle.views
-        if view.layout is not None or not can_stay(bundle.tensors[view.tensor_index], result.sources[view.position])
-    }
+    sent, leaving, before = set[int](), set[int](), -1
+    while before < len(sent) + len(leaving):
+        before = len(sent) + len(leaving)
+        for view in bundle.views:
+            source, index = result.sources[view.position], view.tensor_index
+            is_whole = view.layout is None and can_stay(bundle.tensors[index], source)
+            if not is_whole or index in sent or source in leaving:
+                sent.add(index)
+                leaving.add(source)
     contributions: dict[int, list[Tensor]] = {}
     kept = sorted((view.position, view.tensor_index) for view in bundle.views if view.tensor_index not in sent)
     for position, index in kept:
