@@ -13,8 +13,8 @@ import pytest
 from conftest import wait_until
 from support.processes import WorkerProcess
 
-SMALL = ["--layers", "2", "--width", "64", "--context", "64", "--batch", "2"]
-VARIANTS = ["no checkpointing", "torch checkpoint", "backhaul activations", "backhaul gradients"]
+SMALL = ["--layers", "2", "--width", "64", "--context", "256", "--batch", "2"]
+VARIANTS = ["no checkpointing", "torch checkpoint", "backhaul activations", "backhaul gradients", "backhaul deferred"]
 
 
 def demo(*options: str) -> "subprocess.Popen[str]":
@@ -23,11 +23,11 @@ def demo(*options: str) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.slow
-def test_all_four_variants_are_bitwise_equal(tmp_path: Path) -> None:
+def test_all_five_variants_are_bitwise_equal(tmp_path: Path) -> None:
     process = demo("--steps", "3", "--json", str(tmp_path / "results.json"))
     shown, said = process.communicate(timeout=120)
     assert process.returncode == 0, said
-    assert "bitwise equal in all four" in shown
+    assert "bitwise equal in all five" in shown
     assert "step 3/3" in shown
 
     results = json.loads((tmp_path / "results.json").read_text())
@@ -40,11 +40,12 @@ def test_all_four_variants_are_bitwise_equal(tmp_path: Path) -> None:
         assert variant["median_step_s"] > 0
         assert variant["fallbacks"] == 0
         remote = variant["name"].startswith("backhaul")
-        assert variant["segments_remote"] == (
-            8 if remote else 0
-        )  # Two layers, each in three steps and in the one for memory.
+        # Two layers and two micro-batches, each in three steps and in the one for memory.
+        most = 16 if remote else 0
+        least = 1 if variant["name"] == "backhaul deferred" else most  # the trainer computes a share
+        assert least <= variant["segments_remote"] <= most
         assert (variant["up_bytes"] > 0) is (variant["down_bytes"] > 0) is remote
-    peaks = {variant["name"]: variant["peak_activation_bytes"] for variant in results["variants"]}
+    peaks = {variant["name"]: variant["peak_bytes"] for variant in results["variants"]}
     assert peaks["backhaul gradients"] < peaks["torch checkpoint"]
     assert peaks["backhaul activations"] <= peaks["torch checkpoint"]
 
@@ -66,9 +67,9 @@ def test_the_worker_dies_or_hangs_in_the_middle(number: signal.Signals, tmp_path
     assert process.returncode == 0
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["all_equal"] is True
-    for variant in results["variants"][2:]:
+    for variant in results["variants"][2:4]:
         assert variant["fallbacks"] > 0
-        assert variant["segments_remote"] + variant["fallbacks"] == 10
+        assert variant["segments_remote"] + variant["fallbacks"] == 20
 
 
 @pytest.mark.slow

@@ -1,1 +1,1 @@
-"""`backhaul demo` trains a small language model in four ways and checks that all four agree to the last bit."""
+"""`backhaul demo` trains a small language model in five ways and checks that all five agree to the last bit."""

@@ -29,6 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=_positive, default=256, help="bytes of text per row (default: %(default)s)")
     parser.add_argument("--batch", type=_positive, default=4, help="rows per step (default: %(default)s)")
     parser.add_argument(
+        "--micro-batches",
+        type=_positive,
+        default=4,
+        metavar="COUNT",
+        help="parts into which the rows of a step are divided (default: %(default)s)",
+    )
+    parser.add_argument(
         "--worker", metavar="ADDRESS", help="running worker, or several separated by commas (default: start one)"
     )
     parser.add_argument(
@@ -64,6 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # Otherwise torch's profiler logs each start and stop.
+    # Otherwise it warns of tensors that a thread of the session has allocated and this thread frees.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch
 
     from backhaul.demo.corpus import standard_library
@@ -73,13 +82,20 @@ def _run(arguments: argparse.Namespace) -> int:
 
     # The trainer and the worker share this machine, so each gets half of its cores.
     torch.set_num_threads(max(1, usable_cores() // 2))
-    settings = Settings(arguments.steps, arguments.layers, arguments.width, arguments.context, arguments.batch)
+    settings = Settings(
+        steps=arguments.steps,
+        layers=arguments.layers,
+        width=arguments.width,
+        context=arguments.context,
+        batch=arguments.batch,
+        micro_batches=arguments.micro_batches,
+    )
     print(f"training {settings.layers} blocks of width {settings.width} on the source of Python's standard library")
     corpus = standard_library()
     sessions: list[Session] = []
     dashboard: DashboardProcess | None = None
     try:
-        # Two sessions share one worker, so that each variant has a report of its own.
+        # The sessions share one worker, so that each variant has a report of its own.
         worker = arguments.worker
 
         def connect(returns: str) -> "Session":
@@ -141,7 +157,7 @@ def _connected(worker: str | None, token_file: str | None, returns: str, wait_s:
 
 def _verdict(results: dict[str, object]) -> str:
     if results["all_equal"]:
-        return "every loss and every gradient of every step is bitwise equal in all four"
+        return "every loss and every gradient of every step is bitwise equal in all five"
     return "NOT EQUAL: losses or gradients differ, see the table"
 
 

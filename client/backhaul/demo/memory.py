@@ -9,7 +9,7 @@ def live_bytes(step: Callable[[], object]) -> list[tuple[int, int]]:
     """Returns how many bytes are live that were allocated during a step, as (nanoseconds, bytes) at each change.
 
     The numbers come from the memory events of torch's profiler, which slow the step down, so do not time this step.
-    Allocate the gradients before the step, or they are counted as well. Only the calling thread and autograd's threads
+    Gradients that the step allocates are counted as well. Only the calling thread and autograd's threads
     are covered; docs/architecture.md says what the threads of a session hold in addition.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:

@@ -26,7 +26,7 @@ def _variant(variant: Variant) -> dict[str, Any]:
         "gradients_equal": variant.gradients_equal,
         # The first step is left out: it opens connections and sends programs and weights.
         "median_step_s": statistics.median(variant.step_s[1:] or variant.step_s),
-        "peak_activation_bytes": variant.peak_bytes,
+        "peak_bytes": variant.peak_bytes,
         "up_bytes": report.up_bytes if report else 0,
         "down_bytes": report.down_bytes if report else 0,
         "segments_remote": report.remote if report else 0,
@@ -45,7 +45,7 @@ def as_table(results: dict[str, Any]) -> str:
         equal = "yes" if row["losses_equal"] and row["gradients_equal"] else "NO"
         lines.append(
             f"{row['name']:<22}{row['losses'][-1]:>10.4f}{equal:>7}{row['median_step_s'] * 1e3:>7.0f} ms"
-            f"{_megabytes(row['peak_activation_bytes'])}{_megabytes(row['up_bytes'])}{_megabytes(row['down_bytes'])}"
+            f"{_megabytes(row['peak_bytes'])}{_megabytes(row['up_bytes'])}{_megabytes(row['down_bytes'])}"
             f"{row['segments_remote']:>8}{row['fallbacks']:>11}"
         )
     return "\n".join(lines)

@@ -1,6 +1,7 @@
-"""The four variants of training that the demo compares."""
+"""The five variants of training that the demo compares."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -35,6 +36,9 @@ class Settings:
     batch: int = 4
     """Number of rows per step."""
 
+    micro_batches: int = 4
+    """Number of micro-batches into which the rows of a step are divided, at most one per row."""
+
     seed: int = 0
     """Seed for weights, batches and dropout."""
 
@@ -48,17 +52,19 @@ class Variant:
         checkpoint: Function that runs each block. None: without checkpointing.
         settings: Size of the model and length of the training.
         session: Session of a Backhaul variant. None for the other variants.
+        is_deferred: Whether the micro-batches of a step run in an accumulation block.
         losses: Loss of each step so far.
         step_s: Duration of each step so far, in seconds.
         losses_equal: Whether all losses were bitwise equal to the reference's.
         gradients_equal: Whether all gradients were bitwise equal to the reference's.
-        peak_bytes: Peak activation memory of a step in bytes, 0 until `measure_memory` has run.
+        peak_bytes: Peak memory of a step's activations and gradients in bytes, 0 until `measure_memory` has run.
     """
 
     name: str
     checkpoint: Checkpoint | None
     settings: Settings
     session: Session | None = None
+    is_deferred: bool = False
     losses: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
     losses_equal: bool = True
@@ -75,10 +81,24 @@ class Variant:
         settings = self.settings
         text, target = batch(corpus, settings.batch, settings.context, settings.seed + step)
         torch.manual_seed(settings.seed + step)  # Every variant draws the same dropout.
-        logits = self.model(text, self.checkpoint)
-        loss = F.cross_entropy(logits.flatten(0, 1), target.flatten())
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss.item()
+        micro_batches = list(zip(text.chunk(settings.micro_batches), target.chunk(settings.micro_batches), strict=True))
+        total = 0.0
+        with self._backwards() as backward:
+            for inputs, targets in micro_batches:
+                logits = self.model(inputs, self.checkpoint)
+                loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten()) / len(micro_batches)
+                backward(loss)
+                total += loss.item()
+        return total
+
+    @contextmanager
+    def _backwards(self) -> Iterator[Callable[[Tensor], None]]:
+        """Yields the function that runs the backward of a micro-batch's loss."""
+        if self.session is None or not self.is_deferred:
+            yield Tensor.backward
+        else:
+            with self.session.accumulate() as block:
+                yield block.backward
 
     def train(self, corpus: Tensor, step: int) -> None:
         """Runs and times a step without the optimizer's update, which `finish` does once gradients are compared."""
@@ -104,25 +124,23 @@ class Variant:
             self.gradients_equal &= torch.equal(ours.grad, theirs.grad)
 
     def measure_memory(self, corpus: Tensor) -> None:
-        """Measures the peak activation memory in one more step, which is not timed and updates no weights."""
-        for parameter in self.model.parameters():
-            parameter.grad = torch.zeros_like(parameter)  # Or new gradients would be counted as activations.
+        """Measures the peak memory in one more step, which is not timed and updates no weights."""
         self.peak_bytes = peak_live_bytes(partial(self.backward, corpus, self.settings.steps))
         self.optimizer.zero_grad()
 
 
 def variants(settings: Settings, connect: Callable[[str], Session]) -> list[Variant]:
-    """Returns all four variants. The first one trains without checkpointing and is the reference.
+    """Returns all five variants. The first one trains without checkpointing and is the reference.
 
     Args:
         settings: Settings that all variants share.
         connect: Function that opens a session, given the value for `returns`: "activations" or "gradients".
     """
-    created = [
+    activations, gradients, deferred = map(connect, ("activations", "gradients", "gradients"))
+    return [
         Variant("no checkpointing", None, settings),
         Variant("torch checkpoint", partial(torch_checkpoint, use_reentrant=False), settings),
+        Variant("backhaul activations", activations.checkpoint, settings, activations),
+        Variant("backhaul gradients", gradients.checkpoint, settings, gradients),
+        Variant("backhaul deferred", deferred.checkpoint, settings, deferred, is_deferred=True),
     ]
-    for returns in ("activations", "gradients"):
-        session = connect(returns)
-        created.append(Variant(f"backhaul {returns}", session.checkpoint, settings, session))
-    return created
