@@ -33,6 +33,20 @@ def test_s21_double_backward(anywhere: Checkpoint) -> None:
     same(case, anywhere)
 
 
+def test_double_backward_without_a_copy_fetches_the_input_from_the_worker(session: Session) -> None:
+    same(
+        lambda checkpoint: double_backward(checkpoint, sines),
+        partial(session.checkpoint, returns="gradients", durability="none"),
+    )
+
+
+def double_backward(checkpoint: Checkpoint, fn: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    x, _ = inputs()
+    (gradient,) = torch.autograd.grad(checkpoint(fn, x).sum(), x, create_graph=True)
+    gradient.square().sum().backward()
+    return [gradient.detach(), grad_of(x)]
+
+
 def test_s21_double_backward_of_a_loss_that_is_not_linear(anywhere: Checkpoint) -> None:
     """The output itself is used in the gradient. With gradients two graphs lead from there to the segment's inputs."""
 

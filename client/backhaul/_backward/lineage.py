@@ -245,7 +245,7 @@ class _Walk:
             if known is not None and known.lineage.serial <= lineage.serial:
                 continue
             recipe = lineage.recipes.get(input_ref.index)
-            held = _find(source, lineage.copies) if recipe is not None else None
+            held = _find(source, lineage.copies)
             if held is not None:
                 self._values[source.address] = held
                 continue
