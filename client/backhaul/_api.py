@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from backhaul._cli.typos import warn_of_unknown
-from backhaul._config import Config, Durability, Numerics, Returns, resolve
+from backhaul._config import Boundaries, Config, Durability, Numerics, Returns, resolve
 from backhaul._session import Session
 from backhaul._torch_api import wrap as modules
 from backhaul._torch_api.options import decorator, options_of
@@ -24,6 +24,7 @@ def connect(
     returns: Returns | None = None,
     strict: bool | None = None,
     durability: Durability | None = None,
+    boundaries: Boundaries | None = None,
     numerics: Numerics | None = None,
     connect_timeout_s: float | None = None,
     silence_s: float | None = None,
@@ -48,6 +49,8 @@ def connect(
         strict: Raise NotRemoteError instead of recomputing a segment on the trainer.
         durability: What the trainer keeps in case a worker dies: "lineage" (default) keeps what it cannot compute again
             from earlier segments; "host" keeps a copy of each segment's inputs; "none" keeps nothing.
+        boundaries: How a worker gets the boundary between two of its segments: sent by the trainer ("send"), computed
+            from the segment before ("derive"), or whatever takes less time ("auto", default).
         numerics: Whether workers that compute other bits are used ("auto", default) or not ("exact").
         connect_timeout_s: Seconds that this call waits for the workers.
         silence_s: Seconds without a message after which a worker counts as lost.
@@ -79,6 +82,7 @@ def connect(
             returns=returns,
             strict=strict,
             durability=durability,
+            boundaries=boundaries,
             numerics=numerics,
             connect_timeout_s=connect_timeout_s,
             silence_s=silence_s,

@@ -13,9 +13,11 @@ Returns = Literal["auto", "gradients", "activations"]
 RETURNS: tuple[str, ...] = ("auto", "gradients", "activations")
 Durability = Literal["lineage", "host", "none"]
 DURABILITIES: tuple[str, ...] = ("lineage", "host", "none")
+Boundaries = Literal["auto", "send", "derive"]
+BOUNDARIES: tuple[str, ...] = ("auto", "send", "derive")
 Numerics = Literal["auto", "exact"]
 NUMERICS: tuple[str, ...] = ("auto", "exact")
-_CHOICES = {"returns": RETURNS, "durability": DURABILITIES, "numerics": NUMERICS}
+_CHOICES = {"returns": RETURNS, "durability": DURABILITIES, "boundaries": BOUNDARIES, "numerics": NUMERICS}
 SECRETS = frozenset({"token_file"})
 """Settings that reports must not show."""
 
@@ -43,6 +45,11 @@ class Config:
     durability: Durability = "lineage"
     """What the trainer keeps in case a worker dies. "lineage" keeps what it cannot compute again from earlier segments,
     "host" keeps a copy of each segment's inputs, and "none" keeps nothing: a lost segment raises SegmentLostError."""
+
+    boundaries: Boundaries = "auto"
+    """How a worker gets the boundary between two of its segments. "send": from the trainer. "derive": it computes the
+    boundary from the segment before, and the trainer sends only the digest. "auto": it derives boundaries in
+    accumulation blocks if sending one takes longer than the segment's forward."""
 
     numerics: Numerics = "auto"
     """What to do with workers that compute other bits than this trainer. "auto" uses them: they get the trainer's

@@ -40,7 +40,7 @@ def test_double_backward_without_a_copy_fetches_the_input_from_the_worker(sessio
     )
 
 
-def double_backward(checkpoint: Checkpoint, fn: Callable[[Tensor], Tensor]) -> list[Tensor]:
+def double_backward(checkpoint: Checkpoint, fn: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
     x, _ = inputs()
     (gradient,) = torch.autograd.grad(checkpoint(fn, x).sum(), x, create_graph=True)
     gradient.square().sum().backward()

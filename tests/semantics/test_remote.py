@@ -172,8 +172,8 @@ class Altered:
         self._segment = segment
 
     def backward(self, *given: Any, **options: Any) -> Any:
-        saved, *rest = self._segment.backward(*given, **options)
-        return Recomputed([bytes(16), *saved.digests[1:]]), *rest
+        answer = self._segment.backward(*given, **options)
+        return answer._replace(saved=Recomputed([bytes(16), *answer.saved.digests[1:]]))
 
     def recompute(self, positions: Any) -> Any:
         incoming = self._segment.recompute(positions)

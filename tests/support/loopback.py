@@ -1,6 +1,6 @@
 """A remote without a wire: segments are encoded, decoded and run here, on copies, as a worker would."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from backhaul import Session
-from backhaul._backward.frame import RecordedSegment
+from backhaul._backward.frame import RecordedSegment, RemoteAnswer, StoredGradient
 from backhaul._backward.handles import CheckpointedCall
 from backhaul._backward.lineage import Copies
 from backhaul._backward.value_check import Recomputed
@@ -24,7 +24,7 @@ from backhaul_runtime.errors import Refusal, WorkerLostError
 from backhaul_runtime.program.codec import decode_program, encode_program
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.record.recording import Recording
-from backhaul_runtime.replay.replay import Contribution, isolated
+from backhaul_runtime.replay.replay import isolated
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.tensors.layout import Layout, copy_exact
 from backhaul_runtime.torch_internals import ambient_state
@@ -49,15 +49,18 @@ class LoopbackSegment:
 
     def backward(
         self,
-        gradients: Mapping[int, Tensor],
+        gradients: Mapping[int, Tensor | StoredGradient],
         state: ambient_state.State,
         summed: Collection[int],
         due: Sequence[tuple[int, Layout]],
         kept: Mapping[int, Tensor],
+        unsent: Collection[int] = (),
         *,
         checks_bytes: bool,
-    ) -> tuple[Recomputed, list[Contribution], Callable[[], set[int]]]:
-        copies = {output: copy_exact(gradient) for output, gradient in gradients.items()}
+    ) -> RemoteAnswer:
+        copies = {
+            output: copy_exact(gradient) for output, gradient in gradients.items() if isinstance(gradient, Tensor)
+        }
         self.remote.given |= {address_of(copy): copy for copy in copies.values()}
         run_result = self._run(
             partial(runs.backward, start=runs.BackwardInputs((), state, summed=tuple(summed)), gradients=copies)
@@ -65,7 +68,7 @@ class LoopbackSegment:
         result = segment_pb2.BackwardResult(contributions=encode_contributions(run_result))
         tensors = [copy_exact(outgoing.tensor) for outgoing in run_result.bundle.tensors]
         saved = Recomputed(run_result.saved_digests, run_result.saved_sketches)
-        return saved, contributions_in(result, tensors, due, summed, kept), set
+        return RemoteAnswer(saved, contributions_in(result, tensors, due, summed, kept), {}, set)
 
     def recompute(self, wanted: Mapping[int, Layout]) -> "LoopbackTensors":
         run_result = self._run(partial(runs.recompute, positions=list(wanted)))

@@ -21,6 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from time import perf_counter
 
 import torch
@@ -30,7 +31,7 @@ from torch.autograd.graph import GradientEdge, Node
 from backhaul._accumulate.gradients import HeldGradients
 from backhaul._accumulate.graph_parts import Parts, RunSegment, Target, divide
 from backhaul._accumulate.plan import BlockTimes
-from backhaul._backward.frame import RECOVERABLE, Frame
+from backhaul._backward.frame import RECOVERABLE, Frame, StoredGradient
 from backhaul._observe.report import Decision, SegmentLog
 from backhaul._worker_client.remote_segment import SavedSegment
 from backhaul._worker_client.uploader import Uploader
@@ -54,6 +55,8 @@ class _MicroBatch:
     segments_left: list[RunSegment] = field(default_factory=list)
     kept: list[tuple[Uploader, dict[int, Tensor]]] = field(default_factory=list)  # per segment done: what stayed where
     first_gradient: Tensor | None = None  # with which the run began
+    stored: StoredGradient | None = None  # the gradient of the next segment, if only its worker has it
+    last_gradient: tuple[int, Tensor] | None = None  # the last one that the trainer had, with the segment's position
     ended: "Future[None] | None" = None  # the last part of the run that was queued
     is_stopped: bool = False
     error: Exception | None = None
@@ -280,27 +283,41 @@ class AccumulationBlock:
 
     def _ask(self, micro_batch: _MicroBatch, segment: RunSegment, uploader: Uploader) -> None:
         frame, remote = segment.frame, segment.frame.remote
-        gradient = micro_batch.sums.get(segment.target)
+        gradient = micro_batch.stored or micro_batch.sums.get(segment.target)
         if gradient is None:  # no gradient reaches the segment, so none leaves it
             micro_batch.segments_left.pop(0)
             micro_batch.kept.append((uploader, {}))
             return
+        if isinstance(gradient, Tensor):
+            micro_batch.last_gradient = len(micro_batch.kept), gradient
         leaves, due = micro_batch.parts.leaves, frame.sources_of_contributions()
         may_stay = {
             due[index]: leaves[target]
             for index, target in segment.contributions
             if target in leaves and self._gradients.may_stay(leaves[target], uploader)
         }
-        contributions, sources = frame.remote_gradients({0: gradient}, micro_batch.state, may_stay)
-        kept = {source: may_stay[source] for source in sources}
+        following = self._following(micro_batch, segment)
+        unsent = {due[index] for index, target in segment.contributions if target == following}
+        answer = frame.remote_gradients({0: gradient}, micro_batch.state, may_stay, unsent if len(unsent) == 1 else ())
+        micro_batch.stored = None  # not before, because `_recovered` must learn that the trainer lacks the gradient
+        kept = {source: may_stay[source] for source in answer.kept}
         frame.call.log.add(Decision.GRADIENTS, 0.0)  # nothing waited
         for source, leaf in may_stay.items():
-            self._gradients.stayed(leaf, is_kept=source in sources)
+            self._gradients.stayed(leaf, is_kept=source in answer.kept)
         micro_batch.segments_left.pop(0)
         micro_batch.kept.append((uploader, kept))
-        _fold(micro_batch.sums, segment, contributions)
+        _fold(micro_batch.sums, segment, answer.contributions)
+        if len(unsent) == 1 and following not in micro_batch.sums:
+            micro_batch.stored = answer.stored.get(*unsent)
         if isinstance(remote, SavedSegment):
             self.busy_s.setdefault(uploader, []).append(remote.busy_s)
+
+    def _following(self, micro_batch: _MicroBatch, segment: RunSegment) -> Target | None:
+        """Returns where the gradient of the run's next segment is summed up, if only the same worker needs it."""
+        _, *later = micro_batch.segments_left
+        if not later or _uploader(later[0]) is not _uploader(segment) or later[0].target in micro_batch.sums:
+            return None
+        return later[0].target
 
     def _finish_first(self) -> None:
         """Completes the gradients of the first micro-batch that is open."""
@@ -318,6 +335,9 @@ class AccumulationBlock:
             micro_batch.segments_left[0].frame.lost(micro_batch.error)
             self._collect()
         done = len(parts.run) - len(micro_batch.segments_left)
+        if micro_batch.stored is not None:
+            sums |= _recovered(micro_batch, done)
+            micro_batch.stored = None
         for segment in micro_batch.segments_left:
             gradient = sums.get(segment.target)
             if gradient is not None:
@@ -430,6 +450,18 @@ def _fold(sums: dict[Target, Tensor], segment: RunSegment, contributions: Sequen
         gradient = contributions[index].gradient
         if gradient is not None:
             sums[target] = _plus(sums.get(target), gradient)
+
+
+def _recovered(micro_batch: _MicroBatch, done: int) -> dict[Target, Tensor]:
+    """Computes the gradient with which a run goes on, which only a lost worker had. `done` segments had ended."""
+    assert micro_batch.last_gradient is not None
+    position, gradient = micro_batch.last_gradient
+    run = micro_batch.parts.run
+    for segment, following in pairwise(run[position : done + 1]):
+        sums: dict[Target, Tensor] = {}
+        _fold(sums, segment, _on_trainer(segment, gradient, micro_batch.state))
+        gradient = sums[following.target]
+    return {run[done].target: gradient}
 
 
 def _computed_again(micro_batch: _MicroBatch, lost: Set[Uploader]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import Protocol
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -47,19 +48,58 @@ RECOVERABLE = (WorkerError, WorkerLostError, CheckpointError, UnsupportedTensorE
 """Errors that end a remote attempt but not the training: the trainer recomputes instead."""
 
 
+@dataclass(frozen=True, slots=True)
+class StoredGradient:
+    """A gradient that a worker has computed and stores, by its address."""
+
+    address: bytes
+
+
+class RemoteAnswer(NamedTuple):
+    """The answer of a worker to a backward.
+
+    Attributes:
+        saved: The digests of what the replay saved.
+        contributions: The contributions, in order. Those that were not sent are None.
+        stored: The gradients of sources that the worker stores for the backwards of predecessors, by source.
+        commit: Call it once the value check has passed. Returns the sources whose gradients stay on the worker, which
+            count only after that call.
+    """
+
+    saved: Recomputed
+    contributions: list[Contribution]
+    stored: Mapping[int, StoredGradient]
+    commit: Callable[[], set[int]]
+
+
+class RemoteGradients(NamedTuple):
+    """What a checked backward on a worker gave.
+
+    Attributes:
+        contributions: The contributions as `Frame.gradients` returns them. Those that were not sent are None.
+        kept: The sources whose contributions the worker has kept to add them up.
+        stored: The gradients that the worker stores for the backwards of predecessors, by source.
+    """
+
+    contributions: list[Contribution]
+    kept: set[int]
+    stored: Mapping[int, StoredGradient]
+
+
 class RemoteSegment(Protocol):
     """A segment that a worker stores. Its methods wait within deadlines, and raise WorkerLostError or WorkerError."""
 
     def backward(
         self,
-        gradients: Mapping[int, Tensor],
+        gradients: Mapping[int, Tensor | StoredGradient],
         state: ambient_state.State,
         summed: Collection[int],
         due: Sequence[tuple[int, Layout]],
         kept: Mapping[int, Tensor],
+        unsent: Collection[int] = (),
         *,
         checks_bytes: bool,
-    ) -> tuple[Recomputed, list[Contribution], Callable[[], set[int]]]:
+    ) -> RemoteAnswer:
         """Runs the segment's backward on the worker.
 
         Args:
@@ -69,12 +109,8 @@ class RemoteSegment(Protocol):
                 None.
             due: The source and the layout of the gradient of each contribution, in order.
             kept: Parameters whose gradients may stay on the worker, by source.
+            unsent: Sources in `summed` whose gradients are not returned if they are in the answer's `stored`.
             checks_bytes: Whether both sides compute digests of the returned gradients.
-
-        Returns:
-            The digests of what the replay saved, the contributions, and a function to call once the value check has
-            passed, which returns the sources whose gradients stay on the worker. These gradients are None in the
-            contributions, and count only after that call.
         """
 
     def drifted(self, drift: float) -> None:
@@ -195,7 +231,7 @@ class Frame:
         if self.remote is not None and not needs_graph:
             started = perf_counter()
             try:
-                contributions, _ = self.remote_gradients(gradients, ambient_state.capture(), {})
+                contributions = self.remote_gradients(gradients, ambient_state.capture()).contributions
             except RECOVERABLE as error:
                 self.lost(error)
             else:
@@ -219,28 +255,31 @@ class Frame:
         return contributions
 
     def remote_gradients(
-        self, gradients: Mapping[int, Tensor], state: ambient_state.State, kept: Mapping[int, Tensor]
-    ) -> tuple[list[Contribution], set[int]]:
+        self,
+        gradients: Mapping[int, Tensor | StoredGradient],
+        state: ambient_state.State,
+        kept: Mapping[int, Tensor] = MappingProxyType({}),
+        unsent: Collection[int] = (),
+    ) -> RemoteGradients:
         """Runs the segment's backward on its worker and checks the values. Any thread may call it, one at a time.
 
         Args:
             gradients: The gradients of the program's outputs, by the output's position.
             state: Ambient settings under which backward runs.
             kept: Parameters whose gradients the worker may keep and add up, by source.
-
-        Returns:
-            The contributions as `gradients` returns them, and the sources whose contributions the worker has kept.
+            unsent: Sources whose gradients only the backwards of predecessors on the same worker need.
 
         Raises:
             BackhaulError: One of `RECOVERABLE`. Nothing was kept. Pass it to `lost`.
         """
         remote = self.remote
         assert remote is not None
-        saved, contributions, commit = remote.backward(
-            gradients, state, self.consumers.sources, self._due(), kept, checks_bytes=self.call.options.checks_bytes
+        summed, checks_bytes = self.consumers.sources, self.call.options.checks_bytes
+        answer = remote.backward(
+            gradients, state, summed, self._due(), kept, summed & set(unsent), checks_bytes=checks_bytes
         )
-        self._check(remote, saved)
-        return contributions, commit()
+        self._check(remote, answer.saved)
+        return RemoteGradients(answer.contributions, answer.commit(), answer.stored)
 
     def _ways_by_number(self, ways: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Returns `ways` by source or output, see `Contribution.source`."""

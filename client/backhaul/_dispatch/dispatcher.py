@@ -30,7 +30,7 @@ from backhaul_runtime.process.fingerprint import DECISIVE, differences, fingerpr
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.record.recording import RecordedSource
-from backhaul_runtime.tensors.layout import copy_exact
+from backhaul_runtime.tensors.layout import Layout, copy_exact
 from backhaul_runtime.tensors.staging import device_moments
 from backhaul_runtime.torch_internals.private import DisableTorchDispatch
 
@@ -96,6 +96,8 @@ class Dispatcher:
         pending = PendingCall(self._sites.of(fn, self._placement.position), arguments)
         if self._is_closed() or call.local_reason or call.recording.has_recorded_choices:
             return pending
+        if pending.site.speculation.is_derived:  # a prediction would send what the worker computes itself
+            return pending
         with DisableTorchDispatch():  # dispatch modes of the caller must not see our own ops
             predicted = pending.site.predict(arguments, self.copies.hold)
         if predicted is not None:
@@ -146,13 +148,23 @@ class Dispatcher:
         save.wants_sketches = bool(mismatch)
         save.superseded = superseded
         # The worker can predict the gradient of a predecessor's output only if it computes that gradient itself.
+        bytes_per_s = worker.uploader.bytes_per_s
+        may_derive = site.speculation.can_derive and not mismatch and call.options.durability != "none"
         save.predecessors = [
-            Predecessor(site.speculation, source, weakref.ref(before.remote), output)
+            Predecessor(
+                site.speculation,
+                source,
+                weakref.ref(before.remote),
+                output,
+                layout if may_derive and self._should_derive(layout, bytes_per_s, forward_s) else None,
+            )
             for source, before, output in segment.predecessors
             if isinstance(before.remote, SavedSegment)
             and before.remote.worker_session is worker_session
             and site.speculation.should_speculate(source)
+            and (layout := recording.sources[source].layout)
         ]
+        site.speculation.is_derived = any(predecessor.derived is not None for predecessor in save.predecessors)
         if was_sent:  # the prediction has made and queued the same copies
             save.queued_bytes = 0
         call.log.worker = worker.connection.name
@@ -167,6 +179,18 @@ class Dispatcher:
         pending.is_saved = was_sent
         worker.uploader.save(save)
         return saved, known.program
+
+    def _should_derive(self, layout: Layout, bytes_per_s: float, forward_s: float) -> bool:
+        """Whether a worker should compute a boundary from the segment before it.
+
+        Args:
+            layout: The layout of the boundary.
+            bytes_per_s: The rate at which the worker receives tensors; 0 if it is unknown.
+            forward_s: Seconds of the segment's forward. The one before it probably takes as long.
+        """
+        if self._config.boundaries != "auto":
+            return self._config.boundaries == "derive"
+        return self._is_accumulating and layout.span_bytes > bytes_per_s * forward_s > 0
 
     def _may_be_freed(
         self, worker: WorkerHandle, worker_session: WorkerSession, source: RecordedSource, tensor: Tensor

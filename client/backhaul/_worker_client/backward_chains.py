@@ -10,6 +10,8 @@ import weakref
 from dataclasses import dataclass
 from typing import Protocol
 
+from backhaul_runtime.tensors.layout import Layout
+
 MOST_MISSES = 2
 
 
@@ -17,9 +19,14 @@ class SpeculationHistory:
     """Counts a worker's wrong predictions for the segments of one call site, by source.
 
     Thread-safe without a lock: if two threads count at once, a miss may be lost, which costs one useless prediction.
+
+    Attributes:
+        is_derived: Whether the worker was to compute a source of the last segment itself.
+        can_derive: Whether it has never computed another value than the trainer's.
     """
 
     def __init__(self) -> None:
+        self.is_derived, self.can_derive = False, True
         self._misses: dict[int, int] = {}
 
     def should_speculate(self, source: int) -> bool:
@@ -55,12 +62,14 @@ class Predecessor:
         source: Index among the later segment's sources.
         segment: The segment that produced the output.
         output: Position among that segment's outputs.
+        derived: The layout of the source if the worker is to compute it from the output; None if it is sent.
     """
 
     speculation: SpeculationHistory
     source: int
     segment: weakref.ref[ChainedSegment]
     output: int
+    derived: Layout | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from backhaul._backward.frame import RemoteAnswer, StoredGradient
 from backhaul._backward.value_check import Recomputed
 from backhaul._observe.telemetry import CallLog
 from backhaul._worker_client.answer_checks import check_saved, contributions_in, saved_views
@@ -18,10 +19,9 @@ from backhaul._worker_client.deadlines import AnswerStream, longest_run_s
 from backhaul._worker_client.shared_memory import receiving
 from backhaul._worker_client.uploader import SegmentUpload, Uploader
 from backhaul_proto.v1 import segment_pb2
-from backhaul_runtime.errors import TensorsMissingError, TransferError, WorkerLostError
+from backhaul_runtime.errors import ReplayError, TensorsMissingError, TransferError, WorkerLostError
 from backhaul_runtime.process.death_queue import DeathNotice
 from backhaul_runtime.program.codec import encode_state
-from backhaul_runtime.replay.replay import Contribution
 from backhaul_runtime.tensors.digest import address_of, content_digest, tensor_address
 from backhaul_runtime.tensors.layout import Layout, layout_of
 from backhaul_runtime.torch_internals import ambient_state
@@ -148,33 +148,38 @@ class SavedSegment:
 
     def backward(
         self,
-        gradients: Mapping[int, Tensor],
+        gradients: Mapping[int, Tensor | StoredGradient],
         state: ambient_state.State,
         summed: Collection[int],
         due: Sequence[tuple[int, Layout]],
         kept: Mapping[int, Tensor],
+        unsent: Collection[int] = (),
         *,
         checks_bytes: bool,
-    ) -> tuple[Recomputed, list[Contribution], Callable[[], set[int]]]:
+    ) -> RemoteAnswer:
         """See `RemoteSegment`."""
-        outgoing_tensors = {}
+        outgoing_tensors, addresses = list[OutgoingTensor](), dict[int, bytes]()
         for position, gradient in gradients.items():
+            if isinstance(gradient, StoredGradient):
+                addresses[position] = gradient.address
+                continue
             layout = layout_of(gradient)
-            outgoing_tensors[position] = OutgoingTensor(
-                gradient, layout, tensor_address(layout, content_digest(gradient, layout))
-            )
+            addresses[position] = tensor_address(layout, content_digest(gradient, layout))
+            outgoing_tensors.append(OutgoingTensor(gradient, layout, addresses[position]))
         for position, prediction in self.expected.items():
-            prediction.check(outgoing_tensors[position].address if position in outgoing_tensors else None)
+            prediction.check(addresses.get(position))
         start = segment_pb2.Start(
             gradients=[
-                segment_pb2.OutputGradient(output=position, tensor=outgoing.address)
-                for position, outgoing in sorted(outgoing_tensors.items())
+                segment_pb2.OutputGradient(output=position, tensor=address)
+                for position, address in sorted(addresses.items())
             ],
             ambient_state=encode_state(state),
             wants_digests=checks_bytes,
             summed_sources=sorted(summed),
         )
-        self._answer_bytes = sum(layout.gradient_bytes for source, layout in due if source not in kept)
+        self._answer_bytes = sum(
+            layout.gradient_bytes for source, layout in due if source not in kept and source not in unsent
+        )
         key = self._key(segment_pb2.OPERATION_BACKWARD)
         request = segment_pb2.BackwardRequest(
             key=key,
@@ -183,30 +188,31 @@ class SavedSegment:
             expected_s=self._expected_s,
             slots=[segment_pb2.Slot(source=source, slot=id(parameter)) for source, parameter in kept.items()],
             pass_number=self.number if kept else 0,  # segments share no slot in a pass, so any number will do
+            unsent_sources=sorted(unsent),
         )
 
         def ask() -> Answer:
             try:
-                return self._ask(request, list(outgoing_tensors.values()))
+                return self._ask(request, outgoing_tensors)
             except TensorsMissingError:  # the worker has evicted gradients that the uploader still counts as stored
                 self._log.retries += 1
-                self._uploader.unlearn(outgoing.address for outgoing in outgoing_tensors.values())
-                return self._ask(request, list(outgoing_tensors.values()))
+                self._uploader.unlearn(outgoing.address for outgoing in outgoing_tensors)
+                return self._ask(request, outgoing_tensors)
 
-        result, tensors, addresses = self._repeated(ask)
+        result, tensors, received = self._repeated(ask)
         if checks_bytes and list(map(address_of, tensors)) != list(result.tensor_digests):
             raise TransferError("gradients differ from those that the worker computed: they were damaged in transit")
         contributions = contributions_in(result, tensors, due, summed, kept)
         sources = {contribution.source for contribution in result.contributions if contribution.kept}
-        self._uploader.learn(self.worker_session, addresses)
-        self._chained(result)
+        self._uploader.learn(self.worker_session, received)
+        stored = self._chained(result)
 
         def commit() -> set[int]:
             if sources:
                 self._uploader.uncollected.commit(self.worker_session, key, [kept[source] for source in sources])
             return sources
 
-        return _recomputed(result), contributions, commit
+        return RemoteAnswer(_recomputed(result), contributions, stored, commit)
 
     def _ask(self, request: segment_pb2.BackwardRequest, gradients: Sequence[OutgoingTensor]) -> Answer:
         """Returns the answer to a backward: a pushed one, or else that of the fastest way that succeeds."""
@@ -268,13 +274,14 @@ class SavedSegment:
         self.busy_s = result.timing.recompute_s + result.timing.backward_s
         return result, tensors, receiver.addresses()
 
-    def _chained(self, result: segment_pb2.BackwardResult) -> None:
+    def _chained(self, result: segment_pb2.BackwardResult) -> dict[int, StoredGradient]:
         addresses = {gradient.source: gradient.tensor for gradient in result.chained_gradients}
         self._uploader.learn(self.worker_session, addresses.values())
         for predecessor in self._save.predecessors:
             segment = predecessor.segment()
             if segment is not None and predecessor.source in addresses:
                 segment.expected[predecessor.output] = SpeculativeGradient(addresses[predecessor.source], predecessor)
+        return {source: StoredGradient(address) for source, address in addresses.items()}
 
     def drifted(self, drift: float) -> None:
         """See `RemoteSegment`."""
@@ -325,6 +332,11 @@ class SavedSegment:
         # busy.
         try:
             return ask()
+        except ReplayError:
+            for predecessor in self._save.predecessors:
+                if predecessor.derived is not None:
+                    predecessor.speculation.can_derive = False
+            raise
         except TransferError:  # a damaged request, or damaged tensors of the answer
             pass
         except WorkerLostError as error:

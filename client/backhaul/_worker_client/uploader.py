@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ from backhaul_runtime.tensors.layout import Layout
 from backhaul_runtime.tensors.staging import DeviceMoment, on_side_stream
 from backhaul_runtime.wire.protocol import MAX_NAME
 from backhaul_runtime.wire.splicing import Batch, encode_all
-from backhaul_runtime.wire.tensor_stream import OutgoingTensor, batches
+from backhaul_runtime.wire.tensor_stream import OutgoingTensor, batches, encode_layout
 
 logger = logging.getLogger("backhaul")
 MAX_KNOWN = 1 << 16
@@ -43,6 +43,8 @@ MAX_ATTEMPTS = 3
 GATHER_S = 0.005
 """Seconds within which releases are sent together. In backward there would otherwise be one call per segment."""
 MOST_GATHERED = 16
+MEASURED_BYTES = 64 << 10
+"""Sending fewer bytes takes no longer than a round trip, so it says nothing about the link's rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,7 @@ class Uploader:
     Attributes:
         watch: The signs of life of the worker during uploads.
         uncollected: Gradients that the worker keeps. Their commits are sent with releases, before those.
+        bytes_per_s: The rate at which large tensors have been sent lately; 0 until one was sent.
     """
 
     def __init__(self, connection: Connection, inflight_bytes: int, inflight_boundaries: int) -> None:
@@ -150,6 +153,7 @@ class Uploader:
         self._limit_boundaries = inflight_boundaries
         self.watch = Liveness(connection.silence_s)
         self.uncollected = UncollectedGradients(connection)
+        self.bytes_per_s = 0.0
         # The garbage collector may call put() of a SimpleQueue during another put().
         self._queue: queue.SimpleQueue[_Item | DeathNotice | None] = queue.SimpleQueue()
         self._endings = DeathQueue(self._queue.put)
@@ -354,17 +358,24 @@ class Uploader:
             name=save.name[:MAX_NAME],
             wants_sketches=save.wants_sketches,
             predecessors=[
-                segment_pb2.Predecessor(source=predecessor.source, segment=segment.number, output=predecessor.output)
+                segment_pb2.Predecessor(
+                    source=predecessor.source,
+                    segment=segment.number,
+                    output=predecessor.output,
+                    derived=None if predecessor.derived is None else encode_layout(predecessor.derived),
+                )
                 for predecessor in save.predecessors
                 if (segment := predecessor.segment()) is not None
             ],
             predicted=save.is_predicted,
             superseded=save.superseded(),
         )
+        derived = {before.source for before in request.predecessors if before.HasField("derived")}
         for _ in range(MAX_ATTEMPTS):
             if not self.knows(worker_session, save.program_address):
                 self._put_program(save)
-            answer = self._ask_to_save(save, request, addresses)
+            answer = self._ask_to_save(save, request, addresses, derived)
+            derived = set()  # a second attempt sends what the worker could not derive
             if not answer.program_missing and not answer.missing_tensors:
                 if worker_session.memory is not None and not save.is_predicted:
                     worker_session.memory.make_room()
@@ -378,18 +389,22 @@ class Uploader:
 
     @only_in("backhaul-upload")
     def _ask_to_save(
-        self, save: SegmentUpload, request: segment_pb2.SaveSegmentRequest, addresses: list[bytes]
+        self,
+        save: SegmentUpload,
+        request: segment_pb2.SaveSegmentRequest,
+        addresses: list[bytes],
+        derived: Collection[int],
     ) -> segment_pb2.SaveSegmentResponse:
         stubs = self._connection.stubs(save.worker_session)
         try:
-            answer = self._send_missing(save, request, addresses, stubs.short_saves)
+            answer = self._send_missing(save, request, addresses, derived, stubs.short_saves)
             if answer is not None and not answer.refused:
                 return answer
         except (TransferError, _UnansweredError) as error:  # the RPC reports what is wrong
             logger.debug(
                 "The open stream did not save a segment: %r", error, extra=about(self._connection.run, save.name)
             )
-        self._send_missing(save, request, addresses)
+        self._send_missing(save, request, addresses, derived)
         request.sources[:] = addresses
         save.count(request.ByteSize())
         response: segment_pb2.SaveSegmentResponse = call_unary(
@@ -403,6 +418,7 @@ class Uploader:
         save: SegmentUpload,
         request: segment_pb2.SaveSegmentRequest,
         addresses: list[bytes],
+        derived: Collection[int],
         short: RequestStream | None = None,
     ) -> segment_pb2.SaveSegmentResponse | None:
         """Sends missing tensors, together with the request if there is a stream for it and all fit into one message.
@@ -413,7 +429,7 @@ class Uploader:
         outgoing_tensors: dict[bytes | int, OutgoingTensor] = {}
         with on_side_stream(save.made):
             for index, (address, source) in enumerate(zip(addresses, save.sources, strict=True)):
-                if not self.knows(worker_session, address):
+                if index not in derived and not self.knows(worker_session, address):
                     outgoing_tensors[address or index] = OutgoingTensor(source.to_read(), source.layout, address)
         began, missing, answer = perf_counter(), list[bytes](), None
         with sending(worker_session.memory, save.count) as write:
@@ -438,7 +454,12 @@ class Uploader:
             if isinstance(key, int):
                 addresses[key] = address
         if outgoing_tensors:
-            save.sent(perf_counter() - began)
+            took_s = perf_counter() - began
+            save.sent(took_s)
+            sent_bytes = sum(outgoing.layout.payload_bytes for outgoing in outgoing_tensors.values())
+            if sent_bytes >= MEASURED_BYTES:
+                rate = sent_bytes / took_s
+                self.bytes_per_s = (3 * self.bytes_per_s + rate) / 4 if self.bytes_per_s else rate
             self.learn(worker_session, missing)
         return answer
 

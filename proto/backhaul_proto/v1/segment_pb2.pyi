@@ -197,20 +197,26 @@ class Predecessor(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     SEGMENT_FIELD_NUMBER: _builtins.int
     OUTPUT_FIELD_NUMBER: _builtins.int
+    DERIVED_FIELD_NUMBER: _builtins.int
     source: _builtins.int
     """Position in sources."""
     segment: _builtins.int
     output: _builtins.int
+    @_builtins.property
+    def derived(self) -> _tensor_pb2.TensorSpec:
+        """The source is not sent: the worker computes it as this output. Its layout; the address is among the sources."""
+
     def __init__(
         self,
         *,
         source: _builtins.int = ...,
         segment: _builtins.int = ...,
         output: _builtins.int = ...,
+        derived: _tensor_pb2.TensorSpec | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["derived", b"derived"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["output", b"output", "segment", b"segment", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["derived", b"derived", "output", b"output", "segment", b"segment", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -308,6 +314,7 @@ class BackwardRequest(_message.Message):
     ANSWER_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     PASS_NUMBER_FIELD_NUMBER: _builtins.int
+    UNSENT_SOURCES_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
     expected_s: _builtins.float
     answer: _builtins.int
@@ -329,6 +336,10 @@ class BackwardRequest(_message.Message):
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___Slot]:
         """Sources whose contributions may stay here, to be summed across backwards."""
 
+    @_builtins.property
+    def unsent_sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Sources whose gradients are not returned where they are among the chained ones: the next request names them."""
+
     def __init__(
         self,
         *,
@@ -340,11 +351,12 @@ class BackwardRequest(_message.Message):
         answer: _builtins.int = ...,
         slots: _abc.Iterable[Global___Slot] | None = ...,
         pass_number: _builtins.int = ...,
+        unsent_sources: _abc.Iterable[_builtins.int] | None = ...,
         checksum: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "start", b"start", "tensors", b"tensors"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "checksum", b"checksum", "expected_s", b"expected_s", "key", b"key", "pass_number", b"pass_number", "slots", b"slots", "start", b"start", "tensors", b"tensors", "upcoming_segments", b"upcoming_segments"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "checksum", b"checksum", "expected_s", b"expected_s", "key", b"key", "pass_number", b"pass_number", "slots", b"slots", "start", b"start", "tensors", b"tensors", "unsent_sources", b"unsent_sources", "upcoming_segments", b"upcoming_segments"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

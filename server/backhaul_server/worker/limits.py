@@ -138,6 +138,7 @@ REQUESTS_BY_KIND: Mapping[type[Message], RequestLimits] = {
             "start.summed_sources": _SOURCES,
             "upcoming_segments": _UPCOMING,
             "slots": _SOURCES,
+            "unsent_sources": _SOURCES,
         },
     ),
     segment_pb2.AheadRequest: RequestLimits(_SMALL),

@@ -24,7 +24,6 @@ from torch import Tensor
 from backhaul_runtime.errors import ProgramError, SegmentUnknownError
 from backhaul_runtime.process.threads import only_in
 from backhaul_runtime.tensors.layout import ALIGNMENT_BYTES
-from backhaul_runtime.wire.bundle import Bundle
 from backhaul_runtime.wire.tensor_stream import OutgoingTensor
 from backhaul_server.worker.engine.executor import Executor
 from backhaul_server.worker.engine.fair_queue import Job
@@ -332,14 +331,4 @@ def _without(
     kept = sorted((view.position, view.tensor_index) for view in bundle.views if view.tensor_index not in sent)
     for position, index in kept:
         contributions.setdefault(slots[result.sources[position]], []).append(bundle.tensors[index].tensor)
-    index_left = {index: i for i, index in enumerate(sorted(sent))}
-    left = Bundle(
-        tuple(bundle.tensors[index] for index in index_left),
-        tuple(
-            replace(view, tensor_index=index_left[view.tensor_index])
-            for view in bundle.views
-            if view.tensor_index in index_left
-        ),
-    )
-    digests = tuple(result.tensor_digests[index] for index in index_left) if result.tensor_digests else ()
-    return replace(result, bundle=left, tensor_digests=digests, kept=frozenset(p for p, _ in kept)), contributions
+    return replace(result.only(sent), kept=frozenset(position for position, _ in kept)), contributions

@@ -1,16 +1,20 @@
 """The work of the executor's thread: replay a segment, run its backward, or return what autograd saved in it."""
 
 from collections.abc import Collection, Hashable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from time import time
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from backhaul_runtime.errors import ReplayError, SegmentUnknownError
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.replay.replay import Contribution, Replay
 from backhaul_runtime.tensors.deferred_digest import KnownDigests
 from backhaul_runtime.tensors.digest import address_of, content_digest, tensor_address
+from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.storages import storage_key
 from backhaul_runtime.wire.bundle import Bundle, bundle
@@ -41,6 +45,49 @@ class LiveReplay:
     took_s: float
 
 
+class Origin(Protocol):
+    """A segment whose outputs are sources of later ones.
+
+    Attributes:
+        inputs: The inputs of its runs; None once it was released.
+        ready: Its replay, if one is ready.
+    """
+
+    inputs: "SegmentInputs | None"
+    ready: LiveReplay | None
+
+
+@dataclass(slots=True, eq=False)
+class Derivation:
+    """A source that the worker computes as an output of an earlier segment, instead of receiving it.
+
+    Attributes:
+        origin: The segment whose program has the source among its outputs.
+        output: Position of the source among these outputs.
+        address: The address that the source must have.
+        value: The source, uninitialized until `is_filled`.
+        is_filled: Whether `value` has its contents.
+    """
+
+    origin: Origin
+    output: int
+    address: bytes
+    value: Tensor
+    is_filled: bool = False
+
+    def fill(self, replay: Replay) -> None:
+        """Copies the output of the origin's replay. Raises ReplayError if that is another value."""
+        output, layout = replay.output(self.output), layout_of(self.value)
+        if (output.dtype, output.shape) == (self.value.dtype, self.value.shape):
+            self.value.copy_(output)
+            self.is_filled = tensor_address(layout, content_digest(self.value, layout)) == self.address
+        if not self.is_filled:
+            raise ReplayError(
+                f"a boundary of shape {list(layout.shape)} was computed from the segment before it, and differs from "
+                "the trainer's"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentInputs:
     """The inputs of a segment's runs.
@@ -53,6 +100,8 @@ class SegmentInputs:
         kind: Equal for segments whose replays take the same memory.
         bounds: Deadline, memory limit and cancellation of the segment's runs.
         known: Digests of tensors that earlier runs have computed; None to compute all of them.
+        derivations: The sources that the worker computes itself.
+        successors: Derivations of later segments from outputs of this one. The event loop changes the list.
     """
 
     program: Program
@@ -62,9 +111,47 @@ class SegmentInputs:
     kind: Hashable = None
     bounds: Bounds = field(default_factory=Bounds)
     known: KnownDigests | None = None
+    derivations: Sequence[Derivation] = ()
+    successors: list[Derivation] = field(default_factory=list)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all sources have their contents."""
+        return all(derivation.is_filled for derivation in self.derivations)
 
     def replay(self, *, keep_saved: bool, is_measured: bool = False) -> LiveReplay:
-        """Runs the program forward. With `is_measured` the replay also measures its `footprint`."""
+        """Runs the program forward, after computing missing sources.
+
+        With `is_measured` the replay also measures its `footprint`.
+
+        Raises:
+            ReplayError: A computed source has another value than on the trainer.
+            SegmentUnknownError: The segment that a source is computed from was released.
+        """
+        incomplete = [] if self.is_complete else [self]
+        while incomplete:
+            inputs = incomplete[-1]
+            derivation = next((derivation for derivation in inputs.derivations if not derivation.is_filled), None)
+            if derivation is None:
+                incomplete.pop()
+                continue
+            ready, origin = derivation.origin.ready, derivation.origin.inputs
+            if ready is not None:
+                derivation.fill(ready.replay)
+            elif origin is None:
+                raise SegmentUnknownError("a segment was released before the one that follows from its output")
+            elif origin.is_complete:
+                derivation.fill(replace(origin, bounds=self.bounds)._replayed(keep_saved=False).replay)
+            else:
+                incomplete.append(origin)
+        replayed = self._replayed(keep_saved=keep_saved, is_measured=is_measured)
+        for successor in tuple(self.successors):
+            if not successor.is_filled:
+                with suppress(ReplayError):  # the run of the successor itself reports it
+                    successor.fill(replayed.replay)
+        return replayed
+
+    def _replayed(self, *, keep_saved: bool, is_measured: bool = False) -> LiveReplay:
         began_at_s = time()
         states = self.program.ambient_states
         try:
@@ -130,6 +217,24 @@ class RunResult:
     recompute_s: float = 0.0
     backward_at_s: float = 0.0
     backward_s: float = 0.0
+
+    def without(self, sources: Collection[int]) -> "RunResult":
+        """Returns the result without the tensors that only contributions of these sources use."""
+        return self.only({v.tensor_index for v in self.bundle.views if self.sources[v.position] not in sources})
+
+    def only(self, tensors: Collection[int]) -> "RunResult":
+        """Returns the result with only these of the bundle's tensors, by index."""
+        index_left = {index: i for i, index in enumerate(sorted(tensors))}
+        left = Bundle(
+            tuple(self.bundle.tensors[index] for index in index_left),
+            tuple(
+                replace(view, tensor_index=index_left[view.tensor_index])
+                for view in self.bundle.views
+                if view.tensor_index in index_left
+            ),
+        )
+        digests = tuple(self.tensor_digests[index] for index in index_left) if self.tensor_digests else ()
+        return replace(self, bundle=left, tensor_digests=digests)
 
     @property
     def parts(self) -> int:

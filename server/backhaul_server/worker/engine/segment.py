@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -52,6 +52,7 @@ class SegmentRequest:
         perform: The work; None once it has run, so that the tensors it holds are freed.
         backward_inputs: The inputs of a backward; None for a recompute.
         keep: The gradients that a backward may keep on the worker; None to send them all.
+        unsent: Sources whose gradients need not be sent if they are among the chained ones.
         expected_s: Seconds that the trainer expects the run to take.
         arrived_at_s: When the request arrived, in seconds since 1970.
         answer: Resolves to the result when the run has ended; repeated requests share it.
@@ -60,6 +61,7 @@ class SegmentRequest:
     perform: Operation | None
     backward_inputs: BackwardInputs | None
     keep: GradientsToKeep | None
+    unsent: Sequence[int]
     expected_s: float
     arrived_at_s: float
     answer: "asyncio.Future[RunResult]"
@@ -124,6 +126,19 @@ class Segment:
     def key(self) -> ScheduleKey:
         """Names the segment among all segments of the worker; a segment that replaces it has another key."""
         return self.session.id, id(self)
+
+    @property
+    def run_bytes(self) -> int:
+        """The most bytes that a requested run takes, with the replays that missing sources are computed by."""
+        most_bytes, waiting, seen = 0, [self], {self.id}
+        while waiting:
+            segment = waiting.pop()
+            most_bytes = max(most_bytes, segment.footprint.run_bytes)
+            if segment.inputs is not None and not segment.inputs.is_complete:
+                earlier = [before for before in segment.saved_predecessors() if before.id not in seen]
+                seen.update(before.id for before in earlier)
+                waiting += earlier
+        return most_bytes
 
     def matches_recorded_rng(self, ready: LiveReplay) -> bool:
         """Whether a replay drew from the generator states of the call. True until the call is confirmed."""

@@ -135,6 +135,7 @@ class SegmentEngine:
         expected_s: float,
         backward_inputs: BackwardInputs | None = None,
         keep: GradientsToKeep | None = None,
+        unsent: Sequence[int] = (),
     ) -> SegmentRequest:
         """Requests work on a segment. A repeated request joins the first one, or finds its result.
 
@@ -145,6 +146,7 @@ class SegmentEngine:
             expected_s: Seconds that the trainer expects the run to take.
             backward_inputs: The inputs of a backward; None for a recompute.
             keep: The gradients that a backward may keep on the worker; None to send them all.
+            unsent: The field of `SegmentRequest`.
 
         Raises:
             LimitError: Too many requests of the session, or of all sessions, have no answer yet.
@@ -154,9 +156,8 @@ class SegmentEngine:
             REQUESTS.check(segment.session.requests + 1)
             ALL_REQUESTS.check(self._requests + 1)
             expected_s = expected_s if 0 <= expected_s <= self._run_limit_s else self._run_limit_s
-            request = SegmentRequest(
-                prepare(), backward_inputs, keep, expected_s, time(), asyncio.get_running_loop().create_future()
-            )
+            answer = asyncio.get_running_loop().create_future()
+            request = SegmentRequest(prepare(), backward_inputs, keep, unsent, expected_s, time(), answer)
             segment.requests[key] = request
             segment.session.requests += 1
             self._requests += 1
@@ -306,7 +307,7 @@ class SegmentEngine:
         charged: list[int] = []
 
         def begin() -> bool:
-            charged_bytes = self.speculation.start_run(segment, segment.footprint.run_bytes)
+            charged_bytes = self.speculation.start_run(segment, segment.run_bytes)
             if charged_bytes is not None:
                 charged.append(charged_bytes)
             return charged_bytes is not None
@@ -343,6 +344,8 @@ class SegmentEngine:
         if request.keep is not None and segment.inputs is not None:
             sums = self.sums(segment.session)
             result = sums.keep(segment.id, key.backward, request.keep, result, segment.inputs.sources)
+        if unsent := result.chained.keys() & set(request.unsent):
+            result = result.without(unsent)
 
         def drop() -> None:
             segment.machine.forgot(key)

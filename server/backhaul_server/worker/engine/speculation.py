@@ -101,6 +101,9 @@ class Speculator:
     def remove(self, segment: Segment) -> None:
         """Forgets a segment that is being released, and frees what its speculative work left."""
         kind = segment.inputs.kind if segment.inputs is not None else None
+        for derivation in segment.inputs.derivations if segment.inputs is not None else ():
+            if derivation.origin.inputs is not None:
+                derivation.origin.inputs.successors.remove(derivation)
         # A job of the segment may still wait in the queue or run. It must find no inputs, and must not keep them alive.
         segment.inputs = segment.speculation = None
         same_kind = self._by_kind[kind]

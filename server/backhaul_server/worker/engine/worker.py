@@ -26,12 +26,12 @@ from backhaul_runtime.program.codec import DECODED_FACTOR, MAX_PROGRAM_BYTES, ad
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.replay.schedule import Schedule
 from backhaul_runtime.tensors.deferred_digest import KnownDigests
-from backhaul_runtime.tensors.layout import Layout, layout_of
+from backhaul_runtime.tensors.layout import Layout, allocate, layout_of
 from backhaul_server.worker.config import RUN_LIMIT_S
 from backhaul_server.worker.engine.bounds import Bounds, RunMemory
 from backhaul_server.worker.engine.fair_queue import Job
 from backhaul_server.worker.engine.heap import return_freed_memory
-from backhaul_server.worker.engine.runs import SegmentInputs
+from backhaul_server.worker.engine.runs import Derivation, SegmentInputs
 from backhaul_server.worker.engine.segment import Segment, SessionState
 from backhaul_server.worker.engine.segment_engine import SegmentEngine
 from backhaul_server.worker.engine.store import ENTRY_BYTES, Store
@@ -226,6 +226,7 @@ class Worker:
         name: str,
         wants_sketches: bool,
         predecessors: Mapping[int, tuple[int, int]] = {},
+        derived: Mapping[int, Layout] = {},
         *,
         is_predicted: bool = False,
     ) -> tuple[bool, list[bytes]]:
@@ -243,6 +244,7 @@ class Worker:
             name: The checkpointed call's name, for logs.
             wants_sketches: Whether runs return random projections of what autograd saves.
             predecessors: The field of `Segment`.
+            derived: The layouts of sources that were not sent, because the worker computes them from a predecessor.
             is_predicted: Whether the call has not ended yet.
 
         Returns:
@@ -267,41 +269,41 @@ class Worker:
             self.engine.speculation.misses += 1
             self.engine.release(present)
             present = None
-        missing = self.store.missing(session.id, addresses)
+        origins = (
+            {} if present is not None or is_predicted else self._origins(session, predecessors, derived, addresses)
+        )
+        stored_addresses = [address for source, address in enumerate(addresses) if source not in origins]
+        missing = self.store.missing(session.id, stored_addresses)
         program_missing = bool(self.store.missing(session.id, [program_address]))
         if program_missing or missing:
             return program_missing, missing
-        program, sources = self._stored(program_address, addresses)
-        if len(addresses) != len(program.sources) or max(transient, default=-1) >= len(addresses):
-            raise ProgramError(f"{len(addresses)} tensors are named for a program of {len(program.sources)} sources")
-        if len(generator_states) != program.draws:
-            raise ProgramError(f"{len(generator_states)} generator states came for {program.draws} draws")
-        if not is_predicted and b"" in generator_states:
-            raise ProgramError("a generator state is empty")
-        if max(predecessors, default=-1) >= len(addresses):
-            raise ProgramError(f"predecessors are named for sources {sorted(predecessors)} of {len(addresses)}")
+        program, stored = self._stored(program_address, stored_addresses)
+        _check_lists(program, addresses, transient, generator_states, predecessors, is_predicted=is_predicted)
         own_bytes = _SEGMENT_BYTES + 4 * len(name) + sum(map(len, generator_states))
         own_bytes += _NAMED_BYTES * (len(addresses) + len(generator_states) + len(predecessors))
         if present is not None:
             self.store.resize(present.key, own_bytes)
             self.engine.confirm(present, generator_states, predecessors)
             return False, []
-        layouts = [layout_of(tensor) for tensor in sources]
+        remaining = iter(stored)
+        layouts = [derived[i] if i in origins else layout_of(next(remaining)) for i in range(len(addresses))]
         need = program.run_bytes([layout.gradient_bytes for layout in layouts])
+        segment = Segment(session, segment_id, None, name, predecessors, all_addresses, not is_predicted)
+        transient_addresses = [addresses[position] for position in transient if position not in origins]
+        own_bytes += sum(ENTRY_BYTES + layouts[source].span_bytes for source in origins)
+        added = self._attach(segment, [program_address, *stored_addresses], transient_addresses, need, own_bytes)
+        try:
+            sources, derivations = self._sources(stored, layouts, addresses, origins)
+        except BaseException:  # out of memory
+            self.store.detach(segment.key)
+            raise
         kind = sha256(program_address + b"".join(layout.full_header for layout in layouts)).digest()
-        bounds = Bounds(self._run_limit_s, self._run_memory)
-        inputs = SegmentInputs(program, sources, generator_states, wants_sketches, kind, bounds, self._known)
-        is_confirmed = not is_predicted
-        segment = Segment(session, segment_id, inputs, name, predecessors, all_addresses, is_confirmed, bounds=bounds)
-        transient_addresses = [addresses[position] for position in transient]
-        pass_bytes = _PASS_BYTES if len(session.segments) == session.most_segments else 0
-        # The bytes of the pass are charged with the segment first, so that one check covers both.
-        added = self.store.attach(
-            segment.key, session.id, all_addresses, transient_addresses, need, own_bytes + pass_bytes
+        segment.inputs = SegmentInputs(
+            program, sources, generator_states, wants_sketches, kind, segment.bounds, self._known, derivations
         )
-        if pass_bytes:
-            self.store.resize(segment.key, own_bytes)
-            self._charge(session, pass_bytes)  # the schedule still remembers the pass when the segment is gone
+        for derivation in derivations:
+            if derivation.origin.inputs is not None:
+                derivation.origin.inputs.successors.append(derivation)
         session.segments[segment_id] = segment
         session.named_sources += len(addresses)
         session.most_segments = max(session.most_segments, len(session.segments))
@@ -309,6 +311,59 @@ class Worker:
         if not is_predicted or program_address not in session.unpredictable:
             self.engine.speculation.schedule_replay(segment)
         return False, []
+
+    def _sources(
+        self,
+        stored: Sequence[Tensor],
+        layouts: Sequence[Layout],
+        addresses: Sequence[bytes],
+        origins: Mapping[int, tuple[Segment, int]],
+    ) -> tuple[list[Tensor], list[Derivation]]:
+        """Returns all sources of a new segment, and the derivations of those that do not have their contents yet."""
+        remaining, sources, derivations = iter(stored), list[Tensor](), list[Derivation]()
+        for index, layout in enumerate(layouts):
+            if index in origins:
+                derivation = Derivation(*origins[index], addresses[index], allocate(layout, self.device))
+                derivations.append(derivation)
+                sources.append(derivation.value)
+            else:
+                sources.append(next(remaining))
+        return sources, derivations
+
+    def _attach(
+        self, segment: Segment, names: Sequence[bytes], transient: Sequence[bytes], need_bytes: int, own_bytes: int
+    ) -> int:
+        """Attaches a new segment to the store. See `Store.attach` for the arguments and the result."""
+        session, segment.bounds = segment.session, Bounds(self._run_limit_s, self._run_memory)
+        pass_bytes = _PASS_BYTES if len(session.segments) == session.most_segments else 0
+        # The bytes of the pass are charged with the segment first, so that one check covers both.
+        added = self.store.attach(segment.key, session.id, names, transient, need_bytes, own_bytes + pass_bytes)
+        if pass_bytes:
+            self.store.resize(segment.key, own_bytes)
+            self._charge(session, pass_bytes)  # the schedule still remembers the pass when the segment is gone
+        return added
+
+    def _origins(
+        self,
+        session: SessionState,
+        predecessors: Mapping[int, tuple[int, int]],
+        derived: Mapping[int, Layout],
+        addresses: Sequence[bytes],
+    ) -> dict[int, tuple[Segment, int]]:
+        """Returns the segment and the output that each derived source follows from.
+
+        Leaves out sources that the worker stores, and those whose segment it does not have. The latter are then
+        reported as missing, so that the trainer sends them.
+        """
+        origins = {}
+        for source in derived:
+            number, output = predecessors[source]
+            origin = session.segments.get(number)
+            if origin is None or origin.inputs is None or not origin.is_confirmed or source >= len(addresses):
+                continue
+            if output < len(origin.inputs.program.outputs) and self.store.missing(session.id, [addresses[source]]):
+                origins[source] = origin, output
+        return origins
 
     def segment(self, session: SessionState, segment_id: int) -> Segment:
         """Returns a confirmed segment. Raises SegmentUnknownError."""
@@ -389,3 +444,23 @@ class Worker:
     def _check_draining(self) -> None:
         if self.draining:
             raise DrainingError("this worker is shutting down: it finishes its work and accepts nothing new")
+
+
+def _check_lists(
+    program: Program,
+    addresses: Sequence[bytes],
+    transient: Sequence[int],
+    generator_states: Sequence[bytes],
+    predecessors: Mapping[int, tuple[int, int]],
+    *,
+    is_predicted: bool,
+) -> None:
+    """Raises ProgramError if the lists of a segment do not fit its program. See `Worker.save` for the arguments."""
+    if len(addresses) != len(program.sources) or max(transient, default=-1) >= len(addresses):
+        raise ProgramError(f"{len(addresses)} tensors are named for a program of {len(program.sources)} sources")
+    if len(generator_states) != program.draws:
+        raise ProgramError(f"{len(generator_states)} generator states came for {program.draws} draws")
+    if not is_predicted and b"" in generator_states:
+        raise ProgramError("a generator state is empty")
+    if max(predecessors, default=-1) >= len(addresses):
+        raise ProgramError(f"predecessors are named for sources {sorted(predecessors)} of {len(addresses)}")

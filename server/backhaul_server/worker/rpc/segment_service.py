@@ -20,7 +20,7 @@ from backhaul_runtime.wire.bundle import encode_view
 from backhaul_runtime.wire.protocol import CHUNK_BYTES, PROGRESS_INTERVAL_S
 from backhaul_runtime.wire.shared_memory import shared_bytes
 from backhaul_runtime.wire.splicing import SPLICED_BYTES, TensorMessage, accepted, encode_all, field_of
-from backhaul_runtime.wire.tensor_stream import PLACED_BYTES, OutgoingTensor, SharedWriter, batches
+from backhaul_runtime.wire.tensor_stream import PLACED_BYTES, OutgoingTensor, SharedWriter, batches, decode_layout
 from backhaul_server.worker.engine import runs
 from backhaul_server.worker.engine.gradient_sums import GradientsToKeep
 from backhaul_server.worker.engine.runs import BackwardInputs, RunResult
@@ -134,6 +134,11 @@ class SegmentServicer(Servicer):
             request.name,
             request.wants_sketches,
             {origin.source: (origin.segment, origin.output) for origin in request.predecessors},
+            {
+                origin.source: decode_layout(origin.derived)
+                for origin in request.predecessors
+                if origin.HasField("derived")
+            },
             is_predicted=request.predicted,
         )
         return segment_pb2.SaveSegmentResponse(program_missing=program_missing, missing_tensors=missing)
@@ -268,7 +273,8 @@ class SegmentServicer(Servicer):
 
         key = Key("backward", request.key.backward)
         with self._engine.answering(segment, key):
-            submitted = self._engine.request(segment, key, prepare, request.expected_s, inputs, keep)
+            unsent = tuple(request.unsent_sources)
+            submitted = self._engine.request(segment, key, prepare, request.expected_s, inputs, keep, unsent)
             self.worker.replay_ahead(session, request.upcoming_segments)
             yield segment, submitted
 
