@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from backhaul._accumulate import guards
 from backhaul._accumulate.block import AccumulationBlock
-from backhaul._accumulate.plan import Shares
+from backhaul._accumulate.plan import LOCALS, Local, Shares
 from backhaul._backward.lineage import Copies
 from backhaul._config import SECRETS, Config
 from backhaul._dispatch.dispatcher import Dispatcher
@@ -77,7 +77,7 @@ class Session:
         self.run = secrets.token_hex(8)
         self._hooks: list[RemovableHandle] = []
         self._blocks = itertools.count(1)
-        self._shares = Shares()
+        self._shares = {local: Shares() for local in LOCALS}
         self._block_lock = threading.Lock()  # held while a block is open
         self.copies = Copies(self._fetch)
         self._closed = False
@@ -227,7 +227,7 @@ class Session:
             self.telemetry.step(loss)
 
     @contextmanager
-    def accumulate(self) -> Iterator[AccumulationBlock]:
+    def accumulate(self, local: Local = "recompute") -> Iterator[AccumulationBlock]:
         """Opens a block of micro-batches whose backward passes workers finish while the trainer goes on.
 
         Call `backward(loss)` of the returned object instead of `loss.backward()`. When the block ends, `.grad` holds
@@ -235,21 +235,30 @@ class Session:
         gradients are added; buffers and random state are not rolled back. Clip gradients and step the optimizer after
         the block. See docs/accumulation.md.
 
+        Args:
+            local: What the trainer does with its share of the segments: "recompute" them in backward, or "keep" their
+                activations, which takes memory for those of up to five micro-batches and saves their recomputation.
+
         Raises:
+            ValueError: `local` is neither of the two.
             AccumulationError: A block is open already, a parameter was changed inside the block, or gradients are used
                 before they are complete.
             SegmentLostError: A worker was lost, and the trainer has not kept what it needs to recompute a segment.
         """
         if self._closed:
             raise SessionClosedError("the session is closed")
+        if local not in LOCALS:
+            raise ValueError(f"local={local!r} is not one of {', '.join(map(repr, LOCALS))}")
+        shares = self._shares[local]
         block = AccumulationBlock(
             f"accumulation block {next(self._blocks)} of session {self.run}",
             self._dispatcher.micro_batch_ended,
             lambda frame: frame.lineage is not None and frame.lineage.session == self.run,
             self._dispatcher.journal.log("Session.accumulate"),
         )
-        share = 0 if self.config.strict else self._shares.trainers_share()
-        with guards.open_block(block), self._only_block(block), self._dispatcher.accumulating(share):
+        share = 0 if self.config.strict else shares.trainers_share()
+        accumulating = self._dispatcher.accumulating(share, keeps_share=local == "keep")
+        with guards.open_block(block), self._only_block(block), accumulating:
             started = perf_counter()
             try:
                 yield block
@@ -257,7 +266,7 @@ class Session:
                 block.close(is_failed=True)
                 raise
             block.close(is_failed=False)
-            self._shares.measured(block.measured(perf_counter() - started))
+            shares.measured(block.measured(perf_counter() - started))
 
     @contextmanager
     def _only_block(self, block: AccumulationBlock) -> Iterator[None]:

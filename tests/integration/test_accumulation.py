@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import backhaul
 from backhaul import Session
 from backhaul._accumulate.block import AccumulationBlock
+from backhaul._accumulate.plan import LOCALS, Local
 from backhaul._backward.frame import Frame
 from backhaul._worker_client.accumulation import UncollectedGradients
 from conftest import QUIET_S, wait_until
@@ -252,11 +254,21 @@ def test_an_error_that_is_caught_inside_a_block(session: Session) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("local", LOCALS)
 @pytest.mark.parametrize("share", [1, 2, SEGMENTS])
-def test_the_trainers_share(session: Session, monkeypatch: pytest.MonkeyPatch, share: int) -> None:
-    monkeypatch.setattr(session._shares, "trainers_share", lambda: share)
-    assert differing(trained(session), train(plainly)) == []
+def test_the_trainers_share(session: Session, monkeypatch: pytest.MonkeyPatch, share: int, local: Local) -> None:
+    monkeypatch.setattr(session._shares[local], "trainers_share", lambda: share)
+    accumulate = partial(session.accumulate, local)
+    assert differing(train(session.checkpoint, accumulate, kind="BatchNorm"), train(plainly, kind="BatchNorm")) == []
     assert session.report().fallbacks == 0
+    (segment,) = [segment for segment in session.report().segments if segment.calls]
+    # Three steps of three micro-batches. A share begins with the second micro-batch: the first one is counted.
+    assert segment.kept == ({"its share of an accumulation block": 8 * share} if local == "keep" else {})
+
+
+def test_an_unknown_way_to_compute_the_share(session: Session) -> None:
+    with pytest.raises(ValueError, match="'recompute', 'keep'"), session.accumulate("drop"):  # type: ignore[arg-type]
+        pass
 
 
 @pytest.mark.slow

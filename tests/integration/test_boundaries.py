@@ -62,7 +62,7 @@ def train(
 
 def test_a_micro_batch_moves_three_boundaries(session: Session) -> None:
     train(session.checkpoint, session.accumulate, steps=1)  # sends programs
-    session._shares.trainers_share = lambda: 0  # type: ignore[method-assign]
+    session._shares["recompute"].trainers_share = lambda: 0  # type: ignore[method-assign]
     before = session.report()
     ours = train(session.checkpoint, session.accumulate, steps=1)
     after = session.report()

@@ -4,7 +4,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch.nn.functional import dropout
 
 import backhaul
 from backhaul import Session
+from backhaul._accumulate.plan import LOCALS
+from backhaul._config import Boundaries
 from conftest import QUIET_S, wait_until
 from support.bits import Checkpoint, differing, plainly
 from support.processes import WorkerProcess
@@ -23,12 +25,6 @@ WIDTH = 8
 SEGMENTS = ("plain", "dropout", "twice", "two outputs", "shared norm", "residual", "captured", "no parameters")
 BETWEEN = ("", "", "", "add", "multiply", "embedding", "norm", "detached")
 LOSSES = ("mean", "mean", "auxiliary", "skip", "captured", "fewer segments", "two heads")
-
-
-@pytest.fixture
-def session(worker: WorkerProcess) -> Iterator[Session]:
-    with backhaul.connect(worker.address, silence_s=QUIET_S) as session:
-        yield session
 
 
 class Net(nn.Module):
@@ -133,8 +129,9 @@ def trained(seed: int, checkpoint: Checkpoint, session: Session | None) -> list[
             run(None)
         else:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(session._shares, "trainers_share", lambda step=step: (seed + step) % 4)
-                with session.accumulate() as block:
+                local = LOCALS[seed % 2]
+                patch.setattr(session._shares[local], "trainers_share", lambda step=step: (seed + step) % 4)
+                with session.accumulate(local) as block:
                     run(block)
         results += [None if tensor.grad is None else tensor.grad.clone() for tensor in (*inputs, *net.parameters())]
         with torch.no_grad():
@@ -146,29 +143,32 @@ def trained(seed: int, checkpoint: Checkpoint, session: Session | None) -> list[
     return [*results, *(parameter.detach() for parameter in net.parameters())]
 
 
-def compare(session: Session, seeds: range) -> None:
-    for seed in seeds:
-        expected = trained(seed, plainly, None)
-        assert differing(trained(seed, session.checkpoint, session), expected) == [], f"seed {seed}"
+def compare(worker: WorkerProcess, boundaries: Boundaries, seeds: range) -> None:
+    with backhaul.connect(worker.address, silence_s=QUIET_S, boundaries=boundaries) as session:
+        for seed in seeds:
+            expected = trained(seed, plainly, None)
+            assert differing(trained(seed, session.checkpoint, session), expected) == [], f"seed {seed}"
+        assert session.report().fallbacks == 0
 
 
 @pytest.mark.slow
-def test_random_blocks(session: Session) -> None:
-    compare(session, range(40))
-    assert session.report().fallbacks == 0
+@pytest.mark.parametrize("boundaries", ["send", "derive"])
+def test_random_blocks(worker: WorkerProcess, boundaries: Boundaries) -> None:
+    compare(worker, boundaries, range(30))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_many_random_blocks(session: Session) -> None:
-    compare(session, range(40, 1000))
+@pytest.mark.parametrize("boundaries", ["send", "derive"])
+def test_many_random_blocks(worker: WorkerProcess, boundaries: Boundaries) -> None:
+    compare(worker, boundaries, range(40, 600))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_two_hundred_workers_die_in_a_block() -> None:
     draw, died = random.Random(0), 0
-    with backhaul.connect(silence_s=QUIET_S) as session:
+    with backhaul.connect(silence_s=QUIET_S, boundaries="derive") as session:
         (worker,) = session._workers
         for seed in range(200):
             expected = trained(seed, plainly, None)

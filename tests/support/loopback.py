@@ -123,6 +123,9 @@ class Loopback:
         """Addresses of what it was given that no longer holds what it held. Nothing that runs may change it."""
         return [address for address, tensor in self.given.items() if address_of(tensor) != address]
 
+    def keeps_activations(self, name: str) -> bool:
+        return False
+
     def records_choices(self, device: torch.device) -> bool:
         return self.pins
 

@@ -48,6 +48,7 @@ finished earlier, so that the trainer has work at the end of a block while it wa
 @dataclass(slots=True, eq=False)
 class _MicroBatch:
     number: int
+    segments: int  # of the whole micro-batch, also those whose activations the trainer keeps
     parts: Parts
     state: ambient_state.State
     stream: torch.cuda.Stream | None  # on which the head was computed; None on a CPU
@@ -134,16 +135,17 @@ class AccumulationBlock:
             RuntimeError: As `Tensor.backward` raises it, for example for a graph that was used before.
         """
         self._check_use()
-        self.segments = max(self.segments, self._micro_batch_ended())
+        segments = self._micro_batch_ended()
+        self.segments = max(self.segments, segments)
         if loss.grad_fn is None or loss.numel() != 1:
             raise AccumulationError(
                 f"backward() in {self.name} needs a scalar loss with a graph, not a tensor of shape "
                 f"{list(loss.shape)} with requires_grad={loss.requires_grad}"
             )
         with self._working():
-            self._backward(loss)
+            self._backward(loss, segments)
 
-    def _backward(self, loss: Tensor) -> None:
+    def _backward(self, loss: Tensor, segments: int) -> None:
         self._check_unchanged()
         parts = divide(loss, self.hooked, self._first_sequence)
         self.hooked.clear()
@@ -155,7 +157,7 @@ class AccumulationBlock:
         self.micro_batches += 1
         stream = torch.cuda.current_stream(loss.device) if loss.is_cuda else None
         sums = self._head(loss, parts)
-        micro_batch = _MicroBatch(self.micro_batches, parts, ambient_state.capture(), stream, sums)
+        micro_batch = _MicroBatch(self.micro_batches, segments, parts, ambient_state.capture(), stream, sums)
         if parts.run:
             for segment in parts.run:
                 segment.frame.check_backward()
@@ -349,7 +351,7 @@ class AccumulationBlock:
         with _under(micro_batch.state):
             self._tail(parts, sums)
         self.trainers_s += perf_counter() - started
-        self.trainers_segments += len(parts.frames) - len(parts.run)
+        self.trainers_segments += micro_batch.segments - len(parts.run)
         for target, leaf in parts.leaves.items():
             gradient = sums.get(target)
             if gradient is not None:

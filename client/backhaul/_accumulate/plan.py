@@ -2,6 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+Local = Literal["recompute", "keep"]
+LOCALS: tuple[Local, ...] = ("recompute", "keep")
+"""What the trainer does with its share of the segments."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from backhaul_runtime.tensors.staging import device_moments
 from backhaul_runtime.torch_internals.private import DisableTorchDispatch
 
 logger = logging.getLogger("backhaul")
+_SHARE = "its share of an accumulation block"
 _BACKWARD_FACTOR = 3.0  # a replay, and a backward of twice the cost of a forward
 
 
@@ -66,8 +67,25 @@ class Dispatcher:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()  # guards the numbers, the placement and the call sites
         self._placement = Placement()
-        self._is_accumulating = False
+        self._is_accumulating = self._keeps_share = False
         self._sites = CallSites()
+
+    def keeps_activations(self, name: str) -> bool:
+        """Whether the trainer keeps the activations of the call that begins now, because the call is of its share.
+
+        Args:
+            name: The name of the call, under which it is counted.
+        """
+        if not self._keeps_share:
+            return False
+        with self._lock:
+            if not self._placement.is_trainers:
+                return False
+            self._placement.choose_worker(1)
+        log = self.journal.log(name)
+        log.call()
+        log.kept(_SHARE, is_chosen=True)
+        return True
 
     def records_choices(self, device: torch.device) -> bool:
         """Whether a usable worker computes other bits than a device of this trainer does."""
@@ -246,24 +264,27 @@ class Dispatcher:
                 raise Refusal(f"no worker can be reached: {self._workers[0].connection.why_down}", is_said=True)
             index = self._placement.choose_worker(len(up))
             if index is None:
-                raise Refusal("its share of an accumulation block", is_said=True, is_chosen=True)
+                raise Refusal(_SHARE, is_said=True, is_chosen=True)
             return *up[index], next(self._numbers)
 
     @contextmanager
-    def accumulating(self, trainers_share: int) -> Iterator[None]:
+    def accumulating(self, trainers_share: int, *, keeps_share: bool) -> Iterator[None]:
         """Lets `micro_batch_ended` end passes instead of backwards, which run beside later forwards.
 
         Args:
             trainers_share: The number of first segments of each micro-batch that no worker gets.
+            keeps_share: Whether the trainer keeps the activations of these segments instead of recomputing them.
         """
         with self._lock:
-            self._is_accumulating, self._placement.trainers_share = True, trainers_share
+            self._is_accumulating, self._keeps_share = True, keeps_share
+            self._placement.trainers_share = trainers_share
         try:
             yield
         finally:
             with self._lock:
                 self._placement.backward()
-                self._is_accumulating, self._placement.trainers_share = False, 0
+                self._is_accumulating = self._keeps_share = False
+                self._placement.trainers_share = 0
 
     def micro_batch_ended(self) -> int:
         """Notes the end of a forward inside an accumulation block. Returns how many segments it had."""

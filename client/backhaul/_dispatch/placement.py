@@ -24,6 +24,12 @@ class Placement:
         """The number of segments in the last pass; 0 before the end of the first one."""
         return self._index if self._in_backward else self._count
 
+    @property
+    def is_trainers(self) -> bool:
+        """Whether the trainer computes the next segment of the pass itself."""
+        count = self._index if self._in_backward else self._count
+        return self.position < min(self.trainers_share, count)
+
     def choose_worker(self, workers: int) -> int | None:
         """Returns the index of the worker for the next segment; None if the trainer computes it itself.
 

@@ -61,6 +61,9 @@ class Destination(Protocol):
     telemetry: Telemetry | None
     copies: Copies
 
+    def keeps_activations(self, name: str) -> bool:
+        """Whether the trainer keeps the activations of the call of this name that begins now."""
+
     def records_choices(self, device: torch.device) -> bool:
         """Whether a worker computes other bits than a device of this trainer, see NOTE [Recorded choices]."""
 
@@ -137,6 +140,8 @@ def _run_segment(
         return fn(*args, **kwargs)
     began = perf_counter()
     name = name_of(fn)
+    if options.contexts is None and destination.keeps_activations(name):
+        return fn(*args, **kwargs)
     log = CallLog(destination.journal.log(name), destination.telemetry)
     arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     hooks = top_saved_tensor_hooks(True) if options.respects_hooks else None

@@ -197,18 +197,19 @@ class SegmentLog:
             extra = about(self.session, self.name, step)
             logger.warning("Segment %s is recomputed on the trainer: %s", self.name, reason, extra=extra)
 
-    def kept(self, reason: str, *, step: int | None = None) -> None:
+    def kept(self, reason: str, *, is_chosen: bool = False, step: int | None = None) -> None:
         """Notes why the trainer keeps activations. Logs each reason once.
 
         Args:
             reason: The reason, as the log and the report show it.
+            is_chosen: Whether the user has chosen that, so that it is not logged.
             step: The step of the call; None if steps are not counted.
         """
         with self._lock:
             self._decisions[Decision.KEPT] += 1
             self._kept[reason] += 1
             first = self._kept[reason] == 1
-        if first:
+        if first and not is_chosen:
             extra = about(self.session, self.name, step)
             text = "Segment %s keeps its activations on the trainer, as without checkpointing: %s"
             logger.warning(text, self.name, reason, extra=extra)
