@@ -18,12 +18,18 @@ class Slices(nn.Module):
         return sum(x[:, i : i + 16].sin() * x.exp().mean() for i in range(0, 64, 16))  # type: ignore[return-value]
 
 
+class Squares(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().sum()
+
+
 MODELS: list[Callable[[], nn.Module]] = [
     lambda: Block(64, 0.1),
     lambda: nn.TransformerEncoderLayer(64, 2, 256, batch_first=True),
     lambda: nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)),
     lambda: nn.Sequential(nn.Linear(64, 128), nn.GLU(), nn.Softmax(-1), nn.Tanh()),
     Slices,
+    Squares,
 ]
 
 
@@ -36,7 +42,7 @@ def seen(module: nn.Module, x: Tensor) -> tuple[Footprint, Footprint, int]:
     events = live_bytes(lambda: kept.append(Replay(program, sources, states, is_own=True, is_measured=True)))
     replay, measured = max(live for _, live in events), kept[0].footprint
     assert measured is not None
-    gradients = {0: torch.ones(*kept[0]._outputs[0].shape)}
+    gradients = {0: torch.ones(kept[0]._outputs[0].shape)}
     taken: list[object] = []
     backward = max(live for _, live in live_bytes(lambda: taken.append(kept[0].backward(gradients))))
     need = program.run_bytes([source.layout.gradient_bytes for source in recorder.recording.sources])

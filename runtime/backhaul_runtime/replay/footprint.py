@@ -8,6 +8,8 @@ torch can't say how much memory an op's backward takes. So the meter adds up sto
 3. A result has one gradient of its size, from its last use back to the node that made it. Each further use takes the
    same size again while its contribution is added. A view takes the size of the storage that it is a view of.
 4. Each use of a source has a gradient of the source's size, which is held until backward ends.
+5. The backward of an op holds a temporary tensor of the size of its largest result. That of `square` takes the most:
+   x to the power of 1, twice that, and the gradient.
 Gradients that backward starts from are not counted, because they belong to the request.
 """
 
@@ -48,6 +50,7 @@ class FootprintMeter:
     def __init__(self, sources: Sequence[Tensor]) -> None:
         self._storages: dict[int, _Storage] = {}
         self._views: list[tuple[int, _Storage]] = []
+        self._temporary_bytes: list[int] = []  # by node
         self._node = -1
         for source in sources:
             storage = self._storage(source)
@@ -65,11 +68,15 @@ class FootprintMeter:
         """Notes that a node has run, with the tensors that it read and its results. The next node runs from now on."""
         for tensor in read:
             self._storage(tensor).uses.append(self._node)
+        temporary_bytes = 0
         for tensor in results:
             storage = self._storage(tensor)
             storage.requires_grad |= tensor.requires_grad
             if storage.made_by != self._node and storage.requires_grad:
                 self._views.append((self._node, storage))
+            elif storage.requires_grad:
+                temporary_bytes = max(temporary_bytes, storage.size_bytes)
+        self._temporary_bytes.append(temporary_bytes)
         self._node += 1
 
     def footprint(self, outputs: Sequence[Tensor]) -> Footprint:
@@ -99,6 +106,8 @@ class FootprintMeter:
                 backward.add(0, use, source.size_bytes)
         for node, viewed in self._views:
             backward.add(node, node, viewed.size_bytes)
+        for node, temporary_bytes in enumerate(self._temporary_bytes):
+            backward.add(node, node, temporary_bytes)
         return Footprint(replay.most, ready_bytes, max(backward.most, ready_bytes))
 
     def _storage(self, tensor: Tensor) -> _Storage:
