@@ -23,6 +23,7 @@ from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.errors import Refusal, WorkerLostError
 from backhaul_runtime.program.codec import decode_program, encode_program
 from backhaul_runtime.program.program import Program
+from backhaul_runtime.record.recorder import FixedDigests
 from backhaul_runtime.record.recording import Recording
 from backhaul_runtime.replay.replay import isolated
 from backhaul_runtime.tensors.digest import address_of
@@ -110,6 +111,7 @@ class Loopback:
     """
 
     def __init__(self, *, pins: bool = False) -> None:
+        self.fixed: FixedDigests | None = None
         self.pins = pins
         self.journal = Journal()
         self.telemetry: Telemetry | None = None

@@ -29,6 +29,7 @@ from backhaul_runtime.errors import Refusal
 from backhaul_runtime.process.fingerprint import DECISIVE, differences, fingerprint
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.program.program import Program
+from backhaul_runtime.record.recorder import FixedDigests
 from backhaul_runtime.record.recording import RecordedSource
 from backhaul_runtime.tensors.layout import Layout, copy_exact
 from backhaul_runtime.tensors.staging import device_moments
@@ -68,6 +69,7 @@ class Dispatcher:
         self._lock = threading.Lock()  # guards the numbers, the placement and the call sites
         self._placement = Placement()
         self._is_accumulating = self._keeps_share = False
+        self.fixed: FixedDigests | None = None
         self._sites = CallSites()
 
     def keeps_activations(self, name: str) -> bool:
@@ -276,14 +278,14 @@ class Dispatcher:
             keeps_share: Whether the trainer keeps the activations of these segments instead of recomputing them.
         """
         with self._lock:
-            self._is_accumulating, self._keeps_share = True, keeps_share
+            self._is_accumulating, self._keeps_share, self.fixed = True, keeps_share, FixedDigests()
             self._placement.trainers_share = trainers_share
         try:
             yield
         finally:
             with self._lock:
                 self._placement.backward()
-                self._is_accumulating = self._keeps_share = False
+                self._is_accumulating, self._keeps_share, self.fixed = False, False, None
                 self._placement.trainers_share = 0
 
     def micro_batch_ended(self) -> int:

@@ -35,7 +35,7 @@ from backhaul._torch_api.selective import Hooks, Selection
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.program.op_list import allowed_ops
 from backhaul_runtime.program.program import Program
-from backhaul_runtime.record.recorder import Recorder
+from backhaul_runtime.record.recorder import FixedDigests, Recorder
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.torch_internals.private import (
     container_node,
@@ -55,11 +55,13 @@ class Destination(Protocol):
         journal: Counts calls by name.
         telemetry: Reports calls; None if telemetry is off.
         copies: The copies of tensors that the trainer keeps.
+        fixed: Digests of parameters, while an accumulation block forbids to change them; None outside of blocks.
     """
 
     journal: Journal
     telemetry: Telemetry | None
     copies: Copies
+    fixed: FixedDigests | None
 
     def keeps_activations(self, name: str) -> bool:
         """Whether the trainer keeps the activations of the call of this name that begins now."""
@@ -155,6 +157,7 @@ def _run_segment(
         pack.op_ended,
         traces=options.debug,
         pins=destination.records_choices(arguments[0].device if arguments else torch.device("cpu")),
+        fixed=destination.fixed,
     )
     inside_reason = 'returns="activations" was requested' if options.returns == "activations" else ""
     if selection is not None:

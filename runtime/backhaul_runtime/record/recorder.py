@@ -19,7 +19,8 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
 from backhaul_runtime.errors import Refusal, UnsupportedTensorError
@@ -74,6 +75,29 @@ class _Known:
     has_no_history: bool  # a view made under no_grad: it requires a gradient but has no node
 
 
+class FixedDigests:
+    """Digests of parameters that must not change for some time. Any number of threads may use it."""
+
+    def __init__(self) -> None:
+        # With each a reference to its storage, which prevents that torch uses the storage's address again.
+        self._digests: dict[tuple[Any, ...], tuple[Digest, StorageWeakRef]] = {}
+
+    def get(self, key: tuple[Any, ...]) -> Digest | None:
+        """Returns the digest of the contents with this key; None if it is unknown."""
+        known = self._digests.get(key)
+        return None if known is None else known[0]
+
+    def add(self, parameter: Tensor, key: tuple[Any, ...], digest: Digest) -> None:
+        """Notes the digest of a parameter."""
+        self._digests[key] = digest, StorageWeakRef(parameter.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _contents_key(tensor: Tensor, layout: Layout) -> tuple[Any, ...]:
+    """Returns a key for the bytes of a tensor, not for the view: a weight and its transpose have one digest."""
+    start = int(tensor.storage_offset()) * layout.dtype.itemsize
+    return storage_key(tensor), start, layout.span_bytes, layout.memory_order, version_of(tensor)
+
+
 class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that records a call. Enter it around the call, then call `finish`. Not thread-safe.
 
@@ -85,6 +109,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         op_ended: Called after each op, with whether the op is part of the program (Rule 4).
         traces: Whether to describe each op in `trace`.
         pins: Whether to record what a replay on other hardware needs, see NOTE [Recorded choices].
+        fixed: Digests of parameters that keep their values while calls share this object; None to compute all digests.
 
     Attributes:
         recording: The recording. It may outlive the recorder.
@@ -103,6 +128,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         *,
         traces: bool = False,
         pins: bool = False,
+        fixed: "FixedDigests | None" = None,
     ) -> None:
         super().__init__()
         self.recording = Recording(has_recorded_choices=pins)
@@ -124,6 +150,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         self._cleared = ambient_state.cleared_casts()
         self._contents: dict[tuple[Any, ...], Digest] = {}
         self._digests = ContentDigests()
+        self._fixed = fixed
         self._hidden = StorageLedger()
         self._hidden_bytes: dict[int, int] = {}  # by key, for storages that autograd saves and no op returns
         self._saving_nodes = 0  # number of nodes up to the last one that saved a tensor
@@ -301,7 +328,10 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         made = None if tensor.is_leaf or self.sources.is_argument(tensor) else tensor.grad_fn
         if made is not None and sequence_number(made) >= self.first_sequence:
             raise Refusal(f"a differentiable tensor that no recorded op made ({name_of(made)})")
-        address = digest_of(tensor_address, layout, self._content(tensor, layout))
+        content = self._content(tensor, layout)
+        if self._fixed is not None and isinstance(tensor, nn.Parameter) and not self.sources.is_argument(tensor):
+            self._fixed.add(tensor, _contents_key(tensor, layout), content)
+        address = digest_of(tensor_address, layout, content)
         if CASTS.has_stale_cast(tensor, address):
             raise Refusal(
                 "autocast's cache holds a cast of a weight from before the weight changed, or of another region's dtype"
@@ -319,10 +349,10 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
 
     def _content(self, tensor: Tensor, layout: Layout) -> Digest:
         """Returns the digest of a tensor's contents. Within an op it is computed once for equal memory and version."""
-        # The key describes bytes rather than the view, as a weight and its transpose have the same digest.
-        start = int(tensor.storage_offset()) * layout.dtype.itemsize
-        key = (storage_key(tensor), start, layout.span_bytes, layout.memory_order, version_of(tensor))
+        key = _contents_key(tensor, layout)
         digest = self._contents.get(key)
+        if digest is None and self._fixed is not None:
+            digest = self._fixed.get(key)
         if digest is None:
             with DisablePythonDispatcher(), DisableTorchDispatch():
                 digest = self._contents[key] = self._digests.take(tensor, layout)
