@@ -243,8 +243,8 @@ def test_a_small_budget_keeps_ready_what_backward_needs_first() -> None:
         taken.append(usage.segments + usage.sessions)
 
     with_worker(take)
-    # Room for four segments, two replays of 16 bytes and a node each, and two gradients while one of them runs.
-    with_worker(test, budget_bytes=taken[0] + 2 * (16 + NODE_BYTES) + 2 * 16)
+    # Room for four segments, two replays of 16 bytes and a node each, two gradients and a temporary tensor while one of them runs.
+    with_worker(test, budget_bytes=taken[0] + 2 * (16 + NODE_BYTES) + 3 * 16)
 
 
 @pytest.mark.parametrize("states", [[b"state"], [bytes(1 << 20)]])

@@ -250,3 +250,22 @@ def test_higher_order_ops_run_and_are_refused() -> None:
     x = torch.randn(3, requires_grad=True)
     recorder, _ = record(lambda x: twice(x) + 1, x)
     assert recorder.recording.refusal == "the higher-order op twice"
+
+
+def test_states_that_the_draw_before_leaves_are_not_sent() -> None:
+    own = torch.Generator()
+
+    def fn(x: Tensor) -> Tensor:
+        own.set_state(torch.get_rng_state())
+        x = nn.functional.dropout(x, 0.5) + nn.functional.dropout(x, 0.5)
+        x = x * torch.rand(4, generator=own)
+        own.set_state(torch.get_rng_state())
+        x = x * torch.rand(4, generator=own)  # the default generator has this state too
+        x = nn.functional.dropout(x, 0.5)
+        torch.manual_seed(1)
+        return nn.functional.dropout(x, 0.5)
+
+    torch.manual_seed(0)
+    recording = record(fn, torch.randn(4, requires_grad=True))[0].recording
+    assert [bool(state) for state in recording.states_to_send] == [True, False, True, True, False, True]
+    assert all(recording.generator_states)

@@ -164,7 +164,7 @@ class Dispatcher:
             else SourceTensor(source.named, source.layout, source.value, source.is_copy, source.is_transient)
             for source, tensor in zip(recording.sources, tensors, strict=True)
         ]
-        save = self._save_of(call, worker_session, number, known, sources, recording.generator_states)
+        save = self._save_of(call, worker_session, number, known, sources, recording.states_to_send)
         save.wants_sketches = bool(mismatch)
         save.superseded = superseded
         # The worker can predict the gradient of a predecessor's output only if it computes that gradient itself.

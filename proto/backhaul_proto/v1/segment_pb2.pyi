@@ -152,7 +152,7 @@ class SaveSegmentRequest(_message.Message):
 
     @_builtins.property
     def generator_states(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Generator states, one per node that draws, in order."""
+        """Generator states, one per node that draws, in order. Empty: the one that the draw before leaves."""
 
     @_builtins.property
     def predecessors(self) -> _containers.RepeatedCompositeFieldContainer[Global___Predecessor]:

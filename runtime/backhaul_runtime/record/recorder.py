@@ -75,6 +75,12 @@ class _Known:
     has_no_history: bool  # a view made under no_grad: it requires a gradient but has no node
 
 
+def _draws_from_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an op that draws does so from the CPU's default generator, whose state has 5 KiB."""
+    is_own = any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
+    return not is_own and drawing_device(args, kwargs).type == "cpu"
+
+
 class FixedDigests:
     """Digests of parameters that must not change for some time. Any number of threads may use it."""
 
@@ -147,6 +153,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         self._op = ""
         self._reads: bytes | None = None
         self._drawn_from = b""  # state of the generator before the op that runs
+        self._drawn_to = b""  # state of the CPU's default generator after the last recorded draw from it
         self._cleared = ambient_state.cleared_casts()
         self._contents: dict[tuple[Any, ...], Digest] = {}
         self._digests = ContentDigests()
@@ -273,7 +280,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         )
         self._cleared = ambient_state.cleared_casts()
         if node.draws:
-            self.recording.generator_states.append(self._drawn_from)
+            self._note_state(continues=self._drawn_from == self._drawn_to and _draws_from_cpu(args, kwargs))
         return node
 
     def _give_up_choices(self, refusal: Refusal) -> None:
@@ -372,6 +379,12 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         generator = generator or default_generator(drawing_device(args, kwargs))
         return generator.get_state().numpy().tobytes()
 
+    def _note_state(self, *, continues: bool) -> None:
+        """Records the state before the present op, and whether the draw before has left the generator in it."""
+        number = len(self.recording.generator_states)
+        self.recording.continuing.add(number) if continues else self.recording.continuing.discard(number)
+        self.recording.generator_states.append(self._drawn_from)
+
     def _save_before_writes(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tensor in written_tensors(rules(op), args, kwargs):
             self._save_before_write(tensor)
@@ -431,6 +444,8 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         node.result_bytes = tuple(sizes)
         if self._pins is not None:
             self._pin(self._pins, op, node, tensors_in((args, tuple(kwargs.values()))), results, draws)
+        if node.draws and _draws_from_cpu(args, kwargs):
+            self._drawn_to = self._generator_state((), {})
         self._nodes.append(node)
         self._recorded_saves, self._recorded_sources = len(self.recording.saved), len(self.recording.sources)
 
@@ -449,7 +464,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         except Refusal as refusal:
             if rules(op).draws:  # without its recorded draws, a replay of the node needs the generator's state
                 node.draws = True
-                self.recording.generator_states.append(self._drawn_from)
+                self._note_state(continues=False)
             self._give_up_choices(refusal)
         else:
             node.given = tuple(map(self.sources.add_given, noted))

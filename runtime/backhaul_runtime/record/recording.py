@@ -98,6 +98,7 @@ class Recording:
         sources: The tensors from outside that ops read or wrote, and recorded choices, in the order of first use.
         saved: The tensors that autograd saved, in order.
         generator_states: The generator state before each node that draws.
+        continuing: Positions of those states that are the state which the draw before has left.
         has_recorded_choices: Whether draws and decisions are sources, and saved tensors have random projections.
         unrecorded_choices: Why a draw or decision can't be sent to a worker with other hardware; empty if all can.
     """
@@ -106,5 +107,11 @@ class Recording:
     sources: list[RecordedSource] = field(default_factory=list)
     saved: list[SavedTensor] = field(default_factory=list)
     generator_states: list[bytes] = field(default_factory=list)
+    continuing: set[int] = field(default_factory=set)
     has_recorded_choices: bool = False
     unrecorded_choices: str = ""
+
+    @property
+    def states_to_send(self) -> list[bytes]:
+        """The `generator_states`, with empty bytes for those that a replay reaches by itself."""
+        return [b"" if number in self.continuing else state for number, state in enumerate(self.generator_states)]

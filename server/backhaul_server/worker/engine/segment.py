@@ -143,7 +143,11 @@ class Segment:
     def matches_recorded_rng(self, ready: LiveReplay) -> bool:
         """Whether a replay drew from the generator states of the call. True until the call is confirmed."""
         inputs = self.inputs
-        return not self.is_confirmed or inputs is None or ready.replay.drawn_from == list(inputs.generator_states)
+        if not self.is_confirmed or inputs is None:
+            return True
+        return all(
+            given in (b"", drawn) for given, drawn in zip(inputs.generator_states, ready.replay.drawn_from, strict=True)
+        )
 
     def saved_predecessors(self) -> "list[Segment]":
         """Returns the segments whose outputs are sources of this one, without those that were released."""

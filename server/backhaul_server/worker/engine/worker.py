@@ -240,7 +240,8 @@ class Worker:
             program_address: Address of a stored program.
             addresses: Addresses of stored tensors, one for each source of the program.
             transient: Positions of the sources that the store may free together with the session's last segment.
-            generator_states: One state for each node that draws; an empty one only in a predicted segment.
+            generator_states: One state for each node that draws; empty if the draw before leaves the generator in it,
+                and unknown if it is not the first of a predicted segment.
             name: The checkpointed call's name, for logs.
             wants_sketches: Whether runs return random projections of what autograd saves.
             predecessors: The field of `Segment`.
@@ -460,7 +461,7 @@ def _check_lists(
         raise ProgramError(f"{len(addresses)} tensors are named for a program of {len(program.sources)} sources")
     if len(generator_states) != program.draws:
         raise ProgramError(f"{len(generator_states)} generator states came for {program.draws} draws")
-    if not is_predicted and b"" in generator_states:
-        raise ProgramError("a generator state is empty")
+    if not is_predicted and not next(iter(generator_states), b"first"):
+        raise ProgramError("the first generator state is empty")
     if max(predecessors, default=-1) >= len(addresses):
         raise ProgramError(f"predecessors are named for sources {sorted(predecessors)} of {len(addresses)}")
