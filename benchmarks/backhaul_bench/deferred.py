@@ -1,19 +1,37 @@
-"""Measures steps of 8 micro-batches of 256 tokens whose backward passes a worker finishes in an accumulation block."""
+"""Measures steps of 8 or 16 micro-batches of 256 tokens in an accumulation block of Backhaul."""
 
-from collections.abc import Callable
+import os
+import signal
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from functools import partial
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any
 
-from backhaul_bench.outcomes import Outcome, of_rounds
-from backhaul_bench.rounds import Alternative, Plan, Rounds, interleave, ratio_of
-from backhaul_bench.stage import Stage
+from backhaul_bench import throttle
+from backhaul_bench.noise import Core
+from backhaul_bench.outcomes import Outcome, of_counts, of_rounds
+from backhaul_bench.rounds import Alternative, Plan, Rounds, interleave, ratio_of, timed
+from backhaul_bench.stage import OVER_TCP, Stage, descendants
 from backhaul_bench.steps import BLOCKS, on_trainer
-from backhaul_bench.training import Checkpoint, Training, checkpoint_of_torch, compare
+from backhaul_bench.training import WIDTH, Checkpoint, Training, checkpoint_of_torch, compare
+
+if TYPE_CHECKING:
+    from backhaul._session import Session
 
 MICRO_BATCH = (1, 256)
 """Batch size and length of a micro-batch."""
 MICRO_BATCHES = 8
+MANY = 16
+"""Micro-batches of a step beside a slow helper, which needs time to contribute."""
+HELPERS_SHARE = 0.3
+"""Share of a core that the slow helper gets."""
+RESTART_S = 60.0
+"""Longest time that a killed worker takes to be replaced, in seconds."""
 PLAN = Plan(most=10, warm=3, limit_s=80.0)  # the trainer's share follows the speeds measured in earlier blocks
+BOUNDARY_BYTES = 4 * MICRO_BATCH[0] * MICRO_BATCH[1] * WIDTH
+
+Block = AbstractContextManager[Any]
 
 
 class AccumulatingTraining(Training):
@@ -23,53 +41,128 @@ class AccumulatingTraining(Training):
         name: Name of the training in messages.
         checkpoint: Function that runs a segment. None: without checkpointing.
         accumulate: Opens an accumulation block. None: each backward blocks.
+        micro_batches: Number of micro-batches in a step.
         is_adapted: Whether blocks are frozen and have LoRA adapters.
+
+    Attributes:
+        happen: Called with the number of each micro-batch before it begins.
     """
 
     def __init__(
         self,
         name: str,
         checkpoint: Checkpoint | None,
-        accumulate: Callable[[], AbstractContextManager[Any]] | None = None,
+        accumulate: Callable[[], Block] | None = None,
         *,
-        is_adapted: bool,
+        micro_batches: int = MICRO_BATCHES,
+        is_adapted: bool = False,
     ) -> None:
         super().__init__(name, BLOCKS, MICRO_BATCH, checkpoint, is_adapted=is_adapted)
         self._accumulate = accumulate
+        self._micro_batches = micro_batches
+        self.happen: Callable[[int], None] = lambda _: None
 
     def forward_backward(self) -> None:
         """Runs the micro-batches of a step, without the optimizer."""
         if self._accumulate is None:
-            for _ in range(MICRO_BATCHES):
+            for _ in range(self._micro_batches):
                 self.forward().backward()  # type: ignore[no-untyped-call]
         else:
             with self._accumulate() as block:
-                for _ in range(MICRO_BATCHES):
+                for number in range(self._micro_batches):
+                    self.happen(number)
                     block.backward(self.forward())
 
 
 def measure(stage: Stage) -> list[Outcome]:
-    """Measures the figures defer_equal and defer_vs_none."""
-    rounds, note = _measure(stage, is_adapted=False)
+    """Measures the figures defer_equal, defer_vs_none and defer_keep_vs_none."""
+    session = stage.session(returns="gradients")
+    kept = AccumulatingTraining("kept", session.checkpoint, partial(session.accumulate, "keep"))
+    rounds = _rounds(stage, [AccumulatingTraining("none", None), *_pair(session), kept])
+    note = on_trainer(session.report().fallbacks)
     return [
         of_rounds("defer_equal", rounds, ratio_of("deferred", "torch"), note),
         of_rounds("defer_vs_none", rounds, ratio_of("deferred", "none"), note),
+        of_rounds("defer_keep_vs_none", rounds, ratio_of("kept", "none"), note),
     ]
 
 
 def measure_adapted(stage: Stage) -> list[Outcome]:
     """Measures the figure defer_lora."""
-    rounds, note = _measure(stage, is_adapted=True)
+    session = stage.session(returns="gradients")
+    rounds = _rounds(stage, _pair(session, is_adapted=True))
+    note = on_trainer(session.report().fallbacks)
     return [of_rounds("defer_lora", rounds, ratio_of("deferred", "torch"), note)]
 
 
-def _measure(stage: Stage, *, is_adapted: bool) -> tuple[Rounds, str]:
+def measure_third(stage: Stage) -> list[Outcome]:
+    """Measures the figure defer_third: the helper has less than a third of the trainer's speed."""
     session = stage.session(returns="gradients")
-    trainings = [
-        AccumulatingTraining("none", None, is_adapted=is_adapted),
-        AccumulatingTraining("torch", checkpoint_of_torch, is_adapted=is_adapted),
-        AccumulatingTraining("deferred", session.checkpoint, session.accumulate, is_adapted=is_adapted),
+    trainings = _pair(session, micro_batches=MANY)
+    with throttle.to(HELPERS_SHARE, stage.worker.pids, stage.trainer.number):
+        rounds = _rounds(stage, trainings)
+    return [of_rounds("defer_third", rounds, ratio_of("deferred", "torch"), on_trainer(session.report().fallbacks))]
+
+
+def measure_lost(stage: Stage) -> list[Outcome]:
+    """Measures the figure defer_lost_helper: in every second block the helper is killed halfway."""
+    session = stage.session(returns="gradients")
+    torch, deferred = _pair(session)
+    (worker,), (supervisor, *_) = session._workers, stage.worker.pids
+
+    def kill(number: int) -> None:
+        if number == MICRO_BATCHES // 2:
+            for pid in descendants(supervisor):
+                os.kill(pid, signal.SIGKILL)
+
+    def run(training: AccumulatingTraining, *, is_lost: bool) -> None:
+        training.happen = kill if is_lost else lambda _: None
+        training.step()
+
+    def measured(variant: Alternative, cores: Sequence[Core]) -> tuple[float, bool]:
+        until_s = monotonic() + RESTART_S
+        while worker.connection.up is None:
+            if monotonic() > until_s:
+                raise RuntimeError(f"the worker was not back within {RESTART_S:g} s")
+            sleep(0.05)
+        stage.worker.pids[:] = [supervisor, *descendants(supervisor)]
+        return timed(variant, cores)
+
+    variants = [
+        Alternative("torch", torch.step),
+        Alternative("lost", partial(run, deferred, is_lost=True)),
+        Alternative("kept", partial(run, deferred, is_lost=False)),
     ]
+    rounds = interleave(variants, stage.cores, PLAN, measured=measured)
+    return [of_rounds("defer_lost_helper", rounds, lambda taken: (taken["lost"] + taken["kept"]) / 2 / taken["torch"])]
+
+
+def measure_wire(stage: Stage) -> list[Outcome]:
+    """Measures the figure defer_wire, the bytes of a micro-batch with derived boundaries, without sums and weights."""
+    session = stage.session(stage.tcp_worker(), returns="gradients", boundaries="derive", **OVER_TCP)
+    training = AccumulatingTraining("deferred", session.checkpoint, session.accumulate)
+    training.forward_backward()  # sends programs and weights, which do not change afterwards
+    values = []
+    for _ in range(PLAN.most):
+        training.clear_gradients()
+        before = session.report()
+        training.forward_backward()
+        after = session.report()
+        on_worker = (after.remote - before.remote) // MICRO_BATCHES
+        sum_bytes = on_worker * sum(parameter.nbytes for parameter in training.parameters) // BLOCKS
+        moved = after.up_bytes + after.down_bytes - before.up_bytes - before.down_bytes - sum_bytes
+        values.append(moved / MICRO_BATCHES / (3 * BOUNDARY_BYTES))
+    return [of_counts("defer_wire", values, on_trainer(session.report().fallbacks))]
+
+
+def _pair(session: "Session", **options: Any) -> list[AccumulatingTraining]:
+    """Returns a training with torch's checkpoint and one in accumulation blocks."""
+    return [
+        AccumulatingTraining("torch", checkpoint_of_torch, **options),
+        AccumulatingTraining("deferred", session.checkpoint, session.accumulate, **options),
+    ]
+
+
+def _rounds(stage: Stage, trainings: Sequence[AccumulatingTraining]) -> Rounds:
     variants = [Alternative(training.name, training.step) for training in trainings]
-    rounds = interleave(variants, stage.cores, PLAN, lambda: compare(trainings))
-    return rounds, on_trainer(session.report().fallbacks)
+    return interleave(variants, stage.cores, PLAN, lambda: compare(trainings))

@@ -50,10 +50,10 @@ class Stage:
         """Opens a session with `backhaul.connect`. If that starts a worker, the worker runs on the worker's core."""
         import backhaul
 
-        before = set(_descendants(os.getpid()))
+        before = set(descendants(os.getpid()))
         session = backhaul.connect(worker, **options)
         self._started.callback(session.close)
-        for pid in set(_descendants(os.getpid())) - before:
+        for pid in set(descendants(os.getpid())) - before:
             pin(self.worker.number, pid)
             self.worker.pids.append(pid)
         return session
@@ -86,7 +86,7 @@ class Stage:
             )
         self._started.callback(_end, process)
         line = read_line(process.stdout, _START_S, command)
-        core.pids += [process.pid, *_descendants(process.pid)]
+        core.pids += [process.pid, *descendants(process.pid)]
         return process, line
 
     def __enter__(self) -> Self:
@@ -119,12 +119,13 @@ def _inherited(core: int) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def _descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
+    """Returns the ids of all processes that a process has started directly or indirectly."""
     pids: list[int] = []
     with suppress(OSError):  # The process has just ended.
         for thread in Path(f"/proc/{pid}/task").iterdir():
             for child in map(int, (thread / "children").read_text().split()):
-                pids += [child, *_descendants(child)]
+                pids += [child, *descendants(child)]
     return pids
 
 

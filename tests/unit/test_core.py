@@ -243,7 +243,8 @@ def test_a_small_budget_keeps_ready_what_backward_needs_first() -> None:
         taken.append(usage.segments + usage.sessions)
 
     with_worker(take)
-    # Room for four segments, two replays of 16 bytes and a node each, two gradients and a temporary tensor while one of them runs.
+    # Room for four segments, two replays of 16 bytes and a node each, two gradients, and a temporary
+    # tensor while one of them runs.
     with_worker(test, budget_bytes=taken[0] + 2 * (16 + NODE_BYTES) + 3 * 16)
 
 

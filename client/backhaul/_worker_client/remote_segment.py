@@ -230,6 +230,7 @@ class SavedSegment:
             answer = self._ask_shortly(request, missing, stubs)
             if answer is not None:
                 return answer
+            missing = self._uploader.missing(self.worker_session, missing)
         stream = self._open(stubs.segments.Backward, self._encoded(request, missing), request.answer)
         try:
             result = stream.result()
@@ -248,6 +249,8 @@ class SavedSegment:
                 return None
             if not carried.message.HasField("result"):
                 self._log.traffic(down_bytes=carried.size_bytes)
+                # The worker took the gradients before it answered. If not, it reports them as missing.
+                self._uploader.learn(self.worker_session, [outgoing.address for outgoing in missing])
                 return None
             stubs.pushed_results.expect(carried.message.result.goes_on)
             return self._short_answer(carried)
