@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
@@ -11,7 +12,7 @@ from torch import Tensor
 from backhaul_bench import hivemind_side
 from backhaul_bench.figures import Verdict
 from backhaul_bench.machine import HIVEMIND
-from backhaul_bench.noise import settle
+from backhaul_bench.noise import Core, settle
 from backhaul_bench.outcomes import Outcome, of_rounds, without_value
 from backhaul_bench.rounds import Alternative, Plan, UnequalGradientsError, interleave, ratio_of
 from backhaul_bench.stage import Stage, read_line
@@ -21,6 +22,9 @@ CALLS = 4
 """Calls timed together, because one alone is too short to detect disturbances."""
 PLAN = Plan(most=15, warm=1, limit_s=30.0)
 _ANSWER_S = 30.0
+_START_S, _STARTS = 20.0, 8
+"""Seconds that a peer of hivemind may take to start, and how often that is tried. It starts in 2 seconds, or never: in
+about one of three starts a process that it forks waits for a lock that no thread of that process holds."""
 
 
 def measure(stage: Stage) -> list[Outcome]:
@@ -33,8 +37,11 @@ def measure(stage: Stage) -> list[Outcome]:
     assert model is not None
     assert model.origin is not None
     script = [python, "-P", str(Path(hivemind_side.__file__)), "server", model.origin]
-    address = stage.start(script)[1]
-    client, _ = stage.start([*script[:-2], "client", model.origin, address], stage.trainer)
+    try:
+        _, address = _started(stage, script, stage.worker)
+        client, _ = _started(stage, [*script[:-2], "client", model.origin, address], stage.trainer)
+    except RuntimeError as error:
+        return [without_value("vs_hivemind", Verdict.UNAVAILABLE, str(error))]
     session = stage.session(returns="gradients")
     block = hivemind_side.block_of(model.origin)
     x, gradient = hivemind_side.tensors()
@@ -64,6 +71,14 @@ def measure(stage: Stage) -> list[Outcome]:
 
     rounds = interleave([Alternative("backhaul", ours), Alternative("hivemind", theirs)], stage.cores, PLAN, compare)
     return [of_rounds("vs_hivemind", rounds, ratio_of("backhaul", "hivemind"), on_trainer(session.report().fallbacks))]
+
+
+def _started(stage: Stage, command: list[str], core: Core) -> tuple["subprocess.Popen[str]", str]:
+    """Starts a peer of hivemind. Returns its process and its first line. Raises RuntimeError if no start succeeds."""
+    for _ in range(_STARTS - 1):
+        with suppress(RuntimeError):
+            return stage.start(command, core, timeout_s=_START_S)
+    return stage.start(command, core, timeout_s=_START_S)
 
 
 def _backward(y: Tensor, x: Tensor, gradient: Tensor, stage: Stage) -> float:

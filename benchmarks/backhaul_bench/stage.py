@@ -64,15 +64,25 @@ class Stage:
         return line.rpartition(" ")[2]
 
     def start(
-        self, command: Sequence[str], core: Core | None = None, environment: Mapping[str, str] | None = None
+        self,
+        command: Sequence[str],
+        core: Core | None = None,
+        environment: Mapping[str, str] | None = None,
+        timeout_s: float = _START_S,
     ) -> tuple["subprocess.Popen[str]", str]:
         """Starts a process on a core, the worker's by default.
+
+        Args:
+            command: The command line.
+            core: The core; None for the worker's.
+            environment: Variables that are added to the environment.
+            timeout_s: Seconds within which the process must print a line.
 
         Returns:
             The process and its first line on stdout.
 
         Raises:
-            RuntimeError: The process printed no line within 60 seconds.
+            RuntimeError: The process printed no line in time. It was ended.
         """
         core = core or self.worker
         with _inherited(core.number):
@@ -84,8 +94,12 @@ class Stage:
                 env={**os.environ, **(environment or {})},
                 start_new_session=True,  # A process group of its own, so that its children are killed too.
             )
+        try:
+            line = read_line(process.stdout, timeout_s, command)
+        except RuntimeError:
+            _end(process)
+            raise
         self._started.callback(_end, process)
-        line = read_line(process.stdout, _START_S, command)
         core.pids += [process.pid, *descendants(process.pid)]
         return process, line
 
