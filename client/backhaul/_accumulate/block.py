@@ -80,7 +80,7 @@ class AccumulationBlock:
         waited_s: Seconds for which the trainer waited for workers.
         trainers_segments: Segments of all micro-batches that the trainer has computed.
         trainers_s: Seconds of the tails, in which the trainer computes its share.
-        busy_s: Seconds that a worker took for each segment.
+        busy_s: Seconds from the request for each segment to its answer, by worker.
     """
 
     def __init__(
@@ -284,7 +284,7 @@ class AccumulationBlock:
             self._gradients.stop_keeping()
 
     def _ask(self, micro_batch: _MicroBatch, segment: RunSegment, uploader: Uploader) -> None:
-        frame, remote = segment.frame, segment.frame.remote
+        frame = segment.frame
         gradient = micro_batch.stored or micro_batch.sums.get(segment.target)
         if gradient is None:  # no gradient reaches the segment, so none leaves it
             micro_batch.segments_left.pop(0)
@@ -300,6 +300,7 @@ class AccumulationBlock:
         }
         following = self._following(micro_batch, segment)
         unsent = {due[index] for index, target in segment.contributions if target == following}
+        started = perf_counter()
         answer = frame.remote_gradients({0: gradient}, micro_batch.state, may_stay, unsent if len(unsent) == 1 else ())
         micro_batch.stored = None  # not before, because `_recovered` must learn that the trainer lacks the gradient
         kept = {source: may_stay[source] for source in answer.kept}
@@ -311,8 +312,8 @@ class AccumulationBlock:
         _fold(micro_batch.sums, segment, answer.contributions)
         if len(unsent) == 1 and following not in micro_batch.sums:
             micro_batch.stored = answer.stored.get(*unsent)
-        if isinstance(remote, SavedSegment):
-            self.busy_s.setdefault(uploader, []).append(remote.busy_s)
+        # Not only what the run took: while requests wait for it, the worker also does what surrounds its runs.
+        self.busy_s.setdefault(uploader, []).append(perf_counter() - started)
 
     def _following(self, micro_batch: _MicroBatch, segment: RunSegment) -> Target | None:
         """Returns where the gradient of the run's next segment is summed up, if only the same worker needs it."""

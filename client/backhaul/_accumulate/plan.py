@@ -24,29 +24,40 @@ class Speeds:
     workers_s: Sequence[float]
 
 
-def trainers_share(segments: int, micro_batches: int, speeds: Speeds) -> int:
-    """Returns how many of the first segments of each micro-batch the trainer computes itself.
+def block_s(share: int, segments: int, micro_batches: int, speeds: Speeds) -> float:
+    """Returns the seconds that a block takes.
 
-    The worker's part of a micro-batch begins after its forward, and the trainer's part after the worker's. Otherwise
-    both compute side by side. Of several equal choices the one with fewer segments is returned. One segment stays with
-    the workers in any case, so that their speed is measured again.
+    The workers' part of a micro-batch begins after its forward, and the trainer's part after the workers'. Otherwise
+    both compute side by side.
+
+    Args:
+        share: The number of first segments of each micro-batch that the trainer computes itself.
+        segments: The number of segments of a micro-batch.
+        micro_batches: The number of micro-batches of a block.
+        speeds: What trainer and workers take.
+    """
+    forwards_s, own_s = micro_batches * speeds.forward_s, share * speeds.trainer_s
+    rate = sum(1 / seconds for seconds in speeds.workers_s if seconds > 0)
+    if share == segments or not rate:
+        return forwards_s + micro_batches * segments * speeds.trainer_s
+    remote_s = (segments - share) / rate
+    remote_end_s = max(speeds.forward_s + micro_batches * remote_s, forwards_s + remote_s)
+    return max(forwards_s + (micro_batches - 1) * own_s, remote_end_s) + own_s
+
+
+def trainers_share(segments: int, micro_batches: int, speeds: Speeds) -> int:
+    """Returns how many of the first segments of each micro-batch the trainer computes itself, so that a block is short.
+
+    Of several equal choices the one with fewer segments is returned.
 
     Args:
         segments: The number of segments of a micro-batch.
         micro_batches: The number of micro-batches of a block.
-        speeds: The times that were measured in the last block.
+        speeds: What trainer and workers take.
     """
-    rate = sum(1 / seconds for seconds in speeds.workers_s if seconds > 0)
-    if not rate or not segments:
+    if not any(seconds > 0 for seconds in speeds.workers_s):
         return 0
-
-    def block_s(share: int) -> float:
-        own_s, remote_s = share * speeds.trainer_s, (segments - share) / rate
-        forwards_s = micro_batches * speeds.forward_s
-        remote_end_s = max(speeds.forward_s + micro_batches * remote_s, forwards_s + remote_s)
-        return max(forwards_s + (micro_batches - 1) * own_s, remote_end_s) + own_s
-
-    return min(range(segments), key=block_s)
+    return min(range(segments + 1), key=lambda share: block_s(share, segments, micro_batches, speeds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,25 +81,41 @@ class BlockTimes:
     busy_s: Sequence[float]
 
 
+RETRY_BLOCKS = 16
+"""After so many blocks without a worker's help, its speed is measured again with one segment."""
+
+
 class Shares:
     """Chooses the trainer's share for each block from what the blocks before took."""
 
     def __init__(self) -> None:
         self._last: BlockTimes | None = None
         self._trainer_s = 0.0  # per segment, as measured last
+        self._workers_s: Sequence[float] = ()  # the same for each worker
+        self._alone = 0  # blocks since a worker has computed a segment
 
-    def trainers_share(self) -> int:
-        """Returns how many of the first segments of each micro-batch the trainer should compute itself."""
+    def trainers_share(self) -> int | None:
+        """Returns how many of the first segments of each micro-batch the trainer should compute itself.
+
+        None stands for half of them, while nothing is known.
+        """
         last = self._last
-        if last is None or not last.micro_batches or not last.busy_s:
+        if last is None or not last.micro_batches or not last.segments:
+            return None
+        if not self._workers_s:
             return 0
-        # Until the trainer has computed a segment, it is taken to be as fast as the fastest worker.
-        trainer_s = self._trainer_s or min(last.busy_s)
-        speeds = Speeds(last.others_s / last.micro_batches, trainer_s, last.busy_s)
-        return trainers_share(last.segments, last.micro_batches, speeds)
+        forward_s = last.others_s / last.micro_batches
+        # Until the trainer has computed a segment: a forward, and a backward of twice its cost.
+        trainer_s = self._trainer_s or 3 * forward_s / last.segments
+        share = trainers_share(last.segments, last.micro_batches, Speeds(forward_s, trainer_s, self._workers_s))
+        return last.segments - 1 if share == last.segments and self._alone >= RETRY_BLOCKS else share
 
     def measured(self, measured: BlockTimes) -> None:
         """Notes what a block took."""
         self._last = measured
         if measured.trainers_segments:
             self._trainer_s = measured.trainers_s / measured.trainers_segments
+        if measured.busy_s:
+            self._workers_s, self._alone = measured.busy_s, 0
+        else:
+            self._alone += 1

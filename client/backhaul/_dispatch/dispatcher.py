@@ -270,11 +270,11 @@ class Dispatcher:
             return *up[index], next(self._numbers)
 
     @contextmanager
-    def accumulating(self, trainers_share: int, *, keeps_share: bool) -> Iterator[None]:
+    def accumulating(self, trainers_share: int | None, *, keeps_share: bool) -> Iterator[None]:
         """Lets `micro_batch_ended` end passes instead of backwards, which run beside later forwards.
 
         Args:
-            trainers_share: The number of first segments of each micro-batch that no worker gets.
+            trainers_share: The number of first segments of each micro-batch that no worker gets; None for half of them.
             keeps_share: Whether the trainer keeps the activations of these segments instead of recomputing them.
         """
         with self._lock:

@@ -11,8 +11,8 @@ class Placement:
         self._index = 0
         self._count = 0
         self._in_backward = False
-        self.trainers_share = 0
-        """The number of first segments of a pass that the trainer computes itself."""
+        self.trainers_share: int | None = 0
+        """The number of first segments of a pass that the trainer computes itself; None for half of them."""
 
     @property
     def position(self) -> int:
@@ -27,8 +27,10 @@ class Placement:
     @property
     def is_trainers(self) -> bool:
         """Whether the trainer computes the next segment of the pass itself."""
-        count = self._index if self._in_backward else self._count
-        return self.position < min(self.trainers_share, count)
+        return self.position < self._share(self._index if self._in_backward else self._count)
+
+    def _share(self, count: int) -> int:
+        return count // 2 if self.trainers_share is None else min(self.trainers_share, count)
 
     def choose_worker(self, workers: int) -> int | None:
         """Returns the index of the worker for the next segment; None if the trainer computes it itself.
@@ -42,7 +44,7 @@ class Placement:
         index, self._index = self._index, self._index + 1
         if self._count == 0:
             return index // FIRST_RUN % workers
-        share = min(self.trainers_share, self._count)
+        share = self._share(self._count)
         if index < share:
             return None
         return min((index - share) * workers // max(1, self._count - share), workers - 1)

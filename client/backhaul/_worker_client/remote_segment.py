@@ -106,7 +106,6 @@ class SavedSegment:
 
     Attributes:
         expected: The gradients that the worker has predicted, by output.
-        busy_s: Seconds that the worker took for the last backward, with the recomputation.
     """
 
     def __init__(
@@ -125,7 +124,6 @@ class SavedSegment:
         self._expected_s = expected_s
         self._upcoming = upcoming
         self._answer_bytes = 0  # of the backward in progress
-        self.busy_s = 0.0
         self._device = save.made[0].device if save.made else None
         self.expected: dict[int, SpeculativeGradient] = {}
         self._backwards = itertools.count(1)
@@ -274,7 +272,6 @@ class SavedSegment:
     def _answer(self, result: segment_pb2.BackwardResult, receiver: TensorReceiver) -> Answer:
         tensors = receiver.tensors()
         self._log.answered(result.timing, self._connection.clock_offset_s)
-        self.busy_s = result.timing.recompute_s + result.timing.backward_s
         return result, tensors, receiver.addresses()
 
     def _chained(self, result: segment_pb2.BackwardResult) -> dict[int, StoredGradient]:
