@@ -30,6 +30,8 @@ def connect(
     silence_s: float | None = None,
     inflight_bytes: int | None = None,
     inflight_boundaries: int | None = None,
+    inflight_micro_batches: int | None = None,
+    held_bytes: int | None = None,
     shared_memory: bool | None = None,
     unix_socket: bool | None = None,
     memory_bytes: int | None = None,
@@ -56,6 +58,9 @@ def connect(
         silence_s: Seconds without a message after which a worker counts as lost.
         inflight_bytes: Bound of the copies that wait to be sent, of arguments and of parameters that FSDP frees.
         inflight_boundaries: The most segments whose inputs may wait to be sent; forward blocks beyond it.
+        inflight_micro_batches: Micro-batches of an accumulation block whose backward may be unfinished.
+        held_bytes: Bytes of gradients that an accumulation block may hold back on the trainer; 0 (default) for any
+            number.
         shared_memory: Whether large tensors for a worker on this machine use shared memory (default: yes).
         unix_socket: Whether a worker on this machine is reached over its Unix socket (default: yes).
         memory_bytes: Memory budget of a worker that this call starts.
@@ -88,6 +93,8 @@ def connect(
             silence_s=silence_s,
             inflight_bytes=inflight_bytes,
             inflight_boundaries=inflight_boundaries,
+            inflight_micro_batches=inflight_micro_batches,
+            held_bytes=held_bytes,
             shared_memory=shared_memory,
             unix_socket=unix_socket,
             memory_bytes=memory_bytes,

@@ -70,6 +70,12 @@ class Config:
     inflight_boundaries: int = 4
     """Number of segments whose arguments may wait to be sent. Forward blocks beyond it."""
 
+    inflight_micro_batches: int = 4
+    """Micro-batches of an accumulation block whose backward may be unfinished. `backward` waits beyond it."""
+
+    held_bytes: int = 0
+    """Bytes of gradients that an accumulation block may hold back on the trainer; 0 for any number."""
+
     shared_memory: bool = True
     """Exchange large tensors with workers on this machine through shared memory, if they offer it."""
 
@@ -107,11 +113,12 @@ def resolve(**given: Any) -> Config:
     for name, choices in _CHOICES.items():
         if (value := getattr(config, name)) not in choices:
             raise SettingError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}")
-    for name in ("connect_timeout_s", "silence_s", "inflight_bytes", "inflight_boundaries"):
+    for name in ("connect_timeout_s", "silence_s", "inflight_bytes", "inflight_boundaries", "inflight_micro_batches"):
         if not 0 < getattr(config, name) < math.inf:
             raise SettingError(f"{name}={getattr(config, name)!r} must be finite and greater than 0")
-    if config.memory_bytes < 0:
-        raise SettingError(f"memory_bytes={config.memory_bytes!r} must not be negative")
+    for name in ("memory_bytes", "held_bytes"):
+        if getattr(config, name) < 0:
+            raise SettingError(f"{name}={getattr(config, name)!r} must not be negative")
     if config.traces and not _has_opentelemetry():
         raise SettingError("traces=True needs OpenTelemetry's API: pip install 'backhaul[otel]'")
     return config

@@ -255,6 +255,8 @@ class Session:
             self._dispatcher.micro_batch_ended,
             lambda frame: frame.lineage is not None and frame.lineage.session == self.run,
             self._dispatcher.journal.log("Session.accumulate"),
+            self.config.inflight_micro_batches,
+            self.config.held_bytes,
         )
         share = 0 if self.config.strict else shares.trainers_share()
         accumulating = self._dispatcher.accumulating(share, keeps_share=local == "keep")
@@ -266,7 +268,8 @@ class Session:
                 block.close(is_failed=True)
                 raise
             block.close(is_failed=False)
-            shares.measured(block.measured(perf_counter() - started))
+            report = self._dispatcher.journal.block = block.report(perf_counter() - started)
+            shares.measured(report)
 
     @contextmanager
     def _only_block(self, block: AccumulationBlock) -> Iterator[None]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import backhaul
 from backhaul import Session
 from backhaul._accumulate.block import AccumulationBlock
-from backhaul._accumulate.plan import LOCALS, Local
+from backhaul._accumulate.plan import LOCALS, Local, Shares
 from backhaul._backward.frame import Frame
 from backhaul._worker_client.accumulation import UncollectedGradients
 from conftest import QUIET_S, wait_until
@@ -26,6 +26,12 @@ from support.processes import WorkerProcess
 
 SEGMENTS, WIDTH = 4, 32
 Loss = Callable[[Checkpoint, Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def no_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives workers all segments: the trainer would soon compute such small ones alone."""
+    monkeypatch.setattr(Shares, "trainers_share", lambda self: 0)
 
 
 @pytest.fixture
@@ -264,6 +270,39 @@ def test_the_trainers_share(session: Session, monkeypatch: pytest.MonkeyPatch, s
     (segment,) = [segment for segment in session.report().segments if segment.calls]
     # Three steps of three micro-batches. A share begins with the second micro-batch: the first one is counted.
     assert segment.kept == ({"its share of an accumulation block": 8 * share} if local == "keep" else {})
+
+
+def test_gradients_that_are_held_back_are_bounded(worker: WorkerProcess) -> None:
+    with backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+        trained(session, kind="hooks on parameters", steps=1)
+        block = session.report().block
+        assert block is not None
+        most_bytes = block.held_bytes
+    with (
+        backhaul.connect(worker.address, silence_s=QUIET_S, held_bytes=most_bytes - 1) as session,
+        pytest.raises(backhaul.AccumulationError, match="held_bytes allows"),
+    ):
+        trained(session, kind="hooks on parameters", steps=1)
+
+
+def test_a_block_that_begins_with_gradients_holds_no_more_for_more_micro_batches(session: Session) -> None:
+    def held_bytes(micro_batches: int) -> int:
+        trained(session, micro_batches=micro_batches, steps=2)  # only the second step begins with gradients
+        block = session.report().block
+        assert block is not None
+        return block.held_bytes
+
+    assert 0 < held_bytes(3) == held_bytes(8)
+
+
+def test_the_report_shows_who_computed_what(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session._shares["recompute"], "trainers_share", lambda: 1)
+    trained(session, steps=2)
+    block = session.report().block
+    assert block is not None
+    assert (block.micro_batches, block.segments, block.trainer.segments) == (3, 3 * SEGMENTS, 3)
+    assert [worker.segments for worker in block.workers.values()] == [3 * (SEGMENTS - 1)]
+    assert "last accumulation block: 3 micro-batches" in str(session.report())
 
 
 def test_an_unknown_way_to_compute_the_share(session: Session) -> None:

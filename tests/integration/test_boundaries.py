@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import backhaul
 from backhaul import Session
+from backhaul._accumulate.plan import Shares
 from backhaul._backward.frame import StoredGradient
 from backhaul._worker_client.deadlines import error_of
 from backhaul._worker_client.remote_segment import SavedSegment
@@ -26,6 +27,12 @@ from support.processes import WorkerProcess
 
 SEGMENTS, WIDTH, ROWS, MICRO_BATCHES = 6, 128, 256, 3
 BOUNDARY_BYTES = 4 * WIDTH * ROWS
+
+
+@pytest.fixture(autouse=True)
+def no_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives workers all segments: the trainer would soon compute such small ones alone."""
+    monkeypatch.setattr(Shares, "trainers_share", lambda self: 0)
 
 
 @pytest.fixture
@@ -62,7 +69,6 @@ def train(
 
 def test_a_micro_batch_moves_three_boundaries(session: Session) -> None:
     train(session.checkpoint, session.accumulate, steps=1)  # sends programs
-    session._shares["recompute"].trainers_share = lambda: 0  # type: ignore[method-assign]
     before = session.report()
     ours = train(session.checkpoint, session.accumulate, steps=1)
     after = session.report()

@@ -1,10 +1,13 @@
 """Who computes which segments of a block: a pure function of measured times."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backhaul._accumulate.plan import RETRY_BLOCKS, BlockTimes, Shares, Speeds, block_s, trainers_share
+from backhaul._accumulate.plan import RETRY_BLOCKS, Shares, Speeds, block_s, trainers_share
+from backhaul._observe.report import BlockReport, Helper
 
 SECONDS = st.floats(1e-4, 10.0)
 SPEEDS = st.builds(Speeds, SECONDS, SECONDS, st.lists(SECONDS, min_size=1, max_size=8))
@@ -35,15 +38,25 @@ def test_a_slower_worker_gets_less(worker_s: float, share: int) -> None:
     assert trainers_share(8, 1_000, Speeds(8 * 0.01, 0.03, [worker_s])) == share
 
 
+def block(trainers: int, worker_s: float | None) -> BlockReport:
+    """A block of 16 micro-batches of 8 segments, of which the trainer has computed so many each."""
+    workers = {} if worker_s is None else {"worker": Helper(16 * (8 - trainers), worker_s)}
+    return BlockReport(16, 4.0, 16 * 0.08, Helper(16 * trainers, 0.03), workers, held_bytes=0)
+
+
 def test_blocks_teach_what_is_chosen() -> None:
     shares = Shares()
     assert shares.trainers_share() is None  # half
-    shares.measured(BlockTimes(16, 8, trainers_segments=64, trainers_s=64 * 0.03, others_s=16 * 0.08, busy_s=[0.03]))
+    shares.measured(block(trainers=4, worker_s=0.03))
     assert shares.trainers_share() == 3
-    slow = BlockTimes(16, 8, trainers_segments=48, trainers_s=48 * 0.03, others_s=16 * 0.08, busy_s=[10.0])
-    shares.measured(slow)
-    alone = BlockTimes(16, 8, trainers_segments=128, trainers_s=128 * 0.03, others_s=16 * 0.08, busy_s=[])
+    shares.measured(block(trainers=3, worker_s=10.0))
     for _ in range(RETRY_BLOCKS):
         assert shares.trainers_share() == 8
-        shares.measured(alone)
+        shares.measured(block(trainers=8, worker_s=None))
     assert shares.trainers_share() == 7  # to see whether the worker has become faster
+
+
+def test_the_speed_up_is_over_the_trainer_alone() -> None:
+    assert block(trainers=4, worker_s=0.03).speed_up == pytest.approx((16 * 0.08 + 128 * 0.03) / 4.0)
+    assert math.isnan(block(trainers=0, worker_s=0.03).speed_up)
+    assert "trainer: 64 of 128 segments, 30.0 ms each" in str(block(trainers=4, worker_s=0.03))

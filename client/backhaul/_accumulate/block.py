@@ -30,19 +30,14 @@ from torch.autograd.graph import GradientEdge, Node
 
 from backhaul._accumulate.gradients import HeldGradients
 from backhaul._accumulate.graph_parts import Parts, RunSegment, Target, divide
-from backhaul._accumulate.plan import BlockTimes
 from backhaul._backward.frame import RECOVERABLE, Frame, StoredGradient
-from backhaul._observe.report import Decision, SegmentLog
+from backhaul._observe.report import BlockReport, Decision, Helper, SegmentLog
 from backhaul._worker_client.remote_segment import SavedSegment
 from backhaul._worker_client.uploader import Uploader
 from backhaul_runtime.errors import AccumulationError, BackhaulError
 from backhaul_runtime.replay.replay import Contribution
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.private import next_sequence_number, without_hooks
-
-_MOST_OPEN = 4
-"""Micro-batches that the trainer has not finished. `backward` finishes the first of them when there are more. None is
-finished earlier, so that the trainer has work at the end of a block while it waits for the last run."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,15 +66,19 @@ class AccumulationBlock:
         micro_batch_ended: Called after the forward of each micro-batch. Returns how many segments it had.
         is_ours: Whether a segment belongs to the session of the block.
         log: The log of the session's blocks.
+        most_open: The number of micro-batches that the trainer may not have finished. `backward` finishes the first of
+            them when there are more. None is finished earlier, so that the trainer has work at the end of a block while
+            it waits for the last run.
+        held_bytes: The most bytes of gradients that may be held back; 0 for any number.
 
     Attributes:
-        segments: The most segments of a micro-batch.
         micro_batches: The number of micro-batches so far.
         hooked: Nodes of tensors on which a hook was registered since the last `backward`.
         is_working: Whether autograd works for the block now.
         waited_s: Seconds for which the trainer waited for workers.
         trainers_segments: Segments of all micro-batches that the trainer has computed.
         trainers_s: Seconds of the tails, in which the trainer computes its share.
+        most_held_bytes: The most bytes of gradients that were held back.
         busy_s: Seconds from the request for each segment to its answer, by worker.
     """
 
@@ -89,12 +88,15 @@ class AccumulationBlock:
         micro_batch_ended: Callable[[], int],
         is_ours: Callable[[Frame], bool],
         log: SegmentLog,
+        most_open: int = 4,
+        held_bytes: int = 0,
     ) -> None:
         self.name = name
         self._thread = os.getpid(), threading.get_ident()
         self._micro_batch_ended = micro_batch_ended
         self._is_ours = is_ours
         self._log = log
+        self._most_open, self._held_bytes = most_open, held_bytes
         self._gradients = HeldGradients()
         self.hooked: set[Node] = set()
         self._first_sequence = next_sequence_number()
@@ -105,19 +107,27 @@ class AccumulationBlock:
         self._finished: list[_MicroBatch] = []  # those of which a worker keeps gradients
         self._is_open = True
         self.is_working = self._has_failed = False
-        self.segments = self.micro_batches = self.trainers_segments = 0
+        self.micro_batches = self.trainers_segments = self.most_held_bytes = 0
         self.waited_s = self.trainers_s = 0.0
         self.busy_s: dict[Uploader, list[float]] = {}
 
-    def measured(self, took_s: float) -> BlockTimes:
+    def report(self, took_s: float) -> BlockReport:
         """Returns what the block took, after its end.
 
         Args:
             took_s: Seconds from its beginning to its end.
         """
-        others_s = max(0.0, took_s - self.waited_s - self.trainers_s)
-        busy_s = [sum(seconds) / len(seconds) for seconds in self.busy_s.values()]
-        return BlockTimes(self.micro_batches, self.segments, self.trainers_segments, self.trainers_s, others_s, busy_s)
+        return BlockReport(
+            micro_batches=self.micro_batches,
+            took_s=took_s,
+            others_s=max(0.0, took_s - self.waited_s - self.trainers_s),
+            trainer=Helper(self.trainers_segments, self.trainers_s / max(1, self.trainers_segments)),
+            workers={
+                uploader.name: Helper(len(seconds), sum(seconds) / len(seconds))
+                for uploader, seconds in self.busy_s.items()
+            },
+            held_bytes=self.most_held_bytes,
+        )
 
     def holds(self, parameters: Iterable[Tensor]) -> bool:
         """Whether gradients of any of these parameters are held back."""
@@ -136,7 +146,6 @@ class AccumulationBlock:
         """
         self._check_use()
         segments = self._micro_batch_ended()
-        self.segments = max(self.segments, segments)
         if loss.grad_fn is None or loss.numel() != 1:
             raise AccumulationError(
                 f"backward() in {self.name} needs a scalar loss with a graph, not a tensor of shape "
@@ -171,13 +180,14 @@ class AccumulationBlock:
             for leaf in parts.leaves.values():
                 self._gradients.plan(leaf, None)
         self._open.append(micro_batch)
-        while len(self._open) > _MOST_OPEN:
+        while len(self._open) > self._most_open:
             self._finish_first()
 
     def flush(self) -> None:
         """Finishes all micro-batches, and adds their gradients to `.grad`."""
         self._check_use()
         with self._working():
+            self._check_unchanged()  # before a recomputation notices it, which could not name the block
             while self._open:
                 self._finish_first()
             self._collect()
@@ -357,10 +367,21 @@ class AccumulationBlock:
             gradient = sums.get(target)
             if gradient is not None:
                 self._gradients.add(leaf, micro_batch.number, gradient)
+        self._check_held()
         sums.clear()
         self._open.pop(0)
         if any(kept for _, kept in micro_batch.kept):
             self._finished.append(micro_batch)
+
+    def _check_held(self) -> None:
+        """Counts the gradients that are held back. Raises AccumulationError if there are more than allowed."""
+        held_bytes = self._gradients.size_bytes
+        self.most_held_bytes = max(self.most_held_bytes, held_bytes)
+        if 0 < self._held_bytes < held_bytes:
+            raise AccumulationError(
+                f"{self.name} holds back {held_bytes} bytes of gradients, but held_bytes allows {self._held_bytes}: "
+                "use fewer micro-batches in a block, set gradients to None before it, or remove hooks from parameters"
+            )
 
     def _tail(self, parts: Parts, sums: dict[Target, Tensor]) -> None:
         """Differentiates the tail from the sums that arrive there."""

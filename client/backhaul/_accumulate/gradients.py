@@ -3,7 +3,7 @@
 NOTE [Held back]
 1. `.grad` must become ((G + g1) + g2) + ..., where G is what it held before the block and g1, g2, ... are the gradients
    of the micro-batches. Sums of floating-point numbers depend on their order, so only a beginning of this fold may be
-   added up in advance. Without G that is g1 + g2 and so on; with G nothing is.
+   added up in advance. With G it is added up to the last gradient but one, beginning with a copy of G.
 2. A worker may add up a parameter's gradients if every micro-batch so far has left all of that gradient there. What the
    trainer gets later is added after the worker's sum.
 3. Hooks of a parameter see the gradient of each micro-batch, when the block ends. So such gradients are not added up.
@@ -34,6 +34,7 @@ class _Held:
     has_stayed: bool = False  # whether that worker keeps any
     gradients: list[tuple[int, Tensor]] = field(default_factory=list)  # with the number of the micro-batch
     is_own: bool = False  # whether the only gradient is a sum that nothing else refers to
+    total: Tensor | None = None  # with a G that may be summed: the fold of all gradients but the last
 
 
 class HeldGradients:
@@ -45,8 +46,10 @@ class HeldGradients:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the gradients that are held back on the trainer."""
-        return sum(gradient.nbytes for held in self._held.values() for _, gradient in held.gradients)
+        """Bytes of the gradients and sums that the trainer holds back. A sparse one counts as if it were dense."""
+        held = self._held.values()
+        totals = sum(one.total.nbytes for one in held if one.total is not None)
+        return totals + sum(gradient.nbytes for one in held for _, gradient in one.gradients)
 
     def enter(self, leaves: Iterable[Tensor]) -> None:
         """Notes leaves that a micro-batch leads to, before anything of it is computed."""
@@ -61,9 +64,8 @@ class HeldGradients:
                         "accumulate() can't be used with hooks on parameters in distributed training: each process "
                         "has to reduce a parameter once, but to call its hooks for each micro-batch"
                     )
-                may_sum = is_plain and leaf.grad is None
-                may_stay = may_sum and isinstance(leaf, nn.Parameter)
-                self._held[id(leaf)] = _Held(leaf, _state(leaf), may_sum, may_stay)
+                may_stay = is_plain and leaf.grad is None and isinstance(leaf, nn.Parameter)
+                self._held[id(leaf)] = _Held(leaf, _state(leaf), is_plain, may_stay)
 
     def changed(self) -> Tensor | None:
         """Returns a leaf whose values, hooks or requires_grad have changed in the block; None if there is none."""
@@ -117,6 +119,13 @@ class HeldGradients:
             held.gradients.append((micro_batch, gradient))
             return
         ((_, total),) = held.gradients
+        if leaf.grad is not None:
+            if not leaf.grad.requires_grad and _is_like(leaf.grad, total) and _is_like(total, gradient):
+                held.total = leaf.grad.clone() if held.total is None else held.total
+                held.total.add_(total)
+                held.gradients.clear()
+            held.gradients.append((micro_batch, gradient))
+            return
         if (total.layout, gradient.layout, total.dtype) != (torch.strided, torch.strided, gradient.dtype):
             held.gradients.append((micro_batch, gradient))
         elif held.is_own:
@@ -140,9 +149,7 @@ class HeldGradients:
             AccumulationError: A hook has changed a parameter.
         """
         held_back, self._held = list(self._held.values()), {}
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            for held in held_back:
-                _add_earlier(held)
+        is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         hooked = [held for held in held_back if has_accumulation_hooks(held.leaf)]
         present = [held.leaf.grad for held in hooked]
         before = [None if gradient is None else gradient.clone() for gradient in present]
@@ -160,7 +167,10 @@ class HeldGradients:
                     gradient.copy_(values)
                 held.leaf.grad = gradient
             raise
-        _deliver([held for held in held_back if held not in hooked])
+        plain = [held for held in held_back if held not in hooked]
+        for held in plain:
+            _add_earlier(held, is_all=is_distributed)
+        _deliver(plain)
 
 
 def _state(leaf: Tensor) -> object:
@@ -175,7 +185,8 @@ def _settings(leaf: Tensor) -> object:
 def _deliver(held_back: Iterable[_Held]) -> None:
     passes: dict[int, list[tuple[Tensor, Tensor]]] = {}
     for held in held_back:
-        if held.may_sum and all(gradient.layout is torch.strided for _, gradient in held.gradients):
+        may_fold = held.may_sum and held.leaf.grad is None
+        if may_fold and all(gradient.layout is torch.strided for _, gradient in held.gradients):
             held.gradients[:] = _folded(held.gradients)
         for micro_batch, gradient in held.gradients:
             passes.setdefault(micro_batch, []).append((held.leaf, gradient))
@@ -194,10 +205,24 @@ def _folded(gradients: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
     return [(0, total)]
 
 
-def _add_earlier(held: _Held) -> None:
-    """Leaves only the last gradient to autograd where `.grad` had a value before the block (Rule 4)."""
-    if held.leaf.grad is not None:
-        with torch.no_grad():
+def _add_earlier(held: _Held, *, is_all: bool) -> None:
+    """Adds what was summed up in advance to a `.grad` that had a value before the block.
+
+    With `is_all`, also all gradients but the last, which is left to autograd (Rule 4).
+    """
+    if held.leaf.grad is None:
+        return
+    with torch.no_grad():
+        if held.total is not None:
+            held.leaf.grad.copy_(held.total)
+        if is_all:
             for _, gradient in held.gradients[:-1]:
                 held.leaf.grad.add_(gradient)
-        del held.gradients[:-1]
+            del held.gradients[:-1]
+
+
+def _is_like(one: Tensor, other: Tensor) -> bool:
+    """Whether the sum of two gradients is what autograd computes in place."""
+    return (one.layout, one.dtype, one.shape) == (torch.strided, other.dtype, other.shape) and (
+        other.layout is torch.strided
+    )

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from backhaul._observe.report import BlockReport
+
 Local = Literal["recompute", "keep"]
 LOCALS: tuple[Local, ...] = ("recompute", "keep")
 """What the trainer does with its share of the segments."""
@@ -60,27 +62,6 @@ def trainers_share(segments: int, micro_batches: int, speeds: Speeds) -> int:
     return min(range(segments + 1), key=lambda share: block_s(share, segments, micro_batches, speeds))
 
 
-@dataclass(frozen=True, slots=True)
-class BlockTimes:
-    """What a block took.
-
-    Attributes:
-        micro_batches: The number of its micro-batches.
-        segments: The number of segments of each micro-batch.
-        trainers_segments: Segments of all micro-batches that the trainer has computed.
-        trainers_s: Seconds that the trainer took for these.
-        others_s: Seconds of everything else that the trainer has done, without waiting.
-        busy_s: Seconds per segment of each worker.
-    """
-
-    micro_batches: int
-    segments: int
-    trainers_segments: int
-    trainers_s: float
-    others_s: float
-    busy_s: Sequence[float]
-
-
 RETRY_BLOCKS = 16
 """After so many blocks without a worker's help, its speed is measured again with one segment."""
 
@@ -89,9 +70,10 @@ class Shares:
     """Chooses the trainer's share for each block from what the blocks before took."""
 
     def __init__(self) -> None:
-        self._last: BlockTimes | None = None
-        self._trainer_s = 0.0  # per segment, as measured last
-        self._workers_s: Sequence[float] = ()  # the same for each worker
+        self._segments = self._micro_batches = 0  # of the last block; segments for each micro-batch
+        self._forward_s = 0.0  # for a micro-batch, see `Speeds`
+        self._trainer_s = 0.0  # for a segment, as measured last
+        self._workers_s: Sequence[float] = ()  # the same of each worker
         self._alone = 0  # blocks since a worker has computed a segment
 
     def trainers_share(self) -> int | None:
@@ -99,23 +81,23 @@ class Shares:
 
         None stands for half of them, while nothing is known.
         """
-        last = self._last
-        if last is None or not last.micro_batches or not last.segments:
+        if not self._segments:
             return None
         if not self._workers_s:
             return 0
-        forward_s = last.others_s / last.micro_batches
         # Until the trainer has computed a segment: a forward, and a backward of twice its cost.
-        trainer_s = self._trainer_s or 3 * forward_s / last.segments
-        share = trainers_share(last.segments, last.micro_batches, Speeds(forward_s, trainer_s, self._workers_s))
-        return last.segments - 1 if share == last.segments and self._alone >= RETRY_BLOCKS else share
+        trainer_s = self._trainer_s or 3 * self._forward_s / self._segments
+        speeds = Speeds(self._forward_s, trainer_s, self._workers_s)
+        share = trainers_share(self._segments, self._micro_batches, speeds)
+        return self._segments - 1 if share == self._segments and self._alone >= RETRY_BLOCKS else share
 
-    def measured(self, measured: BlockTimes) -> None:
+    def measured(self, block: BlockReport) -> None:
         """Notes what a block took."""
-        self._last = measured
-        if measured.trainers_segments:
-            self._trainer_s = measured.trainers_s / measured.trainers_segments
-        if measured.busy_s:
-            self._workers_s, self._alone = measured.busy_s, 0
-        else:
-            self._alone += 1
+        if not block.segments:
+            return
+        self._micro_batches, self._segments = block.micro_batches, round(block.segments / block.micro_batches)
+        self._forward_s = block.others_s / block.micro_batches
+        if block.trainer.segments:
+            self._trainer_s = block.trainer.segment_s
+        workers_s = [worker.segment_s for worker in block.workers.values()]
+        self._workers_s, self._alone = (workers_s, 0) if workers_s else (self._workers_s, self._alone + 1)

@@ -1,6 +1,7 @@
 """Counts what ran where, why, and at what cost, for `session.report()`."""
 
 import logging
+import math
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
@@ -73,14 +74,77 @@ class SegmentReport:
 
 
 @dataclass(frozen=True, slots=True)
+class Helper:
+    """What one machine has computed in an accumulation block.
+
+    Attributes:
+        segments: The number of segments that it has computed.
+        segment_s: Mean seconds for a segment: of its recomputation and backward on the trainer, and from the request to
+            the answer on a worker.
+    """
+
+    segments: int
+    segment_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class BlockReport:
+    """The last accumulation block.
+
+    Attributes:
+        micro_batches: The number of its micro-batches.
+        took_s: Seconds from its beginning to its end.
+        others_s: Seconds of all that the trainer did besides its share of the segments, without waiting.
+        trainer: The trainer's share.
+        workers: The share of each worker, by address.
+        held_bytes: The most bytes of gradients that were held back on the trainer.
+    """
+
+    micro_batches: int
+    took_s: float
+    others_s: float
+    trainer: Helper
+    workers: dict[str, Helper]
+    held_bytes: int
+
+    @property
+    def segments(self) -> int:
+        """The number of segments of all micro-batches."""
+        return self.trainer.segments + sum(worker.segments for worker in self.workers.values())
+
+    @property
+    def speed_up(self) -> float:
+        """The time that the trainer alone would have taken, over the time that the block took.
+
+        Alone, it would have computed every segment in the time of those of its share. NaN if its share was empty.
+        """
+        alone_s = self.others_s + self.segments * self.trainer.segment_s
+        return alone_s / self.took_s if self.trainer.segments and self.took_s else math.nan
+
+    def __str__(self) -> str:
+        shares = [("trainer", self.trainer), *self.workers.items()]
+        lines = [
+            f"last accumulation block: {self.micro_batches} micro-batches in {self.took_s:.2f} s, "
+            f"speed-up {self.speed_up:.2f}, at most {self.held_bytes / 1e6:.1f} MB of gradients held back"
+        ]
+        lines += [
+            f"  {name}: {helper.segments} of {self.segments} segments, {helper.segment_s * 1e3:.1f} ms each"
+            for name, helper in shares
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """The counts of a session so far. `print` it, or read its fields.
 
     Attributes:
         segments: The counts by name, in the order of the first calls.
+        block: The last accumulation block; None if there was none.
     """
 
     segments: tuple[SegmentReport, ...]
+    block: BlockReport | None = None
 
     @property
     def remote(self) -> int:
@@ -128,6 +192,8 @@ class Report:
                 ("not deferred", segment.blocked),
             ):
                 lines += [f"  {count} {where}: {reason}" for reason, count in reasons.items()]
+        if self.block is not None:
+            lines.append(str(self.block))
         return "\n".join(lines)
 
 
@@ -254,10 +320,12 @@ class Journal:
 
     Attributes:
         session: Id of the session, for log lines.
+        block: The last accumulation block; None if there was none.
     """
 
     def __init__(self, session: str = "") -> None:
         self.session = session
+        self.block: BlockReport | None = None
         self._logs: dict[str, SegmentLog] = {}
         self._lock = threading.Lock()  # guards the dict of logs
 
@@ -273,4 +341,4 @@ class Journal:
         """Returns all counts so far."""
         with self._lock:
             logs = list(self._logs.values())
-        return Report(tuple(log.report() for log in logs))
+        return Report(tuple(log.report() for log in logs), self.block)

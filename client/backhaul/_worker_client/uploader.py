@@ -166,6 +166,11 @@ class Uploader:
         self._thread = threading.Thread(target=self._serve, name="backhaul-upload", daemon=True)
         self._thread.start()
 
+    @property
+    def name(self) -> str:
+        """The address of the worker."""
+        return self._connection.name
+
     def save(self, save: SegmentUpload) -> None:
         """Queues a segment. Blocks while the queue is full and the worker is up."""
         self.free_sent()
