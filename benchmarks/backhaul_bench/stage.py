@@ -73,7 +73,7 @@ class Stage:
         """Starts a process on a core, the worker's by default.
 
         Args:
-            command: The command line.
+            command: The program to run and its arguments.
             core: The core; None for the worker's.
             environment: Variables that are added to the environment.
             timeout_s: Seconds within which the process must print a line.

@@ -58,7 +58,8 @@ def connect(
         silence_s: Seconds without a message after which a worker counts as lost.
         inflight_bytes: Bound of the copies that wait to be sent, of arguments and of parameters that FSDP frees.
         inflight_boundaries: The most segments whose inputs may wait to be sent; forward blocks beyond it.
-        inflight_micro_batches: Micro-batches of an accumulation block whose backward may be unfinished.
+        inflight_micro_batches: Micro-batches of an accumulation block whose backward may be unfinished; 0 (default) for
+            three more than there are workers.
         held_bytes: Bytes of gradients that an accumulation block may hold back on the trainer; 0 (default) for any
             number.
         shared_memory: Whether large tensors for a worker on this machine use shared memory (default: yes).

@@ -70,8 +70,11 @@ class Config:
     inflight_boundaries: int = 4
     """Number of segments whose arguments may wait to be sent. Forward blocks beyond it."""
 
-    inflight_micro_batches: int = 4
-    """Micro-batches of an accumulation block whose backward may be unfinished. `backward` waits beyond it."""
+    inflight_micro_batches: int = 0
+    """Micro-batches of an accumulation block whose backward may be unfinished; 0 for three more than there are workers.
+
+    `backward` waits beyond it.
+    """
 
     held_bytes: int = 0
     """Bytes of gradients that an accumulation block may hold back on the trainer; 0 for any number."""
@@ -113,10 +116,10 @@ def resolve(**given: Any) -> Config:
     for name, choices in _CHOICES.items():
         if (value := getattr(config, name)) not in choices:
             raise SettingError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}")
-    for name in ("connect_timeout_s", "silence_s", "inflight_bytes", "inflight_boundaries", "inflight_micro_batches"):
+    for name in ("connect_timeout_s", "silence_s", "inflight_bytes", "inflight_boundaries"):
         if not 0 < getattr(config, name) < math.inf:
             raise SettingError(f"{name}={getattr(config, name)!r} must be finite and greater than 0")
-    for name in ("memory_bytes", "held_bytes"):
+    for name in ("memory_bytes", "held_bytes", "inflight_micro_batches"):
         if getattr(config, name) < 0:
             raise SettingError(f"{name}={getattr(config, name)!r} must not be negative")
     if config.traces and not _has_opentelemetry():

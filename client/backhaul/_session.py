@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from backhaul._accumulate import guards
 from backhaul._accumulate.block import AccumulationBlock
-from backhaul._accumulate.plan import LOCALS, Local, Shares
+from backhaul._accumulate.plan import LOCALS, MORE_OPEN, Local, Shares
 from backhaul._backward.lineage import Copies
 from backhaul._config import SECRETS, Config
 from backhaul._dispatch.dispatcher import Dispatcher
@@ -255,11 +255,11 @@ class Session:
             self._dispatcher.micro_batch_ended,
             lambda frame: frame.lineage is not None and frame.lineage.session == self.run,
             self._dispatcher.journal.log("Session.accumulate"),
-            self.config.inflight_micro_batches,
+            self.config.inflight_micro_batches or MORE_OPEN + len(self._workers),
             self.config.held_bytes,
         )
         share = 0 if self.config.strict else shares.trainers_share()
-        accumulating = self._dispatcher.accumulating(share, keeps_share=local == "keep")
+        accumulating = self._dispatcher.accumulating(share, shares.speeds, keeps_share=local == "keep")
         with guards.open_block(block), self._only_block(block), accumulating:
             started = perf_counter()
             try:

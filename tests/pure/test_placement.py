@@ -1,4 +1,4 @@
-from backhaul._dispatch.placement import FIRST_RUN, Placement
+from backhaul._dispatch.placement import FIRST_RUN, Placement, parts_by_speed
 
 
 def one_pass(placement: Placement, segments: int, workers: int) -> list[int | None]:
@@ -38,3 +38,12 @@ def test_the_trainers_share_are_the_first_segments() -> None:
     assert one_pass(placement, 6, 2) == [None, None, 0, 0, 1, 1]
     placement.trainers_share = 9
     assert one_pass(placement, 6, 2) == [None] * 6
+
+
+def test_faster_workers_get_longer_runs() -> None:
+    placement = Placement()
+    one_pass(placement, 8, 2)
+    placement.speeds = [1.0, 3.0]
+    assert one_pass(placement, 8, 2) == [0, 0, 1, 1, 1, 1, 1, 1]
+    assert one_pass(placement, 8, 1) == [0] * 8  # a worker was lost since
+    assert parts_by_speed(5, [1.0, 1.0, 1.0]) == [2, 2, 1]

@@ -9,6 +9,7 @@ import pytest
 
 from backhaul._cli.main import main
 from backhaul.simulate.costs import Costs, Setup, step_of_torch_s, step_without_checkpointing_s
+from backhaul.simulate.deferred import BlockSetup, predict_block
 from backhaul.simulate.engine import Compute, Event, SimulatedCore, SimulatedLink, Simulation, Thread, Transfer
 from backhaul.simulate.model import predict
 from backhaul_runtime.replay.schedule import Footprint
@@ -138,3 +139,18 @@ def test_measuring_without_the_benchmarks_names_their_extra(
     monkeypatch.setattr("backhaul.simulate.command.entry_points", lambda **_: ())
     assert main(["simulate"]) == 2
     assert "pip install 'backhaul[bench]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("speeds", [[0.1], [0.3], [1.0], [3.0], [0.5, 0.25], [0.3] * 8, [1.0] * 8, [0.1, 1.0, 0.4]])
+def test_blocks_of_many_micro_batches_keep_to_the_law(speeds: list[float]) -> None:
+    predicted = predict_block(FREE, BlockSetup(segments=480, micro_batches=1_000, speeds=speeds))
+    assert predicted.law == min(1 + sum(speeds), 4)
+    assert predicted.speed_up == pytest.approx(predicted.law, rel=0.05)
+    assert predicted.speed_up <= predicted.whole_units * (1 + 1e-9) <= predicted.law * (1 + 1e-6)
+
+
+def test_few_segments_cannot_be_divided_evenly() -> None:
+    predicted = predict_block(FREE, BlockSetup(segments=8, micro_batches=8, speeds=[1.0]))
+    assert (predicted.law, predicted.share) == (2.0, 3)
+    assert predicted.whole_units == pytest.approx(32 / 17)  # 8 forwards and 3 of 8 segments, each of three forwards
+    assert 1.8 < predicted.speed_up < predicted.whole_units

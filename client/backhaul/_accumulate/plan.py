@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from backhaul._dispatch.placement import parts_by_speed
 from backhaul._observe.report import BlockReport
 
 Local = Literal["recompute", "keep"]
@@ -18,7 +19,7 @@ class Speeds:
     Attributes:
         forward_s: Seconds of the trainer's forward of a micro-batch, with all that it does beside its own backwards.
         trainer_s: Seconds of a segment's recomputation and backward on the trainer.
-        workers_s: Seconds of the same on each worker.
+        workers_s: Seconds of the same on each worker, greater than 0.
     """
 
     forward_s: float
@@ -39,10 +40,10 @@ def block_s(share: int, segments: int, micro_batches: int, speeds: Speeds) -> fl
         speeds: What trainer and workers take.
     """
     forwards_s, own_s = micro_batches * speeds.forward_s, share * speeds.trainer_s
-    rate = sum(1 / seconds for seconds in speeds.workers_s if seconds > 0)
-    if share == segments or not rate:
+    if share == segments:
         return forwards_s + micro_batches * segments * speeds.trainer_s
-    remote_s = (segments - share) / rate
+    parts = parts_by_speed(segments - share, [1 / seconds for seconds in speeds.workers_s])
+    remote_s = max(part * seconds for part, seconds in zip(parts, speeds.workers_s, strict=True))
     remote_end_s = max(speeds.forward_s + micro_batches * remote_s, forwards_s + remote_s)
     return max(forwards_s + (micro_batches - 1) * own_s, remote_end_s) + own_s
 
@@ -57,10 +58,12 @@ def trainers_share(segments: int, micro_batches: int, speeds: Speeds) -> int:
         micro_batches: The number of micro-batches of a block.
         speeds: What trainer and workers take.
     """
-    if not any(seconds > 0 for seconds in speeds.workers_s):
-        return 0
     return min(range(segments + 1), key=lambda share: block_s(share, segments, micro_batches, speeds))
 
+
+MORE_OPEN = 3
+"""A trainer leaves this number of micro-batches unfinished, and one more for each worker: so each worker has one to
+compute, and the trainer has work at the end of a block while it waits for the last ones."""
 
 RETRY_BLOCKS = 16
 """After so many blocks without a worker's help, its speed is measured again with one segment."""
@@ -73,7 +76,7 @@ class Shares:
         self._segments = self._micro_batches = 0  # of the last block; segments for each micro-batch
         self._forward_s = 0.0  # for a micro-batch, see `Speeds`
         self._trainer_s = 0.0  # for a segment, as measured last
-        self._workers_s: Sequence[float] = ()  # the same of each worker
+        self._workers_s: dict[str, float] = {}  # the same of each worker, by address
         self._alone = 0  # blocks since a worker has computed a segment
 
     def trainers_share(self) -> int | None:
@@ -87,7 +90,7 @@ class Shares:
             return 0
         # Until the trainer has computed a segment: a forward, and a backward of twice its cost.
         trainer_s = self._trainer_s or 3 * self._forward_s / self._segments
-        speeds = Speeds(self._forward_s, trainer_s, self._workers_s)
+        speeds = Speeds(self._forward_s, trainer_s, list(self._workers_s.values()))
         share = trainers_share(self._segments, self._micro_batches, speeds)
         return self._segments - 1 if share == self._segments and self._alone >= RETRY_BLOCKS else share
 
@@ -99,5 +102,10 @@ class Shares:
         self._forward_s = block.others_s / block.micro_batches
         if block.trainer.segments:
             self._trainer_s = block.trainer.segment_s
-        workers_s = [worker.segment_s for worker in block.workers.values()]
+        workers_s = {name: worker.segment_s for name, worker in block.workers.items()}
         self._workers_s, self._alone = (workers_s, 0) if workers_s else (self._workers_s, self._alone + 1)
+
+    @property
+    def speeds(self) -> dict[str, float]:
+        """Segments per second of each worker that has computed any, by its address."""
+        return {name: 1 / segment_s for name, segment_s in self._workers_s.items() if segment_s > 0}

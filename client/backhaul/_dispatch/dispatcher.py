@@ -69,6 +69,7 @@ class Dispatcher:
         self._lock = threading.Lock()  # guards the numbers, the placement and the call sites
         self._placement = Placement()
         self._is_accumulating = self._keeps_share = False
+        self._speeds: Mapping[str, float] = {}
         self.fixed: FixedDigests | None = None
         self._sites = CallSites()
 
@@ -264,29 +265,35 @@ class Dispatcher:
             ]
             if not up:
                 raise Refusal(f"no worker can be reached: {self._workers[0].connection.why_down}", is_said=True)
+            names = [worker.connection.name for worker, _ in up]
+            is_known = self._speeds.keys() >= set(names)
+            self._placement.speeds = [self._speeds[name] for name in names] if is_known else ()
             index = self._placement.choose_worker(len(up))
             if index is None:
                 raise Refusal(_SHARE, is_said=True, is_chosen=True)
             return *up[index], next(self._numbers)
 
     @contextmanager
-    def accumulating(self, trainers_share: int | None, *, keeps_share: bool) -> Iterator[None]:
+    def accumulating(
+        self, trainers_share: int | None, speeds: Mapping[str, float], *, keeps_share: bool
+    ) -> Iterator[None]:
         """Lets `micro_batch_ended` end passes instead of backwards, which run beside later forwards.
 
         Args:
             trainers_share: The number of first segments of each micro-batch that no worker gets; None for half of them.
+            speeds: The relative speeds of workers, by address. They count if all workers have one.
             keeps_share: Whether the trainer keeps the activations of these segments instead of recomputing them.
         """
         with self._lock:
             self._is_accumulating, self._keeps_share, self.fixed = True, keeps_share, FixedDigests()
-            self._placement.trainers_share = trainers_share
+            self._placement.trainers_share, self._speeds = trainers_share, speeds
         try:
             yield
         finally:
             with self._lock:
                 self._placement.backward()
                 self._is_accumulating, self._keeps_share, self.fixed = False, False, None
-                self._placement.trainers_share = 0
+                self._placement.trainers_share, self._speeds = 0, {}
 
     def micro_batch_ended(self) -> int:
         """Notes the end of a forward inside an accumulation block. Returns how many segments it had."""

@@ -1,7 +1,23 @@
 """Assigns segments to workers in contiguous runs, so that each worker keeps the same parameters. Pure."""
 
+from collections.abc import Sequence
+from heapq import heapify, heapreplace
+from itertools import accumulate
+
 FIRST_RUN = 4
 """The length of a run in the first pass, when the number of segments in a pass is still unknown."""
+
+
+def parts_by_speed(segments: int, speeds: Sequence[float]) -> list[int]:
+    """Divides segments among workers so that the slowest is ready as soon as possible. Returns how many each gets."""
+    parts = [0] * len(speeds)
+    next_ends = [(1 / speed, number) for number, speed in enumerate(speeds)]
+    heapify(next_ends)
+    for _ in range(segments):
+        _, number = next_ends[0]
+        parts[number] += 1
+        heapreplace(next_ends, ((parts[number] + 1) / speeds[number], number))
+    return parts
 
 
 class Placement:
@@ -13,6 +29,8 @@ class Placement:
         self._in_backward = False
         self.trainers_share: int | None = 0
         """The number of first segments of a pass that the trainer computes itself; None for half of them."""
+        self.speeds: Sequence[float] = ()
+        """The relative speed of each worker; empty if all count as equal."""
 
     @property
     def position(self) -> int:
@@ -47,6 +65,9 @@ class Placement:
         share = self._share(self._count)
         if index < share:
             return None
+        if len(self.speeds) == workers:
+            ends = accumulate(parts_by_speed(self._count - share, self.speeds))
+            return next((number for number, end in enumerate(ends) if index - share < end), workers - 1)
         return min((index - share) * workers // max(1, self._count - share), workers - 1)
 
     def backward(self) -> None:

@@ -95,8 +95,8 @@ class BlockReport:
         micro_batches: The number of its micro-batches.
         took_s: Seconds from its beginning to its end.
         others_s: Seconds of all that the trainer did besides its share of the segments, without waiting.
-        trainer: The trainer's share.
-        workers: The share of each worker, by address.
+        trainer: The segments that the trainer has computed, and their mean time.
+        workers: The same for each worker, by its address.
         held_bytes: The most bytes of gradients that were held back on the trainer.
     """
 

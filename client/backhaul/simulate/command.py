@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from backhaul.simulate.costs import Costs
-from backhaul.simulate.predictions import Measured, as_svg, as_table, measurable, others, rows
+from backhaul.simulate.predictions import (
+    Measured,
+    as_svg,
+    as_table,
+    block_rows,
+    blocks_as_table,
+    measurable,
+    others,
+    rows,
+)
 from backhaul_runtime.replay.schedule import Footprint
 
 HELP = "predict the duration of a training step for other depths, memory budgets, networks and workers"
@@ -71,9 +80,10 @@ def run(arguments: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, _interrupt)  # Raises, so that the worker processes are closed.
         written["machine"], costs, measured = entry.load()(cores, costs, with_steps=arguments.measure)
     predicted = rows(costs, measurable(costs) | others(costs), measured)
-    print(as_table(predicted))
+    blocks = block_rows(costs)
+    print(as_table(predicted) + "\n\n" + blocks_as_table(blocks))
     if arguments.json is not None:
-        written |= {"costs": asdict(costs), "steps": predicted}
+        written |= {"costs": asdict(costs), "steps": predicted, "blocks": blocks}
         arguments.json.write_text(json.dumps(written, indent=2) + "\n")
     if arguments.svg is not None:
         arguments.svg.write_text(as_svg(costs))

@@ -6,6 +6,7 @@ from typing import Any
 
 from backhaul.simulate.chart import ChartPanel, draw
 from backhaul.simulate.costs import Costs, Setup, step_of_torch_s, step_without_checkpointing_s
+from backhaul.simulate.deferred import BlockSetup, predict_block
 from backhaul.simulate.model import predict
 
 SEGMENTS = 8
@@ -75,6 +76,36 @@ def rows(costs: Costs, setups: Mapping[str, Setup], measured: Mapping[str, Measu
             row["error"] = predicted.step_s / measured[name].step_s - 1
         table.append(row)
     return table
+
+
+def block_rows(costs: Costs) -> list[dict[str, Any]]:
+    """Returns one row per accumulation block, as JSON: its prediction, and the limits for many micro-batches."""
+    setups = {
+        "8 micro-batches, equal worker": BlockSetup(SEGMENTS, 8, [1.0]),
+        "16, worker of 0.3": BlockSetup(SEGMENTS, 16, [0.3]),
+        "16, two equal workers": BlockSetup(SEGMENTS, 16, [1.0, 1.0]),
+        "16, workers of 1 and 0.3": BlockSetup(SEGMENTS, 16, [1.0, 0.3]),
+        "64, four equal workers": BlockSetup(SEGMENTS, 64, [1.0] * 4),
+    }
+    predicted = {name: predict_block(costs, setup) for name, setup in setups.items()}
+    return [
+        {"name": name, "setup": asdict(setups[name]), **asdict(block), "speed_up": block.speed_up}
+        for name, block in predicted.items()
+    ]
+
+
+def blocks_as_table(table: Sequence[Mapping[str, Any]]) -> str:
+    """Formats the rows of `block_rows` as a text table."""
+    columns = f"{'predicted':>11}{'share':>7}{'x torch':>9}{'speed-up':>10}{'whole':>7}{'law':>7}"
+    head = f"{'accumulation block':<32}{columns}"
+    lines = [head, "-" * len(head)]
+    for row in table:
+        over_torch = row["took_s"] / row["torch_s"]
+        lines.append(
+            f"{row['name']:<32}{row['took_s'] * 1e3:>8.0f} ms{row['share']:>7}{over_torch:>9.2f}"
+            f"{row['speed_up']:>10.2f}{row['whole_units']:>7.2f}{row['law']:>7.2f}"
+        )
+    return "\n".join(lines)
 
 
 def as_table(table: Sequence[Mapping[str, Any]]) -> str:

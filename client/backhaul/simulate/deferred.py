@@ -1,0 +1,130 @@
+"""Simulates an accumulation block: the trainer, which goes on while workers finish the backward of micro-batches.
+
+The trainer's share is chosen by the function that a session uses, `trainers_share`, and the workers' parts by the one
+that places segments, `parts_by_speed`. Imports no torch.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from backhaul._accumulate.plan import MORE_OPEN, Speeds, trainers_share
+from backhaul._dispatch.placement import parts_by_speed
+from backhaul.simulate.costs import Costs
+from backhaul.simulate.engine import Compute, Event, SimulatedCore, Simulation, Thread
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSetup:
+    """An accumulation block and its workers.
+
+    Attributes:
+        segments: Number of segments of a micro-batch.
+        micro_batches: Number of micro-batches in the block.
+        speeds: Speed of each worker's core relative to the trainer's.
+    """
+
+    segments: int
+    micro_batches: int
+    speeds: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedBlock:
+    """A predicted block.
+
+    Attributes:
+        took_s: Seconds from its beginning to its end, without the optimizer.
+        share: The number of segments of each micro-batch that the trainer computes.
+        torch_s: Seconds of the same micro-batches with torch's checkpoint.
+        law: The speed-up over torch's checkpoint for many micro-batches, if segments could be divided.
+        whole_units: The same with whole segments.
+    """
+
+    took_s: float
+    share: int
+    torch_s: float
+    law: float
+    whole_units: float
+
+    @property
+    def speed_up(self) -> float:
+        """The predicted speed-up over torch's checkpoint."""
+        return self.torch_s / self.took_s
+
+
+def predict_block(costs: Costs, setup: BlockSetup) -> PredictedBlock:
+    """Predicts a block of a training that has run for many blocks."""
+    forward_s = setup.segments * (costs.forward_s + costs.record_s + costs.upload_s)
+    segment_s = costs.replay_s + costs.replay_backward_s
+    workers_s = [(segment_s + costs.ingest_s + costs.answer_s) / speed for speed in setup.speeds]
+    share = trainers_share(setup.segments, setup.micro_batches, Speeds(forward_s, segment_s, workers_s))
+    parts = parts_by_speed(setup.segments - share, setup.speeds)
+    simulation, trainer = Simulation(), SimulatedCore()
+    queues: list[deque[tuple[Event, Event]]] = [deque() for _ in setup.speeds]
+    arrived = [Event() for _ in setup.speeds]
+
+    def work(number: int) -> Thread:
+        """Runs a worker's part of each micro-batch, after the part of the worker before."""
+        core = SimulatedCore()
+        while True:
+            while not queues[number]:
+                arrived[number] = Event()
+                yield arrived[number]
+            before, done = queues[number].popleft()
+            yield before
+            yield Compute(core, parts[number] * workers_s[number])
+            simulation.happens(done)
+
+    def train() -> Thread:
+        unfinished: deque[Event] = deque()
+
+        def finish() -> Thread:
+            yield unfinished.popleft()
+            yield Compute(trainer, share * segment_s + (setup.segments - share) * costs.finish_s)
+
+        for _ in range(setup.micro_batches):
+            yield Compute(trainer, forward_s)
+            before = Event(has_happened=True)
+            for number, part in enumerate(parts):
+                if part:
+                    done = Event()
+                    queues[number].append((before, done))
+                    simulation.happens(arrived[number])
+                    before = done
+            unfinished.append(before)
+            if len(unfinished) > MORE_OPEN + len(setup.speeds):
+                yield from finish()
+        while unfinished:
+            yield from finish()
+        took_s.append(simulation.now_s)
+
+    took_s: list[float] = []
+    for number in range(len(setup.speeds)):
+        simulation.start(work(number))
+    simulation.start(train())
+    simulation.run()
+    torch_s = setup.micro_batches * setup.segments * (2 * costs.forward_s + costs.backward_s)
+    return PredictedBlock(took_s[0], share, torch_s, law(costs, setup.speeds), _whole_units(costs, setup))
+
+
+def law(costs: Costs, speeds: Sequence[float]) -> float:
+    """Returns min(1 + sum of the speeds, T / F), where T is a segment's time with torch's checkpoint and F its forward.
+
+    The trainer runs all forwards, so it cannot become faster than these.
+    """
+    torch_s = 2 * costs.forward_s + costs.backward_s
+    return min(1 + sum(speeds), torch_s / costs.forward_s)
+
+
+def _whole_units(costs: Costs, setup: BlockSetup) -> float:
+    """Returns the limit of the speed-up for many micro-batches, when each segment is computed in one place."""
+    segment_s = costs.forward_s + costs.backward_s
+
+    def slowest_s(share: int) -> float:
+        parts = parts_by_speed(setup.segments - share, setup.speeds)
+        workers_s = [part * segment_s / speed for part, speed in zip(parts, setup.speeds, strict=True)]
+        return max(setup.segments * costs.forward_s + share * segment_s, *workers_s)
+
+    torch_s = setup.segments * (2 * costs.forward_s + costs.backward_s)
+    return torch_s / min(map(slowest_s, range(setup.segments + 1)))
