@@ -2,16 +2,22 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor, nn
 
+import backhaul
 from backhaul import Decision, Session
+from backhaul._accumulate.plan import Local, Shares
+from backhaul._config import Boundaries
+from conftest import QUIET_S
 from numerics.models import FAMILIES, Family
 from support.bits import differing, plainly, train
+from support.processes import WorkerProcess
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -130,3 +136,32 @@ def test_the_documentation_says_the_same() -> None:
     pins = dict(line.split("==") for line in (root / "constraints.txt").read_text().splitlines() if "==" in line)
     for name in ("torch", "transformers", "diffusers"):
         assert f"{name} {pins[name]}" in said
+
+
+def _block_of(family: Family, micro_batches: int, session: Session | None, local: Local) -> list[Tensor | None]:
+    """Gradients, buffers and the generator's state after an accumulated step, in a block if there is a session."""
+    torch.manual_seed(0)
+    model = family.build().train()
+    if session is not None:
+        session.wrap(model, classes(model, family))
+    with session.accumulate(local) if session is not None else nullcontext() as block:
+        for _ in range(micro_batches):
+            loss = family.loss(model) / micro_batches
+            loss.backward() if block is None else block.backward(loss)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return [*gradients, *(buffer.clone() for buffer in model.buffers()), torch.get_rng_state()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("boundaries", ["send", "derive"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_model_in_a_block(
+    name: str, boundaries: Boundaries, worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways: list[tuple[int, int, Local]] = [(2, 0, "recompute"), (4, 1, "keep"), (8, 1, "recompute")]
+    for micro_batches, share, local in ways:
+        monkeypatch.setattr(Shares, "trainers_share", lambda self, share=share: share)
+        with backhaul.connect(worker.address, silence_s=QUIET_S, boundaries=boundaries) as session:
+            ours = _block_of(FAMILIES[name], micro_batches, session, local)
+            assert session.report().fallbacks == 0
+        assert differing(ours, _block_of(FAMILIES[name], micro_batches, None, local)) == []
