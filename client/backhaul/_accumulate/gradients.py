@@ -47,9 +47,9 @@ class HeldGradients:
     @property
     def size_bytes(self) -> int:
         """Bytes of the gradients and sums that the trainer holds back. A sparse one counts as if it were dense."""
-        held = self._held.values()
-        totals = sum(one.total.nbytes for one in held if one.total is not None)
-        return totals + sum(gradient.nbytes for one in held for _, gradient in one.gradients)
+        kept = [gradient for held in self._held.values() for _, gradient in held.gradients]
+        kept += [held.total for held in self._held.values() if held.total is not None]
+        return sum(gradient.numel() * gradient.element_size() for gradient in kept)
 
     def enter(self, leaves: Iterable[Tensor]) -> None:
         """Notes leaves that a micro-batch leads to, before anything of it is computed."""
