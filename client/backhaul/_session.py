@@ -237,7 +237,7 @@ class Session:
 
         Args:
             local: What the trainer does with its share of the segments: "recompute" them in backward, or "keep" their
-                activations, which takes memory for those of up to five micro-batches and saves their recomputation.
+                activations, which takes memory for those of all unfinished micro-batches and saves their recomputation.
 
         Raises:
             ValueError: `local` is neither of the two.

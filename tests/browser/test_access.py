@@ -22,8 +22,8 @@ def test_a_keyboard_is_enough(trained_page: Page) -> None:
     page = trained_page
     for section in SECTIONS:
         page.locator(f"#{section}").scroll_into_view_if_needed()
-    expect(page.locator("#segments-table tbody tr")).to_have_count(12)
-    expect(page.locator("#runs-table tbody tr")).to_have_count(2)
+    expect(page.locator("#segments-table tbody tr")).to_have_count(18)
+    expect(page.locator("#runs-table tbody tr")).to_have_count(3)
     expect(page.locator("#rpcs tbody tr").first).to_be_visible()
     page.evaluate("scrollTo(0, 0); document.activeElement.blur()")
     page.keyboard.press("Tab")
@@ -79,7 +79,7 @@ def test_a_phone_is_enough(trained: Training, open_page: OpenPage) -> None:
     for section in SECTIONS:
         page.locator(f"#{section}").scroll_into_view_if_needed()
         assert page.evaluate("[document.documentElement.scrollWidth, innerWidth]") == [360, 360]
-    expect(page.locator("#runs-table tbody tr")).to_have_count(2)
+    expect(page.locator("#runs-table tbody tr")).to_have_count(3)
     wide = page.evaluate(
         """() => [...document.querySelectorAll("main *")]
              .filter((node) => node.getBoundingClientRect().right > innerWidth + 1)
@@ -100,7 +100,7 @@ def test_everybody_can_read_and_use_the_page_in_both_themes(
     page = open_page(trained.dashboard.url, scheme=scheme)
     for section in SECTIONS:
         page.locator(f"#{section}").scroll_into_view_if_needed()
-    expect(page.locator("#runs-table tbody tr")).to_have_count(2)
+    expect(page.locator("#runs-table tbody tr")).to_have_count(3)
     red, *_ = map(int, re.findall(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor")))
     assert (red > 200) == (scheme == "light")
     assert broken_rules(page) == []

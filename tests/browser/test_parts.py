@@ -201,16 +201,16 @@ def test_a_click_on_a_bar_shows_its_segment(page: Page, trained: Training) -> No
     canvas = page.locator("#timeline-chart canvas")
     box = box_of(canvas)
     timeline = trained.dashboard.api("timeline?steps=1")
-    span = max((s for s in timeline["spans"] if s["lane"] == "wait"), key=lambda s: s["duration_ms"])
+    span = max((s for s in timeline["spans"] if s["lane"] == "forward"), key=lambda s: s["duration_ms"])
     middle = (span["start_ms"] + span["duration_ms"] / 2) / timeline["duration_ms"]
-    point: Position = {"x": 106 + middle * (box["width"] - 116), "y": 22 + 26 + 9}  # the second lane
+    point: Position = {"x": 106 + middle * (box["width"] - 116), "y": 22 + 9}  # the first lane
     tip = page.locator("#tip")
 
     def is_told() -> bool:
         """Points there again: a chart that is drawn anew takes its tip away."""
         page.mouse.move(0, 0)
         canvas.hover(position=point)
-        return f"{span['segment']}\nwait: {in_ms(span['duration_ms'])}" in tip.inner_text()
+        return f"{span['segment']}\nforward: {in_ms(span['duration_ms'])}" in tip.inner_text()
 
     wait_until(is_told, "the bar is told of")
     canvas.click(position=point)
@@ -264,9 +264,9 @@ def test_segments(page: Page, trained: Training) -> None:
         rows = cells(page, "#segments-table")
         return [[re.sub(r" [\d,]+ calls?, last \S+ \S+ ago", "", cell) for cell in row] for row in rows]
 
-    assert len(segment_rows()) == 12
+    assert len(segment_rows()) == 18
     until_equal(shown, segment_rows)
-    expect(page.locator("#segments-count")).to_have_text(f"1{NONE}12 of 12")
+    expect(page.locator("#segments-count")).to_have_text(f"1{NONE}18 of 18")
 
     head = page.locator("#segments-table th", has_text="Received")
     head.locator("button").click()
@@ -280,7 +280,7 @@ def test_segments(page: Page, trained: Training) -> None:
     link = page.locator("#segments-csv").get_attribute("href")
     assert link is not None
     lines = trained.dashboard.get(link).text.splitlines()
-    assert [line.split(",")[1] for line in lines[1:]] == ["Block #3"] * 2
+    assert [line.split(",")[1] for line in lines[1:]] == ["Block #3"] * 3
 
     page.locator("#segments-filter").fill("no such")
     expect(page.locator("#segments > .empty")).to_have_text(
@@ -358,6 +358,7 @@ def test_runs(page: Page, trained: Training) -> None:
 
     until_equal(lambda: [[*row[1:4], *row[5:]] for row in cells(page, "#runs-table")], run_rows)
 
+    page.locator("#runs-table input").nth(2).check()  # the page selects two runs by itself
     runs = trained.dashboard.api("runs")
     shown = [(run["run"], trained.dashboard.api(f"runs/{run['run']}/steps")) for run in runs]
     for field, text in (("step_ms", in_ms), ("peak_bytes", in_bytes), ("moved_bytes", in_bytes)):
@@ -368,8 +369,8 @@ def test_runs(page: Page, trained: Training) -> None:
     assert set(differing) == {"returns", "gradients", "activations"}
 
     page.locator("#runs-table input").first.uncheck()
-    expect(page.locator("#compare-legend li")).to_have_count(1)
-    expect(page.locator("#runs-hint")).to_have_text("1 of at most 6 selected")
+    expect(page.locator("#compare-legend li")).to_have_count(2)
+    expect(page.locator("#runs-hint")).to_have_text("2 of at most 6 selected")
 
 
 def test_the_api_page_tells_every_route(page: Page, trained: Training, open_page: OpenPage) -> None:

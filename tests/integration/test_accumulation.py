@@ -295,6 +295,20 @@ def test_a_block_that_begins_with_gradients_holds_no_more_for_more_micro_batches
     assert 0 < held_bytes(3) == held_bytes(8)
 
 
+def test_sparse_gradients(session: Session) -> None:
+    def gradients(checkpoint: Checkpoint, accumulate: Any = None) -> list[Tensor]:
+        torch.manual_seed(0)
+        embedding, linear = nn.Embedding(16, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH)
+        for _ in range(2):  # the second time with gradients
+            with accumulate() if accumulate is not None else nullcontext() as block:
+                for _ in range(3):
+                    loss = checkpoint(linear, embedding(torch.randint(16, (8,)))).square().mean()
+                    loss.backward() if block is None else block.backward(loss)
+        return [grad_of(embedding.weight).to_dense(), grad_of(linear.weight)]
+
+    assert differing(gradients(session.checkpoint, session.accumulate), gradients(plainly)) == []
+
+
 def test_the_report_shows_who_computed_what(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session._shares["recompute"], "trainers_share", lambda: 1)
     trained(session, steps=2)
