@@ -68,7 +68,7 @@ def test_the_demo_is_bitwise_equal_and_all_of_it_remote(stack: Stack) -> None:
     results = json.loads(stack.compose(*command))
     assert results["all_equal"]
     plain, _, *remote = results["variants"]
-    assert len(remote) == 2
+    assert len(remote) == 3
     for variant in remote:
         assert variant["losses"] == plain["losses"]
         assert variant["segments_remote"] > 0
