@@ -26,7 +26,7 @@ def test_a_request_may_have_its_size_and_no_more(kind: type[Message]) -> None:
     most = limits.REQUESTS_BY_KIND[kind].most_bytes
     limits.check_size(kind, bytes(most))
     with pytest.raises(
-        LimitError, match=f"{most + 1} bytes of a {kind.DESCRIPTOR.name}, a worker takes at most {most}"
+        LimitError, match=f"{most + 1} bytes of a {kind.DESCRIPTOR.name} exceed the worker's limit of {most}"
     ):
         limits.check_size(kind, bytes(most + 1))
 

@@ -58,7 +58,7 @@ def parse_address(text: str) -> Address:
         raise AddressError(f'the address "{text}" can\'t be read: {_EXAMPLES}', address=text)
     port = int(match["port"])
     if port > 65_535:  # noqa: PLR2004  TCP's limit
-        raise AddressError(f'the address "{text}" has port {port}, the highest is 65535', address=text)
+        raise AddressError(f'the address "{text}" has port {port}; the highest port is 65535', address=text)
     return Address(stripped, stripped, host=match["host"].strip("[]"), port=port)
 
 

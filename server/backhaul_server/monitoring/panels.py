@@ -100,7 +100,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Memory saved",
-                "Bytes that workers spare the running trainers, at the end of their last steps",
+                "Bytes that running trainers save because workers recompute, as of the end of their last step",
                 "bytes",
                 (Query("backhaul_trainer_saved_bytes", "saved"),),
                 "stat",

@@ -40,7 +40,10 @@ class Limit:
         """Raises LimitError if the count is above the limit."""
         if count > self.most:
             raise LimitError(
-                f"{count} {self.what}, a worker takes at most {self.most}", limit=self.what, most=self.most, found=count
+                f"{count} {self.what} exceed the worker's limit of {self.most}",
+                limit=self.what,
+                most=self.most,
+                found=count,
             )
 
 
@@ -166,7 +169,8 @@ def check_size(kind: type[Message], data: bytes) -> None:
     most = REQUESTS_BY_KIND[kind].most_bytes
     if len(data) > most:
         what = f"bytes of a {kind.DESCRIPTOR.name}"
-        raise LimitError(f"{len(data)} {what}, a worker takes at most {most}", limit=what, most=most, found=len(data))
+        message = f"{len(data)} {what} exceed the worker's limit of {most}"
+        raise LimitError(message, limit=what, most=most, found=len(data))
 
 
 def check_fields(message: Message) -> None:

@@ -51,7 +51,7 @@ class Trainers:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that workers spare the running trainers, at the end of their last steps."""
+        """Bytes that running trainers save because workers recompute, as of the end of their last step."""
         return min(LARGEST, sum(run.last_step.saved_bytes for run in self._running()))
 
     @property

@@ -165,7 +165,7 @@ ALERTS: tuple[AlertRule, ...] = (
         "More than 1 % of the recomputations meant for workers ran on trainers",
         "The dashboard's table of segments and `session.report()` give the reason for each segment. If memory is "
         "short, raise `--memory` or add a worker. If workers are silent or connections break, check the worker's log "
-        "and the network. If values were rejected, the worker has other hardware or another build than it reports: see "
+        "and the network. If values were rejected, the worker's hardware or build differs from what it reports: see "
         "guarantees.md",
         f"sum(rate(backhaul_trainer_fallbacks_total{_RATE})) / (sum(rate(backhaul_trainer_fallbacks_total{_RATE})) + "
         f'sum(rate(backhaul_trainer_recomputations_total{{decision=~"gradients|activations"}}{_RATE}))) '
@@ -177,9 +177,9 @@ ALERTS: tuple[AlertRule, ...] = (
         "QueueWaitHigh",
         "warning",
         "Queued segments block backward for longer than their recomputation takes",
-        "More trainers share a worker than it can serve. Add a worker, or connect fewer trainers to it. A trainer "
-        "whose segment would wait more than twice as long as its recomputation takes recomputes it by itself, which "
-        "counts as a fallback",
+        "More trainers share a worker than it can serve. Add a worker, or connect fewer trainers to it. If a segment "
+        "would wait longer than 1 second and longer than twice its expected time, the trainer recomputes the segment "
+        "itself, which counts as a fallback",
         f"sum(rate(backhaul_trainer_exposed_queue_seconds_total{_RATE})) > "
         f'sum(rate(backhaul_trainer_lane_seconds_total{{lane="recompute"}}{_RATE}))',
         60,

@@ -274,7 +274,7 @@ METRICS: tuple[MetricDefinition, ...] = (
     ),
     _trainer(
         "saved_bytes",
-        "Bytes that workers spare the running trainers, at the end of their last steps",
+        "Bytes that running trainers save because workers recompute, as of the end of their last step",
         "saved_bytes",
         "gauge",
     ),
