@@ -88,7 +88,9 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
         addresses = [first.address, second.address]
         with (
             Dashboard(*addresses, options=NO_STORE) as dashboard,
-            Demo(addresses, "--steps", "18", "--width", "128", "--context", "128", "--micro-batches", "1") as demo,
+            Demo(
+                addresses, "--steps", "18", "--width", "128", "--context", "128", "--batch", "4", "--micro-batches", "1"
+            ) as demo,
         ):
             yield Training([first, second], dashboard, demo)
 

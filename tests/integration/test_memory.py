@@ -48,7 +48,7 @@ def test_the_peak_does_not_grow_with_depth(session: Session, returns: str) -> No
 
     step(1)  # gradients are there from now on
     few, many = (peak_live_bytes(lambda depth=depth: step(depth)) for depth in (8, 32))  # type: ignore[misc]
-    in_flight = 4 * x.nbytes  # more or fewer, as the worker keeps up
+    in_flight = 5 * x.nbytes  # four may wait to be sent, and the call that waits for room holds another one
     assert few > 4 * x.nbytes
     assert many <= few + in_flight
     assert session.report().fallbacks == 0

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=_positive, default=6, help="blocks, one segment each (default: %(default)s)")
     parser.add_argument("--width", type=_positive, default=256, help="a multiple of 32 (default: %(default)s)")
     parser.add_argument("--context", type=_positive, default=256, help="bytes of text per row (default: %(default)s)")
-    parser.add_argument("--batch", type=_positive, default=4, help="rows per step (default: %(default)s)")
+    parser.add_argument("--batch", type=_positive, default=8, help="rows per step (default: %(default)s)")
     parser.add_argument(
         "--micro-batches",
         type=_positive,

@@ -33,7 +33,7 @@ class Settings:
     context: int = 256
     """Number of bytes of text per row."""
 
-    batch: int = 4
+    batch: int = 8
     """Number of rows per step."""
 
     micro_batches: int = 4
