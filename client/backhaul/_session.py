@@ -270,6 +270,8 @@ class Session:
             block.close(is_failed=False)
             report = self._dispatcher.journal.block = block.report(perf_counter() - started)
             shares.measured(report)
+            if self.telemetry is not None:
+                self.telemetry.block_ended(report)
 
     @contextmanager
     def _only_block(self, block: AccumulationBlock) -> Iterator[None]:

@@ -22,7 +22,7 @@ def test_a_keyboard_is_enough(trained_page: Page) -> None:
     page = trained_page
     for section in SECTIONS:
         page.locator(f"#{section}").scroll_into_view_if_needed()
-    expect(page.locator("#segments-table tbody tr")).to_have_count(18)
+    expect(page.locator("#segments-table tbody tr")).to_have_count(36)
     expect(page.locator("#runs-table tbody tr")).to_have_count(3)
     expect(page.locator("#rpcs tbody tr").first).to_be_visible()
     page.evaluate("scrollTo(0, 0); document.activeElement.blur()")

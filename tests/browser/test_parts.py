@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from typing import Any
 from urllib.parse import urlencode
 
 import pytest
@@ -194,6 +195,44 @@ def test_timeline(page: Page, trained: Training) -> None:
     expect(panel).to_be_hidden()
 
 
+def test_an_accumulation_block_is_shown_with_its_shares_and_micro_batches(page: Page, trained: Training) -> None:
+    (run,) = [
+        run["run"]
+        for run in trained.dashboard.api("runs")
+        if trained.dashboard.api(f"timeline?run={run['run']}")["steps"][-1]["block"]
+    ]
+
+    def block() -> dict[str, Any]:
+        shown: dict[str, Any] = trained.dashboard.api(f"timeline?run={run}")["steps"][-1]["block"]
+        return shown
+
+    def shares() -> list[list[str]]:
+        return [
+            [
+                share["worker"] or "trainer",
+                in_percent(share["share"]),
+                in_ms(share["segment_ms"]) if share["segments"] else NONE,
+                NONE if share["speed"] is None else f"{share['speed']:.2f}",
+            ]
+            for share in block()["shares"]
+        ]
+
+    page.locator("#timeline").scroll_into_view_if_needed()
+    page.locator("#timeline-run").select_option(run)
+    until_equal(lambda: cells(page, "#shares"), shares)
+    expect(page.locator("#block-about")).to_contain_text(f"2 micro-batches in {in_ms(block()['took_ms'])}")
+
+    page.locator("#timeline-rows").select_option("micro-batches")
+    canvas = page.locator("#timeline-chart canvas")
+    for key, number in [("ArrowRight", "1"), *[("ArrowDown", "")] * 5]:  # to the last row
+        canvas.focus()
+        page.keyboard.press(key)
+        page.keyboard.press("Enter")
+        facts = page.locator("#call dl").inner_text()
+        assert f"Micro-batch\n{number}" in facts
+    assert "Micro-batch\n2" in facts
+
+
 def test_a_click_on_a_bar_shows_its_segment(page: Page, trained: Training) -> None:
     page.locator("#timeline").scroll_into_view_if_needed()
     page.locator("#timeline-steps").select_option("1")
@@ -264,9 +303,9 @@ def test_segments(page: Page, trained: Training) -> None:
         rows = cells(page, "#segments-table")
         return [[re.sub(r" [\d,]+ calls?, last \S+ \S+ ago", "", cell) for cell in row] for row in rows]
 
-    assert len(segment_rows()) == 18
+    assert len(segment_rows()) == 36  # two micro-batches of six segments in three runs
     until_equal(shown, segment_rows)
-    expect(page.locator("#segments-count")).to_have_text(f"1{NONE}18 of 18")
+    expect(page.locator("#segments-count")).to_have_text(f"1{NONE}36 of 36")
 
     head = page.locator("#segments-table th", has_text="Received")
     head.locator("button").click()

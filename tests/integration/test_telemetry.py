@@ -67,6 +67,41 @@ def test_a_training_is_told_to_its_worker(session: Session, worker: WorkerProces
 
 
 @pytest.mark.slow
+def test_a_block_is_told_with_its_shares_and_micro_batches(session: Session, worker: WorkerProcess) -> None:
+    blocks = [nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(4)]
+    with session.accumulate() as step:
+        for _ in range(3):
+            x = torch.randn(8, 16, requires_grad=True)
+            for block in blocks:
+                x = session.checkpoint(block, x)
+            step.backward(x.sum())
+    session.step()
+    session.checkpoint(blocks[0], torch.randn(8, 16, requires_grad=True)).sum().backward()
+    session.step()
+    wait_until(lambda: sum(len(report.calls) for report in reports_of(session, worker)) >= 13, "all is told")
+    reports = reports_of(session, worker)
+    deferred, plain = (step for report in reports for step in report.steps)
+    report = session.report().block
+    assert report is not None
+    assert not plain.HasField("block")
+    assert (deferred.block.micro_batches, deferred.block.took_s, deferred.block.others_s) == (
+        3,
+        report.took_s,
+        report.others_s,
+    )
+    assert deferred.block.held_bytes == report.held_bytes
+    shares = [(share.worker, share.segments, share.segment_s) for share in deferred.block.shares]
+    remote = report.workers[worker.address]
+    assert shares == [
+        ("", report.trainer.segments, report.trainer.segment_s),
+        (worker.address, remote.segments, remote.segment_s),
+    ]
+    assert report.trainer.segments + remote.segments == 12
+    calls = [(call.step, call.number, call.micro_batch) for report in reports for call in report.calls]
+    assert sorted(calls) == [*((0, number, 1 + number // 4) for number in range(12)), (1, 0, 0)]
+
+
+@pytest.mark.slow
 def test_why_activations_come_back_is_told(session: Session, worker: WorkerProcess) -> None:
     x = torch.randn(8, requires_grad=True)
     session.checkpoint(lambda x: (x.exp().sin(), x.view(2, 4)), x)[0].sum().backward()

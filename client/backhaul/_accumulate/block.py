@@ -162,6 +162,7 @@ class AccumulationBlock:
             if not self._is_ours(frame):
                 raise AccumulationError(f"the loss comes from another session than {self.name}")
             frame.is_in_block = True
+            frame.call.log.micro_batch = self.micro_batches + 1
         self._gradients.enter(parts.leaves.values())
         self.micro_batches += 1
         stream = torch.cuda.current_stream(loss.device) if loss.is_cuda else None

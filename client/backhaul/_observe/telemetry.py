@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from backhaul._observe.report import Decision, SegmentLog
+from backhaul._observe.report import BlockReport, Decision, SegmentLog
 from backhaul_proto.v1 import segment_pb2, telemetry_pb2
 from backhaul_runtime.process.death_queue import DeathNotice, DeathQueue
 from backhaul_runtime.process.resources import resident_bytes
@@ -64,6 +64,7 @@ class _Totals:
     up_bytes: int = 0
     down_bytes: int = 0
     saved_bytes: int = 0
+    block: BlockReport | None = None
 
 
 class CallLog:
@@ -80,6 +81,7 @@ class CallLog:
         reason: Why the segment is recomputed where it is, and returns what it does.
         retries: Number of repeated requests.
         mismatches: Number of recomputations whose values were rejected.
+        micro_batch: The number of its micro-batch in an accumulation block, from 1; 0 outside a block.
     """
 
     def __init__(self, log: SegmentLog, telemetry: "Telemetry | None" = None) -> None:
@@ -94,7 +96,7 @@ class CallLog:
         self.function_s = 0.0
         self.overhead_s = 0.0
         self.spans: list[tuple[telemetry_pb2.Lane.ValueType, float, float]] = []
-        self.up_bytes = self.down_bytes = self.retries = self.mismatches = 0
+        self.up_bytes = self.down_bytes = self.retries = self.mismatches = self.micro_batch = 0
         self.largest_drift = 0.0
         self.step, self.number, self.position = telemetry.began(self, log.name) if telemetry else (0, 0, 0)
 
@@ -224,6 +226,7 @@ class CallLog:
             mismatches=self.mismatches,
             drift=self.largest_drift,
             overhead_s=self.overhead_s,
+            micro_batch=self.micro_batch,
         )
 
     @property
@@ -326,6 +329,11 @@ class Telemetry:
         with self._lock:
             self._now.fallbacks += 1
 
+    def block_ended(self, block: BlockReport) -> None:
+        """Notes an accumulation block that has just ended."""
+        with self._lock:
+            self._now.block = block
+
     def step(self, loss: "Tensor | float | None" = None, *, is_explicit: bool = True) -> None:
         """Ends a step. A step without calls is not counted.
 
@@ -359,6 +367,7 @@ class Telemetry:
                 down_bytes=now.down_bytes,
                 saved_bytes=max(0, now.saved_bytes),
                 peak_saved_bytes=max(0, self._peak_held_bytes),
+                block=_block_message(now.block) if now.block is not None else None,
             )
             context = self._traces.context() if self._traces is not None else None
             self._steps.append((step, loss.detach() if isinstance(loss, torch.Tensor) else loss, context))
@@ -420,6 +429,19 @@ class Telemetry:
 def _has_ended(call: CallLog, current_step: int) -> bool:
     """Whether a call can be reported (Rule 3)."""
     return call.is_gone or (call.decision is not None and call.step < current_step)
+
+
+def _block_message(block: BlockReport) -> telemetry_pb2.Block:
+    return telemetry_pb2.Block(
+        micro_batches=block.micro_batches,
+        took_s=block.took_s,
+        others_s=block.others_s,
+        shares=[
+            telemetry_pb2.Share(worker=worker, segments=helper.segments, segment_s=helper.segment_s)
+            for worker, helper in [("", block.trainer), *block.workers.items()]
+        ],
+        held_bytes=block.held_bytes,
+    )
 
 
 def _with_loss(step: telemetry_pb2.Step, loss: "Tensor | float | None") -> telemetry_pb2.Step:

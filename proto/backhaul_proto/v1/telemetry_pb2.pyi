@@ -529,6 +529,7 @@ class Step(_message.Message):
     SAVED_BYTES_FIELD_NUMBER: _builtins.int
     PEAK_SAVED_BYTES_FIELD_NUMBER: _builtins.int
     PEAK_BYTES_FIELD_NUMBER: _builtins.int
+    BLOCK_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     started_at_s: _builtins.float
     duration_s: _builtins.float
@@ -554,6 +555,10 @@ class Step(_message.Message):
     peak_saved_bytes: _builtins.int
     peak_bytes: _builtins.int
     """The trainer's own peak since the run began: of the accelerator's allocator, else the process as the kernel counts it."""
+    @_builtins.property
+    def block(self) -> Global___Block:
+        """The last accumulation block that ended in the step, if one did."""
+
     def __init__(
         self,
         *,
@@ -574,16 +579,81 @@ class Step(_message.Message):
         saved_bytes: _builtins.int = ...,
         peak_saved_bytes: _builtins.int = ...,
         peak_bytes: _builtins.int = ...,
+        block: Global___Block | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "loss", b"loss"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "block", b"block", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "activations", b"activations", "calls", b"calls", "down_bytes", b"down_bytes", "duration_s", b"duration_s", "fallbacks", b"fallbacks", "gradients", b"gradients", "loss", b"loss", "number", b"number", "on_trainer", b"on_trainer", "overhead_s", b"overhead_s", "peak_bytes", b"peak_bytes", "peak_saved_bytes", b"peak_saved_bytes", "saved_bytes", b"saved_bytes", "spared_s", b"spared_s", "started_at_s", b"started_at_s", "up_bytes", b"up_bytes", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "activations", b"activations", "block", b"block", "calls", b"calls", "down_bytes", b"down_bytes", "duration_s", b"duration_s", "fallbacks", b"fallbacks", "gradients", b"gradients", "loss", b"loss", "number", b"number", "on_trainer", b"on_trainer", "overhead_s", b"overhead_s", "peak_bytes", b"peak_bytes", "peak_saved_bytes", b"peak_saved_bytes", "saved_bytes", b"saved_bytes", "spared_s", b"spared_s", "started_at_s", b"started_at_s", "up_bytes", b"up_bytes", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__loss) -> _WhichOneofReturnType__loss | None: ...
 
 Global___Step: _TypeAlias = Step  # noqa: Y015
+
+@_typing.final
+class Block(_message.Message):
+    """An accumulation block."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MICRO_BATCHES_FIELD_NUMBER: _builtins.int
+    TOOK_S_FIELD_NUMBER: _builtins.int
+    OTHERS_S_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
+    HELD_BYTES_FIELD_NUMBER: _builtins.int
+    micro_batches: _builtins.int
+    took_s: _builtins.float
+    others_s: _builtins.float
+    """All that the trainer did besides its share of the segments, without waiting."""
+    held_bytes: _builtins.int
+    """The most bytes of gradients that the trainer held back."""
+    @_builtins.property
+    def shares(self) -> _containers.RepeatedCompositeFieldContainer[Global___Share]:
+        """Of the trainer, whose share has no worker, and of each worker that has computed a segment."""
+
+    def __init__(
+        self,
+        *,
+        micro_batches: _builtins.int = ...,
+        took_s: _builtins.float = ...,
+        others_s: _builtins.float = ...,
+        shares: _abc.Iterable[Global___Share] | None = ...,
+        held_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_bytes", b"held_bytes", "micro_batches", b"micro_batches", "others_s", b"others_s", "shares", b"shares", "took_s", b"took_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Block: _TypeAlias = Block  # noqa: Y015
+
+@_typing.final
+class Share(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    SEGMENTS_FIELD_NUMBER: _builtins.int
+    SEGMENT_S_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    segments: _builtins.int
+    segment_s: _builtins.float
+    """On the trainer, the mean time of a recomputation and its backward; on a worker, that from request to answer."""
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        segments: _builtins.int = ...,
+        segment_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["segment_s", b"segment_s", "segments", b"segments", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Share: _TypeAlias = Share  # noqa: Y015
 
 @_typing.final
 class SegmentCall(_message.Message):
@@ -606,6 +676,7 @@ class SegmentCall(_message.Message):
     MISMATCHES_FIELD_NUMBER: _builtins.int
     DRIFT_FIELD_NUMBER: _builtins.int
     OVERHEAD_S_FIELD_NUMBER: _builtins.int
+    MICRO_BATCH_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     number: _builtins.int
     """Counts the calls of the step from 0."""
@@ -628,6 +699,8 @@ class SegmentCall(_message.Message):
     """Recomputations whose values were refused."""
     drift: _builtins.float
     overhead_s: _builtins.float
+    micro_batch: _builtins.int
+    """In its accumulation block, counted from 1; 0 for a call outside a block."""
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___Span]: ...
     def __init__(
@@ -648,10 +721,11 @@ class SegmentCall(_message.Message):
         mismatches: _builtins.int = ...,
         drift: _builtins.float = ...,
         overhead_s: _builtins.float = ...,
+        micro_batch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision", "down_bytes", b"down_bytes", "drift", b"drift", "is_fallback", b"is_fallback", "mismatches", b"mismatches", "name", b"name", "number", b"number", "overhead_s", b"overhead_s", "position", b"position", "reason", b"reason", "retries", b"retries", "spans", b"spans", "step", b"step", "up_bytes", b"up_bytes", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision", "down_bytes", b"down_bytes", "drift", b"drift", "is_fallback", b"is_fallback", "micro_batch", b"micro_batch", "mismatches", b"mismatches", "name", b"name", "number", b"number", "overhead_s", b"overhead_s", "position", b"position", "reason", b"reason", "retries", b"retries", "spans", b"spans", "step", b"step", "up_bytes", b"up_bytes", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -30,6 +30,7 @@ _SPANS = 32
 _ENTRIES = 64
 _SESSIONS = 256
 _METHODS = 64
+_SHARES = 64
 _WORST_DRIFT = 1e9
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
@@ -90,6 +91,16 @@ def _clean_step(step: telemetry_pb2.Step) -> None:
     if step.HasField("loss") and not math.isfinite(step.loss):
         step.ClearField("loss")
     _clean_counts(step)
+    if step.HasField("block"):
+        _clean_block(step.block)
+
+
+def _clean_block(block: telemetry_pb2.Block) -> None:
+    block.took_s, block.others_s = _within(block.took_s, LONGEST_S), _within(block.others_s, LONGEST_S)
+    _clean_counts(block)
+    del block.shares[_SHARES:]
+    for share in block.shares:
+        share.worker, share.segment_s = clipped(share.worker), _within(share.segment_s, LONGEST_S)
 
 
 def _clean_call(call: telemetry_pb2.SegmentCall) -> None:
@@ -157,6 +168,7 @@ _COUNTS = {
         telemetry_pb2.SessionTelemetry,
         telemetry_pb2.RpcTelemetry,
         telemetry_pb2.Step,
+        telemetry_pb2.Block,
         telemetry_pb2.SegmentCall,
     )
 }

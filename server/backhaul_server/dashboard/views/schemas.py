@@ -1,6 +1,6 @@
 """The answers of /api/v1. Times are in seconds since 1970. The lists of a series have equal lengths, oldest first."""
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -21,8 +21,8 @@ def example_of(model: type[BaseModel]) -> dict[str, Any]:
         if field.examples:
             example[name] = field.examples[0]
         elif inner is not None:
-            is_one = inner is field.annotation
-            example[name] = example_of(inner) if is_one else [example_of(inner)]
+            is_list = get_origin(field.annotation) is list
+            example[name] = [example_of(inner)] if is_list else example_of(inner)
         else:
             raise KeyError(f"{model.__name__}.{name} has no example")
     return example
@@ -293,6 +293,39 @@ class Call(Schema):
     mismatches: int = Field(examples=[0])
     drift: float = Field(examples=[0.0])
     overhead_ms: float = Field(examples=[5.1])
+    micro_batch: int = Field(
+        description="Number of its micro-batch in an accumulation block, from 1; 0 outside a block", examples=[3]
+    )
+
+
+class BlockShare(Schema):
+    """What one machine has computed in an accumulation block."""
+
+    worker: str = Field(description="Address of the worker; empty for the trainer", examples=["127.0.0.1:50051"])
+    segments: int = Field(examples=[33])
+    share: float = Field(description="Its share of the segments of the block", examples=[0.52])
+    segment_ms: float = Field(
+        description="Mean time of a segment: of recomputation and backward on the trainer, and from the request to the "
+        "answer on a worker",
+        examples=[46.0],
+    )
+    speed: float | None = Field(
+        description="Its speed relative to the trainer; null if the trainer has computed no segment", examples=[0.85]
+    )
+
+
+class BlockStatus(Schema):
+    """An accumulation block."""
+
+    micro_batches: int = Field(examples=[8])
+    took_ms: float = Field(examples=[2_640.0])
+    held_bytes: int = Field(description="The most bytes of gradients that the trainer held back", examples=[12_600_000])
+    speed_up: float | None = Field(
+        description="Time that the trainer alone would have taken, over the time that the block took; null if the "
+        "trainer has computed no segment",
+        examples=[1.38],
+    )
+    shares: list[BlockShare]
 
 
 class TimelineStep(Schema):
@@ -307,6 +340,7 @@ class TimelineStep(Schema):
         examples=[0.69],
     )
     wait_ms: float = Field(description="Exposed wait: time for which backward was blocked", examples=[187.8])
+    block: BlockStatus | None = Field(description="The last accumulation block that ended in the step")
 
 
 class Timeline(Schema):

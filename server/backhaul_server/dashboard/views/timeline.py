@@ -8,6 +8,7 @@ from typing import cast
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_server.dashboard.collect.intervals import Interval, common, length, rows_of, union
 from backhaul_server.dashboard.collect.runs import TrainerRun
+from backhaul_server.dashboard.collect.series import LARGEST
 from backhaul_server.dashboard.views import schemas
 
 BARS = 20_000
@@ -165,6 +166,29 @@ def _step(step: telemetry_pb2.Step, begin_s: float, bars: Sequence[Bar]) -> sche
         loss=step.loss if step.HasField("loss") else None,
         overlap=_overlap(bars),
         wait_ms=1e3 * step.wait_s,
+        block=_block(step.block) if step.HasField("block") else None,
+    )
+
+
+def _block(block: telemetry_pb2.Block) -> schemas.BlockStatus:
+    segments = sum(share.segments for share in block.shares)
+    trainer_s = next((share.segment_s for share in block.shares if not share.worker and share.segments), 0.0)
+    alone_s = block.others_s + segments * trainer_s
+    return schemas.BlockStatus(
+        micro_batches=block.micro_batches,
+        took_ms=1e3 * block.took_s,
+        held_bytes=block.held_bytes,
+        speed_up=min(LARGEST, alone_s / block.took_s) if trainer_s and block.took_s else None,
+        shares=[
+            schemas.BlockShare(
+                worker=share.worker,
+                segments=share.segments,
+                share=share.segments / segments if segments else 0.0,
+                segment_ms=1e3 * share.segment_s,
+                speed=min(LARGEST, trainer_s / share.segment_s) if trainer_s and share.segment_s else None,
+            )
+            for share in block.shares
+        ],
     )
 
 
@@ -194,4 +218,5 @@ def _call(call: telemetry_pb2.SegmentCall) -> schemas.Call:
         mismatches=call.mismatches,
         drift=call.drift,
         overhead_ms=1e3 * call.overhead_s,
+        micro_batch=call.micro_batch,
     )

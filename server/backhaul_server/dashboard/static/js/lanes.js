@@ -13,6 +13,7 @@ const LANES = [
   ["backward", "backward"],
   ["download", "download"],
 ];
+const COMPUTING = new Set(["forward", "trainer", "recompute", "backward"]);
 const LOWEST_ROW = 19;
 const HIGHEST_ROW = 28;
 const WANTED_HEIGHT = 440;
@@ -30,6 +31,7 @@ export class Lanes {
   constructor(canvas) {
     this.canvas = canvas;
     this.timeline = null;
+    this.byMicroBatch = false;
     this.rows = [];
     this.view = { start: 0, end: 1 };
     this.picked = null; // a span
@@ -50,28 +52,58 @@ export class Lanes {
     this.view = { start: 0, end: Math.max(SHORTEST_MS, this.timeline?.duration_ms ?? 1) };
   }
 
-  /** Returns one row per lane, worker and row of bars, and one empty row for each lane without bars. */
+  /** Groups bars by micro-batch instead of by phase, if there are any. */
+  groupByMicroBatch(isWanted) {
+    this.byMicroBatch = isWanted;
+    if (this.timeline === null) return;
+    this.#layOut();
+    this.draw();
+  }
+
+  /** Whether rows say whose they are. */
+  get namesWorkers() {
+    return this.workers.length > 1 || this.#microBatches().length > 0;
+  }
+
+  #microBatches() {
+    return this.byMicroBatch ? [...new Set(this.timeline.calls.map((call) => call.micro_batch))].filter(Boolean).sort((a, b) => a - b) : [];
+  }
+
+  /** Returns the lanes: label, function that selects bars, function that names a bar's row, and whether to show it empty. */
+  #lanes() {
+    const batches = this.#microBatches();
+    if (batches.length === 0) {
+      const row = (span) => `${span.worker}\n${String(span.row).padStart(4, "0")}`;
+      // Recomputation on the trainer is rare and shown only where it took place.
+      return LANES.map(([lane, label]) => ({ label, has: (span) => span.lane === lane, row, isKept: lane !== "trainer" }));
+    }
+    const { calls } = this.timeline;
+    return batches.map((batch) => ({
+      label: `micro-batch ${batch}`,
+      has: (span) => calls[span.call].micro_batch === batch && COMPUTING.has(span.lane),
+      row: (span) => span.worker,
+      isKept: false,
+    }));
+  }
+
+  /** Returns one row per lane, worker and row of bars, and one empty row for each phase without bars. */
   #layOut() {
     const { spans } = this.timeline;
     this.workers = [...new Set(spans.map((span) => span.worker).filter(Boolean))].sort();
     this.rows = [];
-    for (const [lane, label] of LANES) {
+    for (const { label, has, row, isKept } of this.#lanes()) {
       const groups = new Map();
-      for (const span of spans) {
-        if (span.lane !== lane) continue;
-        const key = `${span.worker}\n${String(span.row).padStart(4, "0")}`;
+      for (const span of spans.filter(has)) {
+        const key = row(span);
         if (!groups.has(key)) groups.set(key, []);
         groups.get(key).push(span);
       }
-      if (groups.size === 0) {
-        if (lane === "trainer") continue; // seldom: shown only where something was recomputed here
-        groups.set("", []);
-      }
+      if (groups.size === 0 && isKept) groups.set("", []);
       let isFirst = true;
       for (const [key, bars] of [...groups].sort(([a], [b]) => (a < b ? -1 : 1))) {
         bars.sort((a, b) => a.start_ms - b.start_ms);
         const worker = this.workers.indexOf(key.split("\n")[0]);
-        this.rows.push({ lane, label: isFirst ? label : "", worker, y: 0, bars });
+        this.rows.push({ label: isFirst ? label : "", worker, y: 0, bars });
         isFirst = false;
       }
     }
@@ -206,7 +238,7 @@ export class Lanes {
       context.font = "12px Inter, system-ui, sans-serif";
       context.fillStyle = colour("ink");
       context.fillText(row.label, 0, y);
-      if (this.workers.length > 1 && row.worker >= 0) {
+      if (this.namesWorkers && row.worker >= 0) {
         context.fillStyle = colour("faint");
         context.textAlign = "right";
         context.fillText(`w${row.worker + 1}`, GUTTER - 8, y);
@@ -223,7 +255,6 @@ export class Lanes {
     const call = (this.pointed ?? this.picked)?.call ?? null;
     context.font = "11px Inter, system-ui, sans-serif";
     for (const row of this.rows) {
-      context.fillStyle = colour(LANE_COLOURS[row.lane]);
       let drawnTo = -1;
       for (const bar of row.bars) {
         const x = GUTTER + (bar.start_ms - start) * perMs;
@@ -233,6 +264,7 @@ export class Lanes {
         if (x + width < drawnTo + HIDDEN_PIXELS && !isMeant) continue; // of thousands in a pixel one is enough
         drawnTo = x + width;
         context.globalAlpha = call === null || isMeant ? 1 : 0.28;
+        context.fillStyle = colour(LANE_COLOURS[bar.lane]);
         if (width < ROUND_PIXELS) {
           context.fillRect(x, row.y, width, this.rowHeight);
         } else {

@@ -2,7 +2,7 @@
 
 import { drawInTheme, LANE_COLOURS } from "./colour.js";
 import { byId, element, explain, icon, setIcon, setOptions, setText, speak } from "./dom.js";
-import { bytes, count, drift, milliseconds, percent, runName } from "./format.js";
+import { bytes, count, drift, milliseconds, NONE, percent, runName } from "./format.js";
 import { describe, Lanes } from "./lanes.js";
 import { ask, pathTo, Poll } from "./poll.js";
 import { Table } from "./table.js";
@@ -19,6 +19,7 @@ const lanes = new Lanes(canvas);
 let poll = null;
 let isPaused = false;
 let steps = null;
+let shares = null;
 let newest = ""; // the last step of each run
 let shown = { newest: null, atMs: 0 };
 
@@ -44,6 +45,7 @@ function pick(bar) {
   const entries = [
     ["Step", String(call.step)],
     ["Worker", call.worker || "none"],
+    ...(call.micro_batch ? [["Micro-batch", String(call.micro_batch)]] : []),
     ["Decision", call.decision || "not recomputed"],
     ["Sent", bytes(call.up_bytes)],
     ["Received", bytes(call.down_bytes)],
@@ -70,14 +72,26 @@ function pick(bar) {
 
 function showSteps(timeline) {
   steps.update(timeline.steps);
-  const workers = lanes.workers.length > 1 ? lanes.workers.map((worker, i) => `w${i + 1} ${worker}`).join(" · ") : (lanes.workers[0] ?? "");
+  const workers = lanes.namesWorkers ? lanes.workers.map((worker, i) => `w${i + 1} ${worker}`).join(" · ") : (lanes.workers[0] ?? "");
   setText(keys, workers + (timeline.left_out ? ` · the ${count(timeline.left_out)} shortest bars are not shown: select fewer steps` : ""));
   const texts = timeline.steps.map((step) => `step ${step.number} took ${milliseconds(step.duration_ms)}, overlap ${percent(step.overlap)}, exposed wait ${milliseconds(step.wait_ms)}`);
   canvas.setAttribute("aria-label", `Timeline. ${texts.join("; ")}. Arrow keys move between bars, Enter shows the segment of a bar, plus and minus zoom.`);
 }
 
+/** Shows who has computed the last accumulation block, if the steps have one. */
+function showBlock(timeline) {
+  const block = timeline.steps.findLast((step) => step.block !== null)?.block;
+  byId("block").hidden = !block;
+  byId("timeline-rows").closest("label").hidden = !timeline.calls.some((call) => call.micro_batch > 0);
+  if (!block) return;
+  const speedUp = block.speed_up === null ? "" : `, speed-up ${block.speed_up.toFixed(2)}`;
+  setText(byId("block-about"), `${count(block.micro_batches)} micro-batches in ${milliseconds(block.took_ms)}${speedUp}. At most ${bytes(block.held_bytes)} of gradients were held back.`);
+  shares.update(block.shares);
+}
+
 function show(timeline) {
   lanes.show(timeline);
+  showBlock(timeline);
   byId("call").hidden = true;
   const isEmpty = timeline.steps.length === 0;
   explain(note, isEmpty ? "No step has been reported yet. A trainer that has called backhaul.connect() reports each step after its optimizer has stepped." : "");
@@ -203,6 +217,20 @@ export function startTimeline() {
     ],
     (step) => String(step.number),
   );
+  shares = new Table(
+    byId("shares"),
+    [
+      { title: "Computed by", isText: true, cell: (share) => share.worker || "trainer" },
+      { title: "Share", cell: (share) => percent(share.share), hint: "Of the segments of all micro-batches" },
+      { title: "Each", cell: (share) => (share.segments ? milliseconds(share.segment_ms) : NONE), hint: "Mean time of a segment: of recomputation and backward on the trainer, from the request to the answer on a worker" },
+      { title: "Speed", cell: (share) => (share.speed === null ? NONE : share.speed.toFixed(2)), hint: "Relative to the trainer" },
+    ],
+    (share) => share.worker,
+  );
+  byId("timeline-rows").addEventListener("change", (event) => {
+    lanes.groupByMicroBatch(event.target.value === "micro-batches");
+    showSteps(lanes.timeline);
+  });
   poll = new Poll(byId("timeline"), 2000, refresh);
   for (const id of ["timeline-run", "timeline-steps"]) {
     byId(id).addEventListener("change", () => {
