@@ -184,7 +184,7 @@ def test_timeline(page: Page, trained: Training) -> None:
     panel = page.locator("#call")
     expect(panel.locator("h3")).to_have_text(call["segment"])
     facts = dict(zip(panel.locator("dt").all_inner_texts(), panel.locator("dd").all_inner_texts(), strict=True))
-    assert facts["Worker"] == call["worker"]
+    assert facts["Worker"] == (call["worker"] or "none")
     assert facts["Decision"] == call["decision"]
     assert facts["Why"] == call["reason"]
     assert facts["Sent"] == in_bytes(call["up_bytes"])
@@ -285,12 +285,12 @@ def test_segments(page: Page, trained: Training) -> None:
                 in_bytes(row["up_bytes"]),
                 in_bytes(row["down_bytes"]),
                 in_ms(row["local_ms"]),
-                in_ms(row["remote_ms"]),
+                in_ms(row["remote_ms"]) if row["remote_ms"] else NONE,
                 in_ms(row["wait_ms"]),
                 in_ms(row["overhead_ms"]),
                 row["decision"],
                 " ".join(dict.fromkeys([row["reason"], *[reason["reason"] for reason in row["reasons"]]])),
-                row["worker"],
+                row["worker"] or NONE,
                 *[f"{row[field]:,}" for field in ("fallbacks", "mismatches")],
                 "0",
                 f"{row['retries']:,}",
