@@ -88,8 +88,9 @@ def test_numbers_follow_a_training(dashboard: Dashboard, session: Session, worke
     assert 0 < rows["Backward"]["p50_ms"] <= rows["Backward"]["p90_ms"] <= rows["Backward"]["p99_ms"]
     assert len(dashboard.api(f"runs/{name}/steps")["step"]) == 5
 
+    wait_until(lambda: dashboard.api("overview")["sessions"] == 1, "the sessions of other tests have ended")
     overview = dashboard.api("overview")
-    assert (overview["workers"], overview["healthy_workers"], overview["sessions"]) == (1, 1, 1)
+    assert (overview["workers"], overview["healthy_workers"]) == (1, 1)
     assert 0 < overview["remote_share"] <= 1.0  # of all that trained on this worker lately, other tests among them
     assert overview["saved_bytes"] > 0
     assert overview["spared_ms_per_step"] > 0
