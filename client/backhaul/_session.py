@@ -77,7 +77,7 @@ class Session:
         self.run = secrets.token_hex(8)
         self._hooks: list[RemovableHandle] = []
         self._blocks = itertools.count(1)
-        self._shares = {local: Shares() for local in LOCALS}
+        self._shares = {local: Shares(config.held_bytes) for local in LOCALS}
         self._block_lock = threading.Lock()  # held while a block is open
         self.copies = Copies(self._fetch)
         self._closed = False
@@ -258,8 +258,8 @@ class Session:
             self.config.inflight_micro_batches or MORE_OPEN + len(self._workers),
             self.config.held_bytes,
         )
-        share = 0 if self.config.strict else shares.trainers_share()
-        accumulating = self._dispatcher.accumulating(share, shares.speeds, keeps_share=local == "keep")
+        trainers_shares = (0,) if self.config.strict else shares.trainers_shares()
+        accumulating = self._dispatcher.accumulating(trainers_shares, shares.speeds, keeps_share=local == "keep")
         with guards.open_block(block), self._only_block(block), accumulating:
             started = perf_counter()
             try:

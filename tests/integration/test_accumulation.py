@@ -31,7 +31,7 @@ Loss = Callable[[Checkpoint, Tensor], Tensor]
 @pytest.fixture(autouse=True)
 def no_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives workers all segments: the trainer would soon compute such small ones alone."""
-    monkeypatch.setattr(Shares, "trainers_share", lambda self: 0)
+    monkeypatch.setattr(Shares, "trainers_shares", lambda self: (0,))
 
 
 @pytest.fixture
@@ -263,13 +263,58 @@ def test_an_error_that_is_caught_inside_a_block(session: Session) -> None:
 @pytest.mark.parametrize("local", LOCALS)
 @pytest.mark.parametrize("share", [1, 2, SEGMENTS])
 def test_the_trainers_share(session: Session, monkeypatch: pytest.MonkeyPatch, share: int, local: Local) -> None:
-    monkeypatch.setattr(session._shares[local], "trainers_share", lambda: share)
+    monkeypatch.setattr(session._shares[local], "trainers_shares", lambda: (share,))
     accumulate = partial(session.accumulate, local)
     assert differing(train(session.checkpoint, accumulate, kind="BatchNorm"), train(plainly, kind="BatchNorm")) == []
     assert session.report().fallbacks == 0
     (segment,) = [segment for segment in session.report().segments if segment.calls]
     # Three steps of three micro-batches. A share begins with the second micro-batch: the first one is counted.
     assert segment.kept == ({"its share of an accumulation block": 8 * share} if local == "keep" else {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("local", LOCALS)
+@pytest.mark.parametrize("kind", ["BatchNorm", "tied segments", "hooks on parameters"])
+def test_a_share_that_grows(session: Session, monkeypatch: pytest.MonkeyPatch, kind: str, local: Local) -> None:
+    shares = (0, 0, 1, 1, 2, SEGMENTS)
+    monkeypatch.setattr(session._shares[local], "trainers_shares", lambda: shares)
+    ours = train(session.checkpoint, partial(session.accumulate, local), kind=kind, micro_batches=len(shares))
+    assert differing(ours, train(plainly, kind=kind, micro_batches=len(shares))) == []
+    block = session.report().block
+    assert block is not None
+    assert block.trainer.segments == sum(shares)
+
+
+def test_a_segment_that_changes_hands_leaves_one_sum_on_the_worker(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def held_bytes(*shares: int) -> int:
+        monkeypatch.setattr(session._shares["recompute"], "trainers_shares", lambda: shares)
+        trained(session, micro_batches=6, steps=1)
+        block = session.report().block
+        assert block is not None
+        return block.held_bytes - block.segment_bytes * shares[-1]
+
+    trained(session, steps=1)  # in the first micro-batch the number of segments is unknown
+    others_bytes = held_bytes(0)
+    assert held_bytes(0, 0, 0, 0, 0, 1) == others_bytes
+    # The gradients of the last two micro-batches must follow the worker's sum, so they cannot be added to each other.
+    assert held_bytes(0, 0, 0, 0, 1, 1) > others_bytes
+
+
+def test_the_split_keeps_to_what_may_be_held_back(worker: WorkerProcess) -> None:
+    with backhaul.connect(worker.address, silence_s=QUIET_S, held_bytes=1) as session:
+        shares = session._shares["recompute"]
+        assert shares.trainers_shares() == (0,)
+    with backhaul.connect(worker.address, silence_s=QUIET_S, held_bytes=1 << 20) as session:
+        for _ in range(4):
+            trained(session, micro_batches=8, steps=1)
+            block = session.report().block
+            assert block is not None
+            assert 0 < block.held_bytes <= 1 << 20
+            chosen = session._shares["recompute"].trainers_shares()
+            assert chosen is not None
+            assert len({*chosen}) == 1  # it does not grow, because that holds back more
 
 
 def test_gradients_that_are_held_back_are_bounded(worker: WorkerProcess) -> None:
@@ -310,7 +355,7 @@ def test_sparse_gradients(session: Session) -> None:
 
 
 def test_the_report_shows_who_computed_what(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session._shares["recompute"], "trainers_share", lambda: 1)
+    monkeypatch.setattr(session._shares["recompute"], "trainers_shares", lambda: (1,))
     trained(session, steps=2)
     block = session.report().block
     assert block is not None

@@ -158,9 +158,13 @@ def _block_of(family: Family, micro_batches: int, session: Session | None, local
 def test_model_in_a_block(
     name: str, boundaries: Boundaries, worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ways: list[tuple[int, int, Local]] = [(2, 0, "recompute"), (4, 1, "keep"), (8, 1, "recompute")]
-    for micro_batches, share, local in ways:
-        monkeypatch.setattr(Shares, "trainers_share", lambda self, share=share: share)
+    ways: list[tuple[int, tuple[int, ...], Local]] = [
+        (2, (0,), "recompute"),
+        (4, (1,), "keep"),
+        (8, (0, 0, 0, 0, 0, 1), "recompute"),
+    ]
+    for micro_batches, shares, local in ways:
+        monkeypatch.setattr(Shares, "trainers_shares", lambda self, shares=shares: shares)
         with backhaul.connect(worker.address, silence_s=QUIET_S, boundaries=boundaries) as session:
             ours = _block_of(FAMILIES[name], micro_batches, session, local)
             assert session.report().fallbacks == 0

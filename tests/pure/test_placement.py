@@ -34,10 +34,27 @@ def test_the_trainers_share_are_the_first_segments() -> None:
     placement = Placement()
     one_pass(placement, 6, 2)
     assert placement.last_count == 6
-    placement.trainers_share = 2
+    placement.begin_block((2,))
     assert one_pass(placement, 6, 2) == [None, None, 0, 0, 1, 1]
-    placement.trainers_share = 9
+    assert one_pass(placement, 6, 2) == [None, None, 0, 0, 1, 1]
+    placement.begin_block((9,))
     assert one_pass(placement, 6, 2) == [None] * 6
+    placement.begin_block(None)
+    assert one_pass(placement, 6, 2) == [None, None, None, 0, 0, 1]
+
+
+def test_a_growing_share_moves_no_segment_to_another_worker() -> None:
+    placement = Placement()
+    one_pass(placement, 6, 2)
+    placement.begin_block((0, 1, 4))
+    assert placement.is_trainers is False
+    assert one_pass(placement, 6, 2) == [0, 0, 0, 1, 1, 1]
+    assert placement.is_trainers is True
+    assert one_pass(placement, 6, 2) == [None, 0, 0, 1, 1, 1]
+    assert one_pass(placement, 6, 2) == [None, None, None, None, 1, 1]
+    assert one_pass(placement, 6, 2) == [None, None, None, None, 1, 1]
+    placement.begin_block((0,))
+    assert one_pass(placement, 6, 2) == [0, 0, 0, 1, 1, 1]
 
 
 def test_faster_workers_get_longer_runs() -> None:

@@ -107,7 +107,7 @@ class AccumulationBlock:
         self._finished: list[_MicroBatch] = []  # those of which a worker keeps gradients
         self._is_open = True
         self.is_working = self._has_failed = False
-        self.micro_batches = self.trainers_segments = self.most_held_bytes = 0
+        self.micro_batches = self.trainers_segments = self.most_held_bytes = self._segment_bytes = 0
         self.waited_s = self.trainers_s = 0.0
         self.busy_s: dict[Uploader, list[float]] = {}
 
@@ -127,6 +127,7 @@ class AccumulationBlock:
                 for uploader, seconds in self.busy_s.items()
             },
             held_bytes=self.most_held_bytes,
+            segment_bytes=self._segment_bytes,
         )
 
     def holds(self, parameters: Iterable[Tensor]) -> bool:
@@ -253,8 +254,11 @@ class AccumulationBlock:
         """Notes which leaves get all of their gradient from one segment of the run, and from which worker."""
         segments_of: dict[Target, set[RunSegment]] = {}
         for segment in parts.run:
-            for _, target in segment.contributions:
+            targets = {target for _, target in segment.contributions}
+            for target in targets:
                 segments_of.setdefault(target, set()).add(segment)
+            segment_bytes = sum(parts.leaves[target].nbytes for target in targets & parts.leaves.keys())
+            self._segment_bytes = max(self._segment_bytes, segment_bytes)
         elsewhere = {*parts.head, *parts.shared, *parts.tail}
         for target, leaf in parts.leaves.items():
             segments = segments_of.get(target, set()) if target not in elsewhere else set()

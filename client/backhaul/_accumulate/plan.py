@@ -1,7 +1,9 @@
-"""Which segments of a micro-batch the trainer recomputes itself while workers recompute the others. Pure."""
+"""Which segments of each micro-batch the trainer recomputes itself while workers recompute the others. Pure."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Literal
 
 from backhaul._dispatch.placement import parts_by_speed
@@ -27,72 +29,126 @@ class Speeds:
     workers_s: Sequence[float]
 
 
-def block_s(share: int, segments: int, micro_batches: int, speeds: Speeds) -> float:
+def block_s(shares: Sequence[int], segments: int, speeds: Speeds) -> float:
     """Returns the seconds that a block takes.
 
     The workers' part of a micro-batch begins after its forward, and the trainer's part after the workers'. Otherwise
     both compute side by side.
 
     Args:
-        share: The number of first segments of each micro-batch that the trainer computes itself.
+        shares: For each micro-batch the number of its first segments that the trainer computes itself.
         segments: The number of segments of a micro-batch.
-        micro_batches: The number of micro-batches of a block.
         speeds: What trainer and workers take.
     """
-    forwards_s, own_s = micro_batches * speeds.forward_s, share * speeds.trainer_s
-    if share == segments:
-        return forwards_s + micro_batches * segments * speeds.trainer_s
-    parts = parts_by_speed(segments - share, [1 / seconds for seconds in speeds.workers_s])
-    remote_s = max(part * seconds for part, seconds in zip(parts, speeds.workers_s, strict=True))
-    remote_end_s = max(speeds.forward_s + micro_batches * remote_s, forwards_s + remote_s)
-    return max(forwards_s + (micro_batches - 1) * own_s, remote_end_s) + own_s
+    parts = parts_by_speed(segments - shares[0], [1 / seconds for seconds in speeds.workers_s])
+    ends = list(accumulate(parts, initial=shares[0]))
+    remote_s = {
+        share: max(
+            max(0, end - max(begin, share)) * worker_s
+            for (begin, end), worker_s in zip(pairwise(ends), speeds.workers_s, strict=True)
+        )
+        for share in {*shares}
+    }
+    most_open = MORE_OPEN + len(parts)
+    now_s = remote_end_s = 0.0
+    unfinished: deque[tuple[float, int]] = deque()
+    for share in shares:
+        now_s += speeds.forward_s
+        remote_end_s = max(remote_end_s, now_s) + remote_s[share] if share < segments else remote_end_s
+        unfinished.append((remote_end_s if share < segments else 0.0, share))
+        if len(unfinished) > most_open:
+            ended_s, own = unfinished.popleft()
+            now_s = max(now_s, ended_s) + own * speeds.trainer_s
+    for ended_s, own in unfinished:
+        now_s = max(now_s, ended_s) + own * speeds.trainer_s
+    return now_s
 
 
-def trainers_share(segments: int, micro_batches: int, speeds: Speeds) -> int:
+def trainers_shares(segments: int, micro_batches: int, speeds: Speeds, most: int | None = None) -> list[int]:
     """Returns how many of the first segments of each micro-batch the trainer computes itself, so that a block is short.
 
-    Of several equal choices the one with fewer segments is returned.
+    The numbers never fall within a block, so a segment's gradients are computed by a worker first and by the trainer
+    after that. Thus the sum of the worker's gradients travels once.
 
     Args:
         segments: The number of segments of a micro-batch.
         micro_batches: The number of micro-batches of a block.
         speeds: What trainer and workers take.
+        most: The largest number that is allowed, which then is the same for all micro-batches; None for any.
     """
-    return min(range(segments + 1), key=lambda share: block_s(share, segments, micro_batches, speeds))
+    top = segments if most is None else min(most, segments)
+    constant = min(range(top + 1), key=lambda share: block_s([share] * micro_batches, segments, speeds))
+    shares = [constant] * micro_batches
+    if most is not None:
+        return shares
+    ways = [_grown([first] * micro_batches, segments, speeds) for first in {constant, max(0, constant - 1)}]
+    grown = min(ways, key=lambda way: block_s(way, segments, speeds))
+    return grown if block_s(grown, segments, speeds) < WORTH * block_s(shares, segments, speeds) else shares
+
+
+def _grown(shares: list[int], segments: int, speeds: Speeds) -> list[int]:
+    """Lets the last numbers grow as long as that makes the block shorter."""
+    starts = {len(shares) * eighth // 8 for eighth in range(1, 8)} | {len(shares) - 1}
+    shortest_s = block_s(shares, segments, speeds)
+    for _ in range(MOST_CHANGES):
+        longer = [
+            shares[:start] + [min(share + 1, segments) for share in shares[start:]] for start in starts if start > 0
+        ]
+        best = min(longer, key=lambda changed: block_s(changed, segments, speeds), default=shares)
+        best_s = block_s(best, segments, speeds)
+        if best_s > shortest_s * WORTH:
+            break
+        shares, shortest_s = best, best_s
+    return shares
 
 
 MORE_OPEN = 3
 """A trainer leaves this number of micro-batches unfinished, and one more for each worker: so each worker has one to
 compute, and the trainer has work at the end of a block while it waits for the last ones."""
 
+MOST_CHANGES, WORTH = 8, 0.99
+"""How often the trainer's share may grow within a block, and the ratio of durations that this must reach: the trainer
+holds back the gradients of segments that it takes over, one for each micro-batch."""
+
 RETRY_BLOCKS = 16
 """After so many blocks without a worker's help, its speed is measured again with one segment."""
 
 
 class Shares:
-    """Chooses the trainer's share for each block from what the blocks before took."""
+    """Chooses the trainer's share for each block from what the blocks before took.
 
-    def __init__(self) -> None:
+    Args:
+        held_bytes: The most bytes of gradients that the trainer may hold back; 0 for any number.
+    """
+
+    def __init__(self, held_bytes: int = 0) -> None:
+        self._held_bytes = held_bytes
         self._segments = self._micro_batches = 0  # of the last block; segments for each micro-batch
         self._forward_s = 0.0  # for a micro-batch, see `Speeds`
         self._trainer_s = 0.0  # for a segment, as measured last
         self._workers_s: dict[str, float] = {}  # the same of each worker, by address
         self._alone = 0  # blocks since a worker has computed a segment
+        self._segment_bytes = self._others_bytes = 0  # gradients of a segment, and what is held back besides these
 
-    def trainers_share(self) -> int | None:
+    def trainers_shares(self) -> Sequence[int] | None:
         """Returns how many of the first segments of each micro-batch the trainer should compute itself.
 
-        None stands for half of them, while nothing is known.
+        The last number counts for all further micro-batches. None stands for half of the segments, while nothing is
+        known.
         """
         if not self._segments:
-            return None
+            return (0,) if self._held_bytes else None
         if not self._workers_s:
-            return 0
+            return (0,)
         # Until the trainer has computed a segment: a forward, and a backward of twice its cost.
         trainer_s = self._trainer_s or 3 * self._forward_s / self._segments
         speeds = Speeds(self._forward_s, trainer_s, list(self._workers_s.values()))
-        share = trainers_share(self._segments, self._micro_batches, speeds)
-        return self._segments - 1 if share == self._segments and self._alone >= RETRY_BLOCKS else share
+        most = None
+        if self._held_bytes and self._segment_bytes:
+            most = max(0, self._held_bytes - self._others_bytes) // self._segment_bytes
+        shares = trainers_shares(self._segments, self._micro_batches, speeds, most)
+        is_retry = shares[0] == self._segments and self._alone >= RETRY_BLOCKS
+        return (self._segments - 1,) if is_retry else shares
 
     def measured(self, block: BlockReport) -> None:
         """Notes what a block took."""
@@ -102,6 +158,9 @@ class Shares:
         self._forward_s = block.others_s / block.micro_batches
         if block.trainer.segments:
             self._trainer_s = block.trainer.segment_s
+        own = block.trainer.segments // block.micro_batches
+        self._segment_bytes = max(self._segment_bytes, block.segment_bytes)
+        self._others_bytes = max(0, block.held_bytes - own * self._segment_bytes)
         workers_s = {name: worker.segment_s for name, worker in block.workers.items()}
         self._workers_s, self._alone = (workers_s, 0) if workers_s else (self._workers_s, self._alone + 1)
 

@@ -275,25 +275,26 @@ class Dispatcher:
 
     @contextmanager
     def accumulating(
-        self, trainers_share: int | None, speeds: Mapping[str, float], *, keeps_share: bool
+        self, trainers_shares: Sequence[int] | None, speeds: Mapping[str, float], *, keeps_share: bool
     ) -> Iterator[None]:
         """Lets `micro_batch_ended` end passes instead of backwards, which run beside later forwards.
 
         Args:
-            trainers_share: The number of first segments of each micro-batch that no worker gets; None for half of them.
+            trainers_shares: See `Placement.begin_block`.
             speeds: The relative speeds of workers, by address. They count if all workers have one.
             keeps_share: Whether the trainer keeps the activations of these segments instead of recomputing them.
         """
         with self._lock:
             self._is_accumulating, self._keeps_share, self.fixed = True, keeps_share, FixedDigests()
-            self._placement.trainers_share, self._speeds = trainers_share, speeds
+            self._placement.begin_block(trainers_shares)
+            self._speeds = speeds
         try:
             yield
         finally:
             with self._lock:
-                self._placement.backward()
+                self._placement.begin_block((0,))
                 self._is_accumulating, self._keeps_share, self.fixed = False, False, None
-                self._placement.trainers_share, self._speeds = 0, {}
+                self._speeds = {}
 
     def micro_batch_ended(self) -> int:
         """Notes the end of a forward inside an accumulation block. Returns how many segments it had."""

@@ -27,10 +27,20 @@ class Placement:
         self._index = 0
         self._count = 0
         self._in_backward = False
-        self.trainers_share: int | None = 0
-        """The number of first segments of a pass that the trainer computes itself; None for half of them."""
+        self._passes = 0  # that have begun in the block
+        self._trainers_shares: Sequence[int] | None = (0,)
         self.speeds: Sequence[float] = ()
         """The relative speed of each worker; empty if all count as equal."""
+
+    def begin_block(self, trainers_shares: Sequence[int] | None) -> None:
+        """Ends the present pass, and sets what the trainer computes itself in the following ones.
+
+        Args:
+            trainers_shares: The number of first segments of each pass that no worker gets; the last one counts for all
+                further passes. None for half of them.
+        """
+        self.backward()
+        self._trainers_shares, self._passes = trainers_shares, 0
 
     @property
     def position(self) -> int:
@@ -45,10 +55,13 @@ class Placement:
     @property
     def is_trainers(self) -> bool:
         """Whether the trainer computes the next segment of the pass itself."""
-        return self.position < self._share(self._index if self._in_backward else self._count)
+        count = self._index if self._in_backward else self._count
+        return self.position < self._share(count, self._passes if self._in_backward else self._passes - 1)
 
-    def _share(self, count: int) -> int:
-        return count // 2 if self.trainers_share is None else min(self.trainers_share, count)
+    def _share(self, count: int, number: int) -> int:
+        """Returns the trainer's share of a pass with so many segments, by the number of the pass in its block."""
+        shares = self._trainers_shares
+        return count // 2 if shares is None else min(shares[min(number, len(shares) - 1)], count)
 
     def choose_worker(self, workers: int) -> int | None:
         """Returns the index of the worker for the next segment; None if the trainer computes it itself.
@@ -59,12 +72,14 @@ class Placement:
         if self._in_backward:
             self._in_backward = False
             self._count, self._index = self._index, 0
+            self._passes += 1
         index, self._index = self._index, self._index + 1
         if self._count == 0:
             return index // FIRST_RUN % workers
-        share = self._share(self._count)
-        if index < share:
+        if index < self._share(self._count, self._passes - 1):
             return None
+        # Workers keep the segments of the first pass, so that the sum of a parameter's gradients stays in one place.
+        share = self._share(self._count, 0)
         if len(self.speeds) == workers:
             ends = accumulate(parts_by_speed(self._count - share, self.speeds))
             return next((number for number, end in enumerate(ends) if index - share < end), workers - 1)

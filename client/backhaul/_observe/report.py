@@ -98,6 +98,8 @@ class BlockReport:
         trainer: The segments that the trainer has computed, and their mean time.
         workers: The same for each worker, by its address.
         held_bytes: The most bytes of gradients that were held back on the trainer.
+        segment_bytes: The most bytes of gradients that one micro-batch has for the parameters of a segment that workers
+            were given.
     """
 
     micro_batches: int
@@ -106,6 +108,7 @@ class BlockReport:
     trainer: Helper
     workers: dict[str, Helper]
     held_bytes: int
+    segment_bytes: int = 0
 
     @property
     def segments(self) -> int:

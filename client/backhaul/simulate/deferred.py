@@ -1,14 +1,15 @@
 """Simulates an accumulation block: the trainer, which goes on while workers finish the backward of micro-batches.
 
-The trainer's share is chosen by the function that a session uses, `trainers_share`, and the workers' parts by the one
+The trainer's share is chosen by the function that a session uses, `trainers_shares`, and the workers' parts by the one
 that places segments, `parts_by_speed`. Imports no torch.
 """
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
-from backhaul._accumulate.plan import MORE_OPEN, Speeds, trainers_share
+from backhaul._accumulate.plan import MORE_OPEN, Speeds, trainers_shares
 from backhaul._dispatch.placement import parts_by_speed
 from backhaul.simulate.costs import Costs
 from backhaul.simulate.engine import Compute, Event, SimulatedCore, Simulation, Thread
@@ -35,14 +36,14 @@ class PredictedBlock:
 
     Attributes:
         took_s: Seconds from its beginning to its end, without the optimizer.
-        share: The number of segments of each micro-batch that the trainer computes.
+        shares: The number of segments of each micro-batch that the trainer computes.
         torch_s: Seconds of the same micro-batches with torch's checkpoint.
         law: The speed-up over torch's checkpoint for many micro-batches, if segments could be divided.
         whole_units: The same with whole segments.
     """
 
     took_s: float
-    share: int
+    shares: Sequence[int]
     torch_s: float
     law: float
     whole_units: float
@@ -58,10 +59,11 @@ def predict_block(costs: Costs, setup: BlockSetup) -> PredictedBlock:
     forward_s = setup.segments * (costs.forward_s + costs.record_s + costs.upload_s)
     segment_s = costs.replay_s + costs.replay_backward_s
     workers_s = [(segment_s + costs.ingest_s + costs.answer_s) / speed for speed in setup.speeds]
-    share = trainers_share(setup.segments, setup.micro_batches, Speeds(forward_s, segment_s, workers_s))
-    parts = parts_by_speed(setup.segments - share, setup.speeds)
+    shares = trainers_shares(setup.segments, setup.micro_batches, Speeds(forward_s, segment_s, workers_s))
+    parts = parts_by_speed(setup.segments - shares[0], setup.speeds)
+    ends = list(accumulate(parts, initial=shares[0]))
     simulation, trainer = Simulation(), SimulatedCore()
-    queues: list[deque[tuple[Event, Event]]] = [deque() for _ in setup.speeds]
+    queues: list[deque[tuple[Event, Event, int]]] = [deque() for _ in setup.speeds]
     arrived = [Event() for _ in setup.speeds]
 
     def work(number: int) -> Thread:
@@ -71,28 +73,29 @@ def predict_block(costs: Costs, setup: BlockSetup) -> PredictedBlock:
             while not queues[number]:
                 arrived[number] = Event()
                 yield arrived[number]
-            before, done = queues[number].popleft()
+            before, done, part = queues[number].popleft()
             yield before
-            yield Compute(core, parts[number] * workers_s[number])
+            yield Compute(core, part * workers_s[number])
             simulation.happens(done)
 
     def train() -> Thread:
-        unfinished: deque[Event] = deque()
+        unfinished: deque[tuple[Event, int]] = deque()
 
         def finish() -> Thread:
-            yield unfinished.popleft()
+            done, share = unfinished.popleft()
+            yield done
             yield Compute(trainer, share * segment_s + (setup.segments - share) * costs.finish_s)
 
-        for _ in range(setup.micro_batches):
+        for share in shares:
             yield Compute(trainer, forward_s)
             before = Event(has_happened=True)
-            for number, part in enumerate(parts):
-                if part:
+            for number, (begin, end) in enumerate(pairwise(ends)):
+                if (part := end - max(begin, share)) > 0:
                     done = Event()
-                    queues[number].append((before, done))
+                    queues[number].append((before, done, part))
                     simulation.happens(arrived[number])
                     before = done
-            unfinished.append(before)
+            unfinished.append((before, share))
             if len(unfinished) > MORE_OPEN + len(setup.speeds):
                 yield from finish()
         while unfinished:
@@ -105,7 +108,7 @@ def predict_block(costs: Costs, setup: BlockSetup) -> PredictedBlock:
     simulation.start(train())
     simulation.run()
     torch_s = setup.micro_batches * setup.segments * (2 * costs.forward_s + costs.backward_s)
-    return PredictedBlock(took_s[0], share, torch_s, law(costs, setup.speeds), _whole_units(costs, setup))
+    return PredictedBlock(took_s[0], shares, torch_s, law(costs, setup.speeds), _whole_units(costs, setup))
 
 
 def law(costs: Costs, speeds: Sequence[float]) -> float:

@@ -96,13 +96,15 @@ def block_rows(costs: Costs) -> list[dict[str, Any]]:
 
 def blocks_as_table(table: Sequence[Mapping[str, Any]]) -> str:
     """Formats the rows of `block_rows` as a text table."""
-    columns = f"{'predicted':>11}{'share':>7}{'x torch':>9}{'speed-up':>10}{'whole':>7}{'law':>7}"
+    columns = f"{'predicted':>11}{'share':>9}{'x torch':>9}{'speed-up':>10}{'whole':>7}{'law':>7}"
     head = f"{'accumulation block':<32}{columns}"
     lines = [head, "-" * len(head)]
     for row in table:
         over_torch = row["took_s"] / row["torch_s"]
+        first, last = row["shares"][0], row["shares"][-1]
+        share = str(first) if first == last else f"{first} to {last}"
         lines.append(
-            f"{row['name']:<32}{row['took_s'] * 1e3:>8.0f} ms{row['share']:>7}{over_torch:>9.2f}"
+            f"{row['name']:<32}{row['took_s'] * 1e3:>8.0f} ms{share:>9}{over_torch:>9.2f}"
             f"{row['speed_up']:>10.2f}{row['whole_units']:>7.2f}{row['law']:>7.2f}"
         )
     return "\n".join(lines)
