@@ -31,6 +31,7 @@ def connect(
     inflight_bytes: int | None = None,
     inflight_boundaries: int | None = None,
     inflight_micro_batches: int | None = None,
+    deferred_bytes: int | None = None,
     held_bytes: int | None = None,
     shared_memory: bool | None = None,
     unix_socket: bool | None = None,
@@ -60,6 +61,8 @@ def connect(
         inflight_boundaries: The most segments whose inputs may wait to be sent; forward blocks beyond it.
         inflight_micro_batches: Micro-batches of an accumulation block whose backward may be unfinished; 0 (default) for
             three more than there are workers.
+        deferred_bytes: Bytes that unfinished micro-batches of an accumulation block may hold on the trainer; 0
+            (default) for any number. `backward` waits beyond it.
         held_bytes: Bytes of gradients that an accumulation block may hold back on the trainer; 0 (default) for any
             number.
         shared_memory: Whether large tensors for a worker on this machine use shared memory (default: yes).
@@ -95,6 +98,7 @@ def connect(
             inflight_bytes=inflight_bytes,
             inflight_boundaries=inflight_boundaries,
             inflight_micro_batches=inflight_micro_batches,
+            deferred_bytes=deferred_bytes,
             held_bytes=held_bytes,
             shared_memory=shared_memory,
             unix_socket=unix_socket,

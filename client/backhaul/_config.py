@@ -76,6 +76,14 @@ class Config:
     `backward` waits beyond it.
     """
 
+    deferred_bytes: int = 0
+    """Bytes that unfinished micro-batches of an accumulation block may hold on the trainer; 0 for any number. Inputs
+    that it keeps in case a worker is lost count, gradients that workers start from, and activations kept with
+    `local="keep"`.
+
+    `backward` waits beyond it.
+    """
+
     held_bytes: int = 0
     """Bytes of gradients that an accumulation block may hold back on the trainer; 0 for any number."""
 
@@ -119,7 +127,7 @@ def resolve(**given: Any) -> Config:
     for name in ("connect_timeout_s", "silence_s", "inflight_bytes", "inflight_boundaries"):
         if not 0 < getattr(config, name) < math.inf:
             raise SettingError(f"{name}={getattr(config, name)!r} must be finite and greater than 0")
-    for name in ("memory_bytes", "held_bytes", "inflight_micro_batches"):
+    for name in ("memory_bytes", "held_bytes", "deferred_bytes", "inflight_micro_batches"):
         if getattr(config, name) < 0:
             raise SettingError(f"{name}={getattr(config, name)!r} must not be negative")
     if config.traces and not _has_opentelemetry():

@@ -256,6 +256,7 @@ class Session:
             lambda frame: frame.lineage is not None and frame.lineage.session == self.run,
             self._dispatcher.journal.log("Session.accumulate"),
             self.config.inflight_micro_batches or MORE_OPEN + len(self._workers),
+            self.config.deferred_bytes,
             self.config.held_bytes,
         )
         trainers_shares = (0,) if self.config.strict else shares.trainers_shares()

@@ -317,6 +317,37 @@ def test_the_split_keeps_to_what_may_be_held_back(worker: WorkerProcess) -> None
             assert len({*chosen}) == 1  # it does not grow, because that holds back more
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("local", LOCALS)
+def test_what_unfinished_micro_batches_hold_is_bounded(
+    worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch, local: Local
+) -> None:
+    def deferred_bytes(most_bytes: int) -> int:
+        with backhaul.connect(worker.address, silence_s=QUIET_S, deferred_bytes=most_bytes) as session:
+            monkeypatch.setattr(session._shares[local], "trainers_shares", lambda: (2,))
+            ours = train(session.checkpoint, partial(session.accumulate, local), micro_batches=6)
+            assert differing(ours, train(plainly, micro_batches=6)) == []
+            block = session.report().block
+        assert block is not None
+        return block.deferred_bytes
+
+    unbounded = deferred_bytes(0)
+    assert 0 < deferred_bytes(unbounded // 2) <= unbounded // 2
+    assert deferred_bytes(1) == 0  # each backward waits for all of its gradients
+
+
+def test_kept_activations_count_as_held(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deferred_bytes(local: Local) -> int:
+        monkeypatch.setattr(session._shares[local], "trainers_shares", lambda: (2,))
+        for _ in range(2):  # the first micro-batch shows how many segments there are
+            train(session.checkpoint, partial(session.accumulate, local), steps=1)
+        block = session.report().block
+        assert block is not None
+        return block.deferred_bytes
+
+    assert deferred_bytes("keep") > deferred_bytes("recompute") > 0
+
+
 def test_gradients_that_are_held_back_are_bounded(worker: WorkerProcess) -> None:
     with backhaul.connect(worker.address, silence_s=QUIET_S) as session:
         trained(session, kind="hooks on parameters", steps=1)

@@ -16,7 +16,7 @@ NOTE [Deferred]
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -48,6 +48,7 @@ class _MicroBatch:
     state: ambient_state.State
     stream: torch.cuda.Stream | None  # on which the head was computed; None on a CPU
     sums: dict[Target, Tensor]  # the folds so far, by where they arrive
+    size_bytes: int  # of what the trainer keeps for it
     segments_left: list[RunSegment] = field(default_factory=list)
     kept: list[tuple[Uploader, dict[int, Tensor]]] = field(default_factory=list)  # per segment done: what stayed where
     first_gradient: Tensor | None = None  # with which the run began
@@ -69,6 +70,8 @@ class AccumulationBlock:
         most_open: The number of micro-batches that the trainer may not have finished. `backward` finishes the first of
             them when there are more. None is finished earlier, so that the trainer has work at the end of a block while
             it waits for the last run.
+        deferred_bytes: The most bytes that the trainer may keep for unfinished micro-batches; 0 for any number.
+            `backward` finishes the first of them when there are more.
         held_bytes: The most bytes of gradients that may be held back; 0 for any number.
 
     Attributes:
@@ -89,6 +92,7 @@ class AccumulationBlock:
         is_ours: Callable[[Frame], bool],
         log: SegmentLog,
         most_open: int = 4,
+        deferred_bytes: int = 0,
         held_bytes: int = 0,
     ) -> None:
         self.name = name
@@ -96,7 +100,7 @@ class AccumulationBlock:
         self._micro_batch_ended = micro_batch_ended
         self._is_ours = is_ours
         self._log = log
-        self._most_open, self._held_bytes = most_open, held_bytes
+        self._most_open, self._deferred_bytes, self._held_bytes = most_open, deferred_bytes, held_bytes
         self._gradients = HeldGradients()
         self.hooked: set[Node] = set()
         self._first_sequence = next_sequence_number()
@@ -107,7 +111,8 @@ class AccumulationBlock:
         self._finished: list[_MicroBatch] = []  # those of which a worker keeps gradients
         self._is_open = True
         self.is_working = self._has_failed = False
-        self.micro_batches = self.trainers_segments = self.most_held_bytes = self._segment_bytes = 0
+        self.micro_batches = self.trainers_segments = self.most_held_bytes = 0
+        self._segment_bytes = self._most_deferred_bytes = 0
         self.waited_s = self.trainers_s = 0.0
         self.busy_s: dict[Uploader, list[float]] = {}
 
@@ -128,6 +133,7 @@ class AccumulationBlock:
             },
             held_bytes=self.most_held_bytes,
             segment_bytes=self._segment_bytes,
+            deferred_bytes=self._most_deferred_bytes,
         )
 
     def holds(self, parameters: Iterable[Tensor]) -> bool:
@@ -168,7 +174,8 @@ class AccumulationBlock:
         self.micro_batches += 1
         stream = torch.cuda.current_stream(loss.device) if loss.is_cuda else None
         sums = self._head(loss, parts)
-        micro_batch = _MicroBatch(self.micro_batches, segments, parts, ambient_state.capture(), stream, sums)
+        state, size_bytes = ambient_state.capture(), _size_bytes(parts, sums, segments)
+        micro_batch = _MicroBatch(self.micro_batches, segments, parts, state, stream, sums, size_bytes)
         if parts.run:
             for segment in parts.run:
                 segment.frame.check_backward()
@@ -180,10 +187,15 @@ class AccumulationBlock:
         else:
             self._log.blocked(parts.reason)
             for leaf in parts.leaves.values():
-                self._gradients.plan(leaf, None)
+                self._gradients.plan(leaf, None, self.micro_batches)
         self._open.append(micro_batch)
-        while len(self._open) > self._most_open:
+        while len(self._open) > self._most_open or 0 < self._deferred_bytes < self._open_bytes:
             self._finish_first()
+        self._most_deferred_bytes = max(self._most_deferred_bytes, self._open_bytes)
+
+    @property
+    def _open_bytes(self) -> int:
+        return sum(micro_batch.size_bytes for micro_batch in self._open)
 
     def flush(self) -> None:
         """Finishes all micro-batches, and adds their gradients to `.grad`."""
@@ -262,7 +274,8 @@ class AccumulationBlock:
         elsewhere = {*parts.head, *parts.shared, *parts.tail}
         for target, leaf in parts.leaves.items():
             segments = segments_of.get(target, set()) if target not in elsewhere else set()
-            self._gradients.plan(leaf, _uploader(segments.pop()) if len(segments) == 1 else None)
+            uploader = _uploader(segments.pop()) if len(segments) == 1 else None
+            self._gradients.plan(leaf, uploader, self.micro_batches)
 
     def _submit(self, micro_batch: _MicroBatch) -> None:
         """Queues the run. Each worker's thread gets its parts of runs in the order of the micro-batches (Rule 3)."""
@@ -311,7 +324,7 @@ class AccumulationBlock:
         may_stay = {
             due[index]: leaves[target]
             for index, target in segment.contributions
-            if target in leaves and self._gradients.may_stay(leaves[target], uploader)
+            if target in leaves and self._gradients.may_stay(leaves[target], uploader, micro_batch.number)
         }
         following = self._following(micro_batch, segment)
         unsent = {due[index] for index, target in segment.contributions if target == following}
@@ -444,6 +457,21 @@ def _gradients(
         for target, gradient in zip(targets, reached, strict=True)
         if gradient is not None
     }
+
+
+def _size_bytes(parts: Parts, sums: Mapping[Target, Tensor], segments: int) -> int:
+    """Returns the bytes that the trainer keeps for a micro-batch until it is finished.
+
+    Args:
+        parts: The graph of the micro-batch, divided.
+        sums: The gradients that the head contributes.
+        segments: The number of its segments. Those without a frame keep their activations, about as many as the others.
+    """
+    sources = [source for frame in parts.frames for source in frame.call.recording.sources if not source.is_leaf]
+    kept = {id(source.kept_value): source.layout.span_bytes for source in sources if source.kept_value is not None}
+    activations = [frame.call.log.saved_bytes for frame in parts.frames]
+    keeping = max(0, segments - len(activations)) * max(activations, default=0)
+    return sum(kept.values()) + sum(g.numel() * g.element_size() for g in sums.values()) + keeping
 
 
 def _uploader(segment: RunSegment) -> Uploader | None:

@@ -31,6 +31,7 @@ class _Held:
     may_sum: bool  # Rules 1 and 3
     may_stay: bool  # Rule 2. Once it is False it remains so
     owner: Uploader | None = None  # the only one whose worker may keep gradients
+    elsewhere: int | None = None  # the first micro-batch whose gradient is not computed there alone
     has_stayed: bool = False  # whether that worker keeps any
     gradients: list[tuple[int, Tensor]] = field(default_factory=list)  # with the number of the micro-batch
     is_own: bool = False  # whether the only gradient is a sum that nothing else refers to
@@ -75,23 +76,26 @@ class HeldGradients:
         """Whether the block has seen a leaf."""
         return id(leaf) in self._held
 
-    def plan(self, leaf: Tensor, uploader: Uploader | None) -> None:
-        """Notes where the next micro-batch's gradient of a leaf is computed. Call it in the order of the micro-batches.
+    def plan(self, leaf: Tensor, uploader: Uploader | None, micro_batch: int) -> None:
+        """Notes where a micro-batch's gradient of a leaf is computed. Call it in the order of the micro-batches.
 
         Args:
             leaf: The leaf that the gradient belongs to.
             uploader: The uploader of the worker that computes all of the gradient; None if no single one does.
+            micro_batch: The number of the micro-batch.
         """
         held = self._held[id(leaf)]
         with self._lock:
-            held.may_stay = held.may_stay and uploader is not None and held.owner in (None, uploader)
             held.owner = held.owner or uploader
+            if held.elsewhere is None and (uploader is None or uploader is not held.owner):
+                held.elsewhere = micro_batch
 
-    def may_stay(self, leaf: Tensor, uploader: Uploader) -> bool:
-        """Whether a worker may keep the next micro-batch's gradient of a leaf (Rule 2)."""
+    def may_stay(self, leaf: Tensor, uploader: Uploader, micro_batch: int) -> bool:
+        """Whether a worker may keep a micro-batch's gradient of a leaf (Rule 2)."""
         held = self._held[id(leaf)]
         with self._lock:
-            return held.may_stay and held.owner is uploader
+            is_early = held.elsewhere is None or micro_batch < held.elsewhere
+            return held.may_stay and is_early and held.owner is uploader
 
     def stayed(self, leaf: Tensor, *, is_kept: bool) -> None:
         """Notes whether a worker has kept what it was allowed to keep."""

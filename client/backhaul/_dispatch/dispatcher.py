@@ -280,7 +280,8 @@ class Dispatcher:
         """Lets `micro_batch_ended` end passes instead of backwards, which run beside later forwards.
 
         Args:
-            trainers_shares: How many of the first segments of each micro-batch no worker gets, see `Placement.begin_block`.
+            trainers_shares: How many of the first segments of each micro-batch no worker gets; see
+                `Placement.begin_block`.
             speeds: The relative speeds of workers, by address. They count if all workers have one.
             keeps_share: Whether the trainer keeps the activations of these segments instead of recomputing them.
         """

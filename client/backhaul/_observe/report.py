@@ -100,6 +100,8 @@ class BlockReport:
         held_bytes: The most bytes of gradients that were held back on the trainer.
         segment_bytes: The most bytes of gradients that one micro-batch has for the parameters of a segment that workers
             were given.
+        deferred_bytes: The most bytes that unfinished micro-batches held on the trainer: kept inputs, gradients that
+            workers start from, and kept activations.
     """
 
     micro_batches: int
@@ -109,6 +111,7 @@ class BlockReport:
     workers: dict[str, Helper]
     held_bytes: int
     segment_bytes: int = 0
+    deferred_bytes: int = 0
 
     @property
     def segments(self) -> int:
@@ -128,7 +131,8 @@ class BlockReport:
         shares = [("trainer", self.trainer), *self.workers.items()]
         lines = [
             f"last accumulation block: {self.micro_batches} micro-batches in {self.took_s:.2f} s, "
-            f"speed-up {self.speed_up:.2f}, at most {self.held_bytes / 1e6:.1f} MB of gradients held back"
+            f"speed-up {self.speed_up:.2f}, at most {self.held_bytes / 1e6:.1f} MB of gradients held back "
+            f"and {self.deferred_bytes / 1e6:.1f} MB in unfinished micro-batches"
         ]
         lines += [
             f"  {name}: {helper.segments} of {self.segments} segments, {helper.segment_s * 1e3:.1f} ms each"

@@ -82,6 +82,7 @@ class CallLog:
         retries: Number of repeated requests.
         mismatches: Number of recomputations whose values were rejected.
         micro_batch: The number of its micro-batch in an accumulation block, from 1; 0 outside a block.
+        saved_bytes: Bytes that autograd saved in forward, minus those that the trainer keeps.
     """
 
     def __init__(self, log: SegmentLog, telemetry: "Telemetry | None" = None) -> None:
@@ -97,6 +98,7 @@ class CallLog:
         self.overhead_s = 0.0
         self.spans: list[tuple[telemetry_pb2.Lane.ValueType, float, float]] = []
         self.up_bytes = self.down_bytes = self.retries = self.mismatches = self.micro_batch = 0
+        self.saved_bytes = 0
         self.largest_drift = 0.0
         self.step, self.number, self.position = telemetry.began(self, log.name) if telemetry else (0, 0, 0)
 
@@ -114,6 +116,7 @@ class CallLog:
             overhead_s: Seconds that Backhaul added.
             saved_bytes: Bytes that autograd saved, minus those that the trainer keeps.
         """
+        self.saved_bytes = saved_bytes
         if self._telemetry is None:
             return
         self.function_s, self.overhead_s = function_s, overhead_s
