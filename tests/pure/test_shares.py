@@ -20,6 +20,7 @@ def test_no_constant_share_gives_a_shorter_block(segments: int, micro_batches: i
     assert len(shares) == micro_batches
     assert sorted(shares) == shares
     assert 0 <= shares[0] <= shares[-1] <= segments
+    assert sum(shares) - micro_batches * shares[0] <= segments
     chosen_s = block_s(shares, segments, speeds)
     assert all(chosen_s <= block_s([other] * micro_batches, segments, speeds) for other in range(segments + 1))
     # So a helper never makes a block longer than it is without one.
@@ -51,8 +52,11 @@ def test_growing_shares_come_near_the_best_of_all(
     micro_batches: int, forward_s: float, trainer_s: float, worker_s: float, segments: int
 ) -> None:
     speeds = Speeds(forward_s, trainer_s, [worker_s])
-    every = combinations_with_replacement(range(segments + 1), micro_batches)
-    best_s = min(block_s(shares, segments, speeds) for shares in every)
+    best_s = min(
+        block_s(shares, segments, speeds)
+        for shares in combinations_with_replacement(range(segments + 1), micro_batches)
+        if sum(shares) - micro_batches * shares[0] <= segments  # more gradients than that would be held back
+    )
     assert block_s(trainers_shares(segments, micro_batches, speeds), segments, speeds) <= best_s * 1.1
 
 
@@ -71,10 +75,7 @@ def test_blocks_teach_what_is_chosen() -> None:
     shares = Shares()
     assert shares.trainers_shares() is None  # half
     shares.measured(block(trainers=4, worker_s=0.03))
-    chosen = shares.trainers_shares()
-    assert chosen is not None
-    assert (chosen[0], len(chosen)) == (2, 16)
-    assert sum(chosen) / 16 == pytest.approx(3, abs=0.5)
+    assert shares.trainers_shares() == [3] * 16
     shares.measured(block(trainers=3, worker_s=10.0))
     for _ in range(RETRY_BLOCKS):
         assert shares.trainers_shares() == [8] * 16

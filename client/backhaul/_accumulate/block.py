@@ -43,7 +43,7 @@ from backhaul_runtime.torch_internals.private import next_sequence_number, witho
 @dataclass(slots=True, eq=False)
 class _MicroBatch:
     number: int
-    segments: int  # of the whole micro-batch, also those whose activations the trainer keeps
+    trainers_segments: int  # also those whose activations the trainer keeps
     parts: Parts
     state: ambient_state.State
     stream: torch.cuda.Stream | None  # on which the head was computed; None on a CPU
@@ -173,9 +173,12 @@ class AccumulationBlock:
         self._gradients.enter(parts.leaves.values())
         self.micro_batches += 1
         stream = torch.cuda.current_stream(loss.device) if loss.is_cuda else None
+        on_workers = sum(frame.remote is not None for frame in parts.frames)
+        started = perf_counter()
         sums = self._head(loss, parts)
         state, size_bytes = ambient_state.capture(), _size_bytes(parts, sums, segments)
-        micro_batch = _MicroBatch(self.micro_batches, segments, parts, state, stream, sums, size_bytes)
+        own = segments - on_workers
+        micro_batch = _MicroBatch(self.micro_batches, own, parts, state, stream, sums, size_bytes)
         if parts.run:
             for segment in parts.run:
                 segment.frame.check_backward()
@@ -185,7 +188,11 @@ class AccumulationBlock:
             self._plan(parts)
             self._submit(micro_batch)
         else:
-            self._log.blocked(parts.reason)
+            if on_workers:
+                self._log.blocked(parts.reason)
+            else:
+                self.trainers_s += perf_counter() - started
+                self.trainers_segments += own
             for leaf in parts.leaves.values():
                 self._gradients.plan(leaf, None, self.micro_batches)
         self._open.append(micro_batch)
@@ -379,8 +386,9 @@ class AccumulationBlock:
         started = perf_counter()
         with _under(micro_batch.state):
             self._tail(parts, sums)
-        self.trainers_s += perf_counter() - started
-        self.trainers_segments += micro_batch.segments - len(parts.run)
+        if parts.run:
+            self.trainers_s += perf_counter() - started
+            self.trainers_segments += micro_batch.trainers_segments
         for target, leaf in parts.leaves.items():
             gradient = sums.get(target)
             if gradient is not None:

@@ -88,15 +88,20 @@ def trainers_shares(segments: int, micro_batches: int, speeds: Speeds, most: int
 
 def _grown(shares: list[int], segments: int, speeds: Speeds) -> list[int]:
     """Lets the last numbers grow as long as that makes the block shorter."""
+    most = sum(shares) + segments
     starts = {len(shares) * eighth // 8 for eighth in range(1, 8)} | {len(shares) - 1}
     shortest_s = block_s(shares, segments, speeds)
     for _ in range(MOST_CHANGES):
         longer = [
-            shares[:start] + [min(share + 1, segments) for share in shares[start:]] for start in starts if start > 0
+            changed
+            for start in starts
+            if start > 0
+            for more in {1, (segments - shares[start]) // 2, segments - shares[start]}
+            if sum(changed := shares[:start] + [min(share + more, segments) for share in shares[start:]]) <= most
         ]
         best = min(longer, key=lambda changed: block_s(changed, segments, speeds), default=shares)
         best_s = block_s(best, segments, speeds)
-        if best_s > shortest_s * WORTH:
+        if best_s >= shortest_s:
             break
         shares, shortest_s = best, best_s
     return shares
@@ -107,8 +112,11 @@ MORE_OPEN = 3
 compute, and the trainer has work at the end of a block while it waits for the last ones."""
 
 MOST_CHANGES, WORTH = 8, 0.99
-"""How often the trainer's share may grow within a block, and the ratio of durations that this must reach: the trainer
-holds back the gradients of segments that it takes over, one for each micro-batch."""
+"""How often the trainer's share may grow within a block, and the ratio of durations that this must reach in all.
+
+The trainer holds back the gradients of segments that it takes over, one for each micro-batch, so it takes over no more
+of them than a micro-batch has.
+"""
 
 RETRY_BLOCKS = 16
 """After so many blocks without a worker's help, its speed is measured again with one segment."""
