@@ -28,7 +28,7 @@ HELPERS_SHARE = 0.3
 """Share of a core that the slow helper gets."""
 RESTART_S = 60.0
 """Longest time that a killed worker takes to be replaced, in seconds."""
-PLAN = Plan(most=10, warm=3, limit_s=80.0)  # the trainer's share follows the speeds measured in earlier blocks
+PLAN = Plan(most=8, warm=2, limit_s=100.0)  # the trainer's share follows the speeds measured in earlier blocks
 BOUNDARY_BYTES = 4 * MICRO_BATCH[0] * MICRO_BATCH[1] * WIDTH
 
 Block = AbstractContextManager[Any]

@@ -9,7 +9,7 @@ from functools import partial
 from backhaul_bench.device import synchronize
 from backhaul_bench.noise import NOISY, Core, foreign_share, settle
 
-ENOUGH = 7
+ENOUGH = 5
 """Least number of kept rounds for a conclusive result."""
 
 Round = Mapping[str, float]

@@ -15,7 +15,7 @@ from backhaul_bench.training import DROPOUT, LARGE, WIDTH, Training, checkpoint_
 BLOCKS = 8
 ROOM = 4
 """Number of recomputed segments that fit into the small worker's memory."""
-PLAN = Plan(most=12, limit_s=260.0)
+PLAN = Plan(most=10, limit_s=150.0)
 STEPS_PER_ROUND = 2
 """The first step of a round is the lead-in, the second is timed."""
 

@@ -158,9 +158,9 @@ def test_the_value_is_the_median_of_kept_rounds_with_their_middle_half() -> None
 
 
 def test_too_few_kept_rounds_are_inconclusive_whatever_they_say() -> None:
-    outcome = of_rounds("growth", rounds_of([(0.2, True)] * 6 + [(9.0, False)] * 8), ratio_of("ours", "theirs"))
+    outcome = of_rounds("growth", rounds_of([(0.2, True)] * 4 + [(9.0, False)] * 8), ratio_of("ours", "theirs"))
     assert outcome.verdict == "inconclusive"
-    assert (outcome.kept, outcome.dropped, outcome.value) == (6, 8, 4.5)
+    assert (outcome.kept, outcome.dropped, outcome.value) == (4, 8, 4.5)
     assert "(4.500)" in as_table([outcome])
 
 
