@@ -116,16 +116,16 @@ def test_a_faster_worker_helps_and_a_slower_one_hurts() -> None:
 @pytest.mark.slow
 def test_predictions_are_printed_written_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     costs, written, drawn = (tmp_path / name for name in ("costs.json", "results.json", "results.svg"))
-    costs.write_text(json.dumps({"costs": asdict(FREE)}))
+    costs.write_text(json.dumps({"costs": asdict(FREE), "block_costs": asdict(FREE)}))
     assert main(["simulate", "--costs", str(costs), "--json", str(written), "--svg", str(drawn)]) == 0
     assert "room for 4 of 8" in capsys.readouterr().out
     results = json.loads(written.read_text())
-    assert results["costs"] == asdict(FREE)
+    assert results["costs"] == results["block_costs"] == asdict(FREE)
     assert {step["name"]: step["replays"] for step in results["steps"]}["12 blocks"] == 12
     assert len(ElementTree.parse(drawn).findall(".//{*}polyline")) == 9
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"costs": {"forward_s": 1}}'])
+@pytest.mark.parametrize("text", ["", "{}", '{"costs": {"forward_s": 1}}', json.dumps({"costs": asdict(FREE)})])
 def test_costs_that_can_not_be_read(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "costs.json").write_text(text)
     assert main(["simulate", "--costs", str(tmp_path / "costs.json")]) == 2

@@ -32,11 +32,16 @@ Seconds = dict[str, float]
 """CPU seconds per block, by core and phase."""
 
 
-def calibrate(stage: Stage) -> Costs:
-    """Measures the costs of one block of the benchmarks with an input of 1,024 tokens."""
+def calibrate(stage: Stage, tokens: tuple[int, int] = LARGE) -> Costs:
+    """Measures the costs of one block of the benchmarks.
+
+    Args:
+        stage: Cores of the measurement.
+        tokens: Batch size and length of the input.
+    """
     session = stage.session(returns="gradients")
-    plain = Training("plain", BLOCKS, LARGE, None)
-    remote = Training("remote", BLOCKS, LARGE, session.checkpoint)
+    plain = Training("plain", BLOCKS, tokens, None)
+    remote = Training("remote", BLOCKS, tokens, session.checkpoint)
     rounds = [(_phases(stage, plain), _phases(stage, remote)) for _ in range(_WARM + ROUNDS)][_WARM:]
 
     def median(side: int, name: str) -> float:
@@ -56,13 +61,13 @@ def calibrate(stage: Stage) -> Costs:
         finish_s=median(1, "trainer backward") + median(1, "trainer's others backward"),
         weight_bytes=plain.parameter_bytes // BLOCKS,
         boundary_bytes=plain.x.nbytes,
-        footprint=footprint(),
+        footprint=footprint(tokens),
     )
 
 
-def footprint() -> Footprint:
+def footprint(tokens: tuple[int, int] = LARGE) -> Footprint:
     """Measures the memory of a block's replay by running one in this process."""
-    block, x = Block(WIDTH, DROPOUT), torch.randn(*LARGE, WIDTH, requires_grad=True)
+    block, x = Block(WIDTH, DROPOUT), torch.randn(*tokens, WIDTH, requires_grad=True)
     recorder = Recorder([x], allowed_ops(), lambda tensor, layout, _: copy_exact(tensor, layout))
     with recorder:
         y = block(x)

@@ -1,20 +1,20 @@
 """The entry point through which `backhaul simulate` measures. It imports torch only after pinning the process."""
 
+import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from backhaul.simulate.costs import Costs
-from backhaul.simulate.predictions import Measured, measurable
+from backhaul.simulate.predictions import Measurements, measurable, measurable_blocks
 from backhaul_bench.machine import describe
 from backhaul_bench.noise import pin
 from backhaul_bench.stage import Stage
 
 
 def measure_on_cores(
-    cores: Sequence[int], costs: Costs | None, *, with_steps: bool
-) -> tuple[dict[str, Any], Costs, Mapping[str, Measured]]:
+    cores: Sequence[int], costs: Costs | None, block_costs: Costs | None, *, with_steps: bool
+) -> Measurements:
     """Measures a segment's costs and, if asked, steps on two cores of this machine.
 
     The function pins the calling process to the trainer's core and sets OMP_NUM_THREADS, so call it once, from the main
@@ -22,11 +22,9 @@ def measure_on_cores(
 
     Args:
         cores: Numbers of the trainer's core and of the worker's core.
-        costs: Costs that are known already. None: they are measured.
-        with_steps: Whether the steps of `measurable(costs)` are measured too.
-
-    Returns:
-        A description of the machine as JSON, the costs, and the measured steps by the name of their setup.
+        costs: Costs with the batch of a step that are known already. None: they are measured.
+        block_costs: The same with a micro-batch of an accumulation block.
+        with_steps: Whether `measurable(costs)` and `measurable_blocks()` are measured too.
 
     Raises:
         UnequalGradientsError: Gradients differ from those of training without a worker.
@@ -37,16 +35,24 @@ def measure_on_cores(
     pin(cores[0])  # Before torch is imported: its threads inherit the affinity of the thread that starts them.
     import torch
 
+    from backhaul_bench.deferred import MICRO_BATCH
     from backhaul_bench.simulation.calibration import calibrate
-    from backhaul_bench.simulation.steps import measure
+    from backhaul_bench.simulation.steps import measure, measure_blocks
+    from backhaul_bench.training import LARGE
 
     torch.set_num_threads(1)
-    if costs is None:
+
+    def calibrated(tokens: tuple[int, int]) -> Costs:
+        print(f"measuring what a segment of {math.prod(tokens)} tokens costs", file=sys.stderr, flush=True)
         with Stage.of(cores[0], cores[1], os.getpid()) as stage:
-            print("measuring what a segment costs", file=sys.stderr, flush=True)
-            costs = calibrate(stage)
+            return calibrate(stage, tokens)
+
+    costs, block_costs = costs or calibrated(LARGE), block_costs or calibrated(MICRO_BATCH)
     if not with_steps:
-        return machine, costs, {}
+        return Measurements(machine, costs, block_costs, {}, {})
+    print("measuring accumulation blocks", file=sys.stderr, flush=True)
     with Stage.of(cores[0], cores[1], os.getpid()) as stage:
-        print("measuring steps", file=sys.stderr, flush=True)
-        return machine, costs, measure(stage, measurable(costs))
+        blocks = measure_blocks(stage, measurable_blocks())
+    print("measuring steps", file=sys.stderr, flush=True)
+    with Stage.of(cores[0], cores[1], os.getpid()) as stage:
+        return Measurements(machine, costs, block_costs, measure(stage, measurable(costs)), blocks)

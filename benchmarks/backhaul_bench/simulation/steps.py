@@ -1,17 +1,23 @@
 """Measures the steps that `backhaul simulate` predicts, with the method of the benchmarks."""
 
 import time
-from contextlib import ExitStack
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
 
 from backhaul.simulate.costs import Setup
+from backhaul.simulate.deferred import BlockSetup
 from backhaul.simulate.predictions import Measured
+from backhaul_bench import throttle
+from backhaul_bench.deferred import AccumulatingTraining
 from backhaul_bench.rounds import Alternative, Rounds, timed
 from backhaul_bench.simulation.throttled_proxy import ThrottledProxy
 from backhaul_bench.stage import Stage
-from backhaul_bench.training import LARGE, Training, compare
+from backhaul_bench.training import LARGE, Training, checkpoint_of_torch, compare
 
-LIMIT_S = 420.0
-"""Seconds after which no round begins."""
+LIMIT_S, BLOCKS_LIMIT_S = 420.0, 60.0
+"""Seconds after which no round begins; for accumulation blocks those of each setup."""
+LEARNING_BLOCKS = 3
+"""Blocks after which the trainer's share follows the measured speeds."""
 
 
 def measure(stage: Stage, setups: dict[str, Setup]) -> dict[str, Measured]:
@@ -55,6 +61,42 @@ def measure(stage: Stage, setups: dict[str, Setup]) -> dict[str, Measured]:
             )
         for session in sessions:
             session.close()
+    return _results(rounds)
+
+
+def measure_blocks(stage: Stage, setups: dict[str, BlockSetup]) -> dict[str, Measured]:
+    """Measures steps with an accumulation block and the optimizer, with one worker.
+
+    Args:
+        stage: Cores and processes of the measurement.
+        setups: Blocks to measure, by name, each with one worker that is at most as fast as the trainer.
+
+    Returns:
+        The measured steps, by the name of their setup.
+
+    Raises:
+        UnequalGradientsError: Gradients differ from those of torch's checkpoint.
+        RuntimeError: A segment fell back to the trainer.
+    """
+    rounds: dict[str, Rounds] = {}
+    for name, setup in setups.items():
+        (speed,) = setup.speeds
+        session = stage.session(returns="gradients")
+        plain = AccumulatingTraining("torch", checkpoint_of_torch, micro_batches=setup.micro_batches)
+        training = AccumulatingTraining(name, session.checkpoint, session.accumulate, micro_batches=setup.micro_batches)
+        with throttle.to(speed, stage.worker.pids, stage.trainer.number) if speed < 1 else nullcontext():
+            for _ in range(LEARNING_BLOCKS):
+                training.step()
+            rounds |= _in_turns(stage, [Alternative(name, training.step)], limit_s=BLOCKS_LIMIT_S)
+        plain.steps(LEARNING_BLOCKS + 1 + len(rounds[name].measured))
+        compare([plain, training])
+        if session.report().fallbacks:
+            raise RuntimeError("segments fell back to the trainer, so the measured blocks cannot be compared")
+        session.close()
+    return _results(rounds)
+
+
+def _results(rounds: Mapping[str, Rounds]) -> dict[str, Measured]:
     results = {}
     for name, of_setup in rounds.items():
         spread = of_setup.spread(lambda taken: taken["step"])
@@ -62,13 +104,13 @@ def measure(stage: Stage, setups: dict[str, Setup]) -> dict[str, Measured]:
     return results
 
 
-def _in_turns(stage: Stage, variants: list[Alternative]) -> dict[str, Rounds]:
+def _in_turns(stage: Stage, variants: list[Alternative], limit_s: float = LIMIT_S) -> dict[str, Rounds]:
     """Runs steps in turns until each variant has enough undisturbed ones. Variants are not compared with each other."""
     rounds = {variant.name: Rounds() for variant in variants}
     for variant in variants:
         timed(variant, stage.cores)
     began_s = time.monotonic()
-    while not all(of_setup.is_conclusive for of_setup in rounds.values()) and time.monotonic() - began_s < LIMIT_S:
+    while not all(of_setup.is_conclusive for of_setup in rounds.values()) and time.monotonic() - began_s < limit_s:
         for variant in variants:
             taken_s, is_quiet = timed(variant, stage.cores)
             rounds[variant.name].add({"step": taken_s}, is_quiet=is_quiet)

@@ -14,6 +14,7 @@ from typing import Any
 from backhaul.simulate.costs import Costs
 from backhaul.simulate.predictions import (
     Measured,
+    Measurements,
     as_svg,
     as_table,
     block_rows,
@@ -26,6 +27,7 @@ from backhaul_runtime.replay.schedule import Footprint
 
 HELP = "predict the duration of a training step for other depths, memory budgets, networks and workers"
 MEASUREMENTS = "backhaul.measurements"
+COSTS = ("costs", "block_costs")
 _CORES = 2
 
 
@@ -58,16 +60,18 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"backhaul simulate: --{option} {path}: its directory is missing or not writable", file=sys.stderr)
             return 2
     written: dict[str, Any] = {}
-    measured: Mapping[str, Measured] = {}
+    steps: Mapping[str, Measured] = {}
+    blocks: Mapping[str, Measured] = {}
     costs: Costs | None = None
+    block_costs: Costs | None = None
     if arguments.costs is not None:
         try:
-            costs = read_costs(arguments.costs)
+            costs, block_costs = read_costs(arguments.costs)
         except (OSError, ValueError, KeyError, TypeError) as error:
             why = f"the file has no {error}" if isinstance(error, KeyError) else error
             print(f"backhaul simulate: --costs {arguments.costs}: {why}", file=sys.stderr)
             return 2
-    if costs is None or arguments.measure:
+    if costs is None or block_costs is None or arguments.measure:
         cores = sorted(os.sched_getaffinity(0))[:_CORES] if hasattr(os, "sched_getaffinity") else []
         if len(cores) < _CORES:
             print(f"backhaul simulate: measuring needs Linux and {_CORES} cores", file=sys.stderr)
@@ -78,27 +82,31 @@ def run(arguments: argparse.Namespace) -> int:
             print("backhaul simulate: measuring needs pip install 'backhaul[bench]'", file=sys.stderr)
             return 2
         signal.signal(signal.SIGTERM, _interrupt)  # Raises, so that the worker processes are closed.
-        written["machine"], costs, measured = entry.load()(cores, costs, with_steps=arguments.measure)
-    predicted = rows(costs, measurable(costs) | others(costs), measured)
-    blocks = block_rows(costs)
-    print(as_table(predicted) + "\n\n" + blocks_as_table(blocks))
+        measurements: Measurements = entry.load()(cores, costs, block_costs, with_steps=arguments.measure)
+        written["machine"], costs, block_costs = measurements.machine, measurements.costs, measurements.block_costs
+        steps, blocks = measurements.steps, measurements.blocks
+    predicted = rows(costs, measurable(costs) | others(costs), steps)
+    predicted_blocks = block_rows(block_costs, blocks)
+    print(as_table(predicted) + "\n\n" + blocks_as_table(predicted_blocks))
     if arguments.json is not None:
-        written |= {"costs": asdict(costs), "steps": predicted, "blocks": blocks}
+        written |= {"costs": asdict(costs), "block_costs": asdict(block_costs)}
+        written |= {"steps": predicted, "blocks": predicted_blocks}
         arguments.json.write_text(json.dumps(written, indent=2) + "\n")
     if arguments.svg is not None:
         arguments.svg.write_text(as_svg(costs))
     return 0
 
 
-def read_costs(path: Path) -> Costs:
-    """Reads the costs from a file that --json wrote.
+def read_costs(path: Path) -> tuple[Costs, Costs]:
+    """Reads the costs of steps and those of blocks from a file that --json wrote.
 
     Raises:
         OSError: The file cannot be read.
         ValueError, KeyError, TypeError: The file does not hold costs.
     """
-    costs = json.loads(path.read_text())["costs"]
-    return Costs(**{**costs, "footprint": Footprint(**costs["footprint"])})
+    read = json.loads(path.read_text())
+    steps, blocks = (Costs(**{**read[name], "footprint": Footprint(**read[name]["footprint"])}) for name in COSTS)
+    return steps, blocks
 
 
 def _interrupt(number: int, frame: object) -> None:

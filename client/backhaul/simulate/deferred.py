@@ -56,9 +56,13 @@ class PredictedBlock:
 
 def predict_block(costs: Costs, setup: BlockSetup) -> PredictedBlock:
     """Predicts a block of a training that has run for many blocks."""
-    forward_s = setup.segments * (costs.forward_s + costs.record_s + costs.upload_s)
+    # Weights travel once in a block, and so do the sums of their gradients.
+    boundaries = costs.boundary_bytes / costs.result_bytes
+    forward_s = setup.segments * (costs.forward_s + costs.record_s + boundaries * costs.upload_s)
     segment_s = costs.replay_s + costs.replay_backward_s
-    workers_s = [(segment_s + costs.ingest_s + costs.answer_s) / speed for speed in setup.speeds]
+    remote_s = segment_s + boundaries * (costs.ingest_s + costs.answer_s)
+    workers_s = [remote_s / speed for speed in setup.speeds]
+    once_s = (1 - boundaries) * (costs.upload_s + costs.ingest_s + costs.answer_s + costs.finish_s)
     shares = trainers_shares(setup.segments, setup.micro_batches, Speeds(forward_s, segment_s, workers_s))
     parts = parts_by_speed(setup.segments - shares[0], setup.speeds)
     ends = list(accumulate(parts, initial=shares[0]))
@@ -84,8 +88,9 @@ def predict_block(costs: Costs, setup: BlockSetup) -> PredictedBlock:
         def finish() -> Thread:
             done, share = unfinished.popleft()
             yield done
-            yield Compute(trainer, share * segment_s + (setup.segments - share) * costs.finish_s)
+            yield Compute(trainer, share * segment_s + (setup.segments - share) * boundaries * costs.finish_s)
 
+        yield Compute(trainer, (setup.segments - shares[0]) * once_s)
         for share in shares:
             yield Compute(trainer, forward_s)
             before = Event(has_happened=True)

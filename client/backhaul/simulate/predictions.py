@@ -32,6 +32,25 @@ class Measured:
     is_conclusive: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """What was measured on this machine.
+
+    Attributes:
+        machine: A description of the machine, as JSON.
+        costs: The costs of a segment with a batch of the steps.
+        block_costs: The costs of a segment with a micro-batch of the accumulation blocks.
+        steps: The measured steps by the name of their setup; empty if none were measured.
+        blocks: The same for steps with accumulation blocks.
+    """
+
+    machine: dict[str, Any]
+    costs: Costs
+    block_costs: Costs
+    steps: Mapping[str, Measured]
+    blocks: Mapping[str, Measured]
+
+
 def measurable(costs: Costs) -> dict[str, Setup]:
     """Returns the setups that can be measured on two cores. None has the depth that the costs were measured on."""
     usual = Setup(SEGMENTS)
@@ -58,6 +77,15 @@ def others(costs: Costs) -> dict[str, Setup]:
     }
 
 
+def measurable_blocks() -> dict[str, BlockSetup]:
+    """Returns the accumulation blocks that can be measured on two cores."""
+    return {
+        "8 micro-batches, equal worker": BlockSetup(SEGMENTS, 8, [1.0]),
+        "16, worker of 0.3": BlockSetup(SEGMENTS, 16, [0.3]),
+        "4, equal worker": BlockSetup(SEGMENTS, 4, [1.0]),
+    }
+
+
 def rows(costs: Costs, setups: Mapping[str, Setup], measured: Mapping[str, Measured]) -> list[dict[str, Any]]:
     """Returns one row per setup, as JSON: its prediction and, if it was measured, the measurement and the error."""
     table = []
@@ -78,25 +106,34 @@ def rows(costs: Costs, setups: Mapping[str, Setup], measured: Mapping[str, Measu
     return table
 
 
-def block_rows(costs: Costs) -> list[dict[str, Any]]:
-    """Returns one row per accumulation block, as JSON: its prediction, and the limits for many micro-batches."""
-    setups = {
-        "8 micro-batches, equal worker": BlockSetup(SEGMENTS, 8, [1.0]),
-        "16, worker of 0.3": BlockSetup(SEGMENTS, 16, [0.3]),
+def block_rows(costs: Costs, measured: Mapping[str, Measured]) -> list[dict[str, Any]]:
+    """Returns one row per accumulation block, as JSON: its prediction, and the limits for many micro-batches.
+
+    Args:
+        costs: The costs of a segment with one micro-batch.
+        measured: The steps that were measured, by the name of the block, with the optimizer.
+    """
+    setups = measurable_blocks() | {
         "16, two equal workers": BlockSetup(SEGMENTS, 16, [1.0, 1.0]),
         "16, workers of 1 and 0.3": BlockSetup(SEGMENTS, 16, [1.0, 0.3]),
         "64, four equal workers": BlockSetup(SEGMENTS, 64, [1.0] * 4),
     }
-    predicted = {name: predict_block(costs, setup) for name, setup in setups.items()}
-    return [
-        {"name": name, "setup": asdict(setups[name]), **asdict(block), "speed_up": block.speed_up}
-        for name, block in predicted.items()
-    ]
+    table = []
+    for name, setup in setups.items():
+        block = predict_block(costs, setup)
+        row = {"name": name, "setup": asdict(setup), **asdict(block), "speed_up": block.speed_up}
+        if name in measured:
+            step_s = block.took_s + setup.segments * costs.optimizer_s
+            row |= {"measured": asdict(measured[name]), "error": step_s / measured[name].step_s - 1}
+        table.append(row)
+    return table
 
 
 def blocks_as_table(table: Sequence[Mapping[str, Any]]) -> str:
     """Formats the rows of `block_rows` as a text table."""
-    columns = f"{'predicted':>11}{'share':>9}{'x torch':>9}{'speed-up':>10}{'whole':>7}{'law':>7}"
+    columns = (
+        f"{'predicted':>11}{'share':>9}{'x torch':>9}{'speed-up':>10}{'whole':>7}{'law':>7}{'measured':>12}{'error':>8}"
+    )
     head = f"{'accumulation block':<32}{columns}"
     lines = [head, "-" * len(head)]
     for row in table:
@@ -105,24 +142,28 @@ def blocks_as_table(table: Sequence[Mapping[str, Any]]) -> str:
         share = str(first) if first == last else f"{first} to {last}"
         lines.append(
             f"{row['name']:<32}{row['took_s'] * 1e3:>8.0f} ms{share:>9}{over_torch:>9.2f}"
-            f"{row['speed_up']:>10.2f}{row['whole_units']:>7.2f}{row['law']:>7.2f}"
+            f"{row['speed_up']:>10.2f}{row['whole_units']:>7.2f}{row['law']:>7.2f}{_measured(row)}"
         )
     return "\n".join(lines)
+
+
+def _measured(row: Mapping[str, Any]) -> str:
+    """Formats the measurement of a row and the prediction's error; empty if there is none."""
+    if "measured" not in row:
+        return ""
+    step = f"{row['measured']['step_s'] * 1e3:.0f} ms"
+    return f"{step if row['measured']['is_conclusive'] else f'({step})':>12}{row['error']:>+8.1%}"
 
 
 def as_table(table: Sequence[Mapping[str, Any]]) -> str:
     """Formats the rows as a text table."""
     head = f"{'':<28}{'predicted':>11}{'x none':>8}{'x torch':>9}{'replays':>9}{'measured':>12}{'error':>8}"
     lines = [head, "-" * len(head)]
-    for row in table:
-        line = (
-            f"{row['name']:<28}{row['predicted_s'] * 1e3:>8.0f} ms{row['over_none']:>8.2f}{row['over_torch']:>9.2f}"
-            f"{row['replays']:>9}"
-        )
-        if "measured" in row:
-            step = f"{row['measured']['step_s'] * 1e3:.0f} ms"
-            line += f"{step if row['measured']['is_conclusive'] else f'({step})':>12}{row['error']:>+8.1%}"
-        lines.append(line)
+    lines += [
+        f"{row['name']:<28}{row['predicted_s'] * 1e3:>8.0f} ms{row['over_none']:>8.2f}{row['over_torch']:>9.2f}"
+        f"{row['replays']:>9}{_measured(row)}"
+        for row in table
+    ]
     if any("measured" in row and not row["measured"]["is_conclusive"] for row in table):
         lines.append("(in brackets: inconclusive, because other processes disturbed too many steps)")
     return "\n".join(lines)
