@@ -86,6 +86,24 @@ def test_it_works_without_blocks(session: Session) -> None:
     assert session.report().fallbacks == 0
 
 
+@pytest.mark.parametrize(
+    ("bytes_per_s", "in_block", "derives"),
+    [(0.0, True, False), (1.0, True, True), (1e15, True, False), (1.0, False, False)],
+)
+def test_auto_derives_in_blocks_where_sending_takes_longer_than_forward(
+    worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch, bytes_per_s: float, in_block: bool, derives: bool
+) -> None:
+    monkeypatch.setattr("backhaul._worker_client.uploader.MEASURED_BYTES", 1 << 40)  # the rate stays as it is set
+    with backhaul.connect(worker.address, silence_s=QUIET_S, returns="gradients") as session:
+        session._workers[0].uploader.bytes_per_s = bytes_per_s
+        accumulate = session.accumulate if in_block else None
+        train(session.checkpoint, accumulate, steps=1)  # sends programs
+        before = session.report().up_bytes
+        assert differing(train(session.checkpoint, accumulate, steps=1), train(plainly, steps=1)) == []
+        boundaries = (session.report().up_bytes - before) / MICRO_BATCHES / BOUNDARY_BYTES
+        assert (boundaries < SEGMENTS - 1) == derives
+
+
 def test_replays_that_do_not_fit_run_again_for_their_outputs() -> None:
     with (
         WorkerProcess("--memory", "6MiB") as worker,

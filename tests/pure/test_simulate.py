@@ -125,7 +125,7 @@ def test_predictions_are_printed_written_and_drawn(tmp_path: Path, capsys: pytes
     assert len(ElementTree.parse(drawn).findall(".//{*}polyline")) == 9
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"costs": {"forward_s": 1}}', json.dumps({"costs": asdict(FREE)})])
+@pytest.mark.parametrize("text", ["", "{}", '{"costs": {"forward_s": 1}}'])
 def test_costs_that_can_not_be_read(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "costs.json").write_text(text)
     assert main(["simulate", "--costs", str(tmp_path / "costs.json")]) == 2

@@ -27,7 +27,6 @@ from backhaul_runtime.replay.schedule import Footprint
 
 HELP = "predict the duration of a training step for other depths, memory budgets, networks and workers"
 MEASUREMENTS = "backhaul.measurements"
-COSTS = ("costs", "block_costs")
 _CORES = 2
 
 
@@ -98,14 +97,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_costs(path: Path) -> tuple[Costs, Costs]:
-    """Reads the costs of steps and those of blocks from a file that --json wrote.
+    """Reads the costs of steps and those of blocks from a file that --json wrote. The latter may be missing.
 
     Raises:
         OSError: The file cannot be read.
         ValueError, KeyError, TypeError: The file does not hold costs.
     """
     read = json.loads(path.read_text())
-    steps, blocks = (Costs(**{**read[name], "footprint": Footprint(**read[name]["footprint"])}) for name in COSTS)
+    of_steps, of_blocks = read["costs"], read.get("block_costs", read["costs"])
+    steps, blocks = (Costs(**{**of, "footprint": Footprint(**of["footprint"])}) for of in (of_steps, of_blocks))
     return steps, blocks
 
 
