@@ -8,8 +8,9 @@ NOTE [Deferred]
 3. Later gradients of a parameter must not be added up before earlier ones. So each thread gets its parts of runs in the
    order of the micro-batches, and waits for the part before. When a run fails, its worker's thread takes no further
    ones, and nothing more stays on any worker in the block.
-4. The gradients that workers have kept are fetched when the block ends, or when a run has failed. If they are lost, the
-   trainer computes them again, from the gradient with which each run began.
+4. The gradients that workers have kept are fetched when the block ends, or when a run has failed. Each worker's thread
+   fetches them after its last run. If they are lost, the trainer computes them again, from the gradient with which each
+   run began.
 5. Nothing reaches `.grad` before the end, so a block that ends by an exception leaves nothing there.
 """
 
@@ -18,7 +19,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -38,6 +39,9 @@ from backhaul_runtime.errors import AccumulationError, BackhaulError
 from backhaul_runtime.replay.replay import Contribution
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.private import next_sequence_number, without_hooks
+
+Sums = list[tuple[Tensor, Tensor]]
+"""Parameters with the sums of the gradients that a worker has kept."""
 
 
 @dataclass(slots=True, eq=False)
@@ -106,6 +110,7 @@ class AccumulationBlock:
         self._first_sequence = next_sequence_number()
         self._threads: dict[Uploader, ThreadPoolExecutor] = {}
         self._last: dict[Uploader, Future[None]] = {}  # the last part of a run that each thread was given
+        self._collecting: dict[Uploader, Future[Sums]] = {}
         self._failed: set[Uploader] = set()
         self._open: list[_MicroBatch] = []
         self._finished: list[_MicroBatch] = []  # those of which a worker keeps gradients
@@ -209,6 +214,9 @@ class AccumulationBlock:
         self._check_use()
         with self._working():
             self._check_unchanged()  # before a recomputation notices it, which could not name the block
+            for uploader, thread in self._threads.items():  # sums arrive while the trainer computes the last tails
+                with suppress(RuntimeError):  # the interpreter is shutting down and starts no more work in threads
+                    self._collecting[uploader] = thread.submit(self._collected, uploader)
             while self._open:
                 self._finish_first()
             self._collect()
@@ -419,13 +427,17 @@ class AccumulationBlock:
         with without_hooks(parts.leaves.values()):
             sums |= _gradients(edges, [sums.pop(target) for target in roots], parts.tail, is_shared=parts.has_custom)
 
+    def _collected(self, uploader: Uploader) -> Sums:
+        return uploader.uncollected.collect(lambda size_bytes: self._log.traffic(down_bytes=size_bytes))
+
     def _collect(self) -> None:
         """Fetches the gradients that workers have kept, or computes them again (Rule 4)."""
         lost = set[Uploader]()
         for uploader, last in self._last.items():
             wait([last])  # until the worker's thread is idle
+            collecting = self._collecting.pop(uploader, None)
             try:
-                sums = uploader.uncollected.collect(lambda size_bytes: self._log.traffic(down_bytes=size_bytes))
+                sums = self._collected(uploader) if collecting is None else collecting.result()
             except BackhaulError as error:
                 lost.add(uploader)
                 self._log.fallback(f"a worker was lost with gradients that it had kept: {error.message}")
