@@ -54,8 +54,12 @@ def block_s(shares: Sequence[int], segments: int, speeds: Speeds) -> float:
     unfinished: deque[tuple[float, int]] = deque()
     for share in shares:
         now_s += speeds.forward_s
-        remote_end_s = max(remote_end_s, now_s) + remote_s[share] if share < segments else remote_end_s
-        unfinished.append((remote_end_s if share < segments else 0.0, share))
+        if share == segments:  # nothing is deferred
+            now_s += share * speeds.trainer_s
+            unfinished.append((0.0, 0))
+        else:
+            remote_end_s = max(remote_end_s, now_s) + remote_s[share]
+            unfinished.append((remote_end_s, share))
         if len(unfinished) > most_open:
             ended_s, own = unfinished.popleft()
             now_s = max(now_s, ended_s) + own * speeds.trainer_s

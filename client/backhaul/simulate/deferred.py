@@ -86,13 +86,13 @@ def predict_block(costs: Costs, setup: BlockSetup) -> PredictedBlock:
         unfinished: deque[tuple[Event, int]] = deque()
 
         def finish() -> Thread:
-            done, share = unfinished.popleft()
+            done, own = unfinished.popleft()
             yield done
-            yield Compute(trainer, share * segment_s + (setup.segments - share) * boundaries * costs.finish_s)
+            yield Compute(trainer, own * segment_s)
 
         yield Compute(trainer, (setup.segments - shares[0]) * once_s)
         for share in shares:
-            yield Compute(trainer, forward_s)
+            yield Compute(trainer, forward_s + (setup.segments - share) * boundaries * costs.finish_s)
             before = Event(has_happened=True)
             for number, (begin, end) in enumerate(pairwise(ends)):
                 if (part := end - max(begin, share)) > 0:
@@ -100,7 +100,9 @@ def predict_block(costs: Costs, setup: BlockSetup) -> PredictedBlock:
                     queues[number].append((before, done, part))
                     simulation.happens(arrived[number])
                     before = done
-            unfinished.append((before, share))
+            if share == setup.segments:  # nothing is deferred
+                yield Compute(trainer, share * segment_s)
+            unfinished.append((before, share if share < setup.segments else 0))
             if len(unfinished) > MORE_OPEN + len(setup.speeds):
                 yield from finish()
         while unfinished:
