@@ -60,8 +60,7 @@ def predict_block(costs: Costs, setup: BlockSetup) -> PredictedBlock:
     boundaries = costs.boundary_bytes / costs.result_bytes
     forward_s = setup.segments * (costs.forward_s + costs.record_s + boundaries * costs.upload_s)
     segment_s = costs.replay_s + costs.replay_backward_s
-    remote_s = segment_s + boundaries * (costs.ingest_s + costs.answer_s)
-    workers_s = [remote_s / speed for speed in setup.speeds]
+    workers_s = [(segment_s + boundaries * (costs.ingest_s + costs.answer_s)) / speed for speed in setup.speeds]
     once_s = (1 - boundaries) * (costs.upload_s + costs.ingest_s + costs.answer_s + costs.finish_s)
     shares = trainers_shares(setup.segments, setup.micro_batches, Speeds(forward_s, segment_s, workers_s))
     parts = parts_by_speed(setup.segments - shares[0], setup.speeds)
