@@ -30,8 +30,9 @@ Loss = Callable[[Checkpoint, Tensor], Tensor]
 
 @pytest.fixture(autouse=True)
 def no_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives workers all segments: the trainer would soon compute such small ones alone."""
+    """Gives workers all segments, and equally many: measured times would soon decide otherwise."""
     monkeypatch.setattr(Shares, "trainers_shares", lambda self: (0,))
+    monkeypatch.setattr(Shares, "speeds", {})
 
 
 @pytest.fixture
@@ -393,6 +394,20 @@ def test_the_report_shows_who_computed_what(session: Session, monkeypatch: pytes
     assert (block.micro_batches, block.segments, block.trainer.segments) == (3, 3 * SEGMENTS, 3)
     assert [worker.segments for worker in block.workers.values()] == [3 * (SEGMENTS - 1)]
     assert "last accumulation block: 3 micro-batches" in str(session.report())
+
+
+def test_a_plain_backward_in_a_block_ends_its_micro_batch(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session._shares["recompute"], "trainers_shares", lambda: (2,))
+    trained(session, steps=1)
+    model = Model("plain")
+    with session.accumulate() as block:
+        for number in range(4):
+            loss = model.loss(session.checkpoint, torch.randn(8, WIDTH))
+            loss.backward() if number == 1 else block.backward(loss)
+    report = session.report().block
+    assert report is not None
+    assert (report.micro_batches, report.chain, report.segments) == (3, SEGMENTS, 3 * SEGMENTS)
+    assert report.trainer.segments == 3 * 2
 
 
 def test_an_unknown_way_to_compute_the_share(session: Session) -> None:

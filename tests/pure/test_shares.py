@@ -68,7 +68,7 @@ def test_a_slower_worker_gets_less(worker_s: float, share: int) -> None:
 def block(trainers: int, worker_s: float | None, held_bytes: int = 0, segment_bytes: int = 0) -> BlockReport:
     """A block of 16 micro-batches of 8 segments, of which the trainer has computed so many each."""
     workers = {} if worker_s is None else {"worker": Helper(16 * (8 - trainers), worker_s)}
-    return BlockReport(16, 4.0, 16 * 0.08, Helper(16 * trainers, 0.03), workers, held_bytes, segment_bytes)
+    return BlockReport(16, 4.0, 16 * 0.08, Helper(16 * trainers, 0.03), workers, held_bytes, 8, segment_bytes)
 
 
 def test_blocks_teach_what_is_chosen() -> None:

@@ -68,7 +68,8 @@ class AccumulationBlock:
 
     Args:
         name: The name of the block, for messages.
-        micro_batch_ended: Called after the forward of each micro-batch. Returns how many segments it had.
+        micro_batch_ended: Called after the forward of each micro-batch. Returns of how many of its segments the trainer
+            keeps the activations.
         is_ours: Whether a segment belongs to the session of the block.
         log: The log of the session's blocks.
         most_open: The number of micro-batches that the trainer may not have finished. `backward` finishes the first of
@@ -111,13 +112,14 @@ class AccumulationBlock:
         self._threads: dict[Uploader, ThreadPoolExecutor] = {}
         self._last: dict[Uploader, Future[None]] = {}  # the last part of a run that each thread was given
         self._collecting: dict[Uploader, Future[Sums]] = {}
+        self._stream: torch.cuda.Stream | None = None  # of the last micro-batch
         self._failed: set[Uploader] = set()
         self._open: list[_MicroBatch] = []
         self._finished: list[_MicroBatch] = []  # those of which a worker keeps gradients
         self._is_open = True
         self.is_working = self._has_failed = False
         self.micro_batches = self.trainers_segments = self.most_held_bytes = 0
-        self._segment_bytes = self._most_deferred_bytes = 0
+        self._chain = self._segment_bytes = self._most_deferred_bytes = 0
         self.waited_s = self.trainers_s = 0.0
         self.busy_s: dict[Uploader, list[float]] = {}
 
@@ -137,6 +139,7 @@ class AccumulationBlock:
                 for uploader, seconds in self.busy_s.items()
             },
             held_bytes=self.most_held_bytes,
+            chain=self._chain,
             segment_bytes=self._segment_bytes,
             deferred_bytes=self._most_deferred_bytes,
         )
@@ -157,16 +160,16 @@ class AccumulationBlock:
             RuntimeError: As `Tensor.backward` raises it, for example for a graph that was used before.
         """
         self._check_use()
-        segments = self._micro_batch_ended()
+        kept = self._micro_batch_ended()
         if loss.grad_fn is None or loss.numel() != 1:
             raise AccumulationError(
                 f"backward() in {self.name} needs a scalar loss with a graph, not a tensor of shape "
                 f"{list(loss.shape)} with requires_grad={loss.requires_grad}"
             )
         with self._working():
-            self._backward(loss, segments)
+            self._backward(loss, kept)
 
-    def _backward(self, loss: Tensor, segments: int) -> None:
+    def _backward(self, loss: Tensor, kept: int) -> None:
         self._check_unchanged()
         parts = divide(loss, self.hooked, self._first_sequence)
         self.hooked.clear()
@@ -177,12 +180,13 @@ class AccumulationBlock:
             frame.call.log.micro_batch = self.micro_batches + 1
         self._gradients.enter(parts.leaves.values())
         self.micro_batches += 1
-        stream = torch.cuda.current_stream(loss.device) if loss.is_cuda else None
+        stream = self._stream = torch.cuda.current_stream(loss.device) if loss.is_cuda else None
         on_workers = sum(frame.remote is not None for frame in parts.frames)
         started = perf_counter()
         sums = self._head(loss, parts)
-        state, size_bytes = ambient_state.capture(), _size_bytes(parts, sums, segments)
-        own = segments - on_workers
+        state, size_bytes = ambient_state.capture(), _size_bytes(parts, sums, kept)
+        own = kept + len(parts.frames) - on_workers
+        self._chain = max(self._chain, kept + len(parts.frames))
         micro_batch = _MicroBatch(self.micro_batches, own, parts, state, stream, sums, size_bytes)
         if parts.run:
             for segment in parts.run:
@@ -212,6 +216,7 @@ class AccumulationBlock:
     def flush(self) -> None:
         """Finishes all micro-batches, and adds their gradients to `.grad`."""
         self._check_use()
+        self._micro_batch_ended()  # a forward of the caller's own, if a plain backward comes now
         with self._working():
             self._check_unchanged()  # before a recomputation notices it, which could not name the block
             for uploader, thread in self._threads.items():  # sums arrive while the trainer computes the last tails
@@ -428,7 +433,8 @@ class AccumulationBlock:
             sums |= _gradients(edges, [sums.pop(target) for target in roots], parts.tail, is_shared=parts.has_custom)
 
     def _collected(self, uploader: Uploader) -> Sums:
-        return uploader.uncollected.collect(lambda size_bytes: self._log.traffic(down_bytes=size_bytes))
+        with torch.cuda.stream(self._stream):  # a worker's thread has another one, which nothing would wait for
+            return uploader.uncollected.collect(lambda size_bytes: self._log.traffic(down_bytes=size_bytes))
 
     def _collect(self) -> None:
         """Fetches the gradients that workers have kept, or computes them again (Rule 4)."""
@@ -479,19 +485,18 @@ def _gradients(
     }
 
 
-def _size_bytes(parts: Parts, sums: Mapping[Target, Tensor], segments: int) -> int:
+def _size_bytes(parts: Parts, sums: Mapping[Target, Tensor], kept: int) -> int:
     """Returns the bytes that the trainer keeps for a micro-batch until it is finished.
 
     Args:
         parts: The graph of the micro-batch, divided.
         sums: The gradients that the head contributes.
-        segments: The number of its segments. Those without a frame keep their activations, about as many as the others.
+        kept: The number of segments whose activations it keeps, about as many as the others would.
     """
     sources = [source for frame in parts.frames for source in frame.call.recording.sources if not source.is_leaf]
-    kept = {id(source.kept_value): source.layout.span_bytes for source in sources if source.kept_value is not None}
-    activations = [frame.call.log.saved_bytes for frame in parts.frames]
-    keeping = max(0, segments - len(activations)) * max(activations, default=0)
-    return sum(kept.values()) + sum(g.numel() * g.element_size() for g in sums.values()) + keeping
+    inputs = {id(source.kept_value): source.layout.span_bytes for source in sources if source.kept_value is not None}
+    keeping = kept * max((frame.call.log.saved_bytes for frame in parts.frames), default=0)
+    return sum(inputs.values()) + sum(g.numel() * g.element_size() for g in sums.values()) + keeping
 
 
 def _uploader(segment: RunSegment) -> Uploader | None:

@@ -166,7 +166,7 @@ class Shares:
         """Notes what a block took."""
         if not block.segments:
             return
-        self._micro_batches, self._segments = block.micro_batches, round(block.segments / block.micro_batches)
+        self._micro_batches, self._segments = block.micro_batches, block.chain
         self._forward_s = block.others_s / block.micro_batches
         if block.trainer.segments:
             self._trainer_s = block.trainer.segment_s

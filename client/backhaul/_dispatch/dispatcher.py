@@ -69,6 +69,7 @@ class Dispatcher:
         self._lock = threading.Lock()  # guards the numbers, the placement and the call sites
         self._placement = Placement()
         self._is_accumulating = self._keeps_share = False
+        self._kept = 0  # calls of the present micro-batch whose activations the trainer keeps
         self._speeds: Mapping[str, float] = {}
         self.fixed: FixedDigests | None = None
         self._sites = CallSites()
@@ -85,6 +86,7 @@ class Dispatcher:
             if not self._placement.is_trainers:
                 return False
             self._placement.choose_worker(1)
+            self._kept += 1
         log = self.journal.log(name)
         log.call()
         log.kept(_SHARE, is_chosen=True)
@@ -298,10 +300,11 @@ class Dispatcher:
                 self._speeds = {}
 
     def micro_batch_ended(self) -> int:
-        """Notes the end of a forward inside an accumulation block. Returns how many segments it had."""
+        """Ends a pass inside an accumulation block. Returns of how many segments the trainer keeps the activations."""
         with self._lock:
             self._placement.backward()
-            return self._placement.last_count
+            kept, self._kept = self._kept, 0
+            return kept
 
     def _differences(
         self, worker: WorkerHandle, worker_session: WorkerSession, device: str

@@ -48,11 +48,6 @@ class Placement:
         return 0 if self._in_backward else self._index
 
     @property
-    def last_count(self) -> int:
-        """The number of segments in the last pass; 0 before the end of the first one."""
-        return self._index if self._in_backward else self._count
-
-    @property
     def is_trainers(self) -> bool:
         """Whether the trainer computes the next segment of the pass itself."""
         count = self._index if self._in_backward else self._count
@@ -79,7 +74,7 @@ class Placement:
         if index < self._share(self._count, self._passes - 1):
             return None
         # Workers keep the segments of the first pass, so that the sum of a parameter's gradients stays in one place.
-        share = self._share(self._count, 0)
+        share = min(index, self._share(self._count, 0))
         if len(self.speeds) == workers:
             ends = accumulate(parts_by_speed(self._count - share, self.speeds))
             return next((number for number, end in enumerate(ends) if index - share < end), workers - 1)

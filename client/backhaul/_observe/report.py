@@ -98,6 +98,7 @@ class BlockReport:
         trainer: The segments that the trainer has computed, and their mean time.
         workers: The same for each worker, by its address.
         held_bytes: The most bytes of gradients that were held back on the trainer.
+        chain: The most segments that a micro-batch had, wherever they were computed.
         segment_bytes: The most bytes of gradients that one micro-batch has for the parameters of a segment that workers
             were given.
         deferred_bytes: The most bytes that unfinished micro-batches held on the trainer: kept inputs, gradients that
@@ -110,6 +111,7 @@ class BlockReport:
     trainer: Helper
     workers: dict[str, Helper]
     held_bytes: int
+    chain: int = 0
     segment_bytes: int = 0
     deferred_bytes: int = 0
 

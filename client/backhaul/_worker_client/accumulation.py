@@ -13,6 +13,7 @@ NOTE [Uncollected]
 import threading
 from collections.abc import Callable, Iterable
 
+import torch
 from torch import Tensor
 
 from backhaul._worker_client.connection import Connection, WorkerSession
@@ -135,8 +136,9 @@ class UncollectedGradients:
             session=worker_session.session, commits=self._commits(), count=self._count, answer=answer
         )
         method = self._connection.stubs(worker_session).segments.CollectGradients
+        devices = {parameter.device for parameter in self._parameters.values()} - {torch.device("cpu")}
         stream: AnswerStream[segment_pb2.CollectGradientsResult] = AnswerStream(
-            method, request, LONGEST_S, self._connection.silence_s, memory, answer
+            method, request, LONGEST_S, self._connection.silence_s, memory, answer, next(iter(devices), None)
         )
         try:
             slots = list(stream.result().slots)
