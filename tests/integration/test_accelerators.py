@@ -3,9 +3,12 @@
 Where there is none, the host's tensors are taken for one's, with digests that can be read, but not in forward.
 """
 
+import copy
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 
 import backhaul
 from backhaul import Session
+from backhaul._accumulate.plan import LOCALS, Local
 from backhaul_runtime.tensors import deferred_digest
 from backhaul_runtime.tensors.deferred_digest import DeferredDigest
 from backhaul_runtime.tensors.layout import Layout, host_bytes
@@ -104,6 +108,32 @@ def test_a_lost_worker_costs_no_gradient_where_digests_are_unread(
     assert differing(ours, train(plainly, build, run, steps=1)) == []
 
 
+def blocks(
+    checkpoint: Checkpoint, model: nn.Module, session: Session | None, micro_batches: int = 5
+) -> list[Tensor | None]:
+    """Returns the gradients of two steps with accumulation blocks, the second of which begins with gradients."""
+    torch.manual_seed(0)
+    gradients: list[Tensor | None] = []
+    for _ in range(2):
+        with session.accumulate() if session is not None else nullcontext() as block:
+            for _ in range(micro_batches):
+                loss, _ = twice(checkpoint, model)
+                loss.backward() if block is None else block.backward(loss)
+        gradients += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return gradients
+
+
+@pytest.mark.slow
+def test_blocks_where_digests_are_unread(session: Session, reads: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session._shares["recompute"], "trainers_shares", lambda: (0, 0, 0, 1))
+    torch.manual_seed(1)
+    model = build()
+    twin = copy.deepcopy(model)
+    assert differing(blocks(session.checkpoint, model, session), blocks(plainly, twin, None)) == []
+    assert session.report().fallbacks == 0
+    assert sum(reads) == 0
+
+
 # With a device
 
 
@@ -129,6 +159,23 @@ def build_on_gpu() -> nn.Module:
 def test_gradients_on_a_gpu_are_equal(on_gpu: Checkpoint, optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
     ours = train(on_gpu, build_on_gpu, twice, steps=3, optimizer=optimizer)
     assert differing(ours, train(plainly, build_on_gpu, twice, steps=3, optimizer=optimizer)) == []
+
+
+@needs_gpu
+@pytest.mark.parametrize("shares", [(0,), (1,), (0, 0, 1, 3)])
+@pytest.mark.parametrize("local", LOCALS)
+def test_blocks_on_a_gpu(
+    gpu_worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch, shares: tuple[int, ...], local: Local
+) -> None:
+    torch.manual_seed(1)
+    model = build_on_gpu()
+    twin = copy.deepcopy(model)
+    with backhaul.connect(gpu_worker.address, silence_s=QUIET_S) as session:
+        monkeypatch.setattr(session._shares[local], "trainers_shares", lambda: shares)
+        monkeypatch.setattr(session, "accumulate", partial(session.accumulate, local))
+        ours = blocks(session.checkpoint, model, session)
+        assert session.report().fallbacks == 0
+    assert differing(ours, blocks(plainly, twin, None)) == []
 
 
 @needs_gpu
