@@ -21,6 +21,7 @@ def connect(
     worker: str | None = None,
     *,
     token_file: str | None = None,
+    tls: str | None = None,
     returns: Returns | None = None,
     strict: bool | None = None,
     durability: Durability | None = None,
@@ -48,6 +49,7 @@ def connect(
         worker: Address as "host:port", "unix:/path" or "dns:///host:port", or several separated by commas; each worker
             gets a contiguous run of segments. None: starts a worker process on this machine that ends with the session.
         token_file: File with the token of the workers, or one file for each worker, separated by commas.
+        tls: Directory with `tls.crt`, `tls.key` and `ca.crt`. Workers then must speak TLS.
         returns: What workers return: "gradients", "activations", or "auto" (default): gradients where possible.
         strict: Raise NotRemoteError instead of recomputing a segment on the trainer.
         durability: What the trainer keeps in case a worker dies: "lineage" (default) keeps what it cannot compute again
@@ -88,6 +90,7 @@ def connect(
         resolve(
             worker=worker,
             token_file=token_file,
+            tls=tls,
             returns=returns,
             strict=strict,
             durability=durability,

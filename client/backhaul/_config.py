@@ -36,6 +36,10 @@ class Config:
     """File with the token of the workers, or one file for each worker, separated by commas. A worker that connect()
     starts needs no token."""
 
+    tls: str = ""
+    """Directory with `tls.crt`, `tls.key` and `ca.crt`, to speak TLS with workers; empty to speak without it.
+    `backhaul certificates` makes them."""
+
     returns: Returns = "auto"
     """What workers return for a segment: "gradients", "activations", or "auto": gradients where possible."""
 

@@ -42,6 +42,7 @@ from backhaul_runtime.process.addresses import Address, parse_addresses
 from backhaul_runtime.process.credentials import one_for_each
 from backhaul_runtime.process.fingerprint import fingerprint
 from backhaul_runtime.process.logs import about
+from backhaul_runtime.process.tls import files_of
 from backhaul_runtime.version import version
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class Session:
             Connection,
             silence_s=config.silence_s,
             run=self.run,
+            tls=files_of(config.tls),
             shares_memory=config.shared_memory,
             takes_socket=config.unix_socket,
         )

@@ -42,6 +42,7 @@ from backhaul_runtime.process.addresses import Address, is_private
 from backhaul_runtime.process.credentials import bearer, read_token
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.process.threads import only_in
+from backhaul_runtime.process.tls import TlsFiles, why_refused
 from backhaul_runtime.version import version
 from backhaul_runtime.wire.protocol import CHANNEL_OPTIONS, PROTOCOL_VERSION
 from backhaul_runtime.wire.stubs import stub
@@ -160,13 +161,14 @@ class Connection:
         silence_s: float,
         run: str = "",
         token_file: str = "",
+        tls: TlsFiles | None = None,
         *,
         shares_memory: bool = True,
         takes_socket: bool = True,
     ) -> None:
         self._find = find
         self.run = run
-        self._token_file = token_file
+        self._token_file, self._tls = token_file, tls
         self._shares_memory = shares_memory
         self._takes_socket = takes_socket
         self._has_switched = False
@@ -195,7 +197,7 @@ class Connection:
             ConnectError: No worker answers at the address. The message says what to start.
             CredentialError: The worker rejected the token, or requires one.
             ProtocolVersionError: The worker speaks another protocol version.
-            SettingError: The token file cannot be read.
+            SettingError: The token file or the files of TLS cannot be used.
         """
         address = self._find()
         try:
@@ -206,6 +208,12 @@ class Connection:
         except BackhaulError as error:
             self.close()
             cause = str(error.fields.get("details", "")).rpartition("last error: ")[2] or error.message
+            refused = "" if address.unix_path else why_refused(address.host, address.port, self._tls, timeout_s)
+            if refused:
+                raise ConnectError(
+                    f'the worker at "{address.text}" and this trainer refuse each other: {refused}',
+                    address=address.text,
+                ) from error
             where = address.text if address.is_local else f"0.0.0.0:{address.port} --token-file FILE"
             raise ConnectError(
                 f'no worker answers at "{address.text}" ({cause}). Start one there with `backhaul worker '
@@ -335,7 +343,10 @@ class Connection:
         self._up = True
 
     def _channel_to(self, target: str) -> grpc.Channel:
-        return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+        if self._tls is None or target.startswith("unix:"):  # a Unix socket is a matter of this machine's users
+            return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+        credentials = grpc.ssl_channel_credentials(**self._tls.of_channel)
+        return grpc.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
 
     def _use(self, channel: grpc.Channel, *, has_switched: bool) -> None:
         if self._channel is not None:

@@ -5,8 +5,9 @@ import sys
 from http.client import HTTPException
 from urllib.request import ProxyHandler, build_opener
 
-from backhaul_runtime.errors import AddressError
+from backhaul_runtime.errors import AddressError, SettingError
 from backhaul_runtime.process.addresses import parse_address
+from backhaul_runtime.process.tls import TlsFiles, files_of
 from backhaul_server.worker.config import parse_seconds
 
 HELP = "check whether a worker or a dashboard is serving"
@@ -24,6 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="treat no answer within this time as a failure (default: %(default)g)",
     )
+    parser.add_argument(
+        "--tls", metavar="DIR", help="directory with tls.crt, tls.key and ca.crt, for a worker that speaks TLS"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -32,15 +36,15 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.address.startswith(("http://", "https://")):
             trouble = _dashboard(arguments.address, arguments.timeout)
         else:
-            trouble = _worker(arguments.address, arguments.timeout)
-    except (AddressError, ImportError) as error:
+            trouble = _worker(arguments.address, arguments.timeout, files_of(arguments.tls))
+    except (AddressError, SettingError, ImportError) as error:
         print(f"backhaul health: {error}", file=sys.stderr)
         return 2
     print(f"{arguments.address}: {trouble or 'serving'}")
     return 1 if trouble else 0
 
 
-def _worker(address: str, timeout_s: float) -> str:
+def _worker(address: str, timeout_s: float, tls: TlsFiles | None) -> str:
     """Returns why a worker does not serve; empty if it serves."""
     target = parse_address(address).target
     import grpc
@@ -52,7 +56,12 @@ def _worker(address: str, timeout_s: float) -> str:
     except ImportError as error:
         raise ImportError(f"{error}; install it with: pip install 'backhaul[server]'") from None
     request, response = health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse
-    with grpc.insecure_channel(target, options=CHANNEL_OPTIONS) as channel:
+    if tls is not None:
+        credentials = grpc.ssl_channel_credentials(**tls.of_channel)
+        opened = grpc.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
+    else:
+        opened = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+    with opened as channel:
         check = channel.unary_unary(
             "/grpc.health.v1.Health/Check",
             request_serializer=request.SerializeToString,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from backhaul_runtime.errors import BackhaulError
 from backhaul_runtime.process.addresses import parse_addresses
 from backhaul_runtime.process.credentials import one_for_each, read_token
+from backhaul_runtime.process.tls import files_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,6 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="file with the token of the workers: one for all, or one for each in their order",
     )
     parser.add_argument(
+        "--worker-tls",
+        metavar="DIR",
+        help="directory with tls.crt, tls.key and ca.crt, to speak TLS with the workers",
+    )
+    parser.add_argument(
         "--once",
         action="store_true",
         help="print the state once and exit, as if the output were no terminal; exit code 1 if no worker answered",
@@ -49,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         workers = parse_addresses(",".join(arguments.worker))
         files = one_for_each(arguments.worker_token_file, len(workers))
         tokens = [read_token(file) if file else None for file in files]
+        tls = files_of(arguments.worker_tls)
     except BackhaulError as error:
         print(f"backhaul top: {error}", file=sys.stderr)
         return 2
@@ -64,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     width = None if is_terminal or "COLUMNS" in os.environ else _PIPE_COLUMNS
     console = Console(width=width, markup=False, highlight=False, emoji=False)
     show = _follow if is_terminal and not arguments.once else _once
-    return asyncio.run(show(Watch(workers, tokens), console))
+    return asyncio.run(show(Watch(workers, tokens, tls=tls), console))
 
 
 async def _once(watch: "Watch", console: "Console") -> int:

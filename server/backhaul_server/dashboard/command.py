@@ -7,6 +7,7 @@ import sys
 from backhaul_runtime.errors import AddressError
 from backhaul_runtime.process.addresses import Address, parse_address, parse_addresses
 from backhaul_runtime.process.credentials import one_for_each, read_token
+from backhaul_runtime.process.tls import files_of
 from backhaul_server.dashboard.history.options import RETENTION_DAYS, default_path, parse_retention
 
 HELP = "watch workers in a browser"
@@ -42,6 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="file with the token of the workers: one for all, or one for each in their order",
     )
     parser.add_argument(
+        "--worker-tls",
+        metavar="DIR",
+        help="directory with tls.crt, tls.key and ca.crt, to speak TLS with the workers",
+    )
+    parser.add_argument(
         "--store",
         default=default_path(),
         metavar="FILE",
@@ -65,6 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         files = one_for_each(arguments.worker_token_file, len(workers))
         tokens = [read_token(file) if file else None for file in files]
         token = read_token(arguments.token_file) if arguments.token_file is not None else None
+        tls = files_of(arguments.worker_tls)
         listener = _listen(address, has_token=token is not None)
     except (AddressError, ValueError, OSError) as error:
         print(f"backhaul dashboard: {error}", file=sys.stderr)
@@ -81,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     history = History(arguments.store, arguments.retention)
     if trouble := history.trouble():
         print(f"backhaul dashboard: runs will not be kept over a restart: {trouble}", file=sys.stderr)
-    app = create_app(workers, tokens, token, address.host, history)
+    app = create_app(workers, tokens, token, address.host, history, tls)
     serve(app, listener)
     return 0
 

@@ -4,10 +4,12 @@ import argparse
 import os
 import sys
 from functools import partial
+from pathlib import Path
 
 from backhaul_runtime.errors import AddressError, SettingError
 from backhaul_runtime.process.addresses import parse_address
 from backhaul_runtime.process.credentials import read_token
+from backhaul_runtime.process.tls import TlsFiles
 from backhaul_runtime.wire.protocol import LEASE_S
 from backhaul_server.worker.config import RUN_LIMIT_S, WorkerConfig, parse_seconds, parse_size
 from backhaul_server.worker.supervisor import supervise
@@ -50,6 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="require the token in this file; needed to listen beyond this machine; `backhaul token FILE` makes one",
     )
+    for option, what in (("cert", "certificate"), ("key", "private key"), ("ca", "authority's certificate")):
+        parser.add_argument(
+            f"--tls-{option}",
+            metavar="FILE",
+            help=f"{what} (PEM), to speak TLS; the three --tls options belong together",
+        )
     parser.add_argument(
         "--shared-memory",
         action=argparse.BooleanOptionalAction,
@@ -79,6 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
             lease_s=arguments.lease,
             run_limit_s=arguments.run_limit,
             token=read_token(arguments.token_file) if arguments.token_file is not None else "",
+            tls=_tls(arguments),
             shared_memory=arguments.shared_memory,
             unix_socket=arguments.unix_socket,
             parent=arguments.parent,
@@ -96,6 +105,21 @@ def run(arguments: argparse.Namespace) -> int:
     return serve(config)
 
 
+def _tls(arguments: argparse.Namespace) -> TlsFiles | None:
+    """Returns the files of the TLS options. Raises SettingError if they cannot be used."""
+    named = {name: getattr(arguments, f"tls_{name}") for name in ("cert", "key", "ca")}
+    missing = [f"--tls-{name}" for name, file in named.items() if file is None]
+    if len(missing) == len(named):
+        return None
+    if missing:
+        raise SettingError(f"TLS needs --tls-cert, --tls-key and --tls-ca; missing: {', '.join(missing)}")
+    if parse_address(arguments.listen).unix_path:
+        raise SettingError("TLS needs a TCP address: a Unix socket is open only to users of this machine")
+    files = TlsFiles(*map(Path, named.values()))
+    files.read()
+    return files
+
+
 def command_of(arguments: argparse.Namespace, listen: str) -> list[str]:
     """Returns the command line of a worker with the same options, with this process as its supervisor.
 
@@ -109,6 +133,9 @@ def command_of(arguments: argparse.Namespace, listen: str) -> list[str]:
     options += ["--lease", repr(arguments.lease), "--run-limit", repr(arguments.run_limit)]
     if arguments.token_file is not None:
         options += ["--token-file", arguments.token_file]
+    for name in ("cert", "key", "ca"):
+        if getattr(arguments, f"tls_{name}") is not None:
+            options += [f"--tls-{name}", getattr(arguments, f"tls_{name}")]
     options += ["--shared-memory" if arguments.shared_memory else "--no-shared-memory"]
     options += ["--unix-socket" if arguments.unix_socket else "--no-unix-socket"]
     # -P keeps modules of the working directory out.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from backhaul_runtime.process.addresses import Address
+from backhaul_runtime.process.tls import TlsFiles
 from backhaul_runtime.wire.protocol import LEASE_S
 
 RUN_LIMIT_S = 120.0
@@ -39,6 +40,9 @@ class WorkerConfig:
 
     token: str = field(default="", repr=False)
     """The token that requests must carry; empty if everyone who reaches the address may use the worker."""
+
+    tls: TlsFiles | None = None
+    """The files with which the worker speaks TLS, and requires clients to show a certificate; None: without TLS."""
 
     shared_memory: bool = True
     """Whether trainers on this machine may send and receive tensors in shared memory."""

@@ -6,6 +6,7 @@ bind TCP ports exclusively, and hold a lock beside the path of a Unix socket for
 
 import errno
 import fcntl
+import logging
 import os
 import resource
 import socket
@@ -13,12 +14,16 @@ import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import grpc
 
+from backhaul_runtime.errors import SettingError
 from backhaul_runtime.process.addresses import Address, is_private
+from backhaul_runtime.process.tls import TlsFiles
 from backhaul_runtime.wire.protocol import MAX_MESSAGE_BYTES
+
+logger = logging.getLogger("backhaul.worker")
 
 MOST_FILES = 1 << 16
 """Upper bound of the file descriptors that a worker asks for. Each connection takes one."""
@@ -139,15 +144,43 @@ def take_beside(address: str, kind: str) -> SocketPath:
         return SocketPath(directory / f"{address.rpartition(':')[2]}.{kind}")
 
 
+def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
+    """Returns the credentials of a server that requires clients with a certificate; see NOTE [Certificates].
+
+    Raises:
+        SettingError: The files cannot be used now.
+    """
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        certificate, key, authority = files.read()
+        return grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
+
+    seen = files.state
+
+    def replaced() -> Any:
+        nonlocal seen
+        if (state := files.state) == seen:
+            return None  # the present ones stay in use
+        seen = state
+        try:
+            return configuration()
+        except SettingError as error:
+            logger.error("The certificates were replaced, but the former ones stay in use: %s", error.message)
+            return None
+
+    return grpc.dynamic_ssl_server_credentials(configuration(), replaced, require_client_authentication=True)
+
+
 class Listener:
     """Binds a server to an address, and removes its Unix socket at the end.
 
     Args:
         address: The address to listen on; port 0 takes a free port.
+        tls: The files of a server that speaks TLS; None: without TLS.
     """
 
-    def __init__(self, address: Address) -> None:
-        self._address = address
+    def __init__(self, address: Address, tls: TlsFiles | None = None) -> None:
+        self._address, self._tls = address, tls
         self._path: SocketPath | None = None
 
     def bind(self, server: grpc.aio.Server) -> str:
@@ -158,7 +191,10 @@ class Listener:
             self._check_port()
         target = self._address.target.removeprefix("dns:///")
         try:
-            port = server.add_insecure_port(target)
+            if self._tls is None:
+                port = server.add_insecure_port(target)
+            else:
+                port = server.add_secure_port(target, server_credentials(self._tls))
         except RuntimeError as error:
             raise ListenError(f'can\'t listen on "{self._address.text}": {error}') from None
         if self._address.unix_path:

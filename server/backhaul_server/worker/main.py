@@ -92,7 +92,7 @@ async def _serve(config: WorkerConfig, device: torch.device) -> None:
     files = raise_file_limit()
     options = server_options(files)
     server = grpc.aio.server(interceptors=[TokenInterceptor(config.token)] if config.token else [], options=options)
-    listener = Listener(config.address)
+    listener = Listener(config.address, config.tls)
     run_memory = RunMemory(budget) if device.type == "cpu" else None
 
     def overdue(job: Job) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import grpc
 
 from backhaul_proto.v1 import telemetry_pb2
-from backhaul_runtime.errors import TransferError
+from backhaul_runtime.errors import SettingError, TransferError
 from backhaul_runtime.process.addresses import Address
 from backhaul_runtime.process.credentials import bearer
+from backhaul_runtime.process.tls import TlsFiles
 from backhaul_runtime.wire.protocol import CHANNEL_OPTIONS
 from backhaul_runtime.wire.splicing import accepted
 from backhaul_runtime.wire.stubs import stub
@@ -40,6 +41,7 @@ class Watch:
         addresses: The addresses of the workers.
         tokens: Tokens of the workers, None for no token: one for all workers, or one each in the order of addresses.
         keep: Called with every sanitized report, also with repeated ones. Must not block.
+        tls: The files with which the dashboard speaks TLS with workers that listen on TCP; None: without TLS.
 
     Attributes:
         workers: The watched workers, in the order of addresses.
@@ -53,6 +55,7 @@ class Watch:
         addresses: Sequence[Address],
         tokens: Sequence[str | None] = (None,),
         keep: Callable[[telemetry_pb2.TrainerReport], None] | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
         if len(tokens) not in {1, len(addresses)}:
             raise ValueError(
@@ -63,7 +66,7 @@ class Watch:
         self.trainers = Trainers()
         self.held = HeldMemory()
         self._tokens = list(tokens) * (len(addresses) if len(tokens) == 1 else 1)
-        self._keep = keep
+        self._keep, self._tls = keep, tls
 
     @property
     def is_ready(self) -> bool:
@@ -81,13 +84,26 @@ class Watch:
 
     async def _follow(self, worker: Watched, token: str | None) -> None:
         while True:
-            async with grpc.aio.insecure_channel(worker.address.target, options=CHANNEL_OPTIONS) as channel:
+            try:
+                opened = self._channel_to(worker.address.target)
+            except SettingError as error:  # the files may be usable again later
+                worker.failed(error.message)
+                await asyncio.sleep(INTERVAL_S)
+                continue
+            async with opened as channel:
                 ask = stub(channel, telemetry_pb2.DESCRIPTOR.services_by_name["TelemetryService"]).GetTelemetry
                 silent = 0
                 while silent < _SILENT_CALLS:
                     due_s = time.monotonic() + INTERVAL_S
                     silent = 0 if await self._ask(worker, ask, token) else silent + 1
                     await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+
+    def _channel_to(self, target: str) -> grpc.aio.Channel:
+        """Opens a channel. Raises SettingError if the files of TLS cannot be used now."""
+        if self._tls is None or target.startswith("unix:"):
+            return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+        credentials = grpc.ssl_channel_credentials(**self._tls.of_channel)
+        return grpc.aio.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
 
     async def _ask(self, worker: Watched, ask: Callable[..., Awaitable[Any]], token: str | None) -> bool:
         """Polls once, and again while there are more reports. Returns False if the worker did not answer."""

@@ -17,6 +17,7 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp
 
 from backhaul_runtime.process.addresses import Address
+from backhaul_runtime.process.tls import TlsFiles
 from backhaul_runtime.version import version
 from backhaul_server.dashboard.collect.watch import Watch
 from backhaul_server.dashboard.history.archive import Archive, NoArchive
@@ -53,6 +54,7 @@ def create_app(
     token: str | None = None,
     host: str = "",
     history: Archive | None = None,
+    tls: TlsFiles | None = None,
 ) -> FastAPI:
     """Returns the application, which watches the workers while it runs.
 
@@ -62,12 +64,13 @@ def create_app(
         token: The token that visitors must show, None for no token.
         host: The host that the server listens on.
         history: The history that keeps reports, None to keep none.
+        tls: The files with which it speaks TLS with workers; None: without TLS.
 
     Returns:
         The application, with the feed of /api/v1/live as `state.feed`. Streams end when the feed is closed.
     """
     history = history or NoArchive()
-    watch = Watch(addresses, tokens, history.put)
+    watch = Watch(addresses, tokens, history.put, tls)
     alerts = Alerts(watch)
     sources = Sources(watch, alerts, history)
     feed = Feed(sources.live)
