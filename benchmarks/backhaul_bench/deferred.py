@@ -145,11 +145,12 @@ def measure_wire(stage: Stage) -> list[Outcome]:
     values = []
     for _ in range(PLAN.most):
         training.clear_gradients()
+        shares = session._shares["recompute"].trainers_shares()
+        assert shares is not None  # a block was measured
         before = session.report()
         training.forward_backward()
         after = session.report()
-        on_worker = (after.remote - before.remote) // MICRO_BATCHES
-        sum_bytes = on_worker * sum(parameter.nbytes for parameter in training.parameters) // BLOCKS
+        sum_bytes = (BLOCKS - shares[0]) * sum(parameter.nbytes for parameter in training.parameters) // BLOCKS
         moved = after.up_bytes + after.down_bytes - before.up_bytes - before.down_bytes - sum_bytes
         values.append(moved / MICRO_BATCHES / (3 * BOUNDARY_BYTES))
     return [of_counts("defer_wire", values, on_trainer(session.report().fallbacks))]

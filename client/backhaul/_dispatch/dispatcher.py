@@ -187,7 +187,8 @@ class Dispatcher:
             and site.speculation.should_speculate(source)
             and (layout := recording.sources[source].layout)
         ]
-        site.speculation.is_derived = any(predecessor.derived is not None for predecessor in save.predecessors)
+        if save.predecessors:  # else it begins a run, which its next call need not do if the trainer's share changes
+            site.speculation.is_derived = any(predecessor.derived is not None for predecessor in save.predecessors)
         if was_sent:  # the prediction has made and queued the same copies
             save.queued_bytes = 0
         call.log.worker = worker.connection.name
