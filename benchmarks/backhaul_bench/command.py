@@ -15,14 +15,26 @@ from backhaul_bench.device import GROUPS, VARIABLE
 from backhaul_bench.figures import FIGURES, Figure, Verdict, chosen
 from backhaul_bench.machine import HIVEMIND, describe
 from backhaul_bench.outcomes import Outcome, as_json, as_line, as_table, is_failed, without_value
+from backhaul_bench.rounds import PACE
 
 HELP = "measure the overhead and the savings of Backhaul and compare each figure with its limit"
 GROUP_LIMIT_S = 600.0
-LAST_BEGIN_S = 855.0
-"""No group begins later than this, so that `make bench` takes under 15 minutes on slow machines too.
-
-The figures without a limit come last, so they are the ones that are skipped.
-"""
+WHOLE_S = 840.0
+"""Seconds for all figures together, so that `make bench` takes under 15 minutes on slow machines too."""
+NOMINAL_S = {
+    "steps": 150,
+    "small_frozen": 30,
+    "small": 40,
+    "deferred": 180,
+    "deferred_third": 220,
+    "deferred_lost": 130,
+    "deferred_wire": 50,
+    "deferred_lora": 100,
+    "peak_flat": 140,
+    "peaks": 40,
+}
+"""Seconds of the longest groups on a slow machine if none is hurried. All others take about `_SHORT_S`."""
+_SHORT_S = 25
 _END_S = 10.0
 _CORES = 2
 # glibc's thresholds for a process whose resident memory is measured. With the defaults, fragmentation would count too.
@@ -36,7 +48,7 @@ ENVIRONMENTS = {
     "checks_small": _CHECKS_ENVIRONMENT,
 }
 
-RunGroup = Callable[[str, Sequence[int]], list[Outcome]]
+RunGroup = Callable[[str, Sequence[int], float], list[Outcome]]
 """Measures a group's figures on two cores, the trainer's and the worker's. Raises RuntimeError if that fails."""
 
 
@@ -97,13 +109,14 @@ def measure(figures: Sequence[Figure], cores: Sequence[int], run_group: RunGroup
     """Returns the outcomes of the figures, in order. A group that raises RuntimeError fails only its own figures."""
     by_name: dict[str, Outcome] = {}
     began_s = monotonic()
-    for group in dict.fromkeys(figure.group for figure in figures):
+    groups = list(dict.fromkeys(figure.group for figure in figures))
+    for number, group in enumerate(groups):
         names = [figure.name for figure in figures if figure.group == group]
         after_s = monotonic() - began_s
+        pace = _pace(WHOLE_S - after_s, groups[number:])
         print(f"measuring {', '.join(names)} after {after_s:.0f} s", file=sys.stderr, flush=True)
         try:
-            measured = run_group(group, cores) if after_s <= LAST_BEGIN_S else _out_of_time(names)
-            outcomes = {outcome.name: outcome for outcome in measured}
+            outcomes = {outcome.name: outcome for outcome in run_group(group, cores, pace)}
         except RuntimeError as error:
             outcomes = {name: without_value(name, Verdict.FAILED, str(error)) for name in names}
         for name in names:
@@ -113,18 +126,25 @@ def measure(figures: Sequence[Figure], cores: Sequence[int], run_group: RunGroup
     return [by_name[figure.name] for figure in figures]
 
 
-def _out_of_time(names: Sequence[str]) -> list[Outcome]:
-    note = f"no time was left: backhaul bench --only {' '.join(names)}"
-    return [without_value(name, Verdict.UNAVAILABLE, note) for name in names]
+def _pace(left_s: float, groups: Sequence[str]) -> float:
+    """Returns the part of its time that each of the remaining groups may take, at most 1."""
+    nominal_s = sum(NOMINAL_S.get(group, _SHORT_S) for group in groups)
+    return max(0.0, min(1.0, left_s / nominal_s))
 
 
-def run_group(group: str, cores: Sequence[int]) -> list[Outcome]:
+def run_group(group: str, cores: Sequence[int], pace: float) -> list[Outcome]:
     """Measures a group in a process of its own, in which each op uses one thread.
+
+    Args:
+        group: The name of the group.
+        cores: The trainer's core and the worker's.
+        pace: The part of its time that the measurement may take.
 
     Raises:
         RuntimeError: The process failed or timed out. The message is its last line on stderr.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "6", **ENVIRONMENTS.get(group, {})}
+    settings = {"OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "6", PACE: str(pace)}
+    environment = {**os.environ, **settings, **ENVIRONMENTS.get(group, {})}
     with tempfile.TemporaryDirectory(prefix="backhaul-bench-") as directory:
         results = Path(directory) / "outcomes.json"
         process = subprocess.Popen(

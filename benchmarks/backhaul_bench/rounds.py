@@ -1,5 +1,6 @@
 """Rounds in which variants take turns, and their statistics without the disturbed rounds. Imports no torch."""
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,8 @@ from backhaul_bench.noise import NOISY, Core, foreign_share, settle
 
 ENOUGH = 5
 """Least number of kept rounds for a conclusive result."""
+PACE = "BENCH_PACE"
+"""Environment variable with the part of its time that a measurement may take; 1 if it is unset."""
 
 Round = Mapping[str, float]
 """Value of each variant in one round, in seconds or another unit."""
@@ -108,7 +111,7 @@ class Plan:
         enough: Number of kept rounds that ends the measurement.
         most: Largest number of rounds, kept or not.
         warm: Number of warm-up rounds, which open connections and send programs and weights and do not count.
-        limit_s: Seconds after which no round begins.
+        limit_s: Seconds after which no round begins. If many figures are measured, the variable `PACE` shortens it.
         settle_s: Longest time that a variant waits for our other processes to become idle, in seconds.
     """
 
@@ -141,14 +144,15 @@ def interleave(
         The rounds after the warm-up.
     """
     measured = measured or partial(timed, settle_s=plan.settle_s)
-    rounds, began_s = Rounds(), time.monotonic()
-    for number in range(plan.warm + plan.most):
+    rounds, began_s, pace = Rounds(), time.monotonic(), float(os.environ.get(PACE, "1"))
+    warm = min(plan.warm, 1) if pace < 1 else plan.warm
+    for number in range(warm + plan.most):
         turn = number % len(variants)
         taken = {v.name: measured(v, cores) for v in (*variants[turn:], *variants[:turn])}
         compare()
-        if number >= plan.warm:
+        if number >= warm:
             rounds.add({name: value for name, (value, _) in taken.items()}, is_quiet=all(q for _, q in taken.values()))
-        if rounds.kept >= plan.enough or (rounds.measured and time.monotonic() - began_s > plan.limit_s):
+        if rounds.kept >= plan.enough or (rounds.measured and time.monotonic() - began_s > pace * plan.limit_s):
             break
     return rounds
 

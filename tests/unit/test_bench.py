@@ -17,9 +17,9 @@ from backhaul_bench import child, command, rounds
 from backhaul_bench.device import GROUPS
 from backhaul_bench.figures import FIGURES, Figure, Kind, Verdict, chosen
 from backhaul_bench.noise import NOISY, Core, CoreTimes, ThreadTimes, foreign_share
-from backhaul_bench.outcomes import as_table, is_failed, of_counts, of_rounds, without_value
+from backhaul_bench.outcomes import Outcome, as_table, is_failed, of_counts, of_rounds, without_value
 from backhaul_bench.overlap import Lane, exposed
-from backhaul_bench.rounds import Alternative, Plan, Rounds, Spread, UnequalGradientsError, interleave, ratio_of
+from backhaul_bench.rounds import PACE, Alternative, Plan, Rounds, Spread, UnequalGradientsError, interleave, ratio_of
 from backhaul_bench.stage import Stage
 from backhaul_bench.training import Training, adapt, checkpoint_of_torch, compare, compare_gradients
 from backhaul_proto.v1 import telemetry_pb2
@@ -281,7 +281,7 @@ def test_unequal_gradients_leave_no_number(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_group_that_breaks_fails_its_own_figures_only() -> None:
-    def run_group(group: str, cores: Sequence[int]) -> list[object]:
+    def run_group(group: str, cores: Sequence[int], pace: float) -> list[object]:
         if group == "growth":
             raise RuntimeError("the worker is gone")
         return [of_counts("peak_flat", [1.01])] if group == "peak_flat" else []
@@ -294,15 +294,26 @@ def test_a_group_that_breaks_fails_its_own_figures_only() -> None:
     }
 
 
-def test_nothing_begins_once_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([0.0, command.LAST_BEGIN_S, command.LAST_BEGIN_S + 1])
+def test_figures_share_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 0.0, 600.0, 2 * command.WHOLE_S])
     monkeypatch.setattr(command, "monotonic", lambda: next(times))
-    outcomes = command.measure(chosen(["peak_flat", "growth"]), [0, 1], lambda group, cores: [of_counts(group, [1.0])])
-    assert [(outcome.name, outcome.verdict) for outcome in outcomes] == [
-        ("peak_flat", "reached"),
-        ("growth", "unavailable"),
-    ]
-    assert outcomes[1].note == "no time was left: backhaul bench --only growth"
+    monkeypatch.setattr(command, "NOMINAL_S", {"peak_flat": 700, "growth": 280, "wire": 20})
+    paces: dict[str, float] = {}
+
+    def run_group(group: str, cores: Sequence[int], pace: float) -> list[Outcome]:
+        paces[group] = pace
+        return []
+
+    command.measure(chosen(["peak_flat", "growth", "wire_over_bound"]), [0, 1], run_group)
+    assert paces == {"peak_flat": 0.84, "wire": 240 / 300, "growth": 0.0}
+
+
+def test_a_hurried_measurement_ends_earlier_but_has_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PACE, "0.0")
+    rounds = interleave(
+        [Alternative("a", lambda: 1.0)], [], Plan(warm=3, limit_s=60.0), measured=lambda *_: (1.0, True)
+    )
+    assert len(rounds.measured) == 1
 
 
 def arguments(*argv: str) -> argparse.Namespace:
@@ -318,7 +329,7 @@ def test_the_json_has_each_figure_under_its_name_with_its_limit(
         "wire": [of_counts("wire_over_bound", [1.5, 1.4, 1.6], "a note", {"bound_bytes": 10.0})],
         "shared_memory": [without_value("shm_vs_memcpy", Verdict.UNAVAILABLE, "not here")],
     }
-    monkeypatch.setattr(command, "run_group", lambda group, cores: outcomes_of[group])
+    monkeypatch.setattr(command, "run_group", lambda group, cores, pace: outcomes_of[group])
     monkeypatch.setattr(command, "_cores", lambda: [0, 1])
     file = tmp_path / "results.json"
     assert command.run(arguments("--only", "wire_over_bound", "shm_vs_memcpy", "--json", str(file))) == 0
@@ -351,7 +362,7 @@ def test_the_json_has_each_figure_under_its_name_with_its_limit(
 
 def test_a_failed_figure_is_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = [without_value("growth", Verdict.FAILED, "1 of 2 gradients are not equal")]
-    monkeypatch.setattr(command, "run_group", lambda group, cores: failed)
+    monkeypatch.setattr(command, "run_group", lambda group, cores, pace: failed)
     monkeypatch.setattr(command, "_cores", lambda: [0, 1])
     assert command.run(arguments("--only", "growth")) == 1
 
