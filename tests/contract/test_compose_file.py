@@ -1,21 +1,19 @@
 """docker-compose.yml against the commands it runs and the rules it keeps. Running it is `make compose-test`."""
 
-import argparse
 import re
 import shlex
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from backhaul._cli.registry import GROUP
+from support.commands import parse
 
 ROOT = Path(__file__).parents[2]
 FILE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = FILE["services"]
-ONCE = {"token", "prometheus-volume"}
+ONCE = {"secrets", "prometheus-volume"}
 OURS = [name for name, service in SERVICES.items() if "backhaul" in service["image"]]
 
 
@@ -23,22 +21,14 @@ def with_defaults(text: str) -> str:
     return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
 
 
-def parse(command: list[str]) -> argparse.Namespace:
-    """Raises SystemExit for options that `backhaul` does not have."""
-    (entry,) = entry_points(group=GROUP, name=command[0])
-    parser = argparse.ArgumentParser()
-    entry.load().add_arguments(parser)
-    return parser.parse_args(command[1:])
-
-
 @pytest.mark.parametrize("service", [name for name in OURS if name not in ONCE])
 def test_commands_are_those_that_there_are(service: str) -> None:
     parse(shlex.split(with_defaults(SERVICES[service]["command"])))
 
 
-def test_health_checks_and_tokens_are_made_by_commands_that_there_are() -> None:
-    (tokens,) = SERVICES["token"]["command"]
-    for command in tokens.split(";"):
+def test_health_checks_and_secrets_are_made_by_commands_that_there_are() -> None:
+    (commands,) = SERVICES["secrets"]["command"]
+    for command in with_defaults(commands).split(";"):
         name, *arguments = shlex.split(command)
         assert name == "backhaul"
         parse(arguments)
@@ -73,18 +63,30 @@ def test_only_pages_are_published_and_only_on_this_machine() -> None:
     assert SERVICES["prometheus"]["networks"] == ["monitoring"]
 
 
-def test_who_has_which_token() -> None:
+def test_who_has_which_secret() -> None:
     holders = {
         volume: {
             name for name, service in SERVICES.items() for text in service.get("volumes", []) if volume in str(text)
         }
-        for volume in ("worker-token", "dashboard-token")
+        for volume in (
+            "worker-token",
+            "dashboard-token",
+            "authority",
+            "worker-certificate",
+            "trainer-certificate",
+            "dashboard-certificate",
+        )
     }
-    assert holders["worker-token"] == {"token", "worker-1", "worker-2", "worker-gpu", "dashboard", "trainer"}
-    assert holders["dashboard-token"] == {"token", "dashboard", "prometheus", "grafana"}
+    assert holders["authority"] == {"secrets"}
+    assert holders["worker-certificate"] == {"secrets", "worker-1", "worker-2", "worker-gpu"}
+    assert holders["trainer-certificate"] == {"secrets", "trainer"}
+    assert holders["dashboard-certificate"] == {"secrets", "dashboard"}
+    assert holders["worker-token"] == {"secrets", "worker-1", "worker-2", "worker-gpu", "dashboard", "trainer"}
+    assert holders["dashboard-token"] == {"secrets", "dashboard", "prometheus", "grafana"}
     for name, service in SERVICES.items():
         for text in service.get("volumes", []):
-            assert name == "token" or "-token:" not in str(text) or str(text).endswith(":ro")
+            is_secret = "-token:" in str(text) or "-certificate:" in str(text)
+            assert name == "secrets" or not is_secret or str(text).endswith(":ro")
 
 
 def test_images_of_others_are_pinned() -> None:
