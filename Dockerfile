@@ -5,7 +5,7 @@
 
 FROM python:3.11-slim AS requirements
 # The requirements are a file of their own, so that other changes to pyproject.toml keep the large layer below cached.
-ARG EXTRAS=server
+ARG EXTRAS=server,tls
 COPY deploy/image/requirements.py pyproject.toml ./
 RUN python requirements.py pyproject.toml "${EXTRAS}" > /requirements.txt
 
@@ -45,7 +45,9 @@ FROM python:3.11-slim
 RUN groupadd --gid 10001 backhaul \
     && useradd --uid 10001 --gid backhaul --no-create-home --home-dir /var/lib/backhaul --shell /usr/sbin/nologin backhaul \
     # Mount points of volumes. A new volume takes the owner and mode of the directory that it covers.
-    && install -d -o backhaul -g backhaul -m 0700 /var/lib/backhaul /run/backhaul/worker /run/backhaul/dashboard
+    && install -d -o backhaul -g backhaul -m 0700 /var/lib/backhaul /run/backhaul/worker /run/backhaul/dashboard \
+        /run/backhaul/certificates /run/backhaul/certificates/worker /run/backhaul/certificates/trainer \
+        /run/backhaul/certificates/dashboard
 # Dependencies and project are separate layers, so an upgrade that changes no dependency pulls only the small one.
 COPY --from=dependencies /opt/backhaul /opt/backhaul
 COPY --from=project /opt/project /opt/backhaul

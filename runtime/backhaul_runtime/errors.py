@@ -16,7 +16,7 @@
     ├── WorkerLostError           the worker did not answer: the connection broke, or it timed out
     └── WorkerError               the worker refused a request, or failed
         ├── BudgetError           the worker's memory budget has no room
-        ├── CredentialError       the worker requires a token, and the request had none or a wrong one
+        ├── CredentialError       the request has no valid token, or names the session of another credential
         ├── DrainingError         the worker is shutting down and accepts no new work
         ├── LimitError            a request, or a trainer's total on the worker, exceeds a fixed limit
         ├── ProgramError          (ValueError) a program that is malformed or not allowed
@@ -187,7 +187,7 @@ class BudgetError(WorkerError):
 
 
 class CredentialError(WorkerError):
-    """The worker requires a token, and the request had none or a wrong one."""
+    """The request has no valid token although the worker requires one, or names the session of another credential."""
 
 
 class DrainingError(WorkerError):

@@ -16,14 +16,17 @@ from support.stack import DASHBOARD_TOKEN, WORKER_TOKEN, Stack, compose_config
 pytestmark = pytest.mark.timeout(2400)  # with a build, and on a machine that is busy
 
 DEMO_S = 900.0
+CERTIFICATES = "/run/backhaul/certificates"
 SERVING = ["worker-1", "worker-2", "dashboard"]
 
 ASK = f"""
 import grpc
 from backhaul_proto.v1 import telemetry_pb2
+from backhaul_runtime.process.tls import TlsFiles
 from backhaul_runtime.wire.stubs import stub
 token = open("{WORKER_TOKEN}").read().strip()
-with grpc.insecure_channel("worker-2:50051") as channel:
+files = TlsFiles.in_directory("/run/backhaul/certificates/worker")
+with grpc.secure_channel("worker-2:50051", grpc.ssl_channel_credentials(**files.of_channel)) as channel:
     services = stub(channel, telemetry_pb2.DESCRIPTOR.services_by_name["TelemetryService"])
     for shown in (), (("authorization", "Bearer " + token[::-1]),), (("authorization", "Bearer " + token),):
         try:
@@ -59,7 +62,7 @@ def token(stack: Stack) -> str:
 )
 def test_the_file_is_understood_with_every_profile(profiles: tuple[str, ...], added: set[str]) -> None:
     services = yaml.safe_load(compose_config(*profiles))["services"]
-    assert added | {"token", "trainer", *SERVING} <= set(services)
+    assert added | {"secrets", "trainer", *SERVING} <= set(services)
 
 
 def test_the_demo_is_bitwise_equal_and_all_of_it_remote(stack: Stack) -> None:
@@ -96,6 +99,13 @@ def test_the_api_denies_rather_than_leads_to_the_form(stack: Stack) -> None:
     assert stack.get("/healthz")[0] == 200  # tells nothing, and probes have no token
 
 
+def test_a_worker_answers_nobody_without_a_certificate(stack: Stack) -> None:
+    asked = 'import backhaul; backhaul.connect("worker-2:50051", connect_timeout_s=5)'
+    with pytest.raises(CalledProcessError) as raised:
+        stack.execute("worker-1", "env", "BACKHAUL_TLS=", "python", "-c", asked)
+    assert "it requires TLS" in raised.value.stderr + raised.value.stdout
+
+
 def test_a_worker_answers_no_other_container_without_the_token(stack: Stack) -> None:
     assert stack.execute("worker-1", "python", "-c", ASK).split() == ["UNAUTHENTICATED", "UNAUTHENTICATED", "OK"]
 
@@ -121,6 +131,13 @@ def test_workers_have_no_way_out(service: str, stack: Stack) -> None:
 def test_each_container_has_the_tokens_it_needs_for_its_own_eyes(stack: Stack) -> None:
     assert stack.execute("worker-1", "stat", "-c", "%a %u", WORKER_TOKEN).split() == ["600", "10001"]
     assert stack.execute("dashboard", "stat", "-c", "%a %u", DASHBOARD_TOKEN).split() == ["600", "10001"]
+    assert stack.execute("worker-1", "stat", "-c", "%a %u", f"{CERTIFICATES}/worker/tls.key").split() == [
+        "600",
+        "10001",
+    ]
+    for path in (f"{CERTIFICATES}/ca.key", f"{CERTIFICATES}/trainer/tls.key"):
+        with pytest.raises(CalledProcessError):
+            stack.execute("worker-1", "cat", path)
     with pytest.raises(CalledProcessError):
         stack.execute("worker-1", "cat", DASHBOARD_TOKEN)  # one who breaks into a worker sees no dashboard
 
@@ -135,7 +152,7 @@ def test_tokens_stay_out_of_logs_and_arguments(stack: Stack, token: str) -> None
 def test_tokens_and_history_outlive_a_restart(stack: Stack, token: str) -> None:
     runs = [run["run"] for run in stack.get_json("/api/v1/runs", token)]
     assert runs  # the demo's
-    stack.compose("run", "--rm", "-T", "--no-deps", "token")
+    stack.compose("run", "--rm", "-T", "--no-deps", "secrets")
     stack.compose("restart", "dashboard")
     assert stack.execute("dashboard", "cat", DASHBOARD_TOKEN).strip() == token
     _until_ready(stack)

@@ -7,6 +7,7 @@ from typing import Any, cast
 import grpc
 import torch
 
+from backhaul_server.worker.audit import AuditLog
 from backhaul_server.worker.engine.worker import Worker
 from backhaul_server.worker.rpc.access import POLICY, Needs
 from backhaul_server.worker.rpc.health import Health
@@ -31,7 +32,7 @@ async def methods_of_a_worker() -> set[str]:
     """All that a worker's server answers to, reflection included."""
     recorder, worker = Recorder(), Worker(torch.device("cpu"), 1 << 20, 30.0)
     server = cast(grpc.aio.Server, recorder)
-    add_services(server, worker)
+    add_services(server, worker, AuditLog())
     Health(server, reflects=True)
     await worker.close()
     return recorder.methods

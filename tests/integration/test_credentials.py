@@ -171,5 +171,9 @@ def test_beyond_this_machine_nobody_serves_without_one(name: str, token_file: st
     without = said()
     assert '"192.0.2.1:0" can be reached from other machines' in without
     assert "Make a token with `backhaul token FILE` and start with --token-file FILE" in without
-    assert "can't listen on" in said("--token-file", token_file)  # an address that no machine has: it got that far
+    # An address that no machine has: it got that far.
+    assert "can't listen on" in said("--token-file", token_file, *(["--plaintext"] if name == "worker" else []))
+    if name == "worker":
+        assert "accept that with --plaintext" in said("--token-file", token_file)
+        assert "exclude each other" in said("--token-file", token_file, "--credentials", token_file)
     assert "can't be read" in said("--token-file", "/no/such/file")

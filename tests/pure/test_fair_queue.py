@@ -1,10 +1,13 @@
 from collections.abc import Callable
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from backhaul_server.worker.engine.fair_queue import FairQueue, Job
 
 
-def job(session: str, expected_s: float = 1.0, begin: Callable[[], bool] = lambda: True) -> Job:
-    return Job(session, begin, lambda: None, lambda: None, expected_s, "")
+def job(session: str, expected_s: float = 1.0, begin: Callable[[], bool] = lambda: True, *, account: str = "") -> Job:
+    return Job(account, session, begin, lambda: None, lambda: None, expected_s, "")
 
 
 def drain(queue: FairQueue) -> list[Job]:
@@ -24,6 +27,30 @@ def test_sessions_take_turns_each_in_its_own_order() -> None:
     assert len(queue) == 0
 
 
+def test_credentials_take_turns_however_many_sessions_they_have() -> None:
+    queue = FairQueue()
+    many = [job(f"many {number % 4}", account="many") for number in range(12)]
+    few = [job("few", account="few") for _ in range(3)]
+    for item in (*many, *few):
+        queue.push(item)
+    # A job waits for at most one of each other credential, beside those before it of its own.
+    assert [queue.queued_before(item) for item in few] == [1.0, 3.0, 5.0]
+    assert [item.account for item in drain(queue)] == ["many", "few"] * 3 + ["many"] * 9
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(1, 5)), max_size=30))
+def test_the_work_before_a_job_is_what_then_runs_before_it(pushed: list[tuple[int, int, int]]) -> None:
+    queue = FairQueue()
+    jobs = [job(f"{account} {session}", cost, account=str(account)) for account, session, cost in pushed]
+    for item in jobs:
+        queue.push(item)
+    expected = {item: queue.queued_before(item) for item in jobs}
+    order, before = drain(queue), 0.0
+    for item in order:
+        assert expected[item] == before
+        before += item.expected_s
+
+
 def test_a_job_that_cannot_begin_is_skipped_and_keeps_its_turn() -> None:
     queue = FairQueue()
     has_room = False
@@ -41,6 +68,7 @@ def test_the_work_queued_before_a_job_is_known() -> None:
     first, second, other, third = job("a", 2.0), job("a", 3.0), job("b", 5.0), job("b", 7.0)
     for item in (first, second, other, third):
         queue.push(item)
-    assert queue.queued_before(first) == 5.0
-    assert queue.queued_before(second) == 2.0 + 5.0 + 7.0
+    assert queue.queued_before(first) == 0.0
+    assert queue.queued_before(second) == 2.0 + 5.0
+    assert queue.queued_before(third) == 2.0 + 5.0 + 3.0
     assert queue.queued_before(job("c")) == 0.0

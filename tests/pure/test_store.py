@@ -3,15 +3,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backhaul import BudgetError, TransferError
+from backhaul_server.worker.accounts import Account, Quotas
 from backhaul_server.worker.engine.store import ENTRY_BYTES, OWNER_BYTES, Store
 
-OWNER = "a session"
+
+class Tenant(str):
+    """A session, named by its id. All belong to one credential."""
+
+    __slots__ = ()
+    account = Account("all")
+
+    @property
+    def id(self) -> str:
+        return self
+
+
+OWNER, A, B = map(Tenant, ("a session", "a", "b"))
 
 
 def filled(budget: int, **tensors: int) -> Store[str]:
     store: Store[str] = Store(budget)
     for name, size in tensors.items():
-        store.expect(size)
+        store.expect(OWNER, size)
         store.arrived(OWNER, name.encode(), name, size)
     return store
 
@@ -30,7 +43,7 @@ def test_transient_tensors_are_freed_with_their_last_segment() -> None:
     store.attach("s", OWNER, [b"x"], [b"x"], 0)
     store.attach("t", OWNER, [b"x", b"x"], [b"x"], 0)
     store.detach("s")
-    assert store.value(b"x") == "x"
+    assert store.value(OWNER, b"x") == "x"
     store.detach("t")
     assert store.missing(OWNER, [b"x"]) == [b"x"]
     assert store.usage().cached == 0
@@ -38,36 +51,36 @@ def test_transient_tensors_are_freed_with_their_last_segment() -> None:
 
 def test_no_session_receives_a_tensor_that_another_made_to_collide() -> None:
     store = filled(2000, a=10)
-    store.expect(10)
+    store.expect(OWNER, 10)
     with pytest.raises(TransferError, match="another session"):
-        store.arrived("another", b"a", "forged", 10)
-    store.cache("another", b"a", "forged", 10)
-    assert store.missing("another", [b"a"]) == [b"a"]
-    assert (store.value(b"a"), store.usage().cached) == ("a", 10)
-    store.expect(10)
-    store.arrived("another", b"a", "a", 10)
-    assert store.missing("another", [b"a"]) == []
+        store.arrived(B, b"a", "forged", 10)
+    store.cache(B, b"a", "forged", 10)
+    assert store.missing(B, [b"a"]) == [b"a"]
+    assert (store.value(OWNER, b"a"), store.usage().cached) == ("a", 10)
+    store.expect(OWNER, 10)
+    store.arrived(B, b"a", "a", 10)
+    assert store.missing(B, [b"a"]) == []
 
 
 def test_the_oldest_cached_tensors_are_evicted_first() -> None:
     store = filled(30, a=10, b=10, c=10)
-    store.value(b"a")
-    store.expect(10)
+    store.value(OWNER, b"a")
+    store.expect(OWNER, 10)
     assert store.missing(OWNER, [b"a", b"b", b"c"]) == [b"b"]
 
 
 def test_a_tensor_is_charged_when_it_is_declared() -> None:
     store: Store[str] = Store(100)
-    store.expect(90)
+    store.expect(OWNER, 90)
     with pytest.raises(BudgetError):
-        store.expect(20)
-    store.abandon(90)
-    store.expect(20)
+        store.expect(OWNER, 20)
+    store.abandon(OWNER, 90)
+    store.expect(OWNER, 20)
 
 
 def test_a_tensor_beyond_the_whole_budget_will_never_fit() -> None:
     with pytest.raises(BudgetError, match="--memory") as caught:
-        Store(100).expect(101)
+        Store(100).expect(OWNER, 101)
     assert (caught.value.retry_after_s, caught.value.budget_bytes, caught.value.needed_bytes) == (0.0, 100, 101)
 
 
@@ -118,7 +131,7 @@ def test_the_schedule_chooses_the_replay_to_evict() -> None:
     store: Store[str] = Store(100, lambda: next(name for name in "bac" if name not in dropped))
     for name in "abc":
         store.keep_ready(name, 30, lambda name=name: dropped.append(name))  # type: ignore[misc]
-    store.expect(50)
+    store.expect(OWNER, 50)
     assert dropped == ["b", "a"]
     assert store.usage().working == 30
 
@@ -127,9 +140,9 @@ def test_tensors_are_accepted_beside_replays_but_not_beside_a_run() -> None:
     store = filled(100, a=10)
     store.attach("s", OWNER, [b"a"], [], 50)
     store.keep_ready("s", 50, pytest.fail)
-    store.expect(40)
+    store.expect(OWNER, 40)
     with pytest.raises(BudgetError):
-        store.expect(1)
+        store.expect(OWNER, 1)
 
 
 def test_tensors_for_an_unsaved_segment_are_evicted_after_replays() -> None:
@@ -138,9 +151,9 @@ def test_tensors_for_an_unsaved_segment_are_evicted_after_replays() -> None:
     store.detach("s")
     dropped: list[str] = []
     store.keep_ready("s", 60, lambda: dropped.append("s"))
-    store.expect(30)
+    store.expect(OWNER, 30)
     assert (store.missing(OWNER, [b"a", b"b"]), dropped) == ([b"a"], [])
-    store.expect(30)
+    store.expect(OWNER, 30)
     assert (store.missing(OWNER, [b"a", b"b"]), dropped) == ([b"a"], ["s"])
 
 
@@ -171,7 +184,7 @@ def test_nothing_ever_exceeds_the_budget(steps: list[tuple[str, int, int]]) -> N
         name = bytes([number])
         try:
             if kind == "p" and store.missing(OWNER, [name]):
-                store.expect(size)
+                store.expect(OWNER, size)
                 store.arrived(OWNER, name, number, size)
             elif kind == "a" and not store.missing(OWNER, [name]) and number not in store._segments:
                 store.attach(number, OWNER, [name], [name] if size % 2 else [], size)
@@ -220,12 +233,12 @@ def test_a_result_that_is_being_read_stays_charged() -> None:
     store.keep_result("r", 60, lambda: None)
     store.pin_result("r")
     with pytest.raises(BudgetError):
-        store.expect(50)
+        store.expect(OWNER, 50)
     store.forget_result("r")
     assert store.usage().results == 60
     store.unpin_result("r")
     assert store.usage().results == 0
-    store.expect(50)
+    store.expect(OWNER, 50)
 
 
 def test_a_result_that_replaces_one_that_is_being_read_leaves_no_charge() -> None:
@@ -246,18 +259,18 @@ def test_free_shared_memory_is_charged() -> None:
     store: Store[str] = Store(100, free_shared_bytes=lambda: free)
     assert store.has_room(60)
     free = 60
-    store.expect(20)
+    store.expect(OWNER, 20)
     free -= 20  # the tensor lies in shared memory
     store.arrived(OWNER, b"shared", "tensor", 20, is_shared=True)
     store.cache(OWNER, b"own", "tensor", 30)
     assert store.usage().cached == 90
     assert not store.has_room(11)
     # Evicting a tensor in shared memory makes no room; evicting the other one does.
-    store.expect(40)
+    store.expect(OWNER, 40)
     assert store.missing(OWNER, [b"shared", b"own"]) == [b"own"]
     with pytest.raises(BudgetError):
-        store.expect(1)
-    store.abandon(40)
+        store.expect(OWNER, 1)
+    store.abandon(OWNER, 40)
     assert store.attach("segment", OWNER, [b"shared"], [b"shared"], 40) == 20
     store.detach("segment")
     free += 20
@@ -268,81 +281,81 @@ def test_free_shared_memory_is_charged() -> None:
 def test_a_copy_replaces_a_tensor_in_shared_memory() -> None:
     free = 30
     store: Store[str] = Store(100, free_shared_bytes=lambda: free)
-    store.expect(20)
+    store.expect(OWNER, 20)
     store.arrived(OWNER, b"a", (shared := "tensor"), 20, is_shared=True)
-    assert store.oldest_shared(lambda tensor: tensor is shared) == (b"a", shared)
-    store.replace(b"a", shared, "copy")
+    assert store.oldest_shared(lambda tensor: tensor is shared) == ((OWNER.account, b"a"), shared)
+    store.replace((OWNER.account, b"a"), shared, "copy")
     free += 20
-    store.expect(50)  # the copy can be evicted
+    store.expect(OWNER, 50)  # the copy can be evicted
     assert store.missing(OWNER, [b"a"]) == [b"a"]
 
 
-def equal(budget: int, *owners: str, size: int = ENTRY_BYTES) -> Store[str]:
+def equal(budget: int, *owners: Tenant, size: int = ENTRY_BYTES) -> Store[str]:
     """Returns a store to which each of these owners has sent the same tensor."""
     store: Store[str] = Store(budget)
     for owner in owners:
-        store.expect(size)
+        store.expect(owner, size)
         store.arrived(owner, b"w", "tensor", size)
     return store
 
 
 def test_equal_tensors_of_several_owners_are_stored_once() -> None:
-    store = equal(1 << 20, "a", "b")
+    store = equal(1 << 20, A, B)
     assert store.usage().cached == ENTRY_BYTES + OWNER_BYTES
-    assert [store.missing(owner, [b"w"]) for owner in "abc"] == [[], [], [b"w"]]
+    assert [store.missing(owner, [b"w"]) for owner in (A, B, Tenant("c"))] == [[], [], [b"w"]]
 
 
 def test_a_tensor_of_another_owner_is_reported_as_missing() -> None:
-    store = equal(1 << 20, "a")
-    store.attach("s", "a", [b"w"], [], 0)
-    assert store.missing("b", [b"w", b"x"]) == [b"w", b"x"]
-    assert not store.is_named("b", b"w")
-    store.disown("b", [b"w"])
-    store.remove_owner("b")
-    assert store.missing("a", [b"w"]) == []
+    store = equal(1 << 20, A)
+    store.attach("s", A, [b"w"], [], 0)
+    assert store.missing(B, [b"w", b"x"]) == [b"w", b"x"]
+    assert not store.is_named(B, b"w")
+    store.disown(B, [b"w"])
+    store.remove_owner(B)
+    assert store.missing(A, [b"w"]) == []
 
 
 def test_a_tensor_that_one_owner_disowns_stays_for_the_other() -> None:
-    store = equal(1 << 20, "a", "b")
-    store.disown("a", [b"w"])
-    assert [store.missing(owner, [b"w"]) for owner in "ab"] == [[b"w"], []]
+    store = equal(1 << 20, A, B)
+    store.disown(A, [b"w"])
+    assert [store.missing(owner, [b"w"]) for owner in (A, B)] == [[b"w"], []]
     assert store.usage().cached == ENTRY_BYTES
-    store.remove_owner("b")
+    store.remove_owner(B)
     assert store.usage().cached == 0
 
 
 def test_a_segment_keeps_disowned_tensors_until_it_is_detached() -> None:
-    store = equal(1 << 20, "a")
-    store.attach("s", "a", [b"w"], [], 0)
-    store.disown("a", [b"w"])
-    assert store.missing("a", [b"w"]) == []
+    store = equal(1 << 20, A)
+    store.attach("s", A, [b"w"], [], 0)
+    store.disown(A, [b"w"])
+    assert store.missing(A, [b"w"]) == []
     store.detach("s")
-    assert store.missing("a", [b"w"]) == [b"w"]
+    assert store.missing(A, [b"w"]) == [b"w"]
     assert store.usage().cached == 0
 
 
 def test_a_tensor_that_is_transient_for_one_owner_stays_for_the_other() -> None:
-    store = equal(1 << 20, "a", "b")
-    store.attach("s", "a", [b"w"], [b"w"], 0)
-    store.attach("t", "b", [b"w"], [], 0)
+    store = equal(1 << 20, A, B)
+    store.attach("s", A, [b"w"], [b"w"], 0)
+    store.attach("t", B, [b"w"], [], 0)
     store.detach("t")
     store.detach("s")
-    assert [store.missing(owner, [b"w"]) for owner in "ab"] == [[b"w"], []]
+    assert [store.missing(owner, [b"w"]) for owner in (A, B)] == [[b"w"], []]
     assert (store.usage().segments, store.usage().cached) == (0, ENTRY_BYTES)
 
 
 def test_an_evicted_tensor_is_missing_for_all_owners() -> None:
-    store = equal(4 * ENTRY_BYTES, "a", "b")
-    store.expect(4 * ENTRY_BYTES)
-    assert [store.missing(owner, [b"w"]) for owner in "ab"] == [[b"w"], [b"w"]]
+    store = equal(4 * ENTRY_BYTES, A, B)
+    store.expect(OWNER, 4 * ENTRY_BYTES)
+    assert [store.missing(owner, [b"w"]) for owner in (A, B)] == [[b"w"], [b"w"]]
     assert store.usage().cached == 4 * ENTRY_BYTES
 
 
 def test_an_owner_may_be_removed_while_its_tensors_are_sent() -> None:
-    store = equal(1 << 20, "a")
-    store.attach("answer", "a", [b"w"], [b"w"], 0)
-    store.remove_owner("a")
-    assert store.value(b"w") == "tensor"
+    store = equal(1 << 20, A)
+    store.attach("answer", A, [b"w"], [b"w"], 0)
+    store.remove_owner(A)
+    assert store.value(OWNER, b"w") == "tensor"
     store.detach("answer")
     assert store.usage().cached == store.usage().segments == 0
     assert store._owners == {}
@@ -368,24 +381,25 @@ def test_attaching_a_segment_does_not_evict_the_tensors_it_names() -> None:
 
 def test_one_answer_is_always_sent_and_others_if_there_is_room() -> None:
     store: Store[str] = Store(100)
-    store.charge("everything", 100)
-    store.start_sending(30)
+    store.charge(OWNER, "everything", 100)
+    store.start_sending(OWNER, 30)
     with pytest.raises(BudgetError):
-        store.start_sending(30)
-    store.end_sending(30)
-    store.start_sending(30)
+        store.start_sending(OWNER, 30)
+    store.end_sending(OWNER, 30)
+    store.start_sending(OWNER, 30)
 
 
 @given(st.lists(st.tuples(st.sampled_from("pPaAdgl"), st.integers(0, 3), st.integers(0, 3)), max_size=80))
 def test_possessions_and_bytes_always_agree(steps: list[tuple[str, int, int]]) -> None:
     """Whatever two owners do, each names only what it has sent, and nothing is left of removed owners."""
     store: Store[int] = Store(20 * ENTRY_BYTES)
-    attached: dict[tuple[int, str], int] = {}
-    sent: dict[str, set[bytes]] = {"a": set(), "b": set()}
+    held, inflight = A.account.held_bytes, A.account.inflight_bytes
+    attached: dict[tuple[int, Tenant], int] = {}
+    sent: dict[Tenant, set[bytes]] = {A: set(), B: set()}
     for kind, number, other in steps:
-        owner, name = "ab"[other % 2], bytes([number])
+        owner, name = (A, B)[other % 2], bytes([number])
         if kind in "pP":
-            store.expect(ENTRY_BYTES)
+            store.expect(owner, ENTRY_BYTES)
             store.arrived(owner, name, number, ENTRY_BYTES)
             sent[owner].add(name)
         elif kind in "aA" and not store.missing(owner, [name]) and (number, owner) not in attached:
@@ -407,7 +421,71 @@ def test_possessions_and_bytes_always_agree(steps: list[tuple[str, int, int]]) -
             assert all(store.is_named(owner, bytes([n])) == ((n, owner) in attached) for n in range(4))
     for key in attached:
         store.detach(key)
-    for owner in "ab":
+    for owner in (A, B):
         store.remove_owner(owner)
     assert (store._entries, store._owners) == ({}, {})
     assert sum(store._bytes.values()) == 0
+    assert (A.account.held_bytes, A.account.inflight_bytes) == (held, inflight)
+
+
+class Other(Tenant):
+    """A session of another credential."""
+
+    __slots__ = ()
+    account = Account("other")
+
+
+def test_credentials_share_nothing() -> None:
+    store = equal(1 << 20, A, Other("x"))
+    assert store.usage().cached == 2 * ENTRY_BYTES
+    store.expect(Other("x"), 10)
+    store.arrived(Other("x"), b"v", "one", 10)
+    store.expect(A, 10)
+    store.arrived(A, b"v", "another", 10)  # the same address: it collides with nothing
+    assert (store.value(Other("x"), b"v"), store.value(A, b"v")) == ("one", "another")
+
+
+def limited(quotas: Quotas) -> Tenant:
+    """Returns a session of a credential of its own with these quotas."""
+
+    class Limited(Tenant):
+        __slots__ = ()
+        account = Account("limited", quotas)
+
+    return Limited("limited")
+
+
+def test_a_quota_of_memory_bounds_what_cannot_be_evicted() -> None:
+    store: Store[str] = Store(1000)
+    owner = limited(Quotas(memory_bytes=100))
+    for name in (b"a", b"b"):
+        store.expect(owner, 60)
+        store.arrived(owner, name, "tensor", 60)  # cached, so it can be evicted
+    store.attach("s", owner, [b"a"], [], 0)
+    with pytest.raises(BudgetError, match='"limited" may keep 100 bytes') as caught:
+        store.attach("t", owner, [b"b"], [], 0)
+    assert caught.value.retry_after_s > 0
+    with pytest.raises(BudgetError, match="may keep") as caught:
+        store.expect(owner, 101)
+    assert caught.value.retry_after_s == 0
+    assert not store.keep_sums(owner, 50)
+    assert store.keep_sums(owner, 40)
+    with pytest.raises(BudgetError, match="may keep"):
+        store.charge(owner, "a session", 1)
+    store.attach("u", OWNER, [], [], 0, own_bytes=500)  # others have their own
+    store.drop_sums(owner, 40)
+    store.detach("s")
+    store.attach("t", owner, [b"b"], [], 0)
+
+
+def test_a_quota_of_bytes_in_flight_lets_a_single_answer_pass() -> None:
+    store: Store[str] = Store(1000)
+    owner = limited(Quotas(inflight_bytes=100))
+    store.start_sending(owner, 300)
+    with pytest.raises(BudgetError, match="have in flight"):
+        store.start_sending(owner, 1)
+    with pytest.raises(BudgetError, match="have in flight"):
+        store.expect(owner, 1)
+    store.start_sending(OWNER, 100)
+    store.end_sending(owner, 300)
+    store.expect(owner, 100)

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from backhaul import SegmentUnknownError
 from backhaul_runtime.wire.bundle import bundle
+from backhaul_server.worker.accounts import Account
 from backhaul_server.worker.engine.executor import Executor
 from backhaul_server.worker.engine.gradient_sums import SUM_BYTES, GradientsToKeep, GradientSums
 from backhaul_server.worker.engine.runs import RunResult
+from backhaul_server.worker.engine.segment import SessionState
 from backhaul_server.worker.engine.store import Store
 from backhaul_server.worker.engine.stored_values import StoredValue
 
@@ -25,8 +27,9 @@ SumsTest = Callable[[GradientSums, Store[StoredValue]], Awaitable[None]]
 def with_sums(test: SumsTest, *, budget_bytes: int = 1 << 20) -> None:
     async def main() -> None:
         store: Store[StoredValue] = Store(budget_bytes)
+        session = SessionState("session", Account(), "trainer", 0.0)
         executor = Executor(lambda: None, lambda _: None, 60.0)
-        sums = GradientSums("session", store, executor)
+        sums = GradientSums(session, store, executor)
         try:
             await test(sums, store)
         finally:

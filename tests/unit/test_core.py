@@ -55,7 +55,7 @@ def squaring() -> bytes:
 
 def put(worker: Worker, session: SessionState, tensor: torch.Tensor) -> bytes:
     layout, address = layout_of(tensor), address_of(tensor)
-    worker.store.arrived(session.id, address, tensor, worker.expect_tensor(layout))
+    worker.store.arrived(session, address, tensor, worker.expect_tensor(session, layout))
     return address
 
 

@@ -128,7 +128,7 @@ def test_speculative_results_are_evicted_when_memory_is_needed() -> None:
         await idle(worker)
         usage = worker.store.usage()
         held = usage.segments + usage.sessions
-        worker.store.expect(usage.budget - held - segments[0].footprint.run_bytes)
+        worker.store.expect(segments[0].session, usage.budget - held - segments[0].footprint.run_bytes)
         assert segments[0].speculation is None
         assert segments[0].machine.phase is Phase.SAVED
         assert torch.equal(await backward(worker, segments[0], gradient, runs_anew=True), gradient * 4)

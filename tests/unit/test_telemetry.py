@@ -236,26 +236,31 @@ def test_the_quickest_answer_tells_how_far_a_clock_is_ahead() -> None:
     assert clock.clock_offset_s == 505.0
 
 
-def after(reports: TrainerReports, number: int) -> tuple[list[telemetry_pb2.Report], bool]:
+def after(
+    reports: TrainerReports, number: int, credential: str | None = None
+) -> tuple[list[telemetry_pb2.Report], bool]:
     """Those that came after a report, decoded."""
-    encoded, has_more = reports.after(number)
+    encoded, has_more = reports.after(number, credential)
     return [telemetry_pb2.Report.FromString(report) for report in encoded], has_more
 
 
 def test_reports_are_found_by_what_came_before_them() -> None:
     reports = TrainerReports()
     for number in range(5):
-        reports.put(telemetry_pb2.TrainerReport(dropped=number))
+        reports.put(telemetry_pb2.TrainerReport(dropped=number), "one")
     assert [report.number for report in after(reports, 0)[0]] == [1, 2, 3, 4, 5]
     assert [report.report.dropped for report in after(reports, 3)[0]] == [3, 4]
-    assert reports.after(5) == reports.after(99) == ([], False)
+    assert reports.after(5, None) == reports.after(99, None) == ([], False)
+    reports.put(telemetry_pb2.TrainerReport(dropped=9), "another")
+    assert [report.number for report in after(reports, 3, "one")[0]] == [4, 5]
+    assert [report.number for report in after(reports, 3, "another")[0]] == [6]
 
 
 def test_reports_are_bounded_in_bytes_and_come_in_parts() -> None:
     reports = TrainerReports()
     count = 24
     for number in range(count):
-        reports.put(telemetry_pb2.TrainerReport(run=telemetry_pb2.Run(id="x" * (HELD_BYTES // 16)), dropped=number))
+        reports.put(telemetry_pb2.TrainerReport(run=telemetry_pb2.Run(id="x" * (HELD_BYTES // 16)), dropped=number), "")
     seen, last, more = 0, 0, True
     while more:
         part, more = after(reports, last)
@@ -267,8 +272,8 @@ def test_reports_are_bounded_in_bytes_and_come_in_parts() -> None:
 
 def test_a_report_larger_than_a_message_still_comes() -> None:
     reports = TrainerReports()
-    reports.put(telemetry_pb2.TrainerReport(run=telemetry_pb2.Run(id="x" * (2 * ANSWER_BYTES))))
-    reports.put(telemetry_pb2.TrainerReport(dropped=1))
+    reports.put(telemetry_pb2.TrainerReport(run=telemetry_pb2.Run(id="x" * (2 * ANSWER_BYTES))), "")
+    reports.put(telemetry_pb2.TrainerReport(dropped=1), "")
     part, more = after(reports, 0)
     assert ([report.number for report in part], more) == ([1], True)
     assert [report.number for report in after(reports, 1)[0]] == [2]

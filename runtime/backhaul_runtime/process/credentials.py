@@ -101,13 +101,19 @@ def bearer(token: str | None) -> tuple[tuple[str, str], ...]:
     return ((AUTHORIZATION, f"Bearer {token}"),) if token else ()
 
 
-def shows(authorizations: Iterable[str], token: str) -> bool:
-    """Whether a request shows the token in its only authorization header. Takes equally long for any wrong one."""
+def shown_token(authorizations: Iterable[str]) -> str | None:
+    """Returns the token in the only authorization header of a request; None if there is none."""
     match list(authorizations):
         case [shown]:
-            scheme, _, credential = shown.partition(" ")
-            return scheme.lower() == "bearer" and is_token(credential, token)
-    return False
+            scheme, _, token = shown.partition(" ")
+            return token if scheme.lower() == "bearer" else None
+    return None
+
+
+def shows(authorizations: Iterable[str], token: str) -> bool:
+    """Whether a request shows the token in its only authorization header. Takes equally long for any wrong one."""
+    shown = shown_token(authorizations)
+    return shown is not None and is_token(shown, token)
 
 
 def is_token(shown: str, token: str) -> bool:

@@ -51,7 +51,7 @@ def set_up(command: str) -> Iterator[None]:
     """
     level = _level()
     root, own = logging.getLogger(), logging.getLogger(f"backhaul.{command}")
-    handler, seldom = _ToStderr(), _Seldom()
+    handler, seldom = _ToStderr(), Seldom()
     handler.addFilter(seldom)
     handler.setFormatter(_formatter(command))
     levels, hooks = (root.level, own.level), (threading.excepthook, sys.unraisablehook)
@@ -116,8 +116,8 @@ class _LogCall:
     like: tuple[str, int, str] = ("", 0, "")
 
 
-class _Seldom(logging.Filter):
-    """Limits the lines of each log call (Rule 4). The number of log calls in the code bounds its size."""
+class Seldom(logging.Filter):
+    """A filter that limits the lines of each log call (Rule 4). The number of log calls in the code bounds its size."""
 
     def __init__(self) -> None:
         super().__init__()

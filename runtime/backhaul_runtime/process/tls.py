@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from backhaul_runtime.errors import SettingError
+from backhaul_runtime.process.files import state_of
 
 CERTIFICATE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
 """The names of the files in a directory, as in a Kubernetes Secret of cert-manager."""
@@ -87,19 +88,11 @@ class TlsFiles:
     @property
     def state(self) -> tuple[object, ...]:
         """Changes when a file is replaced or written."""
-        return tuple(map(_state, (self.certificate, self.key, self.authority)))
+        return tuple(map(state_of, (self.certificate, self.key, self.authority)))
 
 
 _HOW = "`backhaul certificates DIR` makes certificates"
 _REASONS = {"KEY_VALUES_MISMATCH": "the key does not belong to the certificate", "NO_START_LINE": "one is not PEM"}
-
-
-def _state(path: Path) -> object:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def files_of(directory: str | None) -> TlsFiles | None:

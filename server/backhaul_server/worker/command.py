@@ -8,11 +8,12 @@ from pathlib import Path
 
 from backhaul_runtime.errors import AddressError, SettingError
 from backhaul_runtime.process.addresses import parse_address
-from backhaul_runtime.process.credentials import read_token
 from backhaul_runtime.process.tls import TlsFiles
 from backhaul_runtime.wire.protocol import LEASE_S
-from backhaul_server.worker.config import RUN_LIMIT_S, WorkerConfig, parse_seconds, parse_size
+from backhaul_server.worker.config import RUN_LIMIT_S, WorkerConfig
+from backhaul_server.worker.credentials import Credentials
 from backhaul_server.worker.supervisor import supervise
+from backhaul_server.worker.units import parse_seconds, parse_size
 
 HELP = "recompute segments for trainers"
 
@@ -52,12 +53,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="require the token in this file; needed to listen beyond this machine; `backhaul token FILE` makes one",
     )
+    parser.add_argument(
+        "--credentials",
+        metavar="FILE",
+        help="accept the credentials in this TOML file, each with tokens and quotas; instead of --token-file",
+    )
+    parser.add_argument(
+        "--audit-log",
+        metavar="FILE",
+        help="append a JSON line for each session that is opened and each request that is denied",
+    )
     for option, what in (("cert", "certificate"), ("key", "private key"), ("ca", "authority's certificate")):
         parser.add_argument(
             f"--tls-{option}",
             metavar="FILE",
             help=f"{what} (PEM), to speak TLS; the three --tls options belong together",
         )
+    parser.add_argument(
+        "--plaintext",
+        action="store_true",
+        help="allow to listen beyond this machine without TLS: others on the network can read tensors and tokens then",
+    )
     parser.add_argument(
         "--shared-memory",
         action=argparse.BooleanOptionalAction,
@@ -86,7 +102,9 @@ def run(arguments: argparse.Namespace) -> int:
             memory_bytes=arguments.memory,
             lease_s=arguments.lease,
             run_limit_s=arguments.run_limit,
-            token=read_token(arguments.token_file) if arguments.token_file is not None else "",
+            credentials=_credentials(arguments),
+            plaintext=arguments.plaintext,
+            audit_log=arguments.audit_log,
             tls=_tls(arguments),
             shared_memory=arguments.shared_memory,
             unix_socket=arguments.unix_socket,
@@ -103,6 +121,17 @@ def run(arguments: argparse.Namespace) -> int:
     from backhaul_server.worker.main import serve
 
     return serve(config)
+
+
+def _credentials(arguments: argparse.Namespace) -> Credentials | None:
+    """Returns who may use the worker. Raises SettingError if the files cannot be used."""
+    if arguments.credentials is not None and arguments.token_file is not None:
+        raise SettingError(
+            "--credentials and --token-file exclude each other: name the token's file in the credentials"
+        )
+    if arguments.credentials is not None:
+        return Credentials(arguments.credentials)
+    return Credentials(arguments.token_file, is_single=True) if arguments.token_file is not None else None
 
 
 def _tls(arguments: argparse.Namespace) -> TlsFiles | None:
@@ -131,8 +160,10 @@ def command_of(arguments: argparse.Namespace, listen: str) -> list[str]:
     if arguments.memory:
         options += ["--memory", f"{arguments.memory}B"]
     options += ["--lease", repr(arguments.lease), "--run-limit", repr(arguments.run_limit)]
-    if arguments.token_file is not None:
-        options += ["--token-file", arguments.token_file]
+    for name in ("token_file", "credentials", "audit_log"):
+        if getattr(arguments, name) is not None:
+            options += [f"--{name.replace('_', '-')}", getattr(arguments, name)]
+    options += ["--plaintext"] if arguments.plaintext else []
     for name in ("cert", "key", "ca"):
         if getattr(arguments, f"tls_{name}") is not None:
             options += [f"--tls-{name}", getattr(arguments, f"tls_{name}")]

@@ -6,19 +6,23 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import grpc
 import torch
 
+from backhaul_runtime.errors import SettingError
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.process.resources import resident_bytes
 from backhaul_runtime.torch_internals.ambient_state import max_threads
 from backhaul_runtime.wire.shared_memory import IS_AVAILABLE
 from backhaul_server.worker.announcement import announcement
-from backhaul_server.worker.config import WorkerConfig, host_memory_bytes, size_text
+from backhaul_server.worker.audit import AuditLog
+from backhaul_server.worker.config import WorkerConfig, host_memory_bytes
+from backhaul_server.worker.credentials import Credentials
 from backhaul_server.worker.engine.bounds import RunMemory
 from backhaul_server.worker.engine.executor import GRACE_S
 from backhaul_server.worker.engine.fair_queue import Job
@@ -33,23 +37,25 @@ from backhaul_server.worker.listening import (
     take_beside,
 )
 from backhaul_server.worker.memory_sharing.handover import Handover
-from backhaul_server.worker.rpc.access import TokenInterceptor
+from backhaul_server.worker.rpc.access import CredentialInterceptor
 from backhaul_server.worker.rpc.health import Health
 from backhaul_server.worker.rpc.peers import Peers
 from backhaul_server.worker.rpc.service import add_services
 from backhaul_server.worker.supervisor import OVERDUE_CODE
+from backhaul_server.worker.units import size_text
 
 logger = logging.getLogger("backhaul.worker")
 
 DRAIN_S = 30.0
 """Seconds that SIGTERM waits for requests in flight; a second SIGTERM ends the wait."""
 
-_END_S = 5.0
+END_S = 5.0
+"""Seconds that a run which is in progress has to end after that."""
 
 _HEADROOM_BYTES = 1 << 30  # on top of the budget: gRPC's buffers, programs being decoded, torch's tables
 _STACK_BYTES = 8 << 20  # the stack of each thread that a program may run ops on
 _NO_LIMIT = 1 << 62
-_PARENT_POLL_S = 1.0
+_PARENT_POLL_S = _LOOK_S = 1.0
 _PULSE_S, _STANDSTILL_S = 1.0, 60.0
 
 
@@ -59,14 +65,14 @@ def serve(config: WorkerConfig) -> int:
     Args:
         config: The settings of this worker.
     """
-    if not config.address.is_local and not config.token:
-        print(
-            f'backhaul worker: "{config.address.text}" can be reached from other machines, and everyone who reaches '
-            "it could use this worker. Make a token with `backhaul token FILE` and start with --token-file FILE, or "
-            "listen on 127.0.0.1 or unix:/path",
-            file=sys.stderr,
-        )
+    if trouble := _why_exposed(config):
+        print(f"backhaul worker: {trouble}", file=sys.stderr)
         return 2
+    if not config.address.is_local and config.tls is None:
+        logger.warning(
+            "Without TLS, everyone who can observe the network can read tensors and tokens, and use the worker with "
+            "these."
+        )
     try:
         device = _device(config.device)
     except ValueError as error:
@@ -74,10 +80,29 @@ def serve(config: WorkerConfig) -> int:
         return 2
     try:
         asyncio.run(_serve(config, device))
-    except ListenError as error:
+    except (ListenError, SettingError) as error:
         print(f"backhaul worker: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _why_exposed(config: WorkerConfig) -> str:
+    """Returns why the worker must not listen on its address; empty if it may."""
+    if config.address.is_local:
+        return ""
+    reachable = f'"{config.address.text}" can be reached from other machines'
+    if config.credentials is None:
+        return (
+            f"{reachable}, and everyone who reaches it could use this worker. Make a token with `backhaul token FILE` "
+            "and start with --token-file FILE, or listen on 127.0.0.1 or unix:/path"
+        )
+    if config.tls is None and not config.plaintext:
+        return (
+            f"{reachable}, and without TLS everyone who can observe the network could read tensors and tokens. Make "
+            "certificates with `backhaul certificates DIR` and start with --tls-cert, --tls-key and --tls-ca; or "
+            "accept that with --plaintext, for example in a private network or behind a tunnel"
+        )
+    return ""
 
 
 async def _serve(config: WorkerConfig, device: torch.device) -> None:
@@ -90,8 +115,9 @@ async def _serve(config: WorkerConfig, device: torch.device) -> None:
     keep_freed_memory(budget)
     _limit_memory(device, budget)
     files = raise_file_limit()
-    options = server_options(files)
-    server = grpc.aio.server(interceptors=[TokenInterceptor(config.token)] if config.token else [], options=options)
+    audit, credentials = AuditLog(config.audit_log), config.credentials
+    interceptors = [CredentialInterceptor(credentials, audit)] if credentials is not None else []
+    server = grpc.aio.server(interceptors=interceptors, options=server_options(files))
     listener = Listener(config.address, config.tls)
     run_memory = RunMemory(budget) if device.type == "cpu" else None
 
@@ -100,18 +126,15 @@ async def _serve(config: WorkerConfig, device: torch.device) -> None:
 
     worker = Worker(device, budget, config.lease_s, config.run_limit_s, overdue, run_memory)
     offers: list[Callable[[], None]] = []
-    health = Health(server, reflects=not config.token)
-    add_services(server, worker)
+    health = Health(server, reflects=credentials is None)
+    add_services(server, worker, audit)
     tasks: list[asyncio.Task[None]] = []
     try:
         address = listener.bind(server)
         offers.extend(_offer(config, server, worker, address))
         await server.start()
         stop = _Stop(config.parent or config.supervisor)
-        tasks.append(asyncio.create_task(_beat(config.run_limit_s + GRACE_S + _STANDSTILL_S)))
-        if not config.address.unix_path:
-            peers = Peers(int(address.rpartition(":")[2]), connections_of_a_peer(files))
-            tasks.append(asyncio.create_task(peers.watch()))
+        tasks.extend(map(asyncio.create_task, _watches(config, worker, audit, address, files)))
         await health.serving(True)
         print(announcement(address, device, budget), flush=True)
         await stop.requested.wait()
@@ -128,7 +151,7 @@ async def _serve(config: WorkerConfig, device: torch.device) -> None:
             with suppress(OSError):
                 Path(config.address.unix_path).parent.rmdir()
         try:
-            await asyncio.wait_for(worker.close(), _END_S)
+            await asyncio.wait_for(worker.close(), END_S)
         except TimeoutError:
             logger.warning("A run does not end: the process exits without it.")
             os._exit(1)  # a normal exit would wait for the executor's thread
@@ -156,6 +179,27 @@ def _warm_up() -> None:
     """Runs a first backward, which imports 500 modules. A trainer must not be charged with their time and memory."""
     x = torch.ones((), requires_grad=True)
     torch.autograd.grad(x * x, x, torch.ones(()))
+
+
+def _watches(
+    config: WorkerConfig, worker: Worker, audit: AuditLog, address: str, files: int
+) -> Iterator[Coroutine[Any, Any, None]]:
+    """Yields what runs beside the server for as long as it serves."""
+    yield _beat(config.run_limit_s + GRACE_S + _STANDSTILL_S)
+    if config.credentials is not None:
+        yield _watch(config.credentials, worker, audit)
+    if not config.address.unix_path:
+        yield Peers(int(address.rpartition(":")[2]), connections_of_a_peer(files)).watch()
+
+
+async def _watch(credentials: Credentials, worker: Worker, audit: AuditLog) -> None:
+    """Looks each second whether the files of the credentials have changed."""
+    while True:
+        await asyncio.sleep(_LOOK_S)
+        if credentials.refresh():
+            closed = worker.close_revoked(credentials.accepts)
+            logger.info("The credentials have changed: %d sessions of revoked tokens are closed.", closed)
+            audit.changed(credentials.names, closed)
 
 
 async def _beat(longest_s: float) -> None:

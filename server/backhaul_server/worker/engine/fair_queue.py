@@ -1,8 +1,11 @@
 """The order in which one executor serves many sessions. The queue knows neither threads nor clocks."""
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
+
+from backhaul_server.worker.accounts import Owner
 
 
 @dataclass(slots=True, eq=False)
@@ -10,6 +13,7 @@ class Job:
     """A piece of work for the executor.
 
     Attributes:
+        account: The name of the credential that the work is for.
         session: Id of the session that the work is for.
         begin: Called in the event loop just before the work. Returns False if it must wait while other jobs run.
         work: Called in the executor's thread. Must not raise.
@@ -18,6 +22,7 @@ class Job:
         name: Name of the segment, for the log.
     """
 
+    account: str
     session: str
     begin: Callable[[], bool]
     work: Callable[[], None]
@@ -26,47 +31,62 @@ class Job:
     name: str
 
 
+def job_of(
+    session: Owner,
+    begin: Callable[[], bool],
+    work: Callable[[], None],
+    end: Callable[[], None],
+    expected_s: float = 0.0,
+    name: str = "",
+) -> Job:
+    """Returns a job for a session. See `Job` for the arguments."""
+    return Job(session.account.name, session.id, begin, work, end, expected_s, name)
+
+
 class FairQueue:
-    """A round-robin queue: sessions take turns, and each session's jobs run in order."""
+    """A round-robin queue: credentials take turns, then the sessions of each, and a session's jobs run in order.
+
+    So a credential gets its share however many sessions it has.
+    """
 
     def __init__(self) -> None:
-        self._queues: OrderedDict[str, deque[Job]] = OrderedDict()
+        self._queues: OrderedDict[str, OrderedDict[str, deque[Job]]] = OrderedDict()
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues.values()))
+        return sum(len(jobs) for sessions in self._queues.values() for jobs in sessions.values())
 
     def __bool__(self) -> bool:
         return bool(self._queues)
 
     def push(self, job: Job) -> None:
         """Appends a job to its session's queue."""
-        self._queues.setdefault(job.session, deque()).append(job)
+        self._queues.setdefault(job.account, OrderedDict()).setdefault(job.session, deque()).append(job)
 
     def pop(self) -> Job | None:
         """Removes and returns the next job that can begin, or None.
 
-        The job's session moves to the end of the round. Sessions whose job could not begin keep their turn.
+        The job's credential and session move to the end of their rounds. Those whose job could not begin keep their
+        turn.
         """
-        for session, jobs in self._queues.items():
-            if jobs[0].begin():
-                job = jobs.popleft()
-                self._queues.move_to_end(session)
-                if not jobs:
-                    del self._queues[session]
-                return job
+        for account, sessions in self._queues.items():
+            for session, jobs in sessions.items():
+                if jobs[0].begin():
+                    job = jobs.popleft()
+                    sessions.move_to_end(session)
+                    self._queues.move_to_end(account)
+                    if not jobs:
+                        del sessions[session]
+                    if not sessions:
+                        del self._queues[account]
+                    return job
         return None
 
     def queued_before(self, job: Job) -> float:
         """Returns the expected seconds of the queued work that runs before a job; 0 for a job that is not queued."""
-        own_jobs = self._queues.get(job.session, deque())
-        if job not in own_jobs:
-            return 0.0
-        turns = own_jobs.index(job)
-        own = sum(other.expected_s for other in list(own_jobs)[:turns])
-        others = sum(
-            other.expected_s
-            for session, jobs in self._queues.items()
-            if session != job.session
-            for other in list(jobs)[: turns + 1]
-        )
-        return own + others
+        order = list(_in_turns([_in_turns(sessions.values()) for sessions in self._queues.values()]))
+        return sum(other.expected_s for other in order[: order.index(job)]) if job in order else 0.0
+
+
+def _in_turns(queues: Iterable[Iterable[Job]]) -> Iterator[Job]:
+    """Yields the jobs of several queues in the order in which they run."""
+    return (job for turn in zip_longest(*queues) for job in turn if job is not None)

@@ -25,8 +25,9 @@ from backhaul_runtime.errors import ProgramError, SegmentUnknownError
 from backhaul_runtime.process.threads import only_in
 from backhaul_runtime.tensors.layout import ALIGNMENT_BYTES
 from backhaul_runtime.wire.tensor_stream import OutgoingTensor
+from backhaul_server.worker.accounts import Owner
 from backhaul_server.worker.engine.executor import Executor
-from backhaul_server.worker.engine.fair_queue import Job
+from backhaul_server.worker.engine.fair_queue import job_of
 from backhaul_server.worker.engine.runs import RunResult
 from backhaul_server.worker.engine.store import Store
 from backhaul_server.worker.engine.stored_values import StoredValue
@@ -144,12 +145,12 @@ class GradientSums:
     """The gradient sums of one session. Event loop only.
 
     Args:
-        session: Id of the session that the gradients belong to.
-        store: Is charged with all gradients, and with the temporary memory of the additions.
+        session: The session that the gradients belong to.
+        store: Charges the session with all gradients, and with the temporary memory of the additions.
         executor: Runs the additions in its thread.
     """
 
-    def __init__(self, session: str, store: Store[StoredValue], executor: Executor) -> None:
+    def __init__(self, session: Owner, store: Store[StoredValue], executor: Executor) -> None:
         self._session = session
         self._store = store
         self._executor = executor
@@ -183,7 +184,7 @@ class GradientSums:
         left, contributions = _without(result, keep.slots, sources)
         sizes = [tensor.nbytes for tensors in contributions.values() for tensor in tensors]
         charged = sum(sizes) + max(sizes, default=0) + SUM_BYTES * (1 + len(sizes))
-        if not sizes or not self._store.keep_sums(charged):
+        if not sizes or not self._store.keep_sums(self._session, charged):
             return result
         self._drop(segment, backward)
         self._pending.setdefault(segment, {})[backward] = _Pending(contributions, keep.pass_number, charged)
@@ -258,10 +259,10 @@ class GradientSums:
     def _drop(self, segment: int, backward: int) -> None:
         pending = self._pop_pending(segment, backward)
         if pending is not None:
-            self._store.drop_sums(pending.charged_bytes)
+            self._store.drop_sums(self._session, pending.charged_bytes)
 
     def _end_round(self) -> None:
-        self._store.drop_sums(self._round.charged_bytes)
+        self._store.drop_sums(self._session, self._round.charged_bytes)
         self._round.charged_bytes = 0
         self._round.is_dropped = True
 
@@ -285,9 +286,9 @@ class GradientSums:
             sizes.append(into.size_bytes)
 
         def end() -> None:
-            self._store.drop_sums(charged)
+            self._store.drop_sums(self._session, charged)
             if not into.is_dropped:
-                self._store.drop_sums(into.charged_bytes - sizes[0])
+                self._store.drop_sums(self._session, into.charged_bytes - sizes[0])
                 into.charged_bytes = sizes[0]
             if answer is not None and not answer.done():
                 if into.is_whole:
@@ -296,7 +297,7 @@ class GradientSums:
                     answer.set_exception(SegmentUnknownError("this worker could not add gradients up"))
                     answer.exception()  # marks it as retrieved: the caller may have gone, and asyncio would log it
 
-        self._executor.submit(Job(self._session, lambda: True, work, end, 0.0, "a sum of gradients"))
+        self._executor.submit(job_of(self._session, lambda: True, work, end, name="a sum of gradients"))
 
 
 def _without(

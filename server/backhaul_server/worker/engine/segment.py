@@ -14,6 +14,7 @@ from backhaul_runtime.replay.schedule import Footprint
 from backhaul_runtime.replay.schedule import Key as ScheduleKey
 from backhaul_runtime.tensors.layout import Layout
 from backhaul_runtime.wire.tensor_stream import SharedWriter
+from backhaul_server.worker.accounts import Account
 from backhaul_server.worker.engine.bounds import Bounds
 from backhaul_server.worker.engine.fair_queue import Job
 from backhaul_server.worker.engine.gradient_sums import GradientsToKeep
@@ -182,6 +183,7 @@ class SessionState:
 
     Attributes:
         id: A random name that others cannot guess.
+        account: The account of the credential that opened it.
         trainer: The trainer's name, for logs and the dashboard.
         expires_at: When the lease runs out, by the monotonic clock.
         segments: Segments that are not released, by the trainer's number.
@@ -197,6 +199,7 @@ class SessionState:
         run: The trainer's run, which may have sessions on other workers too.
         client_version: The trainer's version of backhaul.
         last_error: Message of the last request that was refused or that failed, empty if none.
+        token: The digest of the token that opened it, empty if the worker requires none.
         unpredictable: Programs whose predicted replays drew from the wrong generator states; the last
             `MOST_UNPREDICTABLE` addresses.
         memory: Memory shared with the trainer, None unless it runs on this machine.
@@ -205,6 +208,7 @@ class SessionState:
     """
 
     id: str
+    account: Account
     trainer: str
     expires_at: float
     segments: dict[int, Segment] = field(default_factory=dict)
@@ -220,6 +224,7 @@ class SessionState:
     run: str = ""
     client_version: str = ""
     last_error: str = ""
+    token: bytes = b""
     unpredictable: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     memory: SharedMemory | None = None
     push_queue: "asyncio.Queue[Segment | None] | None" = None

@@ -16,7 +16,7 @@ from backhaul_runtime.errors import BackhaulError, BudgetError, SegmentUnknownEr
 from backhaul_runtime.replay.schedule import Schedule
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.wire.tensor_stream import OutgoingTensor
-from backhaul_server.worker.engine.fair_queue import Job
+from backhaul_server.worker.engine.fair_queue import Job, job_of
 from backhaul_server.worker.engine.gradient_sums import GradientsToKeep, GradientSums
 from backhaul_server.worker.engine.runs import PART_BYTES, BackwardInputs, LiveReplay, RunResult, SegmentInputs
 from backhaul_server.worker.engine.segment import Operation, Segment, SegmentRequest, SessionState
@@ -119,7 +119,7 @@ class SegmentEngine:
         """Returns the gradients that the worker has added up for a session's trainer."""
         sums = self._sums.get(session.id)
         if sums is None:
-            sums = self._sums[session.id] = GradientSums(session.id, self._store, self.executor)
+            sums = self._sums[session.id] = GradientSums(session, self._store, self.executor)
         return sums
 
     @property
@@ -149,10 +149,11 @@ class SegmentEngine:
             unsent: The field of `SegmentRequest`.
 
         Raises:
-            LimitError: Too many requests of the session, or of all sessions, have no answer yet.
+            LimitError: Too many requests of the session, of its credential or of all sessions have no answer yet.
         """
         request = segment.requests.get(key)
         if request is None:
+            segment.session.account.check_runs()
             REQUESTS.check(segment.session.requests + 1)
             ALL_REQUESTS.check(self._requests + 1)
             expected_s = expected_s if 0 <= expected_s <= self._run_limit_s else self._run_limit_s
@@ -160,6 +161,7 @@ class SegmentEngine:
             request = SegmentRequest(prepare(), backward_inputs, keep, unsent, expected_s, time(), answer)
             segment.requests[key] = request
             segment.session.requests += 1
+            segment.session.account.runs += 1
             self._requests += 1
             if segment.inputs is not None:
                 self._schedule.requested(segment.key)
@@ -188,26 +190,29 @@ class SegmentEngine:
         Yields:
             Those of the addressed tensors that segments of the session name, each once.
         """
-        named = [address for address in dict.fromkeys(addresses) if self._store.is_named(session.id, address)]
-        values = {address: self._store.value(address) for address in named}
+        named = [address for address in dict.fromkeys(addresses) if self._store.is_named(session, address)]
+        values = {address: self._store.value(session, address) for address in named}
         tensors = {address: value for address, value in values.items() if isinstance(value, Tensor)}
         reader = object()
         with self.collecting(session):
-            self._store.attach(reader, session.id, list(tensors), list(tensors), 0)
+            self._store.attach(reader, session, list(tensors), list(tensors), 0)
             try:
                 yield [OutgoingTensor(tensor, layout_of(tensor), address) for address, tensor in tensors.items()]
             finally:
                 self._store.detach(reader)
 
     @contextmanager
-    def sending(self, size_bytes: int) -> Iterator[None]:
-        """Charges the messages of an answer, of this many bytes in all, while they are sent. Raises BudgetError."""
+    def sending(self, session: SessionState, size_bytes: int) -> Iterator[None]:
+        """Charges a session with the messages of an answer, of so many bytes in all, while they are sent.
+
+        Raises BudgetError.
+        """
         charged = min(size_bytes, SENDING_BYTES)
-        self._store.start_sending(charged)
+        self._store.start_sending(session, charged)
         try:
             yield
         finally:
-            self._store.end_sending(charged)
+            self._store.end_sending(session, charged)
             self.executor.wake()
 
     @contextmanager
@@ -234,7 +239,7 @@ class SegmentEngine:
             session.gradients.move_to_end(address)
         while len(session.gradients) > KEPT_GRADIENTS:
             oldest, _ = session.gradients.popitem(last=False)
-            self._store.disown(session.id, [oldest])
+            self._store.disown(session, [oldest])
 
     def take_pushed(
         self, segment: Segment, most_bytes: int, most_parts: int
@@ -286,7 +291,7 @@ class SegmentEngine:
         addressed = [outgoing for outgoing in (*result.bundle.tensors, *result.chained.values()) if outgoing.address]
         for outgoing in addressed:
             held_bytes = outgoing.tensor.untyped_storage().nbytes()  # the tensor may be a view of a part of it
-            self._store.cache(session.id, outgoing.address, outgoing.tensor, ENTRY_BYTES + held_bytes)
+            self._store.cache(session, outgoing.address, outgoing.tensor, ENTRY_BYTES + held_bytes)
         self.keep_gradients(session, [outgoing.address for outgoing in addressed])
 
     def _run(self, segment: Segment, key: Key) -> None:
@@ -334,7 +339,7 @@ class SegmentEngine:
             if isinstance(result, RunResult) and request.backward_inputs is not None:
                 self.speculation.predict_backwards(segment, result, request.backward_inputs)
 
-        segment.job = Job(segment.session.id, begin, work, end, request.expected_s, segment.name)
+        segment.job = job_of(segment.session, begin, work, end, request.expected_s, segment.name)
         self.executor.submit(segment.job)
 
     def _done(self, segment: Segment, key: Key, request: SegmentRequest, result: RunResult) -> None:
@@ -368,6 +373,7 @@ class SegmentEngine:
 
     def _count_answer(self, segment: Segment) -> None:
         segment.session.requests -= 1
+        segment.session.account.runs -= 1
         self._requests -= 1
 
 

@@ -25,7 +25,7 @@ from backhaul_runtime.replay.schedule import Key as ScheduleKey
 from backhaul_runtime.wire.tensor_stream import OutgoingTensor
 from backhaul_server.worker.engine import runs
 from backhaul_server.worker.engine.executor import Executor
-from backhaul_server.worker.engine.fair_queue import Job
+from backhaul_server.worker.engine.fair_queue import Job, job_of
 from backhaul_server.worker.engine.runs import BackwardInputs, LiveReplay, RunResult
 from backhaul_server.worker.engine.segment import Segment, SpeculativeBackward
 from backhaul_server.worker.engine.segment_machine import Instruction, Phase
@@ -184,7 +184,7 @@ class Speculator:
                 self.mispredicted(segment)
                 self.schedule_replay(segment)
 
-        return Job(segment.session.id, lambda: True, work, end, 0.0, segment.name)
+        return job_of(segment.session, lambda: True, work, end, name=segment.name)
 
     def run_backward(self, segment: Segment) -> Job:
         """Returns a job that runs a speculative backward, and those that follow from it while they are short."""
@@ -234,7 +234,7 @@ class Speculator:
                     self.predict_backwards(member, speculation.result, speculation.inputs)
                     member.session.push(member)
 
-        job = Job(segment.session.id, lambda: True, work, end, 0.0, segment.name)
+        job = job_of(segment.session, lambda: True, work, end, name=segment.name)
         for member in chain:
             member.job = job
         return job

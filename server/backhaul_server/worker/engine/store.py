@@ -15,13 +15,16 @@ NOTE [Room]
 4. Incoming tensors are charged when they are declared, before their memory is allocated.
 5. Memory shared with trainers is taken permanently, and only where there is permanent room. A tensor in it is charged
    like any other, and so is its free part. Evicting such a tensor therefore makes no room.
-6. Every object that a client can make the worker keep is charged with a constant beside its bytes: otherwise ten
+6. The quotas of a credential bound what its sessions keep that cannot be evicted, and what is on its way (see
+   `Account`).
+7. Every object that a client can make the worker keep is charged with a constant beside its bytes: otherwise ten
    thousand small objects would take memory that is not accounted for.
 
 NOTE [Possession]
 1. A session may name only what it has sent or has been sent. Anything else is reported as missing, whether the store
    holds it or not. So no session learns from an address that another session has the tensor.
-2. Sending the bytes is the proof of possession. Sessions that send equal tensors share one copy.
+2. Sending the bytes is the proof of possession. Sessions of one credential that send equal tensors share one copy.
+   Sessions of different credentials share nothing.
 3. An entry lives as long as a session possesses it or a segment names it. A session that gives up its possession does
    not affect that of another session.
 4. A cached tensor that is evicted is missing for all its owners. They learn that when they name it, and send it again.
@@ -38,15 +41,21 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from backhaul_runtime.errors import BudgetError, TransferError
+from backhaul_server.worker.accounts import RETRY_AFTER_S, Account, Owner
 
 T = TypeVar("T")
-RETRY_AFTER_S = 1.0
+Name = tuple[Account, bytes]
+"""Names a tensor or program in the store: the account of the sessions that possess it, and its address."""
 
 ENTRY_BYTES = 2 << 10
 """Bytes of a tensor beside its elements: the object, its storage, its entry here. 0.8 KiB were measured."""
 
 OWNER_BYTES = 512
 """Bytes of an entry for each further session that possesses it."""
+
+
+_HELD, _INFLIGHT = frozenset({"segments", "sessions", "arriving", "sums"}), frozenset({"arriving", "sending"})
+"""Tiers that the quotas of a credential count: what cannot be evicted, and what is on its way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +85,11 @@ class Usage:
 
 @dataclass(slots=True)
 class _Entry(Generic[T]):
+    account: Account
     value: T
     size_bytes: int
     references: int = 0  # live segments that name it, and answers that send it
-    owners: set[Hashable] = field(default_factory=set)
+    owners: set[Owner] = field(default_factory=set)
     is_awaited: bool = False  # it arrived for a segment that is not saved yet
     is_shared: bool = False
 
@@ -92,7 +102,7 @@ class _Possession:
 
 
 @dataclass(slots=True)
-class _Owner:
+class _OwnerState:
     possessions: dict[bytes, _Possession] = field(default_factory=dict)
     named_bytes: int = 0
     has_left: bool = False  # the session has ended, but answers that are being sent may still hold tensors
@@ -100,7 +110,7 @@ class _Owner:
 
 @dataclass(slots=True)
 class _Segment:
-    owner: Hashable
+    owner: Owner
     addresses: tuple[bytes, ...]
     need_bytes: int
     own_bytes: int
@@ -110,7 +120,7 @@ class _Segment:
 class Store(Generic[T]):
     """Tensors and programs by address, and the accounts of everything else that a worker holds.
 
-    An owner is the id of a session. Event loop only.
+    Event loop only.
 
     Attributes:
         budget_bytes: Upper bound of the bytes of all tiers together.
@@ -123,12 +133,12 @@ class Store(Generic[T]):
     last_needed: Callable[[], Hashable] | None = None
     free_shared_bytes: Callable[[], int] = lambda: 0
     is_same: Callable[[T, T], bool] = operator.eq
-    _entries: dict[bytes, _Entry[T]] = field(default_factory=dict)
-    _owners: dict[Hashable, _Owner] = field(default_factory=dict)
-    # Addresses that no segment names, by the tier that decides when they are evicted; oldest first.
-    _cached: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
-    _awaited: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
-    _shared: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    _entries: dict[Name, _Entry[T]] = field(default_factory=dict)
+    _owners: dict[Owner, _OwnerState] = field(default_factory=dict)
+    # Those that no segment names, by the tier that decides when they are evicted; oldest first.
+    _cached: OrderedDict[Name, None] = field(default_factory=OrderedDict)
+    _awaited: OrderedDict[Name, None] = field(default_factory=OrderedDict)
+    _shared: OrderedDict[Name, None] = field(default_factory=OrderedDict)
     _segments: dict[Hashable, _Segment] = field(default_factory=dict)
     _needs: list[int] = field(default_factory=list)  # of all segments, sorted
     _ready: OrderedDict[Hashable, tuple[int, Callable[[], None]]] = field(default_factory=OrderedDict)
@@ -153,41 +163,44 @@ class Store(Generic[T]):
             evictions=self._evictions,
         )
 
-    def held_bytes(self, owner: Hashable) -> int:
+    def held_bytes(self, owner: Owner) -> int:
         """Returns the bytes of all that an owner's segments name, each tensor counted once."""
-        return self._owners.get(owner, _Owner()).named_bytes
+        return self._owners.get(owner, _OwnerState()).named_bytes
 
     # Tensors and programs
 
-    def missing(self, owner: Hashable, addresses: Iterable[bytes]) -> list[bytes]:
+    def missing(self, owner: Owner, addresses: Iterable[bytes]) -> list[bytes]:
         """Returns the addresses that an owner does not possess, each once. They may be stored for other owners."""
-        possessions = self._owners.get(owner, _Owner()).possessions
+        possessions = self._owners.get(owner, _OwnerState()).possessions
         return [address for address in dict.fromkeys(addresses) if address not in possessions]
 
-    def is_named(self, owner: Hashable, address: bytes) -> bool:
+    def is_named(self, owner: Owner, address: bytes) -> bool:
         """Whether a live segment of an owner names the address."""
-        possession = self._owners.get(owner, _Owner()).possessions.get(address)
+        possession = self._owners.get(owner, _OwnerState()).possessions.get(address)
         return possession is not None and possession.references > 0
 
-    def value(self, address: bytes) -> T:
+    def value(self, owner: Owner, address: bytes) -> T:
         """Returns the value at an address, and marks a cached one as just used. Raises KeyError."""
-        entry = self._entries[address]
+        name = owner.account, address
+        entry = self._entries[name]
         if not entry.references:
-            self._tier(entry).move_to_end(address)
+            self._tier(entry).move_to_end(name)
         return entry.value
 
-    def expect(self, size_bytes: int) -> None:
+    def expect(self, owner: Owner, size_bytes: int) -> None:
         """Charges a declared tensor or program (Rule 4). Call `arrived` or `abandon` next. Raises BudgetError."""
+        owner.account.check_inflight(size_bytes)
+        owner.account.check_memory(size_bytes)
         if not self._keeps_run_possible(size_bytes) or not self._make_room(size_bytes):
             retry_after_s = RETRY_AFTER_S if size_bytes <= self.budget_bytes else 0.0
             self._refuse(f"a tensor or program of {size_bytes} bytes", size_bytes, retry_after_s)
-        self._bytes["arriving"] += size_bytes
+        self._count(owner.account, "arriving", size_bytes)
 
-    def abandon(self, size_bytes: int) -> None:
+    def abandon(self, owner: Owner, size_bytes: int) -> None:
         """Refunds what `expect` charged."""
-        self._bytes["arriving"] -= size_bytes
+        self._count(owner.account, "arriving", -size_bytes)
 
-    def arrived(self, owner: Hashable, address: bytes, value: T, size_bytes: int, *, is_shared: bool = False) -> None:
+    def arrived(self, owner: Owner, address: bytes, value: T, size_bytes: int, *, is_shared: bool = False) -> None:
         """Stores a value that `expect` charged. It is cached until a segment names it.
 
         Args:
@@ -200,19 +213,19 @@ class Store(Generic[T]):
         Raises:
             TransferError: Another owner has sent a different value with the same address.
         """
-        self.abandon(size_bytes)
+        self.abandon(owner, size_bytes)
         if self._collides(owner, address, value):
             raise TransferError(f"another session has sent something else with the address {address.hex()}")
         self._possess(owner, address, value, size_bytes, is_shared=is_shared, is_awaited=True)
 
-    def cache(self, owner: Hashable, address: bytes, value: T, size_bytes: int) -> None:
+    def cache(self, owner: Owner, address: bytes, value: T, size_bytes: int) -> None:
         """Stores a value that the worker has computed. Does nothing if there is no room, or if the address collides."""
         if not self._collides(owner, address, value):
             self._possess(owner, address, value, size_bytes)
 
     def _possess(
         self,
-        owner: Hashable,
+        owner: Owner,
         address: bytes,
         value: T,
         size_bytes: int,
@@ -221,36 +234,38 @@ class Store(Generic[T]):
         is_awaited: bool = False,
     ) -> None:
         """Makes an owner possess a value that does not collide, if there is room."""
-        entry = self._entries.get(address)
+        name = owner.account, address
+        entry = self._entries.get(name)
         if entry is not None and owner in entry.owners:
             return
         if entry is not None and self._make_room(OWNER_BYTES, only_cached=True):
-            entry = self._entries.get(address)  # making room may have evicted this very entry
+            entry = self._entries.get(name)  # making room may have evicted this very entry
         if entry is not None:
             self._resize(entry, OWNER_BYTES)
         elif self._make_room(size_bytes, only_cached=True):
-            entry = self._entries[address] = _Entry(value, size_bytes, is_awaited=is_awaited, is_shared=is_shared)
-            self._keep_cached(address, entry)
+            entry = _Entry(owner.account, value, size_bytes, is_awaited=is_awaited, is_shared=is_shared)
+            self._entries[name] = entry
+            self._keep_cached(name, entry)
         else:
             return
         entry.owners.add(owner)
-        self._owners.setdefault(owner, _Owner()).possessions[address] = _Possession()
+        self._owners.setdefault(owner, _OwnerState()).possessions[address] = _Possession()
 
-    def _collides(self, owner: Hashable, address: bytes, value: T) -> bool:
+    def _collides(self, owner: Owner, address: bytes, value: T) -> bool:
         """Whether other owners possess a different value at the address (Rule 5 of NOTE [Possession])."""
-        entry = self._entries.get(address)
+        entry = self._entries.get((owner.account, address))
         return entry is not None and owner not in entry.owners and not self.is_same(entry.value, value)
 
-    def disown(self, owner: Hashable, addresses: Iterable[bytes]) -> None:
+    def disown(self, owner: Owner, addresses: Iterable[bytes]) -> None:
         """Ends an owner's possession. Tensors that its segments name stay until these are detached."""
-        possessions = self._owners.get(owner, _Owner()).possessions
+        possessions = self._owners.get(owner, _OwnerState()).possessions
         for address in addresses:
             possession = possessions.get(address)
             if possession is not None:
                 possession.is_kept = False
                 self._dispossess(owner, address, possession)
 
-    def remove_owner(self, owner: Hashable) -> None:
+    def remove_owner(self, owner: Owner) -> None:
         """Ends all possessions of an owner whose segments are detached."""
         state = self._owners.get(owner)
         if state is not None:
@@ -259,11 +274,12 @@ class Store(Generic[T]):
             if not state.possessions:
                 self._owners.pop(owner, None)
 
-    def _dispossess(self, owner: Hashable, address: bytes, possession: _Possession) -> None:
+    def _dispossess(self, owner: Owner, address: bytes, possession: _Possession) -> None:
         """Ends a possession unless segments of the owner need it. The entry goes with its last owner (Rule 3)."""
         if possession.references or possession.is_kept:
             return
-        entry, state = self._entries[address], self._owners[owner]
+        name, state = (owner.account, address), self._owners[owner]
+        entry = self._entries[name]
         del state.possessions[address]
         if state.has_left and not state.possessions:
             self._owners.pop(owner, None)
@@ -271,56 +287,56 @@ class Store(Generic[T]):
         if entry.owners:
             self._resize(entry, -OWNER_BYTES)
         elif not entry.references:
-            self._take_from_cache(address, entry)
-            del self._entries[address]
+            self._take_from_cache(name, entry)
+            del self._entries[name]
 
-    def _evict(self, address: bytes) -> None:
+    def _evict(self, name: Name) -> None:
         """Frees a cached tensor; it is then missing for all of its owners."""
-        entry = self._entries.pop(address)
-        self._take_from_cache(address, entry)
+        entry = self._entries.pop(name)
+        self._take_from_cache(name, entry)
         for owner in entry.owners:
-            del self._owners[owner].possessions[address]
+            del self._owners[owner].possessions[name[1]]
         self._evictions += 1
 
-    def _tier(self, entry: _Entry[T]) -> OrderedDict[bytes, None]:
+    def _tier(self, entry: _Entry[T]) -> OrderedDict[Name, None]:
         return self._shared if entry.is_shared else self._awaited if entry.is_awaited else self._cached
 
-    def _keep_cached(self, address: bytes, entry: _Entry[T]) -> None:
-        self._tier(entry)[address] = None
+    def _keep_cached(self, name: Name, entry: _Entry[T]) -> None:
+        self._tier(entry)[name] = None
         self._bytes["shared" if entry.is_shared else "cached"] += entry.size_bytes
 
-    def _take_from_cache(self, address: bytes, entry: _Entry[T]) -> None:
-        del self._tier(entry)[address]
+    def _take_from_cache(self, name: Name, entry: _Entry[T]) -> None:
+        del self._tier(entry)[name]
         self._bytes["shared" if entry.is_shared else "cached"] -= entry.size_bytes
 
     def _resize(self, entry: _Entry[T], added_bytes: int) -> None:
         entry.size_bytes += added_bytes
         tier = "segments" if entry.references else "shared" if entry.is_shared else "cached"
-        self._bytes[tier] += added_bytes
+        self._count(entry.account, tier, added_bytes)
 
-    def oldest_shared(self, matches: Callable[[T], bool]) -> tuple[bytes, T] | None:
-        """Returns the least recently used of the cached tensors in shared memory that match, with its address."""
-        shared = ((address, self._entries[address].value) for address in self._shared)
-        return next(((address, value) for address, value in shared if matches(value)), None)
+    def oldest_shared(self, matches: Callable[[T], bool]) -> tuple[Name, T] | None:
+        """Returns the least recently used of the cached tensors in shared memory that match, with its name."""
+        shared = ((name, self._entries[name].value) for name in self._shared)
+        return next(((name, value) for name, value in shared if matches(value)), None)
 
     def has_room(self, size_bytes: int) -> bool:
         """Whether this many bytes are free without evictions, and can be taken permanently (Rule 2)."""
         return size_bytes <= self._free_bytes() and self._keeps_run_possible(size_bytes)
 
-    def replace(self, address: bytes, value: T, copy: T) -> None:
+    def replace(self, name: Name, value: T, copy: T) -> None:
         """Replaces a cached tensor in shared memory by its copy, if that tensor is still stored."""
-        entry = self._entries.get(address)
+        entry = self._entries.get(name)
         if entry is not None and not entry.references and entry.value is value:
-            self._take_from_cache(address, entry)
+            self._take_from_cache(name, entry)
             entry.value, entry.is_shared = copy, False
-            self._keep_cached(address, entry)
+            self._keep_cached(name, entry)
 
     # Segments
 
     def attach(
         self,
         segment: Hashable,
-        owner: Hashable,
+        owner: Owner,
         addresses: Sequence[bytes],
         transient: Iterable[bytes],
         need_bytes: int,
@@ -343,21 +359,23 @@ class Store(Generic[T]):
             BudgetError: There is no room; `retry_after_s` is 0 if the segment would not fit even alone.
         """
         names = tuple(dict.fromkeys(addresses))
-        entries = [self._entries[address] for address in names]
+        account = owner.account
+        entries = [self._entries[account, address] for address in names]
         held = own_bytes + sum(entry.size_bytes for entry in entries)
         if held + need_bytes > self.budget_bytes:
             self._refuse(f"a segment of {held} bytes with a run of {need_bytes} more", held + need_bytes, 0.0)
         fresh = [(address, entry) for address, entry in zip(names, entries, strict=True) if not entry.references]
         added = sum(entry.size_bytes for _, entry in fresh)
         fixed = sum(entry.size_bytes for _, entry in fresh if entry.is_shared)
+        account.check_memory(added + own_bytes)
         if not self._keeps_run_possible(added - fixed + own_bytes, need_bytes):
             self._refuse(f"a segment of {added + own_bytes} bytes more", held + need_bytes, RETRY_AFTER_S)
         for address, entry in fresh:
-            self._take_from_cache(address, entry)
-        self._bytes["segments"] += added
+            self._take_from_cache((account, address), entry)
+        self._count(account, "segments", added)
         self._make_room(own_bytes)  # succeeds by Rule 2, and can no longer evict what the segment names
-        self._bytes["segments"] += own_bytes
-        transient_addresses, state = set(transient), self._owners.setdefault(owner, _Owner())
+        self._count(account, "segments", own_bytes)
+        transient_addresses, state = set(transient), self._owners.setdefault(owner, _OwnerState())
         for address, entry in zip(names, entries, strict=True):
             entry.references += 1
             entry.is_awaited = False
@@ -375,36 +393,40 @@ class Store(Generic[T]):
         """Ends what `attach` began. Tensors that later segments of the owner may name stay cached."""
         attached = self._segments.pop(segment)
         del self._needs[bisect_left(self._needs, attached.need_bytes)]
-        self._bytes["segments"] -= attached.own_bytes
-        state = self._owners.get(attached.owner, _Owner())
+        account = attached.owner.account
+        self._count(account, "segments", -attached.own_bytes)
+        state = self._owners.get(attached.owner, _OwnerState())
         for address in attached.addresses:
-            entry, possession = self._entries[address], state.possessions[address]
+            entry, possession = self._entries[account, address], state.possessions[address]
             entry.references -= 1
             possession.references -= 1
             state.named_bytes -= 0 if possession.references else possession.named_bytes
             if not entry.references:
-                self._bytes["segments"] -= entry.size_bytes
-                self._keep_cached(address, entry)
+                self._count(account, "segments", -entry.size_bytes)
+                self._keep_cached((account, address), entry)
             self._dispossess(attached.owner, address, possession)
 
     def resize(self, segment: Hashable, own_bytes: int) -> None:
         """Changes the bytes of a segment itself. Raises BudgetError."""
         attached = self._segments[segment]
-        added = own_bytes - attached.own_bytes
+        added, account = own_bytes - attached.own_bytes, attached.owner.account
+        if added > 0:
+            account.check_memory(added)
         if added > 0 and (not self._keeps_run_possible(added) or not self._make_room(added)):
             self._refuse(f"a segment that takes {own_bytes} bytes itself", added, RETRY_AFTER_S)
-        self._bytes["segments"] += added
+        self._count(account, "segments", added)
         attached.own_bytes = own_bytes
 
-    def charge(self, what: str, size_bytes: int) -> None:
+    def charge(self, owner: Owner, what: str, size_bytes: int) -> None:
         """Charges bytes of a session itself, until `refund`. Raises BudgetError, which names `what`."""
+        owner.account.check_memory(size_bytes)
         if not self._keeps_run_possible(size_bytes) or not self._make_room(size_bytes):
             self._refuse(what, size_bytes, RETRY_AFTER_S)
-        self._bytes["sessions"] += size_bytes
+        self._count(owner.account, "sessions", size_bytes)
 
-    def refund(self, size_bytes: int) -> None:
+    def refund(self, owner: Owner, size_bytes: int) -> None:
         """Refunds all or part of what `charge` charged."""
-        self._bytes["sessions"] -= size_bytes
+        self._count(owner.account, "sessions", -size_bytes)
 
     # Work
 
@@ -500,7 +522,7 @@ class Store(Generic[T]):
             if drop is None:
                 self.forget_result(key)
 
-    def start_sending(self, size_bytes: int) -> None:
+    def start_sending(self, owner: Owner, size_bytes: int) -> None:
         """Charges the messages of an answer that is being sent, until `end_sending`.
 
         A single answer is accepted whatever else is held, because an accepted segment must have its answer.
@@ -508,27 +530,37 @@ class Store(Generic[T]):
         Raises:
             BudgetError: There is no room beside other answers that are being sent.
         """
+        if owner.account.inflight_bytes:
+            owner.account.check_inflight(size_bytes)
         has_room = self._keeps_run_possible(size_bytes) and self._make_room(size_bytes)
         if not has_room and self._bytes["sending"]:
             self._refuse(f"an answer of {size_bytes} bytes beside those that are being sent", size_bytes, RETRY_AFTER_S)
-        self._bytes["sending"] += size_bytes
+        self._count(owner.account, "sending", size_bytes)
 
-    def end_sending(self, size_bytes: int) -> None:
+    def end_sending(self, owner: Owner, size_bytes: int) -> None:
         """Refunds what `start_sending` charged."""
-        self._bytes["sending"] -= size_bytes
+        self._count(owner.account, "sending", -size_bytes)
 
-    def keep_sums(self, size_bytes: int) -> bool:
+    def keep_sums(self, owner: Owner, size_bytes: int) -> bool:
         """Charges gradients that are kept until `drop_sums`. Without room returns False and charges nothing."""
+        if not owner.account.may_keep(size_bytes):
+            return False
         if not self._keeps_run_possible(size_bytes) or not self._make_room(size_bytes):
             return False
-        self._bytes["sums"] += size_bytes
+        self._count(owner.account, "sums", size_bytes)
         return True
 
-    def drop_sums(self, size_bytes: int) -> None:
+    def drop_sums(self, owner: Owner, size_bytes: int) -> None:
         """Refunds all or part of what `keep_sums` charged."""
-        self._bytes["sums"] -= size_bytes
+        self._count(owner.account, "sums", -size_bytes)
 
     # Room
+
+    def _count(self, account: Account, tier: str, added_bytes: int) -> None:
+        """Adds bytes to a tier, and to the account if it can have a quota of them."""
+        self._bytes[tier] += added_bytes
+        account.held_bytes += added_bytes if tier in _HELD else 0
+        account.inflight_bytes += added_bytes if tier in _INFLIGHT else 0
 
     def _keeps_run_possible(self, added_bytes: int, need_bytes: int = 0) -> bool:
         """Whether Rule 2 holds with this many more bytes, and with a run that needs `need_bytes`."""

@@ -27,6 +27,7 @@ from backhaul_runtime.program.program import Program
 from backhaul_runtime.replay.schedule import Schedule
 from backhaul_runtime.tensors.deferred_digest import KnownDigests
 from backhaul_runtime.tensors.layout import Layout, allocate, layout_of
+from backhaul_server.worker.accounts import Account
 from backhaul_server.worker.config import RUN_LIMIT_S
 from backhaul_server.worker.engine.bounds import Bounds, RunMemory
 from backhaul_server.worker.engine.fair_queue import Job
@@ -70,6 +71,7 @@ class Worker:
         memory_path: Path of the socket that hands out shared memory, empty if there is none.
         socket_path: Path of a Unix socket beside a TCP address, empty if there is none.
         last_error: Message of the last request that failed by a fault of the worker, and when, in seconds since 1970.
+        anyone: The account of sessions that no credential has opened.
         streams: Number of open long-lived streams of all sessions.
         unnamed_streams: Number of further open streams that have not named their session yet.
     """
@@ -94,6 +96,7 @@ class Worker:
         self.memory_path = self.socket_path = ""
         self.last_error = ("", 0.0)
         self.streams = self.unnamed_streams = 0
+        self.anyone = Account()
         self._decoding = asyncio.Lock()  # guards the decoding of long programs, of which one runs at a time
         self._known = KnownDigests()
         self._run_memory = run_memory
@@ -113,15 +116,22 @@ class Worker:
 
     # Sessions
 
-    def open_session(self, trainer: str, run: str = "", client_version: str = "") -> SessionState:
-        """Opens a session. Raises BudgetError, DrainingError or LimitError."""
+    def open_session(
+        self, trainer: str, run: str = "", client_version: str = "", account: Account | None = None
+    ) -> SessionState:
+        """Opens a session, for the account of a credential. Raises BudgetError, DrainingError or LimitError."""
         self._check_draining()
+        account = account or self.anyone
+        account.check_sessions()
         SESSIONS.check(len(self.sessions) + 1)
         expires_at = monotonic() + self.lease_s
-        session = SessionState(secrets.token_hex(16), trainer, expires_at, run=run, client_version=client_version)
+        session = SessionState(
+            secrets.token_hex(16), account, trainer, expires_at, run=run, client_version=client_version
+        )
         # A character of a str takes up to 4 bytes.
         self._charge(session, _SESSION_BYTES + 4 * (len(trainer) + len(run) + len(client_version)))
         self.sessions[session.id] = session
+        account.sessions += 1
         logger.info("%s opened a session with backhaul %s.", trainer, client_version, extra=about(run))
         return session
 
@@ -142,19 +152,30 @@ class Worker:
         if session is not None:
             logger.info("The session of %s is closed.", session.trainer, extra=about(session.run))
             session.is_closed = True
+            session.account.sessions -= 1
             for segment in list(session.segments.values()):
                 self.engine.release(segment)
             self.engine.close_session(session)
-            self.store.remove_owner(session.id)
-            self.store.refund(session.own_bytes)
+            self.store.remove_owner(session)
+            self.store.refund(session, session.own_bytes)
             session.close_push_queue()
             if session.memory is not None:
                 session.memory.close()
         if not self.sessions:
             return_freed_memory()
 
+    def close_revoked(self, accepts: Callable[[bytes], bool]) -> int:
+        """Closes the sessions whose token is not accepted any more. Returns how many these were."""
+        revoked = [session for session in self.sessions.values() if session.token and not accepts(session.token)]
+        for session in revoked:
+            logger.warning(
+                "The token of %s was revoked: its session is closed.", session.trainer, extra=about(session.run)
+            )
+            self.close_session(session.id)
+        return len(revoked)
+
     def _charge(self, session: SessionState, size_bytes: int) -> None:
-        self.store.charge(f"{size_bytes} bytes of a session", size_bytes)
+        self.store.charge(session, f"{size_bytes} bytes of a session", size_bytes)
         session.own_bytes += size_bytes
 
     async def _expire(self) -> None:
@@ -184,9 +205,9 @@ class Worker:
         # decoded here, so that they need not wait for the long programs of others.
         is_long = len(encoded) > _LONG_BYTES
         address = await asyncio.to_thread(address_of_program, encoded) if is_long else address_of_program(encoded)
-        if self.store.missing(session.id, [address]):
+        if self.store.missing(session, [address]):
             size = _PROGRAM_BYTES + DECODED_FACTOR * len(encoded)
-            self.store.expect(size)
+            self.store.expect(session, size)
             try:
                 if is_long:
                     async with self._decoding:  # several decoding threads would slow the event loop down
@@ -195,23 +216,23 @@ class Worker:
                     program = decode_program(encoded, self.device)
                 self.session(session.id)  # raises if the session ended during the decoding
             except BaseException:
-                self.store.abandon(size)
+                self.store.abandon(session, size)
                 raise
-            self.store.arrived(session.id, address, ReadProgram(program, sha256(encoded).digest()), size)
+            self.store.arrived(session, address, ReadProgram(program, sha256(encoded).digest()), size)
         return address
 
-    def expect_tensor(self, layout: Layout) -> int:
-        """Reserves memory for a declared tensor. Returns the bytes that are charged for it. Raises BudgetError."""
+    def expect_tensor(self, session: SessionState, layout: Layout) -> int:
+        """Reserves memory for a tensor that a session has declared. Returns the charged bytes. Raises BudgetError."""
         self._check_draining()
         # A tensor with gaps between its elements arrives packed, and is then copied into its strides.
         gaps = layout.payload_bytes if layout.payload_bytes < layout.span_bytes else 0
         charged = ENTRY_BYTES + layout.span_bytes + gaps
-        self.store.expect(charged)
+        self.store.expect(session, charged)
         return charged
 
     def disown(self, session: SessionState, addresses: Sequence[bytes]) -> None:
         """Ends a session's possession of tensors that its trainer will not name again."""
-        self.store.disown(session.id, addresses)
+        self.store.disown(session, addresses)
 
     # Segments
 
@@ -274,11 +295,11 @@ class Worker:
             {} if present is not None or is_predicted else self._origins(session, predecessors, derived, addresses)
         )
         stored_addresses = [address for source, address in enumerate(addresses) if source not in origins]
-        missing = self.store.missing(session.id, stored_addresses)
-        program_missing = bool(self.store.missing(session.id, [program_address]))
+        missing = self.store.missing(session, stored_addresses)
+        program_missing = bool(self.store.missing(session, [program_address]))
         if program_missing or missing:
             return program_missing, missing
-        program, stored = self._stored(program_address, stored_addresses)
+        program, stored = self._stored(session, program_address, stored_addresses)
         _check_lists(program, addresses, transient, generator_states, predecessors, is_predicted=is_predicted)
         own_bytes = _SEGMENT_BYTES + 4 * len(name) + sum(map(len, generator_states))
         own_bytes += _NAMED_BYTES * (len(addresses) + len(generator_states) + len(predecessors))
@@ -338,7 +359,7 @@ class Worker:
         session, segment.bounds = segment.session, Bounds(self._run_limit_s, self._run_memory)
         pass_bytes = _PASS_BYTES if len(session.segments) == session.most_segments else 0
         # The bytes of the pass are charged with the segment first, so that one check covers both.
-        added = self.store.attach(segment.key, session.id, names, transient, need_bytes, own_bytes + pass_bytes)
+        added = self.store.attach(segment.key, session, names, transient, need_bytes, own_bytes + pass_bytes)
         if pass_bytes:
             self.store.resize(segment.key, own_bytes)
             self._charge(session, pass_bytes)  # the schedule still remembers the pass when the segment is gone
@@ -362,7 +383,7 @@ class Worker:
             origin = session.segments.get(number)
             if origin is None or origin.inputs is None or not origin.is_confirmed or source >= len(addresses):
                 continue
-            if output < len(origin.inputs.program.outputs) and self.store.missing(session.id, [addresses[source]]):
+            if output < len(origin.inputs.program.outputs) and self.store.missing(session, [addresses[source]]):
                 origins[source] = origin, output
         return origins
 
@@ -380,24 +401,26 @@ class Worker:
             ProgramError: An address is that of a program.
             TensorsMissingError: The session does not possess a gradient.
         """
-        missing = self.store.missing(session.id, addresses.values())
+        missing = self.store.missing(session, addresses.values())
         if missing:
             raise TensorsMissingError(
                 f"{len(missing)} gradients are named that this worker does not hold for this session: send them"
             )
         gradients = {}
         for output, address in addresses.items():
-            value = self.store.value(address)
+            value = self.store.value(session, address)
             if not isinstance(value, Tensor):
                 raise ProgramError("a program is named where a gradient is expected")
             gradients[output] = value
         self.engine.keep_gradients(session, addresses.values())
         return gradients
 
-    def _stored(self, program_address: bytes, addresses: Sequence[bytes]) -> tuple[Program, list[Tensor]]:
+    def _stored(
+        self, session: SessionState, program_address: bytes, addresses: Sequence[bytes]
+    ) -> tuple[Program, list[Tensor]]:
         """Returns a stored program and stored tensors. Raises ProgramError for an address of the wrong type."""
-        stored = self.store.value(program_address)
-        values = [self.store.value(address) for address in addresses]
+        stored = self.store.value(session, program_address)
+        values = [self.store.value(session, address) for address in addresses]
         tensors = [value for value in values if isinstance(value, Tensor)]
         if not isinstance(stored, ReadProgram) or len(tensors) < len(values):
             raise ProgramError("a segment names a tensor as its program, or a program as a source")

@@ -20,13 +20,18 @@ from backhaul_runtime.errors import (
     MAX_MESSAGE,
     STATUS_NAMES,
     BackhaulError,
+    CredentialError,
     LimitError,
     WorkerError,
 )
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.wire.splicing import accepted, deserializer, serialize
+from backhaul_server.worker.accounts import Account
+from backhaul_server.worker.audit import AuditLog
+from backhaul_server.worker.engine.segment import SessionState
 from backhaul_server.worker.engine.worker import Worker
 from backhaul_server.worker.limits import MOST_FIELDS, check_fields, check_size
+from backhaul_server.worker.rpc.access import caller
 from backhaul_server.worker.rpc.meter import RpcMeter
 
 logger = logging.getLogger("backhaul.worker")
@@ -62,7 +67,7 @@ def unary(method: Unary[M]) -> Unary[M]:
             return await method(self, accepted(request), context)
         except Exception as error:  # every error has a status, bugs of the worker too
             failed = True
-            self.failed(request, error)
+            self.failed(request, error, context)
             await _abort(context, error)
             raise
         finally:
@@ -82,7 +87,7 @@ def stream(method: Stream[M]) -> Stream[M]:
                 yield answer
         except Exception as error:  # every error has a status, bugs of the worker too
             failed = True
-            self.failed(request, error)
+            self.failed(request, error, context)
             await _abort(context, error)
         finally:
             self.meter.call(method.__name__, perf_counter() - started, failed=failed)
@@ -99,7 +104,7 @@ def open_stream(method: Stream[M]) -> Stream[M]:
             async for answer in method(self, accepted(request), context):
                 yield answer
         except Exception as error:  # every error has a status, bugs of the worker too
-            self.failed(request, error)
+            self.failed(request, error, context)
             await _abort(context, error)
 
     return call
@@ -111,14 +116,38 @@ class Servicer:
     Args:
         worker: The state of the worker, which decides about each request.
         meter: Counts calls and bytes.
+        audit: Gets an entry for each request that is denied.
     """
 
-    def __init__(self, worker: Worker, meter: RpcMeter) -> None:
+    def __init__(self, worker: Worker, meter: RpcMeter, audit: AuditLog) -> None:
         self.worker = worker
         self.meter = meter
+        self.audit = audit
 
-    def failed(self, request: Any, error: Exception) -> None:
+    @property
+    def account(self) -> Account:
+        """The account of the credential that the present request shows."""
+        known = caller()
+        return self.worker.anyone if known is None else known.account
+
+    def session(self, session_id: str) -> SessionState:
+        """Returns the session of that id, and renews its lease.
+
+        Raises:
+            CredentialError: Another credential has opened the session.
+            SessionUnknownError: There is no such session.
+        """
+        present = self.worker.sessions.get(session_id)
+        if present is not None and present.account is not self.account:
+            raise CredentialError("the session was opened with another credential than the one that the request shows")
+        return self.worker.session(session_id)
+
+    def failed(self, request: Any, error: Exception, context: Context) -> None:
         """Logs the error of a request, and notes it in the telemetry of the worker and of the session."""
+        if isinstance(error, CredentialError):
+            self.audit.denied(
+                context, type(getattr(request, "message", request)).__name__, error.message, self.account.name
+            )
         text = f"{type(error).__name__}: {error}"[:MAX_MESSAGE]
         is_cut_off = isinstance(error, grpc.aio.BaseError)  # the connection broke, or the server is stopping
         if (not isinstance(error, BackhaulError) and not is_cut_off) or type(error) is WorkerError:
@@ -127,7 +156,7 @@ class Servicer:
         key = getattr(request, "key", request)
         session = self.worker.sessions.get(getattr(key, "session", ""))
         extra = {}
-        if session is not None:
+        if session is not None and session.account is self.account:
             session.last_error = text[:_KEPT_OF_ERROR]
             segment = session.segments.get(getattr(key, "segment", 0))
             extra = about(session.run, segment.name if segment else getattr(request, "name", ""))

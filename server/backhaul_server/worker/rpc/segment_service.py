@@ -21,6 +21,7 @@ from backhaul_runtime.wire.protocol import CHUNK_BYTES, PROGRESS_INTERVAL_S
 from backhaul_runtime.wire.shared_memory import shared_bytes
 from backhaul_runtime.wire.splicing import SPLICED_BYTES, TensorMessage, accepted, encode_all, field_of
 from backhaul_runtime.wire.tensor_stream import PLACED_BYTES, OutgoingTensor, SharedWriter, batches, decode_layout
+from backhaul_server.worker.audit import AuditLog
 from backhaul_server.worker.engine import runs
 from backhaul_server.worker.engine.gradient_sums import GradientsToKeep
 from backhaul_server.worker.engine.runs import BackwardInputs, RunResult
@@ -43,10 +44,11 @@ class SegmentServicer(Servicer):
         worker: Holds the sessions and their saved segments.
         engine: Runs requests for these segments.
         meter: Counts calls and bytes.
+        audit: Gets an entry for each request that is denied.
     """
 
-    def __init__(self, worker: Worker, engine: SegmentEngine, meter: RpcMeter) -> None:
-        super().__init__(worker, meter)
+    def __init__(self, worker: Worker, engine: SegmentEngine, meter: RpcMeter, audit: AuditLog) -> None:
+        super().__init__(worker, meter, audit)
         self._engine = engine
 
     @unary
@@ -69,7 +71,7 @@ class SegmentServicer(Servicer):
                     stored = self._store_tensors(carried)
                     answer = self._save(carried, stored)
                 except BackhaulError as error:
-                    self.failed(received, error)
+                    self.failed(received, error, context)
                     answer = segment_pb2.SaveSegmentResponse(refused=True)
                 answer.stored[:] = stored
                 yield answer
@@ -97,10 +99,10 @@ class SegmentServicer(Servicer):
                 except TimeoutError:
                     raise TransferError(f"a stream named no session for {self.worker.lease_s:g} s") from None
                 if not is_counted and isinstance(received, TensorMessage):
-                    session = self.worker.sessions.get(received.message.key.session)
-                    if session is not None:
+                    session_id = received.message.key.session
+                    if session_id in self.worker.sessions:
                         opening.close()
-                        opened.enter_context(self.worker.streaming(session))
+                        opened.enter_context(self.worker.streaming(self.session(session_id)))
                         is_counted = True
                 yield received
 
@@ -109,7 +111,7 @@ class SegmentServicer(Servicer):
     ) -> list[bytes]:
         """Stores all tensors of a request, or none if one is invalid. Returns their addresses."""
         with TensorUpload(self.worker) as upload:
-            upload.set_session(self.worker.session(carried.message.key.session))
+            upload.set_session(self.session(carried.message.key.session))
             upload.add(carried)
             self.meter.received(shared_bytes(carried.tensors))
             return upload.stored()
@@ -122,7 +124,7 @@ class SegmentServicer(Servicer):
         # A source without an address is the next tensor of the message whose declaration has none either.
         unnamed = (address for address, declared in zip(stored, declarations, strict=True) if not declared.address)
         sources = [address or next(unnamed, b"") for address in request.sources]
-        session = self.worker.session(request.key.session)
+        session = self.session(request.key.session)
         self.worker.disown(session, request.superseded)
         program_missing, missing = self.worker.save(
             session,
@@ -148,7 +150,7 @@ class SegmentServicer(Servicer):
         self, request: segment_pb2.RecomputeRequest, context: Context
     ) -> AsyncIterator[segment_pb2.RecomputeResponse | bytes]:
         """Streams progress, then the requested saved tensors in the order of the request."""
-        session = self.worker.session(request.key.session)
+        session = self.session(request.key.session)
         segment = self.worker.segment(session, request.key.segment)
         key = Key("recompute", request.key.backward)
         positions = tuple(request.positions)
@@ -162,7 +164,7 @@ class SegmentServicer(Servicer):
                 yield segment_pb2.RecomputeResponse(progress=progress)
             result = submitted.answer.result()
             writer = self._shared_writer(session, request.answer)
-            with self._engine.sending(result.bundle.size_bytes):
+            with self._engine.sending(session, result.bundle.size_bytes):
                 for message in await self._encoded(result, lambda: _recompute_answer(segment, submitted, writer)):
                     yield message
 
@@ -176,7 +178,7 @@ class SegmentServicer(Servicer):
                 yield segment_pb2.BackwardResponse(progress=progress)
             result = submitted.answer.result()
             writer = self._shared_writer(segment.session, carried.message.answer)
-            with self._engine.sending(result.bundle.size_bytes):
+            with self._engine.sending(segment.session, result.bundle.size_bytes):
                 for message in await self._encoded(result, lambda: _backward_answer(segment, submitted, writer)):
                     yield message
 
@@ -191,10 +193,12 @@ class SegmentServicer(Servicer):
                 with suppress(Exception):  # the trainer repeats the request with `Backward`, which reports the error
                     carried = accepted(received)
                     answer = await self._short_answer(carried)
-                with self._engine.sending(len(answer or b"")):
-                    yield segment_pb2.BackwardResponse() if answer is None else answer
-                if answer is not None:
-                    self.meter.call("Backward", perf_counter() - started, failed=False)
+                if answer is None:
+                    yield segment_pb2.BackwardResponse()
+                    continue
+                with self._engine.sending(self.session(carried.message.key.session), len(answer)):
+                    yield answer
+                self.meter.call("Backward", perf_counter() - started, failed=False)
 
     async def _short_answer(self, carried: TensorMessage[segment_pb2.BackwardRequest]) -> bytes | None:
         with self._backward(carried) as (segment, submitted):
@@ -213,9 +217,9 @@ class SegmentServicer(Servicer):
         self, request: segment_pb2.AheadRequest, context: Context
     ) -> AsyncIterator[bytes]:
         """Pushes results of speculative backwards until the session ends, or another call of this RPC takes over."""
-        session = self.worker.sessions.get(request.session)
-        if session is None:
+        if request.session not in self.worker.sessions:
             return
+        session = self.session(request.session)
         with self.worker.streaming(session):
             queue = session.open_push_queue()
             try:
@@ -223,7 +227,7 @@ class SegmentServicer(Servicer):
                     segments = itertools.chain((segment,), _waiting(queue))
                     for message in _joined(filter(None, map(self._pushed, segments))):
                         # Without memory to send it, the message is dropped: the trainer then calls Backward.
-                        with suppress(BudgetError), self._engine.sending(len(message)):
+                        with suppress(BudgetError), self._engine.sending(session, len(message)):
                             yield message
             finally:
                 if session.push_queue is queue:
@@ -248,7 +252,7 @@ class SegmentServicer(Servicer):
     ) -> Iterator[tuple[Segment, SegmentRequest]]:
         """Requests a backward, and keeps its result while the answer is sent. Yields the segment and the request."""
         request = carried.message
-        session = self.worker.session(request.key.session)
+        session = self.session(request.key.session)
         segment = self.worker.segment(session, request.key.segment)
         addresses = {gradient.output: gradient.tensor for gradient in request.start.gradients}
         if segment.inputs is None or max(addresses, default=-1) >= len(segment.inputs.program.outputs):
@@ -284,9 +288,9 @@ class SegmentServicer(Servicer):
     ) -> segment_pb2.ReleaseSegmentsResponse:
         """Commits kept gradients to their sums, then frees segments."""
         if request.commits.backwards:
-            self._commit(self.worker.session(request.commits.backwards[0].session), request.commits)
+            self._commit(self.session(request.commits.backwards[0].session), request.commits)
         for key in request.keys:
-            self.worker.release(self.worker.session(key.session), [key.segment])
+            self.worker.release(self.session(key.session), [key.segment])
         return segment_pb2.ReleaseSegmentsResponse()
 
     @stream
@@ -294,19 +298,19 @@ class SegmentServicer(Servicer):
         self, request: segment_pb2.CollectGradientsRequest, context: Context
     ) -> AsyncIterator[segment_pb2.CollectGradientsResponse | bytes]:
         """Commits kept gradients, and streams progress, then the sums."""
-        session = self.worker.session(request.session)
+        session = self.session(request.session)
         with self._engine.collecting(session):
             self._commit(session, request.commits)
             answer = self._engine.sums(session).collect(request.commits.round, request.count)
             while not answer.done():
-                self.worker.session(session.id)
+                self.session(session.id)
                 yield segment_pb2.CollectGradientsResponse(progress=segment_pb2.Progress())
                 await asyncio.wait([answer], timeout=PROGRESS_INTERVAL_S)
             sums = answer.result()
             result = segment_pb2.CollectGradientsResult(slots=sums)
             response = segment_pb2.CollectGradientsResponse(result=result)
             outgoing_tensors = batches(sums.values(), self._shared_writer(session, request.answer))
-            with self._engine.sending(sum(outgoing.layout.span_bytes for outgoing in sums.values())):
+            with self._engine.sending(session, sum(outgoing.layout.span_bytes for outgoing in sums.values())):
                 for message in encode_all(outgoing_tensors, response.TENSORS_FIELD_NUMBER, response):
                     yield message
 
@@ -315,11 +319,11 @@ class SegmentServicer(Servicer):
         self, request: segment_pb2.FetchSourcesRequest, context: Context
     ) -> AsyncIterator[segment_pb2.FetchSourcesResponse | bytes]:
         """Sends those of the requested tensors that segments of the session name."""
-        session = self.worker.session(request.session)
+        session = self.session(request.session)
         response = segment_pb2.FetchSourcesResponse(result=segment_pb2.FetchSourcesResult())
         with self._engine.reading(session, request.addresses) as outgoing_tensors:
             placed = batches(outgoing_tensors, self._shared_writer(session, request.answer))
-            with self._engine.sending(sum(outgoing.layout.span_bytes for outgoing in outgoing_tensors)):
+            with self._engine.sending(session, sum(outgoing.layout.span_bytes for outgoing in outgoing_tensors)):
                 for message in encode_all(placed, response.TENSORS_FIELD_NUMBER, response):
                     yield message
 
@@ -348,7 +352,7 @@ class SegmentServicer(Servicer):
         """Yields the progress of a request until it is done. Renews the lease of its session meanwhile."""
         while not answer.done():
             running, queued_s = self._engine.progress(segment)
-            self.worker.session(segment.session.id)
+            self.session(segment.session.id)
             yield segment_pb2.Progress(running=running, ahead_s=queued_s)
             await asyncio.wait([answer], timeout=PROGRESS_INTERVAL_S)
 

@@ -9,6 +9,7 @@ from backhaul_runtime.process.resources import resident_bytes
 from backhaul_runtime.sealing import sealed
 from backhaul_runtime.version import version
 from backhaul_runtime.wire.splicing import field_of
+from backhaul_server.worker.audit import AuditLog
 from backhaul_server.worker.engine.worker import Worker
 from backhaul_server.worker.limits import ALL_LOOKS, LOOKS
 from backhaul_server.worker.rpc.calls import Context, Servicer, unary
@@ -22,10 +23,11 @@ class TelemetryServicer(Servicer):
     Args:
         worker: The worker whose state is reported.
         meter: Counts calls and bytes.
+        audit: Gets an entry for each request that is denied.
     """
 
-    def __init__(self, worker: Worker, meter: RpcMeter) -> None:
-        super().__init__(worker, meter)
+    def __init__(self, worker: Worker, meter: RpcMeter, audit: AuditLog) -> None:
+        super().__init__(worker, meter, audit)
         self._started = monotonic()
         self._reports = TrainerReports()
         self._unread: Counter[str] = Counter()  # the number of unread answers, by connection
@@ -35,15 +37,17 @@ class TelemetryServicer(Servicer):
         self, request: telemetry_pb2.PutReportsRequest, context: Context
     ) -> telemetry_pb2.PutReportsResponse:
         """Keeps a report of a session's trainer for dashboards."""
-        self.worker.session(request.session)
-        self._reports.put(request.report)
+        self._reports.put(request.report, self.session(request.session).account.name)
         return telemetry_pb2.PutReportsResponse()
 
     @unary
     async def GetTelemetry(  # noqa: N802  gRPC's name
         self, request: telemetry_pb2.GetTelemetryRequest, context: Context
     ) -> bytes:
-        """Answers with the worker's present state, and the reports after the one that the request names."""
+        """Answers with the worker's present state, and the reports after the one that the request names.
+
+        A credential that may not see all gets only its own sessions and reports.
+        """
         peer = context.peer()
         LOOKS.check(self._unread[peer] + 1)
         ALL_LOOKS.check(self._unread.total() + 1)
@@ -51,8 +55,10 @@ class TelemetryServicer(Servicer):
         # gRPC calls it when the client has read the answer. The type stub declares a class instead of a callable.
         context.add_done_callback(lambda _: self._was_read(peer))  # type: ignore[arg-type]
         worker, usage, now = self.worker, self.worker.store.usage(), monotonic()
-        reports, has_more = self._reports.after(request.after_report if request.epoch == worker.epoch else 0)
-        last_error, last_error_at_s = worker.last_error
+        account = self.account
+        seen = None if account.sees_all else account.name
+        reports, has_more = self._reports.after(request.after_report if request.epoch == worker.epoch else 0, seen)
+        last_error, last_error_at_s = worker.last_error if account.sees_all else ("", 0.0)
         answer = telemetry_pb2.GetTelemetryResponse(
             worker_version=version(),
             epoch=worker.epoch,
@@ -76,11 +82,12 @@ class TelemetryServicer(Servicer):
                     idle_s=max(0.0, now - (session.expires_at - worker.lease_s)),
                     drift=session.drift,
                     run=session.run,
-                    held_bytes=worker.store.held_bytes(session.id),
+                    held_bytes=worker.store.held_bytes(session),
                     client_version=session.client_version,
                     last_error=session.last_error,
                 )
                 for session in worker.sessions.values()
+                if account.sees_all or session.account is account
             ],
             rpcs=[
                 telemetry_pb2.RpcTelemetry(

@@ -30,8 +30,8 @@ class TensorUpload:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+        self._session: SessionState | None = None
         self._charged: deque[int] = deque()
-        self._session = ""
         self._are_shared: list[bool] = []
         self._releases: list[Callable[[], None]] = []
         self._upload_stream = last_moment(worker.device)
@@ -40,11 +40,12 @@ class TensorUpload:
 
     def set_session(self, session: SessionState) -> None:
         """Sets the session that has sent the tensors of all following calls of `add`."""
-        self._session, self._memory = session.id, session.memory
+        self._session, self._memory = session, session.memory
 
     def _admit(self, layout: Layout) -> None:
         UPLOADED.check(len(self._are_shared) + 1)
-        self._charged.append(self._worker.expect_tensor(layout))
+        assert self._session is not None
+        self._charged.append(self._worker.expect_tensor(self._session, layout))
         self._are_shared.append(False)
 
     def _locate(self, location: tensor_pb2.Location, layout: Layout) -> Callable[[], Tensor]:
@@ -70,13 +71,15 @@ class TensorUpload:
             SessionUnknownError: The session has ended meanwhile.
             TransferError: A tensor is incomplete, or differs from its declaration.
         """
-        if self._charged:
-            self._worker.session(self._session)
+        session = self._session
+        if self._charged and session is not None:
+            self._worker.session(session.id)
         with on_side_stream(self._upload_stream):  # on the default stream the copies would wait for the executor's ops
             received_tensors = self._receiver.stored()
         for (address, tensor), is_shared in zip(received_tensors, self._are_shared, strict=True):
             use_here(tensor)
-            self._worker.store.arrived(self._session, address, tensor, self._charged.popleft(), is_shared=is_shared)
+            assert session is not None
+            self._worker.store.arrived(session, address, tensor, self._charged.popleft(), is_shared=is_shared)
         self._releases.clear()
         return [address for address, _ in received_tensors]
 
@@ -85,7 +88,8 @@ class TensorUpload:
 
     def __exit__(self, *_: object) -> None:
         for size in self._charged:
-            self._worker.store.abandon(size)
+            assert self._session is not None
+            self._worker.store.abandon(self._session, size)
         for release in self._releases:
             release()
         del self._receiver  # it refers to this object: without the cycle tensors need no garbage collector
@@ -109,8 +113,8 @@ class TensorServicer(Servicer):
                         carried = accepted(received)
                         if not session_id:
                             session_id = carried.message.session
-                            opened.enter_context(self.worker.streaming(self.worker.session(session_id)))
-                        upload.set_session(self.worker.session(session_id))
+                            opened.enter_context(self.worker.streaming(self.session(session_id)))
+                        upload.set_session(self.session(session_id))
                         upload.add(carried)
                         self.meter.received(shared_bytes(carried.tensors))
             except TimeoutError:

@@ -18,31 +18,37 @@ class TrainerReports:
     """
 
     def __init__(self) -> None:
-        self._held: deque[bytes] = deque()
+        self._held: deque[tuple[str, bytes]] = deque()  # with the name of the credential
         self._bytes = 0
         self._last = 0
 
-    def put(self, report: telemetry_pb2.TrainerReport) -> None:
-        """Adds a report, and drops the oldest ones beyond `HELD_BYTES`."""
+    def put(self, report: telemetry_pb2.TrainerReport, credential: str) -> None:
+        """Adds a report of a trainer with this credential, and drops the oldest ones beyond `HELD_BYTES`."""
         self._last += 1
         numbered = telemetry_pb2.Report(number=self._last, report=report).SerializeToString()
-        self._held.append(numbered)
+        self._held.append((credential, numbered))
         self._bytes += _REPORT_BYTES + len(numbered)
         while self._bytes > HELD_BYTES:
-            self._bytes -= _REPORT_BYTES + len(self._held.popleft())
+            self._bytes -= _REPORT_BYTES + len(self._held.popleft()[1])
 
-    def after(self, number: int) -> tuple[list[bytes], bool]:
-        """Returns the encoded reports after that number, as many as fit one answer, and whether there are more."""
+    def after(self, number: int, credential: str | None) -> tuple[list[bytes], bool]:
+        """Returns encoded reports after that number, as many as fit one answer, and whether there are more.
+
+        Args:
+            number: The number of a report.
+            credential: Leaves out the reports of other credentials; None for the reports of all.
+        """
         reports: list[bytes] = []
         size = 0
-        for report in self._newer(number):
+        for report in self._newer(number, credential):
             if reports and size + len(report) > ANSWER_BYTES:
                 return reports, True
             reports.append(report)
             size += len(report)
         return reports, False
 
-    def _newer(self, number: int) -> Iterator[bytes]:
+    def _newer(self, number: int, credential: str | None) -> Iterator[bytes]:
         first = self._last - len(self._held) + 1
         start = max(0, number + 1 - first)
-        return (self._held[i] for i in range(start, len(self._held)))
+        newer = (self._held[i] for i in range(start, len(self._held)))
+        return (report for owner, report in newer if credential is None or owner == credential)
