@@ -20,6 +20,7 @@ from backhaul._accumulate.block import AccumulationBlock
 from backhaul._accumulate.plan import LOCALS, Local, Shares
 from backhaul._backward.frame import Frame
 from backhaul._worker_client.accumulation import UncollectedGradients
+from backhaul._worker_client.remote_segment import SavedSegment
 from conftest import QUIET_S, wait_until
 from support.bits import Checkpoint, differing, grad_of, plainly
 from support.processes import WorkerProcess
@@ -192,6 +193,24 @@ def test_two_workers(worker: WorkerProcess, own_worker: WorkerProcess) -> None:
     with backhaul.connect(f"{worker.address},{own_worker.address}", silence_s=QUIET_S) as session:
         assert differing(trained(session, kind="tied to the head"), train(plainly, kind="tied to the head")) == []
         assert all(worker.uploader.uncollected._round > 1 for worker in session._workers)
+
+
+@pytest.mark.slow
+def test_requests_announce_those_that_follow(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests: list[tuple[int, list[int]]] = []
+    backward = SavedSegment.backward
+
+    def noted(self: SavedSegment, *args: Any, **options: Any) -> Any:
+        requests.append((self.number, args[6]))
+        return backward(self, *args, **options)
+
+    monkeypatch.setattr(SavedSegment, "backward", noted)
+    assert differing(trained(session, micro_batches=5, steps=1), train(plainly, micro_batches=5, steps=1)) == []
+    numbers = [number for number, _ in requests]
+    assert len(set(numbers)) == len(numbers) == 5 * SEGMENTS
+    for done, (_, upcoming) in enumerate(requests, 1):
+        assert upcoming == numbers[done : done + len(upcoming)]
+        assert len(upcoming) >= SEGMENTS - 1 - (done - 1) % SEGMENTS
 
 
 @pytest.mark.slow

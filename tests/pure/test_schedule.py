@@ -136,6 +136,27 @@ def test_segments_saved_after_the_one_that_backward_reached_come_last() -> None:
     assert ready(schedule) == [("a", 3), ("a", 4), ("a", 1)]
 
 
+def test_what_the_trainer_has_announced_comes_first_also_while_forward_runs() -> None:
+    schedule = Schedule()
+    saved(schedule, [1, 2, 3])
+    schedule.requested(("a", 3))
+    schedule.announced("a", [2, 1, 7])
+    saved(schedule, [4, 5])  # a later forward runs beside the backward
+    assert replay_all(schedule, 24) == [2, 1]
+    assert replay_all(schedule, 100) == [4, 5]
+    assert ready(schedule) == [("a", 4), ("a", 5), ("a", 1), ("a", 2)]
+
+
+def test_the_last_announcement_counts() -> None:
+    schedule = Schedule()
+    saved(schedule, [1, 2, 3])
+    schedule.announced("a", [1, 3])
+    schedule.released(("a", 1))
+    schedule.announced("a", [3, 2])
+    schedule.announced("unknown", [1])
+    assert replay_all(schedule, 100) == [3, 2]
+
+
 def test_a_guess_is_run_before_replays_of_what_is_needed_later() -> None:
     schedule = Schedule()
     saved(schedule, [1, 2, 3])

@@ -56,6 +56,7 @@ class LoopbackSegment:
         due: Sequence[tuple[int, Layout]],
         kept: Mapping[int, Tensor],
         unsent: Collection[int] = (),
+        upcoming: Sequence[int] | None = None,
         *,
         checks_bytes: bool,
     ) -> RemoteAnswer:

@@ -40,6 +40,9 @@ from backhaul_runtime.replay.replay import Contribution
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.private import next_sequence_number, without_hooks
 
+MOST_UPCOMING = 32
+"""The number of its next segments that a worker is told, which it replays ahead in this order."""
+
 Sums = list[tuple[Tensor, Tensor]]
 """Parameters with the sums of the gradients that a worker has kept."""
 
@@ -349,7 +352,13 @@ class AccumulationBlock:
         following = self._following(micro_batch, segment)
         unsent = {due[index] for index, target in segment.contributions if target == following}
         started = perf_counter()
-        answer = frame.remote_gradients({0: gradient}, micro_batch.state, may_stay, unsent if len(unsent) == 1 else ())
+        answer = frame.remote_gradients(
+            {0: gradient},
+            micro_batch.state,
+            may_stay,
+            unsent if len(unsent) == 1 else (),
+            self._upcoming(micro_batch, uploader),
+        )
         micro_batch.stored = None  # not before, because `_recovered` must learn that the trainer lacks the gradient
         kept = {source: may_stay[source] for source in answer.kept}
         frame.call.log.add(Decision.GRADIENTS, 0.0)  # nothing waited
@@ -362,6 +371,16 @@ class AccumulationBlock:
             micro_batch.stored = answer.stored.get(*unsent)
         # Not only what the run took: while requests wait for it, the worker also does what surrounds its runs.
         self.busy_s.setdefault(uploader, []).append(perf_counter() - started)
+
+    def _upcoming(self, micro_batch: _MicroBatch, uploader: Uploader) -> list[int]:
+        """Returns the numbers of the segments that a worker is asked for after the next one."""
+        _, *rest = micro_batch.segments_left
+        later = [other for other in self._open if other.number > micro_batch.number]
+        segments = itertools.chain(rest, *(other.segments_left for other in later))
+        remotes = (segment.frame.remote for segment in segments if _uploader(segment) is uploader)
+        return [
+            remote.number for remote in itertools.islice(remotes, MOST_UPCOMING) if isinstance(remote, SavedSegment)
+        ]
 
     def _following(self, micro_batch: _MicroBatch, segment: RunSegment) -> Target | None:
         """Returns where the gradient of the run's next segment is summed up, if only the same worker needs it."""

@@ -97,6 +97,7 @@ class RemoteSegment(Protocol):
         due: Sequence[tuple[int, Layout]],
         kept: Mapping[int, Tensor],
         unsent: Collection[int] = (),
+        upcoming: Sequence[int] | None = None,
         *,
         checks_bytes: bool,
     ) -> RemoteAnswer:
@@ -110,6 +111,8 @@ class RemoteSegment(Protocol):
             due: The source and the layout of the gradient of each contribution, in order.
             kept: Parameters whose gradients may stay on the worker, by source.
             unsent: Sources in `summed` whose gradients are not returned if they are in the answer's `stored`.
+            upcoming: Numbers of the segments that the trainer will request next from this worker, in order. None stands
+                for the one that was saved before this segment.
             checks_bytes: Whether both sides compute digests of the returned gradients.
         """
 
@@ -260,6 +263,7 @@ class Frame:
         state: ambient_state.State,
         kept: Mapping[int, Tensor] = MappingProxyType({}),
         unsent: Collection[int] = (),
+        upcoming: Sequence[int] | None = None,
     ) -> RemoteGradients:
         """Runs the segment's backward on its worker and checks the values. Any thread may call it, one at a time.
 
@@ -268,6 +272,7 @@ class Frame:
             state: Ambient settings under which backward runs.
             kept: Parameters whose gradients the worker may keep and add up, by source.
             unsent: Sources whose gradients only the backwards of predecessors on the same worker need.
+            upcoming: Numbers of the segments that will be requested next, as in `RemoteSegment.backward`.
 
         Raises:
             BackhaulError: One of `RECOVERABLE`. Nothing was kept. Pass it to `lost`.
@@ -276,7 +281,7 @@ class Frame:
         assert remote is not None
         summed, checks_bytes = self.consumers.sources, self.call.options.checks_bytes
         answer = remote.backward(
-            gradients, state, summed, self._due(), kept, summed & set(unsent), checks_bytes=checks_bytes
+            gradients, state, summed, self._due(), kept, summed & set(unsent), upcoming, checks_bytes=checks_bytes
         )
         self._check(remote, answer.saved)
         return RemoteGradients(answer.contributions, answer.commit(), answer.stored)

@@ -102,7 +102,8 @@ class SavedSegment:
         save: The upload of the segment, as it was queued.
         log: The log of the call, for bytes and times.
         expected_s: Seconds that a replay with its backward should take.
-        upcoming: Returns the numbers of the segments that backward will request after this one.
+        reached: Called when a backward requests the segment. Returns the numbers of the segments that it will probably
+            request next.
 
     Attributes:
         expected: The gradients that the worker has predicted, by output.
@@ -115,14 +116,14 @@ class SavedSegment:
         save: SegmentUpload,
         log: CallLog,
         expected_s: float,
-        upcoming: Callable[[], list[int]],
+        reached: Callable[[], Sequence[int]],
     ) -> None:
         self._connection = connection
         self._uploader = uploader
         self._save = save
         self._log = log
         self._expected_s = expected_s
-        self._upcoming = upcoming
+        self._reached = reached
         self._answer_bytes = 0  # of the backward in progress
         self._device = save.made[0].device if save.made else None
         self.expected: dict[int, SpeculativeGradient] = {}
@@ -152,6 +153,7 @@ class SavedSegment:
         due: Sequence[tuple[int, Layout]],
         kept: Mapping[int, Tensor],
         unsent: Collection[int] = (),
+        upcoming: Sequence[int] | None = None,
         *,
         checks_bytes: bool,
     ) -> RemoteAnswer:
@@ -178,11 +180,11 @@ class SavedSegment:
         self._answer_bytes = sum(
             layout.gradient_bytes for source, layout in due if source not in kept and source not in unsent
         )
-        key = self._key(segment_pb2.OPERATION_BACKWARD)
+        key, expected = self._key(segment_pb2.OPERATION_BACKWARD), self._reached()
         request = segment_pb2.BackwardRequest(
             key=key,
             start=start,
-            upcoming_segments=self._upcoming(),
+            upcoming_segments=expected if upcoming is None else upcoming,
             expected_s=self._expected_s,
             slots=[segment_pb2.Slot(source=source, slot=id(parameter)) for source, parameter in kept.items()],
             pass_number=self.number if kept else 0,  # segments share no slot in a pass, so any number will do
@@ -292,7 +294,7 @@ class SavedSegment:
         request = segment_pb2.RecomputeRequest(
             key=self._key(segment_pb2.OPERATION_RECOMPUTE),
             positions=wanted,
-            upcoming_segments=self._upcoming(),
+            upcoming_segments=self._reached(),
             expected_s=self._expected_s,
         )
 

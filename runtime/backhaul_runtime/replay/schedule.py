@@ -3,13 +3,14 @@
 Speculative work is a replay, or a predicted backward, that runs before the trainer requests it.
 
 NOTE [Order of need]
-1. Backward needs the segments in the reverse of the order in which they were saved. Once it has reached a segment, it
-   continues with those saved before that one.
+1. First come the segments that the trainer has announced as its next requests, in that order. Then backward needs the
+   others in the reverse of the order in which they were saved. Once it has reached a segment, it continues with those
+   saved before that one.
 2. The segments needed first keep their replays, as far as the room allows. Room is left for the segments that forward
    has yet to save, estimated by the previous forward, and for the largest temporary need of one run. So no replay is
    made that would have to be evicted for them.
-3. Of the segments that keep a replay, those without one are replayed in the order of saving while forward runs, and in
-   the order of need once backward runs.
+3. Of the segments that keep a replay, those without one are replayed in the order of need. While forward runs, those
+   that are not announced are replayed in the order of saving.
 4. Speculative work evicts replays that the same session needs later, then replays of sessions that hold more bytes than
    its own session would then hold.
 5. A requested run evicts the last needed replay of the session that holds the most bytes.
@@ -17,7 +18,7 @@ NOTE [Order of need]
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
@@ -102,21 +103,32 @@ class _Session:
     with_replay: dict[int, _Segment] = field(default_factory=dict)  # the segments that hold bytes
     held_bytes: int = 0
     reached: int | None = None  # `order` of the segment that backward reached last; None while forward runs
+    announced: dict[int, None] = field(default_factory=dict)  # numbers of the segments requested next, in order
     saved: list[_Segment] = field(default_factory=list)  # segments of the present forward
     saved_before: list[_Segment] = field(default_factory=list)  # segments of the previous forward
 
-    def in_order_of_need(self) -> Iterator[tuple[int, _Segment]]:
+    def next_requests(self) -> Iterator[tuple[int, _Segment]]:
+        """Yields the announced segments that still exist."""
+        return ((number, self.segments[number]) for number in self.announced if number in self.segments)
+
+    def others_in_order_of_need(self) -> Iterator[tuple[int, _Segment]]:
+        """Yields the segments that are not announced."""
         reached = self.reached
+        others = [item for item in reversed(self.segments.items()) if item[0] not in self.announced]
         if reached is not None:
-            yield from (item for item in reversed(self.segments.items()) if item[1].order <= reached)
-        yield from (item for item in reversed(self.segments.items()) if reached is None or item[1].order > reached)
+            yield from (item for item in others if item[1].order <= reached)
+        yield from (item for item in others if reached is None or item[1].order > reached)
 
     def ready(self) -> list[tuple[int, int]]:
         """Returns the segments whose replays can be evicted, each with the bytes that it holds, in order of need."""
-        reached = self.reached
+        reached, positions = self.reached, {number: position for position, number in enumerate(self.announced)}
         items = sorted(
             self.with_replay.items(),
-            key=lambda item: (reached is not None and item[1].order > reached, -item[1].order),
+            key=lambda item: (
+                positions.get(item[0], len(positions)),
+                reached is not None and item[1].order > reached,
+                -item[1].order,
+            ),
         )
         return [(number, item.held_bytes or 0) for number, item in items]
 
@@ -124,7 +136,8 @@ class _Session:
         """Returns the segments that are to hold a replay within `room_bytes`, in the order of need (Rule 2)."""
         kept = []
         beside = 0
-        for number, segment in islice(chain(self._to_come(), self.in_order_of_need()), MOST_AHEAD):
+        in_order = chain(self.next_requests(), self._to_come(), self.others_in_order_of_need())
+        for number, segment in islice(in_order, MOST_AHEAD):
             if number is not None and segment.held_bytes is None and not segment.is_expected:
                 continue
             # The sources of a segment that is not saved yet take room too; those of saved ones are charged already.
@@ -189,6 +202,11 @@ class Schedule:
     def expected(self, key: Key) -> None:
         """Reports that the trainer will request a segment, perhaps once more. It may be replayed from now on."""
         self._segment(key).is_expected = True
+
+    def announced(self, session: Hashable, numbers: Iterable[int]) -> None:
+        """Reports which segments of a session the trainer will request next, the first of them first."""
+        if session in self._sessions:
+            self._sessions[session].announced = dict.fromkeys(numbers)
 
     def backward_predicted(self, key: Key) -> None:
         """Reports that the gradients of a segment's backward are predicted. That backward may run from now on."""
@@ -268,7 +286,7 @@ class Schedule:
         share = room_bytes // sharing if session.segments else 0
         kept = session.to_be_kept(max(share, room_bytes - self.held_bytes + session.held_bytes))
         if session.reached is None:
-            kept.reverse()
+            kept.sort(key=lambda item: item[1].order if item[0] not in session.announced else 0)
         for number, segment in kept:
             if segment.has_work:
                 missing_bytes = self.held_bytes + segment.work_bytes - room_bytes

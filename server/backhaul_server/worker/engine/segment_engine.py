@@ -96,6 +96,10 @@ class SegmentEngine:
             self.speculation.drop_replay(segment)
         self.speculation.schedule_replay(segment)
 
+    def announced(self, session: SessionState, segment_ids: Sequence[int]) -> None:
+        """Notes which segments the trainer will request next, in order."""
+        self._schedule.announced(session.id, segment_ids)
+
     def release(self, segment: Segment) -> None:
         """Frees a segment. A run that is in progress ends at its next op."""
         # A trainer that releases a segment whose result was pushed has used that result instead of a request.

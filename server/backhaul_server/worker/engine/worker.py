@@ -427,7 +427,8 @@ class Worker:
         return stored.program, tensors
 
     def replay_ahead(self, session: SessionState, segment_ids: Sequence[int]) -> None:
-        """Schedules replays of segments that the trainer will request. Ignores unknown segments."""
+        """Schedules replays of the segments that the trainer will request next, in order. Ignores unknown segments."""
+        self.engine.announced(session, segment_ids)
         for segment in filter(None, map(session.segments.get, segment_ids)):
             self.engine.speculation.schedule_replay(segment)
 
