@@ -214,6 +214,19 @@ def test_requests_announce_those_that_follow(session: Session, monkeypatch: pyte
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("share", [0, 2])
+def test_no_speculative_backward_is_wasted(
+    session: Session, worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch, share: int
+) -> None:
+    monkeypatch.setattr(Shares, "trainers_shares", lambda self: (share,))
+    before = worker.telemetry()
+    assert differing(trained(session, micro_batches=6), train(plainly, micro_batches=6)) == []
+    after = worker.telemetry()
+    assert after.guessed_segments > before.guessed_segments
+    assert after.wasted_guesses == before.wasted_guesses
+
+
+@pytest.mark.slow
 def test_runs_of_different_lengths_on_two_workers(worker: WorkerProcess, own_worker: WorkerProcess) -> None:
     def gradients(checkpoint: Checkpoint, session: Session | None) -> list[Tensor]:
         torch.manual_seed(0)

@@ -350,12 +350,14 @@ class AccumulationBlock:
             if target in leaves and self._gradients.may_stay(leaves[target], uploader, micro_batch.number)
         }
         following = self._following(micro_batch, segment)
-        unsent = {due[index] for index, target in segment.contributions if target == following}
+        summed = _only_contributions(micro_batch, segment, due)
+        unsent = {due[index] for index, target in segment.contributions if target == following} & summed
         started = perf_counter()
         answer = frame.remote_gradients(
             {0: gradient},
             micro_batch.state,
             may_stay,
+            summed,
             unsent if len(unsent) == 1 else (),
             self._upcoming(micro_batch, uploader),
         )
@@ -516,6 +518,30 @@ def _size_bytes(parts: Parts, sums: Mapping[Target, Tensor], kept: int) -> int:
     inputs = {id(source.kept_value): source.layout.span_bytes for source in sources if source.kept_value is not None}
     keeping = kept * max((frame.call.log.saved_bytes for frame in parts.frames), default=0)
     return sum(inputs.values()) + sum(g.numel() * g.element_size() for g in sums.values()) + keeping
+
+
+def _only_contributions(micro_batch: _MicroBatch, segment: RunSegment, due: Sequence[int]) -> set[int]:
+    """Returns the outputs of earlier segments whose gradients get no contributions before those of this segment.
+
+    These contributions can be summed beforehand, because (a + b) + c is what autograd computes.
+
+    Args:
+        micro_batch: The micro-batch with the gradients so far.
+        segment: The next segment of its run.
+        due: The source of each contribution.
+    """
+    sources: dict[Target, set[int]] = {}
+    targets: dict[int, set[Target]] = {}
+    for index, target in segment.contributions:
+        sources.setdefault(target, set()).add(due[index])
+        targets.setdefault(due[index], set()).add(target)
+    known = micro_batch.sums.keys() | micro_batch.parts.leaves.keys()
+    return {
+        source
+        for source in targets.keys() & segment.frame.consumers.watched
+        for target, *others in [targets[source]]
+        if not others and target not in known and len(sources[target]) == 1
+    }
 
 
 def _uploader(segment: RunSegment) -> Uploader | None:

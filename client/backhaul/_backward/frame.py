@@ -262,6 +262,7 @@ class Frame:
         gradients: Mapping[int, Tensor | StoredGradient],
         state: ambient_state.State,
         kept: Mapping[int, Tensor] = MappingProxyType({}),
+        summed: Set[int] | None = None,
         unsent: Collection[int] = (),
         upcoming: Sequence[int] | None = None,
     ) -> RemoteGradients:
@@ -271,6 +272,7 @@ class Frame:
             gradients: The gradients of the program's outputs, by the output's position.
             state: Ambient settings under which backward runs.
             kept: Parameters whose gradients the worker may keep and add up, by source.
+            summed: Sources whose contributions the worker may add up; None for those that nothing else can have used.
             unsent: Sources whose gradients only the backwards of predecessors on the same worker need.
             upcoming: Numbers of the segments that will be requested next, as in `RemoteSegment.backward`.
 
@@ -279,7 +281,7 @@ class Frame:
         """
         remote = self.remote
         assert remote is not None
-        summed, checks_bytes = self.consumers.sources, self.call.options.checks_bytes
+        summed, checks_bytes = self.consumers.sources if summed is None else summed, self.call.options.checks_bytes
         answer = remote.backward(
             gradients, state, summed, self._due(), kept, summed & set(unsent), upcoming, checks_bytes=checks_bytes
         )

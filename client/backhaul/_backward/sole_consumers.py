@@ -15,9 +15,14 @@ from backhaul_runtime.torch_internals.private import next_sequence_number
 
 
 class SoleConsumers:
-    """The sources of one segment that nothing else can have used later."""
+    """The sources of one segment that nothing else can have used later.
+
+    Attributes:
+        watched: Indices of the sources that are outputs of earlier segments. Only these can become known.
+    """
 
     def __init__(self) -> None:
+        self.watched: frozenset[int] = frozenset()
         self._unused: list[int] = []
         self._watched: list[weakref.ref[Tensor]] = []
 
@@ -37,4 +42,6 @@ class SoleConsumers:
 
             return weakref.ref(tensor, died)
 
-        self._watched = [watched(index, tensor) for index, tensor in tensors]
+        by_index = dict(tensors)
+        self.watched = frozenset(by_index)
+        self._watched = [watched(index, tensor) for index, tensor in by_index.items()]

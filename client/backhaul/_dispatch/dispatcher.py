@@ -187,6 +187,8 @@ class Dispatcher:
             and site.speculation.should_speculate(source)
             and (layout := recording.sources[source].layout)
         ]
+        here = {predecessor.source for predecessor in save.predecessors}
+        save.boundaries = [source for source, *_ in segment.predecessors if source not in here]
         if save.predecessors:  # else it begins a run, which its next call need not do if the trainer's share changes
             site.speculation.is_derived = any(predecessor.derived is not None for predecessor in save.predecessors)
         if was_sent:  # the prediction has made and queued the same copies

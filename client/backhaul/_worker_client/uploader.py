@@ -94,7 +94,8 @@ class SegmentUpload:
         count: Called with the number of sent bytes.
         sent: Called with the times of sending its tensors, after that has ended.
         wants_sketches: Whether the worker computes other bits, so that random projections are compared.
-        predecessors: Earlier segments whose outputs are sources of this one.
+        predecessors: Earlier segments on the same worker whose outputs are sources of this one.
+        boundaries: Sources that are outputs of other earlier segments.
         is_predicted: Whether its call has not ended yet.
         superseded: Returns the addresses of cached tensors that will not be named again.
         made: For each accelerator, the moment at which the sources were complete.
@@ -113,6 +114,7 @@ class SegmentUpload:
     sent: Callable[[float], None]
     wants_sketches: bool = False
     predecessors: Sequence[Predecessor] = ()
+    boundaries: Sequence[int] = ()
     is_predicted: bool = False
     superseded: Callable[[], Sequence[bytes]] = tuple
     made: Sequence[DeviceMoment] = ()
@@ -363,14 +365,17 @@ class Uploader:
             name=save.name[:MAX_NAME],
             wants_sketches=save.wants_sketches,
             predecessors=[
-                segment_pb2.Predecessor(
-                    source=predecessor.source,
-                    segment=segment.number,
-                    output=predecessor.output,
-                    derived=None if predecessor.derived is None else encode_layout(predecessor.derived),
-                )
-                for predecessor in save.predecessors
-                if (segment := predecessor.segment()) is not None
+                *(
+                    segment_pb2.Predecessor(
+                        source=predecessor.source,
+                        segment=segment.number,
+                        output=predecessor.output,
+                        derived=None if predecessor.derived is None else encode_layout(predecessor.derived),
+                    )
+                    for predecessor in save.predecessors
+                    if (segment := predecessor.segment()) is not None
+                ),
+                *(segment_pb2.Predecessor(source=source) for source in save.boundaries),
             ],
             predicted=save.is_predicted,
             superseded=save.superseded(),

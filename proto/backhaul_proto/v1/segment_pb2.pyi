@@ -201,6 +201,7 @@ class Predecessor(_message.Message):
     source: _builtins.int
     """Position in sources."""
     segment: _builtins.int
+    """0: one that this worker does not have. Then only the sum of the source's gradients is likely to be asked for."""
     output: _builtins.int
     @_builtins.property
     def derived(self) -> _tensor_pb2.TensorSpec:

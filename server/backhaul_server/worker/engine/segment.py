@@ -94,7 +94,8 @@ class Segment:
         id: The trainer's number for the segment.
         inputs: The program and its input tensors, None once the segment was released.
         name: The checkpointed call's name, for logs.
-        predecessors: For each source that is an output of an earlier segment, that segment's number and the output.
+        predecessors: For each source that is an output of an earlier segment, that segment's number and the output. The
+            number is 0 if this worker does not have the segment.
         addresses: The address of the program, then those of its sources.
         is_confirmed: False while the trainer has only predicted the call that `inputs` describes.
         machine: Decides which work is due.
@@ -149,6 +150,11 @@ class Segment:
         return all(
             given in (b"", drawn) for given, drawn in zip(inputs.generator_states, ready.replay.drawn_from, strict=True)
         )
+
+    @property
+    def chained(self) -> set[int]:
+        """The sources whose gradients a backward of an earlier segment on this worker starts with."""
+        return {source for source, (number, _) in self.predecessors.items() if number}
 
     def saved_predecessors(self) -> "list[Segment]":
         """Returns the segments whose outputs are sources of this one, without those that were released."""

@@ -209,7 +209,7 @@ class Speculator:
                         break
                     member.bounds.begin(charge, must_yield)
                     backward, gradients = speculation.inputs, speculation.gradients
-                    result = runs.backward(inputs, ready, backward, gradients, member.predecessors)
+                    result = runs.backward(inputs, ready, backward, gradients, member.chained)
                     made.append(replace(speculation, result=result))
                     speculation = next((following for _, following in _predictions(member, result, backward)), None)
             except Exception:  # Rule 3

@@ -273,7 +273,7 @@ class SegmentServicer(Servicer):
 
         def prepare() -> Operation:
             gradients = self.worker.gradients(session, addresses)
-            return partial(runs.backward, start=inputs, gradients=gradients, chained=segment.predecessors)
+            return partial(runs.backward, start=inputs, gradients=gradients, chained=segment.chained)
 
         key = Key("backward", request.key.backward)
         with self._engine.answering(segment, key):
