@@ -83,6 +83,15 @@ def test_blocks_teach_what_is_chosen() -> None:
         assert shares.trainers_shares() == [8] * 16
         shares.measured(block(trainers=8, worker_s=None))
     assert shares.trainers_shares() == (7,)  # to see whether the worker has become faster
+    shares.measured(block(trainers=7, worker_s=0.03))
+    assert shares.trainers_shares() == [3] * 16
+
+
+def test_a_disturbed_block_counts_by_half_and_the_first_one_not_at_all() -> None:
+    shares = Shares()
+    for worker_s in (7.0, 0.03, 0.09):
+        shares.measured(block(trainers=3, worker_s=worker_s))
+    assert shares.speeds == {"worker": pytest.approx(1 / 0.06)}
 
 
 def test_the_bytes_that_may_be_held_back_bound_the_share() -> None:

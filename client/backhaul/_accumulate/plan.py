@@ -126,6 +126,13 @@ RETRY_BLOCKS = 16
 """After so many blocks without a worker's help, its speed is measured again with one segment."""
 
 
+WARM_UP_BLOCKS = 2
+"""After so many blocks, what a block took changes the speeds by half only: one disturbed block must not move the split.
+
+The first block sends weights and programs, so what it took is replaced by what the second takes.
+"""
+
+
 class Shares:
     """Chooses the trainer's share for each block from what the blocks before took.
 
@@ -140,6 +147,7 @@ class Shares:
         self._trainer_s = 0.0  # for a segment, as measured last
         self._workers_s: dict[str, float] = {}  # the same of each worker, by address
         self._alone = 0  # blocks since a worker has computed a segment
+        self._blocks = 0  # that were measured
         self._segment_bytes = self._others_bytes = 0  # gradients of a segment, and what is held back besides these
 
     def trainers_shares(self) -> Sequence[int] | None:
@@ -166,15 +174,25 @@ class Shares:
         """Notes what a block took."""
         if not block.segments:
             return
+        if (block.micro_batches, block.chain) != (self._micro_batches, self._segments):
+            self._blocks = 0
+        self._blocks += 1
         self._micro_batches, self._segments = block.micro_batches, block.chain
-        self._forward_s = block.others_s / block.micro_batches
+        self._forward_s = self._mean(self._forward_s, block.others_s / block.micro_batches)
         if block.trainer.segments:
-            self._trainer_s = block.trainer.segment_s
+            self._trainer_s = self._mean(self._trainer_s, block.trainer.segment_s)
         own = block.trainer.segments // block.micro_batches
         self._segment_bytes = max(self._segment_bytes, block.segment_bytes)
         self._others_bytes = max(0, block.held_bytes - own * self._segment_bytes)
-        workers_s = {name: worker.segment_s for name, worker in block.workers.items()}
+        known_s = {} if self._alone else self._workers_s
+        workers_s = {
+            name: self._mean(known_s.get(name, 0.0), worker.segment_s) for name, worker in block.workers.items()
+        }
         self._workers_s, self._alone = (workers_s, 0) if workers_s else (self._workers_s, self._alone + 1)
+
+    def _mean(self, before_s: float, last_s: float) -> float:
+        """Returns the mean of a duration in the blocks before and in the last one; 0 stands for an unknown one."""
+        return (before_s + last_s) / 2 if before_s and self._blocks > WARM_UP_BLOCKS else last_s
 
     @property
     def speeds(self) -> dict[str, float]:
