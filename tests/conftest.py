@@ -79,6 +79,12 @@ def own_worker() -> Iterator[WorkerProcess]:
 
 
 @pytest.fixture
+def equal_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets all workers count as equally fast, so that each gets as many segments."""
+    monkeypatch.setattr("backhaul._worker_client.connection.Connection.ran", lambda *_: None)
+
+
+@pytest.fixture
 def session(worker: WorkerProcess) -> Iterator[Session]:
     """A session on the shared worker. Whatever a test does with it, nothing stays on the worker, nor of its threads."""
     threads, files = threading.active_count(), open_files()

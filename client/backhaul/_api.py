@@ -46,8 +46,9 @@ def connect(
     docs/configuration.md lists all variables.
 
     Args:
-        worker: Address as "host:port", "unix:/path" or "dns:///host:port", or several separated by commas; each worker
-            gets a contiguous run of segments. None: starts a worker process on this machine that ends with the session.
+        worker: Address as "host:port" or "unix:/path", or a source of addresses that may change: "file:/path" (one in
+            each line) or "dns:///name:port" (all of the name). Several are separated by commas; each worker gets a
+            contiguous run of segments. None: starts a worker process on this machine that ends with the session.
         token_file: File with the token of the workers, or one file for each worker, separated by commas.
         tls: Directory with `tls.crt`, `tls.key` and `ca.crt`. Workers then must speak TLS.
         returns: What workers return: "gradients", "activations", or "auto" (default): gradients where possible.

@@ -30,10 +30,11 @@ class Config:
     """
 
     worker: str = ""
-    """Addresses of workers, separated by commas; empty starts a worker on this machine."""
+    """Addresses of workers, separated by commas; empty starts a worker on this machine. "file:/path" stands for the
+    addresses in a file, "dns:///name:port" for all addresses of a name; both are looked at once a second."""
 
     token_file: str = ""
-    """File with the token of the workers, or one file for each worker, separated by commas. A worker that connect()
+    """File with the token of the workers, or one file for each address, separated by commas. A worker that connect()
     starts needs no token."""
 
     tls: str = ""

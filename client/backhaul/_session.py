@@ -26,6 +26,7 @@ from backhaul._accumulate.plan import LOCALS, MORE_OPEN, Local, Shares
 from backhaul._backward.lineage import Copies
 from backhaul._config import SECRETS, Config
 from backhaul._dispatch.dispatcher import Dispatcher
+from backhaul._dispatch.roster import Roster
 from backhaul._dispatch.worker_handle import WorkerHandle
 from backhaul._forward.checkpoint import run_segment
 from backhaul._observe.report import Journal, Report
@@ -38,8 +39,9 @@ from backhaul._worker_client.deadlines import call_unary
 from backhaul._worker_client.embedded import EmbeddedWorker
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.errors import AccumulationError, BackhaulError, SessionClosedError
-from backhaul_runtime.process.addresses import Address, parse_addresses
+from backhaul_runtime.process.addresses import Address
 from backhaul_runtime.process.credentials import one_for_each
+from backhaul_runtime.process.discovery import parse_sources
 from backhaul_runtime.process.fingerprint import fingerprint
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.process.tls import files_of
@@ -83,8 +85,6 @@ class Session:
         self.copies = Copies(self._fetch)
         self._closed = False
         self._embedded: EmbeddedWorker | None = None
-        self._workers: list[WorkerHandle] = []
-        self._dispatcher = Dispatcher(config, Journal(self.run), self._workers, self.copies, lambda: self._closed)
         connect_to = partial(
             Connection,
             silence_s=config.silence_s,
@@ -93,20 +93,21 @@ class Session:
             shares_memory=config.shared_memory,
             takes_socket=config.unix_socket,
         )
-        if config.worker:
-            addresses = parse_addresses(config.worker)
-            token_files = one_for_each([file.strip() for file in config.token_file.split(",") if file], len(addresses))
-            connections = [
-                connect_to(partial(_same, address), token_file=file)
-                for address, file in zip(addresses, token_files, strict=True)
-            ]
-        else:
-            self._embedded = EmbeddedWorker(config.memory_bytes, config.connect_timeout_s)
-            connections = [connect_to(self._embedded.ensure)]
+        self._workers = Roster(
+            self.run,
+            lambda address, token_file: connect_to(partial(_same, address), token_file=token_file),
+            lambda connection: WorkerHandle(connection, config.inflight_bytes, config.inflight_boundaries),
+            config.connect_timeout_s,
+        )
+        self._dispatcher = Dispatcher(config, Journal(self.run), self._workers, self.copies, lambda: self._closed)
+        sources = parse_sources(config.worker) if config.worker else []
+        files = [file.strip() for file in config.token_file.split(",") if file]
+        token_files = one_for_each(files, len(sources)) if sources else []
         try:
-            for connection in connections:
-                connection.open(config.connect_timeout_s)
-                self._workers.append(WorkerHandle(connection, config.inflight_bytes, config.inflight_boundaries))
+            if not sources:
+                self._embedded = EmbeddedWorker(config.memory_bytes, config.connect_timeout_s)
+                self._workers.add(connect_to(self._embedded.ensure))
+            self._workers.open(dict(zip(sources, token_files, strict=True)))
             self._warn_if_useless()
         except BaseException:
             self.close()
@@ -257,7 +258,7 @@ class Session:
             self._dispatcher.micro_batch_ended,
             lambda frame: frame.lineage is not None and frame.lineage.session == self.run,
             self._dispatcher.journal.log("Session.accumulate"),
-            self.config.inflight_micro_batches or MORE_OPEN + len(self._workers),
+            self.config.inflight_micro_batches or MORE_OPEN + sum(not worker.is_leaving for worker in self._workers),
             self.config.deferred_bytes,
             self.config.held_bytes,
         )
@@ -306,10 +307,7 @@ class Session:
             self.telemetry.close()
         if self._embedded is not None:
             self._embedded.interrupt()
-        for worker in self._workers:
-            worker.connection.close()
-        for worker in self._workers:
-            worker.uploader.close()
+        self._workers.close()
         if self._embedded is not None:
             self._embedded.close()
 
@@ -387,9 +385,7 @@ class Session:
         self._dispatcher.journal = Journal(self.run)  # threads of the parent may have held the locks of the old one
         if self.telemetry is not None:
             self.telemetry.forked()
-        for worker in self._workers:
-            worker.connection.forked()
-            worker.uploader.uncollected.forked()
+        self._workers.forked()
 
 
 def _traces() -> "Traces":

@@ -19,7 +19,7 @@ from backhaul._backward.local_recompute import outputs_here
 from conftest import QUIET_S, settle, wait_until
 from numerics.cases import blocks, inputs
 from support.bits import differing, grad_of, plainly, train
-from support.processes import WorkerProcess
+from support.processes import WorkerProcess, in_order
 
 LAYERS = 6
 MOMENTS = ["forward", "between", "backward"]
@@ -84,10 +84,12 @@ def test_killed(moment: str, returns: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("returns", "is_first"), [("gradients", False), ("activations", True)])
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_one_of_two_killed(worker: WorkerProcess, moment: str, returns: str, is_first: bool) -> None:
+def test_one_of_two_killed(
+    equal_speeds: None, worker: WorkerProcess, moment: str, returns: str, is_first: bool
+) -> None:
     with WorkerProcess() as other:
-        addresses = [other.address, worker.address] if is_first else [worker.address, other.address]
-        with backhaul.connect(",".join(addresses), silence_s=QUIET_S) as session:
+        addresses = in_order(other, worker) if is_first else in_order(worker, other)
+        with backhaul.connect(addresses, silence_s=QUIET_S) as session:
             at = LAYERS // 2 if is_first else LAYERS - 1  # so that it has segments then
             train_through(session, returns, moment, other.kill, at=at)
             report = session.report()
@@ -106,7 +108,7 @@ def wait_until_sent(session: Session) -> None:
 
 @pytest.mark.slow
 def test_boundaries_that_the_survivor_has_are_not_computed_again(
-    worker: WorkerProcess, returns: str, monkeypatch: pytest.MonkeyPatch
+    equal_speeds: None, worker: WorkerProcess, returns: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replays: list[str] = []
 
@@ -125,7 +127,7 @@ def test_boundaries_that_the_survivor_has_are_not_computed_again(
     before = fetches()
     with (
         WorkerProcess() as other,
-        backhaul.connect(f"{worker.address},{other.address}", silence_s=QUIET_S) as session,
+        backhaul.connect(in_order(worker, other), silence_s=QUIET_S) as session,
     ):
         train_through(session, returns, "between", kill)
         assert session.report().fallbacks == LAYERS // 2
@@ -136,7 +138,7 @@ def test_boundaries_that_the_survivor_has_are_not_computed_again(
 
 
 @pytest.mark.slow
-def test_a_survivor_that_is_stopped_is_waited_for_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_survivor_that_is_stopped_is_waited_for_once(equal_speeds: None, caplog: pytest.LogCaptureFixture) -> None:
     def stop() -> None:
         wait_until_sent(session)
         other.kill()
@@ -146,7 +148,7 @@ def test_a_survivor_that_is_stopped_is_waited_for_once(caplog: pytest.LogCapture
     with (
         WorkerProcess() as survivor,
         WorkerProcess() as other,
-        backhaul.connect(f"{survivor.address},{other.address}", silence_s=1.0) as session,
+        backhaul.connect(in_order(survivor, other), silence_s=1.0) as session,
     ):
         try:
             train_through(session, "gradients", "between", stop)

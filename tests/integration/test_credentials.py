@@ -76,7 +76,7 @@ def test_a_wrong_token_is_named_by_its_file(guarded: WorkerProcess, tmp_path: Pa
 def test_a_file_without_a_token_is_said_before_anybody_is_asked(guarded: WorkerProcess, tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="can't be read: No such file"):
         connect(guarded.address, token_file=str(tmp_path / "missing"))
-    with pytest.raises(SettingError, match="3 token files are given for 2 workers"):
+    with pytest.raises(SettingError, match="3 token files are given for 2 addresses"):
         connect("a:1,b:2", token_file="a,b,c")
 
 

@@ -25,7 +25,7 @@ from backhaul_runtime.wire.protocol import PROTOCOL_VERSION
 from conftest import QUIET_S, settle, wait_until
 from numerics.cases import blocks, stack
 from support.bits import Checkpoint, differing, grad_of, plainly, train
-from support.processes import WorkerProcess
+from support.processes import WorkerProcess, in_order
 from support.wire import Services, serve
 
 connect = partial(backhaul.connect, silence_s=QUIET_S)
@@ -209,9 +209,11 @@ def test_a_budget_for_some_segments_serves_those(returns: str) -> None:
         assert memory.segment_bytes + memory.cached_bytes + memory.working_bytes <= memory.budget_bytes
 
 
-def test_two_workers_get_a_contiguous_run_each(worker: WorkerProcess, own_worker: WorkerProcess) -> None:
+def test_two_workers_get_a_contiguous_run_each(
+    worker: WorkerProcess, own_worker: WorkerProcess, equal_speeds: None
+) -> None:
     before = worker.telemetry().recomputed_segments
-    with connect(f"{worker.address},{own_worker.address}") as session:
+    with connect(in_order(worker, own_worker)) as session:
         linear = nn.Linear(4, 4)
         for _ in range(2):
             h = torch.randn(2, 4, requires_grad=True)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import backhaul
 from backhaul import Session
+from backhaul_runtime.process.addresses import parse_address
 from backhaul_runtime.wire.shared_memory import LEAST_BYTES
 from conftest import QUIET_S, settle, wait_until
 from support.bits import Checkpoint, plainly
@@ -129,7 +130,7 @@ def test_a_trainer_goes_on_over_the_workers_socket_and_back_where_that_is_gone(s
             path.unlink()
         worker_session = connection.up
         assert worker_session is not None
-        connection._use(connection._channel_to(f"unix:{sockets}/gone.sock"), has_switched=True)
+        connection._use(connection._channel_to(parse_address(f"unix:{sockets}/gone.sock")), has_switched=True)
         wait_until(
             lambda: not connection._has_switched and connection.up is worker_session, "the session is kept over TCP"
         )

@@ -144,7 +144,7 @@ def test_what_others_say_is_no_markup_and_no_control_sequence(fake: FakeWorker) 
         (["nowhere"], '"nowhere" can\'t be read'),
         (["a:1", "a:1"], "stands twice"),
         (["a:1", "--worker-token-file", "/nowhere/token"], "can't be read"),
-        (["a:1", "--worker-token-file", "x", "y"], "2 token files are given for 1 workers"),
+        (["a:1", "--worker-token-file", "x", "y"], "2 token files are given for 1 addresses"),
     ],
 )
 def test_a_bad_option_is_named(arguments: list[str], message: str) -> None:

@@ -119,7 +119,7 @@ def test_one_token_for_all_or_one_for_each(files: list[str], workers: int, expec
 
 @pytest.mark.parametrize(("files", "workers"), [(["a", "b"], 3), (["a", "b"], 1)])
 def test_other_numbers_of_tokens_are_refused(files: list[str], workers: int) -> None:
-    with pytest.raises(SettingError, match=f"{len(files)} token files are given for {workers} workers"):
+    with pytest.raises(SettingError, match=f"{len(files)} token files are given for {workers} addresses"):
         one_for_each(files, workers)
 
 

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backhaul_proto.v1 import telemetry_pb2
-from backhaul_runtime.process.addresses import parse_addresses
+from backhaul_runtime.process.discovery import parse_sources
 from backhaul_server.dashboard.collect.sanitize import CALLS, clean_report
 from backhaul_server.dashboard.collect.segments import ROWS
 from backhaul_server.dashboard.collect.series import LARGEST
@@ -85,7 +85,7 @@ class Answers:
     """The application's routes without a server, and what they answer from."""
 
     def __init__(self) -> None:
-        self.watch = Watch(parse_addresses("a:1,b:2"))
+        self.watch = Watch(parse_sources("a:1,b:2"))
         self._sources = Sources(self.watch, Alerts(self.watch), NoArchive())
         self.feed = Feed(self._sources.live)
         self._app = FastAPI()

@@ -110,6 +110,11 @@ class WorkerProcess:
         self._log.close()
 
 
+def in_order(first: WorkerProcess, second: WorkerProcess) -> str:
+    """Addresses of two workers under which the first gets the first run of segments: workers are sorted by address."""
+    return f"{first.address},localhost:{second.address.rpartition(':')[2]}"
+
+
 def is_running(pid: int) -> bool:
     """Whether there is such a process that has not ended. One that nobody has reaped yet has."""
     try:

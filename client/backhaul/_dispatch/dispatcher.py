@@ -46,7 +46,7 @@ class Dispatcher:
     Args:
         config: The settings of the session.
         journal: The journal of the session, which has the session's id.
-        workers: The workers of the session. The list may still grow.
+        workers: The workers of the session, which may join and leave.
         copies: The copies of tensors that the session keeps.
         is_closed: Returns whether the session is closed, or this process is the child of a fork.
     """
@@ -85,7 +85,7 @@ class Dispatcher:
         with self._lock:
             if not self._placement.is_trainers:
                 return False
-            self._placement.choose_worker(1)
+            self._placement.choose_worker({})
             self._kept += 1
         log = self.journal.log(name)
         log.call()
@@ -96,9 +96,7 @@ class Dispatcher:
         """Whether a usable worker computes other bits than a device of this trainer does."""
         if self._config.numerics == "exact" or self._is_closed():
             return False
-        up = [
-            (worker, worker_session) for worker in self._workers if (worker_session := worker.connection.up) is not None
-        ]
+        up = [(worker, worker_session) for worker in self._workers if (worker_session := worker.up) is not None]
         mismatches = [self._differences(worker, worker_session, device.type) for worker, worker_session in up]
         return any(different and not different.keys() & DECISIVE for different in mismatches)
 
@@ -107,7 +105,7 @@ class Dispatcher:
         reasons: dict[str, str] = {}
         for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
             for worker in self._workers:
-                if (worker_session := worker.connection.up) is not None:
+                if (worker_session := worker.up) is not None:
                     mismatch = differences(fingerprint(torch.device(device)), worker_session.fingerprint)
                     if not mismatch or (self._config.numerics != "exact" and not mismatch.keys() & DECISIVE):
                         return ""
@@ -263,20 +261,20 @@ class Dispatcher:
         Raises Refusal if no worker can be reached.
         """
         with self._lock:
-            up = [
-                (worker, worker_session)
+            up = {
+                worker.connection.name: (worker, worker_session)
                 for worker in self._workers
-                if (worker_session := worker.connection.up) is not None
-            ]
+                if (worker_session := worker.up) is not None
+            }
             if not up:
-                raise Refusal(f"no worker can be reached: {self._workers[0].connection.why_down}", is_said=True)
-            names = [worker.connection.name for worker, _ in up]
-            is_known = self._speeds.keys() >= set(names)
-            self._placement.speeds = [self._speeds[name] for name in names] if is_known else ()
-            index = self._placement.choose_worker(len(up))
-            if index is None:
+                why = self._workers[0].connection.why_down if self._workers else "none is named"
+                raise Refusal(f"no worker can be reached: {why}", is_said=True)
+            speeds = self._speeds or {name: worker.connection.speed for name, (worker, _) in up.items()}
+            is_known = all(speeds.get(name) for name in up)
+            chosen = self._placement.choose_worker({name: speeds[name] if is_known else 1.0 for name in up})
+            if chosen is None:
                 raise Refusal(_SHARE, is_said=True, is_chosen=True)
-            return *up[index], next(self._numbers)
+            return *up[chosen], next(self._numbers)
 
     @contextmanager
     def accumulating(
@@ -298,7 +296,7 @@ class Dispatcher:
             yield
         finally:
             with self._lock:
-                self._placement.begin_block((0,))
+                self._placement.end_block()
                 self._is_accumulating, self._keeps_share, self.fixed = False, False, None
                 self._speeds = {}
 

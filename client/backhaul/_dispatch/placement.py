@@ -1,11 +1,22 @@
 """Assigns segments to workers in contiguous runs, so that each worker keeps the same parameters. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from itertools import accumulate
 
 FIRST_RUN = 4
 """The length of a run in the first pass, when the number of segments in a pass is still unknown."""
+
+SPEED_STEPS = 8
+"""Outside of accumulation blocks, speeds are rounded to this many steps below the fastest.
+
+All ranks of a training measure about the same speeds. Rounding them lets ranks divide their segments alike, so that a
+worker needs only one copy of their equal weights.
+"""
+
+CHANGED = 0.1
+"""A share that differs from the present one by less than this part of it leaves the ring as it is."""
 
 
 def parts_by_speed(segments: int, speeds: Sequence[float]) -> list[int]:
@@ -20,6 +31,91 @@ def parts_by_speed(segments: int, speeds: Sequence[float]) -> list[int]:
     return parts
 
 
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """The division of a chain of segments among workers: a ring of arcs, each proportional to a worker's speed.
+
+    The end of the chain is joined to its beginning. So when one of several equal workers joins or leaves, at most a
+    third of the segments move to another worker. On a line it would be half if that worker is the last one. The price
+    is that one worker may have two runs, at both ends of the chain.
+
+    Attributes:
+        arcs: The name of each worker and its share of the chain, in the order of the ring. The shares add up to 1.
+        start: Where the first arc begins, as a part of the chain, from 0 to 1.
+    """
+
+    arcs: tuple[tuple[str, float], ...] = ()
+    start: float = 0.0
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the workers, in the order of the ring."""
+        return [name for name, _ in self.arcs]
+
+    def owner(self, position: int, segments: int) -> str:
+        """Returns the worker of a segment.
+
+        Args:
+            position: The position of the segment in the chain, from 0.
+            segments: The number of segments of the chain; at least `position` + 1.
+        """
+        left = ((position + 0.5) / segments - self.start) % 1.0
+        for name, share in self.arcs:
+            left -= share
+            if left < 0:
+                return name
+        return self.arcs[-1][0]
+
+    def changed(self, speeds: Mapping[str, float]) -> "Ring":
+        """Returns the ring for other workers or speeds that moves the smallest part of the chain.
+
+        Equal rings and speeds give equal results, so ranks that see the same changes agree.
+
+        Args:
+            speeds: The speed of each worker that there is now, relative to the others.
+        """
+        total = sum(speeds[name] for name in sorted(speeds))  # the order of additions must not depend on the caller
+        kept = [name for name in self.names if name in speeds]
+        orders = [kept]
+        for name in sorted(speeds.keys() - {*kept}):
+            slots = {0, len(orders[0]) // 2} if kept else {len(orders[0])}
+            orders = [[*order[:slot], name, *order[slot:]] for order in orders[:1] for slot in sorted(slots)]
+        rings = [
+            Ring(tuple((name, speeds[name] / total) for name in order), start)
+            for order in orders
+            for start in self._starts(order, {name: speeds[name] / total for name in order})
+        ]
+        # Among equals the ring that begins at the chain's beginning gives each worker a single run.
+        return min(rings, key=lambda ring: (round(self.moved(ring), 6), min(ring.start, 1 - ring.start)))
+
+    def moved(self, other: "Ring") -> float:
+        """Returns the part of the chain that has another worker in another ring."""
+        theirs = dict(other._bounds())
+        return 1.0 - sum(_overlap(bounds, theirs[name]) for name, bounds in self._bounds() if name in theirs)
+
+    def _starts(self, order: Sequence[str], shares: Mapping[str, float]) -> list[float]:
+        """Returns where a ring of this order may begin so that some worker's arc begins or ends where it did."""
+        before, starts, begin = dict(self._bounds()), [0.0], 0.0
+        for name in order:
+            end = begin + shares[name]
+            if name in before:
+                starts += [(before[name][0] - begin) % 1.0, (before[name][1] - end) % 1.0]
+            begin = end
+        return starts
+
+    def _bounds(self) -> Iterator[tuple[str, tuple[float, float]]]:
+        """Yields where the arc of each worker begins and ends. Arcs beyond 1 continue at 0."""
+        begin = self.start
+        for name, share in self.arcs:
+            yield name, (begin, begin + share)
+            begin += share
+
+
+def _overlap(one: tuple[float, float], other: tuple[float, float]) -> float:
+    """Returns how much of a ring of length 1 two arcs have in common."""
+    return sum(max(0.0, min(one[1], other[1] + turn) - max(one[0], other[0] + turn)) for turn in (-2, -1, 0, 1, 2))
+
+
 class Placement:
     """Counts the segments of each pass. A pass is a forward and its backward; the first backward ends its forward."""
 
@@ -29,8 +125,8 @@ class Placement:
         self._in_backward = False
         self._passes = 0  # that have begun in the block
         self._trainers_shares: Sequence[int] | None = (0,)
-        self.speeds: Sequence[float] = ()
-        """The relative speed of each worker; empty if all count as equal."""
+        self._is_in_block = False
+        self.ring = Ring()
 
     def begin_block(self, trainers_shares: Sequence[int] | None) -> None:
         """Ends the present pass, and sets what the trainer computes itself in the following ones.
@@ -40,7 +136,12 @@ class Placement:
                 further passes. None for half of them.
         """
         self.backward()
-        self._trainers_shares, self._passes = trainers_shares, 0
+        self._trainers_shares, self._passes, self._is_in_block = trainers_shares, 0, True
+
+    def end_block(self) -> None:
+        """Ends the present pass. In the following ones the trainer computes nothing itself."""
+        self.begin_block((0,))
+        self._is_in_block = False
 
     @property
     def position(self) -> int:
@@ -58,28 +159,46 @@ class Placement:
         shares = self._trainers_shares
         return count // 2 if shares is None else min(shares[min(number, len(shares) - 1)], count)
 
-    def choose_worker(self, workers: int) -> int | None:
-        """Returns the index of the worker for the next segment; None if the trainer computes it itself.
+    def choose_worker(self, speeds: Mapping[str, float]) -> str | None:
+        """Returns the name of the worker for the next segment; None if the trainer computes it itself.
 
         Args:
-            workers: The number of workers, at least one.
+            speeds: The relative speed of each worker that is up, by name; at least one. Speeds count at the beginning
+                of a pass, other workers at once.
         """
         if self._in_backward:
             self._in_backward = False
             self._count, self._index = self._index, 0
             self._passes += 1
         index, self._index = self._index, self._index + 1
-        if self._count == 0:
-            return index // FIRST_RUN % workers
         if index < self._share(self._count, self._passes - 1):
             return None
+        self._adjust(speeds, may_balance=index == 0 or self._count == 0)
+        if self._count == 0:
+            return sorted(speeds)[index // FIRST_RUN % len(speeds)]
         # Workers keep the segments of the first pass, so that the sum of a parameter's gradients stays in one place.
         share = min(index, self._share(self._count, 0))
-        if len(self.speeds) == workers:
-            ends = accumulate(parts_by_speed(self._count - share, self.speeds))
-            return next((number for number, end in enumerate(ends) if index - share < end), workers - 1)
-        return min((index - share) * workers // max(1, self._count - share), workers - 1)
+        position, segments = min(index, self._count - 1) - share, max(1, self._count - share)
+        if not self._is_in_block:
+            return self.ring.owner(position, segments)
+        # In a block workers compute different micro-batches at a time, so a worker with two runs would wait for others.
+        names = self.ring.names
+        ends = accumulate(parts_by_speed(segments, [speeds[name] for name in names]))
+        return next(name for name, end in zip(names, ends, strict=True) if position < end)
 
     def backward(self) -> None:
         """Notes that a backward has reached a segment."""
         self._in_backward = True
+
+    def _adjust(self, speeds: Mapping[str, float], *, may_balance: bool) -> None:
+        """Changes the ring if workers have come or gone, or if speeds differ much from what it was made for."""
+        fastest, total = max(speeds.values()), sum(speeds.values())
+        if not self._is_in_block:
+            speeds = {name: max(1, round(SPEED_STEPS * speed / fastest)) for name, speed in speeds.items()}
+            total = sum(speeds.values())
+        shares = dict(self.ring.arcs)
+        is_same = shares.keys() == speeds.keys()
+        if is_same and may_balance:
+            is_same = all(abs(speeds[name] / total - share) <= CHANGED * share for name, share in shares.items())
+        if not is_same:
+            self.ring = self.ring.changed(speeds)

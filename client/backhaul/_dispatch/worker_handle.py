@@ -17,15 +17,24 @@ logger = logging.getLogger("backhaul")
 
 
 class WorkerHandle:
-    """A worker of a session: its connection, its uploader, and the segments that it stores."""
+    """A worker of a session: its connection, its uploader, and the segments that it stores.
+
+    Attributes:
+        is_leaving: Whether the worker gets no further segments.
+        differences: Why the worker computes other bits, by number of the worker session and type of device.
+    """
 
     def __init__(self, connection: Connection, inflight_bytes: int, inflight_boundaries: int) -> None:
         self.connection = connection
         self.uploader = Uploader(connection, inflight_bytes, inflight_boundaries)
-        self.differences: dict[
-            tuple[int, str], Mapping[str, tuple[str, str]]
-        ] = {}  # by number of the worker session and type of device
+        self.is_leaving = False
+        self.differences: dict[tuple[int, str], Mapping[str, tuple[str, str]]] = {}
         self._failed: WorkerSession | None = None  # the worker session that failed to return a tensor
+
+    @property
+    def up(self) -> WorkerSession | None:
+        """The worker session for new segments; None while there is none."""
+        return None if self.is_leaving else self.connection.up
 
     def upcoming(self, segment: int) -> list[int]:
         """Returns the segment that backward reaches after this one: the last one saved before it that still exists."""

@@ -44,7 +44,7 @@ from backhaul_runtime.process.logs import about
 from backhaul_runtime.process.threads import only_in
 from backhaul_runtime.process.tls import TlsFiles, why_refused
 from backhaul_runtime.version import version
-from backhaul_runtime.wire.protocol import CHANNEL_OPTIONS, PROTOCOL_VERSION
+from backhaul_runtime.wire.protocol import CHANNEL_OPTIONS, PROTOCOL_VERSION, options_to
 from backhaul_runtime.wire.stubs import stub
 
 logger = logging.getLogger("backhaul")
@@ -53,6 +53,8 @@ LONGEST_BACKOFF_S = 5.0
 KEEP_INTERVAL_S = 1.0
 RECOVERY_S = 0.5
 KEPT_COMPARISONS = 32
+LAST_RUN = 0.1
+"""The part of a worker's speed that its last run determines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,7 @@ class Connection:
         name: The address of the worker, for messages.
         run: The id of the session.
         drift: The largest drift measured for this worker, which is sent to it with each keep-alive.
+        speed: The mean ratio of expected to actual durations of runs, which compares workers; 0 before the first run.
     """
 
     def __init__(
@@ -175,11 +178,12 @@ class Connection:
         self._token = ""
         self.silence_s = silence_s
         self.name = ""
-        self.drift = 0.0
+        self.drift = self.speed = 0.0
         self._clock = ClockOffset()
         self._worker_session: WorkerSession | None = None
         self._session_count = 0
         self._why_down = "not connected yet"
+        self._last_error: BackhaulError | None = None
         self._up = False
         self._going_down = threading.Lock()  # guards the change from up to down
         self._draining = False
@@ -207,20 +211,36 @@ class Connection:
             raise
         except BackhaulError as error:
             self.close()
-            cause = str(error.fields.get("details", "")).rpartition("last error: ")[2] or error.message
-            refused = "" if address.unix_path else why_refused(address.host, address.port, self._tls, timeout_s)
-            if refused:
-                raise ConnectError(
-                    f'the worker at "{address.text}" and this trainer refuse each other: {refused}',
-                    address=address.text,
-                ) from error
-            where = address.text if address.is_local else f"0.0.0.0:{address.port} --token-file FILE"
-            raise ConnectError(
-                f'no worker answers at "{address.text}" ({cause}). Start one there with `backhaul worker '
-                f"--listen {where}`, or call connect() without an address to have one started on this machine",
-                address=address.text,
-            ) from error
+            raise self._unanswered(address, error, timeout_s) from error
         self._keeper.start()
+
+    def start(self) -> None:
+        """Connects in the background, as often as it takes."""
+        self.name = self._find().text
+        self._keeper.start()
+
+    def why_unanswered(self, timeout_s: float) -> BackhaulError:
+        """Returns the error that `open` would raise for a worker that has not answered since `start`."""
+        error = self._last_error
+        if isinstance(error, (ProtocolVersionError, ConnectError, CredentialError, SettingError)):
+            return error
+        return self._unanswered(self._find(), error or ConnectError("it was not tried yet"), timeout_s)
+
+    def _unanswered(self, address: Address, error: BackhaulError, timeout_s: float) -> ConnectError:
+        """Returns the error that says why no worker answers, and what to start."""
+        cause = str(error.fields.get("details", "")).rpartition("last error: ")[2] or error.message
+        name = address.verified_name or address.host
+        refused = "" if address.unix_path else why_refused(address.host, address.port, self._tls, timeout_s, name)
+        if refused:
+            return ConnectError(
+                f'the worker at "{address.text}" and this trainer refuse each other: {refused}', address=address.text
+            )
+        where = address.text if address.is_local else f"0.0.0.0:{address.port} --token-file FILE"
+        return ConnectError(
+            f'no worker answers at "{address.text}" ({cause}). Start one there with `backhaul worker '
+            f"--listen {where}`, or call connect() without an address to have one started on this machine",
+            address=address.text,
+        )
 
     @property
     def clock_offset_s(self) -> float:
@@ -236,6 +256,12 @@ class Connection:
     def why_down(self) -> str:
         """Why the connection is down."""
         return "the worker is shutting down" if self._up and self._draining else self._why_down
+
+    def ran(self, expected_s: float, took_s: float) -> None:
+        """Notes how long a run took on the worker. If two threads do so at once, one run may not count."""
+        if expected_s > 0 < took_s:
+            ratio = expected_s / took_s
+            self.speed = self.speed + LAST_RUN * (ratio - self.speed) if self.speed else ratio
 
     def stubs(self, worker_session: WorkerSession) -> Stubs:
         """Returns the stubs of a worker session.
@@ -304,7 +330,7 @@ class Connection:
             self._token = read_token(self._token_file)
         self._end_memory()
         self.name = address.text
-        self._use(self._channel_to(address.target), has_switched=False)
+        self._use(self._channel_to(address), has_switched=False)
         request = session_pb2.OpenSessionRequest(
             protocol_version=PROTOCOL_VERSION,
             client_version=version(),
@@ -342,11 +368,11 @@ class Connection:
         self._ask(self._worker_session)
         self._up = True
 
-    def _channel_to(self, target: str) -> grpc.Channel:
-        if self._tls is None or target.startswith("unix:"):  # a Unix socket is a matter of this machine's users
-            return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+    def _channel_to(self, address: Address) -> grpc.Channel:
+        if self._tls is None or address.unix_path:  # a Unix socket is a matter of this machine's users
+            return grpc.insecure_channel(address.target, options=CHANNEL_OPTIONS)
         credentials = grpc.ssl_channel_credentials(**self._tls.of_channel)
-        return grpc.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
+        return grpc.secure_channel(address.target, credentials, options=options_to(address))
 
     def _use(self, channel: grpc.Channel, *, has_switched: bool) -> None:
         if self._channel is not None:
@@ -363,7 +389,7 @@ class Connection:
         """
         if not is_private(Path(answer.socket_path).parent):
             return
-        channel = self._channel_to(f"unix:{answer.socket_path}")
+        channel = grpc.insecure_channel(f"unix:{answer.socket_path}", options=CHANNEL_OPTIONS)
         request = session_pb2.KeepSessionRequest(session=answer.session)
         try:
             call_unary(Stubs(channel, self._token, self.silence_s).sessions.KeepSession, request, self.silence_s)
@@ -430,6 +456,7 @@ class Connection:
                 if was_up:  # the back-off is kept: a worker that dies again and again is retried less often
                     backoff_s = FIRST_BACKOFF_S
             except BackhaulError as error:
+                self._last_error = error
                 if isinstance(error, CredentialError) and error.message != self._why_down:
                     logger.warning(
                         "%s", error.message, extra=about(self.run)
@@ -442,7 +469,7 @@ class Connection:
     @only_in("backhaul-keeper")
     def _look(self, worker_session: WorkerSession | None) -> None:
         """Renews the lease of the worker session, or opens another one."""
-        was_up = self._up
+        was_up, is_first = self._up, not self._session_count
         address = self._find()
         if worker_session is not None:
             try:
@@ -454,9 +481,10 @@ class Connection:
                 self._worker_session = worker_session = None
             except WorkerLostError:
                 if self._has_switched:  # the socket may be gone although the worker is not
-                    self._use(self._channel_to(address.target), has_switched=False)
+                    self._use(self._channel_to(address), has_switched=False)
                 raise
         if worker_session is None:
             self._connect(address, self.silence_s)
         if not was_up and not self._closed:
-            logger.warning("Worker %s is back.", self.name, extra=about(self.run))
+            log = logger.info if is_first else logger.warning
+            log("Worker %s %s.", self.name, "has joined" if is_first else "is back", extra=about(self.run))

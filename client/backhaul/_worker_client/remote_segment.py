@@ -273,6 +273,7 @@ class SavedSegment:
 
     def _answer(self, result: segment_pb2.BackwardResult, receiver: TensorReceiver) -> Answer:
         tensors = receiver.tensors()
+        self._connection.ran(self._expected_s, result.timing.recompute_s + result.timing.backward_s)
         self._log.answered(result.timing, self._connection.clock_offset_s)
         return result, tensors, receiver.addresses()
 

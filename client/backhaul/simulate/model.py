@@ -160,7 +160,7 @@ class _Trainer:
         self._costs = costs
         self._setup = setup
         self._workers = workers
-        self._placement = Placement()
+        self._placement, self._by_name = Placement(), {f"{number:03}": worker for number, worker in enumerate(workers)}
         self._queues: dict[_Worker, deque[int]] = {worker: deque() for worker in workers}
         self._arrived = {worker: Event() for worker in workers}
         self._waiting_bytes = 0
@@ -176,7 +176,8 @@ class _Trainer:
             replays = sum(worker.replays for worker in self._workers)
             calls: list[tuple[int, _Worker]] = []
             for _ in range(self._setup.segments):
-                worker = self._workers[self._placement.choose_worker(len(self._workers)) or 0]
+                name = self._placement.choose_worker(dict.fromkeys(self._by_name, 1.0))
+                worker = self._by_name[name or "000"]
                 number = next(numbers)
                 calls.append((number, worker))
                 worker.segments[number] = _Segment()

@@ -11,7 +11,7 @@ from backhaul_runtime.errors import AddressError
 MAX_UNIX_PATH_BYTES = 107  # sockaddr_un holds 108 with its end
 _HOST_PORT = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
 _LOOPBACK = re.compile(r"127(\.\d{1,3}){1,3}")  # a name like 127.example.com may be anywhere
-_EXAMPLES = 'write "host:port", "unix:/path" or "dns:///host:port"; several with commas between'
+_EXAMPLES = 'write "host:port" or "unix:/path", several with commas between'
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,7 @@ class Address:
         host: The host without brackets; empty for a Unix socket.
         port: The TCP port; 0 for a Unix socket or for any free port.
         unix_path: The path of a Unix socket; empty otherwise.
+        verified_name: The name that a worker's certificate must have; empty for the host.
     """
 
     text: str
@@ -31,6 +32,7 @@ class Address:
     host: str = ""
     port: int = 0
     unix_path: str = ""
+    verified_name: str = ""
 
     @property
     def is_local(self) -> bool:
@@ -52,26 +54,13 @@ def parse_address(text: str) -> Address:
                 address=text,
             )
         return Address(stripped, f"unix:{path}", unix_path=path)
-    plain = stripped.removeprefix("dns:///")
-    match = _HOST_PORT.fullmatch(plain)
+    match = _HOST_PORT.fullmatch(stripped)
     if match is None:
         raise AddressError(f'the address "{text}" can\'t be read: {_EXAMPLES}', address=text)
     port = int(match["port"])
     if port > 65_535:  # noqa: PLR2004  TCP's limit
         raise AddressError(f'the address "{text}" has port {port}; the highest port is 65535', address=text)
     return Address(stripped, stripped, host=match["host"].strip("[]"), port=port)
-
-
-def parse_addresses(text: str) -> list[Address]:
-    """Parses addresses that are separated by commas. Raises AddressError, also for a repeated worker."""
-    parts = [part for part in text.split(",") if part.strip()]
-    if not parts:
-        raise AddressError(f"no address in {text!r}: {_EXAMPLES}", address=text)
-    addresses = [parse_address(part) for part in parts]
-    for index, address in enumerate(addresses):
-        if address.target in {other.target for other in addresses[:index]}:
-            raise AddressError(f'"{address.text}" stands twice in "{text}": name each worker once', address=text)
-    return addresses
 
 
 def is_private(directory: Path) -> bool:

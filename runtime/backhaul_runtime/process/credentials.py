@@ -58,15 +58,15 @@ def read_token(file: str | os.PathLike[str]) -> str:
 
 
 def one_for_each(files: Sequence[str], workers: int) -> list[str]:
-    """Returns the token file of each worker, from one file for all or one for each; empty names if there are none.
+    """Returns the token file of each address, from one file for all or one for each; empty names if there are none.
 
     Raises:
         SettingError: There are several files, but not as many as workers.
     """
     if len(files) not in {0, 1, workers}:
         raise SettingError(
-            f"{len(files)} token files are given for {workers} workers: name one for all, or one for each in their "
-            "order"
+            f"{len(files)} token files are given for {workers} addresses of workers: name one for all, or one for each "
+            "in their order"
         )
     if not files:
         return [""] * workers

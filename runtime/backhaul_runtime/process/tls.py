@@ -104,7 +104,7 @@ def files_of(directory: str | None) -> TlsFiles | None:
     return files
 
 
-def why_refused(host: str, port: int, files: TlsFiles | None, timeout_s: float) -> str:
+def why_refused(host: str, port: int, files: TlsFiles | None, timeout_s: float, name: str = "") -> str:
     """Returns why a server and a client with these files refuse each other; empty if TLS is not the reason.
 
     gRPC only says that the connection was closed. This tries again with Python's own TLS.
@@ -114,6 +114,7 @@ def why_refused(host: str, port: int, files: TlsFiles | None, timeout_s: float) 
         port: The TCP port of the server.
         files: The files of the client; None if it speaks without TLS.
         timeout_s: Seconds within which the server must answer.
+        name: The name that the server's certificate must have; empty for the host.
     """
     if files is not None:
         context = files.context()
@@ -124,7 +125,7 @@ def why_refused(host: str, port: int, files: TlsFiles | None, timeout_s: float) 
     try:
         with (
             socket.create_connection((host, port), timeout_s) as connected,
-            context.wrap_socket(connected, server_hostname=host) as secured,
+            context.wrap_socket(connected, server_hostname=name or host) as secured,
         ):
             if files is None:
                 return "it requires TLS, so this side needs certificates"

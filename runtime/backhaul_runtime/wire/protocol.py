@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from backhaul_runtime.process.addresses import Address
+
 PROTOCOL_VERSION = 6
 
 CHUNK_BYTES = 1 << 20
@@ -34,3 +36,9 @@ CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.enable_http_proxy", 0),
 )
 """Options of every channel to a worker. Calls have their own deadlines and do not rely on keepalive."""
+
+
+def options_to(address: Address) -> Sequence[tuple[str, int | str]]:
+    """Returns the options of a channel with TLS, which verifies the name by which the user knows the worker."""
+    name = address.verified_name
+    return [*CHANNEL_OPTIONS, *([("grpc.ssl_target_name_override", name)] if name else [])]

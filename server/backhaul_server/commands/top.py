@@ -10,8 +10,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from backhaul_runtime.errors import BackhaulError
-from backhaul_runtime.process.addresses import parse_addresses
 from backhaul_runtime.process.credentials import one_for_each, read_token
+from backhaul_runtime.process.discovery import parse_sources
 from backhaul_runtime.process.tls import files_of
 
 if TYPE_CHECKING:
@@ -28,7 +28,12 @@ _PIPE_COLUMNS = 200
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options to a parser."""
-    parser.add_argument("worker", nargs="+", metavar="ADDR", help="workers to watch, as host:port or unix:/path")
+    parser.add_argument(
+        "worker",
+        nargs="+",
+        metavar="ADDR",
+        help="workers to watch, as host:port, unix:/path, dns:///name:port or file:/path",
+    )
     parser.add_argument(
         "--worker-token-file",
         nargs="+",
@@ -52,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Shows the state until SIGINT or SIGTERM, or once. Returns the exit code."""
     try:
-        workers = parse_addresses(",".join(arguments.worker))
-        files = one_for_each(arguments.worker_token_file, len(workers))
+        sources = parse_sources(",".join(arguments.worker))
+        files = one_for_each(arguments.worker_token_file, len(sources))
         tokens = [read_token(file) if file else None for file in files]
         tls = files_of(arguments.worker_tls)
     except BackhaulError as error:
@@ -71,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     width = None if is_terminal or "COLUMNS" in os.environ else _PIPE_COLUMNS
     console = Console(width=width, markup=False, highlight=False, emoji=False)
     show = _follow if is_terminal and not arguments.once else _once
-    return asyncio.run(show(Watch(workers, tokens, tls=tls), console))
+    return asyncio.run(show(Watch(sources, tokens, tls=tls), console))
 
 
 async def _once(watch: "Watch", console: "Console") -> int:

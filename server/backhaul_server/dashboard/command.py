@@ -5,8 +5,9 @@ import socket
 import sys
 
 from backhaul_runtime.errors import AddressError
-from backhaul_runtime.process.addresses import Address, parse_address, parse_addresses
+from backhaul_runtime.process.addresses import Address, parse_address
 from backhaul_runtime.process.credentials import one_for_each, read_token
+from backhaul_runtime.process.discovery import parse_sources
 from backhaul_runtime.process.tls import files_of
 from backhaul_server.dashboard.history.options import RETENTION_DAYS, default_path, parse_retention
 
@@ -21,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         required=True,
         metavar="ADDR",
-        help="workers to watch, as host:port or unix:/path; may be given more than once",
+        help="workers to watch, as host:port, unix:/path, dns:///name:port or file:/path; may be given more than once",
     )
     parser.add_argument(
         "--listen",
@@ -66,9 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serves until SIGTERM or SIGINT. Returns the exit code."""
     try:
-        workers = parse_addresses(",".join(arguments.worker))
+        sources = parse_sources(",".join(arguments.worker))
         address = parse_address(arguments.listen)
-        files = one_for_each(arguments.worker_token_file, len(workers))
+        files = one_for_each(arguments.worker_token_file, len(sources))
         tokens = [read_token(file) if file else None for file in files]
         token = read_token(arguments.token_file) if arguments.token_file is not None else None
         tls = files_of(arguments.worker_tls)
@@ -88,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     history = History(arguments.store, arguments.retention)
     if trouble := history.trouble():
         print(f"backhaul dashboard: runs will not be kept over a restart: {trouble}", file=sys.stderr)
-    app = create_app(workers, tokens, token, address.host, history, tls)
+    app = create_app(sources, tokens, token, address.host, history, tls)
     serve(app, listener)
     return 0
 

@@ -9,11 +9,12 @@ from typing import Any
 import grpc
 
 from backhaul_proto.v1 import telemetry_pb2
-from backhaul_runtime.errors import SettingError, TransferError
+from backhaul_runtime.errors import BackhaulError, SettingError, TransferError
 from backhaul_runtime.process.addresses import Address
 from backhaul_runtime.process.credentials import bearer
+from backhaul_runtime.process.discovery import LOOK_INTERVAL_S, AddressSource
 from backhaul_runtime.process.tls import TlsFiles
-from backhaul_runtime.wire.protocol import CHANNEL_OPTIONS
+from backhaul_runtime.wire.protocol import CHANNEL_OPTIONS, options_to
 from backhaul_runtime.wire.splicing import accepted
 from backhaul_runtime.wire.stubs import stub
 from backhaul_server.dashboard.collect.durations import Tally
@@ -38,13 +39,13 @@ class Watch:
     """Watches workers and the trainers that report to them. Run `run` as a task, and end it by cancelling.
 
     Args:
-        addresses: The addresses of the workers.
-        tokens: Tokens of the workers, None for no token: one for all workers, or one each in the order of addresses.
+        sources: The sources that name the workers.
+        tokens: Tokens of the workers, None for no token: one for all workers, or one each in the order of sources.
         keep: Called with every sanitized report, also with repeated ones. Must not block.
         tls: The files with which the dashboard speaks TLS with workers that listen on TCP; None: without TLS.
 
     Attributes:
-        workers: The watched workers, in the order of addresses.
+        workers: The watched workers. Those of a file or of a DNS name are watched while it names them.
         calls: The tally of the calls of all workers together.
         trainers: The runs that trainers reported.
         held: The bytes held for runs on workers over time.
@@ -52,40 +53,70 @@ class Watch:
 
     def __init__(
         self,
-        addresses: Sequence[Address],
+        sources: Sequence[AddressSource],
         tokens: Sequence[str | None] = (None,),
         keep: Callable[[telemetry_pb2.TrainerReport], None] | None = None,
         tls: TlsFiles | None = None,
     ) -> None:
-        if len(tokens) not in {1, len(addresses)}:
+        if len(tokens) not in {1, len(sources)}:
             raise ValueError(
-                f"{len(tokens)} tokens for {len(addresses)} workers: give one for all, or one each in their order"
+                f"{len(tokens)} tokens for {len(sources)} sources: give one for all, or one each in their order"
             )
         self.calls = Tally()
-        self.workers = [Watched(address, self.calls) for address in addresses]
+        self._sources = list(zip(sources, list(tokens) * (len(sources) if len(tokens) == 1 else 1), strict=True))
+        self._unread = {source.text for source, _ in self._sources if not source.is_fixed}
+        fixed = [source for source in sources if source.is_fixed]
+        self.workers = [Watched(address, self.calls) for source in fixed for address in source.look()]
         self.trainers = Trainers()
         self.held = HeldMemory()
-        self._tokens = list(tokens) * (len(addresses) if len(tokens) == 1 else 1)
         self._keep, self._tls = keep, tls
 
     @property
     def is_ready(self) -> bool:
-        """Whether every worker has answered or failed at least once."""
-        return all(worker.was_asked for worker in self.workers)
+        """Whether every source was read, and every worker has answered or failed at least once."""
+        return not self._unread and all(worker.was_asked for worker in self.workers)
 
     async def run(self) -> None:
         """Polls each worker once a second. A worker that does not answer delays no other."""
         async with asyncio.TaskGroup() as tasks:
-            for worker, token in zip(self.workers, self._tokens, strict=True):
-                tasks.create_task(self._follow(worker, token))
+            fixed = iter(list(self.workers))
+            for source, token in self._sources:
+                if source.is_fixed:
+                    tasks.create_task(self._follow(next(fixed), token))
+                else:
+                    tasks.create_task(self._look(source, token, tasks))
             while True:
                 await asyncio.sleep(INTERVAL_S)
                 self.held.sample(time.time(), self.workers, self.trainers)
 
+    async def _look(self, source: AddressSource, token: str | None, tasks: asyncio.TaskGroup) -> None:
+        """Looks at a source once a second, and watches the workers that it names."""
+        following: dict[str, tuple[Watched, asyncio.Task[None]]] = {}
+        trouble = ""
+        while True:
+            try:
+                named = {address.target: address for address in await asyncio.to_thread(source.look)}
+            except BackhaulError as error:  # Rule 3 of NOTE [Sources]
+                if error.message != trouble:
+                    trouble = error.message
+                    logger.warning("%s. Its workers stay as they are.", trouble)
+            else:
+                trouble = ""
+                for target in following.keys() - named.keys():
+                    worker, task = following.pop(target)
+                    task.cancel()
+                    self.workers = [other for other in self.workers if other is not worker]
+                for target in named.keys() - following.keys() - {worker.address.target for worker in self.workers}:
+                    worker = Watched(named[target], self.calls)
+                    self.workers = [*self.workers, worker]  # replaced as a whole, because other threads read it
+                    following[target] = worker, tasks.create_task(self._follow(worker, token))
+            self._unread.discard(source.text)
+            await asyncio.sleep(LOOK_INTERVAL_S)
+
     async def _follow(self, worker: Watched, token: str | None) -> None:
         while True:
             try:
-                opened = self._channel_to(worker.address.target)
+                opened = self._channel_to(worker.address)
             except SettingError as error:  # the files may be usable again later
                 worker.failed(error.message)
                 await asyncio.sleep(INTERVAL_S)
@@ -98,12 +129,12 @@ class Watch:
                     silent = 0 if await self._ask(worker, ask, token) else silent + 1
                     await asyncio.sleep(max(0.0, due_s - time.monotonic()))
 
-    def _channel_to(self, target: str) -> grpc.aio.Channel:
+    def _channel_to(self, address: Address) -> grpc.aio.Channel:
         """Opens a channel. Raises SettingError if the files of TLS cannot be used now."""
-        if self._tls is None or target.startswith("unix:"):
-            return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+        if self._tls is None or address.unix_path:
+            return grpc.aio.insecure_channel(address.target, options=CHANNEL_OPTIONS)
         credentials = grpc.ssl_channel_credentials(**self._tls.of_channel)
-        return grpc.aio.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
+        return grpc.aio.secure_channel(address.target, credentials, options=options_to(address))
 
     async def _ask(self, worker: Watched, ask: Callable[..., Awaitable[Any]], token: str | None) -> bool:
         """Polls once, and again while there are more reports. Returns False if the worker did not answer."""

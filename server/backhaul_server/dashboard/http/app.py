@@ -16,7 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp
 
-from backhaul_runtime.process.addresses import Address
+from backhaul_runtime.process.discovery import AddressSource
 from backhaul_runtime.process.tls import TlsFiles
 from backhaul_runtime.version import version
 from backhaul_server.dashboard.collect.watch import Watch
@@ -49,7 +49,7 @@ class FreshFiles(StaticFiles):
 
 
 def create_app(
-    addresses: Sequence[Address],
+    workers: Sequence[AddressSource],
     tokens: Sequence[str | None] = (None,),
     token: str | None = None,
     host: str = "",
@@ -59,8 +59,8 @@ def create_app(
     """Returns the application, which watches the workers while it runs.
 
     Args:
-        addresses: The addresses of the workers.
-        tokens: Tokens of the workers, None for no token: one for all workers, or one each in the order of addresses.
+        workers: The sources that name the workers.
+        tokens: Tokens of the workers, None for no token: one for all workers, or one each in the order of sources.
         token: The token that visitors must show, None for no token.
         host: The host that the server listens on.
         history: The history that keeps reports, None to keep none.
@@ -70,7 +70,7 @@ def create_app(
         The application, with the feed of /api/v1/live as `state.feed`. Streams end when the feed is closed.
     """
     history = history or NoArchive()
-    watch = Watch(addresses, tokens, history.put, tls)
+    watch = Watch(workers, tokens, history.put, tls)
     alerts = Alerts(watch)
     sources = Sources(watch, alerts, history)
     feed = Feed(sources.live)

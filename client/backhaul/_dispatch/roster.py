@@ -1,0 +1,173 @@
+"""The workers of a session, which may join and leave while it is open.
+
+NOTE [Roster]
+1. A worker that the user named by its address belongs to the session from its beginning to its end, up or down.
+2. One thread looks at the sources once a second (NOTE [Sources]). A worker that a source begins to name joins: it gets
+   segments once its connection is up.
+3. A worker that is no longer named leaves: it gets no further segments, and its connection is closed when the trainer
+   needs none of those that it has. So a step in flight ends as if nothing had happened.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from time import monotonic
+from typing import overload
+
+from backhaul._dispatch.worker_handle import WorkerHandle
+from backhaul._worker_client.connection import Connection
+from backhaul_runtime.errors import BackhaulError, ConnectError
+from backhaul_runtime.process.addresses import Address
+from backhaul_runtime.process.discovery import LOOK_INTERVAL_S, AddressSource
+from backhaul_runtime.process.logs import about
+from backhaul_runtime.process.threads import only_in
+
+logger = logging.getLogger("backhaul")
+
+OTHERS_S = 1.0
+"""Seconds that `Roster.open` waits for further workers of a source after the first one has answered."""
+_POLL_S = 0.02
+
+
+class Roster(Sequence[WorkerHandle]):
+    """The workers of a session, those included that are leaving. Thread-safe.
+
+    Args:
+        run: The id of the session, for logs.
+        connect: Returns a connection to an address with a token file, which is not open yet.
+        handle: Returns the handle of a connection.
+        timeout_s: Seconds that `open` waits for the workers.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        connect: Callable[[Address, str], Connection],
+        handle: Callable[[Connection], WorkerHandle],
+        timeout_s: float,
+    ) -> None:
+        self._run, self._connect, self._handle, self._timeout_s = run, connect, handle, timeout_s
+        self._handles: tuple[WorkerHandle, ...] = ()  # replaced as a whole, so readers need no lock
+        self._named: dict[str, WorkerHandle] = {}  # by address, those that sources name
+        self._sources: list[tuple[AddressSource, str]] = []
+        self._fixed: set[str] = set()  # gRPC's names of the workers that stay, which a source may name as well
+        self._last: dict[str, list[Address]] = {}  # what each source named last
+        self._troubles: dict[str, str] = {}  # why a source cannot be read, as it was logged
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="backhaul-discovery", daemon=True)
+
+    @overload
+    def __getitem__(self, index: int) -> WorkerHandle: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[WorkerHandle]: ...
+
+    def __getitem__(self, index: int | slice) -> WorkerHandle | Sequence[WorkerHandle]:
+        return self._handles[index]
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def open(self, sources: Mapping[AddressSource, str]) -> None:
+        """Connects to the workers that sources name now, and follows the sources from then on.
+
+        Args:
+            sources: The token file of each source's workers; empty for no token.
+
+        Raises:
+            BackhaulError: A worker that was named by its address does not answer, a source cannot be read, or of all
+                workers that sources name none answers. See `Session`.
+        """
+        for source, token_file in sources.items():
+            if source.is_fixed:
+                (address,) = source.look()
+                self._fixed.add(address.target)
+                self.add(self._connect(address, token_file))
+            else:
+                self._sources.append((source, token_file))
+        if self._sources:
+            self._wait_for_first()
+            self._thread.start()
+
+    def add(self, connection: Connection) -> None:
+        """Opens a connection to a worker that stays. Raises BackhaulError as `Connection.open` does."""
+        connection.open(self._timeout_s)
+        self._handles += (self._handle(connection),)
+
+    def forked(self) -> None:
+        """Detaches from the parent's threads in the child of a fork."""
+        for worker in self._handles:
+            worker.connection.forked()
+            worker.uploader.uncollected.forked()
+
+    def close(self) -> None:
+        """Ends all connections."""
+        self._closing.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        for worker in self._handles:
+            worker.connection.close()
+        for worker in self._handles:
+            worker.uploader.close()
+
+    def _wait_for_first(self) -> None:
+        """Waits until a worker of the sources is up, and for a moment longer until all are."""
+        until = monotonic() + self._timeout_s
+        has_others = bool(self._handles)
+        while monotonic() < until:
+            for source, token_file in self._sources:
+                self._update(source, token_file)
+            named = list(self._named.values())
+            ups = sum(worker.connection.up is not None for worker in named)
+            if ups or has_others:
+                until = min(until, monotonic() + OTHERS_S)
+                has_others = False
+            if ups and ups == len(named):
+                return
+            self._closing.wait(_POLL_S)
+        if not any(worker.connection.up is not None for worker in self._handles):
+            if not self._named:
+                texts = ", ".join(source.text for source, _ in self._sources)
+                raise ConnectError(f"{texts} named no worker within {self._timeout_s:g} s", address=texts)
+            raise next(iter(self._named.values())).connection.why_unanswered(self._timeout_s)
+
+    @only_in("backhaul-discovery")
+    def _follow(self) -> None:
+        while not self._closing.wait(LOOK_INTERVAL_S):
+            for source, token_file in self._sources:
+                try:
+                    self._update(source, token_file)
+                except BackhaulError as error:  # Rule 3 of NOTE [Sources]
+                    if self._troubles.get(source.text) != error.message:
+                        self._troubles[source.text] = error.message
+                        logger.warning("%s. Its workers stay as they are.", error.message, extra=about(self._run))
+                else:
+                    self._troubles.pop(source.text, None)
+            self._part()
+
+    def _update(self, source: AddressSource, token_file: str) -> None:
+        """Looks at a source, and notes who joins and who leaves. Raises BackhaulError."""
+        self._last[source.text] = source.look()
+        named = {address.target: address for addresses in self._last.values() for address in addresses}
+        named = {target: address for target, address in named.items() if target not in self._fixed}
+        for target, worker in self._named.items():
+            if worker.is_leaving == (target in named):
+                worker.is_leaving = target not in named
+                does = "leaves" if worker.is_leaving else "stays"
+                logger.info("Worker %s %s.", worker.connection.name, does, extra=about(self._run))
+        for target, address in named.items():
+            if target not in self._named and not self._closing.is_set():
+                connection = self._connect(address, token_file)
+                connection.start()
+                self._named[target] = self._handle(connection)
+                self._handles += (self._named[target],)
+
+    def _part(self) -> None:
+        """Closes the connections of workers that have left and of which nothing is needed (Rule 3)."""
+        for target, worker in list(self._named.items()):
+            if worker.is_leaving and not worker.uploader.segments() and not worker.uploader.uncollected:
+                del self._named[target]
+                self._handles = tuple(other for other in self._handles if other is not worker)
+                worker.connection.close()
+                worker.uploader.close()
+                logger.info("Worker %s has left.", worker.connection.name, extra=about(self._run))
