@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -23,8 +24,10 @@ LIVED = "len(open(lives).readlines())"
 
 
 @contextmanager
-def supervised(tmp_path: Path, worker: str, listen: str = "127.0.0.1:0") -> "Iterator[subprocess.Popen[str]]":
-    """Starts a supervisor whose workers run this code, in which `lives` is the path of a file."""
+def supervised(
+    tmp_path: Path, worker: str, listen: str = "127.0.0.1:0", gate: str = "None"
+) -> "Iterator[subprocess.Popen[str]]":
+    """Starts a supervisor whose workers run this code, in which `lives` is the path of a file, and with this gate."""
     lives = tmp_path / "lives"
     lives.touch()
     imports = f"import os, signal, sys; lives = {str(lives)!r}; "
@@ -37,7 +40,7 @@ def supervised(tmp_path: Path, worker: str, listen: str = "127.0.0.1:0") -> "Ite
         "with logs.set_up('worker'):\n"
         "    address = parse_address(sys.argv[1])\n"
         "    command = lambda text: [sys.executable, '-c', sys.argv[2], text]\n"
-        "    sys.exit(supervisor.supervise(address, command))\n"
+        f"    sys.exit(supervisor.supervise(address, command, {gate}))\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code, listen, imports + worker],
@@ -129,9 +132,31 @@ def test_the_supervisor_keeps_the_port_while_no_worker_runs(tmp_path: Path) -> N
             assert printed == f'backhaul worker: can\'t listen on "127.0.0.1:{port}": Address already in use\n'
 
 
-@pytest.mark.parametrize("listen", ["localhost:0", "dns:///localhost:0", "127.0.0.1:0"])
+@pytest.mark.parametrize("listen", ["localhost:0", "127.0.0.1:0"])
 def test_a_free_port_is_found_for_every_way_to_write_it(listen: str, tmp_path: Path) -> None:
     with supervised(tmp_path, f"{READY} {LIVE}", listen) as process:
         assert process.stdout is not None
         address, _, port = process.stdout.readline().strip().removeprefix("listening on ").rpartition(":")
         assert (address, int(port) > 0) == (listen.rpartition(":")[0], True)
+
+
+def test_a_worker_runs_only_while_others_do_not_use_the_machine(tmp_path: Path) -> None:
+    usage = tmp_path / "usage"
+    usage.write_text("100")
+    gate = f"idleness.Idleness(0.1, lambda _: float(open({str(usage)!r}).read() or 100), 10.0, 'CPU')"
+    worker = f"signal.signal(signal.SIGTERM, lambda *_: sys.exit()); {READY} {LIVE}"
+    imports = "import backhaul_server.worker.idleness as idleness; supervisor._LOOK_INTERVAL_S = 0.01"
+    with supervised(tmp_path, worker, gate=f"[exec({imports!r}), {gate}][1]") as process:
+        time.sleep(0.3)
+        assert lives(tmp_path) == []
+        for number in range(1, 3):
+            usage.write_text("0")
+            wait_until(partial(has_lived, tmp_path, number), f"worker {number} has started")
+            usage.write_text("100")
+            wait_until(lambda: not is_running(lives(tmp_path)[-1]), f"worker {number} has gone")
+        process.terminate()
+        _, logged = process.communicate(timeout=10)
+        assert process.returncode == 0
+    assert logged.count("Others use the CPU: the worker ends when it has finished what is in flight.") == 2
+    assert logged.count("The worker starts when others have not used the CPU for 0.1 s.") == 3
+    assert "it is restarted" not in logged

@@ -12,6 +12,7 @@ from backhaul_runtime.process.tls import TlsFiles
 from backhaul_runtime.wire.protocol import LEASE_S
 from backhaul_server.worker.config import RUN_LIMIT_S, WorkerConfig
 from backhaul_server.worker.credentials import Credentials
+from backhaul_server.worker.idleness import QUIET_S, Idleness
 from backhaul_server.worker.supervisor import supervise
 from backhaul_server.worker.units import parse_seconds, parse_size
 
@@ -86,6 +87,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="offer a Unix socket to trainers on this machine that connect over TCP (default: yes)",
     )
+    parser.add_argument(
+        "--when-idle",
+        nargs="?",
+        type=parse_seconds,
+        const=QUIET_S,
+        metavar="SECONDS",
+        help="serve only while others do not use the device: start when the GPU, or the CPU for a worker on the CPU, "
+        f"was otherwise idle for so long ({QUIET_S:g} without a number), and finish and wait when it is used again",
+    )
     parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--supervisor", type=int, default=0, help=argparse.SUPPRESS)
 
@@ -115,7 +125,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"backhaul worker: {error}", file=sys.stderr)
         return 2
     if not config.parent and not config.supervisor:
-        return supervise(config.address, partial(command_of, arguments))
+        gate = None if arguments.when_idle is None else Idleness.of(arguments.device, arguments.when_idle)
+        return supervise(config.address, partial(command_of, arguments), gate)
     # Warnings of torch's kernels bypass `logging`. A program could fill standard error with one per op.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from backhaul_server.worker.main import serve

@@ -189,7 +189,7 @@ class Listener:
             self._path = SocketPath(Path(self._address.unix_path))
         else:
             self._check_port()
-        target = self._address.target.removeprefix("dns:///")
+        target = self._address.target
         try:
             if self._tls is None:
                 port = server.add_insecure_port(target)

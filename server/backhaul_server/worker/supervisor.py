@@ -13,6 +13,8 @@ NOTE [Supervision]
 4. The address stays the same: this process keeps the TCP port bound by sockets that do not listen.
 5. The worker ends when this process ends, however that happens. As the first process of a container, this process also
    reaps orphans.
+6. With an `Idleness`, a worker starts only once the machine is idle. When others use the machine again, the worker gets
+   SIGTERM, finishes what is in flight and ends, which frees its memory. The next one starts when the machine is idle.
 """
 
 import errno
@@ -27,7 +29,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from time import monotonic
 from types import FrameType
-from typing import IO
+from typing import IO, Protocol
 
 from backhaul_runtime.process.addresses import Address
 
@@ -42,9 +44,29 @@ _MOST_FAILURES = 20
 """Number of workers in a row that die before they are ready, after which the supervisor gives up."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_LOOK_INTERVAL_S = 1.0
+_LOWEST_PRIORITY = 19
 
 
-def supervise(address: Address, command: Callable[[str], Sequence[str]]) -> int:
+class Gate(Protocol):
+    """Decides when a worker may run (Rule 6). See `backhaul_server.worker.idleness.Idleness`."""
+
+    what: str
+    quiet_s: float
+
+    def look(self, session: int) -> None:
+        """Takes a sample, once a second. `session` is the session id of the worker's processes, or 0."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a worker may start."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a worker that runs must end."""
+
+
+def supervise(address: Address, command: Callable[[str], Sequence[str]], gate: Gate | None = None) -> int:
     """Keeps a worker running until it exits with code 0 or a signal stops it. Returns the exit code.
 
     Call it in the main thread, because it installs signal handlers.
@@ -52,6 +74,7 @@ def supervise(address: Address, command: Callable[[str], Sequence[str]]) -> int:
     Args:
         address: The address to listen on; for port 0 a free port is chosen.
         command: Returns the worker's command line for an address.
+        gate: Decides when a worker may run; None for always.
     """
     with ExitStack() as held:
         try:
@@ -59,12 +82,13 @@ def supervise(address: Address, command: Callable[[str], Sequence[str]]) -> int:
         except OSError as error:
             sys.stderr.write(f'backhaul worker: can\'t listen on "{address.text}": {error.strerror or error}\n')
             return 2
-        return _Supervisor(command(text)).run()
+        return _Supervisor(command(text), gate).run()
 
 
 class _Supervisor:
-    def __init__(self, command: Sequence[str]) -> None:
-        self._command = command
+    def __init__(self, command: Sequence[str], gate: Gate | None) -> None:
+        self._command, self._gate = command, gate
+        self._is_sent_away = False  # the worker that runs must end because others use the machine
         self._asked = threading.Event()
         self._asked_by = signal.SIGTERM
         self._child: subprocess.Popen[str] | None = None
@@ -81,11 +105,13 @@ class _Supervisor:
 
     def _run(self) -> int:
         failures = short_lives = 0
-        while not self._asked.wait(_delay_s(short_lives)):
+        while not self._asked.wait(_delay_s(short_lives)) and self._wait_for_gate():
             began_at_s, is_ready = monotonic(), threading.Event()
             code = self._run_worker(is_ready)
             if self._asked.is_set() and code == -signal.SIGTERM:  # the worker had not installed its handler yet
                 return 128 + self._asked_by
+            if self._is_sent_away and not self._asked.is_set():
+                continue
             if self._asked.is_set() or code == 0 or not self._was_ready:
                 return code if code >= 0 else 128 - code
             failures = 0 if is_ready.is_set() else failures + 1
@@ -112,11 +138,38 @@ class _Supervisor:
         assert child.stdout is not None
         printing = threading.Thread(target=self._print, args=(child.stdout, child.pid, is_ready), daemon=True)
         printing.start()
+        has_ended = threading.Event()
+        if self._gate is not None:
+            # Its threads inherit the priority, and none exists yet.
+            os.setpriority(os.PRIO_PROCESS, child.pid, _LOWEST_PRIORITY)
+            threading.Thread(target=self._watch, args=(self._gate, child.pid, has_ended), daemon=True).start()
         child.returncode = _reaped(child.pid)
+        has_ended.set()
         self._child = None
         printing.join()
         child.stdout.close()
         return child.returncode
+
+    def _wait_for_gate(self) -> bool:
+        """Waits until a worker may run. Returns False if the supervisor is to stop meanwhile."""
+        gate, self._is_sent_away = self._gate, False
+        if gate is not None and not gate.is_idle:
+            logger.info("The worker starts when others have not used the %s for %g s.", gate.what, gate.quiet_s)
+            while not gate.is_idle:
+                if self._asked.wait(_LOOK_INTERVAL_S):
+                    return False
+                gate.look(0)
+        return True
+
+    def _watch(self, gate: Gate, pid: int, has_ended: threading.Event) -> None:
+        """Runs in a thread. Ends a worker when others use the machine (Rule 6)."""
+        while not has_ended.wait(_LOOK_INTERVAL_S):
+            gate.look(pid)
+            if gate.is_busy and not self._is_sent_away:
+                logger.info("Others use the %s: the worker ends when it has finished what is in flight.", gate.what)
+                self._is_sent_away = True
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
 
     def _print(self, pipe: IO[str], pid: int, is_ready: threading.Event) -> None:
         """Runs in a thread. Prints a worker's output, but the first line, the announcement, for one worker only."""
