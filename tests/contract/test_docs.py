@@ -1,7 +1,11 @@
-"""The documentation names files that exist."""
+"""The documentation names files that exist, and commands with options that exist."""
 
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
+
+from support.commands import parse
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks/README.md"]
@@ -25,3 +29,25 @@ def test_every_file_that_a_page_names_is_there() -> None:
         quoted = re.findall(r"`(\w(?:[\w.-]*/)+[\w.-]*|[\w-]+\.py)`", text)
         missing += [f"{page.name}: {name}" for name in {*linked, *quoted} if not exists(name, page)]
     assert sorted(missing) == []
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The commands of `backhaul` in the indented lines and shell blocks of a page, without placeholders."""
+    text = page.read_text().replace("\\\n", " ")
+    blocks = re.findall(r"^```(?:shell|bash)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    for line in re.findall(
+        r"^(?:    |)backhaul (.*)$", "\n".join([*re.findall(r"^    .*", text, re.MULTILINE), *blocks]), re.MULTILINE
+    ):
+        yield [word for word in shlex.split(line, comments=True) if word != "..."]
+
+
+def test_commands_are_those_that_exist() -> None:
+    parsed = 0
+    for page in PAGES:
+        for command in commands(page):
+            if command[-1] == "--tls-cert":  # the rest is a placeholder
+                command.pop()
+            if command[0] != "bench":
+                parse(command)
+                parsed += 1
+    assert parsed > 20

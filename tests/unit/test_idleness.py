@@ -22,11 +22,11 @@ def test_a_moment_of_use_does_not_end_a_worker_but_a_while_does(monkeypatch: pyt
         now = second
         watch.look(0)
     assert watch.is_idle
-    for used in (0.0, 0.0, 0.0, 2.0):
+    for sample in (0.0, 0.0, 0.0, 2.0):
+        used = sample
         watch.look(1)
         assert not watch.is_busy
     assert not watch.is_idle
-    used = 2.0
     watch.look(1)
     assert watch.is_busy
     watch.look(2)  # the next worker
