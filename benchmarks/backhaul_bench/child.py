@@ -36,6 +36,7 @@ MEASURES = {
     "roundtrip": "backhaul_bench.roundtrip:measure",
     "growth": "backhaul_bench.growth:measure",
     "tenants": "backhaul_bench.tenants:measure",
+    "credentials": "backhaul_bench.tenants:measure_credentials",
     "hivemind": "backhaul_bench.beside_hivemind:measure",
     "torch_rpc": "backhaul_bench.beside_torch_rpc:measure",
     "cores": "backhaul_bench.cores:measure",

@@ -102,6 +102,9 @@ FIGURES = (
     _at_least("tenants", "tenants", 0.9, "requests/s of a worker with 8 clients / with 1"),
     _at_least("tenants", "tenants_fair", 0.8, "requests/s of the slowest of 8 clients / of the fastest"),
     _at_most(
+        "credentials", "credentials_p99", 2.0, "p99 of a client beside 8 of another credential / of the client alone"
+    ),
+    _at_most(
         "hivemind", "vs_hivemind", 0.70, "from grad_output to input gradient / hivemind's RemoteExpert, one block"
     ),
     _at_most("torch_rpc", "vs_torch_rpc", 0.5, "time added over local compute / added by torch.distributed.rpc"),

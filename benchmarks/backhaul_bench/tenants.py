@@ -1,4 +1,4 @@
-"""Compares a worker with 8 clients with the same worker with one client."""
+"""Compares a worker with 8 clients with the same worker with one client, of one credential and of two."""
 
 import sys
 import time
@@ -19,6 +19,7 @@ from backhaul_bench.stage import Stage, read_line
 from backhaul_bench.tenant_client import CLIENT_S
 from backhaul_bench.training import SMALL, WIDTH, compare_gradients
 from backhaul_proto.v1 import program_pb2, segment_pb2, tensor_pb2
+from backhaul_runtime.process.credentials import make_token
 from backhaul_runtime.program.codec import address_of_program, encode_program, encode_state
 from backhaul_runtime.program.op_list import allowed_ops
 from backhaul_runtime.record.recorder import Recorder
@@ -27,6 +28,9 @@ from backhaul_runtime.tensors.layout import copy_exact, layout_of
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.wire.splicing import encode_all
 from backhaul_runtime.wire.tensor_stream import OutgoingTensor, TensorReceiver, batches
+
+Pipes = tuple[IO[str] | None, IO[str] | None]
+"""The standard input and output of a client."""
 
 CLIENTS = 8
 LEAST_WORK_S = 0.010
@@ -47,10 +51,10 @@ def measure(stage: Stage) -> list[Outcome]:
     fairness: list[float] = []
 
     def alone() -> float:
-        return sum(_requests(pipes[:1])) / CLIENT_S
+        return sum(_counts(pipes[:1])) / CLIENT_S
 
     def together() -> float:
-        answered = _requests(pipes)
+        answered = _counts(pipes)
         fairness.append(min(answered) / max(answered))
         return sum(answered) / CLIENT_S
 
@@ -69,14 +73,46 @@ def measure(stage: Stage) -> list[Outcome]:
     ]
 
 
-def _requests(pipes: Sequence[tuple[IO[str] | None, IO[str] | None]]) -> list[int]:
-    """Returns how many requests of each client were answered within CLIENT_S. All clients begin at the same time."""
+def measure_credentials(stage: Stage) -> list[Outcome]:
+    """Measures the figure credentials_p99."""
+    with TemporaryDirectory(prefix="backhaul-bench-") as directory:
+        folder = Path(directory)
+        prepare(folder)
+        for name in ("few", "many"):
+            make_token(folder / name)
+        (folder / "credentials").write_text(
+            "".join(f'[{name}]\ntoken_files = ["{name}"]\n' for name in ("few", "many"))
+        )
+        address = stage.tcp_worker("--credentials", str(folder / "credentials"))
+        command = [sys.executable, "-P", "-m", "backhaul_bench.tenant_client", address, directory]
+        names = ["few", *["many"] * CLIENTS]
+        clients = [stage.start([*command, str(folder / name)], stage.trainer)[0] for name in names]
+        pipes = [(client.stdin, client.stdout) for client in clients]
+        rounds = interleave(
+            [
+                Alternative("alone", lambda: _requests(pipes[:1])[0][1]),
+                Alternative("beside", lambda: _requests(pipes)[0][1]),
+            ],
+            stage.cores,
+            PLAN,
+        )
+    return [of_rounds("credentials_p99", rounds, ratio_of("beside", "alone"))]
+
+
+def _counts(pipes: Sequence[Pipes]) -> list[int]:
+    """Returns how many requests of each client were answered."""
+    return [count for count, _ in _requests(pipes)]
+
+
+def _requests(pipes: Sequence[Pipes]) -> list[tuple[int, float]]:
+    """Returns what each client prints for a window of CLIENT_S. All clients begin at the same time."""
     begin = time.time() + 0.05
     for stdin, _ in pipes:
         assert stdin is not None
         stdin.write(f"{begin}\n")
         stdin.flush()
-    return [int(read_line(stdout, _ANSWER_S, "a client")) for _, stdout in pipes]
+    lines = [read_line(stdout, _ANSWER_S, "a client").split() for _, stdout in pipes]
+    return [(int(count), float(slowest_s)) for count, slowest_s in lines]
 
 
 def prepare(directory: Path) -> Tensor:

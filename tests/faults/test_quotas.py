@@ -22,7 +22,7 @@ from conftest import QUIET_S, wait_until
 from numerics.cases import blocks, stack
 from support.bits import differing, plainly, train
 from support.processes import WorkerProcess
-from support.wire import METHODS, Services
+from support.wire import METHODS, Services, refusal
 
 OF_SESSIONS = [method for method in METHODS if method.name not in {"OpenSession", "GetTelemetry"}]
 
@@ -95,18 +95,9 @@ def naming(message: Message, session: str) -> Message:
 
 def error_of(channel: grpc.Channel, method: Any, token: str, session: str) -> BackhaulError | None:
     """The error with which a call ends that names a session; None if it succeeds."""
-    kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
-    multicallable = getattr(channel, kind)(f"/{method.containing_service.full_name}/{method.name}")
     request = serialize(naming(GetMessageClass(method.input_type)(), session))
-    try:
-        answer = multicallable(
-            iter([request]) if method.client_streaming else request, timeout=60, metadata=bearer(token)
-        )
-        list(answer if method.server_streaming else [answer])
-    except grpc.RpcError as error:
-        call: Any = error
-        return from_bytes(dict(call.trailing_metadata() or ()).get(ERROR_METADATA_KEY, b""))
-    return None
+    call: Any = refusal(channel, method, token, request)
+    return None if call is None else from_bytes(dict(call.trailing_metadata() or ()).get(ERROR_METADATA_KEY, b""))
 
 
 @pytest.mark.parametrize("method", OF_SESSIONS, ids=lambda method: method.name)

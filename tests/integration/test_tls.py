@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import grpc
 import pytest
 import torch
 from cryptography import x509
@@ -16,11 +17,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from torch import Tensor, nn
 
 import backhaul
+from backhaul_runtime.process.tls import TlsFiles
 from backhaul_server.commands import certificates
 from conftest import QUIET_S, wait_until
 from support.bits import Checkpoint, differing, plainly
 from support.dashboards import Dashboard
 from support.processes import WorkerProcess
+from support.wire import METHODS, refusal
 
 NAMES = ["localhost", "127.0.0.1"]
 
@@ -143,6 +146,39 @@ def test_who_is_not_let_in(secured: Secured, made: Path, tmp_path: Path) -> None
     assert "it requires TLS" in why_not(secured, None)
     assert "token" in why_not(secured, made / "trainer", token_file=token_in(tmp_path, "another-token-for-it"))
     assert "token" in why_not(secured, made / "trainer", token_file="")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["another authority", "self-signed", "expired", "none"])
+def test_no_method_is_reached_with_a_bad_certificate(kind: str, secured: Secured, made: Path, tmp_path: Path) -> None:
+    token = Path(secured.token_file).read_text().strip()
+    if kind == "another authority":
+        certificates.make(tmp_path / "foreign", NAMES, 30)
+        shown = tmp_path / "foreign" / "trainer"
+    else:
+        authority, days = {"expired": (made, -30)}.get(kind, (None, 30))
+        shown = signed(tmp_path / "signed", authority, days)
+    shutil.copy(made / "ca.crt", shown / "ca.crt")
+    credentials = TlsFiles.in_directory(str(shown)).of_channel
+    if kind == "none":
+        credentials = {"root_certificates": credentials["root_certificates"]}
+    before = secured.process.logged()
+    with grpc.secure_channel(secured.process.address, grpc.ssl_channel_credentials(**credentials)) as channel:
+        for method in METHODS:
+            call = refusal(channel, method, token)
+            assert call is not None
+            assert call.code() == grpc.StatusCode.UNAVAILABLE, method.name
+    wait_until(lambda: "Handshake" in secured.process.logged()[len(before) :], "the worker has logged the handshakes")
+
+
+@pytest.mark.slow
+def test_no_method_is_reached_with_a_good_certificate_and_a_wrong_token(secured: Secured, made: Path) -> None:
+    credentials = TlsFiles.in_directory(str(made / "trainer")).of_channel
+    with grpc.secure_channel(secured.process.address, grpc.ssl_channel_credentials(**credentials)) as channel:
+        for method in METHODS:
+            call = refusal(channel, method, "not-the-token-of-it")
+            assert call is not None
+            assert call.code() == grpc.StatusCode.UNAUTHENTICATED, method.name
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import grpc
 from google.protobuf.message_factory import GetMessageClass
 
 from backhaul_proto.v1 import program_pb2, segment_pb2, session_pb2, telemetry_pb2, tensor_pb2
+from backhaul_runtime.process.credentials import bearer
 from backhaul_runtime.wire.splicing import Batch, encode, serialize
 from backhaul_runtime.wire.stubs import as_protobuf, stub
 
@@ -29,6 +30,21 @@ class Services:
         self.sessions, self.programs, self.tensors, self.segments, self.telemetry = (
             stub(channel, service, as_protobuf) for service in SERVICES
         )
+
+
+def refusal(channel: grpc.Channel, method: Any, token: str, request: bytes = b"") -> grpc.Call | None:
+    """The call that ends with an error when a method is called with a request; None if it succeeds."""
+    kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
+    multicallable = getattr(channel, kind)(f"/{method.containing_service.full_name}/{method.name}")
+    try:
+        answer = multicallable(
+            iter([request]) if method.client_streaming else request, timeout=60, metadata=bearer(token)
+        )
+        list(answer if method.server_streaming else [answer])
+    except grpc.RpcError as error:
+        assert isinstance(error, grpc.Call)
+        return error
+    return None
 
 
 def serve(server: grpc.Server, file: Any, servicer: object) -> None:
