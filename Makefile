@@ -7,7 +7,7 @@ CONSTRAINTS := $(if $(TORCH),build/constraints-torch-$(TORCH).txt,constraints.tx
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) $(PIP_ARGS)
 
-.PHONY: demo test fast check soak bench bench-gpu lint types fmt proto check-proto ops docs picture clean test-monitoring monitoring test-browser screenshots
+.PHONY: demo test fast check soak test-distributed bench bench-gpu lint types fmt proto check-proto ops docs picture clean test-monitoring monitoring test-browser screenshots
 
 demo: $(VENV)/.server
 	$(BIN)/backhaul demo --dashboard --json demo.json $(if $(SERVE),--serve)
@@ -51,6 +51,10 @@ screenshots: $(VENV)/.dev
 	$(BIN)/python -m pytest -m browser tests/browser/test_screenshots.py
 	mkdir -p docs/images
 	cp build/screenshots/dashboard-*.png docs/images/
+
+# Trainers under torchrun, network namespaces and clusters: what takes too long, or too many processes, for every commit.
+test-distributed: $(VENV)/.dev
+	$(BIN)/python -m pytest -m distributed
 
 soak: $(VENV)/.dev
 	$(BIN)/python -m pytest -m soak
