@@ -136,3 +136,28 @@ def test_fifty_workers_and_ten_thousand_segments_are_shown() -> None:
         page = dashboard.api("segments?sort=segment&descending=true&limit=2")
         assert [row["segment"] for row in page["rows"]] == ["Block #9999", "Block #9998"]
         assert dashboard.get("/api/v1/segments.csv").text.count("\r\n") == 10_001
+
+
+@pytest.mark.slow
+def test_the_workers_of_a_file_are_watched_while_it_names_them(
+    workers: tuple[FakeWorker, FakeWorker], tmp_path: Path
+) -> None:
+    one, other = workers
+    file = tmp_path / "workers"
+    file.write_text(f"{one.address}\n")
+
+    def watched(dashboard: Dashboard) -> list[str]:
+        return [str(row["address"]) for row in dashboard.api("workers") if row["state"] == "serving"]
+
+    with Dashboard(f"file:{file}") as dashboard:
+        wait_until(lambda: watched(dashboard) == [one.address], "it is watched")
+        assert dashboard.get("/readyz").status_code == 200
+        file.write_text(f"{one.address}\n{other.address}\n")
+        wait_until(lambda: watched(dashboard) == [one.address, other.address], "the other one is watched as well")
+        file.unlink()
+        wait_until(lambda: "Its workers stay as they are" in dashboard.logged(), "the trouble is logged")
+        assert watched(dashboard) == [one.address, other.address]
+        file.write_text(f"{other.address}\n")
+        wait_until(lambda: watched(dashboard) == [other.address], "the first one is no longer watched")
+        one.close()
+        assert dashboard.api("alerts") == []
