@@ -27,6 +27,8 @@ logger = logging.getLogger("backhaul")
 OTHERS_S = 1.0
 """Seconds that `Roster.open` waits for further workers of a source after the first one has answered."""
 _POLL_S = 0.02
+_END_S = 2.0
+"""Seconds that `close` waits for the thread, which ends by itself when a name server has answered."""
 
 
 class Roster(Sequence[WorkerHandle]):
@@ -104,7 +106,7 @@ class Roster(Sequence[WorkerHandle]):
         """Ends all connections."""
         self._closing.set()
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(_END_S)
         for worker in self._handles:
             worker.connection.close()
         for worker in self._handles:
@@ -112,19 +114,23 @@ class Roster(Sequence[WorkerHandle]):
 
     def _wait_for_first(self) -> None:
         """Waits until a worker of the sources is up, and for a moment longer until all are."""
-        until = monotonic() + self._timeout_s
+        now_s = look_at_s = monotonic()
+        until_s = now_s + self._timeout_s
         has_others = bool(self._handles)
-        while monotonic() < until:
-            for source, token_file in self._sources:
-                self._update(source, token_file)
+        while now_s < until_s:
+            if now_s >= look_at_s:
+                look_at_s = now_s + LOOK_INTERVAL_S
+                for source, token_file in self._sources:
+                    self._update(source, token_file)
             named = list(self._named.values())
             ups = sum(worker.connection.up is not None for worker in named)
             if ups or has_others:
-                until = min(until, monotonic() + OTHERS_S)
+                until_s = min(until_s, now_s + OTHERS_S)
                 has_others = False
             if ups and ups == len(named):
                 return
             self._closing.wait(_POLL_S)
+            now_s = monotonic()
         if not any(worker.connection.up is not None for worker in self._handles):
             if not self._named:
                 texts = ", ".join(source.text for source, _ in self._sources)
