@@ -31,6 +31,7 @@ def read(*argv: str) -> argparse.Namespace:
     command.add_argument("--coats", type=int, default=2)
     command.add_argument("--paint-colour", choices=["red", "blue"], default="red")
     command.add_argument("--brush", nargs="+", action="extend", required=True)
+    command.add_argument("--layers", type=int, nargs="?", const=3)
     command.add_argument("--dry", action="store_true")
     command.add_argument("--varnish", action=argparse.BooleanOptionalAction, default=True)
     command.add_argument("--secret", default="kept", help=argparse.SUPPRESS)
@@ -58,6 +59,7 @@ def test_a_list_may_be_given_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         ("BACKHAUL_PAINT_PAINT_COLOUR", "blue", {"paint_colour": "blue"}),
         ("BACKHAUL_PAINT_BRUSH", "thin,thick, old one", {"brush": ["thin", "thick", "old one"]}),
         ("BACKHAUL_PAINT_BRUSH", " thin  thick ", {"brush": ["thin", "thick"]}),
+        ("BACKHAUL_PAINT_LAYERS", "5", {"layers": 5}),
         ("BACKHAUL_PAINT_DRY", "Yes", {"dry": True}),
         ("BACKHAUL_PAINT_DRY", "0", {"dry": False}),
         ("BACKHAUL_PAINT_VARNISH", "off", {"varnish": False}),
@@ -103,7 +105,7 @@ def test_every_option_is_of_a_kind_that_the_environment_can_give() -> None:
     _, commands = build()
     actions = [action for name, command in commands.items() for action in options_of(name, command).values()]
     assert {type(action).__name__ for action in actions} <= KINDS
-    assert {action.nargs for action in actions} <= {None, 0, "+", "*"}
+    assert {action.nargs for action in actions} <= {None, 0, "?", "+", "*"}
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def _value(action: argparse.Action, text: str, default: Any) -> Any:
         return boolean(text)
     if action.nargs == 0:  # a switch
         return action.const if boolean(text) else default
-    if action.nargs is None:
+    if action.nargs in {None, "?"}:
         return _item(action, text)
     values = [_item(action, item) for item in items(text)]
     if not values:

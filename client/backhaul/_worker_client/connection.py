@@ -38,7 +38,7 @@ from backhaul_runtime.errors import (
     SettingError,
     WorkerLostError,
 )
-from backhaul_runtime.process.addresses import Address, is_private
+from backhaul_runtime.process.addresses import Address, is_private, parse_address
 from backhaul_runtime.process.credentials import bearer, read_token
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.process.threads import only_in
@@ -389,7 +389,7 @@ class Connection:
         """
         if not is_private(Path(answer.socket_path).parent):
             return
-        channel = grpc.insecure_channel(f"unix:{answer.socket_path}", options=CHANNEL_OPTIONS)
+        channel = self._channel_to(parse_address(f"unix:{answer.socket_path}"))
         request = session_pb2.KeepSessionRequest(session=answer.session)
         try:
             call_unary(Stubs(channel, self._token, self.silence_s).sessions.KeepSession, request, self.silence_s)
