@@ -227,8 +227,8 @@ def test_two_workers_get_a_contiguous_run_each(
 
 
 @pytest.mark.slow
-def test_of_two_workers_one_that_dies_leaves_the_other(worker: WorkerProcess) -> None:
-    with WorkerProcess() as doomed, connect(f"{doomed.address},{worker.address}") as session:
+def test_of_two_workers_one_that_dies_leaves_the_other(worker: WorkerProcess, equal_speeds: None) -> None:
+    with WorkerProcess() as doomed, connect(in_order(doomed, worker)) as session:
         compared(session)
         doomed.kill()
         compared(session)
