@@ -9,7 +9,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from backhaul_server.worker import main as worker_main
+from backhaul_server.worker.config import DRAIN_S, END_S
 from support.commands import parse
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
@@ -129,7 +129,7 @@ def test_a_worker_has_the_time_that_it_takes_to_drain() -> None:
     (container,) = pod["containers"]
     command, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
     assert command == "sleep"
-    assert pod["terminationGracePeriodSeconds"] >= int(seconds) + worker_main.DRAIN_S + worker_main.END_S
+    assert pod["terminationGracePeriodSeconds"] >= int(seconds) + DRAIN_S + END_S
 
 
 def test_selectors_select_what_there_is() -> None:

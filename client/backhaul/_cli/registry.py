@@ -4,6 +4,7 @@ Does not import torch.
 """
 
 import argparse
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 
 from backhaul_runtime.version import version
@@ -16,7 +17,8 @@ EXTRAS = {"bench": "bench"}
 def build() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """Returns the parser of all commands, and the parser of each command by name.
 
-    The parsed arguments have the command's name as `command` and its function as `run`.
+    The name of a subcommand is that of its command and its own, as in "fleet up". The parsed arguments have the name as
+    `command` and the command's function as `run`.
     """
     parser = argparse.ArgumentParser(
         prog="backhaul", description="Activation checkpointing for PyTorch that recomputes on another machine."
@@ -30,10 +32,22 @@ def build() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]
             parsers[name] = _add_missing(commands, name)
             continue
         module = entries[name].load()
-        command = parsers[name] = commands.add_parser(name, help=module.HELP, description=module.HELP)
+        command = commands.add_parser(name, help=module.HELP, description=module.HELP)
         module.add_arguments(command)
-        command.set_defaults(run=module.run, command=name)
+        for full_name, parser_of_one in _with_subcommands(name, command):
+            parser_of_one.set_defaults(run=module.run, command=full_name)
+            parsers[full_name] = parser_of_one
     return parser, parsers
+
+
+def _with_subcommands(name: str, command: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Yields the names and parsers of a command's subcommands, or of the command itself if it has none."""
+    parsers = [action.choices for action in command._actions if isinstance(action.choices, dict)]  # as in `options_of`
+    if not parsers:
+        yield name, command
+    for subcommands in parsers:
+        for own, parser in subcommands.items():
+            yield f"{name} {own}", parser
 
 
 def _add_missing(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str) -> argparse.ArgumentParser:

@@ -107,6 +107,8 @@ class Roster(Sequence[WorkerHandle]):
         self._closing.set()
         if self._thread.ident is not None:
             self._thread.join(_END_S)
+        for source, _ in self._sources:
+            source.close()
         for worker in self._handles:
             worker.connection.close()
         for worker in self._handles:
@@ -114,8 +116,11 @@ class Roster(Sequence[WorkerHandle]):
 
     def _wait_for_first(self) -> None:
         """Waits until a worker of the sources is up, and for a moment longer until all are."""
-        now_s = look_at_s = monotonic()
+        for source, token_file in self._sources:
+            self._update(source, token_file)  # may take seconds, which the workers have to answer as well
+        now_s = monotonic()
         until_s = now_s + self._timeout_s
+        look_at_s = now_s + LOOK_INTERVAL_S
         has_others = bool(self._handles)
         while now_s < until_s:
             if now_s >= look_at_s:

@@ -1,8 +1,9 @@
 """Where workers are: addresses that users wrote, and sources that name changing workers. Does not import torch.
 
 NOTE [Sources]
-1. A source is written where an address may stand: `file:PATH` for a file with an address in each line, or
-   `dns:///NAME:PORT` for all addresses that a name resolves to. An address is a source of one worker.
+1. A source is written where an address may stand: `file:PATH` for a file with an address in each line,
+   `dns:///NAME:PORT` for all addresses that a name resolves to, or `ray:NAME` for a fleet in a Ray cluster (see
+   `ray_source.py`). An address is a source of one worker.
 2. Sources are looked at once a second. gRPC resolves a name again only when a connection breaks, and so would not
    notice a worker that has joined.
 3. A source that cannot be read says nothing about workers. What it named before stays valid.
@@ -17,10 +18,12 @@ from typing import Protocol
 
 from backhaul_runtime.errors import AddressError, ConnectError
 from backhaul_runtime.process.addresses import Address, parse_address
+from backhaul_runtime.process.ray_fleet import NEEDS_RAY, check_name, has_ray
+from backhaul_runtime.process.ray_source import RaySource
 
 LOOK_INTERVAL_S = 1.0
 """Seconds between two looks at a source."""
-_FORMS = 'write "host:port", "unix:/path", "dns:///name:port" or "file:/path", several with commas between'
+_FORMS = 'write "host:port", "unix:/path", "dns:///name:port", "file:/path" or "ray:name", several with commas between'
 
 
 class AddressSource(Protocol):
@@ -45,6 +48,10 @@ class AddressSource(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Ends what `look` has started. A look in another thread fails or is discarded."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class FixedSource:
@@ -66,6 +73,9 @@ class FixedSource:
     def look(self) -> list[Address]:
         """Returns the address."""
         return [self.address]
+
+    def close(self) -> None:
+        """Does nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +106,9 @@ class FileSource:
             return _distinct([parse_address(a) for line in lines if (a := line.partition("#")[0].strip())], self.text)
         except AddressError as error:
             raise AddressError(f'{error.message} (in the file "{self.path}")', address=self.text) from None
+
+    def close(self) -> None:
+        """Does nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +141,9 @@ class DnsSource:
         family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
         hosts = sorted({str(where[0]) for kind, *_, where in answers if kind == family})
         return [self._address(f"[{host}]" if ":" in host else host) for host in hosts]
+
+    def close(self) -> None:
+        """Does nothing."""
 
     def _address(self, host: str) -> Address:
         text = f"{host}:{self.port}"
@@ -165,6 +181,14 @@ def _source(text: str) -> AddressSource:
         if not address.host or not address.port:
             raise AddressError(f'the address "{text}" names no host and port: {_FORMS}', address=text)
         return DnsSource(text, address.host, address.port)
+    if text.startswith("ray:"):
+        try:
+            name = check_name(text.removeprefix("ray:"))
+        except ValueError as error:
+            raise AddressError(f'the address "{text}" names no fleet: {error}', address=text) from None
+        if not has_ray():
+            raise AddressError(f'the address "{text}" {NEEDS_RAY}', address=text)
+        return RaySource(text, name)
     return FixedSource(parse_address(text))
 
 

@@ -2,7 +2,8 @@
 
 NOTE [Names]
 1. The variable of a setting of connect() is BACKHAUL_ and its name: BACKHAUL_WORKER. That of a command's option also
-   has the command's name: BACKHAUL_WORKER_LISTEN. A test checks that all names are different.
+   has the command's name: BACKHAUL_WORKER_LISTEN, or BACKHAUL_FLEET_UP_NAME. A test checks that all names are
+   different.
 2. An argument has precedence over the environment, and the environment over the default.
 3. An empty variable counts as unset, because container tools pass unset variables as empty.
 """
@@ -24,7 +25,7 @@ _SERVICE_PORT = re.compile(r"(\w+_)?PORT")
 
 def variable_of(*words: str) -> str:
     """Returns the name of a setting's variable (Rule 1)."""
-    return PREFIX + "_".join(word.strip("-").replace("-", "_").upper() for word in words)
+    return PREFIX + "_".join(re.sub("[- ]", "_", word.strip("-")).upper() for word in words)
 
 
 def in_environment(variable: str) -> str | None:

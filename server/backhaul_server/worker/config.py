@@ -11,6 +11,12 @@ from backhaul_server.worker.credentials import Credentials
 RUN_LIMIT_S = 120.0
 """Seconds that a run may take. A trainer waits at most four times its expected duration, and at least 5 s."""
 
+DRAIN_S = 30.0
+"""Seconds that SIGTERM waits for requests in flight; a second SIGTERM ends the wait."""
+
+END_S = 5.0
+"""Seconds that a run which is in progress has to end after that."""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:

@@ -21,7 +21,7 @@ from backhaul_runtime.torch_internals.ambient_state import max_threads
 from backhaul_runtime.wire.shared_memory import IS_AVAILABLE
 from backhaul_server.worker.announcement import announcement
 from backhaul_server.worker.audit import AuditLog
-from backhaul_server.worker.config import WorkerConfig, host_memory_bytes
+from backhaul_server.worker.config import DRAIN_S, END_S, WorkerConfig, host_memory_bytes
 from backhaul_server.worker.credentials import Credentials
 from backhaul_server.worker.engine.bounds import RunMemory
 from backhaul_server.worker.engine.executor import GRACE_S
@@ -45,12 +45,6 @@ from backhaul_server.worker.supervisor import OVERDUE_CODE
 from backhaul_server.worker.units import size_text
 
 logger = logging.getLogger("backhaul.worker")
-
-DRAIN_S = 30.0
-"""Seconds that SIGTERM waits for requests in flight; a second SIGTERM ends the wait."""
-
-END_S = 5.0
-"""Seconds that a run which is in progress has to end after that."""
 
 _HEADROOM_BYTES = 1 << 30  # on top of the budget: gRPC's buffers, programs being decoded, torch's tables
 _STACK_BYTES = 8 << 20  # the stack of each thread that a program may run ops on

@@ -1,6 +1,7 @@
 """The parent process of `backhaul worker`: starts the process that serves, and restarts it when it dies.
 
-It imports neither torch nor gRPC, so it starts at once and nothing that kills a worker can kill it.
+It imports neither torch nor gRPC, so it starts at once and nothing that kills a worker can kill it. An actor of a fleet
+(`backhaul_server/fleet`) is such a parent as well.
 
 NOTE [Supervision]
 1. The worker is a child process. Its log goes to the same standard error. The line that says that it is ready is
@@ -11,10 +12,11 @@ NOTE [Supervision]
    restarted at once. If the next one lives shorter than `STEADY_S`, the delay before each further start doubles.
    Trainers recompute meanwhile and reconnect by themselves.
 4. The address stays the same: this process keeps the TCP port bound by sockets that do not listen.
-5. The worker ends when this process ends, however that happens. As the first process of a container, this process also
-   reaps orphans.
+5. The worker ends when this process ends, however that happens.
 6. With an `Idleness`, a worker starts only once the machine is idle. When others use the machine again, the worker gets
    SIGTERM, finishes what is in flight and ends, which frees its memory. The next one starts when the machine is idle.
+7. `backhaul worker` also reaps orphans, because it may be the first process of a container. An actor must not: it would
+   take the exit codes of Ray's own children.
 """
 
 import errno
@@ -78,32 +80,55 @@ def supervise(address: Address, command: Callable[[str], Sequence[str]], gate: G
     """
     with ExitStack() as held:
         try:
-            text = address.text if address.unix_path else _reserve_address(address, held)
+            text = address.text if address.unix_path else reserve_address(address, held)
         except OSError as error:
             sys.stderr.write(f'backhaul worker: can\'t listen on "{address.text}": {error.strerror or error}\n')
             return 2
-        return _Supervisor(command(text), gate).run()
-
-
-class _Supervisor:
-    def __init__(self, command: Sequence[str], gate: Gate | None) -> None:
-        self._command, self._gate = command, gate
-        self._is_sent_away = False  # the worker that runs must end because others use the machine
-        self._asked = threading.Event()
-        self._asked_by = signal.SIGTERM
-        self._child: subprocess.Popen[str] | None = None
-        self._was_ready = False
-
-    def run(self) -> int:
-        """Runs workers until the supervisor stops. Returns its exit code."""
-        before = {number: signal.signal(number, self._forward_signal) for number in _SIGNALS}
+        supervisor = Supervisor(command(text), gate, wait=_reaped)
+        before = {number: signal.signal(number, supervisor.forward_signal) for number in _SIGNALS}
         try:
-            return self._run()
+            return supervisor.run()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _run(self) -> int:
+
+class Supervisor:
+    """Keeps one worker running. `run` belongs to one thread; all else may be used in any thread.
+
+    Args:
+        command: The worker's command line.
+        gate: Decides when a worker may run; None for always.
+        wait: Waits for the end of a child. Returns its exit code, which is negative for a signal.
+        log: Called in a thread with each line that a worker writes to standard error. None: the worker writes to
+            that of this process.
+
+    Attributes:
+        announcement: The line that the first worker printed when it was ready; empty before.
+        ready_at_s: The time (`monotonic`) at which the present worker became ready; None if it is not ready.
+        restarts: The number of workers that were started after the first one.
+        trouble: How the last worker ended; empty before any has ended.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        gate: Gate | None = None,
+        *,
+        wait: Callable[[subprocess.Popen[str]], int] = subprocess.Popen.wait,
+        log: Callable[[str], None] | None = None,
+    ) -> None:
+        self._command, self._gate, self._wait, self._log = command, gate, wait, log
+        self._is_sent_away = False  # the worker that runs must end because others use the machine
+        self._asked = threading.Event()
+        self._asked_by = signal.SIGTERM
+        self._child: subprocess.Popen[str] | None = None
+        self.announcement = self.trouble = ""
+        self.ready_at_s: float | None = None
+        self.restarts = 0
+
+    def run(self) -> int:
+        """Runs workers until one exits that is not restarted (Rule 3), or until `stop`. Returns its exit code."""
         failures = short_lives = 0
         while not self._asked.wait(_delay_s(short_lives)) and self._wait_for_gate():
             began_at_s, is_ready = monotonic(), threading.Event()
@@ -112,7 +137,8 @@ class _Supervisor:
                 return 128 + self._asked_by
             if self._is_sent_away and not self._asked.is_set():
                 continue
-            if self._asked.is_set() or code == 0 or not self._was_ready:
+            self.trouble = _how_it_ended(code)
+            if self._asked.is_set() or code == 0 or not self.announcement:
                 return code if code >= 0 else 128 - code
             failures = 0 if is_ready.is_set() else failures + 1
             if failures == _MOST_FAILURES:
@@ -120,8 +146,14 @@ class _Supervisor:
                 return code if code >= 0 else 128 - code
             is_steady = is_ready.is_set() and monotonic() - began_at_s >= STEADY_S
             short_lives = 0 if is_steady else short_lives + 1
-            logger.error("The worker %s: it is restarted in %g s.", _how_it_ended(code), _delay_s(short_lives))
+            logger.error("The worker %s: it is restarted in %g s.", self.trouble, _delay_s(short_lives))
+            self.restarts += 1
         return 0
+
+    def stop(self) -> None:
+        """Lets the worker finish what is in flight and end, after which `run` returns. Does nothing the second time."""
+        if not self._asked.is_set():
+            self.forward_signal(signal.SIGTERM)
 
     def _run_worker(self, is_ready: threading.Event) -> int:
         """Runs one worker until it ends. Returns its exit code, which is negative for a signal."""
@@ -129,6 +161,7 @@ class _Supervisor:
             self._command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE if self._log is not None else None,
             text=True,
             start_new_session=True,  # a terminal's Ctrl-C must reach the worker once, through this process
         )
@@ -136,18 +169,23 @@ class _Supervisor:
         if self._asked.is_set():  # the signal came before the child existed
             child.terminate()
         assert child.stdout is not None
-        printing = threading.Thread(target=self._print, args=(child.stdout, child.pid, is_ready), daemon=True)
-        printing.start()
+        reading = [threading.Thread(target=self._print, args=(child.stdout, child.pid, is_ready), daemon=True)]
+        if self._log is not None:
+            assert child.stderr is not None
+            reading.append(threading.Thread(target=_pass_on, args=(child.stderr, self._log), daemon=True))
+        for thread in reading:
+            thread.start()
         has_ended = threading.Event()
         if self._gate is not None:
             # Its threads inherit the priority, and none exists yet.
             os.setpriority(os.PRIO_PROCESS, child.pid, _LOWEST_PRIORITY)
             threading.Thread(target=self._watch, args=(self._gate, child.pid, has_ended), daemon=True).start()
-        child.returncode = _reaped(child.pid)
+        child.returncode = self._wait(child)
         has_ended.set()
         self._child = None
-        printing.join()
-        child.stdout.close()
+        for thread in reading:
+            thread.join()
+        self.ready_at_s = None
         return child.returncode
 
     def _wait_for_gate(self) -> bool:
@@ -173,16 +211,19 @@ class _Supervisor:
 
     def _print(self, pipe: IO[str], pid: int, is_ready: threading.Event) -> None:
         """Runs in a thread. Prints a worker's output, but the first line, the announcement, for one worker only."""
-        for line in pipe:
-            if self._was_ready and not is_ready.is_set():
-                logger.warning("The worker runs again as process %d.", pid)
-            else:
-                sys.stdout.write(line)
-                sys.stdout.flush()
-            self._was_ready = True
-            is_ready.set()
+        with pipe:
+            for line in pipe:
+                if self.announcement and not is_ready.is_set():
+                    logger.warning("The worker runs again as process %d.", pid)
+                else:
+                    sys.stdout.write(line)
+                    sys.stdout.flush()
+                if not is_ready.is_set():
+                    self.announcement, self.ready_at_s = self.announcement or line.strip(), monotonic()
+                    is_ready.set()
 
-    def _forward_signal(self, number: int, _: FrameType | None) -> None:
+    def forward_signal(self, number: int, _: FrameType | None = None) -> None:
+        """Passes SIGTERM or SIGINT to the worker as SIGTERM (Rule 2). The worker takes a second one as "at once"."""
         self._asked_by = signal.Signals(number)
         self._asked.set()
         child = self._child
@@ -191,11 +232,18 @@ class _Supervisor:
                 os.kill(child.pid, signal.SIGTERM)
 
 
-def _reaped(pid: int) -> int:
-    """Waits for a child and reaps orphans meanwhile. Returns the child's exit code."""
+def _pass_on(pipe: IO[str], log: Callable[[str], None]) -> None:
+    """Runs in a thread."""
+    with pipe:
+        for line in pipe:
+            log(line)
+
+
+def _reaped(child: subprocess.Popen[str]) -> int:
+    """Waits for a child and reaps orphans meanwhile (Rule 7). Returns the child's exit code."""
     while True:
         ended, status = os.waitpid(-1, 0)
-        if ended == pid:
+        if ended == child.pid:
             return os.waitstatus_to_exitcode(status)
 
 
@@ -215,7 +263,7 @@ def _how_it_ended(code: int) -> str:
     return f"ended with code {code}"
 
 
-def _reserve_address(address: Address, held: ExitStack) -> str:
+def reserve_address(address: Address, held: ExitStack) -> str:
     """Binds sockets to a TCP address until `held` is closed. Returns the address with its port. Raises OSError.
 
     The worker can still listen on the port, because all of these sockets allow reuse and none of them listens.

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import grpc
@@ -78,16 +79,19 @@ class Watch:
 
     async def run(self) -> None:
         """Polls each worker once a second. A worker that does not answer delays no other."""
-        async with asyncio.TaskGroup() as tasks:
-            fixed = iter(list(self.workers))
-            for source, token in self._sources:
-                if source.is_fixed:
-                    tasks.create_task(self._follow(next(fixed), token))
-                else:
-                    tasks.create_task(self._look(source, token, tasks))
-            while True:
-                await asyncio.sleep(INTERVAL_S)
-                self.held.sample(time.time(), self.workers, self.trainers)
+        with ExitStack() as ending:
+            for source, _ in self._sources:
+                ending.callback(source.close)
+            async with asyncio.TaskGroup() as tasks:
+                fixed = iter(list(self.workers))
+                for source, token in self._sources:
+                    if source.is_fixed:
+                        tasks.create_task(self._follow(next(fixed), token))
+                    else:
+                        tasks.create_task(self._look(source, token, tasks))
+                while True:
+                    await asyncio.sleep(INTERVAL_S)
+                    self.held.sample(time.time(), self.workers, self.trainers)
 
     async def _look(self, source: AddressSource, token: str | None, tasks: asyncio.TaskGroup) -> None:
         """Looks at a source once a second, and watches the workers that it names."""
