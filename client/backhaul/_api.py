@@ -79,12 +79,14 @@ def connect(
         AddressError: An address is malformed.
         ConnectError: No worker answers at one of the addresses.
         CredentialError: A worker requires a token, and `token_file` is missing or holds another one.
+        LimitError: Under `strict`: a worker accepts no further session. BudgetError if its memory is the reason.
         ProtocolVersionError: A worker speaks another protocol version.
         SettingError: A setting has an invalid value.
 
     Warns:
         NotRemoteWarning: Every segment will run on the trainer, because no worker has the same torch or, with
-            numerics="exact", because no worker computes the same bits.
+            numerics="exact", because no worker computes the same bits; or for now, because no worker accepts a further
+            session.
     """
     warn_of_unknown()
     session = Session(

@@ -66,6 +66,7 @@ class Session:
         AddressError: An address is malformed.
         ConnectError: No worker answers at one of the addresses.
         CredentialError: A worker rejected the token, or requires one.
+        LimitError: Under `strict`: a worker accepts no further session. BudgetError if its memory is the reason.
         ProtocolVersionError: A worker speaks another protocol version.
         SettingError: A token file cannot be read, or the number of token files does not match the workers.
     """
@@ -107,7 +108,7 @@ class Session:
             if not sources:
                 self._embedded = EmbeddedWorker(config.memory_bytes, config.connect_timeout_s)
                 self._workers.add(connect_to(self._embedded.ensure))
-            self._workers.open(dict(zip(sources, token_files, strict=True)))
+            self._workers.open(dict(zip(sources, token_files, strict=True)), strict=config.strict)
             self._warn_if_useless()
         except BaseException:
             self.close()
@@ -320,6 +321,9 @@ class Session:
         self.close()
 
     def _warn_if_useless(self) -> None:
+        if all(worker.connection.up is None for worker in self._workers):
+            why_down = "; ".join(worker.connection.why_down for worker in self._workers)
+            warn_not_remote(f"every segment runs on the trainer for now: {why_down}")
         if why := self._dispatcher.why_useless():
             is_exact = self.config.numerics == "exact"
             todo = 'Drop numerics="exact"' if is_exact else "Install the same torch on both sides"

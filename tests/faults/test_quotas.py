@@ -149,6 +149,34 @@ def test_a_quota_of_sessions(shared: Shared, channel: grpc.Channel) -> None:
     assert error_of(channel, close, shared.token("alice"), alice) is None
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["address", "file"])
+def test_a_trainer_without_room_for_its_session_computes_itself(
+    source: str, shared: Shared, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = shared.process.address
+    if source == "file":
+        (tmp_path / "workers").write_text(f"{address}\n")
+        address = f"file:{tmp_path / 'workers'}"
+    connect = partial(
+        backhaul.connect, address, token_file=shared.token_file("bob"), silence_s=QUIET_S, connect_timeout_s=3.0
+    )
+    steps = partial(train, build=blocks, run=stack, steps=1)
+    expected = steps(plainly)
+    full = 'has no room for another session: the credential "bob" may have 2 sessions on this worker at once'
+    with connect(), connect() as second:
+        with pytest.raises(backhaul.LimitError, match=full) as error:
+            connect(strict=True)
+        assert (error.value.most, error.value.found) == (2, 3)
+        with pytest.warns(backhaul.NotRemoteWarning, match=full), connect() as third:
+            assert differing(steps(third.checkpoint), expected) == []
+            assert third.report().remote == 0
+            second.close()
+            wait_until(lambda: third._workers[0].up is not None, "the worker has room for the session")
+            assert differing(steps(third.checkpoint), expected) == []
+            assert third.report().remote > 0
+
+
 def test_the_log_names_who_opened_a_session_and_no_token(shared: Shared, channel: grpc.Channel) -> None:
     session = opened(channel, shared.token("alice"), "somebody:1")
     line = shared.audited("session opened")[-1]

@@ -15,7 +15,7 @@ from time import monotonic
 from typing import overload
 
 from backhaul._dispatch.worker_handle import WorkerHandle
-from backhaul._worker_client.connection import Connection
+from backhaul._worker_client.connection import FULL, Connection
 from backhaul_runtime.errors import BackhaulError, ConnectError
 from backhaul_runtime.process.addresses import Address
 from backhaul_runtime.process.discovery import LOOK_INTERVAL_S, AddressSource
@@ -70,11 +70,13 @@ class Roster(Sequence[WorkerHandle]):
     def __len__(self) -> int:
         return len(self._handles)
 
-    def open(self, sources: Mapping[AddressSource, str]) -> None:
+    def open(self, sources: Mapping[AddressSource, str], *, strict: bool) -> None:
         """Connects to the workers that sources name now, and follows the sources from then on.
 
         Args:
             sources: The token file of each source's workers; empty for no token.
+            strict: Raise an error for workers that have no room for another session. Otherwise they are asked again in
+                the background.
 
         Raises:
             BackhaulError: A worker that was named by its address does not answer, a source cannot be read, or of all
@@ -84,16 +86,16 @@ class Roster(Sequence[WorkerHandle]):
             if source.is_fixed:
                 (address,) = source.look()
                 self._fixed.add(address.target)
-                self.add(self._connect(address, token_file))
+                self.add(self._connect(address, token_file), strict=strict)
             else:
                 self._sources.append((source, token_file))
         if self._sources:
-            self._wait_for_first()
+            self._wait_for_first(strict=strict)
             self._thread.start()
 
-    def add(self, connection: Connection) -> None:
+    def add(self, connection: Connection, *, strict: bool = False) -> None:
         """Opens a connection to a worker that stays. Raises BackhaulError as `Connection.open` does."""
-        connection.open(self._timeout_s)
+        connection.open(self._timeout_s, strict=strict)
         self._handles += (self._handle(connection),)
 
     def forked(self) -> None:
@@ -114,7 +116,7 @@ class Roster(Sequence[WorkerHandle]):
         for worker in self._handles:
             worker.uploader.close()
 
-    def _wait_for_first(self) -> None:
+    def _wait_for_first(self, *, strict: bool) -> None:
         """Waits until a worker of the sources is up, and for a moment longer until all are."""
         for source, token_file in self._sources:
             self._update(source, token_file)  # may take seconds, which the workers have to answer as well
@@ -140,7 +142,9 @@ class Roster(Sequence[WorkerHandle]):
             if not self._named:
                 texts = ", ".join(source.text for source, _ in self._sources)
                 raise ConnectError(f"{texts} named no worker within {self._timeout_s:g} s", address=texts)
-            raise next(iter(self._named.values())).connection.why_unanswered(self._timeout_s)
+            errors = [worker.connection.why_unanswered(self._timeout_s) for worker in self._named.values()]
+            if strict or not any(isinstance(error, FULL) for error in errors):
+                raise errors[0]
 
     @only_in("backhaul-discovery")
     def _follow(self) -> None:

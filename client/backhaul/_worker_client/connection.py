@@ -30,8 +30,10 @@ from backhaul._worker_client.shared_memory import TrainerSharedMemory
 from backhaul_proto.v1 import program_pb2, segment_pb2, session_pb2, telemetry_pb2, tensor_pb2
 from backhaul_runtime.errors import (
     BackhaulError,
+    BudgetError,
     ConnectError,
     CredentialError,
+    LimitError,
     ProtocolVersionError,
     SessionClosedError,
     SessionUnknownError,
@@ -55,6 +57,8 @@ RECOVERY_S = 0.5
 KEPT_COMPARISONS = 32
 LAST_RUN = 0.1
 """The part of a worker's speed that its last run determines."""
+FULL = (LimitError, BudgetError)
+"""The errors of a worker that has no room for another session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,18 +198,30 @@ class Connection:
         self._wake = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="backhaul-keeper", daemon=True)
 
-    def open(self, timeout_s: float) -> None:
-        """Connects for the first time.
+    def open(self, timeout_s: float, *, strict: bool = False) -> None:
+        """Connects for the first time. A worker that has no room for another session is asked again in the background.
+
+        Args:
+            timeout_s: Seconds to wait for the worker.
+            strict: Raise an error if the worker has no room.
 
         Raises:
+            BudgetError: Under `strict`: the worker's memory has no room for another session.
             ConnectError: No worker answers at the address. The message says what to start.
             CredentialError: The worker rejected the token, or requires one.
+            LimitError: Under `strict`: the worker, or the credential, has as many sessions as it may have.
             ProtocolVersionError: The worker speaks another protocol version.
             SettingError: The token file or the files of TLS cannot be used.
         """
         address = self._find()
         try:
             self._connect(address, timeout_s)
+        except FULL as error:
+            if strict:
+                self.close()
+                raise
+            self._why_down = error.message
+            logger.warning("%s", error.message, extra=about(self.run))
         except (ProtocolVersionError, ConnectError, CredentialError, SettingError):
             self.close()
             raise
@@ -222,7 +238,7 @@ class Connection:
     def why_unanswered(self, timeout_s: float) -> BackhaulError:
         """Returns the error that `open` would raise for a worker that has not answered since `start`."""
         error = self._last_error
-        if isinstance(error, (ProtocolVersionError, ConnectError, CredentialError, SettingError)):
+        if isinstance(error, (ProtocolVersionError, ConnectError, CredentialError, SettingError, *FULL)):
             return error
         return self._unanswered(self._find(), error or ConnectError("it was not tried yet"), timeout_s)
 
@@ -343,6 +359,8 @@ class Connection:
         except CredentialError as error:
             self._token = ""
             raise self._denied() from error
+        except FULL as error:
+            raise self._full(error) from error
         if answer.protocol_version != PROTOCOL_VERSION:
             raise ProtocolVersionError(
                 f"the worker at {address.text} speaks protocol {answer.protocol_version} (backhaul "
@@ -415,6 +433,15 @@ class Connection:
             f'the worker at "{self.name}" {how}: give the token file that it was started with as token_file, or as '
             "BACKHAUL_TOKEN_FILE",
             address=self.name,
+        )
+
+    def _full(self, error: BackhaulError) -> BackhaulError:
+        """Returns the error that says that the worker has no room for another session, and what to do."""
+        return type(error)(
+            f'the worker at "{self.name}" has no room for another session: {error.message}. Each rank of a training '
+            "has a session of its own: raise the limit or add workers. With strict=False the trainer computes all "
+            "segments itself until there is room",
+            **error.fields,
         )
 
     def _ask(
