@@ -5,7 +5,8 @@ NOTE [Sharded]
    storages and version counters stay the same objects: FSDP resizes a storage to zero, and other hooks resize it back
    for backward.
 2. These hooks are not ops and cannot be recorded. If a sharded module is checkpointed, its hooks run around the
-   segment, and only its `forward` is recorded.
+   segment, and only its `forward` is recorded. Libraries also checkpoint the bound method `module.__call__`, or that of
+   a base class, which runs the same hooks.
 3. The uploader's thread must not read memory that FSDP may free. It gets copies of the parameters that the worker
    lacks, made before the call ends. They count as bytes that wait to be sent, and are dropped once they are sent. A
    recomputation on the trainer reads the parameters themselves, which FSDP has gathered again by then.
@@ -21,27 +22,41 @@ import torch.distributed
 from torch import Tensor, nn
 
 
-def _sharded_class() -> Any:
-    """Returns FSDPModule, the class of all sharded modules; None if torch.distributed.fsdp is not imported."""
-    return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+def _class_of_fsdp(name: str) -> Any:
+    """Returns a class of torch.distributed.fsdp; None if that is not imported."""
+    return getattr(sys.modules.get("torch.distributed.fsdp"), name, None)
 
 
 def is_sharded(module: object) -> bool:
     """Whether a module was passed to fully_shard."""
-    kind = _sharded_class()
+    kind = _class_of_fsdp("FSDPModule")
     return kind is not None and isinstance(module, kind)
 
 
 def may_be_freed(tensor: Tensor) -> bool:
     """Whether a captured tensor's memory may be freed while the tensor lives (Rule 4)."""
-    kind = _sharded_class()
-    # fully_shard creates a subclass for each class of modules, and needs a process group.
+    kind = _class_of_fsdp("FSDPModule")
     return (
         kind is not None
         and isinstance(tensor, nn.Parameter)
         and torch.distributed.is_initialized()
-        and bool(kind.__subclasses__())
+        and _has_modules(kind)
     )
+
+
+def _has_modules(kind: type) -> bool:
+    """Whether any module was passed to fully_shard, which then creates a subclass of FSDPModule and its own class.
+
+    torch itself has a subclass that is no class of modules, which torch.distributed.pipelining imports.
+    """
+    subclasses: list[type] = kind.__subclasses__()
+    return any(issubclass(subclass, nn.Module) or _has_modules(subclass) for subclass in subclasses)
+
+
+def reduces_in_backward(leaf: Tensor) -> bool:
+    """Whether FSDP, of either version, may reduce the gradient of a leaf while backward runs."""
+    flat = _class_of_fsdp("FlatParameter")
+    return may_be_freed(leaf) or (flat is not None and isinstance(leaf, flat))
 
 
 def call(
@@ -59,9 +74,10 @@ def call(
         kwargs: Keyword arguments for `function`.
     """
     module: Any = function
-    own_args, own_kwargs = args, kwargs
     while isinstance(module, partial):
-        own_args, own_kwargs, module = (*module.args, *own_args), {**module.keywords, **own_kwargs}, module.func
+        module = module.func
+    if getattr(module, "__func__", None) is nn.Module.__call__:
+        module = module.__self__
     if not is_sharded(module):
         return run(function, args, kwargs)
     forward, attributes = module.forward, vars(module)
@@ -72,7 +88,7 @@ def call(
 
     attributes["forward"] = segment
     try:
-        return module(*own_args, **own_kwargs)
+        return function(*args, **kwargs)
     finally:
         if before is attributes:
             del attributes["forward"]

@@ -62,6 +62,14 @@ class SegmentModule(CheckpointWrapper):
             yield prefix, self
             yield from inside_of(self).named_modules(memo, prefix, remove_duplicate)
 
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yields the direct submodules of the wrapped module, among which `parallelize_module` looks for names."""
+        return inside_of(self).named_children()
+
+    def children(self) -> Iterator[nn.Module]:
+        """Yields the wrapped module: `apply`, `to` and `train` reach its own parameters and state through it."""
+        yield inside_of(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return type(self)(deepcopy(inside_of(self), memo), self.checkpoint_fn)
 

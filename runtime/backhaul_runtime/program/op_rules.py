@@ -20,6 +20,12 @@ HIDDEN_WRITES = {
 }
 """Arguments that an op writes to although neither its schema nor a version counter shows that."""
 
+COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
+"""The namespaces of ops that communicate with other ranks. A replay must not run them: the other ranks would not."""
+
+_READING_COLLECTIVES = frozenset({"barrier", "monitored_barrier_", "send", "check_for_nan"})
+"""Collectives that write to no argument. The schemas of most others do not show to which arguments they write."""
+
 UNWRITTEN_RESULTS = frozenset(
     {
         "aten.empty.memory_format",
@@ -133,6 +139,7 @@ class OpRules:
         reads_values: Whether the op reads the values of its tensor arguments, not only their shapes and dtypes.
         leaves_traces: Whether the op returns tensors, writes or draws. Any other op only gives Python a value, so no
             node is recorded for it.
+        is_collective: Whether the op communicates with other ranks.
     """
 
     name: str
@@ -141,21 +148,25 @@ class OpRules:
     views: frozenset[int]
     reads_values: bool
     leaves_traces: bool
+    is_collective: bool
 
 
 @cache
 def rules(op: OpOverload) -> OpRules:
     """Returns the rules of an op, derived from its schema, its tags and the lists above."""
     name = str(op)
+    namespace, base = name.split(".")[:2]
+    is_collective = namespace in COLLECTIVES
     hidden = HIDDEN_WRITES.get(name, ())
+    hides_writes = is_collective and base not in _READING_COLLECTIVES
     written, views = [], set()
     for position, argument in enumerate(arguments_of(op)):
         alias = argument.alias_info
-        if argument.name in hidden or (alias is not None and alias.is_write):
+        is_hidden = argument.name in hidden or (hides_writes and "Tensor" in str(argument.type))
+        if is_hidden or (alias is not None and alias.is_write):
             written.append((position, argument.name))
         elif alias is not None:
             views.add(position)
-    base = name.split(".")[1]
     draws = torch.Tag.nondeterministic_seeded in op.tags
     returns_tensors = any("Tensor" in str(returned.type) for returned in returns_of(op))
     return OpRules(
@@ -165,6 +176,7 @@ def rules(op: OpOverload) -> OpRules:
         views=frozenset(views),
         reads_values=not (base.endswith("_like") or base.startswith("new_")),
         leaves_traces=returns_tensors or bool(written) or draws,
+        is_collective=is_collective,
     )
 
 

@@ -252,6 +252,8 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         return self._node(op_rules, args, kwargs) if op_rules.leaves_traces else None
 
     def _node(self, op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+        if op_rules.is_collective:
+            raise Refusal(f"the collective {op_rules.name}, in which the other ranks take part only once")
         if op_rules.name not in self._allowed:
             raise Refusal(f"the op {op_rules.name} is not on the list of ops a worker runs")
         if op_rules.name in ABSOLUTE and args[0] not in self._interior:

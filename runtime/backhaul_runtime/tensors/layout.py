@@ -32,6 +32,11 @@ MAX_SPAN_BYTES = 1 << 62
 
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _PLAIN_CLASSES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_MEANINGS = {
+    "DTensor": ", whose parts are on several ranks (tensor parallelism)",
+    "AsyncCollectiveTensor": ", the result of a collective that may still run",
+}
+"""What the names of some tensor subclasses mean to a user."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,8 @@ def dtype_named(name: str) -> torch.dtype:
 def unsupported_reason(tensor: Tensor) -> str | None:
     """Returns why a tensor has no bytes to send; None if it has some."""
     if type(tensor) not in _PLAIN_CLASSES:
-        return f"tensor subclass {type(tensor).__name__}"
+        name = type(tensor).__name__
+        return f"tensor subclass {name}{_MEANINGS.get(name, '')}"
     if tensor.layout is not torch.strided:
         return f"tensor with layout {tensor.layout}"
     if tensor.is_quantized:
