@@ -19,7 +19,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -28,9 +28,11 @@ from time import perf_counter
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
+from torch.nn.parallel import DistributedDataParallel
 
 from backhaul._accumulate.gradients import HeldGradients
-from backhaul._accumulate.graph_parts import Parts, RunSegment, Target, divide
+from backhaul._accumulate.graph_parts import Parts, RunSegment, Target, divide, leaves_of
+from backhaul._accumulate.reductions import Reductions, note_use
 from backhaul._backward.frame import RECOVERABLE, Frame, StoredGradient
 from backhaul._observe.report import BlockReport, Decision, Helper, SegmentLog
 from backhaul._worker_client.remote_segment import SavedSegment
@@ -110,6 +112,7 @@ class AccumulationBlock:
         self._log = log
         self._most_open, self._deferred_bytes, self._held_bytes = most_open, deferred_bytes, held_bytes
         self._gradients = HeldGradients()
+        self._reductions = Reductions()
         self.hooked: set[Node] = set()
         self._first_sequence = next_sequence_number()
         self._threads: dict[Uploader, ThreadPoolExecutor] = {}
@@ -151,6 +154,20 @@ class AccumulationBlock:
         """Whether gradients of any of these parameters are held back."""
         return any(map(self._gradients.holds, parameters))
 
+    def begin_forward(self, model: DistributedDataParallel) -> None:
+        """Notes that a forward of a model of DistributedDataParallel begins, which may expect a reduction.
+
+        Raises:
+            AccumulationError: The block can't reduce when the model would, or it can't be used any more.
+        """
+        if self._reductions.expect(model):
+            self._check_use()
+            with self._working():
+                while self._open:
+                    self._finish_first()
+                for leaf in filter(self._gradients.has_gradient, model.parameters()):
+                    note_use(leaf)
+
     def backward(self, loss: Tensor) -> None:
         """Runs the backward of a micro-batch, except for what a worker computes meanwhile.
 
@@ -182,6 +199,8 @@ class AccumulationBlock:
             frame.is_in_block = True
             frame.call.log.micro_batch = self.micro_batches + 1
         self._gradients.enter(parts.leaves.values())
+        if self._reductions.enter(parts.leaves.values(), self.micro_batches + 1):
+            parts = parts.undivided("the first reduction of a DistributedDataParallel model must see autograd's order")
         self.micro_batches += 1
         stream = self._stream = torch.cuda.current_stream(loss.device) if loss.is_cuda else None
         on_workers = sum(frame.remote is not None for frame in parts.frames)
@@ -216,8 +235,12 @@ class AccumulationBlock:
     def _open_bytes(self) -> int:
         return sum(micro_batch.size_bytes for micro_batch in self._open)
 
-    def flush(self) -> None:
-        """Finishes all micro-batches, and adds their gradients to `.grad`."""
+    def flush(self, outputs: Iterable[Tensor | GradientEdge] = ()) -> None:
+        """Finishes all micro-batches, and adds their gradients to `.grad`.
+
+        Args:
+            outputs: What a backward begins at that follows, and that is not of the block.
+        """
         self._check_use()
         self._micro_batch_ended()  # a forward of the caller's own, if a plain backward comes now
         with self._working():
@@ -229,7 +252,8 @@ class AccumulationBlock:
                 self._finish_first()
             self._collect()
             self._check_unchanged()
-            self._gradients.deliver()
+            self._gradients.deliver(self._reductions)
+            self._reductions.end(leaves_of(outputs))
 
     @contextmanager
     def _working(self) -> Iterator[None]:
@@ -248,6 +272,7 @@ class AccumulationBlock:
                 self.flush()
         finally:
             self._is_open = False
+            self._reductions.abandon()
             for thread in self._threads.values():
                 thread.shutdown(cancel_futures=True)
             for uploader in self._threads:
@@ -274,7 +299,8 @@ class AccumulationBlock:
 
     def _head(self, loss: Tensor, parts: Parts) -> dict[Target, Tensor]:
         """Differentiates the head. Returns what it contributes to leaves, and to the run."""
-        with without_hooks(parts.leaves.values()):
+        leaves = parts.leaves.values()
+        with without_hooks(leaves), self._reductions.ordering(leaves) if not parts.run else nullcontext():
             sums = _gradients([loss], None, parts.head, is_shared=parts.has_custom)
             if sides := [target for target in parts.sides if target in sums]:
                 sums |= _gradients(

@@ -7,8 +7,8 @@ NOTE [Held back]
 2. A worker may add up a parameter's gradients if every micro-batch so far has left all of that gradient there. What the
    trainer gets later is added after the worker's sum.
 3. Hooks of a parameter see the gradient of each micro-batch, when the block ends. So such gradients are not added up.
-4. Gradients reach `.grad` through autograd, so a layout that autograd prefers and a hook of DDP are respected. DDP may
-   see each parameter only once, because it reduces a parameter as soon as that was accumulated.
+4. Gradients reach `.grad` through autograd, so a layout that autograd prefers is respected, and hooks of parameters are
+   called. For models of DDP see NOTE [Reductions].
 """
 
 import threading
@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from backhaul._torch_api.fsdp import may_be_freed
+from backhaul._accumulate.reductions import Reductions, add_without_hooks, reduce
+from backhaul._torch_api.fsdp import reduces_in_backward
 from backhaul._worker_client.uploader import Uploader
 from backhaul_runtime.errors import AccumulationError
 from backhaul_runtime.torch_internals.private import accumulation_hooks, has_accumulation_hooks, version_of
@@ -58,8 +59,11 @@ class HeldGradients:
         for leaf in leaves:
             if id(leaf) not in self._held:
                 is_plain = not has_accumulation_hooks(leaf) and (getattr(leaf, "grad_dtype", leaf.dtype) is leaf.dtype)
-                if may_be_freed(leaf):
-                    raise AccumulationError("accumulate() can't be used with FSDP, which reduces gradients in backward")
+                if reduces_in_backward(leaf):
+                    raise AccumulationError(
+                        "accumulate() can't be used in a process that has a model of FSDP, which reduces gradients "
+                        "while backward runs: call loss.backward() for each micro-batch instead"
+                    )
                 if is_distributed and not is_plain:
                     raise AccumulationError(
                         "accumulate() can't be used with hooks on parameters in distributed training: each process "
@@ -75,6 +79,11 @@ class HeldGradients:
     def holds(self, leaf: Tensor) -> bool:
         """Whether the block has seen a leaf."""
         return id(leaf) in self._held
+
+    def has_gradient(self, leaf: Tensor) -> bool:
+        """Whether the micro-batches that are finished have left a gradient of a leaf that one of them uses."""
+        held = self._held.get(id(leaf))
+        return held is not None and bool(held.gradients or held.has_stayed or leaf.grad is not None)
 
     def plan(self, leaf: Tensor, uploader: Uploader | None, micro_batch: int) -> None:
         """Notes where a micro-batch's gradient of a leaf is computed. Call it in the order of the micro-batches.
@@ -144,16 +153,18 @@ class HeldGradients:
             held.gradients.insert(0, (0, total))
             held.has_stayed = held.is_own = False
 
-    def deliver(self) -> None:
+    def deliver(self, reductions: Reductions) -> None:
         """Adds all gradients to `.grad` through autograd, and forgets them.
 
         Leaves with hooks come first. If a hook raises an error, their `.grad` becomes what it was.
+
+        Args:
+            reductions: The reductions of the block, which this call lets DDP do.
 
         Raises:
             AccumulationError: A hook has changed a parameter.
         """
         held_back, self._held = list(self._held.values()), {}
-        is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         hooked = [held for held in held_back if has_accumulation_hooks(held.leaf)]
         present = [held.leaf.grad for held in hooked]
         before = [None if gradient is None else gradient.clone() for gradient in present]
@@ -171,10 +182,20 @@ class HeldGradients:
                     gradient.copy_(values)
                 held.leaf.grad = gradient
             raise
-        plain = [held for held in held_back if held not in hooked]
-        for held in plain:
-            _add_earlier(held, is_all=is_distributed)
-        _deliver(plain)
+        plain = {id(held.leaf): held for held in held_back if held not in hooked}
+        for held in plain.values():
+            if held.total is not None and held.leaf.grad is not None:
+                with torch.no_grad():
+                    held.leaf.grad.copy_(held.total)
+        reducing = reductions.reducing()
+        last = {id(leaf): gradients.pop()[1] for leaf in reducing if (gradients := plain[id(leaf)].gradients)}
+        for held in plain.values():
+            if reductions.is_expected(held.leaf):
+                add_without_hooks(held.leaf, [gradient for _, gradient in held.gradients])
+                held.gradients.clear()
+        _deliver(plain.values())
+        for leaf in reducing:
+            reduce(leaf, last.pop(id(leaf), None))
 
 
 def _state(leaf: Tensor) -> object:
@@ -207,22 +228,6 @@ def _folded(gradients: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
     for _, gradient in others:
         total = total + gradient
     return [(0, total)]
-
-
-def _add_earlier(held: _Held, *, is_all: bool) -> None:
-    """Adds what was summed up in advance to a `.grad` that had a value before the block.
-
-    With `is_all`, also all gradients but the last, which is left to autograd (Rule 4).
-    """
-    if held.leaf.grad is None:
-        return
-    with torch.no_grad():
-        if held.total is not None:
-            held.leaf.grad.copy_(held.total)
-        if is_all:
-            for _, gradient in held.gradients[:-1]:
-                held.leaf.grad.add_(gradient)
-            del held.gradients[:-1]
 
 
 def _is_like(one: Tensor, other: Tensor) -> bool:

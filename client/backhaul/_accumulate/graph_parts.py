@@ -13,17 +13,22 @@ NOTE [Parts]
    from these to the leaf.
 4. A sum that is complete up to some part enters the next part as the gradient of a root, which autograd takes first. So
    the fold goes on with the same bits.
+5. The tail runs later than in a loop without a block, and how much later can differ between ranks. So it must not
+   communicate with other ranks, or their collectives would mismatch. A custom function, a hook or a parameter that is a
+   tensor subclass may do that.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from torch import Tensor
-from torch.autograd.graph import Node
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
 
 from backhaul._backward.frame import Frame
 from backhaul._forward.graft import GraftEdges, graft_edges, is_own_node
 from backhaul_runtime.errors import Refusal
+from backhaul_runtime.torch_internals.data_parallel import is_sink
 from backhaul_runtime.torch_internals.graph_uses import is_custom
 from backhaul_runtime.torch_internals.private import leaf_of, sequence_number
 
@@ -77,6 +82,10 @@ class Parts:
     frames: Sequence[Frame]
     has_custom: bool
 
+    def undivided(self, reason: str) -> "Parts":
+        """Returns the same graph as one head, because of a reason."""
+        return replace(self, run=(), reason=reason, head=list(self.leaves), sides=(), shared=(), roots=(), tail=())
+
 
 def divide(loss: Tensor, hooked: Set[Node], since: int) -> Parts:
     """Divides the graph of a loss.
@@ -127,6 +136,11 @@ def _parts(
     # Autograd calls a tensor's hooks where a gradient ends and where one begins: twice where the head is interrupted.
     if any(node in sides and (node in hooked or sequence_number(node) < since) for node, _ in crossing):
         raise Refusal("a tensor computed from a parameter of a segment has a hook, or was made before the block")
+    if _has_ranks() and any(node in hooked or _may_communicate(node) for node in below):
+        raise Refusal(
+            "in distributed training a custom function, a hook or a tensor subclass before the last segments may "
+            "communicate, which all ranks must do in the same order"
+        )
     by_part = [
         [(sequence_number(node), target) for node in head for target in _targets(node)],
         [(edges.numbers[index], target) for edges in run for index, target in edges.contributions],
@@ -151,6 +165,22 @@ def _parts(
 
 def _has_custom(nodes: Iterable[Node]) -> bool:
     return any(is_custom(node) and not is_own_node(node) for node in nodes)
+
+
+def _has_ranks() -> bool:
+    """Whether this trainer is one of several ranks."""
+    return (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    )
+
+
+def _may_communicate(node: Node) -> bool:
+    """Whether a node may communicate with other ranks (Rule 5)."""
+    if (leaf := leaf_of(node)) is not None:
+        return type(leaf) not in (Tensor, nn.Parameter)
+    return is_custom(node) and not is_own_node(node) and not is_sink(node)
 
 
 def _leading_only_to(ends: Set[Target], nodes: Collection[Node]) -> set[Node]:
@@ -200,6 +230,13 @@ def _check_order(by_part: Sequence[Sequence[tuple[int, Target]]]) -> None:
                 raise Refusal("a tensor is used before, inside and after its segments in another order than they run")
         for number, target in part:
             earliest[target] = min(number, earliest.get(target, number))
+
+
+def leaves_of(outputs: Iterable[Tensor | GradientEdge]) -> list[Tensor]:
+    """Returns the leaves that outputs of a graph lead to."""
+    roots = [output.grad_fn if isinstance(output, Tensor) else output.node for output in outputs]
+    reached = _reached(root for root in roots if root is not None)
+    return [leaf for node in reached if (leaf := leaf_of(node)) is not None]
 
 
 def _targets(node: Node) -> Iterable[Target]:

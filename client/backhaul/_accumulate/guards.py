@@ -2,9 +2,9 @@
 
 NOTE [Guards]
 1. While any block is open, names of torch lead here: `torch.autograd.backward`, which `Tensor.backward` calls; what all
-   of torch's clipping functions call, also where they were imported by name; two methods of `GradScaler`; and the
-   methods of a tensor that register hooks, of which the block must know. They
-   concern the block of the calling thread, and behave as always in other threads.
+   of torch's clipping functions call, also where they were imported by name; two methods of `GradScaler`; the methods
+   of a tensor that register hooks, of which the block must know; and the method that begins each forward of
+   DistributedDataParallel. They concern the block of the calling thread, and behave as always in other threads.
 2. A hook that torch runs before the steps of all optimizers sees those of the block's parameters.
 3. Code that reads `.grad` itself cannot be detected. It sees what was there before the block.
 """
@@ -17,10 +17,13 @@ from typing import Any
 
 import torch
 import torch.nn.utils.clip_grad
+from torch.autograd.graph import GradientEdge
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from backhaul._accumulate.block import AccumulationBlock
 from backhaul_runtime.errors import AccumulationError
+from backhaul_runtime.torch_internals.data_parallel import PRE_FORWARD
 from backhaul_runtime.torch_internals.private import backward_task_id
 
 _TOO_EARLY = "{what} inside {block}, whose gradients are complete only when it ends. Call it after the block"
@@ -46,6 +49,7 @@ class _Guards:
             self._replace(torch.amp.GradScaler, "step", _refusing("GradScaler.step()"))
             for name in ("register_hook", "retain_grad"):
                 self._replace(torch.Tensor, name, _noting_the_node)
+            self._replace(DistributedDataParallel, PRE_FORWARD, _noting_the_reduction)
             self._undo.append(register_optimizer_step_pre_hook(_check_step).remove)
 
     def leave(self) -> None:
@@ -73,7 +77,8 @@ def _finishing_first(backward: Callable[..., Any]) -> Callable[..., Any]:
         block = _present()
         # A backward inside a backward, of the block or of the user, belongs to that one.
         if block is not None and not block.is_working and backward_task_id() < 0:
-            block.flush()
+            tensors = args[0] if args else kwargs.get("tensors", ())
+            block.flush([tensors] if isinstance(tensors, torch.Tensor | GradientEdge) else tensors)
         return backward(*args, **kwargs)
 
     return guarded
@@ -104,6 +109,19 @@ def _noting_the_node(method: Callable[..., Any]) -> Callable[..., Any]:
         if block is not None and tensor.grad_fn is not None:
             block.hooked.add(tensor.grad_fn)
         return method(tensor, *args, **kwargs)
+
+    return guarded
+
+
+def _noting_the_reduction(pre_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the method, which tells the block that DistributedDataParallel may expect to reduce gradients."""
+
+    @functools.wraps(pre_forward)
+    def guarded(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+        block = _present()
+        if block is not None:
+            block.begin_forward(model)
+        return pre_forward(model, *args, **kwargs)
 
     return guarded
 
