@@ -1,13 +1,9 @@
 """Accumulation blocks: `.grad` has the bits of the loop with `loss.backward()`, whoever computes what, and when."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -681,13 +677,3 @@ def test_less_comes_back(session: Session) -> None:
     gradients_bytes = sum(parameter.nbytes for parameter in Model("plain").segments.parameters())
     plain = received(lambda **options: train(session.checkpoint, **options))
     assert plain - received(lambda **options: trained(session, **options)) > 2 * gradients_bytes
-
-
-@pytest.mark.slow
-def test_two_processes(worker: WorkerProcess, tmp_path: Path) -> None:
-    program = Path(__file__).parents[1] / "support/distributed_trainer.py"
-    subprocess.run([sys.executable, str(program), worker.address, str(tmp_path)], check=True, timeout=120)
-    for rank in ("0", "1"):
-        different, remote = json.loads((tmp_path / rank).read_text())
-        assert different == []
-        assert remote
