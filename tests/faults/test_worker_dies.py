@@ -93,7 +93,8 @@ def test_one_of_two_killed(
             at = LAYERS // 2 if is_first else LAYERS - 1  # so that it has segments then
             train_through(session, returns, moment, other.kill, at=at)
             report = session.report()
-            assert 0 < report.fallbacks < LAYERS
+            may_be_none = moment == "backward"  # all results that are still needed may have come ahead
+            assert (report.fallbacks or may_be_none) and report.fallbacks < LAYERS
             assert report.remote + report.fallbacks == 3 * LAYERS
 
 
