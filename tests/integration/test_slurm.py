@@ -1,12 +1,13 @@
 """deploy/slurm/backhaul-workers.sbatch, with two programs in the place of Slurm's."""
 
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -33,15 +34,12 @@ until wait $pids; do kill -0 $pids 2> /dev/null || break; done
 
 
 def two_free_ports() -> int:
-    """The first of two ports in a row that are free at present."""
+    """The first of two ports in a row that are free, below those that the system gives to other programs meanwhile."""
     while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = int(first.getsockname()[1])
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as first, socket.socket() as second, suppress(OSError):
+            first.bind(("127.0.0.1", port))
+            second.bind(("127.0.0.1", port + 1))
             return port
 
 
@@ -64,8 +62,8 @@ def environment(tmp_path: Path) -> dict[str, str]:
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "node[1]",
         "SLURM_NTASKS_PER_NODE": "2",
-        "BACKHAUL_FLEET_PORT": str(two_free_ports()),
-        "BACKHAUL_FLEET_OPTIONS": "--memory 256MiB",
+        "SLURM_BACKHAUL_PORT": str(two_free_ports()),
+        "SLURM_BACKHAUL_OPTIONS": "--memory 256MiB",
     }
 
 
@@ -86,7 +84,7 @@ def test_the_workers_of_a_job_are_in_the_file_while_it_runs(environment: dict[st
     file = directory / "workers"
     file.write_text("other:1 # job 77\n")
     with submitted(environment) as job:
-        port = int(environment["BACKHAUL_FLEET_PORT"])
+        port = int(environment["SLURM_BACKHAUL_PORT"])
         ours = [f"localhost:{port} # job 7", f"localhost:{port + 1} # job 7"]
         wait_until(
             lambda: file.read_text().splitlines() == ["other:1 # job 77", *ours], "the addresses are in the file"

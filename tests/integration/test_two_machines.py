@@ -103,7 +103,7 @@ class Machine:
             process.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.distributed
 def test_each_command_of_the_tutorial(tmp_path: Path) -> None:
     programs = tmp_path / "bin"
     programs.mkdir()

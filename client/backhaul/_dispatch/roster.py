@@ -118,12 +118,12 @@ class Roster(Sequence[WorkerHandle]):
 
     def _wait_for_first(self, *, strict: bool) -> None:
         """Waits until a worker of the sources is up, and for a moment longer until all are."""
+        has_others = bool(self._handles)
         for source, token_file in self._sources:
             self._update(source, token_file)  # may take seconds, which the workers have to answer as well
         now_s = monotonic()
         until_s = now_s + self._timeout_s
         look_at_s = now_s + LOOK_INTERVAL_S
-        has_others = bool(self._handles)
         while now_s < until_s:
             if now_s >= look_at_s:
                 look_at_s = now_s + LOOK_INTERVAL_S
