@@ -1,5 +1,6 @@
 """A worker that dies or hangs at any moment of a step: the step ends with the same bits, and it is counted."""
 
+import gc
 import logging
 import os
 import signal
@@ -17,6 +18,7 @@ from backhaul import Session
 from backhaul._backward import lineage
 from backhaul._backward.local_recompute import outputs_here
 from conftest import QUIET_S, settle, wait_until
+from integration.test_discovery import Training
 from numerics.cases import blocks, inputs
 from support.bits import differing, grad_of, plainly, train
 from support.processes import WorkerProcess, in_order
@@ -96,6 +98,27 @@ def test_one_of_two_killed(
             may_be_none = moment == "backward"  # all results that are still needed may have come ahead
             assert (report.fallbacks or may_be_none) and report.fallbacks < LAYERS
             assert report.remote + report.fallbacks == 3 * LAYERS
+
+
+@pytest.mark.slow
+def test_segments_of_a_lost_worker_are_let_go_without_a_garbage_collection(
+    equal_speeds: None, worker: WorkerProcess
+) -> None:
+    with WorkerProcess() as other, backhaul.connect(in_order(other, worker), silence_s=QUIET_S) as session:
+        training = Training(session.checkpoint)
+        training.steps(2)
+        lost, _ = session._workers
+        loss = training.forward()
+        gc.collect()
+        gc.disable()
+        try:
+            other.kill()
+            training.step(loss)
+            del loss
+            assert session.report().fallbacks > 0
+            wait_until(lambda: not lost.uploader.segments(), "the segments are let go", 10)
+        finally:
+            gc.enable()
 
 
 def wait_until_sent(session: Session) -> None:

@@ -47,8 +47,18 @@ LONGEST_S = 3600.0
 _CLOSE_S = 2.0
 
 
+def forget_stack(error: Exception) -> None:
+    """Lets go of the stack of an error of gRPC.
+
+    gRPC raises the call itself, to which the stack refers. So the stack would live until Python collects cycles, and
+    with it the trainer's segments and tensors.
+    """
+    error.__traceback__ = None
+
+
 def error_of(error: grpc.RpcError) -> BackhaulError:
     """Returns the error that the worker raised, or WorkerLostError if gRPC itself failed."""
+    forget_stack(error)
     metadata: dict[str, str | bytes] = dict(error.trailing_metadata() or ()) if isinstance(error, grpc.Call) else {}
     detail = metadata.get(ERROR_METADATA_KEY)
     if isinstance(detail, bytes) and (decoded := from_bytes(detail)) is not None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 
-from backhaul._worker_client.deadlines import SLICE_S
+from backhaul._worker_client.deadlines import SLICE_S, forget_stack
 from backhaul_runtime.errors import TransferError, WorkerLostError
 from backhaul_runtime.process.threads import only_in
 from backhaul_runtime.wire.splicing import accepted
@@ -53,7 +53,8 @@ class RequestStream:
         except TransferError:
             self.close()
             return None
-        except (grpc.RpcError, StopIteration, ValueError):
+        except (grpc.RpcError, StopIteration, ValueError) as error:
+            forget_stack(error)
             self.close()
             if self._is_silent:
                 raise WorkerLostError(f"the worker was silent for {self._silence_s:g} s", status="SILENT") from None
