@@ -52,13 +52,18 @@ def in_groups(ranks: Ranks) -> Results:
     return trained(ranks, fully_shard(model))
 
 
-def accumulating_by_itself(ranks: Ranks) -> Results:
-    """Reduces gradients in one micro-batch of two, and keeps the weights until then."""
+def sharded_by_block(ranks: Ranks) -> Any:
+    """A wrapped model of which each block is sharded, and the random state of the rank's data."""
     model: Any = ranks.wrapped(Net())
     for block in model.blocks:
         fully_shard(block)
-    fully_shard(model)
     torch.manual_seed(1 + ranks.rank)
+    return fully_shard(model)
+
+
+def accumulating_by_itself(ranks: Ranks) -> Results:
+    """Reduces gradients in one micro-batch of two, and keeps the weights until then."""
+    model = sharded_by_block(ranks)
     results: Results = []
     for _ in range(STEPS):
         for left in (1, 0):
@@ -71,11 +76,7 @@ def accumulating_by_itself(ranks: Ranks) -> Results:
 
 def twice(ranks: Ranks) -> Results:
     """Two forwards before a backward, and two backwards of a graph."""
-    model: Any = ranks.wrapped(Net())
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
-    torch.manual_seed(1 + ranks.rank)
+    model = sharded_by_block(ranks)
     results: Results = []
     for _ in range(STEPS):
         (model(ranks.data()).square().mean() + model(ranks.data()).sum()).backward()

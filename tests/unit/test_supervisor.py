@@ -158,5 +158,6 @@ def test_a_worker_runs_only_while_others_do_not_use_the_machine(tmp_path: Path) 
         _, logged = process.communicate(timeout=10)
         assert process.returncode == 0
     assert logged.count("Others use the CPU: the worker ends when it has finished what is in flight.") == 2
-    assert logged.count("The worker starts when others have not used the CPU for 0.1 s.") == 3
+    waits = logged.count("The worker starts when others have not used the CPU for 0.1 s.")
+    assert waits in {2, 3}  # the third wait begins only if SIGTERM comes after it
     assert "it is restarted" not in logged
