@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from support.ray_cluster import RayCluster, RayNode
 
 WORKERS, STEPS = 3, 3
 RECOVERY_S = 120.0
+OPTIONS = ("--memory", "256MiB", "--device", "cpu")
 
 
 def trained(training: Training, disturb: Callable[[], object] = int) -> list[Tensor | None]:
@@ -44,12 +47,7 @@ def test_training_goes_on_when_parts_of_the_cluster_are_lost(monkeypatch: pytest
     with RayCluster(3) as cluster:
         head, lost, _ = cluster.nodes
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-        up = fleet(
-            cluster,
-            *("up", "--name", "three", "--workers", str(WORKERS)),
-            *("--", "--memory", "256MiB", "--device", "cpu"),
-        )
-        assert (up.returncode, up.stderr) == (0, "")
+        fleet(cluster, "up", "--name", "three", "--workers", str(WORKERS), "--", *OPTIONS)
         with backhaul.connect("ray:three", silence_s=QUIET_S) as session:
             ours = Training(session.checkpoint)
 
@@ -88,7 +86,7 @@ def test_training_goes_on_when_parts_of_the_cluster_are_lost(monkeypatch: pytest
             assert differing(trained(ours), expected[4]) == []
             assert session.report().remote > before.remote
             assert session.report().fallbacks == before.fallbacks
-            status = json.loads(fleet(cluster, "status", "--json").stdout)
+            status = json.loads(fleet(cluster, "status", "--json"))
             assert [worker["state"] for worker in status] == ["serving"] * WORKERS
             assert sorted(worker["address"] for worker in status) == addresses()
 
@@ -99,10 +97,14 @@ def test_training_goes_on_when_parts_of_the_cluster_are_lost(monkeypatch: pytest
 @pytest.mark.timeout(300)
 def test_a_trainer_outside_of_the_cluster_follows_a_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
     with RayCluster(1) as cluster:
-        up = fleet(cluster, "up", "--name", "one", "--workers", "1", "--", "--memory", "256MiB", "--device", "cpu")
-        assert (up.returncode, up.stderr) == (0, "")
+        fleet(cluster, "up", "--name", "two", "--workers", "2", "--", *OPTIONS)
+        scaled = fleet(cluster, "scale", "--name", "two", "--workers", "1", "--grace", "1")
+        assert scaled == "two-1 has ended\n"
         monkeypatch.setenv("RAY_ADDRESS", cluster.client_address)
-        with backhaul.connect("ray:one", silence_s=QUIET_S) as session:
+        with backhaul.connect("ray:two", silence_s=QUIET_S) as session:
             x = torch.randn(3, requires_grad=True)
             session.checkpoint(torch.sin, x, returns="gradients").sum().backward()
             assert (session.report().remote, session.report().fallbacks) == (1, 0)
+            (address,) = (handle.connection.name for handle in session._workers)
+        top = [sys.executable, "-m", "backhaul", "top", "--once", "ray:two"]
+        assert address in subprocess.run(top, capture_output=True, text=True, check=True).stdout

@@ -17,16 +17,24 @@ from support.bits import differing, plainly
 from support.ray_cluster import RayCluster
 
 
-def fleet(cluster: RayCluster, command: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Runs `backhaul fleet`."""
-    return subprocess.run(
+def started(cluster: RayCluster, command: str, *arguments: str) -> "subprocess.Popen[str]":
+    """Starts `backhaul fleet`."""
+    return subprocess.Popen(
         [sys.executable, "-m", "backhaul", "fleet", command, *arguments],
         env={**os.environ, "RAY_ADDRESS": cluster.address},
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
     )
+
+
+def fleet(cluster: RayCluster, command: str, *arguments: str) -> str:
+    """Runs `backhaul fleet`, which must succeed. Returns what it prints."""
+    with started(cluster, command, *arguments) as process:
+        out, err = process.communicate()
+    assert (process.returncode, err) == (0, "")
+    return out
 
 
 @pytest.mark.slow
@@ -43,8 +51,7 @@ def test_a_fleet_grows_and_shrinks_while_training_goes_on(tmp_path: Path, monkey
         up = fleet(
             cluster, "up", "--name", "small", "--workers", "1", "--", *options, *options_of(tmp_path / "tls" / "worker")
         )
-        assert (up.returncode, up.stderr) == (0, "")
-        assert up.stdout.splitlines()[1].split()[:2] == ["small-0", cluster.nodes[0].address]
+        assert up.splitlines()[1].split()[:2] == ["small-0", cluster.nodes[0].address]
         with pytest.raises(
             backhaul.ConnectError, match=r'the Ray cluster has no fleet "large", only small. Start it with'
         ):
@@ -59,20 +66,23 @@ def test_a_fleet_grows_and_shrinks_while_training_goes_on(tmp_path: Path, monkey
             ours = Training(session.checkpoint)
             assert differing(ours.steps(2), expected[0]) == []
 
-            scaled = fleet(cluster, "scale", "--name", "small", "--workers", "2")
-            assert (scaled.returncode, scaled.stderr) == (0, "")
+            fleet(cluster, "scale", "--name", "small", "--workers", "2")
             are_up(2)
             assert differing(ours.steps(2), expected[1]) == []
 
-            drained = fleet(cluster, "drain", "--name", "small", "small-0", "--grace", "2")
-            assert (drained.returncode, drained.stdout) == (0, "small-0 has ended\n")
-            are_up(1)
-            assert differing(ours.steps(2), expected[2]) == []
-            assert session.report().fallbacks == 0
+            loss = ours.forward()
+            with started(cluster, "drain", "--name", "small", "small-0", "--grace", "600") as draining:
+                wait_until(lambda: any(handle.is_leaving for handle in session._workers), "the address is withdrawn")
+                assert differing([*ours.step(loss), *ours.steps(1)], expected[2]) == []
+                assert session.report().fallbacks == 0
+                del loss
+                are_up(1)
 
-            down = fleet(cluster, "down", "--name", "small")
-            assert (down.returncode, down.stdout) == (0, "small-1 has ended\n")
+                # The shorter time to end ends the wait of the drain.
+                down = fleet(cluster, "down", "--name", "small")
+                assert sorted(down.splitlines()) == ["small-0 has ended", "small-1 has ended"]
+                assert draining.communicate() == ("small-0 has ended\n", "")
             are_up(0)
             assert differing(ours.steps(2), expected[3]) == []
-        assert fleet(cluster, "status").stdout == "The Ray cluster has no fleet.\n"
+        assert fleet(cluster, "status") == "The Ray cluster has no fleet.\n"
         assert [line for line in cluster.nodes[0].processes().values() if "backhaul" in line] == []

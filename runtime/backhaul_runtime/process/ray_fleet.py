@@ -49,11 +49,12 @@ def actor_name(fleet: str, number: int) -> str:
 
 
 def default_address() -> str:
-    """Returns the address of the cluster that the program has joined by itself, otherwise Ray's default."""
+    """Returns RAY_ADDRESS, or the address of the cluster that the program has joined by itself, or Ray's default."""
+    address = os.environ.get("RAY_ADDRESS")
     ray = sys.modules.get("ray")  # a program that has not imported Ray has not joined a cluster
-    if ray is not None and ray.is_initialized():
-        return str(ray.get_runtime_context().gcs_address)
-    return os.environ.get("RAY_ADDRESS") or "auto"
+    if not address and ray is not None and ray.is_initialized():
+        address = str(ray.get_runtime_context().gcs_address)
+    return address or "auto"
 
 
 def join(address: str) -> None:
@@ -82,6 +83,8 @@ def join(address: str) -> None:
     joining.join(JOIN_S)
     if joining.is_alive():
         raise ConnectError(f'the Ray cluster at "{address}" does not answer within {JOIN_S:g} s. {_START}')
+    if failures and address == "auto" and isinstance(failures[0], ConnectionError):
+        raise ConnectError(f"no Ray cluster runs on this machine. {_START}")
     if failures:
         raise ConnectError(f'the Ray cluster at "{address}" can\'t be joined: {_short(failures[0])}. {_START}')
 
