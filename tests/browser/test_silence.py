@@ -5,6 +5,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 from playwright.sync_api import Page, expect
@@ -130,8 +131,10 @@ def test_an_empty_dashboard_says_why_it_is_empty_and_what_to_do(open_page: OpenP
 
 
 def test_what_is_no_longer_known_is_a_dash_with_its_age(open_page: OpenPage) -> None:
-    with FakeWorker() as worker, Dashboard(worker.address, options=NO_STORE) as dashboard:
+    with FakeWorker() as worker, ExitStack() as stack:
+        # Before the dashboard asks: once it has asked, no later report counts as older than that.
         worker.tell(reporting.Training(began_at_s=time.time() - 600).report(range(3)))
+        dashboard = stack.enter_context(Dashboard(worker.address, options=NO_STORE))
         page = open_page(dashboard.url, may_be_refused=True)
         for name in ("saved", "added", "remote"):
             expect(page.locator(f"[data-tile={name}] .note")).to_have_text("last known 10 min ago")
@@ -150,8 +153,9 @@ def test_reasons_of_fallbacks_stay_and_are_filtered_by(open_page: OpenPage) -> N
             call.decision, call.reason, call.is_fallback = "trainer", f"reason {call.number}", True
         elif call.number == 2:
             call.decision, call.reason = "kept", "a custom function"
-    with FakeWorker() as worker, Dashboard(worker.address, options=NO_STORE) as dashboard:
-        worker.tell(report)
+    with FakeWorker() as worker, ExitStack() as stack:
+        worker.tell(report)  # before the dashboard asks, as above
+        dashboard = stack.enter_context(Dashboard(worker.address, options=NO_STORE))
         page = open_page(dashboard.url, may_be_refused=True)
         page.locator("#segments").scroll_into_view_if_needed()
         rows = page.locator("#segments-table tbody tr")
