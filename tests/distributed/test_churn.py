@@ -41,7 +41,7 @@ def test_workers_come_and_go_under_four_ranks(tmp_path: Path) -> None:
         wait_until(lambda: all(map(is_there, range(RANKS))), f"all ranks are in step {step}", 120)
 
     with ExitStack() as opened:
-        kept, killed, drained = (opened.enter_context(WorkerProcess(*options)) for _ in range(3))
+        kept, killed, drained = (opened.enter_context(WorkerProcess(*options, supervised=True)) for _ in range(3))
         write([kept, killed, drained])
         environment = {
             **os.environ,
@@ -63,7 +63,7 @@ def test_workers_come_and_go_under_four_ranks(tmp_path: Path) -> None:
         write([kept, killed])
         assert "finishes requests in flight" in drained.end()
         all_in(12)
-        added = opened.enter_context(WorkerProcess(*options))
+        added = opened.enter_context(WorkerProcess(*options, supervised=True))
         write([kept, added])
 
         def sees(rank: int) -> bool:

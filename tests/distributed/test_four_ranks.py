@@ -33,7 +33,10 @@ def test_results_are_those_without_backhaul(name: str, by_case: dict[str, list[O
 
 
 def test_a_worker_is_killed_and_another_one_drained(worker: WorkerProcess, tmp_path: Path) -> None:
-    with WorkerProcess("--memory", "1GiB") as killed, WorkerProcess("--memory", "1GiB") as drained:
+    with (
+        WorkerProcess("--memory", "1GiB", supervised=True) as killed,
+        WorkerProcess("--memory", "1GiB", supervised=True) as drained,
+    ):
         ends = {KILLED: f"{killed.process.pid},{killed.pid}", DRAINED: str(drained.process.pid)}
         workers = ",".join([killed.address, drained.address, worker.address])
         (ranks,) = outcomes(4, [workers], tmp_path, ["workers that end"], timeout_s=200, environment=ends).values()

@@ -70,7 +70,7 @@ def test_a_run_is_cancelled_with_its_segment(worker: WorkerProcess, end: Callabl
 
 @pytest.mark.slow
 def test_a_run_ends_at_its_deadline_and_an_op_that_does_not_ends_the_process() -> None:
-    with WorkerProcess("--run-limit", "1", "--memory", "1GiB") as worker:
+    with WorkerProcess("--run-limit", "1", "--memory", "1GiB", supervised=True) as worker:
         with Hostile(worker.address) as client:
             error = error_from(start(client))
             assert isinstance(error, ReplayError)

@@ -151,7 +151,7 @@ def serving_again(worker: WorkerProcess, before: int) -> None:
 
 @pytest.mark.slow
 def test_a_worker_that_dies_is_started_again_at_the_same_address() -> None:
-    with WorkerProcess() as worker:
+    with WorkerProcess(supervised=True) as worker:
         epoch, first = worker.telemetry().epoch, worker.pid
         os.kill(first, signal.SIGSEGV)
         serving_again(worker, first)
@@ -171,7 +171,7 @@ def test_a_worker_that_dies_is_started_again_at_the_same_address() -> None:
 
 @pytest.mark.slow
 def test_the_worker_ends_with_a_supervisor_that_is_killed() -> None:
-    with WorkerProcess() as worker:
+    with WorkerProcess(supervised=True) as worker:
         mapped = Path(f"/proc/{worker.process.pid}/maps").read_text()
         assert "/torch/" not in mapped
         assert "cygrpc" not in mapped

@@ -15,6 +15,7 @@ import grpc
 
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.process.credentials import bearer
+from support.nursery import ForkedWorker, nursery
 from support.wire import Services
 
 _COMMAND = ("-m", "backhaul")
@@ -23,9 +24,16 @@ _COMMAND = ("-m", "backhaul")
 class WorkerProcess:
     """`backhaul worker`, ready when constructed.
 
+    Args:
+        options: Those of the command.
+        listen: The address to listen on.
+        environment: Variables to start it with, besides this process's own.
+        supervised: Start what a user starts, which is slower: a supervisor whose child serves. Else one process serves.
+        program: What serves instead, given to Python.
+
     Attributes:
         address: Where it listens.
-        process: What was started. It supervises the process that serves, unless a program of the test's own serves.
+        process: What was started.
         pid: Of the process that serves: whose memory and files are looked at, and which is stopped.
     """
 
@@ -34,18 +42,24 @@ class WorkerProcess:
         *options: str,
         listen: str = "127.0.0.1:0",
         environment: Mapping[str, str] | None = None,
+        supervised: bool = False,
         program: Sequence[str] = _COMMAND,
     ) -> None:
-        supervised = program == _COMMAND
-        own = () if supervised else ("--supervisor", str(os.getpid()))
+        nursery()  # before a test counts files
+        options = "--listen", listen, *options
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  a pipe that nobody reads would fill
-        self.process = subprocess.Popen(
-            [sys.executable, *program, "worker", "--listen", listen, *options, *own],
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env={**os.environ, **(environment or {})},
-        )
+        self.process: subprocess.Popen[str] | ForkedWorker
+        if not supervised and program == _COMMAND and environment is None:
+            self.process = ForkedWorker(options, self._log)
+        else:
+            own = () if supervised else ("--supervisor", str(os.getpid()))
+            self.process = subprocess.Popen(
+                [sys.executable, *program, "worker", *options, *own],
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                text=True,
+                env={**os.environ, **(environment or {})},
+            )
         assert self.process.stdout is not None
         self.line = self.process.stdout.readline().strip()
         self.address = self.line.rpartition(" ")[2]

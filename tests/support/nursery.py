@@ -1,0 +1,142 @@
+"""Forks workers from a process that has imported all that they need: an import of torch is most of a worker's start.
+
+Run as a program, this module reads requests from the Unix socket that is its standard input. Each is the command line
+and the environment of a worker, with three files: its standard output and error, and a socket on which the worker's
+process id is told, and at its end its exit code. When the first socket is closed this process ends, and the workers
+with it, because it counts as their supervisor.
+"""
+
+import atexit
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from typing import IO
+
+_REQUEST_BYTES = 1 << 18
+
+
+class ForkedWorker:
+    """`backhaul worker` without a supervisor, with what tests use of `subprocess.Popen`.
+
+    Args:
+        options: Those of the command.
+        stderr: Where its log goes.
+    """
+
+    def __init__(self, options: Sequence[str], stderr: IO[str]) -> None:
+        self._status, nursery_end = socket.socketpair()
+        read, written = os.pipe()
+        request = json.dumps([options, dict(os.environ)]).encode()
+        with nursery_end:
+            socket.send_fds(nursery(), [request], [written, stderr.fileno(), nursery_end.fileno()])
+        os.close(written)
+        self.stdout = os.fdopen(read)
+        self.pid = int(self._status.recv(32))
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Returns the exit code, which is negative for a signal. Raises TimeoutExpired."""
+        if self.returncode is None:
+            if not select.select([self._status], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("backhaul worker", timeout or 0)
+            self.returncode = int(self._status.recv(32))
+            self._status.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        """Returns the exit code, None before the end."""
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        """Waits for the end. Returns what came on standard output since it was read."""
+        self.wait(timeout)
+        return self.stdout.read(), None
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal, unless the worker has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Sends SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Sends SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+@cache
+def nursery() -> socket.socket:
+    """Returns the socket of this process's nursery, which is started at the first call."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process = subprocess.Popen([sys.executable, __file__], stdin=theirs.fileno(), start_new_session=True)
+
+    def end() -> None:
+        ours.close()
+        process.wait()
+
+    atexit.register(end)
+    return ours
+
+
+def _serve() -> int:
+    """Forks workers on request, until the tests' end. Returns the exit code, in each worker its own."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as `backhaul worker` does before it imports torch
+
+    # What is imported here needs no import in a worker. Torch imports the first with the first backward.
+    import torch.fx.experimental.symbolic_shapes  # noqa: F401
+
+    import backhaul_server.worker.main  # noqa: F401
+    from backhaul._cli.main import main
+    from backhaul._cli.registry import build
+
+    build()
+    requests = socket.socket(fileno=0)
+    poll = select.poll()
+    poll.register(requests, select.POLLIN)
+    workers: dict[int, tuple[int, socket.socket]] = {}  # by their pidfd
+    while True:
+        for number, _ in poll.poll():
+            if number in workers:
+                pid, status = workers.pop(number)
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                with suppress(OSError), status:  # the test may not want to know
+                    status.send(str(code).encode())
+                poll.unregister(number)
+                os.close(number)
+                continue
+            request, files, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 3)
+            if not request:
+                return 0
+            if (pid := os.fork()) == 0:
+                options, environment = json.loads(request)
+                os.setsid()
+                for target, source in enumerate([os.open(os.devnull, os.O_RDONLY), *files[:2]]):
+                    os.dup2(source, target)
+                for file in files:
+                    os.close(file)
+                os.environ.clear()
+                os.environ.update(environment)
+                return main(["worker", *options, "--supervisor", str(os.getppid())])
+            for file in files[:2]:
+                os.close(file)
+            status = socket.socket(fileno=files[2])
+            status.send(str(pid).encode())
+            pidfd = os.pidfd_open(pid)
+            workers[pidfd] = pid, status
+            poll.register(pidfd, select.POLLIN)
+
+
+if __name__ == "__main__":
+    sys.exit(_serve())
