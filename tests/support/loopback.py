@@ -70,7 +70,7 @@ class LoopbackSegment:
         result = segment_pb2.BackwardResult(contributions=encode_contributions(run_result))
         tensors = [copy_exact(outgoing.tensor) for outgoing in run_result.bundle.tensors]
         saved = Recomputed(run_result.saved_digests, run_result.saved_sketches)
-        return RemoteAnswer(saved, contributions_in(result, tensors, due, summed, kept), {}, set)
+        return RemoteAnswer(saved, contributions_in(result, tensors, due, summed, kept), {}, lambda _: set())
 
     def recompute(self, wanted: Mapping[int, Layout]) -> "LoopbackTensors":
         run_result = self._run(partial(runs.recompute, positions=list(wanted)))

@@ -81,6 +81,14 @@ def test_nothing_of_the_call_is_changed() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
+def test_a_mode_that_an_interrupt_has_kept_from_being_left() -> None:
+    recorder = Recorder([], allowed_ops(), lambda tensor, layout, _: copy_exact(tensor, layout))
+    recorder.__enter__()
+    record(torch.sin, torch.randn(3, requires_grad=True))
+    assert not torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
+    assert not torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PythonDispatcher)
+
+
 def test_exceptions_of_the_call_leave_it_unchanged_and_nothing_switched_on() -> None:
     with pytest.raises(ZeroDivisionError):
         record(lambda x: x + 1 / 0, torch.randn(2))

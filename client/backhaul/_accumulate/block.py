@@ -24,10 +24,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from backhaul._accumulate.gradients import HeldGradients
@@ -40,7 +41,7 @@ from backhaul._worker_client.uploader import Uploader
 from backhaul_runtime.errors import AccumulationError, BackhaulError
 from backhaul_runtime.replay.replay import Contribution
 from backhaul_runtime.torch_internals import ambient_state
-from backhaul_runtime.torch_internals.private import next_sequence_number, without_hooks
+from backhaul_runtime.torch_internals.private import is_referred_to, next_sequence_number, without_hooks
 
 MOST_UPCOMING = 32
 """The number of its next segments that a worker is told, which it replays ahead in this order."""
@@ -116,6 +117,7 @@ class AccumulationBlock:
         self.hooked: set[Node] = set()
         self._first_sequence = next_sequence_number()
         self._threads: dict[Uploader, ThreadPoolExecutor] = {}
+        self._rounds: dict[Uploader, int] = {}  # of the gradients that each worker keeps
         self._last: dict[Uploader, Future[None]] = {}  # the last part of a run that each thread was given
         self._collecting: dict[Uploader, Future[Sums]] = {}
         self._stream: torch.cuda.Stream | None = None  # of the last micro-batch
@@ -273,10 +275,10 @@ class AccumulationBlock:
         finally:
             self._is_open = False
             self._reductions.abandon()
-            for thread in self._threads.values():
-                thread.shutdown(cancel_futures=True)
             for uploader in self._threads:
                 uploader.uncollected.abandon()
+            for thread in self._threads.values():
+                thread.shutdown(cancel_futures=True)
             self._open.clear()
             self._finished.clear()
             self._gradients = HeldGradients()
@@ -301,13 +303,13 @@ class AccumulationBlock:
         """Differentiates the head. Returns what it contributes to leaves, and to the run."""
         leaves = parts.leaves.values()
         with without_hooks(leaves), self._reductions.ordering(leaves) if not parts.run else nullcontext():
-            sums = _gradients([loss], None, parts.head, is_shared=parts.has_custom)
+            sums = _gradients([loss], None, parts.head, parts)
             if sides := [target for target in parts.sides if target in sums]:
                 sums |= _gradients(
                     [GradientEdge(*target) for target in sides],
                     [sums.pop(target) for target in sides],
                     parts.shared,
-                    is_shared=parts.has_custom,
+                    parts,
                 )
         return sums
 
@@ -333,6 +335,7 @@ class AccumulationBlock:
                 self._gradients.stop_keeping()
                 return
             if uploader not in self._threads:
+                self._rounds[uploader] = uploader.uncollected.begin()
                 self._threads[uploader] = ThreadPoolExecutor(1, "backhaul-deferred")
             run = partial(self._run, micro_batch, uploader, len(list(segments)), micro_batch.ended)
             try:
@@ -386,6 +389,7 @@ class AccumulationBlock:
             summed,
             unsent if len(unsent) == 1 else (),
             self._upcoming(micro_batch, uploader),
+            self._rounds[uploader],
         )
         micro_batch.stored = None  # not before, because `_recovered` must learn that the trainer lacks the gradient
         kept = {source: may_stay[source] for source in answer.kept}
@@ -449,10 +453,10 @@ class AccumulationBlock:
         if parts.run:
             self.trainers_s += perf_counter() - started
             self.trainers_segments += micro_batch.trainers_segments
-        for target, leaf in parts.leaves.items():
+        for position, (target, leaf) in enumerate(parts.leaves.items()):
             gradient = sums.get(target)
             if gradient is not None:
-                self._gradients.add(leaf, micro_batch.number, gradient)
+                self._gradients.add(leaf, (micro_batch.number, position), gradient)
         self._check_held()
         sums.clear()
         self._open.pop(0)
@@ -477,11 +481,13 @@ class AccumulationBlock:
         roots += [target for target in parts.tail if target in sums]
         edges = [GradientEdge(*target) for target in roots]
         with without_hooks(parts.leaves.values()):
-            sums |= _gradients(edges, [sums.pop(target) for target in roots], parts.tail, is_shared=parts.has_custom)
+            sums |= _gradients(edges, [sums.pop(target) for target in roots], parts.tail, parts)
 
     def _collected(self, uploader: Uploader) -> Sums:
         with torch.cuda.stream(self._stream):  # a worker's thread has another one, which nothing would wait for
-            return uploader.uncollected.collect(lambda size_bytes: self._log.traffic(down_bytes=size_bytes))
+            return uploader.uncollected.collect(
+                self._rounds[uploader], lambda size_bytes: self._log.traffic(down_bytes=size_bytes)
+            )
 
     def _collect(self) -> None:
         """Fetches the gradients that workers have kept, or computes them again (Rule 4)."""
@@ -496,6 +502,7 @@ class AccumulationBlock:
                 self._log.fallback(f"a worker was lost with gradients that it had kept: {error.message}")
             else:
                 self._gradients.put_first({id(parameter): total for parameter, total in sums})
+            self._rounds[uploader] = uploader.uncollected.begin()
         keeping = [*self._finished, *self._open]
         if lost:
             self._gradients.stop_keeping()
@@ -513,23 +520,35 @@ def _gradients(
     outputs: Sequence[Tensor] | Sequence[GradientEdge],
     gradients: Sequence[Tensor] | None,
     targets: Sequence[Target],
-    *,
-    is_shared: bool,
+    parts: Parts,
 ) -> dict[Target, Tensor]:
-    """Differentiates outputs down to targets. Returns the gradients that reach any.
+    """Differentiates outputs down to targets. Returns the gradients that reach any, to which nothing else refers.
 
     Args:
         outputs: The outputs, or edges that lead to them.
         gradients: The gradients of the outputs; None for a loss.
         targets: Where the gradients are taken.
-        is_shared: Whether a custom function may write to a gradient later that it has returned.
+        parts: The graph that they belong to.
     """
-    reached = torch.autograd.grad(outputs, [GradientEdge(*target) for target in targets], gradients, allow_unused=True)
-    return {
-        target: gradient.clone() if is_shared else gradient
-        for target, gradient in zip(targets, reached, strict=True)
-        if gradient is not None
-    }
+    if gradients is not None and len(gradients) == 1:  # torch's hooks over several tensors overlook a lone root
+        other = gradients[0].new_zeros(()).requires_grad_()
+        outputs, gradients = [*outputs, get_gradient_edge(other)], [*gradients, other.detach()]
+    register: Callable[[Tensor, Callable[[Tensor], Tensor]], Any] = Tensor.register_hook
+    leaves = [parts.leaves[target] for target in targets if target in parts.leaves] if parts.may_reuse else []
+    hooks = [register(leaf, torch.clone) for leaf in leaves]  # before the same memory is written to for another leaf
+    try:
+        edges = [GradientEdge(*target) for target in targets]
+        reached = torch.autograd.grad(outputs, edges, gradients, allow_unused=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    owned = dict[Target, Tensor]()
+    for index, target in enumerate(targets):
+        if reached[index] is not None:
+            # That of anything but a leaf may be a view of memory that a hook writes to again.
+            is_shared = target not in parts.leaves or is_referred_to(reached, index)
+            owned[target] = reached[index].clone() if is_shared else reached[index]
+    return owned
 
 
 def _size_bytes(parts: Parts, sums: Mapping[Target, Tensor], kept: int) -> int:

@@ -7,13 +7,16 @@ NOTE [Held back]
 2. A worker may add up a parameter's gradients if every micro-batch so far has left all of that gradient there. What the
    trainer gets later is added after the worker's sum.
 3. Hooks of a parameter see the gradient of each micro-batch, when the block ends. So such gradients are not added up.
+   Hooks of several parameters are called in the order in which autograd would have completed their gradients.
 4. Gradients reach `.grad` through autograd, so a layout that autograd prefers is respected, and hooks of parameters are
    called. For models of DDP see NOTE [Reductions].
 """
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +26,9 @@ from backhaul._torch_api.fsdp import reduces_in_backward
 from backhaul._worker_client.uploader import Uploader
 from backhaul_runtime.errors import AccumulationError
 from backhaul_runtime.torch_internals.private import accumulation_hooks, has_accumulation_hooks, version_of
+
+Order = tuple[int, int]
+"""The number of a micro-batch, and the position of a leaf in the order of its backward."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +40,7 @@ class _Held:
     owner: Uploader | None = None  # the only one whose worker may keep gradients
     elsewhere: int | None = None  # the first micro-batch whose gradient is not computed there alone
     has_stayed: bool = False  # whether that worker keeps any
-    gradients: list[tuple[int, Tensor]] = field(default_factory=list)  # with the number of the micro-batch
+    gradients: list[tuple[Order, Tensor]] = field(default_factory=list)
     is_own: bool = False  # whether the only gradient is a sum that nothing else refers to
     total: Tensor | None = None  # with a G that may be summed: the fold of all gradients but the last
 
@@ -56,6 +62,7 @@ class HeldGradients:
     def enter(self, leaves: Iterable[Tensor]) -> None:
         """Notes leaves that a micro-batch leads to, before anything of it is computed."""
         is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        before = len(self._held)
         for leaf in leaves:
             if id(leaf) not in self._held:
                 is_plain = not has_accumulation_hooks(leaf) and (getattr(leaf, "grad_dtype", leaf.dtype) is leaf.dtype)
@@ -71,6 +78,8 @@ class HeldGradients:
                     )
                 may_stay = is_plain and leaf.grad is None and isinstance(leaf, nn.Parameter)
                 self._held[id(leaf)] = _Held(leaf, _state(leaf), is_plain, may_stay)
+        if len(self._held) > before:
+            _check_apart(held.leaf.grad for held in self._held.values() if held.leaf.grad is not None)
 
     def changed(self) -> Tensor | None:
         """Returns a leaf whose values, hooks or requires_grad have changed in the block; None if there is none."""
@@ -119,17 +128,17 @@ class HeldGradients:
             for held in self._held.values():
                 held.may_stay = False
 
-    def add(self, leaf: Tensor, micro_batch: int, gradient: Tensor) -> None:
+    def add(self, leaf: Tensor, order: Order, gradient: Tensor) -> None:
         """Adds a micro-batch's gradient of a leaf. Call it in the order of the micro-batches.
 
         Args:
             leaf: The leaf that the gradient belongs to.
-            micro_batch: The number of the micro-batch.
+            order: The place of the gradient among those of the block.
             gradient: The whole gradient of the micro-batch, which the caller no longer uses.
         """
         held = self._held[id(leaf)]
         if not (held.may_sum and not held.has_stayed and len(held.gradients) == 1):
-            held.gradients.append((micro_batch, gradient))
+            held.gradients.append((order, gradient))
             return
         ((_, total),) = held.gradients
         if leaf.grad is not None:
@@ -137,20 +146,20 @@ class HeldGradients:
                 held.total = leaf.grad.clone() if held.total is None else held.total
                 held.total.add_(total)
                 held.gradients.clear()
-            held.gradients.append((micro_batch, gradient))
+            held.gradients.append((order, gradient))
             return
         if (total.layout, gradient.layout, total.dtype) != (torch.strided, torch.strided, gradient.dtype):
-            held.gradients.append((micro_batch, gradient))
+            held.gradients.append((order, gradient))
         elif held.is_own:
             total.add_(gradient)
         else:
-            held.gradients[0], held.is_own = (micro_batch, total + gradient), True
+            held.gradients[0], held.is_own = (order, total + gradient), True
 
     def put_first(self, sums: Mapping[int, Tensor]) -> None:
         """Puts sums, by the id of their leaf, before the gradients that are held of the same leaves."""
         for key, total in sums.items():
             held = self._held[key]
-            held.gradients.insert(0, (0, total))
+            held.gradients.insert(0, ((0, 0), total))
             held.has_stayed = held.is_own = False
 
     def deliver(self, reductions: Reductions) -> None:
@@ -168,13 +177,18 @@ class HeldGradients:
         hooked = [held for held in held_back if has_accumulation_hooks(held.leaf)]
         present = [held.leaf.grad for held in hooked]
         before = [None if gradient is None else gradient.clone() for gradient in present]
-        settings = [_settings(held.leaf) for held in held_back]
+        plain = {id(held.leaf): held for held in held_back if held not in hooked}
+
+        def states() -> list[object]:
+            return [*[_settings(held.leaf) for held in hooked], *[_state(held.leaf) for held in plain.values()]]
+
+        present_states = states()
         try:
-            _deliver(hooked)
-            if settings != [_settings(held.leaf) for held in held_back]:
+            _deliver(hooked, _in_order)
+            if present_states != states():
                 raise AccumulationError(
-                    "a hook of a parameter has changed a parameter when a block ended. Its other micro-batches were "
-                    "computed before: step optimizers after the block, and not in hooks"
+                    "a hook of a parameter has changed a parameter, or the .grad of another one, when a block ended. "
+                    "Its other micro-batches were computed before: step optimizers after the block, and not in hooks"
                 )
         except BaseException:
             for held, gradient, values in zip(hooked, present, before, strict=True):
@@ -182,7 +196,6 @@ class HeldGradients:
                     gradient.copy_(values)
                 held.leaf.grad = gradient
             raise
-        plain = {id(held.leaf): held for held in held_back if held not in hooked}
         for held in plain.values():
             if held.total is not None and held.leaf.grad is not None:
                 with torch.no_grad():
@@ -207,27 +220,62 @@ def _settings(leaf: Tensor) -> object:
     return version_of(leaf), leaf.requires_grad, accumulation_hooks(leaf)
 
 
-def _deliver(held_back: Iterable[_Held]) -> None:
-    passes: dict[int, list[tuple[Tensor, Tensor]]] = {}
+def _deliver(
+    held_back: Iterable[_Held], targets_of: Callable[[Sequence[Tensor]], Sequence[Tensor]] = lambda leaves: leaves
+) -> None:
+    """Adds gradients to `.grad` in the order of the micro-batches, those of each in one backward.
+
+    Args:
+        held_back: The leaves with their gradients.
+        targets_of: Returns tensors to begin a backward at, which lead to leaves.
+    """
+    passes: dict[int, list[tuple[int, Tensor, Tensor]]] = {}
     for held in held_back:
         may_fold = held.may_sum and held.leaf.grad is None
         if may_fold and all(gradient.layout is torch.strided for _, gradient in held.gradients):
             held.gradients[:] = _folded(held.gradients)
-        for micro_batch, gradient in held.gradients:
-            passes.setdefault(micro_batch, []).append((held.leaf, gradient))
+        for (micro_batch, position), gradient in held.gradients:
+            passes.setdefault(micro_batch, []).append((position, held.leaf, gradient))
         held.gradients.clear()
     for number in sorted(passes):
-        leaves, gradients = zip(*passes.pop(number), strict=True)
-        torch.autograd.backward(leaves, gradients)
+        _, leaves, gradients = zip(*sorted(passes.pop(number), key=itemgetter(0)), strict=True)
+        torch.autograd.backward(targets_of(leaves), gradients)
 
 
-def _folded(gradients: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
+def _in_order(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Returns aliases of leaves, from which autograd reaches the leaves in this order: the latest node comes first."""
+    with torch.enable_grad():
+        return [torch.ops.aten.alias(leaf) for leaf in reversed(leaves)][::-1]
+
+
+def _has_memory(gradient: Tensor) -> bool:
+    return type(gradient) is Tensor and gradient.layout is torch.strided and gradient.numel() > 0
+
+
+def _span(gradient: Tensor) -> tuple[str, int, int]:
+    """Returns a gradient's device, and the addresses of its first byte and of the one behind its last."""
+    last = sum((size - 1) * stride for size, stride in zip(gradient.shape, gradient.stride(), strict=True))
+    begin = gradient.data_ptr()
+    return str(gradient.device), begin, begin + (last + 1) * gradient.element_size()
+
+
+def _check_apart(gradients: Iterable[Tensor]) -> None:
+    """Raises AccumulationError if two gradients share memory, so that adding to one would change the other."""
+    spans = sorted(map(_span, filter(_has_memory, gradients)))
+    if any(one == other and end > begin for (one, _, end), (other, begin, _) in pairwise(spans)):
+        raise AccumulationError(
+            "the .grad of two parameters share memory, so a block can't add to one without changing the other: set "
+            "them to None before the block"
+        )
+
+
+def _folded(gradients: list[tuple[Order, Tensor]]) -> list[tuple[Order, Tensor]]:
     if not gradients:
         return []
     (_, total), *others = gradients
     for _, gradient in others:
         total = total + gradient
-    return [(0, total)]
+    return [((0, 0), total)]
 
 
 def _is_like(one: Tensor, other: Tensor) -> bool:

@@ -16,6 +16,8 @@ NOTE [Parts]
 5. The tail runs later than in a loop without a block, and how much later can differ between ranks. So it must not
    communicate with other ranks, or their collectives would mismatch. A custom function, a hook or a parameter that is a
    tensor subclass may do that.
+6. Where a tensor that the tail has saved is written to meanwhile, its version counter shows it. That of a batch norm's
+   running statistics does not change, so a batch norm in eval mode must not be part of a tail.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
@@ -30,7 +32,7 @@ from backhaul._forward.graft import GraftEdges, graft_edges, is_own_node
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.torch_internals.data_parallel import is_sink
 from backhaul_runtime.torch_internals.graph_uses import is_custom
-from backhaul_runtime.torch_internals.private import leaf_of, sequence_number
+from backhaul_runtime.torch_internals.private import leaf_of, reads_running_statistics, sequence_number
 
 Target = tuple[Node, int]
 """A node and the number of one of its inputs in backward: where a gradient is summed up."""
@@ -66,9 +68,10 @@ class Parts:
         shared: Leaves that the head contributes to, and the run or the tail as well.
         roots: Targets of the tail that the run contributes to, other than leaves.
         tail: Leaves that the tail contributes to.
-        leaves: All leaves that the loss leads to, by their target.
+        leaves: All leaves that the loss leads to, by their target, in the order in which autograd completes their
+            gradients.
         frames: The frames of all segments that the loss leads to.
-        has_custom: Whether the loss leads to custom autograd functions other than ours.
+        may_reuse: Whether the graph has hooks or custom functions, which may write to gradients that they returned.
     """
 
     run: Sequence[RunSegment]
@@ -80,7 +83,7 @@ class Parts:
     tail: Sequence[Target]
     leaves: dict[Target, Tensor]
     frames: Sequence[Frame]
-    has_custom: bool
+    may_reuse: bool
 
     def undivided(self, reason: str) -> "Parts":
         """Returns the same graph as one head, because of a reason."""
@@ -97,7 +100,7 @@ def divide(loss: Tensor, hooked: Set[Node], since: int) -> Parts:
     """
     assert loss.grad_fn is not None
     everything = _reached([loss.grad_fn])
-    leaves = {(node, 0): leaf for node in everything if (leaf := leaf_of(node)) is not None}
+    leaves = _leaves(everything)
     segments = {edges.target[0]: edges for node in everything if (edges := graft_edges(node)) is not None}
     frames = [edges.frame for edges in segments.values()]
     run, reason = _run(segments)
@@ -106,7 +109,7 @@ def divide(loss: Tensor, hooked: Set[Node], since: int) -> Parts:
             return _parts(loss.grad_fn, everything, leaves, run, frames, hooked, since)
         except Refusal as refusal:
             reason = refusal.reason
-    return Parts((), reason, list(leaves), (), (), (), (), leaves, frames, _has_custom(everything))
+    return Parts((), reason, list(leaves), (), (), (), (), leaves, frames, _may_reuse(everything, hooked, since))
 
 
 def _parts(
@@ -136,6 +139,10 @@ def _parts(
     # Autograd calls a tensor's hooks where a gradient ends and where one begins: twice where the head is interrupted.
     if any(node in sides and (node in hooked or sequence_number(node) < since) for node, _ in crossing):
         raise Refusal("a tensor computed from a parameter of a segment has a hook, or was made before the block")
+    if any(map(reads_running_statistics, below)):
+        raise Refusal(
+            "a batch norm before the last segments is in eval mode, and another call may change what it reads"
+        )
     if _has_ranks() and any(node in hooked or _may_communicate(node) for node in below):
         raise Refusal(
             "in distributed training a custom function, a hook or a tensor subclass before the last segments may "
@@ -159,12 +166,27 @@ def _parts(
         tail=[target for target in {target for _, target in by_part[2]} if target in leaves],
         leaves=leaves,
         frames=frames,
-        has_custom=_has_custom(everything),
+        may_reuse=_may_reuse(everything, hooked, since),
     )
 
 
-def _has_custom(nodes: Iterable[Node]) -> bool:
-    return any(is_custom(node) and not is_own_node(node) for node in nodes)
+def _leaves(everything: Set[Node]) -> dict[Target, Tensor]:
+    """Returns the leaves by their target, in autograd's order: after the last node that contributes to each."""
+    leaves = {(node, 0): leaf for node in everything if (leaf := leaf_of(node)) is not None}
+    last: dict[Target, tuple[int, int]] = {}
+    for node in everything:
+        for index, target in enumerate(node.next_functions):
+            if target in leaves:
+                after = -sequence_number(node), index
+                last[target] = max(after, last.get(target, after))
+    return {target: leaves[target] for target in sorted(last, key=last.__getitem__)}
+
+
+def _may_reuse(nodes: Iterable[Node], hooked: Set[Node], since: int) -> bool:
+    """Whether nodes have hooks or are custom functions. Hooks from before the block are not known."""
+    return any(
+        node in hooked or (is_custom(node) and not is_own_node(node)) or sequence_number(node) < since for node in nodes
+    )
 
 
 def _has_ranks() -> bool:

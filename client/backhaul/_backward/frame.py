@@ -62,14 +62,14 @@ class RemoteAnswer(NamedTuple):
         saved: The digests of what the replay saved.
         contributions: The contributions, in order. Those that were not sent are None.
         stored: The gradients of sources that the worker stores for the backwards of predecessors, by source.
-        commit: Call it once the value check has passed. Returns the sources whose gradients stay on the worker, which
-            count only after that call.
+        commit: Call it once the value check has passed, with the number of the block's round. Returns the sources whose
+            gradients stay on the worker, which count only after that call.
     """
 
     saved: Recomputed
     contributions: list[Contribution]
     stored: Mapping[int, StoredGradient]
-    commit: Callable[[], set[int]]
+    commit: Callable[[int], set[int]]
 
 
 class RemoteGradients(NamedTuple):
@@ -265,6 +265,7 @@ class Frame:
         summed: Set[int] | None = None,
         unsent: Collection[int] = (),
         upcoming: Sequence[int] | None = None,
+        round_number: int = 0,
     ) -> RemoteGradients:
         """Runs the segment's backward on its worker and checks the values. Any thread may call it, one at a time.
 
@@ -275,6 +276,7 @@ class Frame:
             summed: Sources whose contributions the worker may add up; None for those that nothing else can have used.
             unsent: Sources whose gradients only the backwards of predecessors on the same worker need.
             upcoming: Numbers of the segments that will be requested next, as in `RemoteSegment.backward`.
+            round_number: The round to which gradients that stay on the worker belong, see NOTE [Uncollected].
 
         Raises:
             BackhaulError: One of `RECOVERABLE`. Nothing was kept. Pass it to `lost`.
@@ -286,7 +288,7 @@ class Frame:
             gradients, state, summed, self._due(), kept, summed & set(unsent), upcoming, checks_bytes=checks_bytes
         )
         self._check(remote, answer.saved)
-        return RemoteGradients(answer.contributions, answer.commit(), answer.stored)
+        return RemoteGradients(answer.contributions, answer.commit(round_number), answer.stored)
 
     def _ways_by_number(self, ways: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Returns `ways` by source or output, see `Contribution.source`."""

@@ -142,7 +142,8 @@ def _run_segment(
         return fn(*args, **kwargs)
     began = perf_counter()
     name = name_of(fn)
-    if options.contexts is None and destination.keeps_activations(name):
+    # A checkpoint of torch around this call would run it again, perhaps outside the trainer's share.
+    if options.contexts is None and top_saved_tensor_hooks(True) is None and destination.keeps_activations(name):
         return fn(*args, **kwargs)
     log = CallLog(destination.journal.log(name), destination.telemetry)
     arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

@@ -8,6 +8,8 @@ NOTE [Uncollected]
 3. Gradients that cannot be collected are lost, and an error says so, because a part of a gradient is a wrong gradient.
    A collection ends its round in any case, so that nothing of it can arrive later.
 4. A parameter is named by its id, and kept alive while that name is in use.
+5. Each block has a round of its own. A thread of a block that was interrupted may still ask the worker when the next
+   block has begun. What the worker keeps for it must not count there, so a commit names the round of its block.
 """
 
 import threading
@@ -47,8 +49,18 @@ class UncollectedGradients:
         """Whether there are gradients to collect."""
         return bool(self._parameters)
 
+    def begin(self) -> int:
+        """Begins the round of a block, and returns its number. The round before ends without being collected."""
+        with self._lock:
+            self._abandon()
+            return self._round
+
     def commit(
-        self, worker_session: WorkerSession, key: segment_pb2.OperationKey, parameters: Iterable[Tensor]
+        self,
+        worker_session: WorkerSession,
+        key: segment_pb2.OperationKey,
+        parameters: Iterable[Tensor],
+        round_number: int,
     ) -> None:
         """Commits the gradients that a worker kept in a backward. The commit is sent with the next release.
 
@@ -56,8 +68,14 @@ class UncollectedGradients:
             worker_session: The worker session that keeps the gradients.
             key: The key of the backward request.
             parameters: The parameters whose gradients the worker kept.
+            round_number: The round of the block that asked.
+
+        Raises:
+            WorkerLostError: The round has ended, and nothing is committed (Rule 5).
         """
         with self._lock:
+            if round_number != self._round:
+                raise WorkerLostError("the block that asked for these gradients has ended", status="LOST")
             self._abandoned_on = None  # the commit itself begins a later round
             self._is_lost |= self._worker_session is not None and self._worker_session is not worker_session
             self._worker_session = worker_session
@@ -80,17 +98,18 @@ class UncollectedGradients:
                 last = commits.first + len(commits.backwards) - 1
                 del self._untaken[: max(0, last - (self._count - len(self._untaken)))]
 
-    def collect(self, count: Callable[[int], None]) -> list[tuple[Tensor, Tensor]]:
-        """Collects all gradients. Returns the parameters, each with the sum to add to its gradient.
+    def collect(self, round_number: int, count: Callable[[int], None]) -> list[tuple[Tensor, Tensor]]:
+        """Collects the gradients of a round, and ends it. Returns the parameters, each with its sum.
 
         Args:
+            round_number: The round of the block that asks. There is nothing to collect of one that has ended.
             count: Called with the number of received bytes.
 
         Raises:
             BackhaulError: The worker was lost with its gradients.
         """
         with self._lock:
-            if not self:
+            if not self or round_number != self._round:
                 return []
             try:
                 sums = self._collected(count)
@@ -103,9 +122,12 @@ class UncollectedGradients:
     def abandon(self) -> None:
         """Ends the round without collecting it. The worker frees its sums with the next release."""
         with self._lock:
-            if self:
-                self._abandoned_on = self._worker_session
-                self._end_round()
+            self._abandon()
+
+    def _abandon(self) -> None:
+        if self:
+            self._abandoned_on = self._worker_session
+        self._end_round()
 
     def forked(self) -> None:
         """Resets the state in the child of a fork, where the thread that holds the lock may not exist."""

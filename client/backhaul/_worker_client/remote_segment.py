@@ -207,9 +207,10 @@ class SavedSegment:
         self._uploader.learn(self.worker_session, received)
         stored = self._chained(result)
 
-        def commit() -> set[int]:
+        def commit(round_number: int) -> set[int]:
             if sources:
-                self._uploader.uncollected.commit(self.worker_session, key, [kept[source] for source in sources])
+                parameters = [kept[source] for source in sources]
+                self._uploader.uncollected.commit(self.worker_session, key, parameters, round_number)
             return sources
 
         return RemoteAnswer(_recomputed(result), contributions, stored, commit)

@@ -40,6 +40,9 @@ class PreDispatchMode(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         return False  # otherwise torch imports its compiler at the first op
 
     def __enter__(self) -> Self:
+        stale = _stack.get(_OURS)
+        if isinstance(stale, PreDispatchMode):  # Ctrl-C has kept it from being left
+            stale.__exit__(None, None, None)
         self._dispatcher = torch._C._EnablePythonDispatcher()
         self._dispatcher.__enter__()
         # Not torch's __enter__: it notes in a variable of the process which modes are entered (Rule 3).

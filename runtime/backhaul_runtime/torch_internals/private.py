@@ -5,7 +5,8 @@ only this folder has to change. The functions take and return torch's own object
 that the recorder calls for every tensor of every op are `attrgetter` or `methodcaller`, which run no Python code.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter, methodcaller
 from typing import Any
@@ -134,6 +135,19 @@ def without_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for registered, present in hooks:
             registered.update(present)
+
+
+def reads_running_statistics(node: Node) -> bool:
+    """Whether a node needs the running statistics of a batch norm in eval mode, whose updates change no version."""
+    return "BatchNorm" in node.name() and not getattr(node, "_saved_training", True)
+
+
+_REFERENCES_IN_CALL = 2  # of the sequence, and of the argument
+
+
+def is_referred_to(tensors: Sequence[Any], index: int) -> bool:
+    """Whether anything but this sequence refers to one of its tensors. Autograd asks so before it takes a gradient."""
+    return sys.getrefcount(tensors[index]) > _REFERENCES_IN_CALL or tensors[index]._use_count() > 1
 
 
 saved_alpha: Callable[[Any], Any] = attrgetter("_saved_alpha")
