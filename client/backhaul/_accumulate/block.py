@@ -17,56 +17,46 @@ NOTE [Deferred]
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node
 from torch.nn.parallel import DistributedDataParallel
 
 from backhaul._accumulate.gradients import HeldGradients
 from backhaul._accumulate.graph_parts import Parts, RunSegment, Target, divide, leaves_of
+from backhaul._accumulate.micro_batch import (
+    MicroBatch,
+    computed_again,
+    differentiated,
+    fold,
+    on_trainer,
+    only_contributions,
+    plus,
+    recovered,
+    size_bytes_of,
+    under,
+    uploader_of,
+)
 from backhaul._accumulate.reductions import Reductions, note_use
-from backhaul._backward.frame import RECOVERABLE, Frame, StoredGradient
+from backhaul._backward.frame import RECOVERABLE, Frame
 from backhaul._observe.report import BlockReport, Decision, Helper, SegmentLog
 from backhaul._worker_client.remote_segment import SavedSegment
 from backhaul._worker_client.uploader import Uploader
 from backhaul_runtime.errors import AccumulationError, BackhaulError
-from backhaul_runtime.replay.replay import Contribution
 from backhaul_runtime.torch_internals import ambient_state
-from backhaul_runtime.torch_internals.private import is_referred_to, next_sequence_number, without_hooks
+from backhaul_runtime.torch_internals.private import next_sequence_number, without_hooks
 
 MOST_UPCOMING = 32
 """The number of its next segments that a worker is told, which it replays ahead in this order."""
 
 Sums = list[tuple[Tensor, Tensor]]
 """Parameters with the sums of the gradients that a worker has kept."""
-
-
-@dataclass(slots=True, eq=False)
-class _MicroBatch:
-    number: int
-    trainers_segments: int  # also those whose activations the trainer keeps
-    parts: Parts
-    state: ambient_state.State
-    stream: torch.cuda.Stream | None  # on which the head was computed; None on a CPU
-    sums: dict[Target, Tensor]  # the folds so far, by where they arrive
-    size_bytes: int  # of what the trainer keeps for it
-    segments_left: list[RunSegment] = field(default_factory=list)
-    kept: list[tuple[Uploader, dict[int, Tensor]]] = field(default_factory=list)  # per segment done: what stayed where
-    first_gradient: Tensor | None = None  # with which the run began
-    stored: StoredGradient | None = None  # the gradient of the next segment, if only its worker has it
-    last_gradient: tuple[int, Tensor] | None = None  # the last one that the trainer had, with the segment's position
-    ended: "Future[None] | None" = None  # the last part of the run that was queued
-    is_stopped: bool = False
-    error: Exception | None = None
 
 
 class AccumulationBlock:
@@ -122,8 +112,8 @@ class AccumulationBlock:
         self._collecting: dict[Uploader, Future[Sums]] = {}
         self._stream: torch.cuda.Stream | None = None  # of the last micro-batch
         self._failed: set[Uploader] = set()
-        self._open: list[_MicroBatch] = []
-        self._finished: list[_MicroBatch] = []  # those of which a worker keeps gradients
+        self._open: list[MicroBatch] = []
+        self._finished: list[MicroBatch] = []  # those of which a worker keeps gradients
         self._is_open = True
         self.is_working = self._has_failed = False
         self.micro_batches = self.trainers_segments = self.most_held_bytes = 0
@@ -208,10 +198,10 @@ class AccumulationBlock:
         on_workers = sum(frame.remote is not None for frame in parts.frames)
         started = perf_counter()
         sums = self._head(loss, parts)
-        state, size_bytes = ambient_state.capture(), _size_bytes(parts, sums, kept)
+        state, size_bytes = ambient_state.capture(), size_bytes_of(parts, sums, kept)
         own = kept + len(parts.frames) - on_workers
         self._chain = max(self._chain, kept + len(parts.frames))
-        micro_batch = _MicroBatch(self.micro_batches, own, parts, state, stream, sums, size_bytes)
+        micro_batch = MicroBatch(self.micro_batches, own, parts, state, stream, sums, size_bytes)
         if parts.run:
             for segment in parts.run:
                 segment.frame.check_backward()
@@ -303,9 +293,9 @@ class AccumulationBlock:
         """Differentiates the head. Returns what it contributes to leaves, and to the run."""
         leaves = parts.leaves.values()
         with without_hooks(leaves), self._reductions.ordering(leaves) if not parts.run else nullcontext():
-            sums = _gradients([loss], None, parts.head, parts)
+            sums = differentiated([loss], None, parts.head, parts)
             if sides := [target for target in parts.sides if target in sums]:
-                sums |= _gradients(
+                sums |= differentiated(
                     [GradientEdge(*target) for target in sides],
                     [sums.pop(target) for target in sides],
                     parts.shared,
@@ -325,12 +315,12 @@ class AccumulationBlock:
         elsewhere = {*parts.head, *parts.shared, *parts.tail}
         for target, leaf in parts.leaves.items():
             segments = segments_of.get(target, set()) if target not in elsewhere else set()
-            uploader = _uploader(segments.pop()) if len(segments) == 1 else None
+            uploader = uploader_of(segments.pop()) if len(segments) == 1 else None
             self._gradients.plan(leaf, uploader, self.micro_batches)
 
-    def _submit(self, micro_batch: _MicroBatch) -> None:
+    def _submit(self, micro_batch: MicroBatch) -> None:
         """Queues the run. Each worker's thread gets its parts of runs in the order of the micro-batches (Rule 3)."""
-        for uploader, segments in itertools.groupby(micro_batch.parts.run, _uploader):
+        for uploader, segments in itertools.groupby(micro_batch.parts.run, uploader_of):
             if uploader is None or uploader in self._failed:
                 self._gradients.stop_keeping()
                 return
@@ -344,9 +334,7 @@ class AccumulationBlock:
                 self._gradients.stop_keeping()
                 return
 
-    def _run(
-        self, micro_batch: _MicroBatch, uploader: Uploader, segments: int, previous: "Future[None] | None"
-    ) -> None:
+    def _run(self, micro_batch: MicroBatch, uploader: Uploader, segments: int, previous: "Future[None] | None") -> None:
         """Asks a worker for the next segments of a run. The worker's thread runs it, after the part before it."""
         if previous is not None:
             wait([previous])
@@ -363,7 +351,7 @@ class AccumulationBlock:
             self._failed.add(uploader)
             self._gradients.stop_keeping()
 
-    def _ask(self, micro_batch: _MicroBatch, segment: RunSegment, uploader: Uploader) -> None:
+    def _ask(self, micro_batch: MicroBatch, segment: RunSegment, uploader: Uploader) -> None:
         frame = segment.frame
         gradient = micro_batch.stored or micro_batch.sums.get(segment.target)
         if gradient is None:  # no gradient reaches the segment, so none leaves it
@@ -379,7 +367,7 @@ class AccumulationBlock:
             if target in leaves and self._gradients.may_stay(leaves[target], uploader, micro_batch.number)
         }
         following = self._following(micro_batch, segment)
-        summed = _only_contributions(micro_batch, segment, due)
+        summed = only_contributions(micro_batch, segment, due)
         unsent = {due[index] for index, target in segment.contributions if target == following} & summed
         started = perf_counter()
         answer = frame.remote_gradients(
@@ -398,26 +386,26 @@ class AccumulationBlock:
             self._gradients.stayed(leaf, is_kept=source in answer.kept)
         micro_batch.segments_left.pop(0)
         micro_batch.kept.append((uploader, kept))
-        _fold(micro_batch.sums, segment, answer.contributions)
+        fold(micro_batch.sums, segment, answer.contributions)
         if len(unsent) == 1 and following not in micro_batch.sums:
             micro_batch.stored = answer.stored.get(*unsent)
         # Not only what the run took: while requests wait for it, the worker also does what surrounds its runs.
         self.busy_s.setdefault(uploader, []).append(perf_counter() - started)
 
-    def _upcoming(self, micro_batch: _MicroBatch, uploader: Uploader) -> list[int]:
+    def _upcoming(self, micro_batch: MicroBatch, uploader: Uploader) -> list[int]:
         """Returns the numbers of the segments that a worker is asked for after the next one."""
         _, *rest = micro_batch.segments_left
         later = [other for other in self._open if other.number > micro_batch.number]
         segments = itertools.chain(rest, *(other.segments_left for other in later))
-        remotes = (segment.frame.remote for segment in segments if _uploader(segment) is uploader)
+        remotes = (segment.frame.remote for segment in segments if uploader_of(segment) is uploader)
         return [
             remote.number for remote in itertools.islice(remotes, MOST_UPCOMING) if isinstance(remote, SavedSegment)
         ]
 
-    def _following(self, micro_batch: _MicroBatch, segment: RunSegment) -> Target | None:
+    def _following(self, micro_batch: MicroBatch, segment: RunSegment) -> Target | None:
         """Returns where the gradient of the run's next segment is summed up, if only the same worker needs it."""
         _, *later = micro_batch.segments_left
-        if not later or _uploader(later[0]) is not _uploader(segment) or later[0].target in micro_batch.sums:
+        if not later or uploader_of(later[0]) is not uploader_of(segment) or later[0].target in micro_batch.sums:
             return None
         return later[0].target
 
@@ -438,17 +426,17 @@ class AccumulationBlock:
             self._collect()
         done = len(parts.run) - len(micro_batch.segments_left)
         if micro_batch.stored is not None:
-            sums |= _recovered(micro_batch, done)
+            sums |= recovered(micro_batch, done)
             micro_batch.stored = None
         for segment in micro_batch.segments_left:
             gradient = sums.get(segment.target)
             if gradient is not None:
-                _fold(sums, segment, _on_trainer(segment, gradient, micro_batch.state))
+                fold(sums, segment, on_trainer(segment, gradient, micro_batch.state))
         micro_batch.segments_left.clear()
         for segment in parts.run[:done]:
             segment.frame.release_remote()
         started = perf_counter()
-        with _under(micro_batch.state):
+        with under(micro_batch.state):
             self._tail(parts, sums)
         if parts.run:
             self.trainers_s += perf_counter() - started
@@ -481,7 +469,7 @@ class AccumulationBlock:
         roots += [target for target in parts.tail if target in sums]
         edges = [GradientEdge(*target) for target in roots]
         with without_hooks(parts.leaves.values()):
-            sums |= _gradients(edges, [sums.pop(target) for target in roots], parts.tail, parts)
+            sums |= differentiated(edges, [sums.pop(target) for target in roots], parts.tail, parts)
 
     def _collected(self, uploader: Uploader) -> Sums:
         with torch.cuda.stream(self._stream):  # a worker's thread has another one, which nothing would wait for
@@ -508,150 +496,9 @@ class AccumulationBlock:
             self._gradients.stop_keeping()
             sums_again: dict[int, Tensor] = {}
             for micro_batch in sorted(keeping, key=lambda micro_batch: micro_batch.number):
-                for parameter, gradient in _computed_again(micro_batch, lost):
-                    sums_again[id(parameter)] = _plus(sums_again.get(id(parameter)), gradient)
+                for parameter, gradient in computed_again(micro_batch, lost):
+                    sums_again[id(parameter)] = plus(sums_again.get(id(parameter)), gradient)
             self._gradients.put_first(sums_again)
         for micro_batch in keeping:
             micro_batch.kept = [(uploader, {}) for uploader, _ in micro_batch.kept]
         self._finished.clear()
-
-
-def _gradients(
-    outputs: Sequence[Tensor] | Sequence[GradientEdge],
-    gradients: Sequence[Tensor] | None,
-    targets: Sequence[Target],
-    parts: Parts,
-) -> dict[Target, Tensor]:
-    """Differentiates outputs down to targets. Returns the gradients that reach any, to which nothing else refers.
-
-    Args:
-        outputs: The outputs, or edges that lead to them.
-        gradients: The gradients of the outputs; None for a loss.
-        targets: Where the gradients are taken.
-        parts: The graph that they belong to.
-    """
-    if gradients is not None and len(gradients) == 1:  # torch's hooks over several tensors overlook a lone root
-        other = gradients[0].new_zeros(()).requires_grad_()
-        outputs, gradients = [*outputs, get_gradient_edge(other)], [*gradients, other.detach()]
-    register: Callable[[Tensor, Callable[[Tensor], Tensor]], Any] = Tensor.register_hook
-    leaves = [parts.leaves[target] for target in targets if target in parts.leaves] if parts.may_reuse else []
-    hooks = [register(leaf, torch.clone) for leaf in leaves]  # before the same memory is written to for another leaf
-    try:
-        edges = [GradientEdge(*target) for target in targets]
-        reached = torch.autograd.grad(outputs, edges, gradients, allow_unused=True)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    owned = dict[Target, Tensor]()
-    for index, target in enumerate(targets):
-        if reached[index] is not None:
-            # That of anything but a leaf may be a view of memory that a hook writes to again.
-            is_shared = target not in parts.leaves or is_referred_to(reached, index)
-            owned[target] = reached[index].clone() if is_shared else reached[index]
-    return owned
-
-
-def _size_bytes(parts: Parts, sums: Mapping[Target, Tensor], kept: int) -> int:
-    """Returns the bytes that the trainer keeps for a micro-batch until it is finished.
-
-    Args:
-        parts: The graph of the micro-batch, divided.
-        sums: The gradients that the head contributes.
-        kept: The number of segments whose activations it keeps, about as many as the others would.
-    """
-    sources = [source for frame in parts.frames for source in frame.call.recording.sources if not source.is_leaf]
-    inputs = {id(source.kept_value): source.layout.span_bytes for source in sources if source.kept_value is not None}
-    keeping = kept * max((frame.call.log.saved_bytes for frame in parts.frames), default=0)
-    return sum(inputs.values()) + sum(g.numel() * g.element_size() for g in sums.values()) + keeping
-
-
-def _only_contributions(micro_batch: _MicroBatch, segment: RunSegment, due: Sequence[int]) -> set[int]:
-    """Returns the outputs of earlier segments whose gradients get no contributions before those of this segment.
-
-    These contributions can be summed beforehand, because (a + b) + c is what autograd computes.
-
-    Args:
-        micro_batch: The micro-batch with the gradients so far.
-        segment: The next segment of its run.
-        due: The source of each contribution.
-    """
-    sources: dict[Target, set[int]] = {}
-    targets: dict[int, set[Target]] = {}
-    for index, target in segment.contributions:
-        sources.setdefault(target, set()).add(due[index])
-        targets.setdefault(due[index], set()).add(target)
-    known = micro_batch.sums.keys() | micro_batch.parts.leaves.keys()
-    return {
-        source
-        for source in targets.keys() & segment.frame.consumers.watched
-        for target, *others in [targets[source]]
-        if not others and target not in known and len(sources[target]) == 1
-    }
-
-
-def _uploader(segment: RunSegment) -> Uploader | None:
-    """Returns the uploader of the worker that stores a segment."""
-    remote = segment.frame.remote
-    return remote.uploader if isinstance(remote, SavedSegment) else None
-
-
-@contextmanager
-def _under(state: ambient_state.State) -> Iterator[None]:
-    """Runs under the ambient settings of a micro-batch's own `backward`."""
-    with ambient_state.restored():
-        ambient_state.apply(state, ambient_state.capture())
-        yield
-
-
-def _on_trainer(segment: RunSegment, gradient: Tensor, state: ambient_state.State) -> list[Contribution]:
-    with torch.no_grad(), _under(state):  # as autograd runs backward
-        return segment.frame.gradients({0: gradient}, {})
-
-
-def _plus(total: Tensor | None, gradient: Tensor) -> Tensor:
-    """Adds as autograd does, which puts a sparse gradient second."""
-    if total is None:
-        return gradient
-    return gradient + total if total.is_sparse and not gradient.is_sparse else total + gradient
-
-
-def _fold(sums: dict[Target, Tensor], segment: RunSegment, contributions: Sequence[Contribution]) -> None:
-    """Adds a segment's contributions to the gradients that they belong to, in autograd's order."""
-    sums.pop(segment.target, None)
-    for index, target in segment.contributions:
-        gradient = contributions[index].gradient
-        if gradient is not None:
-            sums[target] = _plus(sums.get(target), gradient)
-
-
-def _recovered(micro_batch: _MicroBatch, done: int) -> dict[Target, Tensor]:
-    """Computes the gradient with which a run goes on, which only a lost worker had. `done` segments had ended."""
-    assert micro_batch.last_gradient is not None
-    position, gradient = micro_batch.last_gradient
-    run = micro_batch.parts.run
-    for segment, following in pairwise(run[position : done + 1]):
-        sums: dict[Target, Tensor] = {}
-        _fold(sums, segment, _on_trainer(segment, gradient, micro_batch.state))
-        gradient = sums[following.target]
-    return {run[done].target: gradient}
-
-
-def _computed_again(micro_batch: _MicroBatch, lost: Set[Uploader]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields the parameters whose gradients lost workers have kept of a micro-batch, with these gradients."""
-    sums: dict[Target, Tensor] = {}
-    if micro_batch.first_gradient is not None:
-        sums[micro_batch.parts.run[0].target] = micro_batch.first_gradient
-    last = max(
-        (number for number, (uploader, kept) in enumerate(micro_batch.kept) if kept and uploader in lost), default=-1
-    )
-    for segment, (uploader, kept) in zip(micro_batch.parts.run[: last + 1], micro_batch.kept, strict=False):
-        gradient = sums.get(segment.target)
-        if gradient is None:
-            continue
-        _fold(sums, segment, _on_trainer(segment, gradient, micro_batch.state))
-        if uploader in lost:
-            wanted = {id(parameter): parameter for parameter in kept.values()}
-            for target in {target for _, target in segment.contributions}:
-                leaf = micro_batch.parts.leaves.get(target)
-                if leaf is not None and id(leaf) in wanted:
-                    yield leaf, sums[target]

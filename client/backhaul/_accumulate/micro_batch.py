@@ -1,0 +1,233 @@
+"""The gradients of one micro-batch in an accumulation block: how they are computed, folded, and computed again."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from backhaul._accumulate.graph_parts import Parts, RunSegment, Target
+from backhaul._backward.frame import StoredGradient
+from backhaul._worker_client.remote_segment import SavedSegment
+from backhaul._worker_client.uploader import Uploader
+from backhaul_runtime.replay.replay import Contribution
+from backhaul_runtime.torch_internals import ambient_state
+from backhaul_runtime.torch_internals.private import is_referred_to
+
+
+@dataclass(slots=True, eq=False)
+class MicroBatch:
+    """A micro-batch whose gradients are not complete yet. `segments_left` and what follows belong to its run's threads.
+
+    Attributes:
+        number: The number of the micro-batch in its block, from 1.
+        trainers_segments: The number of its segments that the trainer computes, also those whose activations it keeps.
+        parts: The divided graph of its loss.
+        state: The ambient settings under which its backward runs.
+        stream: The stream on which the head was computed; None on a CPU.
+        sums: The folds so far, by where they arrive.
+        size_bytes: The bytes that the trainer keeps for it.
+        segments_left: The segments of the run whose backward has not ended.
+        kept: For each segment that is done, the worker and what stayed there, by source.
+        first_gradient: The gradient with which the run began.
+        stored: The gradient of the next segment, if only its worker has it.
+        last_gradient: The last gradient that the trainer had, with the position of its segment in the run.
+        ended: The last part of the run that was queued.
+        is_stopped: Whether the rest of the run is left to the trainer.
+        error: Why a part of the run has failed.
+    """
+
+    number: int
+    trainers_segments: int
+    parts: Parts
+    state: ambient_state.State
+    stream: torch.cuda.Stream | None
+    sums: dict[Target, Tensor]
+    size_bytes: int
+    segments_left: list[RunSegment] = field(default_factory=list)
+    kept: list[tuple[Uploader, dict[int, Tensor]]] = field(default_factory=list)
+    first_gradient: Tensor | None = None
+    stored: StoredGradient | None = None
+    last_gradient: tuple[int, Tensor] | None = None
+    ended: "Future[None] | None" = None
+    is_stopped: bool = False
+    error: Exception | None = None
+
+
+def differentiated(
+    outputs: Sequence[Tensor] | Sequence[GradientEdge],
+    gradients: Sequence[Tensor] | None,
+    targets: Sequence[Target],
+    parts: Parts,
+) -> dict[Target, Tensor]:
+    """Differentiates outputs down to targets. Returns the gradients that reach any, to which nothing else refers.
+
+    Args:
+        outputs: The outputs, or edges that lead to them.
+        gradients: The gradients of the outputs; None for a loss.
+        targets: Where the gradients are taken.
+        parts: The graph that they belong to.
+    """
+    if gradients is not None and len(gradients) == 1:  # torch's hooks over several tensors overlook a lone root
+        other = gradients[0].new_zeros(()).requires_grad_()
+        outputs, gradients = [*outputs, get_gradient_edge(other)], [*gradients, other.detach()]
+    register: Callable[[Tensor, Callable[[Tensor | None], Tensor | None]], Any] = Tensor.register_hook
+    leaves = [parts.leaves[target] for target in targets if target in parts.leaves] if parts.may_reuse else []
+    hooks = [register(leaf, _cloned) for leaf in leaves]  # before the same memory is written to for another leaf
+    try:
+        edges = [GradientEdge(*target) for target in targets]
+        reached = torch.autograd.grad(outputs, edges, gradients, allow_unused=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    owned = dict[Target, Tensor]()
+    for index, target in enumerate(targets):
+        if reached[index] is not None:
+            # That of anything but a leaf may be a view of memory that a hook writes to again.
+            is_shared = target not in parts.leaves or is_referred_to(reached, index)
+            owned[target] = reached[index].clone() if is_shared else reached[index]
+    return owned
+
+
+def _cloned(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.clone()
+
+
+def size_bytes_of(parts: Parts, sums: Mapping[Target, Tensor], kept: int) -> int:
+    """Returns the bytes that the trainer keeps for a micro-batch until it is finished.
+
+    Args:
+        parts: The graph of the micro-batch, divided.
+        sums: The gradients that the head contributes.
+        kept: The number of segments whose activations it keeps, about as many as the others would.
+    """
+    sources = [source for frame in parts.frames for source in frame.call.recording.sources if not source.is_leaf]
+    inputs = {id(source.kept_value): source.layout.span_bytes for source in sources if source.kept_value is not None}
+    keeping = kept * max((frame.call.log.saved_bytes for frame in parts.frames), default=0)
+    return sum(inputs.values()) + sum(g.numel() * g.element_size() for g in sums.values()) + keeping
+
+
+def only_contributions(micro_batch: MicroBatch, segment: RunSegment, due: Sequence[int]) -> set[int]:
+    """Returns the outputs of earlier segments whose gradients get no contributions before those of this segment.
+
+    These contributions can be summed beforehand, because (a + b) + c is what autograd computes.
+
+    Args:
+        micro_batch: The micro-batch with the gradients so far.
+        segment: The next segment of its run.
+        due: The source of each contribution.
+    """
+    sources: dict[Target, set[int]] = {}
+    targets: dict[int, set[Target]] = {}
+    for index, target in segment.contributions:
+        sources.setdefault(target, set()).add(due[index])
+        targets.setdefault(due[index], set()).add(target)
+    known = micro_batch.sums.keys() | micro_batch.parts.leaves.keys()
+    return {
+        source
+        for source in targets.keys() & segment.frame.consumers.watched
+        for target, *others in [targets[source]]
+        if not others and target not in known and len(sources[target]) == 1
+    }
+
+
+def uploader_of(segment: RunSegment) -> Uploader | None:
+    """Returns the uploader of the worker that stores a segment."""
+    remote = segment.frame.remote
+    return remote.uploader if isinstance(remote, SavedSegment) else None
+
+
+@contextmanager
+def under(state: ambient_state.State) -> Iterator[None]:
+    """Runs under the ambient settings of a micro-batch's own `backward`."""
+    with ambient_state.restored():
+        ambient_state.apply(state, ambient_state.capture())
+        yield
+
+
+def on_trainer(segment: RunSegment, gradient: Tensor, state: ambient_state.State) -> list[Contribution]:
+    """Runs the backward of a segment on the trainer, under the ambient settings of its micro-batch.
+
+    Args:
+        segment: The segment, which the trainer recomputes.
+        gradient: The gradient of its output.
+        state: The ambient settings.
+    """
+    with torch.no_grad(), under(state):  # as autograd runs backward
+        return segment.frame.gradients({0: gradient}, {})
+
+
+def plus(total: Tensor | None, gradient: Tensor) -> Tensor:
+    """Adds as autograd does, which puts a sparse gradient second."""
+    if total is None:
+        return gradient
+    return gradient + total if total.is_sparse and not gradient.is_sparse else total + gradient
+
+
+def fold(sums: dict[Target, Tensor], segment: RunSegment, contributions: Sequence[Contribution]) -> None:
+    """Adds a segment's contributions to the gradients that they belong to, in autograd's order.
+
+    Args:
+        sums: The gradients of a micro-batch so far, by where they arrive. That of the segment's output is taken out.
+        segment: The segment.
+        contributions: What its backward has returned.
+    """
+    sums.pop(segment.target, None)
+    for index, target in segment.contributions:
+        gradient = contributions[index].gradient
+        if gradient is not None:
+            sums[target] = plus(sums.get(target), gradient)
+
+
+def recovered(micro_batch: MicroBatch, done: int) -> dict[Target, Tensor]:
+    """Computes the gradient with which a run goes on, which only a lost worker had.
+
+    Args:
+        micro_batch: The micro-batch of the run.
+        done: The number of its segments whose backward has ended.
+
+    Returns:
+        The gradient, by where it arrives.
+    """
+    assert micro_batch.last_gradient is not None
+    position, gradient = micro_batch.last_gradient
+    run = micro_batch.parts.run
+    for segment, following in pairwise(run[position : done + 1]):
+        sums: dict[Target, Tensor] = {}
+        fold(sums, segment, on_trainer(segment, gradient, micro_batch.state))
+        gradient = sums[following.target]
+    return {run[done].target: gradient}
+
+
+def computed_again(micro_batch: MicroBatch, lost: Set[Uploader]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Computes the gradients again that lost workers have kept of a micro-batch.
+
+    Args:
+        micro_batch: The micro-batch.
+        lost: The uploaders of these workers.
+
+    Yields:
+        Each parameter with its gradient.
+    """
+    sums: dict[Target, Tensor] = {}
+    if micro_batch.first_gradient is not None:
+        sums[micro_batch.parts.run[0].target] = micro_batch.first_gradient
+    last = max(
+        (number for number, (uploader, kept) in enumerate(micro_batch.kept) if kept and uploader in lost), default=-1
+    )
+    for segment, (uploader, kept) in zip(micro_batch.parts.run[: last + 1], micro_batch.kept, strict=False):
+        gradient = sums.get(segment.target)
+        if gradient is None:
+            continue
+        fold(sums, segment, on_trainer(segment, gradient, micro_batch.state))
+        if uploader in lost:
+            wanted = {id(parameter): parameter for parameter in kept.values()}
+            for target in {target for _, target in segment.contributions}:
+                leaf = micro_batch.parts.leaves.get(target)
+                if leaf is not None and id(leaf) in wanted:
+                    yield leaf, sums[target]
