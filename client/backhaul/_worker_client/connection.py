@@ -56,8 +56,8 @@ FIRST_BACKOFF_S = 0.1
 LONGEST_BACKOFF_S = 5.0
 KEEP_INTERVAL_S = 1.0
 RECOVERY_S = 0.5
-NEAR_S = 0.001
-"""A shorter round trip to an address of this machine is a worker here, and not a tunnel or proxy to another machine."""
+NEAR_S = 0.005
+"""A call to an address of this machine that takes less is answered here, and not behind a tunnel to a distant one."""
 KEPT_COMPARISONS = 32
 LAST_RUN = 0.1
 """The part of a worker's speed that its last run determines."""
