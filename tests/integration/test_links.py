@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def stack(checkpoint: Checkpoint, model: nn.Module) -> tuple[Tensor, list[Tensor
 @pytest.fixture(scope="module")
 def expected() -> list[Tensor | None]:
     torch.set_num_threads(1)
-    return train(plainly, build, stack)
+    return train(plainly, build, stack, steps=1)
 
 
 @pytest.mark.slow
@@ -49,7 +50,7 @@ def test_the_bits_are_the_same(
     connections: int, returns: str, distant: DistantProxy, expected: list[Tensor | None]
 ) -> None:
     with counted() as passed, connected(distant.address, connections) as session:
-        assert differing(train(partial(session.checkpoint, returns=returns), build, stack), expected) == []
+        assert differing(train(partial(session.checkpoint, returns=returns), build, stack, steps=1), expected) == []
         assert session.report().fallbacks == 0
     assert (passed["PutStripes"] > 0, passed["GetStripes"] > 0) == (connections > 1, connections > 1)
 
@@ -77,10 +78,10 @@ def test_sums_of_an_accumulation_block_come_over_all_connections(distant: Distan
 
 
 def test_a_worker_on_this_machine_gets_one_connection(worker: WorkerProcess) -> None:
-    for options in ({}, OVER_TCP):
+    for options in (dict[str, Any](), OVER_TCP):
         with backhaul.connect(worker.address, **options) as session:
-            wait_until(lambda session=session: connection_of(session).lanes.choice.is_settled, "the choice is made")
-            assert connection_of(session).lanes.choice.count == 1
+            lanes = connection_of(session).lanes
+            assert (lanes.choice.count, lanes.choice.is_settled) == (1, True)
 
 
 @pytest.mark.slow

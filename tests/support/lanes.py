@@ -15,7 +15,7 @@ from backhaul_bench.counting_proxy import READ_BYTES, CountingProxy, shut
 from conftest import QUIET_S, wait_until
 from support.flips import on_every_channel
 
-OVER_TCP = {"shared_memory": False, "unix_socket": False}
+OVER_TCP: dict[str, Any] = {"shared_memory": False, "unix_socket": False}
 
 
 def connection_of(session: Session) -> Connection:
@@ -61,6 +61,7 @@ class LaneProxy(CountingProxy):
 
     def __init__(self, target: str) -> None:
         self.broken = 0
+        self._is_due: Any = None
         self._stalls = False
         self._over = threading.Event()
         super().__init__(target)
@@ -76,13 +77,7 @@ class LaneProxy(CountingProxy):
             passed[source] += size_bytes
             return passed[source] > after_bytes
 
-        self._is_due: Any = is_due
-
-    def disarm(self) -> None:
-        """Breaks nothing more."""
-        self._is_due = None
-
-    _is_due: Any = None
+        self._is_due = is_due
 
     def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
         index = self._sockets.index(source) - 1

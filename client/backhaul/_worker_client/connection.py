@@ -313,15 +313,17 @@ class Connection:
             self._wake.set()
 
     def recovered(self, worker_session: WorkerSession) -> bool:
-        """Returns whether a worker session continues after `trouble`.
+        """Returns whether a worker session continues after `trouble`, or after a lane broke.
 
-        Asks the worker once, for `RECOVERY_S` at most.
+        Asks the worker once, for `RECOVERY_S` at most. Without an answer the connection counts as down.
         """
         if self._worker_session is not worker_session or self._closed:
             return False
         try:
             self._ask(worker_session, RECOVERY_S)
-        except BackhaulError:
+        except BackhaulError as error:
+            self._down(error.message)
+            self._wake.set()
             return False
         self._up = True
         return True

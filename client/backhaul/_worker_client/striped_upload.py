@@ -7,13 +7,17 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from backhaul._worker_client.deadlines import LANE_LOST, LONGEST_S, Liveness, call_unary
+from backhaul._worker_client.deadlines import LANE_LOST, LONGEST_S, SLICE_S, Liveness, call_unary
 from backhaul._worker_client.lanes import Lane
 from backhaul_proto.v1 import tensor_pb2
 from backhaul_runtime.errors import BackhaulError, WorkerLostError
 from backhaul_runtime.wire.splicing import Batch, encode, encode_all
 from backhaul_runtime.wire.stripes import InTurns, stripes
 from backhaul_runtime.wire.tensor_stream import OutgoingTensor
+
+LANE_SILENCE = 0.5
+"""The part of `silence_s` without progress after which unfinished lanes count as stalled. It is less than 1, so that an
+upload is repeated before those who wait for it count the worker as silent."""
 
 
 class StripedUpload:
@@ -43,6 +47,7 @@ class StripedUpload:
         # Of this upload alone. Those of the whole connection would hide a stalled lane while other uploads progress.
         self._watch = Liveness(silence_s)
         self._calls: dict[Lane, Any] = {}
+        self._taken = self._taken_before = self._quiet_slices = 0
 
     def put(self, session: str, number: int, outgoing_tensors: Sequence[OutgoingTensor]) -> list[bytes]:
         """Sends tensors, and waits until the worker has them. Returns their addresses.
@@ -62,11 +67,6 @@ class StripedUpload:
                 self._begin(lane, self._counted(_messages(pieces, named)))
             answer = call_unary(self._method, self._counted(main), self._silence_s, self._watch, check=self._check)
             return list(answer.addresses)
-        except WorkerLostError as error:
-            unfinished = [lane for lane, call in self._calls.items() if not call.done()]
-            if error.status == "SILENT" and unfinished:
-                raise self._lost(unfinished) from error
-            raise
         finally:
             for call in self._calls.values():
                 call.cancel()  # has no effect on a call that has ended
@@ -79,14 +79,22 @@ class StripedUpload:
 
     def _counted(self, messages: Iterable[bytes]) -> Iterator[bytes]:
         for message in messages:
+            self._taken += 1  # a lost increment of another thread only delays the notice
             self._watch.sign()
             self._note(len(message))
             yield message
 
     def _check(self) -> None:
+        """Looks for lanes that have failed, every SLICE_S seconds."""
         failed = [lane for lane, call in self._calls.items() if call.done() and _has_failed(call)]
         if failed:
             raise self._lost(failed)
+        self._quiet_slices = self._quiet_slices + 1 if self._taken == self._taken_before else 0
+        self._taken_before = self._taken
+        if self._quiet_slices * SLICE_S >= LANE_SILENCE * self._silence_s:
+            unfinished = [lane for lane, call in self._calls.items() if not call.done()]
+            if unfinished:
+                raise self._lost(unfinished)
 
     def _lost(self, lanes: Sequence[Lane]) -> WorkerLostError:
         for lane in lanes:

@@ -13,7 +13,8 @@ NOTE [Stripes]
    the session. The call must show a token of the credential that opened the session.
 5. A message that a broken lane has taken is lost, and with it the transfer. The trainer gives up the lane, makes sure
    that the worker answers on the main connection, and repeats the transfer there without lanes.
-6. A stalled lane counts as broken when nothing of its transfer has moved for `silence_s`.
+6. A stalled lane counts as broken when nothing of its transfer has moved for the trainer's `silence_s`, or for half of
+   it in an upload.
 """
 
 import threading
