@@ -1,7 +1,11 @@
-"""A proxy that makes a worker on this machine distant: it adds latency, and each connection has a bounded window."""
+"""A proxy that makes a worker on this machine distant: it adds latency, and each connection has a bounded window.
+
+`python -m backhaul_bench.distant_proxy TARGET ROUND_TRIP_S WINDOW_BYTES` serves until its stdin is closed.
+"""
 
 import queue
 import socket
+import sys
 import threading
 from contextlib import suppress
 from time import monotonic, sleep
@@ -58,3 +62,14 @@ class DistantProxy(CountingProxy):
                     sleep(max(0.0, at_s - monotonic()))
                     unacknowledged_bytes -= size_bytes
         under_way.put((0.0, b""))
+
+
+def main(target: str, round_trip_s: str, window_bytes: str) -> None:
+    """Serves until stdin is closed. Prints the address."""
+    with DistantProxy(target, float(round_trip_s), int(window_bytes)) as proxy:
+        print(proxy.address, flush=True)
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
