@@ -248,7 +248,9 @@ def test_pieces_that_overlap_or_lie_outside_end_the_upload(
     main: list[float], lane: list[float], striping: Striping
 ) -> None:
     upload, joined_lane = striping.put(main), striping.stripes(lane)
-    assert isinstance(error(upload), TransferError)
+    refused = error(upload)
+    assert isinstance(refused, TransferError)
+    assert "came where" in refused.message
     assert isinstance(error(joined_lane), (TransferError, type(None)))
 
 
