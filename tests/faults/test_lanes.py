@@ -1,5 +1,6 @@
 """Lanes that break, stall or never join, and stripes that are missing, come twice or belong to somebody else."""
 
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from backhaul_runtime.wire.splicing import serialize
 from backhaul_runtime.wire.tensor_stream import OutgoingTensor
 from conftest import QUIET_S, wait_until
 from support.bits import grad_of
-from support.flips import on_every_channel
+from support.flips import Flips, on_every_channel
 from support.lanes import OVER_TCP, LaneProxy, connected, counted, joined
 from support.processes import WorkerProcess
 from support.wire import Services
@@ -165,6 +166,35 @@ def test_a_stripe_that_is_lost_on_its_way_back_is_missed(proxy: LaneProxy) -> No
         there_and_back(session, LARGE.clone().requires_grad_())
         assert tampering.done == 1
         assert session.report().fallbacks == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("passed_before", [0, 1])
+@pytest.mark.parametrize(("direction", "method"), [("up", "PutStripes"), ("down", "GetStripes")])
+def test_a_flipped_bit_in_a_stripe_is_caught(direction: str, method: str, passed_before: int, proxy: LaneProxy) -> None:
+    flips = Flips(random.Random(0))
+    with on_every_channel(flips.on_its_way), connected(proxy.address, 3) as session:
+        flips.arm((direction, method), passed_before)
+        there_and_back(session, LARGE.clone().requires_grad_())
+        assert flips.flipped.total() == 1
+        assert session.report().fallbacks == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("direction", "method"), [("up", "PutStripes"), ("down", "GetStripes")])
+def test_a_worker_that_is_lost_with_all_connections_is_noticed(
+    direction: str, method: str, worker: WorkerProcess
+) -> None:
+    def cut(seen: str, name: str, data: bytes) -> bytes:
+        if (seen, name) == (direction, method):
+            proxy.end()
+        return data
+
+    with LaneProxy(worker.address) as proxy, on_every_channel(cut), connected(proxy.address, 3) as session:
+        began = time.monotonic()
+        there_and_back(session, LARGE.clone().requires_grad_())
+        assert time.monotonic() - began < 10.0
+        assert session.report().fallbacks == 1
 
 
 class Striping:

@@ -95,6 +95,11 @@ class LaneProxy(CountingProxy):
                 sink.sendall(data)
         shut(source, sink)
 
+    def end(self) -> None:
+        """Breaks all connections, and takes no further ones."""
+        self._over.set()
+        shut(*self._sockets)
+
     def __exit__(self, *exception: object) -> None:
         self._over.set()
         super().__exit__(*exception)
