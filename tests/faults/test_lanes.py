@@ -1,6 +1,7 @@
 """Lanes that break, stall or never join, and stripes that are missing, come twice or belong to somebody else."""
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -96,9 +97,14 @@ class Tampering:
     def __init__(self, direction: str, change: Callable[[Any, list[Any]], None]) -> None:
         self._direction, self._change = direction, change
         self._seen: list[Any] = []
+        self._lock = threading.Lock()  # guards the fields: each lane has its own thread
         self.done = 0
 
     def __call__(self, direction: str, method: str, data: bytes) -> bytes:
+        with self._lock:
+            return self._changed(direction, method, data)
+
+    def _changed(self, direction: str, method: str, data: bytes) -> bytes:
         kinds: dict[str, type[Message]] = {
             "PutStripes": tensor_pb2.PutStripesRequest,
             "GetStripes": tensor_pb2.GetStripesResponse,
@@ -187,10 +193,10 @@ def test_a_worker_that_is_lost_with_all_connections_is_noticed(
 ) -> None:
     def cut(seen: str, name: str, data: bytes) -> bytes:
         if (seen, name) == (direction, method):
-            proxy.end()
+            slow_link.end()
         return data
 
-    with LaneProxy(worker.address) as proxy, on_every_channel(cut), connected(proxy.address, 3) as session:
+    with LaneProxy(worker.address) as slow_link, on_every_channel(cut), connected(slow_link.address, 3) as session:
         began = time.monotonic()
         there_and_back(session, LARGE.clone().requires_grad_())
         assert time.monotonic() - began < 10.0
