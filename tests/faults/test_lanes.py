@@ -26,7 +26,7 @@ from backhaul_runtime.wire.tensor_stream import OutgoingTensor
 from conftest import QUIET_S, wait_until
 from support.bits import grad_of
 from support.flips import Flips, on_every_channel
-from support.lanes import OVER_TCP, LaneProxy, connected, counted, joined
+from support.lanes import OVER_TCP, LaneProxy, connected, connection_of, counted, joined
 from support.processes import WorkerProcess
 from support.wire import Services
 
@@ -197,10 +197,14 @@ def test_a_worker_that_is_lost_with_all_connections_is_noticed(
         return data
 
     with LaneProxy(worker.address) as slow_link, on_every_channel(cut), connected(slow_link.address, 3) as session:
-        began = time.monotonic()
+        up, began = connection_of(session).up, time.monotonic()
         there_and_back(session, LARGE.clone().requires_grad_())
         assert time.monotonic() - began < 10.0
         assert session.report().fallbacks == 1
+    assert up is not None
+    with grpc.insecure_channel(worker.address) as channel:  # otherwise the session would stay until its lease ends
+        request = session_pb2.CloseSessionRequest(session=up.session)
+        Services(channel).sessions.CloseSession(request, timeout=TIMEOUT_S)
 
 
 class Striping:
