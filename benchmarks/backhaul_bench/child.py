@@ -32,6 +32,7 @@ MEASURES = {
     "peaks": "backhaul_bench.peaks:measure_beside_others",
     "wire": "backhaul_bench.wire:measure",
     "transfers": "backhaul_bench.transfers:measure",
+    "connections": "backhaul_bench.links:measure",
     "shared_memory": "backhaul_bench.shared_memory:measure",
     "roundtrip": "backhaul_bench.roundtrip:measure",
     "growth": "backhaul_bench.growth:measure",

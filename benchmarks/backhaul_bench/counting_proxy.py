@@ -52,7 +52,7 @@ class CountingProxy:
                     self.passed_bytes += len(data)
                 pace(len(data))
                 sink.sendall(data)
-        _shut(source, sink)
+        shut(source, sink)
 
     def _pace(self) -> Callable[[int], None]:
         """Returns a function that is called before each chunk of one direction with its size, and may wait."""
@@ -62,14 +62,15 @@ class CountingProxy:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _shut(*self._sockets)
+        shut(*self._sockets)
         for side in self._sockets:
             side.close()
         for thread in self._threads:
             thread.join(5)
 
 
-def _shut(*sides: socket.socket) -> None:
+def shut(*sides: socket.socket) -> None:
+    """Ends both directions of sockets, so that threads that use them return."""
     for side in sides:
         with suppress(OSError):
             side.shutdown(socket.SHUT_RDWR)

@@ -36,6 +36,7 @@ def connect(
     held_bytes: int | None = None,
     shared_memory: bool | None = None,
     unix_socket: bool | None = None,
+    connections: int | None = None,
     memory_bytes: int | None = None,
     telemetry: bool | None = None,
     traces: bool | None = None,
@@ -70,6 +71,8 @@ def connect(
             number.
         shared_memory: Whether large tensors for a worker on this machine use shared memory (default: yes).
         unix_socket: Whether a worker on this machine is reached over its Unix socket (default: yes).
+        connections: Number of connections to each worker, over which large tensors are striped; 0 (default) chooses it
+            by measurements.
         memory_bytes: Memory budget of a worker that this call starts.
         telemetry: Whether steps and segments are reported to workers, for dashboards (default: yes).
         traces: Whether OpenTelemetry spans are created, for the SDK that the program configures. Needs the extra
@@ -108,6 +111,7 @@ def connect(
             held_bytes=held_bytes,
             shared_memory=shared_memory,
             unix_socket=unix_socket,
+            connections=connections,
             memory_bytes=memory_bytes,
             telemetry=telemetry,
             traces=traces,

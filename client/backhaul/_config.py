@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from backhaul_runtime.errors import SettingError
 from backhaul_runtime.process.settings import boolean, in_environment, variable_of
+from backhaul_runtime.wire.protocol import MAX_CONNECTIONS
 
 Returns = Literal["auto", "gradients", "activations"]
 RETURNS: tuple[str, ...] = ("auto", "gradients", "activations")
@@ -98,6 +99,10 @@ class Config:
     unix_socket: bool = True
     """Reach a worker on this machine over the Unix socket that it offers, even if `worker` is a TCP address."""
 
+    connections: int = 0
+    """Connections to each worker, at most 8, over which large tensors are striped. 0 opens more as long as that sends
+    faster; a worker on this machine gets one. See docs/links.md."""
+
     memory_bytes: int = 0
     """Memory budget in bytes of a worker that connect() starts; 0 for half of this machine's memory."""
 
@@ -132,12 +137,18 @@ def resolve(**given: Any) -> Config:
     for name in ("connect_timeout_s", "silence_s", "inflight_bytes", "inflight_boundaries"):
         if not 0 < getattr(config, name) < math.inf:
             raise SettingError(f"{name}={getattr(config, name)!r} must be finite and greater than 0")
-    for name in ("memory_bytes", "held_bytes", "deferred_bytes", "inflight_micro_batches"):
+    for name in ("memory_bytes", "held_bytes", "deferred_bytes", "inflight_micro_batches", "connections"):
         if getattr(config, name) < 0:
             raise SettingError(f"{name}={getattr(config, name)!r} must not be negative")
+    _check_connections(config.connections)
     if config.traces and not _has_opentelemetry():
         raise SettingError("traces=True needs OpenTelemetry's API: pip install 'backhaul[otel]'")
     return config
+
+
+def _check_connections(connections: int) -> None:
+    if connections > MAX_CONNECTIONS:
+        raise SettingError(f"connections={connections} must be at most {MAX_CONNECTIONS}")
 
 
 def _parse(name: str, kind: Callable[[str], Any], text: str) -> Any:

@@ -93,6 +93,7 @@ class Session:
             tls=files_of(config.tls),
             shares_memory=config.shared_memory,
             takes_socket=config.unix_socket,
+            connections=config.connections,
         )
         self._workers = Roster(
             self.run,

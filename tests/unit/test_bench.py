@@ -48,7 +48,14 @@ ISSUED = {
     "vs_hivemind": 0.70,
     "vs_torch_rpc": 0.5,
 }
-BIGGER_IS_BETTER = {"save_vs_grpc", "fetch_vs_grpc", "shm_vs_memcpy", "tenants", "tenants_fair"}
+BIGGER_IS_BETTER = {
+    "save_vs_grpc",
+    "fetch_vs_grpc",
+    "connections_distant",
+    "shm_vs_memcpy",
+    "tenants",
+    "tenants_fair",
+}
 
 
 def rounds_of(values: Sequence[tuple[float, bool]]) -> Rounds:

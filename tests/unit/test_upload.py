@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from backhaul._worker_client.connection import Connection, WorkerSession
+from backhaul._worker_client.lanes import Lanes
 from backhaul._worker_client.uploader import SegmentUpload, SourceTensor, Uploader
 from backhaul_proto.v1 import program_pb2, segment_pb2, tensor_pb2
 from backhaul_runtime.errors import WorkerLostError
@@ -58,6 +59,7 @@ class FakeLink:
     run = ""
 
     def __init__(self) -> None:
+        self.lanes = Lanes()
         self.gate = threading.Event()
         self.log: list[str] = []
         self.up: WorkerSession | None = GENERATION

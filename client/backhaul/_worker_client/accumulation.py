@@ -20,6 +20,7 @@ from torch import Tensor
 
 from backhaul._worker_client.connection import Connection, WorkerSession
 from backhaul._worker_client.deadlines import LONGEST_S, AnswerStream
+from backhaul._worker_client.lanes import NO_LANES
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.errors import BackhaulError, TransferError, WorkerLostError
 
@@ -154,13 +155,25 @@ class UncollectedGradients:
     def _asked(self, worker_session: WorkerSession, count: Callable[[int], None]) -> list[tuple[Tensor, Tensor]]:
         memory = worker_session.memory
         answer = memory.answer() if memory is not None else 0
+        offer = self._connection.lanes.offer(worker_session.session) if memory is None else NO_LANES
         request = segment_pb2.CollectGradientsRequest(
-            session=worker_session.session, commits=self._commits(), count=self._count, answer=answer
+            session=worker_session.session,
+            commits=self._commits(),
+            count=self._count,
+            answer=answer,
+            stripes=offer.number,
         )
         method = self._connection.stubs(worker_session).segments.CollectGradients
         devices = {parameter.device for parameter in self._parameters.values()} - {torch.device("cpu")}
         stream: AnswerStream[segment_pb2.CollectGradientsResult] = AnswerStream(
-            method, request, LONGEST_S, self._connection.silence_s, memory, answer, next(iter(devices), None)
+            method,
+            request,
+            LONGEST_S,
+            self._connection.silence_s,
+            memory,
+            answer,
+            next(iter(devices), None),
+            offer=offer,
         )
         try:
             slots = list(stream.result().slots)

@@ -11,6 +11,7 @@ NOTE [Worker sessions]
 """
 
 import logging
+import math
 import os
 import random
 import socket
@@ -23,7 +24,8 @@ from time import time
 
 import grpc
 
-from backhaul._worker_client.deadlines import AuthenticatedMethod, call_unary, close_channel
+from backhaul._worker_client.deadlines import LANE_LOST, AuthenticatedMethod, call_unary, close_channel
+from backhaul._worker_client.lanes import Lane, Lanes
 from backhaul._worker_client.pushed_results import PushedResults
 from backhaul._worker_client.request_stream import RequestStream
 from backhaul._worker_client.shared_memory import TrainerSharedMemory
@@ -54,9 +56,13 @@ FIRST_BACKOFF_S = 0.1
 LONGEST_BACKOFF_S = 5.0
 KEEP_INTERVAL_S = 1.0
 RECOVERY_S = 0.5
+NEAR_S = 0.005
+"""A call to an address of this machine that takes less is answered here, and not behind a tunnel to a distant one."""
 KEPT_COMPARISONS = 32
 LAST_RUN = 0.1
 """The part of a worker's speed that its last run determines."""
+_HARMLESS = frozenset({"BUSY", "SLOW", "DOWN", "LOST", "DAMAGED", LANE_LOST})
+"""The statuses of errors that say nothing against the main connection."""
 FULL = (LimitError, BudgetError)
 """The errors of a worker that has no room for another session."""
 
@@ -131,6 +137,11 @@ class ClockOffset:
         self._comparisons.append((answered_at_s - asked_at_s, theirs_s - (asked_at_s + answered_at_s) / 2))
 
     @property
+    def round_trip_s(self) -> float:
+        """The shortest of the last round trips in seconds; infinite before the first answer."""
+        return min(self._comparisons, default=(math.inf, 0.0))[0]
+
+    @property
     def clock_offset_s(self) -> float:
         """The worker's clock minus ours, in seconds; 0 before the first answer."""
         return min(self._comparisons, default=(0.0, 0.0))[1]
@@ -154,8 +165,10 @@ class Connection:
             again after the token was rejected.
         shares_memory: Whether to share memory with a worker on this machine.
         takes_socket: Whether to continue over the Unix socket of a worker on this machine.
+        connections: The number of connections to the worker; 0 to choose it by measurements.
 
     Attributes:
+        lanes: The further connections to the worker.
         name: The address of the worker, for messages.
         run: The id of the session.
         drift: The largest drift measured for this worker, which is sent to it with each keep-alive.
@@ -172,6 +185,7 @@ class Connection:
         *,
         shares_memory: bool = True,
         takes_socket: bool = True,
+        connections: int = 0,
     ) -> None:
         self._find = find
         self.run = run
@@ -179,6 +193,8 @@ class Connection:
         self._shares_memory = shares_memory
         self._takes_socket = takes_socket
         self._has_switched = False
+        self._socket_path = ""
+        self.lanes = Lanes(connections)
         self._token = ""
         self.silence_s = silence_s
         self.name = ""
@@ -292,20 +308,22 @@ class Connection:
 
     def trouble(self, worker_session: WorkerSession, error: WorkerLostError) -> None:
         """Notes that a call failed: the connection counts as down until the keeper thread has checked it."""
-        if self._worker_session is worker_session and error.status not in {"BUSY", "SLOW", "DOWN", "LOST", "DAMAGED"}:
+        if self._worker_session is worker_session and error.status not in _HARMLESS:
             self._down(error.message)
             self._wake.set()
 
     def recovered(self, worker_session: WorkerSession) -> bool:
-        """Returns whether a worker session continues after `trouble`.
+        """Returns whether a worker session continues after `trouble`, or after a lane broke.
 
-        Asks the worker once, for `RECOVERY_S` at most.
+        Asks the worker once, for `RECOVERY_S` at most. Without an answer the connection counts as down.
         """
         if self._worker_session is not worker_session or self._closed:
             return False
         try:
             self._ask(worker_session, RECOVERY_S)
-        except BackhaulError:
+        except BackhaulError as error:
+            self._down(error.message)
+            self._wake.set()
             return False
         self._up = True
         return True
@@ -318,6 +336,7 @@ class Connection:
         self._worker_session, self._up, self._closed = None, False, True
         if self._memory is not None:
             self._memory.forget()
+        self.lanes.forget()
         self._why_down = "the session belongs to the parent of this forked process"
 
     def close(self) -> None:
@@ -338,6 +357,7 @@ class Connection:
             close_channel(self._channel)  # ends the request that the keeper thread waits for
         if self._keeper.ident is not None:
             self._keeper.join()
+        self.lanes.end()  # last, because the keeper thread opens them
 
     def _connect(self, address: Address, timeout_s: float) -> None:
         if self._closed:
@@ -385,6 +405,24 @@ class Connection:
         # Opening takes longer than this request, which therefore compares the clocks better.
         self._ask(self._worker_session)
         self._up = True
+        self._keep_lanes(self._worker_session, address)
+
+    def _keep_lanes(self, worker_session: WorkerSession, address: Address) -> None:
+        """Opens or closes further connections to the worker, after the main one has answered."""
+        if address.unix_path or worker_session.memory is not None:
+            is_near = True
+        else:
+            is_near = address.is_local and self._clock.round_trip_s < NEAR_S
+        if self._has_switched:
+            address = parse_address(f"unix:{self._socket_path}")
+        self.lanes.keep(worker_session.session, lambda: self._lane_to(address))
+        if is_near:
+            self.lanes.choice.settle()
+
+    def _lane_to(self, address: Address) -> Lane:
+        channel = self._channel_to(address)
+        stubs = Stubs(channel, self._token, self.silence_s)
+        return Lane(channel, stubs.sessions, stubs.tensors)
 
     def _channel_to(self, address: Address) -> grpc.Channel:
         if self._tls is None or address.unix_path:  # a Unix socket is a matter of this machine's users
@@ -393,6 +431,7 @@ class Connection:
         return grpc.secure_channel(address.target, credentials, options=options_to(address))
 
     def _use(self, channel: grpc.Channel, *, has_switched: bool) -> None:
+        self.lanes.end()
         if self._channel is not None:
             self._stubs.close()
             close_channel(self._channel)
@@ -416,6 +455,7 @@ class Connection:
             close_channel(channel)
         else:
             self._use(channel, has_switched=True)
+            self._socket_path = answer.socket_path
 
     def _share(self, address: Address, answer: session_pb2.OpenSessionResponse) -> TrainerSharedMemory | None:
         if self._shares_memory and _is_beside(address, answer.memory_path, "memory"):
@@ -503,6 +543,7 @@ class Connection:
                 # The connection breaks before the process has ended, so an embedded worker may only now be found dead.
                 self._ask(worker_session, check=self._find)
                 self._up = True
+                self._keep_lanes(worker_session, address)
             except (SessionUnknownError, CredentialError) as error:  # Rules 2 and 4
                 self._down(error.message)
                 self._worker_session = worker_session = None

@@ -13,8 +13,9 @@ NOTE [Bounds]
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -23,7 +24,9 @@ import torch
 from google.protobuf.message import Message
 from torch import Tensor
 
+from backhaul._worker_client.lanes import NO_LANES, Lane, LaneOffer
 from backhaul._worker_client.shared_memory import TrainerSharedMemory, receiving
+from backhaul_proto.v1 import tensor_pb2
 from backhaul_runtime.errors import (
     ERROR_METADATA_KEY,
     BackhaulError,
@@ -42,6 +45,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 SLICE_S = 0.1
 MAX_WAITING_MESSAGES = 4
+LANE_LOST = "LANE_LOST"
+"""The status of a WorkerLostError after which the transfer is to be repeated on the main connection alone."""
 LONGEST_S = 3600.0
 """The deadline passed to gRPC for calls whose end the rules above decide."""
 _CLOSE_S = 2.0
@@ -210,15 +215,24 @@ def longest_run_s(expected_s: float) -> float:
     return max(5.0, 4 * expected_s)
 
 
-_Message: TypeAlias = TensorMessage[Any] | TransferError | grpc.RpcError | None
-"""An item of a stream: a message or a rejected one; then an error, or None at the end."""
+@dataclass(frozen=True, slots=True)
+class _LaneEnd:
+    """The end of the pieces that a lane carries."""
+
+    lane: Lane
+    has_failed: bool
+
+
+_Message: TypeAlias = TensorMessage[Any] | TransferError | grpc.RpcError | _LaneEnd | None
+"""An item of a stream: a message or a rejected one; then an error, or None at the end. A lane ends with `_LaneEnd`."""
 
 
 class AnswerStream(Generic[R]):
     """A call that is answered with progress, a result, and then tensors.
 
     A thread receives messages. The caller's thread assembles the tensors while it waits for them, so their memory
-    belongs to the caller, and the worker sends no faster than the caller takes them. `close` ends the call.
+    belongs to the caller, and the worker sends no faster than the caller takes them. `close` ends the call. Lanes may
+    carry a part of the tensors: NOTE [Stripes] in backhaul_runtime.wire.stripes.
 
     Args:
         method: A method of a stub.
@@ -229,6 +243,7 @@ class AnswerStream(Generic[R]):
         answer: The number of the answer in shared memory.
         is_lent: Whether tensors stay in shared memory instead of being copied out.
         device: The device of the tensors; None for the host.
+        offer: The lanes that may carry a part of the tensors. The request names its number.
     """
 
     def __init__(
@@ -242,6 +257,7 @@ class AnswerStream(Generic[R]):
         device: torch.device | None = None,
         *,
         is_lent: bool = False,
+        offer: LaneOffer = NO_LANES,
     ) -> None:
         self._silence_s = silence_s
         self._longest_run_s = longest_run_s(expected_s)
@@ -252,12 +268,18 @@ class AnswerStream(Generic[R]):
         self._memory = memory
         self._answer = answer
         self._receiver = receiving(memory, device, is_lent=is_lent)
+        self._offer = offer
+        self._lane_calls: dict[Lane, Any] = {}  # of the lanes whose pieces have not ended
+        self._has_ended = False
         self.received_bytes = 0
         try:
             self._call = method(request, timeout=LONGEST_S)
         except ValueError:
             raise closed_error() from None
-        threading.Thread(target=self._pump, name="backhaul-receive", daemon=True).start()
+        self._receive_in_thread(self._call, None)
+
+    def _receive_in_thread(self, call: Any, lane: Lane | None) -> None:
+        threading.Thread(target=self._pump, args=(call, lane), name="backhaul-receive", daemon=True).start()
 
     def result(self) -> R:
         """Waits for the result. Raises WorkerError, or WorkerLostError if a deadline of Rule 1 passes."""
@@ -266,7 +288,11 @@ class AnswerStream(Generic[R]):
             message = carried.message
             if message.HasField("result"):
                 self._running_since = None
+                is_striped = self._offer.number > 0 and message.striped
+                self._receiver.is_striped = is_striped
                 self._receiver.add_carried(carried)
+                if is_striped:
+                    self._join_lanes()
                 self.received_bytes += shared_bytes(carried.tensors)
                 answer: R = message.result
                 return answer
@@ -302,7 +328,8 @@ class AnswerStream(Generic[R]):
     def close(self) -> None:
         """Cancels the rest of the answer."""
         self._closed.set()
-        self._call.cancel()  # has no effect on a call that has ended
+        for call in (self._call, *self._lane_calls.values()):
+            call.cancel()  # has no effect on a call that has ended
         if self._memory is not None and self._answer:
             self._memory.ended(self._answer)
 
@@ -313,10 +340,20 @@ class AnswerStream(Generic[R]):
             self.received_bytes += shared_bytes(carried.tensors)
         return carried is not None
 
+    def _join_lanes(self) -> None:
+        request = tensor_pb2.GetStripesRequest(session=self._offer.session, stripes=self._offer.number)
+        for lane in self._offer.lanes:
+            try:
+                call = lane.get(request, timeout=LONGEST_S)
+            except ValueError:  # another thread has closed the channel; the other connections carry everything
+                continue
+            self._lane_calls[lane] = call
+            self._receive_in_thread(call, lane)
+
     def _next(self) -> TensorMessage[Any] | None:
-        """Returns the next message, None at the end."""
+        """Returns the next message of any connection, None at the end."""
         silent = 0.0
-        while True:
+        while not self._has_ended or (self._lane_calls and not self._receiver.are_complete):
             before = monotonic()
             try:
                 message = self._messages.get(timeout=SLICE_S)
@@ -327,14 +364,30 @@ class AnswerStream(Generic[R]):
                     raise error_of(message) from None
                 if isinstance(message, TransferError):
                     raise damaged_error(message)
-                self.received_bytes += message.size_bytes if message is not None else 0
-                return message
+                if isinstance(message, TensorMessage):
+                    self.received_bytes += message.size_bytes
+                    return message
+                if isinstance(message, _LaneEnd):
+                    if message.has_failed:
+                        raise self._lanes_lost([message.lane])
+                    del self._lane_calls[message.lane]
+                else:
+                    self._has_ended = True
+                silent = 0.0
             if silent >= self._silence_s:
+                if self._has_ended:
+                    raise self._lanes_lost(list(self._lane_calls))
                 raise WorkerLostError(f"the worker was silent for {self._silence_s:g} s", status="SILENT")
             if self._running_since is not None and monotonic() - self._running_since > self._longest_run_s:
                 raise WorkerLostError(
                     f"the worker has run the segment for more than {self._longest_run_s:.1f} s", status="SLOW"
                 )
+        return None
+
+    def _lanes_lost(self, lanes: Sequence[Lane]) -> WorkerLostError:
+        for lane in lanes:
+            self._offer.broke(lane)
+        return WorkerLostError(f"{len(lanes)} of {len(self._offer.lanes)} further connections broke", status=LANE_LOST)
 
     def _check_queue(self, queued_s: float) -> None:
         if queued_s > self._longest_queue_s:
@@ -345,18 +398,23 @@ class AnswerStream(Generic[R]):
             )
 
     @only_in("backhaul-receive")
-    def _pump(self) -> None:
-        """Receives messages in a thread, until the call ends or `close` is called."""
+    def _pump(self, call: Any, lane: Lane | None) -> None:
+        """Receives messages of one connection in a thread, until the call ends or `close` is called."""
         end: grpc.RpcError | None = None
         try:
-            for message in self._call:
-                if not self._offer(message):
+            for message in call:
+                if not self._hand_over(message):
                     return
         except grpc.RpcError as error:
             end = error
-        self._offer(end)
+        if lane is None:
+            self._hand_over(end)
+            return
+        if end is not None:
+            forget_stack(end)
+        self._hand_over(_LaneEnd(lane, end is not None))
 
-    def _offer(self, message: _Message) -> bool:
+    def _hand_over(self, message: _Message) -> bool:
         while not self._closed.is_set():
             try:
                 self._messages.put(message, timeout=SLICE_S)

@@ -15,7 +15,8 @@ from backhaul._observe.telemetry import CallLog
 from backhaul._worker_client.answer_checks import check_saved, contributions_in, saved_views
 from backhaul._worker_client.backward_chains import SpeculativeGradient
 from backhaul._worker_client.connection import Connection, Stubs, WorkerSession
-from backhaul._worker_client.deadlines import AnswerStream, longest_run_s
+from backhaul._worker_client.deadlines import LANE_LOST, AnswerStream, longest_run_s
+from backhaul._worker_client.lanes import NO_LANES, LaneOffer
 from backhaul._worker_client.shared_memory import receiving
 from backhaul._worker_client.uploader import SegmentUpload, Uploader
 from backhaul_proto.v1 import segment_pb2
@@ -35,7 +36,7 @@ T = TypeVar("T")
 Answer = tuple[segment_pb2.BackwardResult, list[Tensor], list[bytes]]
 SHORT_BYTES = CHUNK_BYTES // 2
 """Gradients of up to this many bytes are sent with the request."""
-_REPEATABLE = {"UNAVAILABLE", "CANCELLED", "UNKNOWN", "INTERNAL", "DAMAGED", ""}
+_REPEATABLE = {"UNAVAILABLE", "CANCELLED", "UNKNOWN", "INTERNAL", "DAMAGED", LANE_LOST, ""}
 
 
 def _recomputed(result: "segment_pb2.BackwardResult | segment_pb2.RecomputeResult") -> Recomputed:
@@ -232,7 +233,9 @@ class SavedSegment:
             if answer is not None:
                 return answer
             missing = self._uploader.missing(self.worker_session, missing)
-        stream = self._open(stubs.segments.Backward, self._encoded(request, missing), request.answer)
+        offer = self._lane_offer()
+        request.stripes = offer.number
+        stream = self._open(stubs.segments.Backward, self._encoded(request, missing), request.answer, offer)
         try:
             result = stream.result()
             return self._answer(result, stream.rest())
@@ -303,7 +306,9 @@ class SavedSegment:
         def ask() -> SavedTensors:
             request.answer = self._new_answer()
             method = self._connection.stubs(self.worker_session).segments.Recompute
-            stream = self._open(method, request, request.answer, is_lent=True)
+            offer = self._lane_offer()
+            request.stripes = offer.number
+            stream = self._open(method, request, request.answer, offer, is_lent=True)
             try:
                 result = stream.result()
 
@@ -371,10 +376,24 @@ class SavedSegment:
         memory = self.worker_session.memory
         return memory.answer() if memory is not None else 0
 
-    def _open(self, method: Any, request: Any, answer: int, *, is_lent: bool = False) -> "AnswerStream[Any]":
-        memory, device = self.worker_session.memory, self._device
+    def _lane_offer(self) -> LaneOffer:
+        """Returns the lanes for an answer. Shared memory needs none."""
+        session = self.worker_session
+        return self._connection.lanes.offer(session.session) if session.memory is None else NO_LANES
+
+    def _open(
+        self, method: Any, request: Any, answer: int, offer: LaneOffer, *, is_lent: bool = False
+    ) -> "AnswerStream[Any]":
         return AnswerStream(
-            method, request, self._expected_s, self._connection.silence_s, memory, answer, device, is_lent=is_lent
+            method,
+            request,
+            self._expected_s,
+            self._connection.silence_s,
+            self.worker_session.memory,
+            answer,
+            self._device,
+            is_lent=is_lent,
+            offer=offer,
         )
 
     def _closed(self, stream: "AnswerStream[Any]") -> None:

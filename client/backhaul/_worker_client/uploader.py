@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,9 +21,10 @@ from torch import Tensor
 from backhaul._worker_client.accumulation import UncollectedGradients
 from backhaul._worker_client.backward_chains import Predecessor
 from backhaul._worker_client.connection import Connection, WorkerSession
-from backhaul._worker_client.deadlines import SLICE_S, Liveness, call_unary, with_liveness
+from backhaul._worker_client.deadlines import LANE_LOST, SLICE_S, Liveness, call_unary, with_liveness
 from backhaul._worker_client.request_stream import RequestStream
 from backhaul._worker_client.shared_memory import sending
+from backhaul._worker_client.striped_upload import StripedUpload
 from backhaul_proto.v1 import program_pb2, segment_pb2, tensor_pb2
 from backhaul_runtime.errors import BackhaulError, SegmentUnknownError, TransferError, WorkerLostError
 from backhaul_runtime.process.death_queue import DeathNotice, DeathQueue
@@ -35,6 +36,7 @@ from backhaul_runtime.tensors.layout import Layout
 from backhaul_runtime.tensors.staging import DeviceMoment, on_side_stream
 from backhaul_runtime.wire.protocol import MAX_NAME
 from backhaul_runtime.wire.splicing import Batch, encode_all
+from backhaul_runtime.wire.stripes import can_stripe
 from backhaul_runtime.wire.tensor_stream import OutgoingTensor, batches, encode_layout
 
 logger = logging.getLogger("backhaul")
@@ -129,6 +131,10 @@ class _Release:
 
 
 _Item = SegmentUpload | _Release | Callable[[], None]
+
+
+def _payload_bytes(outgoing_tensors: Iterable[OutgoingTensor]) -> int:
+    return sum(outgoing.layout.payload_bytes for outgoing in outgoing_tensors)
 
 
 class _UnansweredError(Exception):
@@ -229,7 +235,7 @@ class Uploader:
         self._thread.join()
 
     def put(
-        self, worker_session: WorkerSession, outgoing_tensors: Iterable[OutgoingTensor], count: Callable[[int], None]
+        self, worker_session: WorkerSession, outgoing_tensors: Sequence[OutgoingTensor], count: Callable[[int], None]
     ) -> None:
         """Sends tensors, and waits until the worker has them. Any thread may call it.
 
@@ -237,9 +243,42 @@ class Uploader:
             WorkerError: The worker rejected the tensors.
             WorkerLostError: The worker was silent, or the connection broke.
         """
-        with sending(worker_session.memory, count) as write:
-            addresses = self._put(worker_session, batches(outgoing_tensors, write), count)
+        addresses = self._put_striped(worker_session, outgoing_tensors, count)
+        if addresses is None:
+            with sending(worker_session.memory, count) as write:
+                addresses = self._put(worker_session, batches(outgoing_tensors, write), count)
         self.learn(worker_session, addresses)
+
+    def _put_striped(
+        self, worker_session: WorkerSession, outgoing_tensors: Sequence[OutgoingTensor], count: Callable[[int], None]
+    ) -> list[bytes] | None:
+        """Sends tensors over several connections. Returns None if they must be sent over the main one alone.
+
+        Raises as `put` does.
+        """
+        lanes = self._connection.lanes
+        joined = lanes.joined(worker_session.session) if worker_session.memory is None else ()
+        if not joined or not can_stripe(outgoing_tensors):
+            return None
+
+        def note(size_bytes: int) -> None:
+            self.watch.sign()
+            count(size_bytes)
+
+        method = self._connection.stubs(worker_session).tensors.PutTensors
+        upload = StripedUpload(method, joined, lanes.broke, self._connection.silence_s, note)
+        began = perf_counter()
+        try:
+            addresses = upload.put(worker_session.session, lanes.number(), outgoing_tensors)
+        except WorkerLostError as error:
+            if error.status != LANE_LOST or not self._connection.recovered(worker_session):
+                raise
+            logger.debug("An upload is repeated: %s", error, extra=about(self._connection.run))
+            return None
+        if len(addresses) != len(outgoing_tensors):
+            raise WorkerLostError(f"the worker has taken {len(addresses)} tensors of {len(outgoing_tensors)}")
+        lanes.choice.sent(1 + len(joined), _payload_bytes(outgoing_tensors), perf_counter() - began)
+        return addresses
 
     def _put(self, worker_session: WorkerSession, sent: Iterable[Batch], count: Callable[[int], None]) -> list[bytes]:
         def encoded() -> Iterator[bytes]:
@@ -441,7 +480,35 @@ class Uploader:
             for index, (address, source) in enumerate(zip(addresses, save.sources, strict=True)):
                 if index not in derived and not self.knows(worker_session, address):
                     outgoing_tensors[address or index] = OutgoingTensor(source.to_read(), source.layout, address)
+        began, answer = perf_counter(), None
+        missing = self._put_striped(worker_session, list(outgoing_tensors.values()), save.count)
+        if missing is None:
+            missing, answer = self._send_alone(save, request, addresses, outgoing_tensors, short)
+        for key, address in zip(outgoing_tensors, missing, strict=True):
+            if isinstance(key, int):
+                addresses[key] = address
+        if outgoing_tensors:
+            took_s = perf_counter() - began
+            save.sent(took_s)
+            sent_bytes = _payload_bytes(outgoing_tensors.values())
+            if sent_bytes >= MEASURED_BYTES:
+                rate = sent_bytes / took_s
+                self.bytes_per_s = (3 * self.bytes_per_s + rate) / 4 if self.bytes_per_s else rate
+            self.learn(worker_session, missing)
+        return answer
+
+    @only_in("backhaul-upload")
+    def _send_alone(
+        self,
+        save: SegmentUpload,
+        request: segment_pb2.SaveSegmentRequest,
+        addresses: list[bytes],
+        outgoing_tensors: Mapping[bytes | int, OutgoingTensor],
+        short: RequestStream | None,
+    ) -> tuple[list[bytes], segment_pb2.SaveSegmentResponse | None]:
+        """Sends tensors over the main connection. Returns their addresses, and the answer if the request was sent."""
         began, missing, answer = perf_counter(), list[bytes](), None
+        worker_session = save.worker_session
         with sending(worker_session.memory, save.count) as write:
             sent = batches(outgoing_tensors.values(), write)
             begin = list(itertools.islice(sent, 2))
@@ -458,20 +525,12 @@ class Uploader:
                 self.watch.sign()
             elif begin:
                 missing = self._put(worker_session, itertools.chain(begin, sent), save.count)
-            if len(missing) != len(outgoing_tensors):
+                if worker_session.memory is None:
+                    sent_bytes = _payload_bytes(outgoing_tensors.values())
+                    self._connection.lanes.choice.sent(1, sent_bytes, perf_counter() - began)
+            if len(missing) != len(outgoing_tensors):  # inside: shared memory is given up
                 raise WorkerLostError(f"the worker has taken {len(missing)} tensors of {len(outgoing_tensors)}")
-        for key, address in zip(outgoing_tensors, missing, strict=True):
-            if isinstance(key, int):
-                addresses[key] = address
-        if outgoing_tensors:
-            took_s = perf_counter() - began
-            save.sent(took_s)
-            sent_bytes = sum(outgoing.layout.payload_bytes for outgoing in outgoing_tensors.values())
-            if sent_bytes >= MEASURED_BYTES:
-                rate = sent_bytes / took_s
-                self.bytes_per_s = (3 * self.bytes_per_s + rate) / 4 if self.bytes_per_s else rate
-            self.learn(worker_session, missing)
-        return answer
+        return missing, answer
 
     @only_in("backhaul-upload")
     def _put_program(self, save: SegmentUpload) -> None:

@@ -2,9 +2,11 @@
 
 A stream declares each tensor before its first byte, then carries its elements in chunks. Messages hold about 1 MiB: a
 large tensor takes many, small ones share one. The receiver checks declarations before it allocates, and offsets as
-chunks arrive. It returns a tensor only after its last byte has arrived. The seal of the messages covers the bytes.
+chunks arrive. It returns a tensor only after its last byte has arrived. The seal of the messages covers the bytes. The
+chunks of a striped transfer arrive in any order: see NOTE [Stripes] in `stripes`.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,6 +36,10 @@ from backhaul_runtime.tensors.layout import (
 from backhaul_runtime.tensors.staging import DeviceMoment, device_moments, host_pieces, is_staged, to_device
 from backhaul_runtime.wire.protocol import CHUNK_BYTES, MAX_DECLARED
 from backhaul_runtime.wire.splicing import MAX_CHUNKS, Batch, Chunk, TensorMessage, too_many_parts
+
+MOST_RANGES = 1 << 10
+"""Number of separate ranges of a striped tensor that may have arrived behind its first gap. Eight connections make some
+dozens: each has a message on its way, and delivers its messages in order."""
 
 MOST_LAYOUTS = 1 << 10
 """Number of layouts whose encoding is cached: a training has few, and sends each in every step."""
@@ -67,6 +73,15 @@ class OutgoingTensor:
     def of(cls, tensor: Tensor) -> "OutgoingTensor":
         """Returns an outgoing tensor without an address. Raises UnsupportedTensorError as `layout_of` does."""
         return cls(tensor, layout_of(tensor))
+
+    def declaration(self, location: tensor_pb2.Location | None = None) -> tensor_pb2.TensorDeclaration:
+        """Returns the message that announces the tensor, with its location if it is in shared memory."""
+        return tensor_pb2.TensorDeclaration(
+            address=self.address,
+            spec=encode_layout(self.layout),
+            size_bytes=self.layout.payload_bytes,
+            location=location,
+        )
 
 
 @lru_cache(maxsize=MOST_LAYOUTS)
@@ -127,11 +142,7 @@ def batches(outgoing_tensors: Iterable[OutgoingTensor], write: SharedWriter = la
             batch, filled, placed = Batch(), 0, 0
         size = outgoing.layout.payload_bytes
         location = write(outgoing)
-        batch.declarations.append(
-            tensor_pb2.TensorDeclaration(
-                address=outgoing.address, spec=encode_layout(outgoing.layout), size_bytes=size, location=location
-            )
-        )
+        batch.declarations.append(outgoing.declaration(location))
         if location is not None:
             placed += size
             if placed >= PLACED_BYTES:
@@ -167,10 +178,21 @@ def _in_order(outgoing: OutgoingTensor) -> Iterator[tuple[Tensor, memoryview]]:
 class _StreamedTensor:
     """A tensor that arrives in chunks, on the host or directly on a device."""
 
-    def __init__(self, layout: Layout, address: bytes, device: torch.device | None, *, is_for_store: bool) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        address: bytes,
+        device: torch.device | None,
+        *,
+        is_for_store: bool,
+        is_striped: bool = False,
+    ) -> None:
         self.layout = layout
         self.address = address
         self.received_bytes = 0
+        self._is_striped = is_striped
+        self._in_order_bytes = 0  # before the first gap; all of them are hashed
+        self._ahead: list[tuple[int, int]] = []  # the ranges that have arrived behind that gap, sorted
         device = device if device is not None and layout.is_on_accelerator else torch.device("cpu")
         # Hashes each chunk while it is in the CPU's cache. An accelerator's digest is another function.
         self._content = xxhash.xxh3_128() if is_for_store and layout.device == "cpu" else None
@@ -187,19 +209,46 @@ class _StreamedTensor:
 
     def add(self, chunk: "Chunk | tensor_pb2.TensorChunk") -> None:
         end = chunk.offset_bytes + len(chunk.data)
-        if chunk.offset_bytes != self.received_bytes or end > self.layout.payload_bytes:
+        if end > self.layout.payload_bytes or not self._is_next(chunk.offset_bytes, end):
             raise TransferError(
                 f"chunk of bytes {chunk.offset_bytes} to {end} came where {self.received_bytes} of "
                 f"{self.layout.payload_bytes} were there"
             )
-        if self._content is not None:
+        if self._content is not None and chunk.offset_bytes == self._in_order_bytes:
             self._content.update(chunk.data)
         if self._is_staged:
             to_device(chunk.data, self.data[chunk.offset_bytes : end])
         elif chunk.data:
             target = np.frombuffer(self.target[chunk.offset_bytes : end], np.uint8)
             np.copyto(target, np.frombuffer(chunk.data, np.uint8))  # releases the GIL, unlike the assignment to a slice
-        self.received_bytes = end
+        self.received_bytes += len(chunk.data)
+        if chunk.offset_bytes == self._in_order_bytes:
+            self._in_order_bytes = end
+            self._close_gap()
+        elif chunk.data:
+            self._ahead.insert(bisect_left(self._ahead, (chunk.offset_bytes, end)), (chunk.offset_bytes, end))
+
+    def _is_next(self, begin: int, end: int) -> bool:
+        """Whether a chunk may come now: in order, or in a striped transfer anywhere that nothing has come to yet.
+
+        Raises TransferError for too many gaps.
+        """
+        if not self._is_striped:
+            return begin == self.received_bytes
+        if len(self._ahead) >= MOST_RANGES and begin != self._in_order_bytes:
+            raise TransferError(f"a striped tensor has more than {MOST_RANGES} gaps")
+        after = bisect_left(self._ahead, (begin, end))
+        begins_after = self._ahead[after - 1][1] if after else self._in_order_bytes
+        ends_before = self._ahead[after][0] if after < len(self._ahead) else self.layout.payload_bytes
+        return begins_after <= begin and end <= ends_before
+
+    def _close_gap(self) -> None:
+        """Hashes what has arrived behind the gap that was just filled."""
+        while self._ahead and self._ahead[0][0] == self._in_order_bytes:
+            begin, end = self._ahead.pop(0)
+            if self._content is not None:
+                self._content.update(self.target[begin:end])
+            self._in_order_bytes = end
 
     @property
     def is_complete(self) -> bool:
@@ -277,6 +326,10 @@ class TensorReceiver:
         locate: Finds a tensor in shared memory. Returns a function that is called once and returns the tensor. Raises
             TransferError for an invalid location.
         is_for_store: Whether the caller will call `stored`, so that digests are computed as chunks arrive.
+
+    Attributes:
+        is_striped: Whether the transfer is striped: its first message declares all tensors, and chunks come in any
+            order. Set it before that message is added.
     """
 
     def __init__(
@@ -291,6 +344,7 @@ class TensorReceiver:
         self._device = device
         self._locate = locate
         self._is_for_store = is_for_store
+        self.is_striped = False
         self._arrivals: list[_StreamedTensor | _SharedTensor] = []
 
     def add_carried(self, carried: TensorMessage[Any]) -> None:
@@ -307,6 +361,8 @@ class TensorReceiver:
         """
         if len(batch.declarations) > MAX_DECLARED or len(batch.chunks) > MAX_CHUNKS:
             raise too_many_parts()
+        if self.is_striped and self._arrivals and batch.declarations:
+            raise TransferError("a striped transfer declares tensors after its first message")
         for declaration in batch.declarations:
             layout = decode_layout(declaration.spec)
             if declaration.size_bytes != layout.payload_bytes:
@@ -321,7 +377,13 @@ class TensorReceiver:
                     is_for_store=self._is_for_store,
                 )
                 if declaration.HasField("location")
-                else _StreamedTensor(layout, declaration.address, self._device, is_for_store=self._is_for_store)
+                else _StreamedTensor(
+                    layout,
+                    declaration.address,
+                    self._device,
+                    is_for_store=self._is_for_store,
+                    is_striped=self.is_striped,
+                )
             )
         for chunk in batch.chunks:
             if chunk.tensor >= len(self._arrivals):
@@ -331,6 +393,11 @@ class TensorReceiver:
     def addresses(self) -> list[bytes]:
         """Returns the addresses of the tensors that were declared with one, in order."""
         return [arrival.address for arrival in self._arrivals if arrival.address]
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether all bytes of all tensors declared so far have arrived."""
+        return all(arrival.is_complete for arrival in self._arrivals)
 
     def is_complete(self, index: int) -> bool:
         """Returns whether all bytes of the `index`-th declared tensor have arrived."""

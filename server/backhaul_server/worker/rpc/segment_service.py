@@ -8,6 +8,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter, time
 from typing import Any
@@ -19,7 +20,7 @@ from backhaul_runtime.sealing import sealed
 from backhaul_runtime.wire.bundle import encode_view
 from backhaul_runtime.wire.protocol import CHUNK_BYTES, PROGRESS_INTERVAL_S
 from backhaul_runtime.wire.shared_memory import shared_bytes
-from backhaul_runtime.wire.splicing import SPLICED_BYTES, TensorMessage, accepted, encode_all, field_of
+from backhaul_runtime.wire.splicing import SPLICED_BYTES, Batch, TensorMessage, accepted, encode_all, field_of
 from backhaul_runtime.wire.tensor_stream import PLACED_BYTES, OutgoingTensor, SharedWriter, batches, decode_layout
 from backhaul_server.worker.audit import AuditLog
 from backhaul_server.worker.engine import runs
@@ -31,7 +32,8 @@ from backhaul_server.worker.engine.segment_machine import Key
 from backhaul_server.worker.engine.worker import Worker
 from backhaul_server.worker.rpc.calls import Context, Servicer, open_stream, stream, unary
 from backhaul_server.worker.rpc.meter import RpcMeter
-from backhaul_server.worker.rpc.tensor_service import TensorUpload
+from backhaul_server.worker.rpc.stripes import StripedTransfers
+from backhaul_server.worker.rpc.uploads import TensorUpload
 
 MANY_PARTS = 2_048
 """A result with more digests, views and gradients is encoded by a thread beside the event loop, and is not pushed."""
@@ -45,11 +47,15 @@ class SegmentServicer(Servicer):
         engine: Runs requests for these segments.
         meter: Counts calls and bytes.
         audit: Gets an entry for each request that is denied.
+        transfers: The striped transfers in progress.
     """
 
-    def __init__(self, worker: Worker, engine: SegmentEngine, meter: RpcMeter, audit: AuditLog) -> None:
+    def __init__(
+        self, worker: Worker, engine: SegmentEngine, meter: RpcMeter, audit: AuditLog, transfers: StripedTransfers
+    ) -> None:
         super().__init__(worker, meter, audit)
         self._engine = engine
+        self._transfers = transfers
 
     @unary
     async def SaveSegment(  # noqa: N802  gRPC's name
@@ -163,9 +169,11 @@ class SegmentServicer(Servicer):
             async for progress in self._wait(segment, submitted.answer):
                 yield segment_pb2.RecomputeResponse(progress=progress)
             result = submitted.answer.result()
-            writer = self._shared_writer(session, request.answer)
-            with self._engine.sending(session, result.bundle.size_bytes):
-                for message in await self._encoded(result, lambda: _recompute_answer(segment, submitted, writer)):
+            with (
+                self._engine.sending(session, result.bundle.size_bytes),
+                self._outgoing(session, request, result.bundle.tensors) as outgoing,
+            ):
+                for message in await self._encoded(result, lambda: _recompute_answer(segment, submitted, outgoing)):
                     yield message
 
     @stream
@@ -177,9 +185,11 @@ class SegmentServicer(Servicer):
             async for progress in self._wait(segment, submitted.answer):
                 yield segment_pb2.BackwardResponse(progress=progress)
             result = submitted.answer.result()
-            writer = self._shared_writer(segment.session, carried.message.answer)
-            with self._engine.sending(segment.session, result.bundle.size_bytes):
-                for message in await self._encoded(result, lambda: _backward_answer(segment, submitted, writer)):
+            with (
+                self._engine.sending(segment.session, result.bundle.size_bytes),
+                self._outgoing(segment.session, carried.message, result.bundle.tensors) as outgoing,
+            ):
+                for message in await self._encoded(result, lambda: _backward_answer(segment, submitted, outgoing)):
                     yield message
 
     @open_stream
@@ -209,7 +219,8 @@ class SegmentServicer(Servicer):
             if submitted.answer.result().parts > MANY_PARTS:
                 return None
             writer = self._shared_writer(segment.session, carried.message.answer)
-            first, *more = itertools.islice(_backward_answer(segment, submitted, writer), 2)
+            outgoing = _Outgoing(batches(submitted.answer.result().bundle.tensors, writer))
+            first, *more = itertools.islice(_backward_answer(segment, submitted, outgoing), 2)
             return None if more else first
 
     @open_stream
@@ -308,10 +319,13 @@ class SegmentServicer(Servicer):
                 await asyncio.wait([answer], timeout=PROGRESS_INTERVAL_S)
             sums = answer.result()
             result = segment_pb2.CollectGradientsResult(slots=sums)
-            response = segment_pb2.CollectGradientsResponse(result=result)
-            outgoing_tensors = batches(sums.values(), self._shared_writer(session, request.answer))
-            with self._engine.sending(session, sum(outgoing.layout.span_bytes for outgoing in sums.values())):
-                for message in encode_all(outgoing_tensors, response.TENSORS_FIELD_NUMBER, response):
+            tensors = list(sums.values())
+            with (
+                self._engine.sending(session, sum(outgoing.layout.span_bytes for outgoing in tensors)),
+                self._outgoing(session, request, tensors) as outgoing,
+            ):
+                response = segment_pb2.CollectGradientsResponse(result=result, striped=outgoing.is_striped)
+                for message in encode_all(outgoing.batches, response.TENSORS_FIELD_NUMBER, response):
                     yield message
 
     @stream
@@ -330,6 +344,22 @@ class SegmentServicer(Servicer):
     def _commit(self, session: SessionState, commits: segment_pb2.Commits) -> None:
         backwards = [(key.segment, key.backward) for key in commits.backwards]
         self._engine.sums(session).commit(commits.round, commits.first, backwards)
+
+    @contextmanager
+    def _outgoing(
+        self,
+        session: SessionState,
+        request: "segment_pb2.BackwardRequest | segment_pb2.RecomputeRequest | segment_pb2.CollectGradientsRequest",
+        outgoing_tensors: Sequence[OutgoingTensor],
+    ) -> Iterator["_Outgoing"]:
+        """Yields the tensors of an answer. Lanes may take some of them, unless they go through shared memory."""
+        number = 0 if request.answer and session.memory is not None else request.stripes
+        with self._transfers.answering(session.id, number, outgoing_tensors) as striped:
+            if striped is None:
+                yield _Outgoing(batches(outgoing_tensors, self._shared_writer(session, request.answer)))
+            else:
+                declaring, pieces = striped
+                yield _Outgoing(itertools.chain((declaring,), pieces), is_striped=True)
 
     def _shared_writer(self, session: SessionState, answer: int) -> SharedWriter:
         """Returns a function that writes tensors of an answer to memory that the trainer shares.
@@ -357,7 +387,20 @@ class SegmentServicer(Servicer):
             await asyncio.wait([answer], timeout=PROGRESS_INTERVAL_S)
 
 
-def _recompute_answer(segment: Segment, submitted: SegmentRequest, writer: SharedWriter) -> Iterator[bytes]:
+@dataclass(frozen=True, slots=True)
+class _Outgoing:
+    """The tensors of an answer, as they are sent.
+
+    Attributes:
+        batches: The batches of the main connection's messages.
+        is_striped: Whether the first batch declares all tensors, and lanes take some of the others.
+    """
+
+    batches: Iterable[Batch]
+    is_striped: bool = False
+
+
+def _recompute_answer(segment: Segment, submitted: SegmentRequest, outgoing: _Outgoing) -> Iterator[bytes]:
     recomputed = submitted.answer.result()
     result = segment_pb2.RecomputeResult(
         saved_digests=recomputed.saved_digests,
@@ -365,14 +408,14 @@ def _recompute_answer(segment: Segment, submitted: SegmentRequest, writer: Share
         saved_sketches=_sketches(recomputed),
         timing=_timing(segment, submitted.arrived_at_s, recomputed),
     )
-    response = segment_pb2.RecomputeResponse(result=result)
-    yield from encode_all(batches(recomputed.bundle.tensors, writer), response.TENSORS_FIELD_NUMBER, response)
+    response = segment_pb2.RecomputeResponse(result=result, striped=outgoing.is_striped)
+    yield from encode_all(outgoing.batches, response.TENSORS_FIELD_NUMBER, response)
 
 
-def _backward_answer(segment: Segment, submitted: SegmentRequest, writer: SharedWriter) -> Iterator[bytes]:
-    result = submitted.answer.result()
-    response = segment_pb2.BackwardResponse(result=_backward_result(segment, result, submitted.arrived_at_s))
-    yield from encode_all(batches(result.bundle.tensors, writer), response.TENSORS_FIELD_NUMBER, response)
+def _backward_answer(segment: Segment, submitted: SegmentRequest, outgoing: _Outgoing) -> Iterator[bytes]:
+    result = _backward_result(segment, submitted.answer.result(), submitted.arrived_at_s)
+    response = segment_pb2.BackwardResponse(result=result, striped=outgoing.is_striped)
+    yield from encode_all(outgoing.batches, response.TENSORS_FIELD_NUMBER, response)
 
 
 def _pushed_answer(segment: Segment, inputs: BackwardInputs, result: RunResult) -> bytes:

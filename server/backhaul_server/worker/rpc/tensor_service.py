@@ -1,102 +1,35 @@
-"""The RPC that receives tensors."""
+"""The RPCs that receive tensors, and those that carry a part of a striped transfer."""
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import ExitStack
-from typing import Any, Self
-
-from torch import Tensor
 
 from backhaul_proto.v1 import tensor_pb2
-from backhaul_runtime.errors import TransferError
-from backhaul_runtime.tensors.layout import Layout
-from backhaul_runtime.tensors.staging import last_moment, on_side_stream, use_here
+from backhaul_runtime.errors import BackhaulError, BudgetError, LimitError, TransferError
 from backhaul_runtime.wire.shared_memory import shared_bytes
-from backhaul_runtime.wire.splicing import TensorMessage, accepted
-from backhaul_runtime.wire.tensor_stream import TensorReceiver
-from backhaul_server.worker.engine.segment import SessionState, SharedMemory
+from backhaul_runtime.wire.splicing import TensorMessage, accepted, encode
+from backhaul_server.worker.audit import AuditLog
+from backhaul_server.worker.engine.segment_engine import SENDING_BYTES
 from backhaul_server.worker.engine.worker import Worker
-from backhaul_server.worker.limits import UPLOADED
-from backhaul_server.worker.rpc.calls import Context, Servicer, unary
-
-
-class TensorUpload:
-    """A context manager that receives tensors and stores them. Its end frees what was not stored. Event loop only.
-
-    Args:
-        worker: The worker whose store receives the tensors.
-    """
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        self._session: SessionState | None = None
-        self._charged: deque[int] = deque()
-        self._are_shared: list[bool] = []
-        self._releases: list[Callable[[], None]] = []
-        self._upload_stream = last_moment(worker.device)
-        self._receiver = TensorReceiver(self._admit, worker.device, self._locate, is_for_store=True)
-        self._memory: SharedMemory | None = None
-
-    def set_session(self, session: SessionState) -> None:
-        """Sets the session that has sent the tensors of all following calls of `add`."""
-        self._session, self._memory = session, session.memory
-
-    def _admit(self, layout: Layout) -> None:
-        UPLOADED.check(len(self._are_shared) + 1)
-        assert self._session is not None
-        self._charged.append(self._worker.expect_tensor(self._session, layout))
-        self._are_shared.append(False)
-
-    def _locate(self, location: tensor_pb2.Location, layout: Layout) -> Callable[[], Tensor]:
-        if self._memory is None:
-            raise TransferError("a tensor is declared in shared memory, but this session shares none")
-        tensor, release = self._memory.use(location, layout)
-        self._releases.append(release)
-        self._are_shared[-1] = True
-        return lambda: tensor
-
-    def add(self, carried: TensorMessage[Any]) -> None:
-        """Receives the tensors of a message. Raises BudgetError, LimitError or TransferError."""
-        with on_side_stream(self._upload_stream):
-            self._receiver.add_carried(carried)
-
-    def stored(self) -> list[bytes]:
-        """Stores all received tensors, for the session that sent them.
-
-        Returns:
-            The addresses of the tensors, in the order of their arrival.
-
-        Raises:
-            SessionUnknownError: The session has ended meanwhile.
-            TransferError: A tensor is incomplete, or differs from its declaration.
-        """
-        session = self._session
-        if self._charged and session is not None:
-            self._worker.session(session.id)
-        with on_side_stream(self._upload_stream):  # on the default stream the copies would wait for the executor's ops
-            received_tensors = self._receiver.stored()
-        for (address, tensor), is_shared in zip(received_tensors, self._are_shared, strict=True):
-            use_here(tensor)
-            assert session is not None
-            self._worker.store.arrived(session, address, tensor, self._charged.popleft(), is_shared=is_shared)
-        self._releases.clear()
-        return [address for address, _ in received_tensors]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for size in self._charged:
-            assert self._session is not None
-            self._worker.store.abandon(self._session, size)
-        for release in self._releases:
-            release()
-        del self._receiver  # it refers to this object: without the cycle tensors need no garbage collector
+from backhaul_server.worker.rpc.calls import Context, Servicer, stream, unary
+from backhaul_server.worker.rpc.meter import RpcMeter
+from backhaul_server.worker.rpc.stripes import JoinableUpload, StripedTransfers
+from backhaul_server.worker.rpc.uploads import TensorUpload
 
 
 class TensorServicer(Servicer):
-    """Implements the service that receives tensors."""
+    """Implements the service that receives tensors.
+
+    Args:
+        worker: The worker whose store receives the tensors.
+        meter: Counts calls and bytes.
+        audit: Gets an entry for each request that is denied.
+        transfers: The striped transfers in progress.
+    """
+
+    def __init__(self, worker: Worker, meter: RpcMeter, audit: AuditLog, transfers: StripedTransfers) -> None:
+        super().__init__(worker, meter, audit)
+        self._transfers = transfers
 
     @unary
     async def PutTensors(  # noqa: N802  gRPC's name
@@ -105,18 +38,68 @@ class TensorServicer(Servicer):
         """Stores all tensors of a stream if it ends well, and none otherwise. Each is charged when it is declared."""
         session_id, silence_s, now = "", self.worker.lease_s, asyncio.get_running_loop().time
         with ExitStack() as opened, TensorUpload(self.worker) as upload:
+            striped: JoinableUpload | None = None
             try:
                 # Declared tensors hold memory, so a silent client must not keep the stream open.
                 async with asyncio.timeout(silence_s) as deadline:
                     async for received in request:
                         deadline.reschedule(now() + silence_s)
                         carried = accepted(received)
+                        number = 0
                         if not session_id:
-                            session_id = carried.message.session
+                            session_id, number = carried.message.session, carried.message.stripes
                             opened.enter_context(self.worker.streaming(self.session(session_id)))
+                            if number:
+                                upload.expect_stripes()
                         upload.set_session(self.session(session_id))
                         upload.add(carried)
+                        if number:
+                            striped = opened.enter_context(self._transfers.uploading(session_id, number, upload))
                         self.meter.received(shared_bytes(carried.tensors))
             except TimeoutError:
                 raise TransferError(f"an upload was silent for {silence_s:g} s") from None
+            if striped is not None:
+                await striped.completed(silence_s)
             return tensor_pb2.PutTensorsResponse(addresses=upload.stored())
+
+    @unary
+    async def PutStripes(  # noqa: N802  gRPC's name
+        self, request: AsyncIterator[TensorMessage[tensor_pb2.PutStripesRequest] | TransferError], context: Context
+    ) -> tensor_pb2.PutStripesResponse:
+        """Receives pieces of an upload that another connection has declared. Nothing is charged here."""
+        striped: JoinableUpload | None = None
+        silence_s, now = self.worker.lease_s, asyncio.get_running_loop().time
+        with ExitStack() as opened:
+            try:
+                async with asyncio.timeout(silence_s) as deadline:
+                    async for received in request:
+                        deadline.reschedule(now() + silence_s)
+                        if striped is None:
+                            named = accepted(received).message
+                            session = self.session(named.session)
+                            opened.enter_context(self.worker.streaming(session))
+                            striped = await self._transfers.upload(session.id, named.stripes)
+                        try:
+                            self.session(session.id)
+                            striped.add(accepted(received))
+                        except BackhaulError as error:
+                            striped.fail(error)
+                            raise
+            except TimeoutError:
+                raise TransferError(f"a lane was silent for {silence_s:g} s") from None
+        return tensor_pb2.PutStripesResponse()
+
+    @stream
+    async def GetStripes(  # noqa: N802  gRPC's name
+        self, request: tensor_pb2.GetStripesRequest, context: Context
+    ) -> AsyncIterator[bytes]:
+        """Sends pieces of an answer that is being sent over another connection, as long as there are any left."""
+        session = self.session(request.session)
+        with ExitStack() as opened:
+            try:
+                opened.enter_context(self.worker.streaming(session))
+                opened.enter_context(self.worker.engine.sending(session, SENDING_BYTES))
+            except (BudgetError, LimitError):
+                return  # without room for this lane, the other connections send all pieces
+            for batch in self._transfers.answer(session.id, request.stripes):
+                yield encode(batch, tensor_pb2.GetStripesResponse.TENSORS_FIELD_NUMBER)

@@ -1,0 +1,100 @@
+"""Receives tensors of a request and stores them."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Self
+
+from torch import Tensor
+
+from backhaul_proto.v1 import tensor_pb2
+from backhaul_runtime.errors import TransferError
+from backhaul_runtime.tensors.layout import Layout
+from backhaul_runtime.tensors.staging import last_moment, on_side_stream, use_here
+from backhaul_runtime.wire.splicing import TensorMessage
+from backhaul_runtime.wire.tensor_stream import TensorReceiver
+from backhaul_server.worker.engine.segment import SessionState, SharedMemory
+from backhaul_server.worker.engine.worker import Worker
+from backhaul_server.worker.limits import UPLOADED
+
+
+class TensorUpload:
+    """A context manager that receives tensors and stores them. Its end frees what was not stored. Event loop only.
+
+    Args:
+        worker: The worker whose store receives the tensors.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._session: SessionState | None = None
+        self._charged: deque[int] = deque()
+        self._are_shared: list[bool] = []
+        self._releases: list[Callable[[], None]] = []
+        self._upload_stream = last_moment(worker.device)
+        self._receiver = TensorReceiver(self._admit, worker.device, self._locate, is_for_store=True)
+        self._memory: SharedMemory | None = None
+
+    def set_session(self, session: SessionState) -> None:
+        """Sets the session that has sent the tensors of all following calls of `add`."""
+        self._session, self._memory = session, session.memory
+
+    def expect_stripes(self) -> None:
+        """Lets pieces come in any order. Call it before the first message is added."""
+        self._receiver.is_striped = True
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether all bytes of the tensors declared so far have arrived."""
+        return self._receiver.are_complete
+
+    def _admit(self, layout: Layout) -> None:
+        UPLOADED.check(len(self._are_shared) + 1)
+        assert self._session is not None
+        self._charged.append(self._worker.expect_tensor(self._session, layout))
+        self._are_shared.append(False)
+
+    def _locate(self, location: tensor_pb2.Location, layout: Layout) -> Callable[[], Tensor]:
+        if self._memory is None:
+            raise TransferError("a tensor is declared in shared memory, but this session shares none")
+        tensor, release = self._memory.use(location, layout)
+        self._releases.append(release)
+        self._are_shared[-1] = True
+        return lambda: tensor
+
+    def add(self, carried: TensorMessage[Any]) -> None:
+        """Receives the tensors of a message. Raises BudgetError, LimitError or TransferError."""
+        with on_side_stream(self._upload_stream):
+            self._receiver.add_carried(carried)
+
+    def stored(self) -> list[bytes]:
+        """Stores all received tensors, for the session that sent them.
+
+        Returns:
+            The addresses of the tensors, in the order of their arrival.
+
+        Raises:
+            SessionUnknownError: The session has ended meanwhile.
+            TransferError: A tensor is incomplete, or differs from its declaration.
+        """
+        session = self._session
+        if self._charged and session is not None:
+            self._worker.session(session.id)
+        with on_side_stream(self._upload_stream):  # on the default stream the copies would wait for the executor's ops
+            received_tensors = self._receiver.stored()
+        for (address, tensor), is_shared in zip(received_tensors, self._are_shared, strict=True):
+            use_here(tensor)
+            assert session is not None
+            self._worker.store.arrived(session, address, tensor, self._charged.popleft(), is_shared=is_shared)
+        self._releases.clear()
+        return [address for address, _ in received_tensors]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for size in self._charged:
+            assert self._session is not None
+            self._worker.store.abandon(self._session, size)
+        for release in self._releases:
+            release()
+        del self._receiver  # it refers to this object: without the cycle tensors need no garbage collector
