@@ -156,7 +156,7 @@ def on_trainer(segment: RunSegment, gradient: Tensor, state: ambient_state.State
     Args:
         segment: The segment, which the trainer recomputes.
         gradient: The gradient of its output.
-        state: The ambient settings.
+        state: The ambient settings under which backward runs.
     """
     with torch.no_grad(), under(state):  # as autograd runs backward
         return segment.frame.gradients({0: gradient}, {})
@@ -174,7 +174,7 @@ def fold(sums: dict[Target, Tensor], segment: RunSegment, contributions: Sequenc
 
     Args:
         sums: The gradients of a micro-batch so far, by where they arrive. That of the segment's output is taken out.
-        segment: The segment.
+        segment: The segment whose backward has ended.
         contributions: What its backward has returned.
     """
     sums.pop(segment.target, None)
@@ -188,7 +188,7 @@ def recovered(micro_batch: MicroBatch, done: int) -> dict[Target, Tensor]:
     """Computes the gradient with which a run goes on, which only a lost worker had.
 
     Args:
-        micro_batch: The micro-batch of the run.
+        micro_batch: The micro-batch to which the run belongs.
         done: The number of its segments whose backward has ended.
 
     Returns:
@@ -208,8 +208,8 @@ def computed_again(micro_batch: MicroBatch, lost: Set[Uploader]) -> Iterator[tup
     """Computes the gradients again that lost workers have kept of a micro-batch.
 
     Args:
-        micro_batch: The micro-batch.
-        lost: The uploaders of these workers.
+        micro_batch: The micro-batch whose gradients were kept.
+        lost: The uploaders of the workers that are lost.
 
     Yields:
         Each parameter with its gradient.
