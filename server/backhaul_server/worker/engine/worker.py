@@ -234,7 +234,7 @@ class Worker:
     def lend(self, session: SessionState, address: bytes, reader: Hashable) -> Tensor:
         """Returns a tensor that a session possesses, from which another one differs.
 
-        It is not evicted until `reader` is detached from the store. The bytes of both are charged meanwhile.
+        It is not evicted until `reader` is detached from the store, and is cached afterwards.
 
         Raises:
             TensorsMissingError: The session does not possess the tensor, or the store has no room for both.
@@ -243,7 +243,7 @@ class Worker:
             tensor = self.store.value(session, address)
             if isinstance(tensor, Tensor):
                 try:
-                    self.store.attach(reader, session, [address], [address], 0)
+                    self.store.attach(reader, session, [address], (), 0)
                     return tensor
                 except BudgetError:
                     pass
