@@ -32,6 +32,7 @@ NOMINAL_S = {
     "deferred_lora": 100,
     "peak_flat": 140,
     "peaks": 40,
+    "compression_thin": 35,
 }
 """Seconds of the longest groups on a slow machine if none is hurried. All others take about `_SHORT_S`."""
 _SHORT_S = 25
