@@ -41,6 +41,11 @@ def dense() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
 
+def wide() -> nn.Module:
+    """A segment whose differences do not fit in one message."""
+    return nn.Sequential(nn.Linear(WIDTH, 20_000), nn.GELU(), nn.Linear(20_000, WIDTH))
+
+
 class Training:
     """A training that runs step by step.
 
@@ -168,8 +173,11 @@ def test_weights_that_are_changed_through_data(session: Session) -> None:
     assert is_equal(ours, Training(after=without_a_version))
 
 
-def test_a_worker_that_no_longer_has_the_base_gets_the_whole_tensor(worker: WorkerProcess, session: Session) -> None:
-    ours = Training()
+@pytest.mark.parametrize("build", [dense, wide])
+def test_a_worker_that_no_longer_has_the_base_gets_the_whole_tensor(
+    build: Callable[[], nn.Module], worker: WorkerProcess, session: Session
+) -> None:
+    ours = Training(build)
     ours.run(session.checkpoint, STEPS - 1)
     uploader = session._workers[0].uploader
     worker_session = session._workers[0].connection.up
@@ -188,7 +196,7 @@ def test_a_worker_that_no_longer_has_the_base_gets_the_whole_tensor(worker: Work
     assert report.spared_bytes == before.spared_bytes
     ours.run(session.checkpoint, 1)
     assert session.report().spared_bytes > before.spared_bytes
-    assert is_equal(ours, Training())
+    assert is_equal(ours, Training(build))
 
 
 def test_a_worker_that_starts_anew_gets_whole_tensors(second: WorkerProcess) -> None:

@@ -124,6 +124,35 @@ def test_a_frame_that_no_encoder_writes_is_refused(name: str) -> None:
     assert BlockDecoder().decode(GOOD, np.zeros(SIZE, np.uint8), 2).tobytes() == bytes(SIZE)
 
 
+class _Untouched:
+    """A decompressor that must not be used."""
+
+    def decompress(self, *_: Any, **__: Any) -> bytes:
+        raise AssertionError("something was decompressed")
+
+
+def large_window() -> bytes:
+    """A frame whose header declares the right size and a window of 16 MiB."""
+    descriptor = 0x40  # two bytes of content size, and a byte for the window
+    return GOOD[:4] + bytes([descriptor, (24 - 10) << 3]) + (SIZE - 256).to_bytes(2, "little") + GOOD[7:]
+
+
+BY_THEIR_HEADER = {
+    **{name: frame for name, frame in BAD.items() if "frame after" not in name and "after the frame" not in name},
+    "a large window": large_window(),
+}
+for _name in ("a cut frame", "two frames", "a bomb that declares the right size"):
+    del BY_THEIR_HEADER[_name]  # the header is right
+
+
+@pytest.mark.parametrize("name", BY_THEIR_HEADER)
+def test_a_header_is_refused_before_anything_is_decompressed(name: str) -> None:
+    decoder = BlockDecoder()
+    decoder._decompressor = _Untouched()  # type: ignore[assignment]
+    with pytest.raises(TransferError):
+        decoder.decode(BY_THEIR_HEADER[name], np.zeros(SIZE, np.uint8), 2)
+
+
 def test_a_larger_window_than_the_block_is_refused() -> None:
     options = zstandard.ZstdCompressionParameters(window_log=24, write_content_size=True)
     compressor = zstandard.ZstdCompressor(compression_params=options)
