@@ -30,6 +30,8 @@ LENGTH, BATCH, MEASURED_STEPS = 128, 8, 3
 RATES = (1e-5, 1e-4)
 Bytes = NDArray[np.uint8]
 Encode = Callable[[Bytes, Bytes, int], bytes]
+Decode = Callable[[bytes, Bytes, int], Bytes]
+Codec = tuple[Encode, Decode]
 
 
 def text() -> Tensor:
@@ -71,23 +73,21 @@ def bytes_of(tensor: Tensor) -> Bytes:
     return tensor.detach().contiguous().clone().view(torch.uint8).reshape(-1).numpy()
 
 
-def measured(pairs: Iterable[tuple[Bytes, Bytes]], width: int, encode: Encode) -> dict[str, float]:
+def measured(pairs: Iterable[tuple[Bytes, Bytes]], width: int, encode: Encode, decode: Decode) -> dict[str, float]:
     """Encodes new bytes beside old ones, block by block. Returns the ratio of sizes, and the rates in MB/s."""
-    decoder = zstandard.ZstdDecompressor()
     size = encoded = 0
     encode_s = decode_s = 0.0
     for now, before in pairs:
         for start in range(0, len(now), BLOCK_BYTES):
             new, old = now[start : start + BLOCK_BYTES], before[start : start + BLOCK_BYTES]
-            began = thread_time()
+            times_s = [thread_time()]
             frame = encode(new, old, width)
-            encode_s += thread_time() - began
-            began = thread_time()
-            if encode.__name__ == "encode":
-                assert BlockDecoder().decode(frame, old, width).tobytes() == new.tobytes()
-            else:
-                decoder.decompress(frame)
-            decode_s += thread_time() - began
+            times_s.append(thread_time())
+            decoded = decode(frame, old, width)
+            times_s.append(thread_time())
+            assert np.array_equal(decoded, new)
+            encode_s += times_s[1] - times_s[0]
+            decode_s += times_s[2] - times_s[1]
             size += len(new)
             encoded += len(frame)
     return {
@@ -98,25 +98,34 @@ def measured(pairs: Iterable[tuple[Bytes, Bytes]], width: int, encode: Encode) -
 
 
 _compressor = zstandard.ZstdCompressor(level=LEVEL)
+_decompressor = zstandard.ZstdDecompressor()
 
 
-def _planes(data: Bytes, width: int) -> bytes:
+def _grouped(data: Bytes, width: int) -> bytes:
     return _compressor.compress(np.ascontiguousarray(data.reshape(-1, width).T).data)
 
 
-def xor_planes(now: Bytes, before: Bytes, width: int) -> bytes:
-    """Encodes the XOR of both, bytes grouped by their position."""
-    return _planes(now ^ before, width)
+def _ungrouped(frame: bytes, width: int) -> Bytes:
+    planes = np.frombuffer(_decompressor.decompress(frame), np.uint8).reshape(width, -1)
+    return np.ascontiguousarray(planes.T).reshape(-1)
 
 
-def xor_only(now: Bytes, before: Bytes, width: int) -> bytes:
-    """Encodes the XOR of both, bytes in their order."""
-    return _compressor.compress((now ^ before).data)
-
-
-def planes_only(now: Bytes, before: Bytes, width: int) -> bytes:
-    """Encodes the new bytes alone, grouped by their position."""
-    return _planes(now, width)
+_encoder, _decoder = BlockEncoder(), BlockDecoder()
+AS_SENT: Codec = (_encoder.encode, _decoder.decode)
+XOR_GROUPED: Codec = (
+    lambda now, before, width: _grouped(now ^ before, width),
+    lambda frame, before, width: _ungrouped(frame, width) ^ before,
+)
+XOR: Codec = (
+    lambda now, before, width: _grouped(now ^ before, 1),
+    lambda frame, before, width: _ungrouped(frame, 1) ^ before,
+)
+GROUPED: Codec = (
+    lambda now, before, width: _grouped(now, width),
+    lambda frame, before, width: _ungrouped(frame, width),
+)
+"""Ways to encode a block and to decode it: the shipped one, the XOR with its bytes grouped by position or in their order,
+and the new bytes alone, grouped."""
 
 
 def fine_tune(state: dict[str, Tensor], data: Tensor, rate: float, dtype: torch.dtype, steps: int) -> dict[str, Any]:
@@ -142,14 +151,14 @@ def fine_tune(state: dict[str, Tensor], data: Tensor, rate: float, dtype: torch.
     return {
         "loss": round(last, 3),
         "weights up": {
-            "difference, as sent": measured(changes, width, BlockEncoder().encode),
-            "xor, grouped": measured(changes, width, xor_planes),
-            "xor": measured(changes, width, xor_only),
-            "whole, grouped": measured(changes, width, planes_only),
+            "difference, as sent": measured(changes, width, *AS_SENT),
+            "xor, grouped": measured(changes, width, *XOR_GROUPED),
+            "xor": measured(changes, width, *XOR),
+            "whole, grouped": measured(changes, width, *GROUPED),
         },
         "gradients down": {
-            "difference": measured(pairs(gradients), width, BlockEncoder().encode),
-            "whole, grouped": measured(pairs(gradients), width, planes_only),
+            "difference": measured(pairs(gradients), width, *AS_SENT),
+            "whole, grouped": measured(pairs(gradients), width, *GROUPED),
         },
     }
 

@@ -104,6 +104,7 @@ BAD = {
     "two frames": GOOD + GOOD,
     "an empty frame after the frame": GOOD + frame_of(b""),
     "a frame that may be skipped": SKIPPABLE,
+    "one of the right size": b"\x50\x2a\x4d\x18" + SIZE.to_bytes(4, "little") + bytes(SIZE),
     "one before the frame": SKIPPABLE + GOOD,
     "one after the frame": GOOD + SKIPPABLE,
     "no declared size": streamed(bytes(SIZE)),
