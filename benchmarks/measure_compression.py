@@ -124,7 +124,7 @@ GROUPED: Codec = (
     lambda now, before, width: _grouped(now, width),
     lambda frame, before, width: _ungrouped(frame, width),
 )
-"""Ways to encode a block and to decode it: the shipped one, the XOR with its bytes grouped by position or in their order,
+"""Ways to encode a block and to decode it: the shipped one, the XOR with bytes grouped by position or in their order,
 and the new bytes alone, grouped."""
 
 
