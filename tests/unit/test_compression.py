@@ -10,8 +10,8 @@ from backhaul._worker_client import compression
 from backhaul._worker_client.compression import (
     FEWEST_RATES,
     LINK_BYTES,
-    MOST_FAILURES,
     RESTING,
+    WARNED_FAILURES,
     Compression,
     CopyMemory,
     TensorDifference,
@@ -30,7 +30,8 @@ class Sender:
 
     Attributes:
         held: The tensors of the receiver, by address.
-        spared_bytes: The bytes that differences have spared so far.
+        crosses_network: Whether there is a network between both.
+        refuses: Whether the receiver refuses all differences, so that the tensors are sent whole.
     """
 
     def __init__(self, mode: str = "on", limit_bytes: int = 1 << 30, rate: float = 0.0) -> None:
@@ -40,6 +41,7 @@ class Sender:
             self.compression.sent(LINK_BYTES, LINK_BYTES / rate)
         self.held: dict[bytes, Tensor] = {}
         self.crosses_network = True
+        self.refuses = False
 
     def send(self, *tensors: Tensor) -> int:
         """Sends tensors in one upload. Returns how many of them went as differences."""
@@ -52,6 +54,9 @@ class Sender:
             )
             for tensor in tensors
         ]
+        if self.refuses and any(one.difference is not None for one in outgoing):
+            self.compression.failed(ValueError("no"))
+            outgoing = [OutgoingTensor(tensor, layout_of(tensor)) for tensor in tensors]
         receiver = TensorReceiver(base=self.held.__getitem__, is_for_store=True)
         for batch in batches(outgoing):
             receiver.add(batch)
@@ -59,7 +64,9 @@ class Sender:
             assert address == address_of(tensor)
             assert torch.equal(received, tensor)
             self.held[address] = received
-        return sum(isinstance(one.difference, TensorDifference) for one in outgoing)
+        differences = sum(isinstance(one.difference, TensorDifference) for one in outgoing)
+        self.compression.sent(0, 1.0, has_differences=differences > 0)
+        return differences
 
     def step(self, *tensors: Tensor) -> int:
         """Changes tensors a little, and sends them in one upload."""
@@ -180,14 +187,17 @@ def test_a_receiver_that_refuses_again_and_again_gets_whole_tensors(
     weight: Tensor, caplog: pytest.LogCaptureFixture
 ) -> None:
     sender = Sender()
-    for _ in range(MOST_FAILURES - 1):
-        sender.compression.failed(ValueError("no"))
     assert [sender.step(weight) for _ in range(3)] == [0, 0, 1]
-    for _ in range(MOST_FAILURES):
-        sender.compression.failed(ValueError("no"))
-    assert [sender.step(weight) for _ in range(4)] == [0, 0, 0, 0]
-    assert sender.memory.used_bytes == 0
-    assert "refused compressed parameters 3 times: no. They are sent whole." in caplog.text
+    sender.refuses, tried = True, []
+    for _ in range(20):
+        failures = sender.compression._failures
+        assert sender.step(weight) == 0
+        tried.append(sender.compression._failures - failures)
+    # After n refusals in a row it is tried again 2**n uploads later.
+    assert [upload for upload, is_tried in enumerate(tried) if is_tried] == [0, 3, 8, 17]
+    assert f"refused compressed parameters {WARNED_FAILURES} times in a row: no. They are sent whole" in caplog.text
+    sender.refuses = False
+    assert sum(sender.step(weight) for _ in range(20)) == 20 - (16 - 2)
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ NOTE [Previous versions]
 4. Copies are bounded in bytes for all workers of a session. If there is no room for one, those that were not used since
    this tensor was last sent are dropped; otherwise the tensor is sent whole. All are dropped while the machine is short
    of memory.
-5. Whatever goes wrong, the whole tensor is sent. A worker that refuses `MOST_FAILURES` uploads in a row gets no more
-   differences.
+5. Whatever goes wrong, the whole tensor is sent. A worker that refuses n uploads with differences in a row gets whole
+   tensors in the next 2**n uploads. Copies are brought up to date meanwhile.
 """
 
 import logging
@@ -51,7 +51,10 @@ MARGIN = 2.0
 RESTING = 16
 """The number of versions of a tensor that are sent whole after its difference was not worth sending."""
 
-MOST_FAILURES = 3
+WARNED_FAILURES = 3
+"""The number of refused uploads in a row that a warning is logged for. One can happen after an eviction."""
+
+LONGEST_PAUSE = 1 << 10
 MOST_NOTED = 1 << 16
 SHORT_OF_MEMORY = 0.05
 """The part of the machine's memory that must be available. With less, copies are dropped."""
@@ -196,7 +199,7 @@ class Compression:
         self._upload = 0
         self._encoder = BlockEncoder()
         self._costs = _Costs()
-        self._failures = 0
+        self._failures = self._paused = 0
         self._checked_at_s = -_CHECK_S
         self._is_short = False
         self._rates: deque[float] = deque(maxlen=KEPT_RATES)
@@ -240,7 +243,7 @@ class Compression:
         if entry.resting:
             entry.resting -= 1
             return outgoing
-        if entry.copy is None or not entry.address or not knows(entry.address):
+        if entry.copy is None or self._paused or not entry.address or not knows(entry.address):
             self._keep(entry, outgoing, last_used)
             return outgoing
         if self._mode == "auto" and not self._wins(entry, outgoing):
@@ -252,18 +255,30 @@ class Compression:
         difference = TensorDifference(whole, entry, self._encoder, self._costs)
         return OutgoingTensor(outgoing.tensor, layout, address, difference=difference)
 
-    def sent(self, size_bytes: int, took_s: float) -> None:
-        """Notes that an upload of so many bytes has been accepted, and the seconds that it took without encoding."""
-        self._failures = 0
+    def sent(self, size_bytes: int, took_s: float, *, has_differences: bool = False) -> None:
+        """Notes that the worker has accepted an upload.
+
+        Args:
+            size_bytes: The bytes that were sent.
+            took_s: The seconds that this took, without encoding.
+            has_differences: Whether differences were among the tensors.
+        """
+        if has_differences:
+            self._failures = 0
+        else:
+            self._paused = max(0, self._paused - 1)
         if size_bytes >= LINK_BYTES:
             self._rates.append(size_bytes / max(took_s, 1e-6))
 
     def failed(self, why: BaseException) -> None:
-        """Notes that the worker has not accepted an upload with differences."""
+        """Notes that the worker has not accepted an upload with differences, which is repeated with whole tensors."""
         self._failures += 1
-        if self._failures == MOST_FAILURES:
+        self._paused = 1 + min(2**self._failures, LONGEST_PAUSE)  # the repetition counts too
+        if self._failures == WARNED_FAILURES:
             logger.warning(
-                "A worker refused compressed parameters %d times: %s. They are sent whole.", self._failures, why
+                "A worker refused compressed parameters %d times in a row: %s. They are sent whole for a while.",
+                self._failures,
+                why,
             )
 
     def close(self) -> None:
@@ -273,7 +288,7 @@ class Compression:
         self._versions.clear()
 
     def _is_used(self, *, crosses_network: bool) -> bool:
-        if self._mode == "off" or self._failures >= MOST_FAILURES:
+        if self._mode == "off":
             return False
         if self._mode == "auto" and not (crosses_network and 0 < self.bytes_per_s <= THIN_BYTES_PER_S):
             return False

@@ -239,6 +239,7 @@ class Uploader:
         """Ends the thread. Call it after the connection was closed, so that queued items fail at once."""
         self._queue.put(None)
         self._thread.join()
+        self._compression.close()
 
     def put(
         self, worker_session: WorkerSession, outgoing_tensors: Iterable[OutgoingTensor], count: Callable[[int], None]
@@ -488,7 +489,8 @@ class Uploader:
             spared_bytes = sum(difference.spared_bytes for difference in differences)
             save.spared(spared_bytes)
             sent_bytes = sum(outgoing.layout.payload_bytes for outgoing in outgoing_tensors.values()) - spared_bytes
-            self._compression.sent(sent_bytes, took_s - sum(difference.took_s for difference in differences))
+            encoded_s = sum(difference.took_s for difference in differences)
+            self._compression.sent(sent_bytes, took_s - encoded_s, has_differences=bool(differences))
             if sent_bytes >= MEASURED_BYTES:
                 rate = sent_bytes / took_s
                 self.bytes_per_s = (3 * self.bytes_per_s + rate) / 4 if self.bytes_per_s else rate
@@ -511,7 +513,7 @@ class Uploader:
         self._compression.begin()
         with on_side_stream(save.made):
             for index, (address, source) in enumerate(zip(addresses, save.sources, strict=True)):
-                if index in derived or self.knows(worker_session, address):
+                if index in derived or address in outgoing_tensors or self.knows(worker_session, address):
                     continue
                 outgoing = OutgoingTensor(source.to_read(), source.layout, address)
                 if may_differ and not source.is_copy and not source.is_transient:
