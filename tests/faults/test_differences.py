@@ -1,7 +1,6 @@
 """Hostile differences of tensors, sent to a real worker: each is refused by name, and nothing of it is kept."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
 import pytest
@@ -67,7 +66,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[WorkerPr
         tables.append(f'[{name}]\ntoken_files = ["{name}.token"]\n')
     (directory / "credentials.toml").write_text("\n".join(tables))
     with WorkerProcess("--memory", "24MiB", "--credentials", str(directory / "credentials.toml")) as process:
-        yield process, *(read_token(Path(directory / f"{name}.token")) for name in ("alice", "bob"))
+        yield process, read_token(directory / "alice.token"), read_token(directory / "bob.token")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """The encoding of differences: exact for any bytes, and safe against any frame."""
 
 import random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -89,7 +89,7 @@ def with_declared_size(size: int) -> bytes:
 
 def dictionary() -> zstandard.ZstdCompressionDict:
     samples = [random.Random(seed).randbytes(40) * 4 for seed in range(200)]
-    return zstandard.train_dictionary(2_000, samples)
+    return zstandard.train_dictionary(2_000, list(samples))
 
 
 SKIPPABLE = b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd"
@@ -157,7 +157,7 @@ def test_a_header_is_refused_before_anything_is_decompressed(name: str) -> None:
 def test_a_larger_window_than_the_block_is_refused() -> None:
     options = zstandard.ZstdCompressionParameters(window_log=24, write_content_size=True)
     compressor = zstandard.ZstdCompressor(compression_params=options)
-    with compressor.stream_writer(sink := _Sink(), size=1 << 24) as writer:
+    with compressor.stream_writer(cast(Any, sink := _Sink()), size=1 << 24) as writer:
         writer.write(bytes(1 << 24))
     assert zstandard.get_frame_parameters(bytes(sink)).window_size == 1 << 24
     with pytest.raises(TransferError):
