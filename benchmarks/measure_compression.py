@@ -107,7 +107,10 @@ def _grouped(data: Bytes, width: int) -> bytes:
 
 def _ungrouped(frame: bytes, width: int) -> Bytes:
     planes = np.frombuffer(_decompressor.decompress(frame), np.uint8).reshape(width, -1)
-    return np.ascontiguousarray(planes.T).reshape(-1)
+    columns = np.empty(planes.shape[::-1], np.uint8)
+    for position, plane in enumerate(planes):
+        columns[:, position] = plane
+    return columns.reshape(-1)
 
 
 _encoder, _decoder = BlockEncoder(), BlockDecoder()
