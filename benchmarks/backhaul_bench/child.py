@@ -40,6 +40,7 @@ MEASURES = {
     "credentials": "backhaul_bench.tenants:measure_credentials",
     "hivemind": "backhaul_bench.beside_hivemind:measure",
     "torch_rpc": "backhaul_bench.beside_torch_rpc:measure",
+    "compression_thin": "backhaul_bench.thin_link:measure",
     "cores": "backhaul_bench.cores:measure",
     "checks_large": "backhaul_bench.checks:measure_large",
     "checks_small": "backhaul_bench.checks:measure_small",

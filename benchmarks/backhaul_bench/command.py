@@ -33,6 +33,7 @@ NOMINAL_S = {
     "peak_flat": 140,
     "peaks": 40,
     "connections": 110,
+    "compression_thin": 35,
 }
 """Seconds of the longest groups on a slow machine if none is hurried. All others take about `_SHORT_S`."""
 _SHORT_S = 25

@@ -112,6 +112,12 @@ FIGURES = (
         "hivemind", "vs_hivemind", 0.70, "from grad_output to input gradient / hivemind's RemoteExpert, one block"
     ),
     _at_most("torch_rpc", "vs_torch_rpc", 0.5, "time added over local compute / added by torch.distributed.rpc"),
+    _at_most(
+        "compression_thin",
+        "compression_thin",
+        0.75,
+        "step in bf16 over 12.5 MB/s with compressed differences / without",
+    ),
     Figure("cores_together", "a forward while the worker's core computes the same / alone", "cores"),
     Figure("checks_large", "recording and digests, added to a step of 1024 tokens / the step", "checks_large"),
     Figure("checks_small", "recording and digests, added to a step of 64 tokens / the step", "checks_small"),

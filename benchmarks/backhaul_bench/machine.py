@@ -9,7 +9,7 @@ from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("backhaul", "torch", "grpcio", "protobuf", "numpy", "xxhash")
+PACKAGES = ("backhaul", "torch", "grpcio", "protobuf", "numpy", "xxhash", "zstandard")
 HIVEMIND = "BACKHAUL_BENCH_HIVEMIND"
 """Environment variable with the Python of an environment that has hivemind."""
 

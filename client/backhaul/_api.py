@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from backhaul._cli.typos import warn_of_unknown
-from backhaul._config import Boundaries, Config, Durability, Numerics, Returns, resolve
+from backhaul._config import Boundaries, Compressed, Config, Durability, Numerics, Returns, resolve
 from backhaul._session import Session
 from backhaul._torch_api import wrap as modules
 from backhaul._torch_api.options import decorator, options_of
@@ -27,6 +27,8 @@ def connect(
     durability: Durability | None = None,
     boundaries: Boundaries | None = None,
     numerics: Numerics | None = None,
+    compression: Compressed | None = None,
+    compression_bytes: int | None = None,
     connect_timeout_s: float | None = None,
     silence_s: float | None = None,
     inflight_bytes: int | None = None,
@@ -59,6 +61,9 @@ def connect(
         boundaries: How a worker gets the boundary between two of its segments: sent by the trainer ("send"), computed
             from the segment before ("derive"), or whatever takes less time ("auto", default).
         numerics: Whether workers that compute other bits are used ("auto", default) or not ("exact").
+        compression: Whether changed parameters are sent as compressed differences: where that saves time ("auto",
+            default), always ("on") or never ("off").
+        compression_bytes: Bytes of copies of parameters that the trainer may keep for that.
         connect_timeout_s: Seconds that this call waits for the workers.
         silence_s: Seconds without a message after which a worker counts as lost.
         inflight_bytes: Bound of the copies that wait to be sent, of arguments and of parameters that FSDP frees.
@@ -102,6 +107,8 @@ def connect(
             durability=durability,
             boundaries=boundaries,
             numerics=numerics,
+            compression=compression,
+            compression_bytes=compression_bytes,
             connect_timeout_s=connect_timeout_s,
             silence_s=silence_s,
             inflight_bytes=inflight_bytes,

@@ -18,7 +18,15 @@ Boundaries = Literal["auto", "send", "derive"]
 BOUNDARIES: tuple[str, ...] = ("auto", "send", "derive")
 Numerics = Literal["auto", "exact"]
 NUMERICS: tuple[str, ...] = ("auto", "exact")
-_CHOICES = {"returns": RETURNS, "durability": DURABILITIES, "boundaries": BOUNDARIES, "numerics": NUMERICS}
+Compressed = Literal["auto", "on", "off"]
+COMPRESSED: tuple[str, ...] = ("auto", "on", "off")
+_CHOICES = {
+    "returns": RETURNS,
+    "durability": DURABILITIES,
+    "boundaries": BOUNDARIES,
+    "numerics": NUMERICS,
+    "compression": COMPRESSED,
+}
 SECRETS = frozenset({"token_file"})
 """Settings that reports must not show."""
 
@@ -60,6 +68,14 @@ class Config:
     numerics: Numerics = "auto"
     """What to do with workers that compute other bits than this trainer. "auto" uses them: they get the trainer's
     random draws, and their numbers are compared within tolerances. "exact" recomputes such segments on the trainer."""
+
+    compression: Compressed = "auto"
+    """Whether a parameter that changed is sent as the compressed difference from its previous version. "auto": if the
+    worker is reached over a link that is slow enough for that to save time. "on": always. "off": never."""
+
+    compression_bytes: int = 2 << 30
+    """Bytes of copies of previous versions that the trainer may keep for `compression`. Parameters without a copy are
+    sent whole."""
 
     connect_timeout_s: float = 30.0
     """Seconds that connect() waits for the workers. A worker that it starts needs some seconds to import torch."""
@@ -137,7 +153,15 @@ def resolve(**given: Any) -> Config:
     for name in ("connect_timeout_s", "silence_s", "inflight_bytes", "inflight_boundaries"):
         if not 0 < getattr(config, name) < math.inf:
             raise SettingError(f"{name}={getattr(config, name)!r} must be finite and greater than 0")
-    for name in ("memory_bytes", "held_bytes", "deferred_bytes", "inflight_micro_batches", "connections"):
+    counts = (
+        "memory_bytes",
+        "held_bytes",
+        "deferred_bytes",
+        "inflight_micro_batches",
+        "compression_bytes",
+        "connections",
+    )
+    for name in counts:
         if getattr(config, name) < 0:
             raise SettingError(f"{name}={getattr(config, name)!r} must not be negative")
     _check_connections(config.connections)

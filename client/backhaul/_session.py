@@ -34,6 +34,7 @@ from backhaul._observe.telemetry import Telemetry
 from backhaul._observe.warnings import warn_not_remote
 from backhaul._torch_api import fsdp, patched, sequential, wrap
 from backhaul._torch_api.options import Options, decorator, names_of_torch, options_of
+from backhaul._worker_client.compression import Compression, CopyMemory
 from backhaul._worker_client.connection import Connection, trainer_name
 from backhaul._worker_client.deadlines import call_unary
 from backhaul._worker_client.embedded import EmbeddedWorker
@@ -95,10 +96,16 @@ class Session:
             takes_socket=config.unix_socket,
             connections=config.connections,
         )
+        self._copy_memory = CopyMemory(config.compression_bytes)
         self._workers = Roster(
             self.run,
             lambda address, token_file: connect_to(partial(_same, address), token_file=token_file),
-            lambda connection: WorkerHandle(connection, config.inflight_bytes, config.inflight_boundaries),
+            lambda connection: WorkerHandle(
+                connection,
+                config.inflight_bytes,
+                config.inflight_boundaries,
+                Compression(config.compression, self._copy_memory),
+            ),
             config.connect_timeout_s,
         )
         self._dispatcher = Dispatcher(config, Journal(self.run), self._workers, self.copies, lambda: self._closed)
@@ -217,7 +224,7 @@ class Session:
 
     def report(self) -> Report:
         """Returns what has run where so far, why, and at what cost."""
-        return self._dispatcher.journal.report()
+        return self._dispatcher.journal.report(self._copy_memory.used_bytes)
 
     def step(self, loss: Tensor | float | None = None) -> None:
         """Reports that a training step has ended. Only dashboards and traces depend on it.

@@ -47,6 +47,7 @@ def test_a_wheel_holds_all_that_runs_and_nothing_else(tmp_path: Path) -> None:
         "protobuf",
         "torch",
         "xxhash",
+        "zstandard",
     }
 
 

@@ -169,10 +169,10 @@ def test_a_worker_of_another_version_is_refused_by_name() -> None:
 def test_a_trainer_of_another_version_is_refused_by_name(worker: WorkerProcess) -> None:
     with grpc.insecure_channel(worker.address) as channel, pytest.raises(grpc.RpcError) as caught:
         Services(channel).sessions.OpenSession(
-            session_pb2.OpenSessionRequest(protocol_version=7, client_version="0.0.7"), timeout=10
+            session_pb2.OpenSessionRequest(protocol_version=98, client_version="0.0.7"), timeout=10
         )
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert "protocol 7 (backhaul 0.0.7)" in str(caught.value.details())
+    assert "protocol 98 (backhaul 0.0.7)" in str(caught.value.details())
 
 
 @pytest.mark.slow

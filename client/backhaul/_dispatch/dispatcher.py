@@ -251,6 +251,7 @@ class Dispatcher:
             queued_bytes=sum(source.layout.span_bytes for source in sources if source.is_copy),
             count=lambda size: log.traffic(up_bytes=size),
             sent=log.uploaded,
+            spared=log.spared,
             is_predicted=is_predicted,
             made=device_moments(source.value for source in sources if source.value is not None),
         )

@@ -6,6 +6,7 @@ from time import monotonic
 
 from torch import Tensor
 
+from backhaul._worker_client.compression import Compression
 from backhaul._worker_client.connection import Connection, WorkerSession
 from backhaul._worker_client.deadlines import AnswerStream, longest_run_s
 from backhaul._worker_client.uploader import Uploader
@@ -24,9 +25,15 @@ class WorkerHandle:
         differences: Why the worker computes other bits, by number of the worker session and type of device.
     """
 
-    def __init__(self, connection: Connection, inflight_bytes: int, inflight_boundaries: int) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        inflight_bytes: int,
+        inflight_boundaries: int,
+        compression: Compression | None = None,
+    ) -> None:
         self.connection = connection
-        self.uploader = Uploader(connection, inflight_bytes, inflight_boundaries)
+        self.uploader = Uploader(connection, inflight_bytes, inflight_boundaries, compression)
         self.is_leaving = False
         self.differences: dict[tuple[int, str], Mapping[str, tuple[str, str]]] = {}
         self._failed: WorkerSession | None = None  # the worker session that failed to return a tensor

@@ -57,6 +57,7 @@ class SegmentReport:
         down_bytes: Bytes received for these calls.
         drift: The largest relative difference between the numbers of a worker and of forward; 0 if all bits are equal.
         blocked: Why micro-batches of accumulation blocks waited for their backward, with counts.
+        spared_bytes: Bytes that were not sent because only the differences of parameters were.
     """
 
     name: str
@@ -71,6 +72,7 @@ class SegmentReport:
     down_bytes: int
     drift: float
     blocked: dict[str, int] = field(default_factory=dict)
+    spared_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +152,12 @@ class Report:
     Attributes:
         segments: The counts by name, in the order of the first calls.
         block: The last accumulation block; None if there was none.
+        copied_bytes: Bytes of the copies of parameters that the trainer keeps now, to send only their differences.
     """
 
     segments: tuple[SegmentReport, ...]
     block: BlockReport | None = None
+    copied_bytes: int = 0
 
     @property
     def remote(self) -> int:
@@ -174,6 +178,11 @@ class Report:
     def down_bytes(self) -> int:
         """Bytes received from workers."""
         return sum(segment.down_bytes for segment in self.segments)
+
+    @property
+    def spared_bytes(self) -> int:
+        """Bytes that were not sent to workers because only the differences of parameters were."""
+        return sum(segment.spared_bytes for segment in self.segments)
 
     @property
     def drift(self) -> float:
@@ -201,6 +210,11 @@ class Report:
                 ("not deferred", segment.blocked),
             ):
                 lines += [f"  {count} {where}: {reason}" for reason, count in reasons.items()]
+        if self.spared_bytes:
+            lines.append(
+                f"differences of parameters have spared {self.spared_bytes / 1e6:.1f} MB of uploads; copies take "
+                f"{self.copied_bytes / 1e6:.1f} MB here"
+            )
         if self.block is not None:
             lines.append(str(self.block))
         return "\n".join(lines)
@@ -226,6 +240,7 @@ class SegmentLog:
     _inside: Counter[str] = field(default_factory=Counter)
     _blocked: Counter[str] = field(default_factory=Counter)
     _up_bytes: int = 0
+    _spared_bytes: int = 0
     _down_bytes: int = 0
     _drift: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)  # guards all counts
@@ -251,6 +266,11 @@ class SegmentLog:
         with self._lock:
             self._up_bytes += up_bytes
             self._down_bytes += down_bytes
+
+    def spared(self, size_bytes: int) -> None:
+        """Counts bytes that differences have spared."""
+        with self._lock:
+            self._spared_bytes += size_bytes
 
     def drift(self, drift: float) -> None:
         """Notes the drift of a recomputation."""
@@ -321,6 +341,7 @@ class SegmentLog:
                 self._down_bytes,
                 self._drift,
                 dict(self._blocked),
+                self._spared_bytes,
             )
 
 
@@ -346,8 +367,12 @@ class Journal:
                 log = self._logs[name] = SegmentLog(name, self.session)
             return log
 
-    def report(self) -> Report:
-        """Returns all counts so far."""
+    def report(self, copied_bytes: int = 0) -> Report:
+        """Returns all counts so far.
+
+        Args:
+            copied_bytes: Bytes of the copies of parameters that the trainer keeps.
+        """
         with self._lock:
             logs = list(self._logs.values())
-        return Report(tuple(log.report() for log in logs), self.block)
+        return Report(tuple(log.report() for log in logs), self.block, copied_bytes)

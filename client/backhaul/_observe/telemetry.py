@@ -155,6 +155,10 @@ class CallLog:
         if self._telemetry is not None:
             self._telemetry.moved(up_bytes, down_bytes)
 
+    def spared(self, size_bytes: int) -> None:
+        """Counts bytes that were not sent because only the differences of parameters were."""
+        self._log.spared(size_bytes)
+
     def uploaded(self, took_s: float) -> None:
         """Notes the seconds of an upload that has just ended."""
         self._span(Lane.LANE_UPLOAD, time() - took_s, took_s)

@@ -78,6 +78,7 @@ class WorkerSession:
         fingerprint: What the worker's numbers depend on.
         lease_s: Seconds without a request after which the worker closes the session.
         memory: Memory shared with a worker on this machine; None if there is none.
+        crosses_network: Whether the worker is reached over TCP, and not through memory or a socket of this machine.
     """
 
     number: int
@@ -86,6 +87,7 @@ class WorkerSession:
     fingerprint: Mapping[str, str]
     lease_s: float
     memory: TrainerSharedMemory | None = None
+    crosses_network: bool = False
 
 
 def trainer_name() -> str:
@@ -400,7 +402,8 @@ class Connection:
             answer.budget_bytes,
             dict(answer.fingerprint),
             answer.lease_s,
-            self._share(address, answer),
+            memory := self._share(address, answer),
+            memory is None and not address.unix_path and not self._has_switched,
         )
         # Opening takes longer than this request, which therefore compares the clocks better.
         self._ask(self._worker_session)

@@ -14,19 +14,21 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 
 from torch import Tensor
 
 from backhaul._worker_client.accumulation import UncollectedGradients
 from backhaul._worker_client.backward_chains import Predecessor
+from backhaul._worker_client.compression import Compression, CopyMemory, TensorDifference
 from backhaul._worker_client.connection import Connection, WorkerSession
 from backhaul._worker_client.deadlines import LANE_LOST, SLICE_S, Liveness, call_unary, with_liveness
 from backhaul._worker_client.request_stream import RequestStream
 from backhaul._worker_client.shared_memory import sending
 from backhaul._worker_client.striped_upload import StripedUpload
 from backhaul_proto.v1 import program_pb2, segment_pb2, tensor_pb2
-from backhaul_runtime.errors import BackhaulError, SegmentUnknownError, TransferError, WorkerLostError
+from backhaul_runtime.errors import BackhaulError, SegmentUnknownError, TransferError, WorkerError, WorkerLostError
 from backhaul_runtime.process.death_queue import DeathNotice, DeathQueue
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.process.threads import only_in
@@ -95,6 +97,7 @@ class SegmentUpload:
         saved: Completes when the worker has saved the segment, or with the error that prevented that.
         count: Called with the number of sent bytes.
         sent: Called with the times of sending its tensors, after that has ended.
+        spared: Called with the number of bytes that differences have spared.
         wants_sketches: Whether the worker computes other bits, so that random projections are compared.
         predecessors: Earlier segments on the same worker whose outputs are sources of this one.
         boundaries: Sources that are outputs of other earlier segments.
@@ -117,6 +120,7 @@ class SegmentUpload:
     wants_sketches: bool = False
     predecessors: Sequence[Predecessor] = ()
     boundaries: Sequence[int] = ()
+    spared: Callable[[int], None] = lambda _: None
     is_predicted: bool = False
     superseded: Callable[[], Sequence[bytes]] = tuple
     made: Sequence[DeviceMoment] = ()
@@ -148,6 +152,7 @@ class Uploader:
         connection: The connection to the worker.
         inflight_bytes: Bound of the bytes of copies that wait to be sent.
         inflight_boundaries: Bound of the number of segments with such copies.
+        compression: Decides which tensors are sent as differences; None to send all of them whole.
 
     Attributes:
         watch: The signs of life of the worker during uploads.
@@ -155,8 +160,15 @@ class Uploader:
         bytes_per_s: The rate at which large tensors have been sent lately; 0 until one was sent.
     """
 
-    def __init__(self, connection: Connection, inflight_bytes: int, inflight_boundaries: int) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        inflight_bytes: int,
+        inflight_boundaries: int,
+        compression: Compression | None = None,
+    ) -> None:
         self._connection = connection
+        self._compression = compression or Compression("off", CopyMemory(0))
         self._limit_bytes = inflight_bytes
         self._limit_boundaries = inflight_boundaries
         self.watch = Liveness(connection.silence_s)
@@ -233,6 +245,7 @@ class Uploader:
         """Ends the thread. Call it after the connection was closed, so that queued items fail at once."""
         self._queue.put(None)
         self._thread.join()
+        self._compression.close()
 
     def put(
         self, worker_session: WorkerSession, outgoing_tensors: Sequence[OutgoingTensor], count: Callable[[int], None]
@@ -453,7 +466,7 @@ class Uploader:
             logger.debug(
                 "The open stream did not save a segment: %r", error, extra=about(self._connection.run, save.name)
             )
-        self._send_missing(save, request, addresses, derived)
+        self._send_missing(save, request, addresses, derived)  # whatever failed, whole tensors
         request.sources[:] = addresses
         save.count(request.ByteSize())
         response: segment_pb2.SaveSegmentResponse = call_unary(
@@ -475,22 +488,35 @@ class Uploader:
         The worker computes the addresses of tensors without one. Returns its answer if the request was sent.
         """
         worker_session = save.worker_session
-        outgoing_tensors: dict[bytes | int, OutgoingTensor] = {}
-        with on_side_stream(save.made):
-            for index, (address, source) in enumerate(zip(addresses, save.sources, strict=True)):
-                if index not in derived and not self.knows(worker_session, address):
-                    outgoing_tensors[address or index] = OutgoingTensor(source.to_read(), source.layout, address)
+        outgoing_tensors = self._missing_of(save, addresses, derived, may_differ=short is not None)
+        differences = [
+            outgoing.difference
+            for outgoing in outgoing_tensors.values()
+            if isinstance(outgoing.difference, TensorDifference)
+        ]
         began, answer = perf_counter(), None
-        missing = self._put_striped(worker_session, list(outgoing_tensors.values()), save.count)
+        missing = (
+            None if differences else self._put_striped(worker_session, list(outgoing_tensors.values()), save.count)
+        )
         if missing is None:
-            missing, answer = self._send_alone(save, request, addresses, outgoing_tensors, short)
+            try:
+                missing, answer = self._send_alone(save, request, addresses, outgoing_tensors, short)
+            except WorkerError as error:
+                if not differences:
+                    raise
+                self._compression.failed(error)
+                raise _UnansweredError from error
         for key, address in zip(outgoing_tensors, missing, strict=True):
             if isinstance(key, int):
                 addresses[key] = address
         if outgoing_tensors:
             took_s = perf_counter() - began
             save.sent(took_s)
-            sent_bytes = _payload_bytes(outgoing_tensors.values())
+            spared_bytes = sum(difference.spared_bytes for difference in differences)
+            save.spared(spared_bytes)
+            sent_bytes = sum(outgoing.layout.payload_bytes for outgoing in outgoing_tensors.values()) - spared_bytes
+            encoded_s = sum(difference.took_s for difference in differences)
+            self._compression.sent(sent_bytes, took_s - encoded_s, has_differences=bool(differences))
             if sent_bytes >= MEASURED_BYTES:
                 rate = sent_bytes / took_s
                 self.bytes_per_s = (3 * self.bytes_per_s + rate) / 4 if self.bytes_per_s else rate
@@ -525,12 +551,39 @@ class Uploader:
                 self.watch.sign()
             elif begin:
                 missing = self._put(worker_session, itertools.chain(begin, sent), save.count)
-                if worker_session.memory is None:
+                if worker_session.memory is None and all(o.difference is None for o in outgoing_tensors.values()):
                     sent_bytes = _payload_bytes(outgoing_tensors.values())
                     self._connection.lanes.choice.sent(1, sent_bytes, perf_counter() - began)
             if len(missing) != len(outgoing_tensors):  # inside: shared memory is given up
                 raise WorkerLostError(f"the worker has taken {len(missing)} tensors of {len(outgoing_tensors)}")
         return missing, answer
+
+    @only_in("backhaul-upload")
+    def _missing_of(
+        self, save: SegmentUpload, addresses: list[bytes], derived: Collection[int], *, may_differ: bool
+    ) -> dict[bytes | int, OutgoingTensor]:
+        """Returns the sources that the worker lacks, by address or else by position.
+
+        Args:
+            save: The upload of the segment.
+            addresses: The addresses of its sources. Those of differences are added.
+            derived: The positions of sources that the worker computes itself.
+            may_differ: Whether tensors may be sent as differences.
+        """
+        worker_session, outgoing_tensors = save.worker_session, dict[bytes | int, OutgoingTensor]()
+        self._compression.begin()
+        with on_side_stream(save.made):
+            for index, (address, source) in enumerate(zip(addresses, save.sources, strict=True)):
+                if index in derived or address in outgoing_tensors or self.knows(worker_session, address):
+                    continue
+                outgoing = OutgoingTensor(source.to_read(), source.layout, address)
+                if may_differ and not source.is_copy and not source.is_transient:
+                    outgoing = self._compression.outgoing(
+                        outgoing, partial(self.knows, worker_session), crosses_network=worker_session.crosses_network
+                    )
+                    addresses[index] = outgoing.address
+                outgoing_tensors[outgoing.address or index] = outgoing
+        return outgoing_tensors
 
     @only_in("backhaul-upload")
     def _put_program(self, save: SegmentUpload) -> None:

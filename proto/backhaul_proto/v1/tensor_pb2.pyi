@@ -77,6 +77,7 @@ class TensorDeclaration(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     LOCATION_FIELD_NUMBER: _builtins.int
+    DIFFERENCE_FIELD_NUMBER: _builtins.int
     address: _builtins.bytes
     """16 bytes, the digest of spec and elements. Empty where only the stream's order names the tensor."""
     size_bytes: _builtins.int
@@ -87,6 +88,10 @@ class TensorDeclaration(_message.Message):
     def location(self) -> Global___Location:
         """Where in shared memory the elements are already. Then no chunks follow."""
 
+    @_builtins.property
+    def difference(self) -> Global___Difference:
+        """The chunks hold the change from another tensor. Not together with a location."""
+
     def __init__(
         self,
         *,
@@ -94,14 +99,40 @@ class TensorDeclaration(_message.Message):
         spec: Global___TensorSpec | None = ...,
         size_bytes: _builtins.int = ...,
         location: Global___Location | None = ...,
+        difference: Global___Difference | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["location", b"location", "spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["difference", b"difference", "location", b"location", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "location", b"location", "size_bytes", b"size_bytes", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "difference", b"difference", "location", b"location", "size_bytes", b"size_bytes", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TensorDeclaration: _TypeAlias = TensorDeclaration  # noqa: Y015
+
+@_typing.final
+class Difference(_message.Message):
+    """How a tensor differs from one that the receiver holds. Each chunk is then one zstd frame that yields a block of the
+    tensor, and its offset is that of the block: see NOTE [Differences] in backhaul_runtime.tensors.differences. The
+    declaration must have an address, which the result is checked against.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_FIELD_NUMBER: _builtins.int
+    base: _builtins.bytes
+    """Address of a tensor of the same dtype and size that the session has sent or received."""
+    def __init__(
+        self,
+        *,
+        base: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Difference: _TypeAlias = Difference  # noqa: Y015
 
 @_typing.final
 class Location(_message.Message):

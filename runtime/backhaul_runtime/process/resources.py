@@ -4,7 +4,17 @@ import os
 from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
+_MEMORY = Path("/proc/meminfo")
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def available_memory() -> float:
+    """Returns the part of the machine's memory that is available, from 0 to 1; 1 if the kernel does not report it."""
+    try:
+        fields = dict(line.split(":") for line in _MEMORY.read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) / int(fields["MemTotal"].split()[0])
+    except (OSError, ValueError, KeyError, ZeroDivisionError):
+        return 1.0
 
 
 def resident_bytes(key: str = "VmRSS") -> int:

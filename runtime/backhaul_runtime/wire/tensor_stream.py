@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -18,8 +18,9 @@ import xxhash
 from torch import Tensor
 
 from backhaul_proto.v1 import tensor_pb2
-from backhaul_runtime.errors import TransferError
+from backhaul_runtime.errors import LimitError, TransferError
 from backhaul_runtime.tensors.buffer_pool import BUFFERS
+from backhaul_runtime.tensors.differences import BLOCK_BYTES, BlockDecoder, width_of
 from backhaul_runtime.tensors.digest import content_digest, tensor_address
 from backhaul_runtime.tensors.layout import (
     Layout,
@@ -58,12 +59,14 @@ class OutgoingTensor:
         address: The address under which the receiver stores it. Empty if the receiver computes the address, or knows
             the tensor by its position in the stream.
         made: The moment on the device after which the tensor may be read; empty for a tensor on the host.
+        difference: How the tensor differs from one that the receiver holds; None to send all of its elements.
     """
 
     tensor: Tensor
     layout: Layout
     address: bytes = b""
     made: Sequence[DeviceMoment] = ()
+    difference: "EncodedDifference | None" = None
 
     def __post_init__(self) -> None:
         if self.layout.is_on_accelerator:
@@ -82,6 +85,29 @@ class OutgoingTensor:
             size_bytes=self.layout.payload_bytes,
             location=location,
         )
+
+
+class EncodedDifference(Protocol):
+    """A tensor as its difference from one that the receiver holds, see NOTE [Differences]."""
+
+    @property
+    def base(self) -> bytes:
+        """The address of the tensor that the receiver holds."""
+        ...
+
+    def frames(self) -> Iterator[tuple[int, bytes]]:
+        """Yields the offset and the frame of each block, in order. Called once."""
+        ...
+
+
+def may_differ(layout: Layout) -> bool:
+    """Whether a tensor can be sent as a difference: it has elements, and no gaps between them."""
+    return 0 < layout.payload_bytes == layout.span_bytes
+
+
+def width_in(layout: Layout) -> int:
+    """Returns the bytes of one number of a tensor, see `width_of`."""
+    return width_of(layout.dtype.itemsize, is_complex=layout.dtype.is_complex)
 
 
 @lru_cache(maxsize=MOST_LAYOUTS)
@@ -120,6 +146,9 @@ def _decoded(encoded: bytes) -> Layout:
     return layout
 
 
+EXPANDED_BYTES = 4 << 20
+"""Bytes of tensors that the frames of one message may yield. Decoding so many takes the worker's event loop 6 ms."""
+
 PLACED_BYTES = 16 << 20
 """Bytes written to shared memory before a message declares them, so that the receiver reads while more is written."""
 
@@ -135,22 +164,39 @@ def batches(outgoing_tensors: Iterable[OutgoingTensor], write: SharedWriter = la
         write: Writes tensors to shared memory, see `SharedWriter`.
     """
     batch = Batch()
-    filled = placed = 0
+    filled = placed = expanded = 0
     for index, outgoing in enumerate(outgoing_tensors):
         if len(batch.declarations) == MAX_DECLARED:
             yield batch
-            batch, filled, placed = Batch(), 0, 0
+            batch, filled, placed, expanded = Batch(), 0, 0, 0
         size = outgoing.layout.payload_bytes
+        if outgoing.difference is not None:
+            batch.declarations.append(
+                tensor_pb2.TensorDeclaration(
+                    address=outgoing.address,
+                    spec=encode_layout(outgoing.layout),
+                    size_bytes=size,
+                    difference=tensor_pb2.Difference(base=outgoing.difference.base),
+                )
+            )
+            for offset, frame in outgoing.difference.frames():
+                batch.chunks.append(Chunk(index, offset, frame))
+                filled += len(frame)
+                expanded += min(BLOCK_BYTES, size - offset)
+                if filled >= CHUNK_BYTES or expanded + BLOCK_BYTES > EXPANDED_BYTES:
+                    yield batch
+                    batch, filled, placed, expanded = Batch(), 0, 0, 0
+            continue
         location = write(outgoing)
         batch.declarations.append(outgoing.declaration(location))
         if location is not None:
             placed += size
             if placed >= PLACED_BYTES:
                 yield batch
-                batch, filled, placed = Batch(), 0, 0
+                batch, filled, placed, expanded = Batch(), 0, 0, 0
             continue
         offset = 0
-        for held, data in _in_order(outgoing):
+        for held, data in in_order(outgoing):
             left = data
             while left:
                 piece = left[: CHUNK_BYTES - filled]
@@ -161,12 +207,12 @@ def batches(outgoing_tensors: Iterable[OutgoingTensor], write: SharedWriter = la
                 filled += len(piece)
                 if filled >= CHUNK_BYTES:
                     yield batch
-                    batch, filled, placed = Batch(), 0, 0
+                    batch, filled, placed, expanded = Batch(), 0, 0, 0
     if batch.declarations or batch.chunks:
         yield batch
 
 
-def _in_order(outgoing: OutgoingTensor) -> Iterator[tuple[Tensor, memoryview]]:
+def in_order(outgoing: OutgoingTensor) -> Iterator[tuple[Tensor, memoryview]]:
     """Yields the payload in order: views of host memory, each with the tensor that owns the memory."""
     if outgoing.layout.device == "cpu" and outgoing.layout.payload_bytes == outgoing.layout.span_bytes:
         yield outgoing.tensor, dense_bytes(outgoing.tensor, outgoing.layout)
@@ -272,6 +318,42 @@ class _StreamedTensor:
         self.tensor = self.data = torch.empty(0)
 
 
+class _DifferentTensor(_StreamedTensor):
+    """A tensor that arrives as its difference from one that is stored, block by block."""
+
+    def __init__(
+        self, layout: Layout, address: bytes, device: torch.device | None, base: Tensor, *, is_for_store: bool
+    ) -> None:
+        base_layout = layout_of(base)
+        if not may_differ(layout) or not may_differ(base_layout) or not address:
+            raise TransferError(f"a tensor of {layout} cannot be sent as a difference")
+        if (base_layout.dtype, base_layout.payload_bytes) != (layout.dtype, layout.payload_bytes):
+            raise TransferError(f"a tensor of {layout} is declared as the difference from one of {base_layout}")
+        super().__init__(layout, address, device, is_for_store=is_for_store)
+        self._base: Tensor | None = payload(base.detach(), base_layout)
+        self._decoder = BlockDecoder()
+
+    def expanded_bytes(self, chunk: "Chunk | tensor_pb2.TensorChunk") -> int:
+        return max(0, min(BLOCK_BYTES, self.layout.payload_bytes - chunk.offset_bytes))
+
+    def add(self, chunk: "Chunk | tensor_pb2.TensorChunk") -> None:
+        size = self.expanded_bytes(chunk)
+        if self._base is None or not size or chunk.offset_bytes != self.received_bytes:
+            raise TransferError(
+                f"a compressed block at byte {chunk.offset_bytes} came where {self.received_bytes} of "
+                f"{self.layout.payload_bytes} were there"
+            )
+        before = self._base[chunk.offset_bytes : chunk.offset_bytes + size].cpu()
+        block = self._decoder.decode(chunk.data, np.frombuffer(host_bytes(before), np.uint8), width_in(self.layout))
+        super().add(Chunk(chunk.tensor, chunk.offset_bytes, block.data))
+        if self.is_complete:
+            self._base = None
+
+    def forget(self) -> None:
+        self._base = None
+        super().forget()
+
+
 class _SharedTensor:
     """A host tensor whose elements lie in shared memory."""
 
@@ -316,6 +398,10 @@ def _no_memory(location: tensor_pb2.Location, layout: Layout) -> Callable[[], Te
     raise TransferError(f"a tensor is declared in region {location.region}, where no memory is shared")
 
 
+def _no_base(address: bytes) -> Tensor:
+    raise TransferError(f"a tensor is declared as the difference from {address.hex()}, where none is taken")
+
+
 class TensorReceiver:
     """Rebuilds the tensors of one stream.
 
@@ -325,6 +411,8 @@ class TensorReceiver:
             thread queues on its stream afterwards sees the elements.
         locate: Finds a tensor in shared memory. Returns a function that is called once and returns the tensor. Raises
             TransferError for an invalid location.
+        base: Finds the tensor that a declared one differs from, by its address. Called before `admit`. Raises an error
+            if there is none.
         is_for_store: Whether the caller will call `stored`, so that digests are computed as chunks arrive.
 
     Attributes:
@@ -337,12 +425,14 @@ class TensorReceiver:
         admit: Callable[[Layout], None] | None = None,
         device: torch.device | None = None,
         locate: Callable[[tensor_pb2.Location, Layout], Callable[[], Tensor]] = _no_memory,
+        base: Callable[[bytes], Tensor] = _no_base,
         *,
         is_for_store: bool = False,
     ) -> None:
         self._admit = admit
         self._device = device
         self._locate = locate
+        self._base = base
         self._is_for_store = is_for_store
         self.is_striped = False
         self._arrivals: list[_StreamedTensor | _SharedTensor] = []
@@ -367,28 +457,42 @@ class TensorReceiver:
             layout = decode_layout(declaration.spec)
             if declaration.size_bytes != layout.payload_bytes:
                 raise TransferError(f"{declaration.size_bytes} bytes are declared for a tensor of {layout}")
+            differs = declaration.HasField("difference")
+            base = self._base(declaration.difference.base) if differs else None
             if self._admit is not None:
                 self._admit(layout)
-            self._arrivals.append(
-                _SharedTensor(
-                    layout,
-                    declaration.address,
-                    self._locate(declaration.location, layout),
-                    is_for_store=self._is_for_store,
-                )
-                if declaration.HasField("location")
-                else _StreamedTensor(
-                    layout,
-                    declaration.address,
-                    self._device,
-                    is_for_store=self._is_for_store,
-                    is_striped=self.is_striped,
-                )
-            )
+            self._arrivals.append(self._arrival(declaration, layout, base))
+        expanded = 0
         for chunk in batch.chunks:
             if chunk.tensor >= len(self._arrivals):
                 raise TransferError(f"a chunk came for tensor {chunk.tensor} of {len(self._arrivals)} declared")
-            self._arrivals[chunk.tensor].add(chunk)
+            arrival = self._arrivals[chunk.tensor]
+            if isinstance(arrival, _DifferentTensor):
+                expanded += arrival.expanded_bytes(chunk)
+                if expanded > EXPANDED_BYTES:
+                    raise LimitError(
+                        f"the compressed blocks of a message yield more than {EXPANDED_BYTES} bytes: send them in "
+                        "several messages",
+                        limit="decompressed bytes of a message",
+                        most=EXPANDED_BYTES,
+                        found=expanded,
+                    )
+            arrival.add(chunk)
+
+    def _arrival(
+        self, declaration: tensor_pb2.TensorDeclaration, layout: Layout, base: Tensor | None
+    ) -> _StreamedTensor | _SharedTensor:
+        address, is_for_store = declaration.address, self._is_for_store
+        if base is not None:
+            if declaration.HasField("location"):
+                raise TransferError("a tensor is declared both in shared memory and as a difference")
+            if self.is_striped:  # its blocks come in order
+                raise TransferError("a tensor of a striped transfer is declared as a difference")
+            return _DifferentTensor(layout, address, self._device, base, is_for_store=is_for_store)
+        if declaration.HasField("location"):
+            located = self._locate(declaration.location, layout)
+            return _SharedTensor(layout, address, located, is_for_store=is_for_store)
+        return _StreamedTensor(layout, address, self._device, is_for_store=is_for_store, is_striped=self.is_striped)
 
     def addresses(self) -> list[bytes]:
         """Returns the addresses of the tensors that were declared with one, in order."""

@@ -6,7 +6,7 @@ Everything here runs in the event loop's thread.
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from time import monotonic
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from backhaul_runtime.errors import (
+    BudgetError,
     DrainingError,
     ProgramError,
     SegmentUnknownError,
@@ -229,6 +230,27 @@ class Worker:
         charged = ENTRY_BYTES + layout.span_bytes + gaps
         self.store.expect(session, charged)
         return charged
+
+    def lend(self, session: SessionState, address: bytes, reader: Hashable) -> Tensor:
+        """Returns a tensor that a session possesses, from which another one differs.
+
+        It is not evicted until `reader` is detached from the store, and is cached afterwards.
+
+        Raises:
+            TensorsMissingError: The session does not possess the tensor, or the store has no room for both.
+        """
+        if not self.store.missing(session, [address]):
+            tensor = self.store.value(session, address)
+            if isinstance(tensor, Tensor):
+                try:
+                    self.store.attach(reader, session, [address], (), 0)
+                    return tensor
+                except BudgetError:
+                    pass
+        raise TensorsMissingError(
+            f"this worker does not hold the tensor {address.hex()}, from which another one differs, or has no room to "
+            "keep it meanwhile: send the whole tensor"
+        )
 
     def disown(self, session: SessionState, addresses: Sequence[bytes]) -> None:
         """Ends a session's possession of tensors that its trainer will not name again."""

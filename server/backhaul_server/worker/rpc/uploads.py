@@ -30,8 +30,9 @@ class TensorUpload:
         self._charged: deque[int] = deque()
         self._are_shared: list[bool] = []
         self._releases: list[Callable[[], None]] = []
+        self._bases: list[object] = []
         self._upload_stream = last_moment(worker.device)
-        self._receiver = TensorReceiver(self._admit, worker.device, self._locate, is_for_store=True)
+        self._receiver = TensorReceiver(self._admit, worker.device, self._locate, self._base, is_for_store=True)
         self._memory: SharedMemory | None = None
 
     def set_session(self, session: SessionState) -> None:
@@ -52,6 +53,15 @@ class TensorUpload:
         assert self._session is not None
         self._charged.append(self._worker.expect_tensor(self._session, layout))
         self._are_shared.append(False)
+
+    def _base(self, address: bytes) -> Tensor:
+        """Returns a tensor that the session possesses, and keeps it from being evicted until the end of the upload."""
+        assert self._session is not None
+        UPLOADED.check(len(self._bases) + 1)
+        reader = object()
+        tensor = self._worker.lend(self._session, address, reader)
+        self._bases.append(reader)
+        return tensor
 
     def _locate(self, location: tensor_pb2.Location, layout: Layout) -> Callable[[], Tensor]:
         if self._memory is None:
@@ -97,4 +107,6 @@ class TensorUpload:
             self._worker.store.abandon(self._session, size)
         for release in self._releases:
             release()
+        for reader in self._bases:
+            self._worker.store.detach(reader)
         del self._receiver  # it refers to this object: without the cycle tensors need no garbage collector
