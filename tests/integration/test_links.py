@@ -77,6 +77,26 @@ def test_sums_of_an_accumulation_block_come_over_all_connections(distant: Distan
     assert passed["GetStripes"] > 0
 
 
+@pytest.mark.slow
+def test_differences_go_beside_stripes(worker: WorkerProcess) -> None:
+    def steps(checkpoint: Checkpoint) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, gradients = build(), list[Tensor]()
+        stepper = torch.optim.SGD(model.parameters(), lr=1e-4)
+        for _ in range(4):
+            stack(checkpoint, model)[0].backward()
+            gradients += [grad_of(parameter).clone() for parameter in model.parameters()]
+            stepper.step()
+            stepper.zero_grad()
+        return gradients
+
+    with counted() as passed, connected(worker.address, 2, compression="on") as session:
+        assert differing(steps(session.checkpoint), steps(plainly)) == []
+        assert session.report().fallbacks == 0
+        assert session.report().spared_bytes > 0
+    assert passed["PutStripes"] > 0
+
+
 def test_a_worker_on_this_machine_gets_one_connection(worker: WorkerProcess) -> None:
     for options in (dict[str, Any](), OVER_TCP):
         with backhaul.connect(worker.address, **options) as session:

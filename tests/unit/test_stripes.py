@@ -38,6 +38,15 @@ def piece(begin: int, end: int) -> Batch:
     return Batch(chunks=[Chunk(0, begin, data[begin:end])])
 
 
+def test_a_difference_is_refused_because_its_blocks_come_in_order() -> None:
+    receiver = TensorReceiver(base=lambda address: TENSOR)
+    receiver.is_striped = True
+    declared = OutgoingTensor.of(TENSOR).declaration()
+    declared.difference.base = address_of(TENSOR)
+    with pytest.raises(TransferError, match="of a striped transfer is declared as a difference"):
+        receiver.add(Batch(declarations=[declared]))
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_any_order_of_any_pieces_is_the_tensor(seed: int) -> None:
     chooser, tensors = random.Random(seed), [torch.randn(700), torch.randn(40, 30).t(), torch.randn(0), torch.randn(9)]
