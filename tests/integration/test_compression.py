@@ -103,7 +103,7 @@ def connected(address: str, **settings: Any) -> Session:
 @pytest.fixture(scope="module")
 def second() -> Iterator[WorkerProcess]:
     """A worker for this module, which tests may kill: its supervisor starts another one."""
-    with WorkerProcess("--memory", "256MiB") as process:
+    with WorkerProcess("--memory", "256MiB", supervised=True) as process:
         yield process
 
 

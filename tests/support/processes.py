@@ -46,6 +46,7 @@ class WorkerProcess:
         program: Sequence[str] = _COMMAND,
     ) -> None:
         nursery()  # before a test counts files
+        self._supervised = supervised
         options = "--listen", listen, *options
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  a pipe that nobody reads would fill
         self.process: subprocess.Popen[str] | ForkedWorker
@@ -66,7 +67,9 @@ class WorkerProcess:
         self.pid = self.serving() if supervised and self.line else self.process.pid
 
     def serving(self) -> int:
-        """The process that serves now; another one once the supervisor has started one."""
+        """The process that serves now, another one once a supervisor has started one; 0 if there is none."""
+        if not self._supervised:
+            return self.process.pid if self.process.poll() is None else 0
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return int(children[0]) if children else 0
 
