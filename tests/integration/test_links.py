@@ -105,7 +105,7 @@ def test_a_worker_on_this_machine_gets_one_connection(worker: WorkerProcess) -> 
 
 
 @pytest.mark.slow
-def test_a_distant_worker_gets_as_many_as_bring_something(worker: WorkerProcess) -> None:
+def test_a_distant_worker_is_tried_with_more_than_one(worker: WorkerProcess) -> None:
     x, scale = torch.randn(1 << 20, requires_grad=True), torch.tensor(2.0)
 
     def scaled() -> Tensor:
@@ -123,10 +123,10 @@ def test_a_distant_worker_gets_as_many_as_bring_something(worker: WorkerProcess)
             x.grad = None
             session.checkpoint(scaled).backward()
             assert torch.equal(grad_of(x), torch.full_like(x, 2.0))
-            if lanes.choice.count > 2:
+            if lanes.choice.count > 1:  # how many it stays with depends on the rates, see test_connection_count.py
                 break
-            wait_until(lambda: joined(session) == lanes.choice.count - 1, "the lanes join")
-        assert lanes.choice.count > 2
+        assert lanes.choice.count > 1
+        wait_until(lambda: joined(session) >= 1, "a lane joins")
 
 
 def test_lanes_end_with_their_session(worker: WorkerProcess) -> None:

@@ -64,7 +64,8 @@ class ForkedWorker:
     def send_signal(self, number: int) -> None:
         """Sends a signal, unless the worker has ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # it has ended, and the nursery is about to say so
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         """Sends SIGTERM."""
