@@ -1,13 +1,12 @@
 """Measures a step over a thin link, with parameters sent as compressed differences and with whole ones."""
 
-import time
 from collections.abc import Callable
 
 import torch
 
-from backhaul_bench.counting_proxy import CountingProxy
 from backhaul_bench.outcomes import Outcome, of_rounds
 from backhaul_bench.rounds import Alternative, Plan, interleave, ratio_of
+from backhaul_bench.simulation.throttled_proxy import ThrottledProxy
 from backhaul_bench.stage import OVER_TCP, Stage
 from backhaul_bench.steps import on_trainer
 from backhaul_bench.training import SMALL, Training, compare
@@ -18,29 +17,6 @@ BYTES_PER_S = 12.5e6
 BLOCKS, WIDTH = 4, 256
 # The first step measures the link, the second notes which tensors change, and the third copies them.
 PLAN = Plan(most=16, warm=4, limit_s=30.0)
-
-
-class ThinLink(CountingProxy):
-    """A TCP proxy with a limited rate in each direction. A context manager.
-
-    Args:
-        target: Address of the server, as "host:port".
-        bytes_per_s: The rate in each direction, for each connection.
-    """
-
-    def __init__(self, target: str, bytes_per_s: float) -> None:
-        self._bytes_per_s = bytes_per_s
-        super().__init__(target)
-
-    def _pace(self) -> Callable[[int], None]:
-        free_at_s = 0.0
-
-        def wait(size_bytes: int) -> None:
-            nonlocal free_at_s
-            free_at_s = max(free_at_s, time.monotonic()) + size_bytes / self._bytes_per_s
-            time.sleep(max(0.0, free_at_s - time.monotonic()))
-
-        return wait
 
 
 class _HalfTraining(Training):
@@ -55,7 +31,7 @@ class _HalfTraining(Training):
 
 def measure(stage: Stage) -> list[Outcome]:
     """Measures the figure compression_thin."""
-    links = [ThinLink(stage.tcp_worker(), BYTES_PER_S) for _ in range(2)]
+    links = [ThrottledProxy(stage.tcp_worker(), BYTES_PER_S) for _ in range(2)]
     with links[0], links[1]:
         # "auto" has to find out by itself that the link is thin.
         sessions = {

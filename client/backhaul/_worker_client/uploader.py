@@ -514,7 +514,7 @@ class Uploader:
             save.sent(took_s)
             spared_bytes = sum(difference.spared_bytes for difference in differences)
             save.spared(spared_bytes)
-            sent_bytes = sum(outgoing.layout.payload_bytes for outgoing in outgoing_tensors.values()) - spared_bytes
+            sent_bytes = _payload_bytes(outgoing_tensors.values()) - spared_bytes
             encoded_s = sum(difference.took_s for difference in differences)
             self._compression.sent(sent_bytes, took_s - encoded_s, has_differences=bool(differences))
             if sent_bytes >= MEASURED_BYTES:
