@@ -94,7 +94,7 @@ def test_the_headline(page: Page, trained: Training) -> None:
 
 def test_alerts(page: Page, trained: Training) -> None:
     def summaries() -> list[str]:
-        alerts = sorted(trained.dashboard.api("alerts"), key=lambda alert: (alert["severity"], alert["since_s"]))
+        alerts = sorted(trained.dashboard.api("alerts")["items"], key=lambda alert: (alert["severity"], alert["since_s"]))
         return [alert["summary"] for alert in alerts[:3]]
 
     until_equal(lambda: page.locator(".alert-summary").all_inner_texts(), summaries)
@@ -159,7 +159,7 @@ def test_phases_of_steps(page: Page, trained: Training) -> None:
     page.locator("#phases").scroll_into_view_if_needed()
     names = ["upload", "queue", "recompute", "backward", "download", "wait"]
     for phases in trained.dashboard.api("latency")["phases"]:
-        page.locator("#phases-run").select_option(phases["run"])
+        page.locator("#run").select_option(phases["run"])
         expected = [in_ms(phases[f"{name}_ms"][-1]) for name in names]
         until_equal(lambda: page.locator("#phases .legend b").all_inner_texts(), partial(list, expected))
 
@@ -168,7 +168,7 @@ def test_timeline(page: Page, trained: Training) -> None:
     page.locator("#timeline").scroll_into_view_if_needed()
     timeline = trained.dashboard.api("timeline")
     expected = [
-        [str(step["number"]), in_ms(step["duration_ms"]), in_percent(step["overlap"]), in_ms(step["wait_ms"])]
+        ["0", str(step["number"]), in_ms(step["duration_ms"]), in_percent(step["overlap"]), in_ms(step["wait_ms"])]
         for step in timeline["steps"]
     ]
     until_equal(lambda: cells(page, "#steps"), lambda: expected)
@@ -198,7 +198,7 @@ def test_timeline(page: Page, trained: Training) -> None:
 def test_an_accumulation_block_is_shown_with_its_shares_and_micro_batches(page: Page, trained: Training) -> None:
     (run,) = [
         run["run"]
-        for run in trained.dashboard.api("runs")
+        for run in trained.dashboard.api("runs")["items"]
         if trained.dashboard.api(f"timeline?run={run['run']}")["steps"][-1]["block"]
     ]
 
@@ -218,7 +218,7 @@ def test_an_accumulation_block_is_shown_with_its_shares_and_micro_batches(page: 
         ]
 
     page.locator("#timeline").scroll_into_view_if_needed()
-    page.locator("#timeline-run").select_option(run)
+    page.locator("#run").select_option(run)
     until_equal(lambda: cells(page, "#shares"), shares)
     expect(page.locator("#block-about")).to_contain_text(f"2 micro-batches in {in_ms(block()['took_ms'])}")
 
@@ -343,11 +343,11 @@ def test_workers_and_sessions(page: Page, trained: Training) -> None:
                 worker["version"],
                 worker["error"] or worker["last_error"] or NONE,
             ]
-            for worker in trained.dashboard.api("workers")
+            for worker in trained.dashboard.api("workers")["items"]
         ]
 
     def shown_workers() -> list[list[str]]:
-        return [[*row[:2], *row[3:8], row[10], row[11]] for row in cells(page, "#workers")]
+        return [[*row[:2], *row[3:8], *row[-2:]] for row in cells(page, "#workers")]
 
     until_equal(shown_workers, told_workers)
 
@@ -362,14 +362,14 @@ def test_workers_and_sessions(page: Page, trained: Training) -> None:
                 session["client_version"],
                 session["last_error"] or NONE,
             ]
-            for session in trained.dashboard.api("sessions")
+            for session in trained.dashboard.api("sessions")["items"]
         ]
 
     until_equal(lambda: [[*row[:3], *row[4:6], *row[7:]] for row in cells(page, "#sessions")], told_sessions)
 
     page.locator("#workers .expander").first.click()
     more = page.locator("#workers tr.more").inner_text()
-    (worker, _) = trained.dashboard.api("workers")
+    (worker, _) = trained.dashboard.api("workers")["items"]
     for name, value in worker["fingerprint"].items():
         assert f"{name}\n{value}" in more
     assert worker["epoch"] in more
@@ -383,6 +383,8 @@ def test_runs(page: Page, trained: Training) -> None:
             [
                 run["run"][:8],
                 run["state"],
+                in_percent(run["verdict"]["saved_share"]),
+                in_ms(run["verdict"]["added_ms"]),
                 run["trainer"],
                 f"{run['steps']:,}",
                 in_ms(run["median_step_ms"]),
@@ -392,13 +394,13 @@ def test_runs(page: Page, trained: Training) -> None:
                 f"{run['fallbacks']:,}",
                 f"{run['last_loss']:.4f}",
             ]
-            for run in trained.dashboard.api("runs")
+            for run in trained.dashboard.api("runs")["items"]
         ]
 
-    until_equal(lambda: [[*row[1:4], *row[5:]] for row in cells(page, "#runs-table")], run_rows)
+    until_equal(lambda: [[*row[1:6], *row[7:]] for row in cells(page, "#runs-table")], run_rows)
 
     page.locator("#runs-table input").nth(2).check()  # the page selects two runs by itself
-    runs = trained.dashboard.api("runs")
+    runs = trained.dashboard.api("runs")["items"]
     shown = [(run["run"], trained.dashboard.api(f"runs/{run['run']}/steps")) for run in runs]
     for field, text in (("step_ms", in_ms), ("peak_bytes", in_bytes), ("moved_bytes", in_bytes)):
         last = ", ".join(f"{run[:8]} {text(series[field][-1])}" for run, series in shown)
