@@ -120,7 +120,7 @@ function drawCharts(runs, all) {
 }
 
 async function refresh(signal) {
-  list = await ask("/api/v1/runs", {}, signal);
+  list = (await ask("/api/v1/runs", {}, signal)).items;
   if (!isTouched && picked.length === 0) list.filter((run) => run.steps > 0).slice(0, 2).forEach((run) => take(run.run));
   table.update(list);
   byId("runs-table").hidden = list.length === 0;
