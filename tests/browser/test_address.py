@@ -41,7 +41,7 @@ def drag(page: Page, selector: str, start: float, end: float) -> None:
 def test_each_choice_is_in_the_address_and_the_address_brings_it_back(
     page: Page, trained: Training, open_page: OpenPage
 ) -> None:
-    run = trained.dashboard.api("runs")["items"][1]["run"]
+    run = trained.dashboard.items("runs")[1]["run"]
     worker = trained.workers[1].address
     page.locator("#run").select_option(run)
     page.locator("#range").select_option("3600")
@@ -98,7 +98,7 @@ def test_each_choice_is_in_the_address_and_the_address_brings_it_back(
 
 
 def test_back_and_forward_undo_and_repeat_a_choice(page: Page, trained: Training) -> None:
-    run = trained.dashboard.api("runs")["items"][0]["run"]
+    run = trained.dashboard.items("runs")[0]["run"]
     page.locator("#run").select_option(run)
     page.locator("#range").select_option("120")
     page.locator("#timeline").scroll_into_view_if_needed()

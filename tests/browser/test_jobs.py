@@ -31,7 +31,7 @@ def jobs() -> Iterator[Crowd]:
         cluster.ranks[1].happened("fell_back", BUSY)
         wait_until(lambda: dashboard.api("runs")["total"] == 1 + 2 * RANKS, "all runs are known")
         wait_until(lambda: BUSY in [event["text"] for event in dashboard.api("events")["items"]], "all events are known")
-        wait_until(lambda: dashboard.api("runs")["items"][0]["steps"] >= 6, "there is something to judge")
+        wait_until(lambda: dashboard.items("runs")[0]["steps"] >= 6, "there is something to judge")
         yield Crowd(cluster, dashboard)
 
 

@@ -94,7 +94,7 @@ def test_the_headline(page: Page, trained: Training) -> None:
 
 def test_alerts(page: Page, trained: Training) -> None:
     def summaries() -> list[str]:
-        alerts = sorted(trained.dashboard.api("alerts")["items"], key=lambda alert: (alert["severity"], alert["since_s"]))
+        alerts = sorted(trained.dashboard.items("alerts"), key=lambda alert: (alert["severity"], alert["since_s"]))
         return [alert["summary"] for alert in alerts[:3]]
 
     until_equal(lambda: page.locator(".alert-summary").all_inner_texts(), summaries)
@@ -198,7 +198,7 @@ def test_timeline(page: Page, trained: Training) -> None:
 def test_an_accumulation_block_is_shown_with_its_shares_and_micro_batches(page: Page, trained: Training) -> None:
     (run,) = [
         run["run"]
-        for run in trained.dashboard.api("runs")["items"]
+        for run in trained.dashboard.items("runs")
         if trained.dashboard.api(f"timeline?run={run['run']}")["steps"][-1]["block"]
     ]
 
@@ -343,7 +343,7 @@ def test_workers_and_sessions(page: Page, trained: Training) -> None:
                 worker["version"],
                 worker["error"] or worker["last_error"] or NONE,
             ]
-            for worker in trained.dashboard.api("workers")["items"]
+            for worker in trained.dashboard.items("workers")
         ]
 
     def shown_workers() -> list[list[str]]:
@@ -362,14 +362,14 @@ def test_workers_and_sessions(page: Page, trained: Training) -> None:
                 session["client_version"],
                 session["last_error"] or NONE,
             ]
-            for session in trained.dashboard.api("sessions")["items"]
+            for session in trained.dashboard.items("sessions")
         ]
 
     until_equal(lambda: [[*row[:3], *row[4:6], *row[7:]] for row in cells(page, "#sessions")], told_sessions)
 
     page.locator("#workers .expander").first.click()
     more = page.locator("#workers tr.more").inner_text()
-    (worker, _) = trained.dashboard.api("workers")["items"]
+    (worker, _) = trained.dashboard.items("workers")
     for name, value in worker["fingerprint"].items():
         assert f"{name}\n{value}" in more
     assert worker["epoch"] in more
@@ -394,13 +394,13 @@ def test_runs(page: Page, trained: Training) -> None:
                 f"{run['fallbacks']:,}",
                 f"{run['last_loss']:.4f}",
             ]
-            for run in trained.dashboard.api("runs")["items"]
+            for run in trained.dashboard.items("runs")
         ]
 
     until_equal(lambda: [[*row[1:6], *row[7:]] for row in cells(page, "#runs-table")], run_rows)
 
     page.locator("#runs-table input").nth(2).check()  # the page selects two runs by itself
-    runs = trained.dashboard.api("runs")["items"]
+    runs = trained.dashboard.items("runs")
     shown = [(run["run"], trained.dashboard.api(f"runs/{run['run']}/steps")) for run in runs]
     for field, text in (("step_ms", in_ms), ("peak_bytes", in_bytes), ("moved_bytes", in_bytes)):
         last = ", ".join(f"{run[:8]} {text(series[field][-1])}" for run, series in shown)

@@ -47,7 +47,7 @@ def picture(page: Page, name: str, sections: list[str], *, with_bar: bool = Fals
 
 def test_overview_while_it_trains(training: Training, open_page: OpenPage) -> None:
     def fewest_steps() -> int:
-        return min((run["steps"] for run in training.dashboard.api("runs")["items"]), default=0)
+        return min((run["steps"] for run in training.dashboard.items("runs")), default=0)
 
     wait_until(lambda: fewest_steps() >= FULL_STEPS, "there is something to see", 90)
     for scheme in ("light", "dark"):

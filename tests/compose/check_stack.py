@@ -79,7 +79,7 @@ def test_the_demo_is_bitwise_equal_and_all_of_it_remote(stack: Stack) -> None:
 
 
 def test_the_dashboard_shows_both_workers_at_work(stack: Stack, token: str) -> None:
-    workers = stack.get_json("/api/v1/workers", token)
+    workers = stack.get_json("/api/v1/workers", token)["items"]
     assert [(worker["address"], worker["state"]) for worker in workers] == [
         ("worker-1:50051", "serving"),
         ("worker-2:50051", "serving"),
@@ -150,13 +150,13 @@ def test_tokens_stay_out_of_logs_and_arguments(stack: Stack, token: str) -> None
 
 
 def test_tokens_and_history_outlive_a_restart(stack: Stack, token: str) -> None:
-    runs = [run["run"] for run in stack.get_json("/api/v1/runs", token)]
+    runs = [run["run"] for run in stack.get_json("/api/v1/runs", token)["items"]]
     assert runs  # the demo's
     stack.compose("run", "--rm", "-T", "--no-deps", "secrets")
     stack.compose("restart", "dashboard")
     assert stack.execute("dashboard", "cat", DASHBOARD_TOKEN).strip() == token
     _until_ready(stack)
-    assert [run["run"] for run in stack.get_json("/api/v1/runs", token)] == runs
+    assert [run["run"] for run in stack.get_json("/api/v1/runs", token)["items"]] == runs
 
 
 def test_all_end_by_themselves_when_asked_to(stack: Stack) -> None:

@@ -21,7 +21,7 @@ from support.processes import WorkerProcess
 @pytest.fixture
 def dashboard(worker: WorkerProcess) -> Iterator[Dashboard]:
     with Dashboard(worker.address) as opened:
-        wait_until(lambda: opened.api("workers")[0]["state"] == "serving", "the worker is seen")
+        wait_until(lambda: opened.items("workers")[0]["state"] == "serving", "the worker is seen")
         yield opened
 
 
@@ -47,7 +47,7 @@ def train(session: Session, steps: int) -> None:
 def test_workers_may_be_named_in_several_options(worker: WorkerProcess) -> None:
     options = ("--worker", "127.0.0.1:1,127.0.0.1:2", "127.0.0.1:3", "--worker", "127.0.0.1:4")
     with Dashboard(worker.address, options=options) as dashboard:
-        watched = [row["address"] for row in dashboard.api("workers")]
+        watched = [row["address"] for row in dashboard.items("workers")]
     assert watched == ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", "127.0.0.1:4", worker.address]
 
 
@@ -67,7 +67,7 @@ def test_numbers_follow_a_training(dashboard: Dashboard, session: Session, worke
     name = session.telemetry._run.id
 
     def listed_runs() -> list[dict[str, object]]:
-        return [run for run in dashboard.api("runs") if run["run"] == name]
+        return [run for run in dashboard.items("runs") if run["run"] == name]
 
     wait_until(lambda: bool(listed_runs()) and listed_runs()[0]["steps"] == 5, "the steps are told")
     (listed_run,) = listed_runs()
@@ -94,7 +94,7 @@ def test_numbers_follow_a_training(dashboard: Dashboard, session: Session, worke
     assert 0 < overview["remote_share"] <= 1.0  # of all that trained on this worker lately, other tests among them
     assert overview["saved_bytes"] > 0
     assert overview["spared_ms_per_step"] > 0
-    memory = dashboard.api("workers")[0]["memory"]
+    memory = dashboard.items("workers")[0]["memory"]
     assert memory["budget_bytes"] == 2 << 30
     assert memory["resident_bytes"] > 1 << 20
 
@@ -116,7 +116,7 @@ def test_held_memory_is_shown_over_time(dashboard: Dashboard, session: Session) 
         return next((r["held_bytes"][-1] for r in dashboard.api("memory")["runs"] if r["run"] == name), 0)
 
     wait_until(lambda: held_bytes() >= 1 << 20, "it is seen as the run's")
-    (session_shown,) = [s for s in dashboard.api("sessions") if s["run"] == name]
+    (session_shown,) = [s for s in dashboard.items("sessions") if s["run"] == name]
     assert (session_shown["segments"], session_shown["quota_share"] > 0) == (1, True)
     held.sum().backward()
 
@@ -136,7 +136,7 @@ def test_metrics_are_what_prometheus_reads(dashboard: Dashboard, session: Sessio
 def test_drift_is_shown(dashboard: Dashboard, session: Session) -> None:
     session._workers[0].connection.drift = 2.5e-7  # as if this trainer had other hardware
     drifts = [2.5e-7]
-    wait_until(lambda: [s["drift"] for s in dashboard.api("sessions")] == drifts, "the worker is told, and asked")
+    wait_until(lambda: [s["drift"] for s in dashboard.items("sessions")] == drifts, "the worker is told, and asked")
     families = {family.name: family for family in text_string_to_metric_families(dashboard.get("/metrics").text)}
     assert families["backhaul_worker_drift_ratio"].samples[0].value == 2.5e-7
 
@@ -167,11 +167,11 @@ def test_a_worker_out_of_reach_is_shown_as_such_beside_the_others(worker: Worker
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         with Dashboard(worker.address, f"127.0.0.1:{nobody.getsockname()[1]}") as dashboard:
-            wait_until(lambda: "UNAVAILABLE" in dashboard.api("workers")[1]["error"], "it was asked")
-            wait_until(lambda: dashboard.api("workers")[0]["state"] == "serving", "the other is seen")
-            missing = dashboard.api("workers")[1]
+            wait_until(lambda: "nothing listens" in dashboard.items("workers")[1]["error"], "it was asked")
+            wait_until(lambda: dashboard.items("workers")[0]["state"] == "serving", "the other is seen")
+            missing = dashboard.items("workers")[1]
             assert (missing["state"], missing["seen_at_s"], missing["sessions"]) == ("unreachable", 0, 0)
-            alert = dashboard.api("alerts")[0]
+            alert = dashboard.items("alerts")[0]
             assert (alert["name"], alert["subject"]) == ("WorkerUnreachable", missing["address"])
             assert "} 0.0" in dashboard.get("/metrics").text
 

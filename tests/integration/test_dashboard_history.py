@@ -21,7 +21,7 @@ def kept(store: Path, training: Training, steps: int) -> None:
     """Has a dashboard keep a run."""
     with FakeWorker() as worker, dashboard(store, worker.address) as shown:
         worker.tell(training.report(range(steps), is_closed=True))
-        wait_until(lambda: [run["steps"] for run in shown.api("runs")] == [steps], "it is told")
+        wait_until(lambda: [run["steps"] for run in shown.items("runs")] == [steps], "it is told")
 
 
 @pytest.mark.slow
@@ -29,7 +29,7 @@ def test_a_run_is_there_after_a_restart(tmp_path: Path) -> None:
     training = Training(began_at_s=time.time() - 10)
     kept(tmp_path / "history.sqlite3", training, 12)
     with dashboard(tmp_path / "history.sqlite3", NOBODY) as shown:
-        (run,) = shown.api("runs")
+        (run,) = shown.items("runs")
         assert (run["run"], run["steps"], run["last_step"], run["state"]) == (training.run, 12, 11, "ended")
         assert run["settings"] == {"returns": "auto", "numerics": "auto"}
         assert shown.api(f"runs/{training.run}/steps")["step"] == list(range(12))
@@ -43,7 +43,7 @@ def test_what_came_last_is_kept_when_the_dashboard_is_told_to_end(tmp_path: Path
         worker.tell(training.report(range(3)))
         wait_until(lambda: len(shown.api("segments")["rows"]) > 0, "it came")
     with dashboard(tmp_path / "history.sqlite3", NOBODY) as shown:
-        assert [run["steps"] for run in shown.api("runs")] == [3]
+        assert [run["steps"] for run in shown.items("runs")] == [3]
 
 
 @pytest.mark.slow
@@ -65,9 +65,9 @@ def test_a_corrupt_file_costs_the_history_and_nothing_else(tmp_path: Path) -> No
         training = Training(began_at_s=time.time() - 10)
         worker.tell(training.report(range(3)))
         wait_until(lambda: str(store) in shown.api("overview")["history"], "it says so")
-        wait_until(lambda: [run["steps"] for run in shown.api("runs")] == [3], "runs of memory are shown")
+        wait_until(lambda: [run["steps"] for run in shown.items("runs")] == [3], "runs of memory are shown")
         assert shown.api(f"runs/{training.run}/steps")["step"] == [0, 1, 2]
-        assert shown.api("workers")[0]["state"] == "serving"
+        assert shown.items("workers")[0]["state"] == "serving"
 
 
 @pytest.mark.slow
@@ -75,9 +75,9 @@ def test_retention_is_a_setting(tmp_path: Path) -> None:
     store = tmp_path / "history.sqlite3"
     kept(store, Training(began_at_s=time.time() - 3 * 86_400), 5)
     with dashboard(store, NOBODY, "--retention", "5") as shown:
-        assert len(shown.api("runs")) == 1
+        assert len(shown.items("runs")) == 1
     with dashboard(store, NOBODY, "--retention", "2") as shown:
-        wait_until(lambda: shown.api("runs") == [], "it is forgotten")
+        wait_until(lambda: shown.items("runs") == [], "it is forgotten")
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ def test_live_says_what_the_other_routes_say(worker_of_the_test: FakeWorker) -> 
     training = Training(segments=2, began_at_s=time.time() - 1)
     worker_of_the_test.tell(training.report([0]))
     with Dashboard(worker_of_the_test.address).ready() as dashboard:
-        wait_until(lambda: bool(dashboard.api("runs")), "the run is heard of")
+        wait_until(lambda: bool(dashboard.items("runs")), "the run is heard of")
         began_s = time.monotonic()
         first, second, third = islice(dashboard.live(), 3)
         took_s = time.monotonic() - began_s
@@ -35,7 +35,7 @@ def test_live_says_what_the_other_routes_say(worker_of_the_test: FakeWorker) -> 
         assert 1 < took_s < 4
         assert [worker["address"] for worker in first["workers"]] == [worker_of_the_test.address]
         assert [run["run"] for run in first["runs"]] == [training.run]
-        assert first["sessions"] == dashboard.api("sessions")
+        assert first["sessions"] == dashboard.items("sessions")
         assert first["overview"].keys() == dashboard.api("overview").keys()
 
 

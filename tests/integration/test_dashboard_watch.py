@@ -19,7 +19,7 @@ def workers() -> Iterator[tuple[FakeWorker, FakeWorker]]:
 
 
 def state_of(dashboard: Dashboard, worker: FakeWorker) -> str:
-    return next(str(row["state"]) for row in dashboard.api("workers") if row["address"] == worker.address)
+    return next(str(row["state"]) for row in dashboard.items("workers") if row["address"] == worker.address)
 
 
 @pytest.mark.slow
@@ -38,12 +38,12 @@ def test_a_worker_that_falls_silent_is_unreachable_within_3_s(
         wait_until(lambda: state_of(dashboard, one) == "unreachable", "it is missed")
         assert time.monotonic() - began_s < 3
         assert state_of(dashboard, other) == "serving"
-        assert [alert["subject"] for alert in dashboard.api("alerts")] == [one.address]
+        assert [alert["subject"] for alert in dashboard.items("alerts")] == [one.address]
         assert dashboard.api("overview")["healthy_workers"] == 1
         if fate == "hung":
             one.hung.clear()
             wait_until(lambda: state_of(dashboard, one) == "serving", "it is back")
-            wait_until(lambda: dashboard.api("alerts") == [], "the alert ends")
+            wait_until(lambda: dashboard.items("alerts") == [], "the alert ends")
 
 
 @pytest.mark.slow
@@ -81,10 +81,10 @@ def test_reports_are_taken_once_from_any_worker_in_any_order(workers: tuple[Fake
     one.tell(training.report([1]), training.report([0]), training.report([1]))
     other.tell(training.report([0]))
     with Dashboard(one.address, other.address) as dashboard:
-        wait_until(lambda: bool(dashboard.api("runs")), "it is heard of")
+        wait_until(lambda: bool(dashboard.items("runs")), "it is heard of")
         other.tell(training.report([2], is_closed=True), training.report([1]))
-        wait_until(lambda: dashboard.api("runs")[0]["state"] == "ended", "it is closed")
-        (run,) = dashboard.api("runs")
+        wait_until(lambda: dashboard.items("runs")[0]["state"] == "ended", "it is closed")
+        (run,) = dashboard.items("runs")
         assert (run["steps"], run["last_step"]) == (3, 2)
         assert run["up_bytes"] == 3 * training.step(0).up_bytes
         rows = dashboard.api("segments")["rows"]
@@ -111,10 +111,10 @@ def test_a_worker_that_wants_a_token_gets_its_own(tmp_path: Path) -> None:
         file.chmod(0o600)
     with FakeWorker(tokens[0]) as one, FakeWorker(tokens[1]) as other:
         with Dashboard(one.address, other.address).ready() as dashboard:
-            assert all("UNAUTHENTICATED" in worker["error"] for worker in dashboard.api("workers"))
+            assert all("token" in worker["error"] for worker in dashboard.items("workers"))
         options = ("--worker-token-file", *map(str, files))
         with Dashboard(one.address, other.address, options=options).ready() as dashboard:
-            assert [worker["state"] for worker in dashboard.api("workers")] == ["serving", "serving"]
+            assert [worker["state"] for worker in dashboard.items("workers")] == ["serving", "serving"]
 
 
 @pytest.mark.slow
@@ -125,7 +125,7 @@ def test_nonsense_from_a_trainer_harms_nobody(workers: tuple[FakeWorker, FakeWor
     bad.run.id = "../../etc/passwd"
     one.tell(bad, TrainerReport(), good.report([0]))
     with Dashboard(one.address) as dashboard:
-        wait_until(lambda: [run["run"] for run in dashboard.api("runs")] == [good.run], "only the good one is taken")
+        wait_until(lambda: [run["run"] for run in dashboard.items("runs")] == [good.run], "only the good one is taken")
 
 
 @pytest.mark.slow
@@ -147,7 +147,7 @@ def test_the_workers_of_a_file_are_watched_while_it_names_them(
     file.write_text(f"{one.address}\n")
 
     def watched(dashboard: Dashboard) -> list[str]:
-        return [str(row["address"]) for row in dashboard.api("workers") if row["state"] == "serving"]
+        return [str(row["address"]) for row in dashboard.items("workers") if row["state"] == "serving"]
 
     with Dashboard(f"file:{file}") as dashboard:
         wait_until(lambda: watched(dashboard) == [one.address], "it is watched")
@@ -160,4 +160,4 @@ def test_the_workers_of_a_file_are_watched_while_it_names_them(
         file.write_text(f"{other.address}\n")
         wait_until(lambda: watched(dashboard) == [other.address], "the first one is no longer watched")
         one.close()
-        assert dashboard.api("alerts") == []
+        assert dashboard.items("alerts") == []

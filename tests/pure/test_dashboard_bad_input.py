@@ -24,8 +24,9 @@ from backhaul_server.dashboard.collect.series import LARGEST
 from backhaul_server.dashboard.collect.trainers import CALLS_BYTES, DETAILED_RUNS, ROWS_IN_ALL, RUNS, Trainers
 from backhaul_server.dashboard.collect.watch import Watch
 from backhaul_server.dashboard.history.archive import NoArchive
-from backhaul_server.dashboard.http.api import Sources, add_routes
+from backhaul_server.dashboard.http.api import add_routes
 from backhaul_server.dashboard.http.feed import Feed
+from backhaul_server.dashboard.http.sources import Sources
 from backhaul_server.dashboard.metrics.alerts import Alerts
 from backhaul_server.dashboard.metrics.exposition import MetricsSnapshot, exposition
 from support.reporting import Training
@@ -35,6 +36,9 @@ PATHS = [
     "workers",
     "sessions",
     "alerts",
+    "topology",
+    "fleet",
+    "events",
     "memory",
     "latency",
     "timeline?steps=20",
@@ -199,7 +203,7 @@ def test_absurd_steps_are_shown_as_numbers() -> None:
         answers.take(report)
     parsed = {path: json.loads(text) for path, text in answers.all().items() if path != "segments.csv"}
     assert parsed[f"runs/{training.run}/steps"]["loss"] == [None, None, 1e300]
-    assert parsed["runs"][0]["peak_bytes"] == LARGEST
+    assert parsed["runs"]["items"][0]["peak_bytes"] == LARGEST
     assert parsed["segments?sort=wait_ms"]["rows"][0]["drift"] == 1e9  # what is no number is no small drift
     assert parsed["timeline?steps=20"]["duration_ms"] < 1e10
 

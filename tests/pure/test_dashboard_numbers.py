@@ -19,6 +19,7 @@ from backhaul_server.dashboard.collect.trainers import DETAILED_RUNS, Trainers
 from backhaul_server.dashboard.collect.watch import Watch
 from backhaul_server.dashboard.views.memory import memory_history
 from backhaul_server.dashboard.views.overview import overview
+from backhaul_server.dashboard.views.ranges import TimeRange
 from backhaul_server.dashboard.views.timeline import SHOWN_BARS, timeline
 from support.reporting import Training
 
@@ -226,11 +227,11 @@ def test_a_point_of_memory_is_the_largest_of_what_it_stands_for() -> None:
     for second in range(100):
         spike = 1_000 if second in {57, 58} else 0
         worker.memory.append(NOW_S - 100 + second, (10, 20, spike, spike // 2))
-    history = memory_history(watch, NOW_S, seconds=100, points=10).workers[0]
+    history = memory_history(watch, TimeRange(NOW_S - 100, NOW_S), points=10).workers[0]
     assert 10 <= len(history.at_s) <= 11
     assert sorted(history.working_bytes)[-2:] == [0, 1_000]
     assert [r for w, r in zip(history.working_bytes, history.result_bytes, strict=True) if w] == [500]
-    assert len(memory_history(watch, NOW_S, seconds=10, points=1_000).workers[0].at_s) == 10
+    assert len(memory_history(watch, TimeRange(NOW_S - 10, NOW_S), points=1_000).workers[0].at_s) == 10
 
 
 def test_a_row_of_the_table_is_of_its_last_calls() -> None:
@@ -288,7 +289,9 @@ def test_reasons_of_all_rows_are_added_up() -> None:
 def test_a_timeline_shows_the_longest_bars_and_only_the_calls_they_are_of() -> None:
     training, trainers = Training(segments=SHOWN_BARS // 4, began_at_s=NOW_S), Trainers()
     trainers.take(training.report(), NOW_S + 1, 0.0)
-    drawn = timeline(trainers.find(training.run), 1)
+    run = trainers.find(training.run)
+    assert run is not None
+    drawn = timeline([(run, None)], 1)
     assert len(drawn.spans) == SHOWN_BARS
     assert drawn.left_out > 0
     assert {span.call for span in drawn.spans} == set(range(len(drawn.calls)))

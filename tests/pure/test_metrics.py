@@ -8,13 +8,27 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.wire.telemetry import BOUNDS_S
+from backhaul_server.dashboard.collect.events import KINDS, LogEvent
 from backhaul_server.dashboard.metrics.definitions import BUCKETS_S, METRICS, histogram
 from backhaul_server.dashboard.metrics.exposition import MetricsSnapshot, exposition
 from support.source import SUMS, FakeSource, FakeTrainers, FakeWorker, telemetry_of
 
 BASE_UNITS = {"bytes", "seconds", "ratio"}
 COUNTED = {"sessions", "segments", "requests", "runs", "up", "info", "draining"}
-FEW = ["worker", "version", "device", "fingerprint", "tier", "method", "decision", "lane", "direction", "le"]
+FEW = [
+    "worker",
+    "version",
+    "device",
+    "fingerprint",
+    "tier",
+    "method",
+    "decision",
+    "lane",
+    "direction",
+    "accelerator",
+    "kind",
+    "le",
+]
 SESSIONS = (
     telemetry_pb2.SessionTelemetry(
         trainer="trainer-secret", run="run-secret", segments=5, drift=1e-7, client_version="0.0.9"
@@ -56,18 +70,34 @@ def test_each_number_is_what_the_worker_said() -> None:
         "recomputed_segments_total": 7,
         "received_bytes_total": 8,
         "sent_bytes_total": 9,
+        "busy_seconds_total": 6.5,
+        "spared_bytes_total": 11,
     }
     tiers = {key[2]: value for key, value in values.items() if key[0] == "backhaul_worker_memory_bytes"}
     assert tiers == {"segments": 400, "cached": 300, "working": 20, "results": 10}
+    assert values["backhaul_worker_accelerator_utilization_ratio", "a:1", "GPU"] == 0.5
+    assert values["backhaul_worker_accelerator_memory_bytes", "a:1", "GPU", "used"] == 600
+    assert values["backhaul_worker_accelerator_memory_bytes", "a:1", "GPU", "total"] == 800
     assert values["backhaul_rpc_errors_total", "a:1", "Backward"] == 1
     (info,) = [key for key in values if key[0] == "backhaul_worker_info"]
     assert re.fullmatch(r"[0-9a-f]{8}", info[4])
     assert info[1:4] == ("a:1", "0.1.0", "cpu")
 
 
+def test_events_are_counted_by_kind() -> None:
+    source = FakeSource()
+    source.events.add(LogEvent("1", 10.0, "refusals", count=7))
+    source.events.add(LogEvent("1", 10.0, "refusals", count=7))  # told twice
+    source.events.add(LogEvent("2", 11.0, "worker_lost"))
+    counts = {name[1]: value for name, value in samples(source).items() if name[0] == "backhaul_events_total"}
+    assert set(counts) == set(KINDS)
+    assert {kind: count for kind, count in counts.items() if count} == {"refusals": 7, "worker_lost": 1}
+
+
 def test_each_number_is_what_trainers_said() -> None:
     sums = {name: float(number) for number, name in enumerate(SUMS, 1)}
-    values = samples(FakeSource(trainers=FakeTrainers(dropped=101, saved_bytes=102, running=103, **sums)))
+    source = FakeSource(trainers=FakeTrainers(dropped=101, saved_bytes=102, running=103, **sums))
+    values = {name: value for name, value in samples(source).items() if name[0] != "backhaul_events_total"}
     assert values.pop(("backhaul_trainer_mixed_runs",)) == 0
     exported = {name: value for name, value in sums.items() if name != "calls"}  # those stand in the recomputations
     assert sorted(values.values()) == sorted([*exported.values(), 101, 102, 103])  # each once

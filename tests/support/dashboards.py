@@ -50,6 +50,10 @@ class Dashboard:
         assert answer.status_code == 200, answer.text
         return json.loads(answer.text, parse_constant=_refuse)
 
+    def items(self, path: str) -> Any:
+        """The first page of a list of /api/v1."""
+        return self.api(path)["items"]
+
     def logged(self) -> str:
         """What it wrote to stderr so far."""
         return os.pread(self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0).decode()

@@ -7,6 +7,7 @@ from typing import cast
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.process.addresses import Address, parse_address
 from backhaul_runtime.wire.telemetry import BOUNDS_S, bucket_of
+from backhaul_server.dashboard.collect.events import EventLog
 from backhaul_server.dashboard.collect.totals import Totals
 from backhaul_server.dashboard.collect.watch import Watch
 
@@ -40,6 +41,7 @@ class FakeSource:
 
     workers: list[FakeWorker] = field(default_factory=list)
     trainers: FakeTrainers = field(default_factory=FakeTrainers)
+    events: EventLog = field(default_factory=EventLog)
 
     @property
     def watch(self) -> Watch:
@@ -80,4 +82,7 @@ def telemetry_of(
         received_bytes=8,
         sent_bytes=9,
         queued_requests=2,
+        busy_s=6.5,
+        spared_bytes=11,
+        accelerator=telemetry_pb2.Accelerator(name="GPU", utilization=0.5, used_bytes=600, total_bytes=800),
     )

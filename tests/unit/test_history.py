@@ -19,7 +19,7 @@ import pytest
 
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_server.dashboard.history import sqlite, writer
-from backhaul_server.dashboard.history.archive import RunRecord, StepSeries
+from backhaul_server.dashboard.history.archive import RunRecord, RunSelection, StepSeries
 from backhaul_server.dashboard.history.options import default_path, parse_retention
 from backhaul_server.dashboard.history.writer import History
 from conftest import wait_until
@@ -95,7 +95,7 @@ def kept(path: str, retention_days: float = 30) -> Iterator[History]:
 
 
 def runs(history: History, limit: int = 100) -> list[RunRecord]:
-    return asyncio.run(history.runs(limit))
+    return asyncio.run(history.runs(RunSelection(limit))).runs
 
 
 def series(history: History, run: str = "run", points: int = 400) -> StepSeries | None:
@@ -431,12 +431,12 @@ def test_a_newer_schema_is_refused_and_left_alone(path: str) -> None:
     with kept(path):
         wait_until(lambda: Path(path).exists(), "it is made")
     with closing(sqlite3.connect(path)) as other:
-        other.execute("PRAGMA user_version = 2")
+        other.execute("PRAGMA user_version = 3")
     with kept(path) as history:
-        wait_until(lambda: "a newer Backhaul (schema 2, this one knows 1): upgrade" in history.error, "it says so")
+        wait_until(lambda: "a newer Backhaul (schema 3, this one knows 2): upgrade" in history.error, "it says so")
         assert runs(history) == []
     with closing(sqlite3.connect(path)) as other:
-        assert other.execute("PRAGMA user_version").fetchone() == (2,)
+        assert other.execute("PRAGMA user_version").fetchone() == (3,)
 
 
 def test_the_database_of_something_else_is_refused_and_left_alone(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import torch
 
 from backhaul._observe.report import Decision, SegmentLog
 from backhaul._observe.telemetry import MAX_CALLS, MAX_STEPS, CallLog, Telemetry
-from backhaul._worker_client.connection import ClockOffset
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_proto.v1.segment_pb2 import Timing
 from backhaul_proto.v1.telemetry_pb2 import Lane
@@ -225,15 +224,6 @@ def test_a_workers_times_come_in_the_trainers_clock() -> None:
         (Lane.LANE_BACKWARD, 106.0, 4.0),
     ]
     assert spans[4][:2] == (Lane.LANE_DOWNLOAD, 110.0)
-
-
-def test_the_quickest_answer_tells_how_far_a_clock_is_ahead() -> None:
-    clock = ClockOffset()
-    assert clock.clock_offset_s == 0.0
-    clock.compare(10.0, 515.0, 20.0)
-    clock.compare(30.0, 535.25, 30.5)
-    clock.compare(40.0, 549.0, 42.0)
-    assert clock.clock_offset_s == 505.0
 
 
 def after(

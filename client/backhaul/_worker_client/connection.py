@@ -11,12 +11,10 @@ NOTE [Worker sessions]
 """
 
 import logging
-import math
 import os
 import random
 import socket
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +46,7 @@ from backhaul_runtime.process.logs import about
 from backhaul_runtime.process.threads import only_in
 from backhaul_runtime.process.tls import TlsFiles, why_refused
 from backhaul_runtime.version import version
+from backhaul_runtime.wire.clock import ClockOffset
 from backhaul_runtime.wire.protocol import CHANNEL_OPTIONS, PROTOCOL_VERSION, options_to
 from backhaul_runtime.wire.stubs import stub
 
@@ -58,7 +57,6 @@ KEEP_INTERVAL_S = 1.0
 RECOVERY_S = 0.5
 NEAR_S = 0.005
 """A call to an address of this machine that takes less is answered here, and not behind a tunnel to a distant one."""
-KEPT_COMPARISONS = 32
 LAST_RUN = 0.1
 """The part of a worker's speed that its last run determines."""
 _HARMLESS = frozenset({"BUSY", "SLOW", "DOWN", "LOST", "DAMAGED", LANE_LOST})
@@ -123,30 +121,6 @@ class Stubs:
         self.short_saves.close()
         self.short_backwards.close()
         self.pushed_results.close()
-
-
-class ClockOffset:
-    """Estimates the offset of a worker's clock from the fastest of the last answers, to within half its round trip.
-
-    After D. Mills' Network Time Protocol, RFC 5905, section 10.
-    """
-
-    def __init__(self) -> None:
-        self._comparisons: deque[tuple[float, float]] = deque(maxlen=KEPT_COMPARISONS)
-
-    def compare(self, asked_at_s: float, theirs_s: float, answered_at_s: float) -> None:
-        """Adds a time of the worker's clock that was read between two times of ours. All are in seconds."""
-        self._comparisons.append((answered_at_s - asked_at_s, theirs_s - (asked_at_s + answered_at_s) / 2))
-
-    @property
-    def round_trip_s(self) -> float:
-        """The shortest of the last round trips in seconds; infinite before the first answer."""
-        return min(self._comparisons, default=(math.inf, 0.0))[0]
-
-    @property
-    def clock_offset_s(self) -> float:
-        """The worker's clock minus ours, in seconds; 0 before the first answer."""
-        return min(self._comparisons, default=(0.0, 0.0))[1]
 
 
 def _is_beside(address: Address, path: str, kind: str) -> bool:
@@ -278,8 +252,8 @@ class Connection:
 
     @property
     def clock_offset_s(self) -> float:
-        """The worker's clock minus ours, in seconds."""
-        return self._clock.clock_offset_s
+        """The worker's clock minus ours, in seconds; 0 before the first answer."""
+        return self._clock.estimate(time()).offset_s
 
     @property
     def up(self) -> WorkerSession | None:
@@ -415,7 +389,7 @@ class Connection:
         if address.unix_path or worker_session.memory is not None:
             is_near = True
         else:
-            is_near = address.is_local and self._clock.round_trip_s < NEAR_S
+            is_near = address.is_local and self._clock.estimate(time()).round_trip_s < NEAR_S
         if self._has_switched:
             address = parse_address(f"unix:{self._socket_path}")
         self.lanes.keep(worker_session.session, lambda: self._lane_to(address))

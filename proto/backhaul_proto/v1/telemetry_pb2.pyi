@@ -129,6 +129,10 @@ class GetTelemetryResponse(_message.Message):
     HAS_MORE_REPORTS_FIELD_NUMBER: _builtins.int
     GUESSED_SEGMENTS_FIELD_NUMBER: _builtins.int
     WASTED_GUESSES_FIELD_NUMBER: _builtins.int
+    ACCELERATOR_FIELD_NUMBER: _builtins.int
+    BUSY_S_FIELD_NUMBER: _builtins.int
+    SPARED_BYTES_FIELD_NUMBER: _builtins.int
+    CLOCK_S_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
     worker_version: _builtins.str
     epoch: _builtins.str
@@ -146,6 +150,12 @@ class GetTelemetryResponse(_message.Message):
     guessed_segments: _builtins.int
     """Requests that found their answer ready, the worker having gone on by itself, and guesses that were none."""
     wasted_guesses: _builtins.int
+    busy_s: _builtins.float
+    """Seconds that the thread which runs programs has computed since the start."""
+    spared_bytes: _builtins.int
+    """Bytes of tensors that trainers did not send, because they sent how these differ from earlier ones."""
+    clock_s: _builtins.float
+    """Seconds since 1970 by the worker's clock, when it made this answer; 0 from a worker that does not tell."""
     checksum: _builtins.int
     @_builtins.property
     def memory(self) -> Global___MemoryTelemetry: ...
@@ -160,6 +170,10 @@ class GetTelemetryResponse(_message.Message):
     @_builtins.property
     def reports(self) -> _containers.RepeatedCompositeFieldContainer[Global___Report]:
         """In the order they came, as many as fit a message; ask again after the last of them while there are more."""
+
+    @_builtins.property
+    def accelerator(self) -> Global___Accelerator:
+        """The device that it computes on, as its driver counts it; absent where no driver tells."""
 
     def __init__(
         self,
@@ -183,15 +197,52 @@ class GetTelemetryResponse(_message.Message):
         has_more_reports: _builtins.bool = ...,
         guessed_segments: _builtins.int = ...,
         wasted_guesses: _builtins.int = ...,
+        accelerator: Global___Accelerator | None = ...,
+        busy_s: _builtins.float = ...,
+        spared_bytes: _builtins.int = ...,
+        clock_s: _builtins.float = ...,
         checksum: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accelerator", b"accelerator", "memory", b"memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "device", b"device", "draining", b"draining", "epoch", b"epoch", "fingerprint", b"fingerprint", "guessed_segments", b"guessed_segments", "has_more_reports", b"has_more_reports", "last_error", b"last_error", "last_error_at_s", b"last_error_at_s", "memory", b"memory", "queued_requests", b"queued_requests", "received_bytes", b"received_bytes", "recomputed_segments", b"recomputed_segments", "reports", b"reports", "rpcs", b"rpcs", "sent_bytes", b"sent_bytes", "sessions", b"sessions", "uptime_s", b"uptime_s", "wasted_guesses", b"wasted_guesses", "worker_version", b"worker_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accelerator", b"accelerator", "busy_s", b"busy_s", "checksum", b"checksum", "clock_s", b"clock_s", "device", b"device", "draining", b"draining", "epoch", b"epoch", "fingerprint", b"fingerprint", "guessed_segments", b"guessed_segments", "has_more_reports", b"has_more_reports", "last_error", b"last_error", "last_error_at_s", b"last_error_at_s", "memory", b"memory", "queued_requests", b"queued_requests", "received_bytes", b"received_bytes", "recomputed_segments", b"recomputed_segments", "reports", b"reports", "rpcs", b"rpcs", "sent_bytes", b"sent_bytes", "sessions", b"sessions", "spared_bytes", b"spared_bytes", "uptime_s", b"uptime_s", "wasted_guesses", b"wasted_guesses", "worker_version", b"worker_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetTelemetryResponse: _TypeAlias = GetTelemetryResponse  # noqa: Y015
+
+@_typing.final
+class Accelerator(_message.Message):
+    """The whole device, with what other processes do on it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    UTILIZATION_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    utilization: _builtins.float
+    """Share of the last moments in which a kernel ran, from 0 to 1; absent where the driver does not tell."""
+    used_bytes: _builtins.int
+    total_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        utilization: _builtins.float | None = ...,
+        used_bytes: _builtins.int = ...,
+        total_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_utilization", b"_utilization", "utilization", b"utilization"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_utilization", b"_utilization", "name", b"name", "total_bytes", b"total_bytes", "used_bytes", b"used_bytes", "utilization", b"utilization"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__utilization: _TypeAlias = _typing.Literal["utilization"]  # noqa: Y015
+    _WhichOneofArgType__utilization: _TypeAlias = _typing.Literal["_utilization", b"_utilization"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__utilization) -> _WhichOneofReturnType__utilization | None: ...
+
+Global___Accelerator: _TypeAlias = Accelerator  # noqa: Y015
 
 @_typing.final
 class MemoryTelemetry(_message.Message):
@@ -395,14 +446,26 @@ class TrainerReport(_message.Message):
     STEPS_FIELD_NUMBER: _builtins.int
     CALLS_FIELD_NUMBER: _builtins.int
     DROPPED_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
+    SENT_AT_S_FIELD_NUMBER: _builtins.int
     dropped: _builtins.int
     """Steps and calls that were not told for want of room, since the run began."""
+    sent_at_s: _builtins.float
     @_builtins.property
     def run(self) -> Global___Run: ...
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___Step]: ...
     @_builtins.property
     def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___SegmentCall]: ...
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___Event]:
+        """In the order they happened."""
+
+    @_builtins.property
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___Link]:
+        """To every worker of the run, as of `sent_at_s`."""
+
     def __init__(
         self,
         *,
@@ -410,14 +473,106 @@ class TrainerReport(_message.Message):
         steps: _abc.Iterable[Global___Step] | None = ...,
         calls: _abc.Iterable[Global___SegmentCall] | None = ...,
         dropped: _builtins.int = ...,
+        events: _abc.Iterable[Global___Event] | None = ...,
+        links: _abc.Iterable[Global___Link] | None = ...,
+        sent_at_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "dropped", b"dropped", "run", b"run", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "dropped", b"dropped", "events", b"events", "links", b"links", "run", b"run", "sent_at_s", b"sent_at_s", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TrainerReport: _TypeAlias = TrainerReport  # noqa: Y015
+
+@_typing.final
+class Event(_message.Message):
+    """Something that happened to a run and that its charts should mark."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AT_S_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    at_s: _builtins.float
+    kind: _builtins.str
+    """"worker_lost", "worker_joined", "worker_draining", "worker_back", "fell_back" or "refused"."""
+    worker: _builtins.str
+    """Address of the worker that it is about; empty for none."""
+    segment: _builtins.str
+    """Name of the segment that it is about; empty for none."""
+    text: _builtins.str
+    """What happened and why, in words for people."""
+    number: _builtins.int
+    """Counts the events of the run from 0."""
+    count: _builtins.int
+    """How often it happened between this report and the one before: equal events are told once."""
+    def __init__(
+        self,
+        *,
+        at_s: _builtins.float = ...,
+        kind: _builtins.str = ...,
+        worker: _builtins.str = ...,
+        segment: _builtins.str = ...,
+        text: _builtins.str = ...,
+        number: _builtins.int = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_s", b"at_s", "count", b"count", "kind", b"kind", "number", b"number", "segment", b"segment", "text", b"text", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Event: _TypeAlias = Event  # noqa: Y015
+
+@_typing.final
+class Link(_message.Message):
+    """The connection of a trainer to one worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    ROUND_TRIP_S_FIELD_NUMBER: _builtins.int
+    CLOCK_OFFSET_S_FIELD_NUMBER: _builtins.int
+    CLOCK_ERROR_S_FIELD_NUMBER: _builtins.int
+    UP_BYTES_FIELD_NUMBER: _builtins.int
+    DOWN_BYTES_FIELD_NUMBER: _builtins.int
+    CONNECTIONS_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    """Address, as the trainer was given it."""
+    round_trip_s: _builtins.float
+    """The shortest of the last round trips; 0 before the first."""
+    clock_offset_s: _builtins.float
+    """The worker's clock minus the trainer's, and how far that can be wrong."""
+    clock_error_s: _builtins.float
+    up_bytes: _builtins.int
+    """Since the run began, with all that belongs to a message."""
+    down_bytes: _builtins.int
+    connections: _builtins.int
+    """How many are open; 0 while the worker is lost."""
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        round_trip_s: _builtins.float = ...,
+        clock_offset_s: _builtins.float = ...,
+        clock_error_s: _builtins.float = ...,
+        up_bytes: _builtins.int = ...,
+        down_bytes: _builtins.int = ...,
+        connections: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_error_s", b"clock_error_s", "clock_offset_s", b"clock_offset_s", "connections", b"connections", "down_bytes", b"down_bytes", "round_trip_s", b"round_trip_s", "up_bytes", b"up_bytes", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Link: _TypeAlias = Link  # noqa: Y015
 
 @_typing.final
 class Run(_message.Message):
@@ -473,6 +628,11 @@ class Run(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
     IS_CLOSED_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    TAGS_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Random, the same on all of its workers."""
     trainer: _builtins.str
@@ -480,12 +640,20 @@ class Run(_message.Message):
     client_version: _builtins.str
     started_at_s: _builtins.float
     is_closed: _builtins.bool
+    name: _builtins.str
+    """What people call it; may be empty."""
+    notes: _builtins.str
+    rank: _builtins.int
+    """In torch.distributed or as torchrun's environment tells; a world of 0 has no ranks."""
+    world_size: _builtins.int
     @_builtins.property
     def settings(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
     def fingerprint(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
     def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def tags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -497,10 +665,15 @@ class Run(_message.Message):
         fingerprint: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         workers: _abc.Iterable[_builtins.str] | None = ...,
         is_closed: _builtins.bool = ...,
+        name: _builtins.str = ...,
+        tags: _abc.Iterable[_builtins.str] | None = ...,
+        notes: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        world_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_version", b"client_version", "fingerprint", b"fingerprint", "id", b"id", "is_closed", b"is_closed", "settings", b"settings", "started_at_s", b"started_at_s", "trainer", b"trainer", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_version", b"client_version", "fingerprint", b"fingerprint", "id", b"id", "is_closed", b"is_closed", "name", b"name", "notes", b"notes", "rank", b"rank", "settings", b"settings", "started_at_s", b"started_at_s", "tags", b"tags", "trainer", b"trainer", "workers", b"workers", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -530,6 +703,7 @@ class Step(_message.Message):
     PEAK_SAVED_BYTES_FIELD_NUMBER: _builtins.int
     PEAK_BYTES_FIELD_NUMBER: _builtins.int
     BLOCK_FIELD_NUMBER: _builtins.int
+    SPARED_BYTES_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     started_at_s: _builtins.float
     duration_s: _builtins.float
@@ -555,6 +729,8 @@ class Step(_message.Message):
     peak_saved_bytes: _builtins.int
     peak_bytes: _builtins.int
     """The trainer's own peak since the run began: of the accelerator's allocator, else the process as the kernel counts it."""
+    spared_bytes: _builtins.int
+    """Bytes of parameters that were not sent, because only how they differ from earlier ones was."""
     @_builtins.property
     def block(self) -> Global___Block:
         """The last accumulation block that ended in the step, if one did."""
@@ -580,10 +756,11 @@ class Step(_message.Message):
         peak_saved_bytes: _builtins.int = ...,
         peak_bytes: _builtins.int = ...,
         block: Global___Block | None = ...,
+        spared_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "block", b"block", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "activations", b"activations", "block", b"block", "calls", b"calls", "down_bytes", b"down_bytes", "duration_s", b"duration_s", "fallbacks", b"fallbacks", "gradients", b"gradients", "loss", b"loss", "number", b"number", "on_trainer", b"on_trainer", "overhead_s", b"overhead_s", "peak_bytes", b"peak_bytes", "peak_saved_bytes", b"peak_saved_bytes", "saved_bytes", b"saved_bytes", "spared_s", b"spared_s", "started_at_s", b"started_at_s", "up_bytes", b"up_bytes", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "activations", b"activations", "block", b"block", "calls", b"calls", "down_bytes", b"down_bytes", "duration_s", b"duration_s", "fallbacks", b"fallbacks", "gradients", b"gradients", "loss", b"loss", "number", b"number", "on_trainer", b"on_trainer", "overhead_s", b"overhead_s", "peak_bytes", b"peak_bytes", "peak_saved_bytes", b"peak_saved_bytes", "saved_bytes", b"saved_bytes", "spared_bytes", b"spared_bytes", "spared_s", b"spared_s", "started_at_s", b"started_at_s", "up_bytes", b"up_bytes", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015

@@ -418,6 +418,7 @@ class TensorReceiver:
     Attributes:
         is_striped: Whether the transfer is striped: its first message declares all tensors, and chunks come in any
             order. Set it before that message is added.
+        spared_bytes: Bytes of elements that were not sent, because only differences from other tensors were.
     """
 
     def __init__(
@@ -435,6 +436,7 @@ class TensorReceiver:
         self._base = base
         self._is_for_store = is_for_store
         self.is_striped = False
+        self.spared_bytes = 0
         self._arrivals: list[_StreamedTensor | _SharedTensor] = []
 
     def add_carried(self, carried: TensorMessage[Any]) -> None:
@@ -469,6 +471,7 @@ class TensorReceiver:
             arrival = self._arrivals[chunk.tensor]
             if isinstance(arrival, _DifferentTensor):
                 expanded += arrival.expanded_bytes(chunk)
+                self.spared_bytes += arrival.expanded_bytes(chunk) - len(chunk.data)
                 if expanded > EXPANDED_BYTES:
                     raise LimitError(
                         f"the compressed blocks of a message yield more than {EXPANDED_BYTES} bytes: send them in "

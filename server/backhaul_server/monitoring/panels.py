@@ -240,6 +240,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                         f"sum by (decision) ({_rate('backhaul_trainer_recomputations_total', False)})", "{{decision}}"
                     ),
                 ),
+                width=6,
                 is_stacked=True,
             ),
             Panel(
@@ -252,12 +253,25 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     Query(_rate("backhaul_trainer_mismatches_total", False), "rejected values"),
                     Query(_rate("backhaul_trainer_dropped_reports_total", False), "reports dropped"),
                 ),
+                width=6,
             ),
             Panel(
                 "Transfer",
-                "Bytes of tensors sent to workers and received from them",
+                "Bytes of tensors sent to workers and received from them, and bytes that differences have spared",
                 "Bps",
-                (Query(_rate("backhaul_trainer_transferred_bytes_total", False), "{{direction}}"),),
+                (
+                    Query(_rate("backhaul_trainer_transferred_bytes_total", False), "{{direction}}"),
+                    Query(_rate("backhaul_trainer_spared_bytes_total", False), "spared"),
+                ),
+                width=6,
+            ),
+            Panel(
+                "Events",
+                "What trainers reported and what the dashboard saw, by kind",
+                "cps",
+                (Query(_rate("backhaul_events_total", False), "{{kind}}"),),
+                width=6,
+                is_stacked=True,
             ),
         ),
     ),
@@ -287,13 +301,32 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Wire",
-                "Bytes of received and sent messages",
+                "Bytes of received and sent messages, and bytes that differences of tensors have spared",
                 "Bps",
                 (
                     Query(_rate("backhaul_worker_received_bytes_total"), "received {{worker}}"),
                     Query(_rate("backhaul_worker_sent_bytes_total"), "sent {{worker}}"),
+                    Query(_rate("backhaul_worker_spared_bytes_total"), "spared {{worker}}"),
                 ),
                 width=6,
+            ),
+            Panel(
+                "Load",
+                "Share of the time in which each worker computed",
+                "percentunit",
+                (Query(_rate("backhaul_worker_busy_seconds_total"), "{{worker}}"),),
+            ),
+            Panel(
+                "GPU utilization",
+                "Share of the time in which a kernel ran, for workers that have the extra nvml",
+                "percentunit",
+                (Query(f"backhaul_worker_accelerator_utilization_ratio{{{_WORKER}}}", "{{worker}}"),),
+            ),
+            Panel(
+                "GPU memory",
+                "Used by all processes on the GPU of each worker, and in all",
+                "bytes",
+                (Query(f"backhaul_worker_accelerator_memory_bytes{{{_WORKER}}}", "{{kind}} {{worker}}"),),
             ),
             Panel(
                 "Drift",

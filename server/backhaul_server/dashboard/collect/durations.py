@@ -5,6 +5,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, repeat
+from math import inf
 
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.wire.telemetry import BOUNDS_S
@@ -74,11 +75,13 @@ class Tally:
         key = number << 8 | bucket
         self._now[key] = min(self._now[key] + count, _MOST)
 
-    def counted(self, since_s: float) -> dict[str, Counted]:
-        """Returns the counts of each method since a time in seconds since 1970."""
+    def counted(self, since_s: float, until_s: float = inf) -> dict[str, Counted]:
+        """Returns the counts of each method between two times, which belong to it, in seconds since 1970."""
         counts = {name: Counted() for name in self._methods}
         by_number = list(counts.values())
-        for _, second in self._seconds(since_s):
+        for at_s, second in self._seconds(since_s):
+            if at_s > until_s:
+                continue
             for key, count in second:
                 method, bucket = by_number[key >> 8], key & 0xFF
                 if bucket == ERRORS:
@@ -93,6 +96,7 @@ class Tally:
         column_of: Callable[[int], int],
         row_of: Sequence[int],
         since_s: float,
+        until_s: float,
         wants: Callable[[str], bool],
     ) -> None:
         """Adds calls to a heat map.
@@ -102,10 +106,13 @@ class Tally:
             column_of: The column of a second.
             row_of: The row of each bucket.
             since_s: The earliest second, since 1970, to add.
+            until_s: The latest second, since 1970, to add.
             wants: Takes the name of a method and returns whether to add it.
         """
         wanted = [wants(name) for name in self._methods]
         for at_s, second in self._seconds(since_s):
+            if at_s > until_s:
+                continue
             column = columns[column_of(at_s)]
             for key, count in second:
                 if wanted[key >> 8] and key & 0xFF != ERRORS:

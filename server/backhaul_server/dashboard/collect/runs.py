@@ -9,6 +9,7 @@ from statistics import median
 from typing import Literal
 
 from backhaul_proto.v1 import telemetry_pb2
+from backhaul_server.dashboard.collect.links import LinkRecord, take_links
 from backhaul_server.dashboard.collect.sanitize import CALLS_OF_A_STEP
 from backhaul_server.dashboard.collect.segments import SegmentTable
 from backhaul_server.dashboard.collect.series import LARGEST, Series
@@ -75,12 +76,14 @@ class TrainerRun:
         dropped: Number of steps and calls that the trainer did not report, or that were not kept.
         steps: Number of reported steps.
         peak_bytes: Peak memory of the trainer so far.
+        saved_bytes: The most bytes that autograd saved in segments and the trainer did not keep.
         last_step: The step with the highest number.
         reported_steps: The reports on the last steps, by the number of the step.
         recent: Sums of the last five minutes.
         totals: The sums over all steps and calls.
         detail: The tables of the run; None if there was no room for them.
         calls_bytes: The bytes of all calls that are kept.
+        links: The connections to its workers, by the address that the trainer was given.
     """
 
     def __init__(self, about: telemetry_pb2.Run, now_s: float) -> None:
@@ -98,8 +101,9 @@ class TrainerRun:
         self.totals = Totals()
         self.detail: Detail | None = None
         self.calls_bytes = 0
+        self.links: dict[str, LinkRecord] = {}
         self._durations_s: deque[float] = deque(maxlen=_MEDIAN_STEPS)
-        self.peak_bytes = 0
+        self.peak_bytes = self.saved_bytes = 0
 
     @property
     def id(self) -> str:
@@ -125,6 +129,7 @@ class TrainerRun:
         self.about.CopyFrom(report.run)
         self.about.is_closed = is_closed
         self.dropped = max(self.dropped, report.dropped)
+        take_links(self.links, report, now_s)
         heard_at_s = [report.run.started_at_s]
         by_second: dict[int, list[Totals]] = {}
         parts: list[telemetry_pb2.Step | telemetry_pb2.SegmentCall] = [*report.steps, *report.calls]
@@ -165,6 +170,7 @@ class TrainerRun:
         if step.number >= self.last_step.number:
             self.last_step = report.step
         self.peak_bytes = max(self.peak_bytes, step.peak_bytes)
+        self.saved_bytes = max(self.saved_bytes, step.saved_bytes, step.peak_saved_bytes)
         self._durations_s.append(step.duration_s)
         self._count(Totals.of_step(step), at_s)
         if self.detail is not None:

@@ -31,6 +31,14 @@ _ENTRIES = 64
 _SESSIONS = 256
 _METHODS = 64
 _SHARES = 64
+_TAGS = 16
+EVENTS = 100
+"""The largest number of events in one report."""
+_LINKS = 256
+NAME = 100
+TAG = 40
+NOTES = 2_000
+"""The most characters of a run's name, of one of its tags, and of its notes."""
 _WORST_DRIFT = 1e9
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
@@ -42,6 +50,10 @@ def clean_report(report: telemetry_pb2.TrainerReport) -> bool:
         return False
     run.trainer, run.client_version = clipped(run.trainer), clipped(run.client_version, 64)
     run.started_at_s = _within(run.started_at_s, LATEST_S)
+    run.name, run.notes = clipped(run.name, NAME), _clipped_lines(run.notes, NOTES)
+    del run.tags[_TAGS:]
+    for index, tag in enumerate(run.tags):
+        run.tags[index] = clipped(tag, TAG)
     _clean_map(run.settings)
     _clean_map(run.fingerprint)
     _clean_strings(run.workers)
@@ -50,6 +62,13 @@ def clean_report(report: telemetry_pb2.TrainerReport) -> bool:
         _clean_step(step)
     for call in report.calls:
         _clean_call(call)
+    report.sent_at_s = _within(report.sent_at_s, LATEST_S)
+    _shorten(report.events, EVENTS)
+    for event in report.events:
+        _clean_event(event)
+    _shorten(report.links, _LINKS)
+    for link in report.links:
+        _clean_link(link)
     return True
 
 
@@ -62,6 +81,14 @@ def clean_telemetry(telemetry: telemetry_pb2.GetTelemetryResponse) -> None:
     _clean_map(telemetry.fingerprint)
     _clean_counts(telemetry)
     _clean_counts(telemetry.memory)
+    telemetry.busy_s = _within(telemetry.busy_s, LATEST_S)
+    telemetry.clock_s = _within(telemetry.clock_s, LATEST_S)
+    if telemetry.HasField("accelerator"):
+        accelerator = telemetry.accelerator
+        accelerator.name = clipped(accelerator.name)
+        _clean_counts(accelerator)
+        if accelerator.HasField("utilization"):
+            accelerator.utilization = _within(accelerator.utilization, 1.0)
     _shorten(telemetry.sessions, _SESSIONS)
     for session in telemetry.sessions:
         for name in ("trainer", "client_version", "last_error"):
@@ -82,6 +109,30 @@ def clipped(text: str, length: int = 200) -> str:
     if len(text) > length:
         text = f"{text[: length - 1]}…"
     return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
+
+
+def _clipped_lines(text: str, length: int) -> str:
+    """Returns a text that may have line breaks, but no other control characters, cut to a length."""
+    lines = text[:length].splitlines()
+    return "\n".join(clipped(line, length) for line in lines)
+
+
+def _clean_event(event: telemetry_pb2.Event) -> None:
+    event.at_s = _within(event.at_s, LATEST_S)
+    event.kind, event.worker = clipped(event.kind, 64), clipped(event.worker)
+    event.segment, event.text = clipped(event.segment), clipped(event.text, 300)
+    _clean_counts(event)
+
+
+def _clean_link(link: telemetry_pb2.Link) -> None:
+    link.worker = clipped(link.worker)
+    link.round_trip_s = _within(link.round_trip_s, LONGEST_S)
+    link.clock_offset_s = (
+        max(-LATEST_S, min(LATEST_S, link.clock_offset_s)) if math.isfinite(link.clock_offset_s) else 0.0
+    )
+    # An error that is no number must not look like a small one.
+    link.clock_error_s = _within(link.clock_error_s, LATEST_S) if math.isfinite(link.clock_error_s) else LATEST_S
+    _clean_counts(link)
 
 
 def _clean_step(step: telemetry_pb2.Step) -> None:
@@ -170,5 +221,8 @@ _COUNTS = {
         telemetry_pb2.Step,
         telemetry_pb2.Block,
         telemetry_pb2.SegmentCall,
+        telemetry_pb2.Event,
+        telemetry_pb2.Link,
+        telemetry_pb2.Accelerator,
     )
 }

@@ -1,7 +1,7 @@
 """Time series in little memory."""
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 LARGEST = 2**53 - 1
@@ -47,6 +47,10 @@ class Series:
     def since(self, at_s: float) -> int:
         """Returns the index of the first row at or after a time."""
         return bisect_left(self.at_s, at_s)
+
+    def after(self, at_s: float) -> int:
+        """Returns the index behind the last row at or before a time."""
+        return bisect_right(self.at_s, at_s)
 
     def sums(self, at_s: float) -> list[float]:
         """Returns the sum of each column over the rows at or after a time."""

@@ -31,6 +31,7 @@ class Totals(NamedTuple):
         exposed_queue_s: The part of queue_s for which backward was blocked. The rest costs nothing, because
             speculative replays wait for each other.
         remote_forward_s: Forward time of the reported calls that a worker recomputed.
+        spared_bytes: Bytes of parameters that were not sent, because only their differences were.
     """
 
     steps: float = 0
@@ -53,6 +54,7 @@ class Totals(NamedTuple):
     download_s: float = 0
     exposed_queue_s: float = 0
     remote_forward_s: float = 0
+    spared_bytes: float = 0
 
     @property
     def remote(self) -> float:
@@ -92,6 +94,7 @@ class Totals(NamedTuple):
             spared_s=step.spared_s,
             up_bytes=step.up_bytes,
             down_bytes=step.down_bytes,
+            spared_bytes=step.spared_bytes,
         )
 
     @classmethod

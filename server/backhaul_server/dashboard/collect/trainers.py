@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 
 from backhaul_proto.v1 import telemetry_pb2
+from backhaul_server.dashboard.collect.events import EventLog, LogEvent
 from backhaul_server.dashboard.collect.runs import Detail, TrainerRun
 from backhaul_server.dashboard.collect.series import LARGEST
 from backhaul_server.dashboard.collect.totals import Totals
@@ -17,9 +18,14 @@ CALLS_BYTES = 24 << 20
 
 
 class Trainers:
-    """The runs by id. A trainer reports to one of its workers at a time; here all reports come together."""
+    """The runs by id. A trainer reports to one of its workers at a time; here all reports come together.
 
-    def __init__(self) -> None:
+    Args:
+        events: Gets the beginnings and ends of runs.
+    """
+
+    def __init__(self, events: EventLog | None = None) -> None:
+        self._events = events if events is not None else EventLog()
         self._runs: dict[str, TrainerRun] = {}
         self._gone = Totals()
         self._gone_dropped = 0
@@ -71,7 +77,11 @@ class Trainers:
             return
         if run.detail is None and self._has_detail_left(now_s):
             run.detail = Detail(run.id, self._has_rows_left)
+        was_closed = run.about.is_closed
         run.take(report, now_s, since_s)
+        if run.about.is_closed and not was_closed:
+            text = f"{named(run.about)} ended after {run.steps:,} steps"
+            self._events.add(LogEvent(f"{run.id}-ended", run.heard_at_s, "run_ended", run.id, text=text))
         while sum(run.calls_bytes for run in self) > CALLS_BYTES:
             max(self, key=lambda run: run.calls_bytes).forget_oldest_calls()
 
@@ -90,6 +100,8 @@ class Trainers:
             self._gone_dropped += over.dropped
             del self._runs[over.id]
         run = self._runs[about.id] = TrainerRun(about, now_s)
+        text = f"{named(about)} began on {about.trainer} with {len(about.workers)} workers"
+        self._events.add(LogEvent(f"{run.id}-began", run.began_at_s, "run_began", run.id, text=text))
         return run
 
     def _has_detail_left(self, now_s: float) -> bool:
@@ -107,3 +119,9 @@ class Trainers:
 
     def _has_rows_left(self) -> bool:
         return sum(len(run.detail.segments) for run in self if run.detail is not None) < ROWS_IN_ALL
+
+
+def named(about: telemetry_pb2.Run) -> str:
+    """Returns what an event calls a run: its name if it has one, with its rank."""
+    name = f'Run "{about.name}"' if about.name else f"Run {about.id}"
+    return f"{name} (rank {about.rank} of {about.world_size})" if about.world_size else name

@@ -19,8 +19,12 @@ from backhaul_runtime.wire.protocol import CHANNEL_OPTIONS, options_to
 from backhaul_runtime.wire.splicing import accepted
 from backhaul_runtime.wire.stubs import stub
 from backhaul_server.dashboard.collect.durations import Tally
+from backhaul_server.dashboard.collect.events import EventLog, LogEvent, of_trainer
 from backhaul_server.dashboard.collect.held_memory import HeldMemory
-from backhaul_server.dashboard.collect.sanitize import clean_report
+from backhaul_server.dashboard.collect.links import Alignment, alignment
+from backhaul_server.dashboard.collect.plain_words import why_unanswered
+from backhaul_server.dashboard.collect.runs import TrainerRun
+from backhaul_server.dashboard.collect.sanitize import LATEST_S, clean_report
 from backhaul_server.dashboard.collect.trainers import Trainers
 from backhaul_server.dashboard.collect.watched import Watched
 
@@ -42,22 +46,26 @@ class Watch:
     Args:
         sources: The sources that name the workers.
         tokens: Tokens of the workers, None for no token: one for all workers, or one each in the order of sources.
-        keep: Called with every sanitized report, also with repeated ones. Must not block.
+        keep: Called with every sanitized report, also with repeated ones, and the seconds to add to its times for this
+            process's clock. Must not block.
         tls: The files with which the dashboard speaks TLS with workers that listen on TCP; None: without TLS.
+        keep_event: Called with every new event, once. Must not block.
 
     Attributes:
         workers: The watched workers. Those of a file or of a DNS name are watched while it names them.
         calls: The tally of the calls of all workers together.
         trainers: The runs that trainers reported.
         held: The bytes held for runs on workers over time.
+        events: What trainers reported to have happened, and what the dashboard saw itself.
     """
 
     def __init__(
         self,
         sources: Sequence[AddressSource],
         tokens: Sequence[str | None] = (None,),
-        keep: Callable[[telemetry_pb2.TrainerReport], None] | None = None,
+        keep: Callable[[telemetry_pb2.TrainerReport, float], None] | None = None,
         tls: TlsFiles | None = None,
+        keep_event: Callable[[LogEvent], None] | None = None,
     ) -> None:
         if len(tokens) not in {1, len(sources)}:
             raise ValueError(
@@ -67,8 +75,9 @@ class Watch:
         self._sources = list(zip(sources, list(tokens) * (len(sources) if len(tokens) == 1 else 1), strict=True))
         self._unread = {source.text for source, _ in self._sources if not source.is_fixed}
         fixed = [source for source in sources if source.is_fixed]
-        self.workers = [Watched(address, self.calls) for source in fixed for address in source.look()]
-        self.trainers = Trainers()
+        self.events = EventLog(keep_event)
+        self.workers = [Watched(address, self.calls, self.events) for source in fixed for address in source.look()]
+        self.trainers = Trainers(self.events)
         self.held = HeldMemory()
         self._keep, self._tls = keep, tls
 
@@ -76,6 +85,33 @@ class Watch:
     def is_ready(self) -> bool:
         """Whether every source was read, and every worker has answered or failed at least once."""
         return not self._unread and all(worker.was_asked for worker in self.workers)
+
+    def workers_of(self, run: TrainerRun) -> dict[str, Watched]:
+        """Returns the watched workers of a run by the addresses that its trainer was given.
+
+        A trainer may reach a worker by another address than the dashboard does. If one of each is left over, and the
+        worker has a session of the run, they are the same.
+        """
+        watched = {worker.address.text: worker for worker in self.workers}
+        addresses = {*run.about.workers, *run.links}
+        matched = {address: watched[address] for address in addresses if address in watched}
+        left = [address for address in addresses if address not in watched]
+        others = [
+            worker
+            for worker in self.workers
+            if worker.address.text not in matched and any(session.run == run.id for session in worker.sessions())
+        ]
+        if len(left) == len(others) == 1:
+            matched[left[0]] = others[0]
+        return matched
+
+    def alignment(self, run: TrainerRun) -> Alignment | None:
+        """Returns how the clock of a run's trainer compares with this process's; None if that is unknown."""
+        now_s = time.time()
+        clocks = {address: worker.clock.estimate(now_s) for address, worker in self.workers_of(run).items()}
+        return alignment(
+            run.links.values(), {address: (clock.offset_s, clock.error_s) for address, clock in clocks.items()}
+        )
 
     async def run(self) -> None:
         """Polls each worker once a second. A worker that does not answer delays no other."""
@@ -111,7 +147,7 @@ class Watch:
                     task.cancel()
                     self.workers = [other for other in self.workers if other is not worker]
                 for target in named.keys() - following.keys() - {worker.address.target for worker in self.workers}:
-                    worker = Watched(named[target], self.calls)
+                    worker = Watched(named[target], self.calls, self.events)
                     self.workers = [*self.workers, worker]  # replaced as a whole, because other threads read it
                     following[target] = worker, tasks.create_task(self._follow(worker, token))
             self._unread.discard(source.text)
@@ -145,17 +181,20 @@ class Watch:
         try:
             for _ in range(_PAGES):
                 request = telemetry_pb2.GetTelemetryRequest(after_report=worker.after_report, epoch=worker.epoch)
+                asked_at_s = time.time()
                 answer = accepted(await ask(request, timeout=ANSWER_S, metadata=bearer(token)))
+                if 0 < answer.clock_s < LATEST_S:
+                    worker.clock.compare(asked_at_s, answer.clock_s, time.time())
                 has_more = answer.has_more_reports and len(answer.reports) > 0
                 await self._take(worker, answer)
                 if not has_more:
                     worker.caught_up_at_s = time.time()
                     break
         except grpc.aio.AioRpcError as error:
-            worker.failed(f"{error.code().name}: {error.details()}")
+            worker.failed(why_unanswered(error.code(), error.details() or ""))
             return error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
         except TransferError as error:
-            worker.failed(error.message)
+            worker.failed(f"its answer was damaged on the way: {error.message}")
         except Exception as error:  # one worker's answer must not end the watch over the others
             logger.exception("The answer of worker %s could not be processed.", worker.address.text)
             worker.failed(f"its answer was not understood: {type(error).__name__}: {error}")
@@ -169,9 +208,11 @@ class Watch:
                 continue
             after = report.number
             if clean_report(report.report):
-                if self._keep is not None:
-                    self._keep(report.report)
                 self.trainers.take(report.report, time.time(), since_s)
+                shift_s = self._shift_s(report.report.run.id)
+                if self._keep is not None:
+                    self._keep(report.report, shift_s)
+                self._take_events(report.report, shift_s)
             else:
                 self.trainers.refused_reports += 1
             await asyncio.sleep(0)  # lets other tasks run between two pages
@@ -186,3 +227,16 @@ class Watch:
         for session in answer.sessions:
             if session.run:
                 self.trainers.heard(session.run, worker.answered_at_s - session.idle_s)
+
+    def _shift_s(self, name: str) -> float:
+        """Returns the seconds to add to times of a run's trainer for this process's clock; 0 if that is unknown."""
+        run = self.trainers.find(name)
+        aligned = self.alignment(run) if run is not None and run.links else None
+        return aligned.shift_s if aligned is not None else 0.0
+
+    def _take_events(self, report: telemetry_pb2.TrainerReport, shift_s: float) -> None:
+        now_s = time.time()
+        for reported in report.events:
+            event = of_trainer(report.run.id, reported, min(now_s, max(0.0, reported.at_s + shift_s)))
+            if event is not None:
+                self.events.add(event)

@@ -1,11 +1,14 @@
 """The interface of the history: runs and steps that outlive the dashboard's process."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
 from typing import Literal, Protocol
 
 from pydantic.dataclasses import dataclass as validated_dataclass
 
 from backhaul_proto.v1 import telemetry_pb2
+from backhaul_server.dashboard.collect.events import LogEvent
 
 
 @validated_dataclass(frozen=True, slots=True)
@@ -32,6 +35,94 @@ class RunRecord:
     up_bytes: int
     down_bytes: int
     fallbacks: int
+    name: str = ""
+    tags: list[str] = field(default_factory=list)
+    notes: str = ""
+    rank: int = 0
+    world_size: int = 0
+    costed_steps: int = 0
+    """The number of steps whose costs are known. An older version of the file had none."""
+    saved_bytes: int = 0
+    wait_s: float = 0.0
+    overhead_s: float = 0.0
+    spared_s: float = 0.0
+    remote: int = 0
+    spared_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RunSelection:
+    """Which runs are wanted, the newest first.
+
+    Attributes:
+        limit: The largest number of runs.
+        query: Text to find in id, name, trainer or a tag, ignoring case; empty for all runs.
+        tag: A tag that the runs have, word for word; empty for all runs.
+        id: The id of the only wanted run; empty for all runs.
+        before: Start and id of the last run of the page before; nothing is later than the default.
+    """
+
+    limit: int
+    query: str = ""
+    tag: str = ""
+    id: str = ""
+    before: tuple[float, str] = (inf, "")
+
+
+@dataclass(frozen=True, slots=True)
+class RunList:
+    """A page of stored runs.
+
+    Attributes:
+        runs: The runs of the page, the newest first.
+        total: The number of wanted runs on all pages.
+        stored: Those of the asked ids that the history has.
+    """
+
+    runs: list[RunRecord]
+    total: int
+    stored: set[str]
+
+
+@dataclass(frozen=True, slots=True)
+class EventSelection:
+    """Which events are wanted, the newest first.
+
+    Attributes:
+        limit: The largest number of events.
+        run: Id of a run, whose events and those of no run are wanted; empty for all events.
+        since_s: The earliest time, in seconds since 1970.
+        until_s: The latest time, in seconds since 1970.
+        before: Time and id of the last event of the page before; nothing is later than the default.
+    """
+
+    limit: int
+    run: str = ""
+    since_s: float = -inf
+    until_s: float = inf
+    before: tuple[float, str] = (inf, "")
+
+    def wants(self, event: LogEvent) -> bool:
+        """Whether an event is wanted, on whatever page."""
+        return self.since_s <= event.at_s <= self.until_s and (not self.run or event.run in {"", self.run})
+
+
+@dataclass(frozen=True, slots=True)
+class EventList:
+    """A page of events.
+
+    Attributes:
+        events: The events of the page, the newest first.
+        total: The number of wanted events on all pages.
+    """
+
+    events: list[LogEvent]
+    total: int
+
+
+def matches(wanted: str, *texts: str) -> bool:
+    """Whether one of the texts contains a text that is given in folded case."""
+    return any(wanted in text.casefold() for text in texts)
 
 
 @dataclass(slots=True)
@@ -40,6 +131,7 @@ class StepSeries:
 
     run: str
     step: list[int]
+    at_s: list[float]
     step_ms: list[float]
     peak_bytes: list[int]
     moved_bytes: list[int]
@@ -61,15 +153,32 @@ class Archive(Protocol):
     def stop(self) -> None:
         """Writes everything that was put, and stops."""
 
-    def put(self, report: telemetry_pb2.TrainerReport) -> None:
-        """Queues a report. Never blocks. A report may be put twice."""
+    def put(self, report: telemetry_pb2.TrainerReport, shift_s: float = 0.0) -> None:
+        """Queues a report. Never blocks. A report may be put twice.
 
-    async def runs(self, limit: int) -> list[RunRecord]:
-        """Returns the last runs, newest first."""
+        Args:
+            report: The report of a trainer, sanitized.
+            shift_s: Seconds to add to times of the trainer's clock for the dashboard's.
+        """
+
+    def put_event(self, event: LogEvent) -> None:
+        """Queues an event. Never blocks. An event with a known id is not stored again."""
+
+    async def runs(self, wanted: RunSelection, current: Sequence[str] = ()) -> RunList:
+        """Returns a page of stored runs.
+
+        Args:
+            wanted: The runs to return.
+            current: Ids of runs of which the answer says whether they are stored.
+        """
         ...
 
-    async def series(self, run: str, points: int) -> StepSeries | None:
-        """Returns the steps of a run in at most `points` points, None if the run is unknown."""
+    async def events(self, wanted: EventSelection) -> EventList | None:
+        """Returns a page of stored events; None if the history cannot be read."""
+        ...
+
+    async def series(self, run: str, points: int, since_s: float = -inf, until_s: float = inf) -> StepSeries | None:
+        """Returns the steps of a run that began in a range, in at most `points` points; None for an unknown run."""
         ...
 
 
@@ -84,13 +193,20 @@ class NoArchive:
     def stop(self) -> None:
         """Does nothing."""
 
-    def put(self, report: telemetry_pb2.TrainerReport) -> None:
+    def put(self, report: telemetry_pb2.TrainerReport, shift_s: float = 0.0) -> None:
         """Drops the report."""
 
-    async def runs(self, limit: int) -> list[RunRecord]:
-        """Returns no run."""
-        return []
+    def put_event(self, event: LogEvent) -> None:
+        """Drops the event."""
 
-    async def series(self, run: str, points: int) -> StepSeries | None:
+    async def runs(self, wanted: RunSelection, current: Sequence[str] = ()) -> RunList:
+        """Returns no run."""
+        return RunList([], 0, set())
+
+    async def events(self, wanted: EventSelection) -> EventList | None:
+        """Returns None: nothing is kept."""
+        return None
+
+    async def series(self, run: str, points: int, since_s: float = -inf, until_s: float = inf) -> StepSeries | None:
         """Returns None: no run is known."""
         return None

@@ -11,106 +11,85 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from backhaul_proto.v1 import telemetry_pb2
-from backhaul_server.dashboard.history.archive import RunRecord
+from backhaul_server.dashboard.collect.events import KINDS, LogEvent
+from backhaul_server.dashboard.history.archive import (
+    EventList,
+    EventSelection,
+    RunList,
+    RunRecord,
+    RunSelection,
+    matches,
+)
 from backhaul_server.dashboard.history.options import MEMORY
+from backhaul_server.dashboard.history.schema import prepare
 
-SCHEMA = 1
 BUSY_S = 0.3
 """The longest time for which another process may lock the file. It fits into the second that stopping may take."""
 FORGOTTEN_AT_ONCE = 10_000
 RECENT_STEPS = 50
 SILENT_S = 30.0
 
-_APPLICATION = 0x4248_4C31  # "BHL1": identifies the owner of the file
 _MOST = 2**53 - 1  # larger numbers are not exact in JSON
-_TABLES = (
-    """
-    CREATE TABLE runs (
-        id INTEGER PRIMARY KEY,
-        name TEXT NOT NULL UNIQUE,
-        trainer TEXT NOT NULL,
-        client_version TEXT NOT NULL,
-        workers TEXT NOT NULL,
-        settings TEXT NOT NULL,
-        fingerprint TEXT NOT NULL,
-        started_at_s REAL NOT NULL,
-        heard_at_s REAL NOT NULL,
-        is_closed INTEGER NOT NULL,
-        steps INTEGER NOT NULL DEFAULT 0,
-        last_step INTEGER NOT NULL DEFAULT 0,
-        last_loss REAL,
-        peak_bytes INTEGER NOT NULL DEFAULT 0,
-        up_bytes INTEGER NOT NULL DEFAULT 0,
-        down_bytes INTEGER NOT NULL DEFAULT 0,
-        fallbacks INTEGER NOT NULL DEFAULT 0
-    )
-    """,
-    "CREATE INDEX runs_by_start ON runs (started_at_s)",
-    """
-    CREATE TABLE steps (
-        run INTEGER NOT NULL REFERENCES runs ON DELETE CASCADE,
-        number INTEGER NOT NULL,
-        started_at_s REAL NOT NULL,
-        duration_s REAL NOT NULL,
-        loss REAL,
-        peak_bytes INTEGER NOT NULL,
-        up_bytes INTEGER NOT NULL,
-        down_bytes INTEGER NOT NULL,
-        fallbacks INTEGER NOT NULL,
-        PRIMARY KEY (run, number)
-    ) WITHOUT ROWID
-    """,
-    """
-    CREATE TRIGGER sums AFTER INSERT ON steps BEGIN
-        UPDATE runs SET
-            steps = steps + 1,
-            last_loss = CASE WHEN new.number >= last_step THEN coalesce(new.loss, last_loss) ELSE last_loss END,
-            last_step = max(last_step, new.number),
-            heard_at_s = max(heard_at_s, new.started_at_s + new.duration_s),
-            peak_bytes = max(peak_bytes, new.peak_bytes),
-            up_bytes = up_bytes + new.up_bytes,
-            down_bytes = down_bytes + new.down_bytes,
-            fallbacks = fallbacks + new.fallbacks
-        WHERE id = new.run;
-    END
-    """,
-    f"PRAGMA application_id = {_APPLICATION}",
-    f"PRAGMA user_version = {SCHEMA}",
-)
 _ADD_RUN = """
-INSERT INTO runs (name, trainer, client_version, workers, settings, fingerprint, started_at_s, heard_at_s, is_closed)
-VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?7, ?8)
+INSERT INTO runs (
+    name, trainer, client_version, workers, settings, fingerprint, started_at_s, heard_at_s, is_closed, label, tags,
+    notes, rank, world_size
+)
+VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?7, ?8, ?9, ?10, ?11, ?12, ?13)
 ON CONFLICT (name) DO UPDATE SET
     workers = excluded.workers,
     settings = excluded.settings,
     fingerprint = excluded.fingerprint,
-    is_closed = max(is_closed, excluded.is_closed)
+    is_closed = max(is_closed, excluded.is_closed),
+    label = excluded.label,
+    tags = excluded.tags,
+    notes = excluded.notes,
+    rank = excluded.rank,
+    world_size = excluded.world_size
 """
 _ADD_STEP = """
-INSERT OR IGNORE INTO steps
-SELECT id, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9 FROM runs WHERE name = ?1
+INSERT OR IGNORE INTO steps (
+    run, number, started_at_s, duration_s, loss, peak_bytes, up_bytes, down_bytes, fallbacks, saved_bytes, wait_s,
+    overhead_s, spared_s, remote, spared_bytes
+)
+SELECT id, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15 FROM runs WHERE name = ?1
 """
-_RUNS = """
-SELECT id, name, trainer, client_version, workers, settings, fingerprint, started_at_s, heard_at_s, is_closed,
-    steps, last_step, last_loss, peak_bytes, up_bytes, down_bytes, fallbacks
-FROM runs ORDER BY started_at_s DESC, id DESC LIMIT ?
+_ADD_EVENT = (
+    "INSERT OR IGNORE INTO events (id, at_s, kind, run, worker, segment, text, count) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+)
+_COLUMNS_OF_RUN = """
+    id, name, trainer, client_version, workers, settings, fingerprint, started_at_s, heard_at_s, is_closed, steps,
+    last_step, last_loss, peak_bytes, up_bytes, down_bytes, fallbacks, label, tags, notes, rank, world_size,
+    costed_steps, saved_bytes, wait_s, overhead_s, spared_s, remote, spared_bytes
 """
+_WANTED_RUNS = """
+FROM runs WHERE (?1 = '' OR matches(?1, name, label, trainer, tags)) AND (?2 = '' OR has_tag(?2, tags))
+AND (?3 = '' OR name = ?3)
+"""
+_RUNS = f"""
+SELECT {_COLUMNS_OF_RUN} {_WANTED_RUNS} AND (started_at_s, name) < (?4, ?5)
+ORDER BY started_at_s DESC, name DESC LIMIT ?6
+"""
+_WANTED_EVENTS = "FROM events WHERE at_s BETWEEN ?1 AND ?2 AND (?3 = '' OR run IN ('', ?3))"
+_EVENTS = f"""
+SELECT id, at_s, kind, run, worker, segment, text, count {_WANTED_EVENTS} AND (at_s, id) < (?4, ?5)
+ORDER BY at_s DESC, id DESC LIMIT ?6
+"""
+_FORGET_EVENTS = "DELETE FROM events WHERE id IN (SELECT id FROM events WHERE at_s < ? ORDER BY at_s LIMIT ?)"
 _FORGET_STEPS = """
 DELETE FROM steps WHERE run = ?1 AND started_at_s < ?2
 AND number IN (SELECT number FROM steps WHERE run = ?1 ORDER BY number LIMIT ?3)
 """
 
+_COSTS = ("costed_steps", "saved_bytes", "wait_s", "overhead_s", "spared_s", "remote", "spared_bytes")
+
 Value = str | float | int | None
-
-
-class HistoryRefusedError(Exception):
-    """The file holds something else, or a newer version wrote it. The message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +103,40 @@ class ReportRows:
         return 1 + len(self.steps)
 
 
-def report_rows(report: telemetry_pb2.TrainerReport, now_s: float) -> ReportRows:
-    """Returns the rows of a report. A trainer's clock may be wrong, so no time in them is later than `now_s`."""
+@dataclass(frozen=True, slots=True)
+class EventRow:
+    """The row of an event."""
+
+    values: tuple[Value, ...]
+
+    def __len__(self) -> int:
+        return 1
+
+
+def event_row(event: LogEvent) -> EventRow:
+    """Returns the row of an event."""
+    return EventRow(
+        (
+            event.id,
+            event.at_s,
+            event.kind,
+            event.run,
+            event.worker,
+            event.segment,
+            event.text,
+            event.count,
+        )
+    )
+
+
+def report_rows(report: telemetry_pb2.TrainerReport, now_s: float, shift_s: float = 0.0) -> ReportRows:
+    """Returns the rows of a report. A trainer's clock may be wrong, so no time in them is later than `now_s`.
+
+    Args:
+        report: The report of a trainer, sanitized.
+        now_s: The time of this process's clock, in seconds since 1970.
+        shift_s: Seconds to add to times of the trainer's clock for this process's.
+    """
     run = report.run
     name = run.id
     return ReportRows(
@@ -136,20 +147,31 @@ def report_rows(report: telemetry_pb2.TrainerReport, now_s: float) -> ReportRows
             json.dumps(list(run.workers)),
             json.dumps(dict(run.settings), sort_keys=True),
             json.dumps(dict(run.fingerprint), sort_keys=True),
-            _seconds(run.started_at_s, now_s),
+            _seconds(run.started_at_s + shift_s, now_s),
             run.is_closed,
+            run.name,
+            json.dumps(list(run.tags)),
+            run.notes,
+            run.rank,
+            run.world_size,
         ),
         tuple(
             (
                 name,
                 min(step.number, _MOST),
-                _seconds(step.started_at_s, now_s - _seconds(step.duration_s, now_s)),
+                _seconds(step.started_at_s + shift_s, now_s - _seconds(step.duration_s, now_s)),
                 _seconds(step.duration_s, now_s),
                 step.loss if step.HasField("loss") and isfinite(step.loss) else None,
                 min(step.peak_bytes, _MOST),
                 min(step.up_bytes, _MOST),
                 min(step.down_bytes, _MOST),
                 step.fallbacks,
+                min(max(step.saved_bytes, step.peak_saved_bytes), _MOST),
+                _seconds(step.wait_s, now_s),
+                _seconds(step.overhead_s, now_s),
+                _seconds(step.spared_s, now_s),
+                step.gradients + step.activations,
+                min(step.spared_bytes, _MOST),
             )
             for step in report.steps
         ),
@@ -158,13 +180,14 @@ def report_rows(report: telemetry_pb2.TrainerReport, now_s: float) -> ReportRows
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Consecutive steps: the number of the last one, the medians of duration and loss, and the largest bytes."""
+    """Consecutive steps: number and end of the last one, the medians of duration and loss, and the largest bytes."""
 
     step: int
     step_ms: float
     peak_bytes: int
     moved_bytes: int
     loss: float | None
+    ended_at_s: float
 
 
 class HistoryFile:
@@ -186,6 +209,8 @@ class HistoryFile:
             if not os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
         self._connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
+        self._connection.create_function("matches", -1, matches, deterministic=True)
+        self._connection.create_function("has_tag", 2, _has_tag, deterministic=True)
         try:
             self._prepare()
             self._file = self._identity()
@@ -198,21 +223,7 @@ class HistoryFile:
         run("PRAGMA foreign_keys = ON")
         run("PRAGMA auto_vacuum = INCREMENTAL")  # takes effect only before the first table exists
         with self._transaction():  # two dashboards may start at the same time
-            (tables,) = run("SELECT count(*) FROM sqlite_schema").fetchone()
-            (application,) = run("PRAGMA application_id").fetchone()
-            (version,) = run("PRAGMA user_version").fetchone()
-            if tables and application != _APPLICATION:
-                raise HistoryRefusedError(
-                    f'"{self._path}" is the database of another program: use another file with --store'
-                )
-            if version > SCHEMA:
-                raise HistoryRefusedError(
-                    f'"{self._path}" was written by a newer Backhaul (schema {version}, this one knows {SCHEMA}): '
-                    "upgrade, or use another file with --store"
-                )
-            if not tables:
-                for statement in _TABLES:
-                    run(statement)
+            prepare(self._connection, self._path)
         # The mode is stored in the file, so it is set only once the file is known to be ours.
         run("PRAGMA journal_mode = WAL")
         run("PRAGMA synchronous = NORMAL")  # a power failure may lose the last steps, but never the file
@@ -236,15 +247,17 @@ class HistoryFile:
             return (0, 0)
         return status.st_dev, status.st_ino
 
-    def write(self, reports: Iterable[ReportRows]) -> None:
-        """Adds the new rows of reports in one transaction."""
-        kept = list(reports)
+    def write(self, rows: Iterable[ReportRows | EventRow]) -> None:
+        """Adds the new rows of reports and events in one transaction."""
+        kept = list(rows)
+        reports = [row for row in kept if isinstance(row, ReportRows)]
         with self._transaction():
-            self._connection.executemany(_ADD_RUN, [report.run for report in kept])
-            self._connection.executemany(_ADD_STEP, [step for report in kept for step in report.steps])
+            self._connection.executemany(_ADD_RUN, [report.run for report in reports])
+            self._connection.executemany(_ADD_STEP, [step for report in reports for step in report.steps])
+            self._connection.executemany(_ADD_EVENT, [row.values for row in kept if isinstance(row, EventRow)])
 
     def forget(self, before_s: float) -> Iterator[None]:
-        """Deletes steps before a time, and runs without activity since then. Yields after each transaction."""
+        """Deletes steps, events and runs that are older than a time. Yields after each transaction."""
         runs = self._connection.execute("SELECT id, heard_at_s FROM runs").fetchall()
         for run, heard_at_s in runs:
             is_over = heard_at_s < before_s
@@ -256,15 +269,32 @@ class HistoryFile:
                 yield
             if is_over:
                 self._connection.execute("DELETE FROM runs WHERE id = ? AND heard_at_s < ?", (run, before_s))
+        deleted = FORGOTTEN_AT_ONCE
+        while deleted == FORGOTTEN_AT_ONCE:
+            deleted = self._connection.execute(_FORGET_EVENTS, (before_s, FORGOTTEN_AT_ONCE)).rowcount
+            yield
         self._connection.execute(f"PRAGMA incremental_vacuum({FORGOTTEN_AT_ONCE})").fetchall()
 
-    def runs(self, limit: int, now_s: float) -> list[RunRecord]:
-        """Returns the last runs, newest first."""
-        return [self._run(row, now_s) for row in self._connection.execute(_RUNS, (limit,)).fetchall()]
+    def runs(self, wanted: RunSelection, current: Sequence[str], now_s: float) -> RunList:
+        """Returns a page of the wanted runs, and which of the current ones are stored. See `Archive.runs`."""
+        run = self._connection.execute
+        filters = (wanted.query.casefold(), wanted.tag, wanted.id)
+        rows = run(_RUNS, (*filters, *wanted.before, wanted.limit)).fetchall()
+        (total,) = run(f"SELECT count(*) {_WANTED_RUNS}", filters).fetchone()
+        stored = {name for name in current if run("SELECT 1 FROM runs WHERE name = ?", (name,)).fetchone()}
+        return RunList([self._run(row, now_s) for row in rows], total, stored)
+
+    def events(self, wanted: EventSelection) -> EventList:
+        """Returns a page of the wanted events, without those of kinds that only a newer version knows."""
+        bounds = (wanted.since_s, wanted.until_s, wanted.run)
+        rows = self._connection.execute(_EVENTS, (*bounds, *wanted.before, wanted.limit)).fetchall()
+        (total,) = self._connection.execute(f"SELECT count(*) {_WANTED_EVENTS}", bounds).fetchone()
+        return EventList([LogEvent(*row) for row in rows if row[2] in KINDS], total)
 
     def _run(self, row: tuple[Any, ...], now_s: float) -> RunRecord:
         identity, name, trainer, client_version, workers, settings, fingerprint, started_at_s, heard_at_s, *rest = row
-        is_closed, steps, last_step, last_loss, peak_bytes, up_bytes, down_bytes, fallbacks = rest
+        is_closed, steps, last_step, last_loss, peak_bytes, up_bytes, down_bytes, fallbacks, *since_2 = rest
+        label, tags, notes, rank, world_size, *costs = since_2
         durations = self._connection.execute(
             "SELECT duration_s FROM steps WHERE run = ? ORDER BY number DESC LIMIT ?", (identity, RECENT_STEPS)
         ).fetchall()
@@ -286,13 +316,19 @@ class HistoryFile:
             up_bytes=up_bytes,
             down_bytes=down_bytes,
             fallbacks=fallbacks,
+            name=label,
+            tags=json.loads(tags),
+            notes=notes,
+            rank=rank,
+            world_size=world_size,
+            **dict(zip(_COSTS, costs, strict=True)),
         )
 
-    def series(self, run: str, points: int) -> Iterator[Point] | None:
-        """Returns the steps of a run in at most `points` points, oldest first; None for an unknown run.
+    def series(self, run: str, points: int, since_s: float = -inf, until_s: float = inf) -> Iterator[Point] | None:
+        """Returns the steps of a run that began in a range, in at most `points` points, oldest first.
 
         All points cover equally many step numbers, and each is read by a query of its own, so that no query takes long
-        however many steps a run has.
+        however many steps a run has. Returns None for an unknown run.
         """
         row = self._connection.execute(
             "SELECT id, min(number), max(number) FROM runs LEFT JOIN steps ON run = id WHERE name = ? GROUP BY id",
@@ -301,15 +337,35 @@ class HistoryFile:
         if row is None:
             return None
         identity, first, last = row
-        return iter(()) if first is None else self._points(identity, first, -(-(last - first + 1) // points))
+        if first is None:
+            return iter(())
+        end = last + 1 if until_s == inf else self._first_after(identity, first, last, until_s)
+        if since_s > -inf:
+            first = self._first_after(identity, first, last, since_s)
+        return iter(()) if first >= end else self._points(identity, first, end, -(-(end - first) // points))
 
-    def _points(self, identity: int, first: int, width: int) -> Iterator[Point]:
+    def _first_after(self, identity: int, first: int, last: int, at_s: float) -> int:
+        """Returns the number of the first step that began after a time, or `last` + 1. Steps begin in their order."""
+        low, high = first, last + 1
+        while low < high:
+            middle = (low + high) // 2
+            (began_at_s,) = self._connection.execute(
+                "SELECT started_at_s FROM steps WHERE run = ? AND number >= ? ORDER BY number LIMIT 1",
+                (identity, middle),
+            ).fetchone() or (inf,)
+            if began_at_s > at_s:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def _points(self, identity: int, first: int, end: int, width: int) -> Iterator[Point]:
         begin: int | None = first
-        while begin is not None:
+        while begin is not None and begin < end:
             rows = self._connection.execute(
-                "SELECT number, duration_s, loss, peak_bytes, up_bytes + down_bytes FROM steps "
-                "WHERE run = ? AND number >= ? AND number < ?",
-                (identity, begin, begin + width),
+                "SELECT number, duration_s, loss, peak_bytes, up_bytes + down_bytes, started_at_s + duration_s "
+                "FROM steps WHERE run = ? AND number >= ? AND number < ?",
+                (identity, begin, min(end, begin + width)),
             ).fetchall()
             if rows:  # without rows, the steps were deleted meanwhile
                 yield _point(rows)
@@ -331,12 +387,15 @@ class HistoryFile:
             raise
 
 
-def _point(rows: Sequence[tuple[int, float, float | None, int, int]]) -> Point:
-    numbers, durations, losses, peaks, moved = zip(*rows, strict=True)
+def _point(rows: Sequence[tuple[int, float, float | None, int, int, float]]) -> Point:
+    numbers, durations, losses, peaks, moved, ends_s = zip(*rows, strict=True)
     told_losses = [loss for loss in losses if loss is not None]
-    return Point(
-        numbers[-1], 1e3 * median(durations), max(peaks), max(moved), median(told_losses) if told_losses else None
-    )
+    loss = median(told_losses) if told_losses else None
+    return Point(numbers[-1], 1e3 * median(durations), max(peaks), max(moved), loss, ends_s[-1])
+
+
+def _has_tag(tag: str, tags: str) -> bool:
+    return tag in json.loads(tags)
 
 
 def _seconds(value: float, most_s: float) -> float:

@@ -10,14 +10,17 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from math import inf
 from typing import TypeVar
 
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.process.threads import only_in
-from backhaul_server.dashboard.history.archive import RunRecord, StepSeries
-from backhaul_server.dashboard.history.sqlite import HistoryFile, HistoryRefusedError, ReportRows, report_rows
+from backhaul_server.dashboard.collect.events import LogEvent
+from backhaul_server.dashboard.history.archive import EventList, EventSelection, RunList, RunSelection, StepSeries
+from backhaul_server.dashboard.history.schema import HistoryRefusedError
+from backhaul_server.dashboard.history.sqlite import EventRow, HistoryFile, ReportRows, event_row, report_rows
 
 T = TypeVar("T")
 
@@ -57,7 +60,7 @@ class History:
         self.dropped_steps = 0
         self._path = path
         self._retention_s = retention_days * _DAY_S
-        self._queued: deque[ReportRows] = deque()
+        self._queued: deque[ReportRows | EventRow] = deque()
         self._queued_rows = 0
         self._questions: deque[Callable[[HistoryFile | None], None]] = deque()
         self._wake = threading.Condition()  # guards the queues; notified for a question and for the stop
@@ -83,37 +86,48 @@ class History:
             self._wake.notify()
         self._thread.join(STOP_S)
 
-    def put(self, report: telemetry_pb2.TrainerReport) -> None:
-        """Queues a report, which is written within a second and before the next answer.
+    def put(self, report: telemetry_pb2.TrainerReport, shift_s: float = 0.0) -> None:
+        """Queues a report, which is written within a second and before the next answer. See `Archive`.
 
         Drops it if the queue is full.
         """
-        if not report.run.id:
-            return
-        kept = report_rows(report, time.time())
+        if report.run.id:
+            rows = report_rows(report, time.time(), shift_s)
+            if not self._enqueue(rows):
+                self.dropped_steps += len(rows.steps)
+
+    def put_event(self, event: LogEvent) -> None:
+        """Queues an event, as `put` does a report."""
+        self._enqueue(event_row(event))
+
+    def _enqueue(self, rows: ReportRows | EventRow) -> bool:
         with self._wake:
-            if self._queued_rows + len(kept) > QUEUED_ROWS:
-                self.dropped_steps += len(kept.steps)
-                return
-            self._queued.append(kept)
-            self._queued_rows += len(kept)
+            has_room = self._queued_rows + len(rows) <= QUEUED_ROWS
+            if has_room:
+                self._queued.append(rows)
+                self._queued_rows += len(rows)
+            return has_room
 
-    async def runs(self, limit: int) -> list[RunRecord]:
-        """Returns the last runs, newest first; none while there is no history."""
-        none: list[RunRecord] = []
-        return await self._ask(lambda file: file.runs(limit, time.time()), none)
+    async def runs(self, wanted: RunSelection, current: Sequence[str] = ()) -> RunList:
+        """Returns a page of the stored runs; none while there is no history."""
+        return await self._ask(lambda file: file.runs(wanted, current, time.time()), RunList([], 0, set()))
 
-    async def series(self, run: str, points: int) -> StepSeries | None:
+    async def events(self, wanted: EventSelection) -> EventList | None:
+        """Returns a page of the stored events; None while there is no history."""
+        return await self._ask(lambda file: file.events(wanted), None)
+
+    async def series(self, run: str, points: int, since_s: float = -inf, until_s: float = inf) -> StepSeries | None:
         """Returns the steps of a run in at most `points` points, None if the history does not know the run."""
-        return await self._ask(lambda file: self._series(file, run, points), None)
+        return await self._ask(lambda file: self._series(file, run, points, since_s, until_s), None)
 
-    def _series(self, file: HistoryFile, run: str, points: int) -> StepSeries | None:
-        stored = file.series(run, points)
+    def _series(self, file: HistoryFile, run: str, points: int, since_s: float, until_s: float) -> StepSeries | None:
+        stored = file.series(run, points, since_s, until_s)
         if stored is None:
             return None
-        series = StepSeries(run=run, step=[], step_ms=[], peak_bytes=[], moved_bytes=[], loss=[])
+        series = StepSeries(run=run, step=[], at_s=[], step_ms=[], peak_bytes=[], moved_bytes=[], loss=[])
         for point in stored:
             series.step.append(point.step)
+            series.at_s.append(point.ended_at_s)
             series.step_ms.append(point.step_ms)
             series.peak_bytes.append(point.peak_bytes)
             series.moved_bytes.append(point.moved_bytes)

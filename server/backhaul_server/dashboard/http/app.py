@@ -22,9 +22,11 @@ from backhaul_runtime.version import version
 from backhaul_server.dashboard.collect.watch import Watch
 from backhaul_server.dashboard.history.archive import Archive, NoArchive
 from backhaul_server.dashboard.http.access import TokenMiddleware
-from backhaul_server.dashboard.http.api import Sources, add_routes
+from backhaul_server.dashboard.http.api import add_routes
 from backhaul_server.dashboard.http.feed import Feed
+from backhaul_server.dashboard.http.openapi import described
 from backhaul_server.dashboard.http.serving import Server
+from backhaul_server.dashboard.http.sources import Sources
 from backhaul_server.dashboard.metrics.alerts import Alerts
 from backhaul_server.dashboard.metrics.exposition import MetricsSnapshot, exposition
 
@@ -70,7 +72,7 @@ def create_app(
         The application, with the feed of /api/v1/live as `state.feed`. Streams end when the feed is closed.
     """
     history = history or NoArchive()
-    watch = Watch(workers, tokens, history.put, tls)
+    watch = Watch(workers, tokens, history.put, tls, history.put_event)
     alerts = Alerts(watch)
     sources = Sources(watch, alerts, history)
     feed = Feed(sources.live)
@@ -105,6 +107,8 @@ def create_app(
         redoc_url=None,
     )
     app.state.feed = feed
+    # FastAPI documents this way to change the description; to mypy it is an assignment to a method.
+    app.openapi = lambda: described(app, has_token=token is not None)  # type: ignore[method-assign]
     app.add_middleware(GZipMiddleware, minimum_size=_GZIP_BYTES, compresslevel=_GZIP_LEVEL)
 
     def access(inner: ASGIApp) -> TokenMiddleware:

@@ -252,6 +252,11 @@ class FiringAlert:
     summary: str
     since_s: float
 
+    @property
+    def id(self) -> str:
+        """A name that stays the same while the alert fires."""
+        return f"{self.name}:{self.subject}"
+
 
 class Alerts:
     """Evaluates the rules, and remembers since when each alert fires. Call `evaluate` about once a second."""

@@ -13,6 +13,7 @@ from typing import Literal
 
 from backhaul_proto.v1.telemetry_pb2 import GetTelemetryResponse, RpcTelemetry
 from backhaul_runtime.wire.telemetry import BOUNDS_S
+from backhaul_server.dashboard.collect.events import KINDS
 from backhaul_server.dashboard.collect.watch import Watch
 
 Kind = Literal["gauge", "counter", "histogram"]
@@ -146,6 +147,24 @@ def _errors(watch: Watch) -> Iterator[Sample]:
             yield (worker, rpc.method), rpc.errors
 
 
+def _utilization(watch: Watch) -> Iterator[Sample]:
+    for worker, telemetry in _answering(watch):
+        accelerator = telemetry.accelerator
+        if accelerator.HasField("utilization"):
+            yield (worker, accelerator.name), accelerator.utilization
+
+
+def _accelerator_memory(watch: Watch) -> Iterator[Sample]:
+    for worker, telemetry in _answering(watch):
+        if telemetry.HasField("accelerator"):
+            yield (worker, telemetry.accelerator.name, "used"), telemetry.accelerator.used_bytes
+            yield (worker, telemetry.accelerator.name, "total"), telemetry.accelerator.total_bytes
+
+
+def _events(watch: Watch) -> Iterator[Sample]:
+    return (((kind,), watch.events.counts[kind]) for kind in KINDS)
+
+
 def _skewed(telemetry: GetTelemetryResponse) -> int:
     return sum(session.client_version not in {"", telemetry.worker_version} for session in telemetry.sessions)
 
@@ -214,8 +233,29 @@ METRICS: tuple[MetricDefinition, ...] = (
         "Replays that have run, including speculative ones",
         "recomputed_segments",
     ),
+    _worker("busy_seconds_total", "counter", "Seconds that a worker has computed since it started", "busy_s"),
     _worker("received_bytes_total", "counter", "Bytes of received messages", "received_bytes"),
     _worker("sent_bytes_total", "counter", "Bytes of sent messages", "sent_bytes"),
+    _worker(
+        "spared_bytes_total",
+        "counter",
+        "Bytes of tensors that trainers did not send, because they sent differences from earlier ones",
+        "spared_bytes",
+    ),
+    MetricDefinition(
+        "backhaul_worker_accelerator_utilization_ratio",
+        "gauge",
+        "Share of the last moments in which a kernel ran on a worker's GPU, from 0 to 1; needs the extra nvml",
+        ("worker", "accelerator"),
+        _utilization,
+    ),
+    MetricDefinition(
+        "backhaul_worker_accelerator_memory_bytes",
+        "gauge",
+        "Memory of a worker's GPU: used by all processes, and in all; needs the extra nvml",
+        ("worker", "accelerator", "kind"),
+        _accelerator_memory,
+    ),
     MetricDefinition(
         "backhaul_rpc_duration_seconds",
         "histogram",
@@ -273,6 +313,11 @@ METRICS: tuple[MetricDefinition, ...] = (
         down="down_bytes",
     ),
     _trainer(
+        "spared_bytes_total",
+        "Bytes of parameters that trainers did not send, because they sent differences from earlier ones",
+        "totals.spared_bytes",
+    ),
+    _trainer(
         "saved_bytes",
         "Bytes that running trainers save because workers recompute, as of the end of their last step",
         "saved_bytes",
@@ -282,5 +327,12 @@ METRICS: tuple[MetricDefinition, ...] = (
         "dropped_reports_total",
         "Steps and calls that were not reported or not kept because queues were full",
         "dropped",
+    ),
+    MetricDefinition(
+        "backhaul_events_total",
+        "counter",
+        "Events since the dashboard started: what trainers reported, and what the dashboard saw itself",
+        ("kind",),
+        _events,
     ),
 )

@@ -1,30 +1,32 @@
 """Durations of RPCs as workers measure them, and phases of segments as trainers measure them."""
 
 from collections.abc import Iterable
-from math import ceil
 
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.wire.telemetry import BOUNDS_S
 from backhaul_server.dashboard.collect.durations import Counted, Tally
 from backhaul_server.dashboard.collect.runs import TrainerRun
 from backhaul_server.dashboard.views import schemas
+from backhaul_server.dashboard.views.ranges import EVER, TimeRange
 
 _COLUMNS = 100
 _MERGED = 4  # buckets per row of the heat map; the upper bound of each row is twice that of the row before
 _OWN_METHOD = "GetTelemetry"
 
 
-def latency(calls: Tally, runs: Iterable[TrainerRun], now_s: float, seconds: int, method: str) -> schemas.Latency:
-    """Returns the latency over a window.
+def latency(
+    calls: Tally, runs: Iterable[TrainerRun], shown: TimeRange, method: str, of_steps: TimeRange = EVER
+) -> schemas.Latency:
+    """Returns the latency over a range, and the phases of the known steps that began in `of_steps`.
 
     The heat map covers one method, or all methods except the dashboard's own polls.
     """
-    counts = calls.counted(now_s - seconds)
+    counts = calls.counted(shown.since_s, shown.until_s)
     return schemas.Latency(
-        window_s=seconds,
+        window_s=shown.until_s - shown.since_s,
         rpcs=[_rpc(name, counted) for name, counted in sorted(counts.items()) if counted.calls or counted.errors],
-        heat=_heat(calls, now_s, seconds, method),
-        phases=[_phases(run) for run in runs],
+        heat=_heat(calls, shown, method),
+        phases=[_phases(run, of_steps) for run in runs],
     )
 
 
@@ -38,10 +40,10 @@ def _rpc(method: str, counted: Counted) -> schemas.Rpc:
     )
 
 
-def _heat(calls: Tally, now_s: float, seconds: int, method: str) -> schemas.Heat:
-    interval_s = max(1, ceil(seconds / _COLUMNS))
-    first = int((now_s - seconds) // interval_s) + 1  # columns keep their times from one request to the next
-    columns = int(now_s // interval_s) - first + 1
+def _heat(calls: Tally, shown: TimeRange, method: str) -> schemas.Heat:
+    interval_s = shown.interval_s(_COLUMNS)
+    first = int(shown.since_s // interval_s) + 1  # columns keep their times from one request to the next
+    columns = max(1, int(shown.until_s // interval_s) - first + 1)
     bounds_s = BOUNDS_S[_MERGED - 1 :: _MERGED]
     counts = [[0] * (len(bounds_s) + 1) for _ in range(columns)]
     row_of = [bucket // _MERGED for bucket in range(len(BOUNDS_S) + 1)]
@@ -50,6 +52,7 @@ def _heat(calls: Tally, now_s: float, seconds: int, method: str) -> schemas.Heat
         lambda second: max(0, min(columns - 1, second // interval_s - first)),
         row_of,
         first * interval_s,
+        shown.until_s,
         lambda name: name == method if method else name != _OWN_METHOD,
     )
     return schemas.Heat(
@@ -60,9 +63,11 @@ def _heat(calls: Tally, now_s: float, seconds: int, method: str) -> schemas.Heat
     )
 
 
-def _phases(run: TrainerRun) -> schemas.Phases:
+def _phases(run: TrainerRun, of_steps: TimeRange) -> schemas.Phases:
     steps = [
-        (number, report.lanes_s) for number, report in sorted(run.reported_steps.items()) if report.step is not None
+        (number, report.lanes_s)
+        for number, report in sorted(run.reported_steps.items())
+        if report.step is not None and of_steps.since_s <= report.step.started_at_s <= of_steps.until_s
     ]
 
     def lane_ms(lane: telemetry_pb2.Lane.ValueType) -> list[float]:

@@ -1,26 +1,29 @@
 """Memory over the last minutes, thinned out for drawing."""
 
 from collections.abc import Sequence
-from math import ceil
 
 from backhaul_server.dashboard.collect.held_memory import WorkerMemoryOfRun
 from backhaul_server.dashboard.collect.series import Series
 from backhaul_server.dashboard.collect.watch import Watch
 from backhaul_server.dashboard.collect.watched import CounterIncrease, Watched
 from backhaul_server.dashboard.views import schemas
+from backhaul_server.dashboard.views.ranges import TimeRange
 
 
-def memory_history(watch: Watch, now_s: float, seconds: int, points: int) -> schemas.MemoryHistory:
-    """Returns the memory of all workers, and of all runs with a session in the window."""
-    since_s = now_s - seconds
-    width_s = max(1, ceil(seconds / points))
-    runs = [_run(held, since_s, width_s) for held in watch.held if held.series.at_s[-1] >= since_s]
-    return schemas.MemoryHistory(workers=[_worker(worker, since_s, width_s) for worker in watch.workers], runs=runs)
+def memory_history(watch: Watch, shown: TimeRange, points: int) -> schemas.MemoryHistory:
+    """Returns the memory of all workers, and of all runs with a session in the range."""
+    width_s = shown.interval_s(points)
+    runs = [_run(held, shown, width_s) for held in watch.held if _has_rows(held.series, shown)]
+    return schemas.MemoryHistory(workers=[_worker(worker, shown, width_s) for worker in watch.workers], runs=runs)
 
 
-def _worker(worker: Watched, since_s: float, width_s: int) -> schemas.TierHistory:
+def _has_rows(series: Series, shown: TimeRange) -> bool:
+    return series.since(shown.since_s) < series.after(shown.until_s)
+
+
+def _worker(worker: Watched, shown: TimeRange, width_s: int) -> schemas.TierHistory:
     series = worker.memory
-    kept = _thin(series, since_s, width_s)
+    kept = _thin(series, shown, width_s)
     segment, cached, working, result = ([int(column[index]) for index in kept] for column in series.columns)
     return schemas.TierHistory(
         worker=worker.address.text,
@@ -30,13 +33,13 @@ def _worker(worker: Watched, since_s: float, width_s: int) -> schemas.TierHistor
         cached_bytes=cached,
         working_bytes=working,
         result_bytes=result,
-        marks=_marks([growth for growth in worker.increases if growth.at_s >= since_s], width_s),
+        marks=_marks([growth for growth in worker.increases if shown.since_s <= growth.at_s <= shown.until_s], width_s),
     )
 
 
-def _run(held: WorkerMemoryOfRun, since_s: float, width_s: int) -> schemas.HeldHistory:
+def _run(held: WorkerMemoryOfRun, shown: TimeRange, width_s: int) -> schemas.HeldHistory:
     series = held.series
-    kept = _thin(series, since_s, width_s)
+    kept = _thin(series, shown, width_s)
     held_bytes, peak, saved = ([int(column[index]) for index in kept] for column in series.columns)
     return schemas.HeldHistory(
         run=held.run,
@@ -49,10 +52,10 @@ def _run(held: WorkerMemoryOfRun, since_s: float, width_s: int) -> schemas.HeldH
     )
 
 
-def _thin(series: Series, since_s: float, width_s: int) -> list[int]:
+def _thin(series: Series, shown: TimeRange, width_s: int) -> list[int]:
     """Returns, for each interval, the row with the largest sum. Intervals keep their times between requests."""
     best: dict[int, tuple[float, int]] = {}
-    for index in range(series.since(since_s), len(series.at_s)):
+    for index in range(series.since(shown.since_s), series.after(shown.until_s)):
         piece = int(series.at_s[index] // width_s)
         total = sum(column[index] for column in series.columns)
         if piece not in best or total >= best[piece][0]:

@@ -11,17 +11,23 @@ from backhaul_server.dashboard.views import schemas
 _LINES = 500
 
 
-def segment_list(page: Iterable[Row], total: int, reasons: Iterable[ReasonCount]) -> schemas.SegmentList:
+def segment_list(
+    page: Iterable[Row], total: int, reasons: Iterable[ReasonCount], offset: int, limit: int
+) -> schemas.SegmentList:
     """Returns a page of the table.
 
     Args:
         page: The rows to show.
         total: The number of rows on all pages.
         reasons: The reasons of the rows on all pages.
+        offset: The number of rows before this page.
+        limit: The largest number of rows of a page.
     """
     return schemas.SegmentList(
         at_s=time.time(),
         total=total,
+        offset=offset,
+        limit=limit,
         rows=[schemas.SegmentStatus.model_validate(row, from_attributes=True) for row in page],
         reasons=[schemas.SegmentReason.model_validate(reason, from_attributes=True) for reason in reasons],
     )

@@ -3,13 +3,16 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import cast
 
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_server.dashboard.collect.intervals import Interval, common, length, rows_of, union
+from backhaul_server.dashboard.collect.links import Alignment
 from backhaul_server.dashboard.collect.runs import TrainerRun
 from backhaul_server.dashboard.collect.series import LARGEST
 from backhaul_server.dashboard.views import schemas
+from backhaul_server.dashboard.views.ranges import EVER, TimeRange
 
 BARS = 20_000
 """The number of bars in an export. If there are more, the shortest are left out."""
@@ -54,6 +57,8 @@ class Bar:
 class Steps:
     """The last ended steps of a run.
 
+    All times are on the axis of the trainer's clock, plus `shift_s`.
+
     Attributes:
         run: The run that they belong to.
         steps: The steps, ordered by number.
@@ -62,6 +67,7 @@ class Steps:
         left_out: Number of bars that were left out because there were too many.
         begin_s: Start of the first step, in seconds since 1970.
         end_s: The end of the last step, in seconds since 1970.
+        shift_s: Seconds to add to each of these times for the axis of the dashboard's clock.
     """
 
     run: TrainerRun
@@ -71,11 +77,26 @@ class Steps:
     left_out: int
     begin_s: float
     end_s: float
+    shift_s: float = 0.0
 
 
-def last_steps(run: TrainerRun, count: int, most_bars: int = BARS) -> Steps:
-    """Returns the last `count` ended steps that are known, with the longest of their bars."""
-    steps = run.ended_steps()[-count:]
+def last_steps(
+    run: TrainerRun, count: int, most_bars: int = BARS, within: TimeRange = EVER, shift_s: float = 0.0
+) -> Steps:
+    """Returns the last `count` ended steps that are known, with the longest of their bars.
+
+    Args:
+        run: The run whose steps are shown.
+        count: The largest number of steps.
+        most_bars: The largest number of bars.
+        within: The range in which a step must end, by the dashboard's clock.
+        shift_s: Seconds to add to a time of the trainer's clock for the dashboard's.
+    """
+    steps = [
+        step
+        for step in run.ended_steps()
+        if within.since_s <= step.started_at_s + step.duration_s + shift_s <= within.until_s
+    ][-count:]
     begin_s = min((step.started_at_s for step in steps), default=0.0)
     end_s = max((step.started_at_s + step.duration_s for step in steps), default=0.0)
     calls: list[telemetry_pb2.SegmentCall] = []
@@ -88,7 +109,7 @@ def last_steps(run: TrainerRun, count: int, most_bars: int = BARS) -> Steps:
     bars.sort(key=lambda bar: bar.start_s - bar.end_s)
     left_out = max(0, len(bars) - most_bars)
     bars = sorted(bars[:most_bars], key=lambda bar: bar.start_s)
-    return Steps(run, steps, calls, bars, left_out, begin_s, end_s)
+    return Steps(run, steps, calls, bars, left_out, begin_s, end_s, shift_s)
 
 
 def _bars(call: telemetry_pb2.SegmentCall, index: int, begin_s: float, end_s: float) -> list[Bar]:
@@ -106,24 +127,99 @@ def name_of(call: telemetry_pb2.SegmentCall) -> str:
     return f"{call.name} #{call.position}"
 
 
-def timeline(run: TrainerRun | None, count: int) -> schemas.Timeline:
-    """Returns the timeline of the last steps. It is empty without a run."""
-    if run is None:
-        return schemas.Timeline(run="", begins_at_s=0, duration_ms=0, steps=[], spans=[], calls=[], left_out=0)
-    shown_steps = last_steps(run, count, SHOWN_BARS)
-    bars: dict[int, list[Bar]] = defaultdict(list)
-    for bar in shown_steps.bars:
-        bars[shown_steps.calls[bar.call].step].append(bar)
-    shown = {call: index for index, call in enumerate(sorted({bar.call for bar in shown_steps.bars}))}
-    return schemas.Timeline(
-        run=run.id,
-        begins_at_s=shown_steps.begin_s,
-        duration_ms=1e3 * (shown_steps.end_s - shown_steps.begin_s),
-        steps=[_step(step, shown_steps.begin_s, bars[step.number]) for step in shown_steps.steps],
-        spans=_spans(shown_steps, shown),
-        calls=[_call(shown_steps.calls[call]) for call in shown],
-        left_out=shown_steps.left_out,
+def timeline(
+    runs: Sequence[tuple[TrainerRun, Alignment | None]], count: int, within: TimeRange = EVER
+) -> schemas.Timeline:
+    """Returns the timeline of the last steps of runs, on one axis.
+
+    Args:
+        runs: The runs, each with the comparison of its trainer's clock with ours; None if they cannot be compared.
+        count: The largest number of steps of each run.
+        within: The range in which steps must end.
+    """
+    most_bars = SHOWN_BARS // max(1, len(runs))
+    parts = [
+        last_steps(run, count, most_bars, within, aligned.shift_s if aligned is not None else 0.0)
+        for run, aligned in runs
+    ]
+    ended = [part for part in parts if part.steps]
+    begin_s = min((part.begin_s + part.shift_s for part in ended), default=0.0)
+    end_s = max((part.end_s + part.shift_s for part in ended), default=0.0)
+    shown = schemas.Timeline(
+        run=runs[0][0].id if runs else "",
+        begins_at_s=begin_s,
+        duration_ms=1e3 * (end_s - begin_s),
+        steps=[],
+        runs=[_run(run, aligned) for run, aligned in runs],
+        workers=[clock for run, _ in runs for clock in _clocks(run)],
+        why_empty="",
+        spans=[],
+        calls=[],
+        left_out=sum(part.left_out for part in parts),
     )
+    for part in ended:
+        _add(shown, part, begin_s - part.shift_s)
+    if not shown.spans:
+        shown.why_empty = _why_empty([run for run, _ in runs], has_steps=bool(ended), is_ever=within == EVER)
+    return shown
+
+
+def _add(shown: schemas.Timeline, part: Steps, begin_s: float) -> None:
+    """Adds the steps of a run to a timeline that begins at `begin_s` of the trainer's clock."""
+    bars: dict[int, list[Bar]] = defaultdict(list)
+    for bar in part.bars:
+        bars[part.calls[bar.call].step].append(bar)
+    first = len(shown.calls)
+    place_of = {call: first + index for index, call in enumerate(sorted({bar.call for bar in part.bars}))}
+    shown.steps += [_step(part.run.id, step, begin_s, bars[step.number]) for step in part.steps]
+    shown.spans += _spans(part, begin_s, place_of)
+    shown.calls += [_call(part.run.id, part.calls[call]) for call in place_of]
+
+
+def _run(run: TrainerRun, aligned: Alignment | None) -> schemas.TimelineRun:
+    return schemas.TimelineRun(
+        run=run.id,
+        name=run.about.name,
+        trainer=run.about.trainer,
+        rank=run.about.rank,
+        shift_ms=1e3 * aligned.shift_s if aligned is not None else None,
+        error_ms=1e3 * aligned.error_s if aligned is not None else None,
+    )
+
+
+def _clocks(run: TrainerRun) -> list[schemas.TimelineClock]:
+    clocks = []
+    for address in sorted({*run.about.workers, *run.links}):
+        link = run.links.get(address)
+        is_known = link is not None and link.clock_error_s < inf
+        clocks.append(
+            schemas.TimelineClock(
+                run=run.id,
+                worker=address,
+                clock_offset_ms=1e3 * link.clock_offset_s if link is not None and is_known else None,
+                clock_error_ms=1e3 * link.clock_error_s if link is not None and is_known else None,
+                round_trip_ms=1e3 * link.round_trip_s if link is not None and is_known else None,
+            )
+        )
+    return clocks
+
+
+def _why_empty(runs: Sequence[TrainerRun], *, has_steps: bool, is_ever: bool) -> str:
+    """Returns a sentence that says why a timeline has no bars, and what to do."""
+    if not runs:
+        return "No trainer has reported yet. Train with a session on one of the watched workers, with telemetry on."
+    if not has_steps:
+        if not is_ever and any(run.ended_steps() for run in runs):
+            return "No known step ended in this range of time. Choose another range: only the last 64 steps are kept."
+        return "No step has ended yet. A step ends when the optimizer steps, or when session.step() is called."
+    if all(run.detail is None for run in runs):
+        return (
+            "The dashboard keeps the calls of 8 runs at a time, and other runs report. End some of them, or start "
+            "another dashboard for this one."
+        )
+    if not any(step.calls for run in runs for step in run.ended_steps()):
+        return "These steps had no checkpointed calls."
+    return "The calls of these steps were not reported or are kept no longer. Choose a later step."
 
 
 def by_lane(bars: Sequence[Bar]) -> dict[tuple[schemas.Lane, str], list[Bar]]:
@@ -134,10 +230,10 @@ def by_lane(bars: Sequence[Bar]) -> dict[tuple[schemas.Lane, str], list[Bar]]:
     return lanes
 
 
-def _spans(steps: Steps, shown: Mapping[int, int]) -> list[schemas.Span]:
+def _spans(steps: Steps, begin_s: float, place_of: Mapping[int, int]) -> list[schemas.Span]:
     spans, names = [], [name_of(call) for call in steps.calls]
     for (lane, worker), bars in by_lane(steps.bars).items():
-        placed = [(_on_grid(bar.start_s - steps.begin_s), _on_grid(bar.end_s - steps.begin_s)) for bar in bars]
+        placed = [(_on_grid(bar.start_s - begin_s), _on_grid(bar.end_s - begin_s)) for bar in bars]
         for bar, (start_ms, end_ms), row in zip(bars, placed, rows_of(placed), strict=True):
             spans.append(
                 schemas.Span(
@@ -147,7 +243,8 @@ def _spans(steps: Steps, shown: Mapping[int, int]) -> list[schemas.Span]:
                     start_ms=start_ms,
                     duration_ms=end_ms - start_ms,
                     segment=names[bar.call],
-                    call=shown[bar.call],
+                    run=steps.run.id,
+                    call=place_of[bar.call],
                 )
             )
     return spans
@@ -158,8 +255,9 @@ def _on_grid(seconds: float) -> float:
     return round(1e3 * _GRID * seconds) / _GRID
 
 
-def _step(step: telemetry_pb2.Step, begin_s: float, bars: Sequence[Bar]) -> schemas.TimelineStep:
+def _step(run: str, step: telemetry_pb2.Step, begin_s: float, bars: Sequence[Bar]) -> schemas.TimelineStep:
     return schemas.TimelineStep(
+        run=run,
         number=step.number,
         start_ms=1e3 * (step.started_at_s - begin_s),
         duration_ms=1e3 * step.duration_s,
@@ -204,8 +302,9 @@ def _interval(bar: Bar) -> Interval:
     return bar.start_s, bar.end_s
 
 
-def _call(call: telemetry_pb2.SegmentCall) -> schemas.Call:
+def _call(run: str, call: telemetry_pb2.SegmentCall) -> schemas.Call:
     return schemas.Call(
+        run=run,
         step=call.step,
         segment=name_of(call),
         worker=call.worker,

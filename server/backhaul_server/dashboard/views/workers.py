@@ -3,6 +3,7 @@
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_server.dashboard.collect.watched import TIERS, Watched
 from backhaul_server.dashboard.views import schemas
+from backhaul_server.dashboard.views.topology import worker_id
 
 
 def worker_status(worker: Watched) -> schemas.WorkerStatus:
@@ -11,6 +12,7 @@ def worker_status(worker: Watched) -> schemas.WorkerStatus:
     memory = telemetry.memory
     held_bytes = sum(getattr(memory, tier) for tier in TIERS)
     return schemas.WorkerStatus(
+        id=worker_id(worker.address.text),
         address=worker.address.text,
         state=worker.state,
         error=worker.error,
@@ -36,8 +38,25 @@ def worker_status(worker: Watched) -> schemas.WorkerStatus:
         received_bytes=telemetry.received_bytes,
         sent_bytes=telemetry.sent_bytes,
         queued_requests=telemetry.queued_requests,
+        load=worker.load.columns[0][-1] if worker.load.at_s and not worker.error else None,
+        busy_s=telemetry.busy_s,
+        spared_bytes=telemetry.spared_bytes,
+        accelerator=accelerator_status(worker.telemetry),
         last_error=telemetry.last_error,
         last_error_at_s=telemetry.last_error_at_s,
+    )
+
+
+def accelerator_status(telemetry: telemetry_pb2.GetTelemetryResponse | None) -> schemas.AcceleratorStatus | None:
+    """Returns the GPU of a worker's answer; None if it tells of none."""
+    if telemetry is None or not telemetry.HasField("accelerator"):
+        return None
+    accelerator = telemetry.accelerator
+    return schemas.AcceleratorStatus(
+        name=accelerator.name,
+        utilization=accelerator.utilization if accelerator.HasField("utilization") else None,
+        used_bytes=accelerator.used_bytes,
+        total_bytes=accelerator.total_bytes,
     )
 
 
@@ -45,6 +64,7 @@ def session_statuses(worker: Watched) -> list[schemas.SessionStatus]:
     """Returns the open sessions of a worker; none while the worker does not answer."""
     return [
         schemas.SessionStatus(
+            id=f"session:{worker.address.text}/{session.run or session.trainer}",
             worker=worker.address.text,
             trainer=session.trainer,
             run=session.run,

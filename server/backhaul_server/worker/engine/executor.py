@@ -31,6 +31,7 @@ class Executor:
         self._queue = FairQueue()
         self._running: Job | None = None
         self._running_since = 0.0
+        self._busy_s = 0.0
         self._is_woken = self._is_closed = False
         self._loop = asyncio.get_running_loop()
         self._next: SimpleQueue[Job | None] = SimpleQueue()
@@ -40,6 +41,11 @@ class Executor:
     def __len__(self) -> int:
         """Returns the number of jobs that wait or run."""
         return len(self._queue) + (self._running is not None)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that jobs have run since the start, with the one that runs now."""
+        return self._busy_s + (monotonic() - self._running_since if self._running is not None else 0.0)
 
     def submit(self, job: Job) -> None:
         """Appends a job to its session's queue."""
@@ -96,6 +102,7 @@ class Executor:
             self._loop.call_soon_threadsafe(self._end)
 
     def _end(self) -> None:
+        self._busy_s = self.busy_s
         job, self._running = self._running, None
         if self._watch is not None:
             self._watch.cancel()

@@ -72,6 +72,7 @@ class Worker:
         memory_path: Path of the socket that hands out shared memory, empty if there is none.
         socket_path: Path of a Unix socket beside a TCP address, empty if there is none.
         last_error: Message of the last request that failed by a fault of the worker, and when, in seconds since 1970.
+        spared_bytes: Bytes of tensors that trainers did not send, because they sent differences from earlier ones.
         anyone: The account of sessions that no credential has opened.
         streams: Number of open long-lived streams of all sessions.
         unnamed_streams: Number of further open streams that have not named their session yet.
@@ -96,6 +97,7 @@ class Worker:
         self.draining = False
         self.memory_path = self.socket_path = ""
         self.last_error = ("", 0.0)
+        self.spared_bytes = 0
         self.streams = self.unnamed_streams = 0
         self.anyone = Account()
         self._decoding = asyncio.Lock()  # guards the decoding of long programs, of which one runs at a time

@@ -1,7 +1,7 @@
 """The RPCs for telemetry: a worker's own state, and the reports of its trainers."""
 
 from collections import Counter
-from time import monotonic
+from time import monotonic, time
 
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.process.fingerprint import fingerprint
@@ -12,6 +12,7 @@ from backhaul_runtime.wire.splicing import field_of
 from backhaul_server.worker.audit import AuditLog
 from backhaul_server.worker.engine.worker import Worker
 from backhaul_server.worker.limits import ALL_LOOKS, LOOKS
+from backhaul_server.worker.rpc.accelerator import AcceleratorMeter
 from backhaul_server.worker.rpc.calls import Context, Servicer, unary
 from backhaul_server.worker.rpc.meter import RpcMeter
 from backhaul_server.worker.rpc.trainer_reports import TrainerReports
@@ -30,6 +31,7 @@ class TelemetryServicer(Servicer):
         super().__init__(worker, meter, audit)
         self._started = monotonic()
         self._reports = TrainerReports()
+        self._accelerator = AcceleratorMeter(worker.device)
         self._unread: Counter[str] = Counter()  # the number of unread answers, by connection
 
     @unary
@@ -105,6 +107,10 @@ class TelemetryServicer(Servicer):
             has_more_reports=has_more,
             guessed_segments=worker.engine.speculation.hits,
             wasted_guesses=worker.engine.speculation.misses,
+            accelerator=self._accelerator.latest(),
+            busy_s=worker.engine.executor.busy_s,
+            spared_bytes=worker.spared_bytes,
+            clock_s=time(),
         )
         number = telemetry_pb2.GetTelemetryResponse.REPORTS_FIELD_NUMBER
         return sealed((answer.SerializeToString(), *(field_of(number, report) for report in reports)))

@@ -96,6 +96,7 @@ class TensorUpload:
             assert session is not None
             self._worker.store.arrived(session, address, tensor, self._charged.popleft(), is_shared=is_shared)
         self._releases.clear()
+        self._worker.spared_bytes += max(0, self._receiver.spared_bytes)
         return [address for address, _ in received_tensors]
 
     def __enter__(self) -> Self:

@@ -1,0 +1,99 @@
+"""The connection between a trainer and one worker: traffic over the last moments, round trip and clocks."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import inf
+
+from backhaul_proto.v1 import telemetry_pb2
+from backhaul_server.dashboard.collect.series import Series
+
+RATE_S = 10.0
+"""Seconds over which rates are averaged."""
+LINKS = 256
+"""The most links of one run."""
+_SAMPLES = 64
+
+
+@dataclass(slots=True)
+class LinkRecord:
+    """One link, as its trainer last reported it.
+
+    Attributes:
+        worker: Address of the worker, as the trainer was given it.
+        round_trip_s: The shortest of the last round trips in seconds; 0 if unknown.
+        clock_offset_s: The worker's clock minus the trainer's, in seconds.
+        clock_error_s: The largest possible error of the offset; infinite if the offset is unknown.
+        connections: The number of open connections; 0 while the worker is lost.
+        heard_at_s: When the last report arrived, by this process's clock.
+        traffic: The bytes sent and received since the run began, over time by the trainer's clock.
+    """
+
+    worker: str
+    round_trip_s: float = 0.0
+    clock_offset_s: float = 0.0
+    clock_error_s: float = inf
+    connections: int = 0
+    heard_at_s: float = 0.0
+    traffic: Series = field(default_factory=lambda: Series(_SAMPLES, 2))
+
+    def take(self, link: telemetry_pb2.Link, sent_at_s: float, now_s: float) -> None:
+        """Adds a sanitized report. Older ones than the last, which may arrive twice, change nothing."""
+        if self.traffic.at_s and sent_at_s <= self.traffic.at_s[-1]:
+            return
+        self.round_trip_s, self.connections = link.round_trip_s, link.connections
+        is_known = link.round_trip_s > 0
+        self.clock_offset_s = link.clock_offset_s if is_known else 0.0
+        self.clock_error_s = link.clock_error_s if is_known else inf
+        self.heard_at_s = now_s
+        self.traffic.append(sent_at_s, (link.up_bytes, link.down_bytes))
+
+    def rates(self, now_s: float) -> tuple[float, float]:
+        """Returns the bytes per second sent and received over the last `RATE_S` seconds; 0 without recent reports."""
+        *before, last_s = self.traffic.at_s or (0.0,)
+        if not before or now_s - self.heard_at_s > RATE_S:
+            return 0.0, 0.0
+        first = min(len(before) - 1, self.traffic.since(last_s - RATE_S))
+        took_s = last_s - before[first]
+        up, down = (max(0.0, column[-1] - column[first]) / took_s for column in self.traffic.columns)
+        return up, down
+
+
+def take_links(records: dict[str, LinkRecord], report: telemetry_pb2.TrainerReport, now_s: float) -> None:
+    """Adds the links of a sanitized report to those of its run, of which there are at most `LINKS`."""
+    for link in report.links:
+        record = records.get(link.worker)
+        if record is None:
+            if len(records) >= LINKS:
+                continue
+            record = records[link.worker] = LinkRecord(link.worker)
+        record.take(link, report.sent_at_s, now_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """How a trainer's clock compares with this process's.
+
+    Attributes:
+        shift_s: Seconds to add to a time of the trainer's clock.
+        error_s: The largest possible error of the shift, in seconds.
+    """
+
+    shift_s: float
+    error_s: float
+
+
+def alignment(links: Iterable[LinkRecord], clock_of: Mapping[str, tuple[float, float]]) -> Alignment | None:
+    """Compares a trainer's clock with ours through the worker that makes the smallest error; None if none can.
+
+    Args:
+        links: The links of the trainer.
+        clock_of: Our own comparison with each worker by its address: its clock minus ours, and the largest error.
+    """
+    through = [
+        Alignment(link.clock_offset_s - offset_s, link.clock_error_s + error_s)
+        for link in links
+        if link.clock_error_s < inf and link.worker in clock_of
+        for offset_s, error_s in [clock_of[link.worker]]
+        if error_s < inf
+    ]
+    return min(through, key=lambda way: way.error_s, default=None)

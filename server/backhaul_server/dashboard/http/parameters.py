@@ -1,0 +1,106 @@
+"""The query parameters that several routes share."""
+
+import time
+from typing import Annotated
+
+from fastapi import HTTPException, Query
+
+from backhaul_server.dashboard.collect.segments import Column
+from backhaul_server.dashboard.views.ranges import EVER, TimeRange
+
+RUN = "9f86d081884c7d65"
+LATEST_S = 4e9
+
+OneRun = Annotated[
+    str,
+    Query(
+        alias="run",
+        max_length=64,
+        description="A run's id; the one that began last where none is given",
+        examples=[RUN],
+    ),
+]
+AnyRun = Annotated[
+    str, Query(alias="run", max_length=64, description="A run's id; all runs where none is given", examples=[RUN])
+]
+SomeRuns = Annotated[
+    list[str],
+    Query(
+        alias="runs",
+        max_length=64,
+        description="Ids of several runs, such as the ranks of a training, which are shown on one axis. May be given "
+        "more than once, and goes before `run`",
+        examples=[[RUN]],
+    ),
+]
+Steps = Annotated[int, Query(ge=1, le=20, description="How many of the last steps of each run", examples=[3])]
+Filter = Annotated[
+    str,
+    Query(
+        alias="filter",
+        max_length=200,
+        description="Text in the segment, decision, any of the reasons or worker",
+        examples=["Block"],
+    ),
+]
+Reason = Annotated[
+    str,
+    Query(
+        max_length=300,
+        description="A reason that calls of the segment had, word for word",
+        examples=["the worker is gone"],
+    ),
+]
+Sort = Annotated[Column, Query(description="The column to sort by", examples=["wait_ms"])]
+Descending = Annotated[bool, Query(description="Largest first", examples=[True])]
+Since = Annotated[
+    float | None,
+    Query(
+        ge=0,
+        le=LATEST_S,
+        description="Beginning of the range, in seconds since 1970. Goes before `seconds`",
+        examples=[1763769000.0],
+    ),
+]
+Until = Annotated[
+    float | None,
+    Query(
+        ge=0,
+        le=LATEST_S,
+        description="End of the range, in seconds since 1970; now where it is not given",
+        examples=[1763769600.0],
+    ),
+]
+Limit = Annotated[int, Query(ge=1, le=1_000, description="Items of a page at most", examples=[100])]
+Cursor = Annotated[
+    str,
+    Query(
+        max_length=1_000,
+        description="`next` of the page before; the first page where it is not given",
+        examples=["WzAsICJ3b3JrZXI6MTI3LjAuMC4xOjUwMDUxIl0"],
+    ),
+]
+
+
+def last_seconds(seconds: float, since_s: float | None, until_s: float | None) -> TimeRange:
+    """Returns the range that a request names: its beginning, or else the seconds before its end.
+
+    Raises HTTPException 422 for a range that ends before it begins.
+    """
+    end_s = time.time() if until_s is None else until_s
+    begin_s = end_s - seconds if since_s is None else since_s
+    if begin_s > end_s:
+        detail = {
+            "type": "range",
+            "loc": ["query", "since_s"],
+            "msg": f"the range ends at {end_s:.0f}, before it begins",
+        }
+        raise HTTPException(422, [detail])
+    return TimeRange(begin_s, end_s)
+
+
+def given_range(since_s: float | None, until_s: float | None) -> TimeRange:
+    """Returns the range that a request names, or that of all times. Raises HTTPException 422 as `last_seconds` does."""
+    if since_s is None and until_s is None:
+        return EVER
+    return last_seconds(LATEST_S, 0.0 if since_s is None else since_s, until_s)

@@ -1,0 +1,170 @@
+"""The routes of /api/v1 about runs: their steps, timelines and segments. All of them only read."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import replace
+from typing import Annotated
+
+from fastapi import FastAPI, HTTPException, Path, Query, Response
+from fastapi.responses import StreamingResponse
+
+from backhaul_server.dashboard.collect.segments import Row, reasons_of, select
+from backhaul_server.dashboard.history.archive import RunSelection
+from backhaul_server.dashboard.http.examples import CSV, MISSING, TRACE, shows, shows_json, shows_text
+from backhaul_server.dashboard.http.paging import cursor_of, read_cursor
+from backhaul_server.dashboard.http.parameters import (
+    RUN,
+    AnyRun,
+    Cursor,
+    Descending,
+    Filter,
+    Limit,
+    OneRun,
+    Reason,
+    Since,
+    SomeRuns,
+    Sort,
+    Steps,
+    Until,
+    given_range,
+)
+from backhaul_server.dashboard.http.sources import Sources
+from backhaul_server.dashboard.views import schemas
+from backhaul_server.dashboard.views.segments import as_csv, segment_list
+from backhaul_server.dashboard.views.timeline import last_steps, timeline
+from backhaul_server.dashboard.views.trace import chrome_trace, file_name
+
+RunOfPath = Annotated[str, Path(max_length=64, description="A run's id", examples=[RUN])]
+
+
+class CsvResponse(StreamingResponse):
+    """Streams CSV line by line."""
+
+    media_type = "text/csv"
+
+
+def add_run_routes(app: FastAPI, sources: Sources) -> None:
+    """Adds the routes to the application."""
+
+    @app.get("/api/v1/timeline", tags=["steps and segments"], responses={**shows(schemas.Timeline), **MISSING})
+    async def last(
+        run: OneRun = "",
+        runs: SomeRuns = [],  # noqa: B006  FastAPI copies it
+        steps: Steps = 3,
+        since_s: Since = None,
+        until_s: Until = None,
+    ) -> schemas.Timeline:
+        """The last steps of one run, or of several on one axis, as lanes of bars. Bars of one row never overlap.
+
+        Times of trainers whose clocks can be compared with the dashboard's are converted to it. `runs` and `workers`
+        have the largest error of each.
+        """
+        newest = sources.run_or_newest(run) if not runs else None
+        shown = [sources.run(name) for name in dict.fromkeys(runs)] or ([newest] if newest is not None else [])
+        aligned = [(known, sources.watch.alignment(known)) for known in shown]
+        return timeline(aligned, steps, given_range(since_s, until_s))
+
+    @app.get("/api/v1/timeline/trace", tags=["steps and segments"], responses={**shows_json(TRACE), **MISSING})
+    async def trace(
+        run: OneRun = "",
+        steps: Steps = 3,
+        base_ns: Annotated[
+            int | None,
+            Query(
+                ge=0,
+                lt=2**63,
+                description="baseTimeNanoseconds of the torch.profiler trace to merge with, where it is not the same",
+                examples=[1_759_300_074_000_000_000],
+            ),
+        ] = None,
+    ) -> Response:
+        """The timeline as a file for Perfetto or chrome://tracing.
+
+        Its traceEvents can be merged with torch.profiler's.
+        """
+        known = sources.run_or_newest(run)
+        if known is None:
+            raise HTTPException(404, "no trainer has reported a step yet: train with a session on one of the workers")
+        shown = last_steps(known, steps)
+        return Response(
+            json.dumps(chrome_trace(shown, base_ns)),
+            media_type="application/json",
+            headers={"Content-Disposition": f'attachment; filename="{file_name(shown)}"'},
+        )
+
+    @app.get("/api/v1/segments", tags=["steps and segments"], responses={**shows(schemas.SegmentList), **MISSING})
+    async def segments(
+        run: AnyRun = "",
+        text: Filter = "",
+        reason: Reason = "",
+        sort: Sort = "segment",
+        descending: Descending = False,
+        offset: Annotated[int, Query(ge=0, lt=2**31, description="Rows to leave out", examples=[0])] = 0,
+        limit: Annotated[int, Query(ge=1, le=1_000, description="Rows at most", examples=[100])] = 100,
+    ) -> schemas.SegmentList:
+        """The cost of each segment, the place of its recomputation, and the reason for it."""
+        tables = sources.tables(run)
+        rows = select(tables, text, sort, descending=descending, reason=reason)
+        return segment_list(rows[offset : offset + limit], len(rows), reasons_of(tables), offset, limit)
+
+    @app.get(
+        "/api/v1/segments.csv",
+        response_class=CsvResponse,
+        tags=["steps and segments"],
+        responses={**shows_text(CSV, "text/csv"), **MISSING},
+    )
+    async def segments_csv(
+        run: AnyRun = "",
+        text: Filter = "",
+        reason: Reason = "",
+        sort: Sort = "segment",
+        descending: Descending = False,
+    ) -> CsvResponse:
+        """All rows of the table of segments, for spreadsheets."""
+        rows = select(sources.tables(run), text, sort, descending=descending, reason=reason)
+        name = f"backhaul-segments-{run}.csv" if run else "backhaul-segments.csv"
+        headers = {"Content-Disposition": f'attachment; filename="{name}"'}
+        return CsvResponse(_lines(rows), headers=headers)
+
+    @app.get("/api/v1/runs", tags=["runs"], responses=shows(schemas.RunPage))
+    async def runs(
+        query: Annotated[
+            str,
+            Query(max_length=200, description="Text in the name, id, trainer or a tag of a run", examples=["lora"]),
+        ] = "",
+        tag: Annotated[
+            str, Query(max_length=40, description="A tag that the run has, word for word", examples=["32k"])
+        ] = "",
+        limit: Limit = 100,
+        cursor: Cursor = "",
+    ) -> schemas.RunPage:
+        """Runs reported since the dashboard started and runs kept in the history, newest first."""
+        wanted = RunSelection(limit + 1, query, tag)
+        if cursor:
+            wanted = replace(wanted, before=read_cursor(cursor))
+        listed, total = await sources.runs(wanted)
+        items = listed[:limit]
+        following = cursor_of(items[-1].started_at_s, items[-1].run) if len(listed) > limit else None
+        return schemas.RunPage(items=items, total=total, next=following)
+
+    @app.get("/api/v1/runs/{run}", tags=["runs"], responses={**shows(schemas.RunSummary), **MISSING})
+    async def one_run(run: RunOfPath) -> schemas.RunSummary:
+        """One run, as the list of runs has it."""
+        return await sources.run_by_id(run)
+
+    @app.get("/api/v1/runs/{run}/steps", tags=["runs"], responses={**shows(schemas.RunSeries), **MISSING})
+    async def steps(
+        run: RunOfPath,
+        points: Annotated[int, Query(ge=1, le=10_000, description="At most", examples=[400])] = 400,
+        since_s: Since = None,
+        until_s: Until = None,
+    ) -> schemas.RunSeries:
+        """The steps of a run over time: duration, the trainer's peak memory, moved bytes and loss."""
+        return await sources.series(run, points, given_range(since_s, until_s))
+
+
+async def _lines(rows: Iterable[Row]) -> AsyncIterator[str]:
+    for part in as_csv(rows):
+        yield part
+        await asyncio.sleep(0)  # lets other tasks run

@@ -1,0 +1,128 @@
+"""What the routes read: the collected records, and the history."""
+
+import time
+from dataclasses import dataclass
+
+from fastapi import HTTPException
+
+from backhaul_server.dashboard.collect.runs import TrainerRun
+from backhaul_server.dashboard.collect.segments import SegmentTable
+from backhaul_server.dashboard.collect.watch import Watch
+from backhaul_server.dashboard.collect.watched import Watched
+from backhaul_server.dashboard.history.archive import Archive, EventList, EventSelection, RunSelection
+from backhaul_server.dashboard.metrics.alerts import Alerts
+from backhaul_server.dashboard.views import schemas
+from backhaul_server.dashboard.views.events import event_entry, selected_events
+from backhaul_server.dashboard.views.overview import overview
+from backhaul_server.dashboard.views.ranges import TimeRange
+from backhaul_server.dashboard.views.runs import is_wanted, merged, run_series, run_summary, stored_summary
+from backhaul_server.dashboard.views.workers import session_statuses, worker_status
+
+_TOLD_LATELY_S = 60.0
+_LIVE_EVENTS = 20
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The objects that routes read from."""
+
+    watch: Watch
+    alerts: Alerts
+    history: Archive
+
+    def overview(self) -> schemas.Overview:
+        """Returns the headline numbers."""
+        return overview(self.watch, time.time(), self.history.error)
+
+    def workers(self) -> list[schemas.WorkerStatus]:
+        """Returns all workers, in the order of the command line."""
+        return [worker_status(worker) for worker in self.watch.workers]
+
+    def sessions(self) -> list[schemas.SessionStatus]:
+        """Returns the sessions of all workers that answer."""
+        return [session for worker in self.watch.workers for session in session_statuses(worker)]
+
+    def firing_alerts(self, now_s: float) -> list[schemas.Alert]:
+        """Returns the alerts that fire now, critical ones first."""
+        return [schemas.Alert.model_validate(alert, from_attributes=True) for alert in self.alerts.evaluate(now_s)]
+
+    def live(self) -> schemas.Live:
+        """Returns the data of one live event."""
+        now_s, newest = time.time(), self.watch.trainers.newest()
+        recent = [run for run in self.watch.trainers if run is newest or now_s - run.heard_at_s <= _TOLD_LATELY_S]
+        events = selected_events(self.watch.events, EventSelection(_LIVE_EVENTS)).events
+        return schemas.Live(
+            overview=self.overview(),
+            workers=self.workers(),
+            sessions=self.sessions(),
+            alerts=self.firing_alerts(now_s),
+            runs=[run_summary(run, now_s) for run in recent],
+            events=[event_entry(event) for event in events],
+        )
+
+    def run(self, name: str) -> TrainerRun:
+        """Returns a run by id. Raises HTTPException 404 if it is unknown."""
+        known = self.watch.trainers.find(name)
+        if known is None:
+            raise HTTPException(
+                404, f'no run "{name}" has reported since the dashboard started: /api/v1/runs lists the runs'
+            )
+        return known
+
+    def run_or_newest(self, name: str) -> TrainerRun | None:
+        """Returns a run by id, or the run that began last if the id is empty."""
+        return self.run(name) if name else self.watch.trainers.newest()
+
+    def tables(self, name: str) -> list[SegmentTable]:
+        """Returns the table of a run, or of all runs if the id is empty."""
+        runs = [self.run(name)] if name else list(self.watch.trainers)
+        return [run.detail.segments for run in runs if run.detail is not None]
+
+    def worker(self, address: str) -> Watched:
+        """Returns a worker by address. Raises HTTPException 404 if it is not watched."""
+        for worker in self.watch.workers:
+            if worker.address.text == address:
+                return worker
+        raise HTTPException(404, f'worker "{address}" is not watched: /api/v1/workers lists the workers')
+
+    def shift_s(self, run: TrainerRun) -> float:
+        """Returns the seconds to add to times of a trainer's clock for ours; 0 if the clocks cannot be compared."""
+        aligned = self.watch.alignment(run)
+        return aligned.shift_s if aligned is not None else 0.0
+
+    async def events(self, wanted: EventSelection) -> EventList:
+        """Returns a page of events: those of the history, or those in memory while there is none."""
+        kept = None if self.history.error else await self.history.events(wanted)
+        return selected_events(self.watch.events, wanted) if kept is None else kept
+
+    async def runs(self, wanted: RunSelection) -> tuple[list[schemas.RunSummary], int]:
+        """Returns a page of the runs of the history and of those in memory, and the number of both on all pages."""
+        now_s = time.time()
+        current = {run.id: run for run in self.watch.trainers if is_wanted(run, wanted)}
+        kept = await self.history.runs(wanted, list(current))
+        summaries = {}
+        for record in kept.runs:
+            run = self.watch.trainers.find(record.run)
+            summaries[record.run] = stored_summary(record) if run is None else merged(record, run, now_s)
+        new = [run_summary(run, now_s) for name, run in current.items() if name not in kept.stored]
+        summaries |= {run.run: run for run in new if (run.started_at_s, run.run) < wanted.before}
+        page = sorted(summaries.values(), key=lambda run: (run.started_at_s, run.run), reverse=True)
+        return page[: wanted.limit], kept.total + len(new)
+
+    async def run_by_id(self, name: str) -> schemas.RunSummary:
+        """Returns a run of the history or in memory. Raises HTTPException 404 if neither knows it."""
+        kept = await self.history.runs(RunSelection(1, id=name))
+        run = self.watch.trainers.find(name)
+        if kept.runs:
+            return stored_summary(kept.runs[0]) if run is None else merged(kept.runs[0], run, time.time())
+        return run_summary(self.run(name), time.time())
+
+    async def series(self, name: str, points: int, within: TimeRange) -> schemas.RunSeries:
+        """Returns the steps of a run. Raises HTTPException 404 if it is unknown."""
+        kept = None
+        if not self.history.error:
+            kept = await self.history.series(name, points, within.since_s, within.until_s)
+        if kept is not None:
+            return schemas.RunSeries.model_validate(kept, from_attributes=True)
+        run = self.run(name)
+        return run_series(run, points, within, self.shift_s(run))

@@ -1,0 +1,21 @@
+"""The event log as /api/v1 shows it."""
+
+from collections.abc import Iterable
+
+from backhaul_server.dashboard.collect.events import LogEvent
+from backhaul_server.dashboard.history.archive import EventList, EventSelection
+from backhaul_server.dashboard.views import schemas
+
+
+def event_entry(event: LogEvent) -> schemas.EventEntry:
+    """Returns an entry of the log."""
+    return schemas.EventEntry.model_validate(event, from_attributes=True)
+
+
+def selected_events(events: Iterable[LogEvent], wanted: EventSelection) -> EventList:
+    """Returns a page of the events in memory, as a history would return it."""
+    all_wanted = sorted(
+        (event for event in events if wanted.wants(event)), key=lambda event: (event.at_s, event.id), reverse=True
+    )
+    page = [event for event in all_wanted if (event.at_s, event.id) < wanted.before]
+    return EventList(page[: wanted.limit], len(all_wanted))

@@ -1,0 +1,57 @@
+"""The memory and load of all workers at once, in intervals that are the same for all of them."""
+
+from collections.abc import Callable, Iterable
+from statistics import fmean
+
+from backhaul_server.dashboard.collect.series import Series
+from backhaul_server.dashboard.collect.watched import Watched
+from backhaul_server.dashboard.views import schemas
+from backhaul_server.dashboard.views.ranges import TimeRange
+from backhaul_server.dashboard.views.topology import worker_id
+from backhaul_server.dashboard.views.workers import accelerator_status
+
+
+def fleet(workers: Iterable[Watched], shown: TimeRange, points: int) -> schemas.Fleet:
+    """Returns all workers over a range, in at most `points` intervals.
+
+    Intervals keep their times between requests, so that a chart that is drawn again does not flicker.
+    """
+    width_s = shown.interval_s(points)
+    last = int(shown.until_s // width_s)
+    first = max(last - points + 1, int(shown.since_s // width_s))
+    return schemas.Fleet(
+        at_s=[float(interval * width_s) for interval in range(first, last + 1)],
+        interval_s=width_s,
+        workers=[_worker(worker, first, last, width_s) for worker in workers],
+    )
+
+
+def _worker(worker: Watched, first: int, last: int, width_s: int) -> schemas.FleetMember:
+    budget_bytes = worker.budget_bytes
+    memory = _intervals(worker.memory, first, last, width_s, max)
+    return schemas.FleetMember(
+        id=worker_id(worker.address.text),
+        address=worker.address.text,
+        state=worker.state,
+        memory_share=[None if held is None or not budget_bytes else round(held / budget_bytes, 4) for held in memory],
+        load=[
+            None if load is None else round(load, 4) for load in _intervals(worker.load, first, last, width_s, fmean)
+        ],
+        sessions=len(worker.sessions()),
+        queued_requests=worker.telemetry.queued_requests if worker.telemetry is not None and not worker.error else 0,
+        accelerator=accelerator_status(worker.telemetry),
+    )
+
+
+def _intervals(
+    series: Series, first: int, last: int, width_s: int, merge: Callable[[list[float]], float]
+) -> list[float | None]:
+    """Returns the sums of the columns of a series, merged by interval; None for an interval without a row."""
+    rows: list[list[float]] = [[] for _ in range(first, last + 1)]
+    start = series.since(first * width_s)
+    for at_s, *row in zip(series.at_s[start:], *(column[start:] for column in series.columns), strict=True):
+        interval = int(at_s // width_s)
+        if interval > last:
+            break
+        rows[interval - first].append(sum(row))
+    return [merge(values) if values else None for values in rows]

@@ -1,0 +1,108 @@
+"""Training runs and their steps."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from backhaul_server.dashboard.views.schemas.base import Schema
+
+
+class RunVerdict(Schema):
+    """Whether workers were worth it for a run, compared with recomputing the same segments on the trainer."""
+
+    sentence: str = Field(
+        description="What the run saved, what that cost, and whether it was worth it, in one sentence",
+        examples=[
+            "Saved 25 % of the peak (234 MB) and 6 ms per step compared with recomputing on the trainer: worth it"
+        ],
+    )
+    saved_share: float | None = Field(
+        description="Saved bytes as a share of the peak without Backhaul, from 0 to 1; null if the peak is unknown",
+        examples=[0.25],
+    )
+    saved_bytes: int = Field(
+        description="Bytes that autograd saved in segments and the trainer did not keep, at the largest",
+        examples=[233_700_000],
+    )
+    added_ms: float | None = Field(
+        description="Time that workers added to a step in the mean: waiting and overhead; null if unknown",
+        examples=[188.5],
+    )
+    spared_ms: float | None = Field(
+        description="Time per step in the mean that the trainer would have needed to recompute what workers did; null "
+        "if unknown",
+        examples=[194.5],
+    )
+    is_worth_it: bool | None = Field(
+        description="Whether it was worth it; null if too little was measured so far", examples=[True]
+    )
+    why: str = Field(
+        description="Why it was not worth it, or is not known yet; empty if it was worth it", examples=[""]
+    )
+
+
+class RunSummary(Schema):
+    """A training run, from connect() to close()."""
+
+    id: str = Field(description="The id of the run as a node of /api/v1/topology", examples=["run:9f86d081884c7d65"])
+    run: str = Field(description="Id of the run, which other routes take", examples=["9f86d081884c7d65"])
+    name: str = Field(
+        description="What people call the run, as connect(run=...) says; may be empty", examples=["lora-32k"]
+    )
+    tags: list[str] = Field(description="Tags of the run, at most 16", examples=[["lora", "32k"]])
+    notes: str = Field(
+        description="Notes on the run, at most 2,000 characters; may be empty", examples=["with rank 16"]
+    )
+    rank: int = Field(description="Rank of the trainer in its training; 0 if it trains alone", examples=[0])
+    world_size: int = Field(
+        description="Number of trainers of the training; 0 if torch.distributed is not used", examples=[2]
+    )
+    trainer: str = Field(description="Host and process of the trainer", examples=["gpu-box:4711"])
+    client_version: str = Field(description="Version of Backhaul on the trainer", examples=["0.1.0"])
+    workers: list[str] = Field(
+        description="Addresses of the workers that connect() was given",
+        examples=[["127.0.0.1:50051", "127.0.0.1:50052"]],
+    )
+    started_at_s: float = Field(description="When connect() returned", examples=[1763768640.0])
+    heard_at_s: float = Field(description="When the trainer was last heard", examples=[1763769599.6])
+    state: Literal["running", "silent", "ended"] = Field(
+        description="silent: the trainer has not reported for 30 seconds", examples=["running"]
+    )
+    settings: dict[str, str] = Field(
+        description="Settings of the session by name; none is secret",
+        examples=[{"returns": "auto", "numerics": "auto"}],
+    )
+    fingerprint: dict[str, str] = Field(
+        description="What the trainer's numbers depend on, such as the version of torch",
+        examples=[{"torch": "2.13.0+cpu", "cpu": "AVX512"}],
+    )
+    steps: int = Field(description="Number of reported steps", examples=[1_044])
+    last_step: int = Field(description="Number of the last step", examples=[1_043])
+    last_loss: float | None = Field(description="Loss of the last step that had one; null if none had", examples=[2.71])
+    median_step_ms: float | None = Field(description="Median time of the last 50 steps", examples=[902.4])
+    peak_bytes: int = Field(description="Peak memory of the trainer", examples=[702_545_920])
+    up_bytes: int = Field(description="Bytes sent to workers in all steps together", examples=[33_465_434_112])
+    down_bytes: int = Field(description="Bytes received from workers in all steps together", examples=[32_809_943_040])
+    fallbacks: int = Field(description="Segments that were meant for a worker but ran on the trainer", examples=[0])
+    spared_bytes: int = Field(
+        description="Bytes of parameters that were not sent, because only their differences were", examples=[0]
+    )
+    verdict: RunVerdict = Field(description="Whether workers were worth it for this run, and why not if they were not")
+
+
+class RunSeries(Schema):
+    """The steps of a run. A point for several steps has their median time and loss, and their largest bytes."""
+
+    run: str = Field(description="Id of the run", examples=["9f86d081884c7d65"])
+    step: list[int] = Field(description="Number of the last step of each point", examples=[[1_042, 1_043]])
+    at_s: list[float] = Field(
+        description="When the last step of each point ended", examples=[[1763769598.7, 1763769599.6]]
+    )
+    step_ms: list[float] = Field(description="Median duration of the steps of each point", examples=[[905.1, 902.4]])
+    peak_bytes: list[int] = Field(
+        description="Largest peak memory of the trainer", examples=[[702_545_920, 702_545_920]]
+    )
+    moved_bytes: list[int] = Field(description="Bytes sent and received in a step", examples=[[63_522_734, 63_522_734]])
+    loss: list[float | None] = Field(
+        description="Median loss of the steps of each point; null where none was reported", examples=[[2.73, 2.71]]
+    )

@@ -1,0 +1,64 @@
+"""The table of segments."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from backhaul_server.dashboard.views.schemas.base import Schema
+
+Decision = Literal["gradients", "activations", "trainer", "kept", ""]
+"""What became of a call: what a worker returned; "trainer" if the trainer recomputed it; "kept" if its activations
+stayed on the trainer, as without checkpointing; "" if nothing was recomputed."""
+
+
+class SegmentReason(Schema):
+    """Calls that got no gradients from a worker, by reason."""
+
+    reason: str = Field(description="The reason, in the words of the trainer", examples=["the worker is gone"])
+    decision: Decision = Field(description="Decision of the last of these calls", examples=["trainer"])
+    is_fallback: bool = Field(description="Whether the last of these calls was meant for a worker", examples=[True])
+    calls: int = Field(description="Number of calls with this reason", examples=[3])
+    last_at_s: float = Field(description="When the last of these calls ended", examples=[1763769540.0])
+
+
+class SegmentStatus(Schema):
+    """All reported calls of one segment of a run."""
+
+    run: str = Field(description="Id of the training run", examples=["9f86d081884c7d65"])
+    segment: str = Field(description="Name and position of the segment", examples=["Block #3"])
+    calls: int = Field(description="Number of reported calls", examples=[1_043])
+    up_bytes: int = Field(description="Bytes sent for all calls together", examples=[5_577_572_352])
+    down_bytes: int = Field(description="Bytes received for all calls together", examples=[5_468_323_840])
+    local_ms: float = Field(description="Median forward time on the trainer", examples=[31.8])
+    remote_ms: float = Field(
+        description="Median time of recomputation and backward on a worker; 0 if there was none", examples=[95.9]
+    )
+    wait_ms: float = Field(description="Median time for which the segment blocked backward", examples=[30.4])
+    overhead_ms: float = Field(description="Median time of recording, digests and sending", examples=[5.1])
+    decision: Decision = Field(description="Decision of the last call", examples=["gradients"])
+    reason: str = Field(description="Reason of that decision; may be empty", examples=[""])
+    reasons: list[SegmentReason] = Field(
+        description="Reasons for which calls got no gradients from a worker, the most recent first, at most 8"
+    )
+    worker: str = Field(description="Worker of the last call", examples=["127.0.0.1:50051"])
+    fallbacks: int = Field(description="Calls that were meant for a worker but ran on the trainer", examples=[0])
+    mismatches: int = Field(description="Recomputations whose values the trainer rejected", examples=[0])
+    drift: float = Field(
+        description="Largest relative difference between recomputed and original values; 0 if all bits are equal",
+        examples=[0.0],
+    )
+    retries: int = Field(description="Number of repeated requests", examples=[0])
+
+
+class SegmentList(Schema):
+    """A page of the table of segments, which `offset` and `limit` choose, because any column may order it."""
+
+    at_s: float = Field(description="Current time of the dashboard's clock", examples=[1763769600.0])
+    total: int = Field(description="Number of segments that match the filters", examples=[1])
+    offset: int = Field(description="Number of rows before this page", examples=[0])
+    limit: int = Field(description="The most rows of a page", examples=[100])
+    rows: list[SegmentStatus] = Field(description="The segments of this page")
+    reasons: list[SegmentReason] = Field(
+        description="Reasons of all segments of the runs, including those that do not match; most frequent first, at "
+        "most 50"
+    )

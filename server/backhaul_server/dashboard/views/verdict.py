@@ -1,0 +1,147 @@
+"""The sentence at the top of a run: what workers saved it, what that cost, and whether it was worth it.
+
+A run is compared with the same training that recomputes the same segments on the trainer: that saves about as much
+memory, and costs the forward time of these segments. So workers are worth it if a step with them is no slower.
+"""
+
+from dataclasses import dataclass
+
+from backhaul_server.dashboard.views.schemas import RunVerdict
+
+FEWEST_STEPS = 5
+"""The fewest steps after which a run is judged. The first steps record programs and send all parameters."""
+SMALL_SHARE = 0.05
+"""Runs that save a smaller share of the peak without Backhaul have too little to gain."""
+MANY_FALLBACKS = 0.1
+"""The share of the recomputations meant for workers above which fallbacks are named as the cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunCosts:
+    """The measurements that a verdict depends on. Seconds and counts are sums over `steps`.
+
+    Attributes:
+        steps: Number of steps whose costs are known.
+        peak_bytes: The trainer's own peak memory; 0 if it is unknown.
+        saved_bytes: The most bytes that autograd saved in segments and the trainer did not keep.
+        wait_s: Seconds for which backward was blocked by workers.
+        overhead_s: Seconds of recording, digests and sending in the trainer's own threads.
+        spared_s: Seconds that the trainer would have needed to recompute what workers did.
+        remote: Number of recomputations on workers.
+        fallbacks: Number of segments that were meant for a worker but ran on the trainer.
+        transfer_s: Seconds of uploads and downloads, which overlap with other work; None if unknown.
+        queue_s: Seconds for which backward was blocked by queued segments; None if unknown.
+    """
+
+    steps: int
+    peak_bytes: int
+    saved_bytes: int
+    wait_s: float
+    overhead_s: float
+    spared_s: float
+    remote: int
+    fallbacks: int
+    transfer_s: float | None = None
+    queue_s: float | None = None
+
+
+def verdict(costs: RunCosts) -> RunVerdict:
+    """Judges a run. A pure function of its measurements."""
+    peak_bytes = costs.peak_bytes + costs.saved_bytes
+    saved_share = costs.saved_bytes / peak_bytes if costs.peak_bytes else None
+    steps = costs.steps
+    added_ms = 1e3 * (costs.wait_s + costs.overhead_s) / steps if steps else None
+    spared_ms = 1e3 * costs.spared_s / steps if steps else None
+    is_worth_it, why = _judge(costs, saved_share)
+    return RunVerdict(
+        sentence=_sentence(costs.saved_bytes, saved_share, added_ms, spared_ms, is_worth_it, why),
+        saved_share=saved_share,
+        saved_bytes=costs.saved_bytes,
+        added_ms=added_ms,
+        spared_ms=spared_ms,
+        is_worth_it=is_worth_it,
+        why=why,
+    )
+
+
+def _judge(costs: RunCosts, saved_share: float | None) -> tuple[bool | None, str]:
+    """Returns whether the run was worth it, and why not; None if that is not known yet, and what is missing."""
+    if costs.steps < FEWEST_STEPS:
+        return None, f"{_counted(costs.steps, 'step')} measured so far, and a verdict needs {FEWEST_STEPS}"
+    if saved_share is None:
+        return None, "the trainer's peak memory is not known"
+    meant = costs.remote + costs.fallbacks
+    if not costs.remote:
+        if costs.fallbacks:
+            return False, "no worker recomputed anything: the table of segments says why"
+        return False, "no segment was given to a worker: checkpoint parts of the model, and look at the reasons"
+    if costs.fallbacks > MANY_FALLBACKS * meant:
+        return False, (
+            f"{costs.fallbacks:,} of the {meant:,} recomputations meant for workers ran on the trainer: the table of "
+            "segments says why"
+        )
+    if saved_share < SMALL_SHARE:
+        return False, (
+            "the checkpointed segments hold only a small part of the peak: checkpoint more of the model, or use larger "
+            "batches"
+        )
+    if costs.wait_s + costs.overhead_s <= costs.spared_s:
+        return True, ""
+    return False, _why_slow(costs)
+
+
+def _why_slow(costs: RunCosts) -> str:
+    """Returns why a step with workers is slower than one that recomputes on the trainer, by the largest cost."""
+    if costs.overhead_s >= costs.wait_s:
+        return (
+            "recording, digests and sending keep the trainer's own threads busy for longer than a recomputation: make "
+            "the segments longer"
+        )
+    if costs.queue_s is not None and costs.queue_s > costs.wait_s / 2:
+        return "backward waited for segments in workers' queues: add a worker, or connect fewer trainers to each"
+    if costs.transfer_s is not None and costs.transfer_s > costs.spared_s:
+        return (
+            "sending and fetching the segments takes longer than recomputing them: make the segments longer, or use a "
+            "faster network"
+        )
+    return "backward waited for workers for longer than a recomputation takes: add workers, or use faster ones"
+
+
+def _sentence(
+    saved_bytes: int,
+    saved_share: float | None,
+    added_ms: float | None,
+    spared_ms: float | None,
+    is_worth_it: bool | None,
+    why: str,
+) -> str:
+    if is_worth_it is None:
+        return f"Not known yet whether workers are worth it: {why}"
+    assert saved_share is not None and added_ms is not None and spared_ms is not None
+    saved = f"Saved {saved_share:.0%} of the peak without Backhaul ({in_bytes(saved_bytes)})"
+    if added_ms <= spared_ms:
+        cost = f"for {in_ms(added_ms)} per step, where recomputing on the trainer would have taken {in_ms(spared_ms)}"
+    else:
+        cost = (
+            f"for {in_ms(added_ms)} per step, {in_ms(added_ms - spared_ms)} more than recomputing on the trainer "
+            "would have taken"
+        )
+    return f"{saved} {cost}: worth it" if is_worth_it else f"{saved} {cost}: not worth it, because {why}"
+
+
+def in_bytes(size_bytes: float) -> str:
+    """Returns a number of bytes with three digits and a decimal unit, such as "1.27 GB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size_bytes < 999.5:  # noqa: PLR2004  what rounds to a thousand gets the next unit
+            return f"{size_bytes:.3g} {unit}"
+        size_bytes /= 1e3
+    return f"{size_bytes:.3g} TB"
+
+
+def in_ms(duration_ms: float) -> str:
+    """Returns milliseconds with at most three digits, such as "8.25 ms", or seconds from one second on."""
+    return f"{duration_ms:.3g} ms" if duration_ms < 999.5 else f"{duration_ms / 1e3:.3g} s"  # noqa: PLR2004
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun} was" if number == 1 else f"{number} {noun}s were"
