@@ -77,9 +77,7 @@ def test_workers_with_a_gpu_show_how_busy_it_is(crowd: Crowd, open_page: OpenPag
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390)])
-def test_everybody_can_read_and_use_a_crowded_page(
-    scheme: str, width: int, crowd: Crowd, open_page: OpenPage
-) -> None:
+def test_everybody_can_read_and_use_a_crowded_page(scheme: str, width: int, crowd: Crowd, open_page: OpenPage) -> None:
     page = open_page(crowd.dashboard.url, scheme=scheme, width=width)
     walk(page)
     assert page.evaluate("document.documentElement.scrollWidth") == width

@@ -30,7 +30,9 @@ def jobs() -> Iterator[Crowd]:
         cluster.large.happened("worker_joined", JOINED, worker=cluster.addresses[2])
         cluster.ranks[1].happened("fell_back", BUSY)
         wait_until(lambda: dashboard.api("runs")["total"] == 1 + 2 * RANKS, "all runs are known")
-        wait_until(lambda: BUSY in [event["text"] for event in dashboard.api("events")["items"]], "all events are known")
+        wait_until(
+            lambda: BUSY in [event["text"] for event in dashboard.api("events")["items"]], "all events are known"
+        )
         wait_until(lambda: dashboard.items("runs")[0]["steps"] >= 6, "there is something to judge")
         yield Crowd(cluster, dashboard)
 

@@ -7,7 +7,7 @@ from playwright.sync_api import Page, expect
 
 from conftest import wait_until
 from support.pages import Crowd, OpenPage, box_of
-from support.shown import NONE
+from support.shown import MINUS, NONE
 
 pytestmark = pytest.mark.browser
 
@@ -30,7 +30,7 @@ def test_every_trainer_worker_and_link_is_drawn_and_listed(page: Page, crowd: Cr
     row = page.locator("#links tbody tr").first
     expect(row.locator("td").nth(3)).to_have_text(re.compile(r"[KMG]iB/s$"))
     expect(row.locator("td").nth(5)).to_have_text(re.compile(r"ms$"))
-    expect(row.locator("td").nth(6)).to_have_text(re.compile(r"^[+−]\d+\.\d+ ± 0\.15 ms$"))
+    expect(row.locator("td").nth(6)).to_have_text(re.compile(rf"^[+{MINUS}]\d+\.\d+ ± 0\.15 ms$"))
 
 
 def test_a_state_is_told_by_shape_and_word_too(crowd: Crowd, page: Page) -> None:

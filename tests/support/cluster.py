@@ -1,4 +1,4 @@
-"""A cluster that is made up: many workers, one large training and several distributed jobs, all of which keep reporting."""
+"""A cluster that is made up: many workers, a large training and distributed jobs, all of which keep reporting."""
 
 import math
 import random
@@ -76,14 +76,14 @@ class Member:
         links = [
             telemetry_pb2.Link(
                 worker=worker,
-                round_trip_s=0.0003 + 0.0001 * place,
-                clock_offset_s=0.002 * (place % 3 - 1),
+                round_trip_s=0.0003 + 0.0001 * index,
+                clock_offset_s=0.002 * (index % 3 - 1),
                 clock_error_s=0.00015,
-                up_bytes=self._sent_bytes * (1 + place),
+                up_bytes=self._sent_bytes * (1 + index),
                 down_bytes=self._sent_bytes,
                 connections=1,
             )
-            for place, worker in enumerate(self.training.workers)
+            for index, worker in enumerate(self.training.workers)
         ]
         return telemetry_pb2.TrainerReport(
             run=about, steps=steps, calls=calls, links=links, events=self._events, sent_at_s=time.time()
@@ -93,8 +93,8 @@ class Member:
 class Cluster:
     """Workers, a large training on all of them, and jobs of several ranks on some; a context manager.
 
-    Each second brings a step of each training, part of the calls of the large one, and other numbers of the workers. The
-    jobs begin when they are started: a dashboard keeps segments only of the runs that it has heard of first.
+    Each second brings a step of each training, part of the calls of the large one, and other numbers of the workers.
+    The jobs begin when they are started: a dashboard keeps segments only of the runs that it has heard of first.
 
     Args:
         workers: Number of workers.
@@ -130,7 +130,7 @@ class Cluster:
         for number in range(jobs * ranks):
             job, rank = divmod(number, ranks)
             first = number * workers_of_rank
-            own = [self.addresses[(first + place) % workers] for place in range(min(workers_of_rank, workers))]
+            own = [self.addresses[(first + index) % workers] for index in range(min(workers_of_rank, workers))]
             training = Training(segments=4, workers=own, step_s=1.0, began_at_s=began_at_s - 20 - 300 * job)
             self.ranks.append(Member(training, f"sweep-{job}", ("sweep",), f"Job {job}.", rank, ranks))
         self.sessions = sum(len(member.training.workers) for member in [self.large, *self.ranks])
