@@ -41,6 +41,9 @@ def connect(
     connections: int | None = None,
     memory_bytes: int | None = None,
     telemetry: bool | None = None,
+    run: str | None = None,
+    tags: Sequence[str] | None = None,
+    notes: str | None = None,
     traces: bool | None = None,
 ) -> Session:
     """Opens a session and makes it the current one.
@@ -80,6 +83,9 @@ def connect(
             by measurements.
         memory_bytes: Memory budget of a worker that this call starts.
         telemetry: Whether steps and segments are reported to workers, for dashboards (default: yes).
+        run: What people call the run on dashboards, such as "lora-32k"; at most 100 characters.
+        tags: Tags by which dashboards find the run, at most 16 of at most 40 characters.
+        notes: Notes on the run for dashboards, at most 2,000 characters.
         traces: Whether OpenTelemetry spans are created, for the SDK that the program configures. Needs the extra
             "otel".
 
@@ -121,6 +127,9 @@ def connect(
             connections=connections,
             memory_bytes=memory_bytes,
             telemetry=telemetry,
+            run=run,
+            tags=tags,
+            notes=notes,
             traces=traces,
         )
     )

@@ -1,14 +1,15 @@
 """The settings of a session: argument over environment over default. Does not import torch."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from typing import Any, Literal
 
 from backhaul_runtime.errors import SettingError
-from backhaul_runtime.process.settings import boolean, in_environment, variable_of
+from backhaul_runtime.process.settings import boolean, in_environment, items, variable_of
 from backhaul_runtime.wire.protocol import MAX_CONNECTIONS
+from backhaul_runtime.wire.telemetry import MAX_NOTES, MAX_RUN_NAME, MAX_TAG, MAX_TAGS
 
 Returns = Literal["auto", "gradients", "activations"]
 RETURNS: tuple[str, ...] = ("auto", "gradients", "activations")
@@ -29,6 +30,8 @@ _CHOICES = {
 }
 SECRETS = frozenset({"token_file"})
 """Settings that reports must not show."""
+DESCRIPTIVE = frozenset({"run", "tags", "notes"})
+"""Settings that describe the run and change nothing of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,15 @@ class Config:
     telemetry: bool = True
     """Report steps and segments to workers, for dashboards."""
 
+    run: str = ""
+    """What people call the run on dashboards, at most 100 characters."""
+
+    tags: tuple[str, ...] = ()
+    """Tags by which dashboards find the run, at most 16 of at most 40 characters."""
+
+    notes: str = ""
+    """Notes on the run for dashboards, at most 2,000 characters."""
+
     traces: bool = False
     """Create OpenTelemetry spans of steps and segments, for the SDK that the training program configures. Needs
     `pip install 'backhaul[otel]'`."""
@@ -139,7 +151,7 @@ def resolve(**given: Any) -> Config:
     values = {}
     for field in fields(Config):
         if given.get(field.name) is not None:
-            values[field.name] = given[field.name]
+            values[field.name] = _as_tuple(given[field.name]) if field.name == "tags" else given[field.name]
         elif (text := in_environment(variable_of(field.name))) is not None:
             values[field.name] = _parse(field.name, type(field.default), text)
     config = Config(**values)
@@ -165,6 +177,7 @@ def resolve(**given: Any) -> Config:
         if getattr(config, name) < 0:
             raise SettingError(f"{name}={getattr(config, name)!r} must not be negative")
     _check_connections(config.connections)
+    _check_description(config)
     if config.traces and not _has_opentelemetry():
         raise SettingError("traces=True needs OpenTelemetry's API: pip install 'backhaul[otel]'")
     return config
@@ -175,8 +188,28 @@ def _check_connections(connections: int) -> None:
         raise SettingError(f"connections={connections} must be at most {MAX_CONNECTIONS}")
 
 
+def _check_description(config: Config) -> None:
+    for name, most in (("run", MAX_RUN_NAME), ("notes", MAX_NOTES)):
+        if (length := len(getattr(config, name))) > most:
+            raise SettingError(f"{name} has {length} characters, and may have {most}")
+    if len(config.tags) > MAX_TAGS:
+        raise SettingError(f"{len(config.tags)} tags are given, and a run may have {MAX_TAGS}")
+    for tag in config.tags:
+        if not isinstance(tag, str) or not 0 < len(tag) <= MAX_TAG:
+            raise SettingError(f"tags has {tag!r}, which must be a text of 1 to {MAX_TAG} characters")
+
+
+def _as_tuple(tags: Any) -> Any:
+    """Returns tags as a tuple. A single text is split at commas, as in the environment."""
+    if isinstance(tags, str):
+        return tuple(items(tags))
+    return tuple(tags) if isinstance(tags, Iterable) else tags
+
+
 def _parse(name: str, kind: Callable[[str], Any], text: str) -> Any:
     try:
+        if kind is tuple:
+            return tuple(items(text))
         return boolean(text) if kind is bool else kind(text)
     except ValueError:
         raise SettingError(

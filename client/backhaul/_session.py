@@ -24,11 +24,13 @@ from backhaul._accumulate import guards
 from backhaul._accumulate.block import AccumulationBlock
 from backhaul._accumulate.plan import LOCALS, MORE_OPEN, Local, Shares
 from backhaul._backward.lineage import Copies
-from backhaul._config import SECRETS, Config
+from backhaul._config import DESCRIPTIVE, SECRETS, Config
 from backhaul._dispatch.dispatcher import Dispatcher
 from backhaul._dispatch.roster import Roster
 from backhaul._dispatch.worker_handle import WorkerHandle
 from backhaul._forward.checkpoint import run_segment
+from backhaul._observe.events import RunEvents
+from backhaul._observe.ranks import rank_and_world
 from backhaul._observe.report import Journal, Report
 from backhaul._observe.telemetry import Telemetry
 from backhaul._observe.warnings import warn_not_remote
@@ -87,6 +89,7 @@ class Session:
         self.copies = Copies(self._fetch)
         self._closed = False
         self._embedded: EmbeddedWorker | None = None
+        events = RunEvents()
         connect_to = partial(
             Connection,
             silence_s=config.silence_s,
@@ -95,6 +98,7 @@ class Session:
             shares_memory=config.shared_memory,
             takes_socket=config.unix_socket,
             connections=config.connections,
+            events=events,
         )
         self._copy_memory = CopyMemory(config.compression_bytes)
         self._workers = Roster(
@@ -123,7 +127,13 @@ class Session:
             raise
         if config.telemetry or config.traces:
             traces = _traces() if config.traces else None
-            self._dispatcher.telemetry = Telemetry(self._deliver, self._describe(), traces)
+            self._dispatcher.telemetry = Telemetry(
+                self._deliver,
+                self._describe(),
+                traces,
+                events,
+                lambda: [worker.connection.link() for worker in self._workers],
+            )
             self._dispatcher.telemetry.start()
             # The hook sees all optimizers of the process. A step in which this session had no call is not reported.
             self._hooks.append(register_optimizer_step_post_hook(self._optimizer_stepped))
@@ -359,15 +369,21 @@ class Session:
             self.telemetry.moved(0, size_bytes)
 
     def _describe(self) -> telemetry_pb2.Run:
+        rank, world_size = rank_and_world()
         settings = {field.name: str(getattr(self.config, field.name)) for field in fields(self.config)}
         return telemetry_pb2.Run(
             id=self.run,
             trainer=trainer_name(),
             client_version=version(),
             started_at_s=time(),
-            settings={name: value for name, value in settings.items() if name not in SECRETS},
+            settings={name: value for name, value in settings.items() if name not in SECRETS | DESCRIPTIVE},
             fingerprint=fingerprint(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
             workers=[worker.connection.name for worker in self._workers],
+            name=self.config.run,
+            tags=self.config.tags,
+            notes=self.config.notes,
+            rank=rank,
+            world_size=world_size,
         )
 
     def _deliver(self, report: telemetry_pb2.TrainerReport) -> bool:

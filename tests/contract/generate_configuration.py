@@ -111,7 +111,7 @@ def _said_of(action: argparse.Action) -> tuple[str, str]:
 
 
 def _default(name: str, value: Any) -> str:
-    if value is None or value in ("", []):
+    if value is None or value in ("", [], ()):
         return "none"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"

@@ -25,6 +25,9 @@ from backhaul._observe.report import Decision
 from backhaul._torch_api.selective import MUTATED
 from backhaul_runtime.errors import (
     BackhaulError,
+    BudgetError,
+    DrainingError,
+    LimitError,
     SavedTensorModifiedError,
     StaleTensorError,
     TransferError,
@@ -476,7 +479,11 @@ class Frame:
         self.local_reason = error.message.splitlines()[0]
         self.call.log.mismatches += isinstance(error, CheckpointError)
         # The connection logs the loss of a worker once for all segments.
-        self.call.log.fallback(self.local_reason, is_said=isinstance(error, WorkerLostError))
+        self.call.log.fallback(
+            self.local_reason,
+            is_said=isinstance(error, WorkerLostError),
+            is_refusal=isinstance(error, (BudgetError, LimitError, DrainingError)),
+        )
 
 
 def _needs_graph(gradients: Mapping[int, Tensor]) -> str:

@@ -22,7 +22,7 @@ from backhaul._observe.report import Journal
 from backhaul._observe.telemetry import Telemetry
 from backhaul._torch_api.fsdp import may_be_freed
 from backhaul._worker_client.backward_chains import Predecessor
-from backhaul._worker_client.connection import WorkerSession
+from backhaul._worker_client.connection import Connection, WorkerSession
 from backhaul._worker_client.remote_segment import SavedSegment
 from backhaul._worker_client.uploader import SegmentUpload, SourceTensor
 from backhaul_runtime.errors import Refusal
@@ -124,7 +124,9 @@ class Dispatcher:
         if predicted is not None:
             try:
                 pending.target = worker, worker_session, number = self._next_target()
-                worker.uploader.save(self._save_of(call, worker_session, number, *predicted, is_predicted=True))
+                worker.uploader.save(
+                    self._save_of(call, worker.connection, worker_session, number, *predicted, is_predicted=True)
+                )
             except Refusal as refusal:
                 pending.refusal = refusal
         return pending
@@ -165,7 +167,7 @@ class Dispatcher:
             else SourceTensor(source.named, source.layout, source.value, source.is_copy, source.is_transient)
             for source, tensor in zip(recording.sources, tensors, strict=True)
         ]
-        save = self._save_of(call, worker_session, number, known, sources, recording.states_to_send)
+        save = self._save_of(call, worker.connection, worker_session, number, known, sources, recording.states_to_send)
         save.wants_sketches = bool(mismatch)
         save.superseded = superseded
         # The worker can predict the gradient of a predecessor's output only if it computes that gradient itself.
@@ -231,6 +233,7 @@ class Dispatcher:
     def _save_of(
         self,
         call: CheckpointedCall,
+        connection: Connection,
         worker_session: WorkerSession,
         number: int,
         program: EncodedProgram,
@@ -240,6 +243,11 @@ class Dispatcher:
         is_predicted: bool = False,
     ) -> SegmentUpload:
         log = call.log
+
+        def count(size_bytes: int) -> None:
+            log.traffic(up_bytes=size_bytes)
+            connection.traffic.add(up_bytes=size_bytes)
+
         return SegmentUpload(
             worker_session=worker_session,
             segment=number,
@@ -249,7 +257,7 @@ class Dispatcher:
             generator_states=generator_states,
             name=call.name,
             queued_bytes=sum(source.layout.span_bytes for source in sources if source.is_copy),
-            count=lambda size: log.traffic(up_bytes=size),
+            count=count,
             sent=log.uploaded,
             spared=log.spared,
             is_predicted=is_predicted,

@@ -87,4 +87,5 @@ class WorkerHandle:
         finally:
             stream.close()
             count(stream.received_bytes)
+            self.connection.traffic.add(down_bytes=stream.received_bytes)
         return tensors[0] if tensors else None

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from backhaul._observe.events import EventKind, RunEvents
+from backhaul._observe.ranks import rank_and_world
 from backhaul._observe.report import BlockReport, Decision, SegmentLog
 from backhaul_proto.v1 import segment_pb2, telemetry_pb2
 from backhaul_runtime.process.death_queue import DeathNotice, DeathQueue
@@ -46,6 +48,8 @@ _CLOSE_S = 1.0
 Lane = telemetry_pb2.Lane
 Deliver = Callable[[telemetry_pb2.TrainerReport], bool]
 """Sends a report and returns whether it arrived. The telemetry thread calls it; it may block and raise."""
+Links = Callable[[], list[telemetry_pb2.Link]]
+"""Returns the connections to all workers, as of now. The telemetry thread calls it."""
 
 
 @dataclass(eq=False)
@@ -64,6 +68,7 @@ class _Totals:
     up_bytes: int = 0
     down_bytes: int = 0
     saved_bytes: int = 0
+    spared_bytes: int = 0
     block: BlockReport | None = None
 
 
@@ -158,6 +163,8 @@ class CallLog:
     def spared(self, size_bytes: int) -> None:
         """Counts bytes that were not sent because only the differences of parameters were."""
         self._log.spared(size_bytes)
+        if self._telemetry is not None:
+            self._telemetry.spared(size_bytes)
 
     def uploaded(self, took_s: float) -> None:
         """Notes the seconds of an upload that has just ended."""
@@ -168,11 +175,17 @@ class CallLog:
 
         Args:
             timing: The times by the worker's clock.
-            clock_offset_s: The worker's clock minus ours, in seconds.
+            clock_offset_s: The worker's clock minus ours, in seconds, as estimated from the connection.
         """
         arrived_at_s = time()
         if self._telemetry is None or not timing.recompute_at_s:
             return
+        done_at_s = timing.recompute_at_s + timing.recompute_s
+        if timing.backward_at_s:
+            done_at_s = timing.backward_at_s + timing.backward_s
+        done_at_s = max(timing.requested_at_s, done_at_s)
+        # The worker was done before its answer arrived. Where the estimate contradicts that, it is wrong by as much.
+        clock_offset_s = max(clock_offset_s, done_at_s - arrived_at_s)
         self._span(Lane.LANE_QUEUE, timing.queued_at_s - clock_offset_s, timing.recompute_at_s - timing.queued_at_s)
         self._span(Lane.LANE_RECOMPUTE, timing.recompute_at_s - clock_offset_s, timing.recompute_s)
         ended_at_s = timing.recompute_at_s + timing.recompute_s
@@ -180,8 +193,7 @@ class CallLog:
             ready_at_s = max(timing.requested_at_s, ended_at_s)
             self._span(Lane.LANE_QUEUE, ready_at_s - clock_offset_s, timing.backward_at_s - ready_at_s)
             self._span(Lane.LANE_BACKWARD, timing.backward_at_s - clock_offset_s, timing.backward_s)
-            ended_at_s = timing.backward_at_s + timing.backward_s
-        sent_at_s = max(timing.requested_at_s, ended_at_s) - clock_offset_s
+        sent_at_s = done_at_s - clock_offset_s
         self._span(Lane.LANE_DOWNLOAD, sent_at_s, arrived_at_s - sent_at_s)
 
     def drift(self, drift: float) -> None:
@@ -205,12 +217,22 @@ class CallLog:
         if needs_inside:
             self._log.inside(needs_inside)
 
-    def fallback(self, reason: str, *, is_said: bool = False) -> None:
-        """Notes why the segment runs on the trainer instead of a worker, see `SegmentLog`."""
+    def fallback(self, reason: str, *, is_said: bool = False, is_refusal: bool = False) -> None:
+        """Notes why the segment runs on the trainer instead of a worker, see `SegmentLog`.
+
+        Args:
+            reason: The reason, as the log and the report show it.
+            is_said: Whether the reason was logged elsewhere.
+            is_refusal: Whether a worker has refused the segment, for example for lack of memory.
+        """
         self.reason, self.is_fallback = reason, True
         self._log.fallback(reason, is_said=is_said, step=self._counted_step)
         if self._telemetry is not None:
             self._telemetry.fell_back()
+            kind: EventKind = "refused" if is_refusal else "fell_back"
+            did = "was refused by its worker" if is_refusal else "ran on the trainer"
+            text = f"Segment {self.name} {did}: {reason}"
+            self._telemetry.events.add(kind, text, worker=self.worker, segment=self.name)
 
     def to_message(self) -> telemetry_pb2.SegmentCall:
         """Returns the call as a message of a report."""
@@ -252,10 +274,24 @@ class Telemetry:
         deliver: Sends a report to a worker. Called by the telemetry thread.
         run: The description of the session, sent with each report.
         traces: Also gets each report; None for no traces.
+        events: The events of the session, which are reported with the steps.
+        links: Returns the connections to all workers, which are reported with the steps.
+
+    Attributes:
+        events: The events of the session that were not reported yet.
     """
 
-    def __init__(self, deliver: Deliver, run: telemetry_pb2.Run, traces: "Traces | None" = None) -> None:
+    def __init__(
+        self,
+        deliver: Deliver,
+        run: telemetry_pb2.Run,
+        traces: "Traces | None" = None,
+        events: RunEvents | None = None,
+        links: Links = list,
+    ) -> None:
         self._deliver = deliver
+        self.events = events if events is not None else RunEvents()
+        self._links = links
         self._run = run
         self._traces = traces
         # Guards all counts and queues.
@@ -285,6 +321,7 @@ class Telemetry:
     def forked(self) -> None:
         """Resets the state in the child of a fork, where the thread that holds the lock may not exist."""
         self._lock = threading.RLock()
+        self.events.forked()
 
     def began(self, call: CallLog, name: str) -> tuple[int, int, int]:
         """Notes the start of a call.
@@ -331,6 +368,11 @@ class Telemetry:
             self._now.up_bytes += up_bytes
             self._now.down_bytes += down_bytes
 
+    def spared(self, size_bytes: int) -> None:
+        """Counts bytes that were not sent because only the differences of parameters were."""
+        with self._lock:
+            self._now.spared_bytes += size_bytes
+
     def fell_back(self) -> None:
         """Counts a segment that was meant for a worker but ran on the trainer."""
         with self._lock:
@@ -372,6 +414,7 @@ class Telemetry:
                 spared_s=now.spared_s,
                 up_bytes=now.up_bytes,
                 down_bytes=now.down_bytes,
+                spared_bytes=now.spared_bytes,
                 saved_bytes=max(0, now.saved_bytes),
                 peak_saved_bytes=max(0, self._peak_held_bytes),
                 block=_block_message(now.block) if now.block is not None else None,
@@ -419,18 +462,26 @@ class Telemetry:
             self._steps.clear()
         if is_last:
             self._run.is_closed = True
+        if not self._run.world_size:  # the process group may be made after the session
+            self._run.rank, self._run.world_size = rank_and_world()
         messages = [_with_loss(step, loss) for step, loss, _ in steps]
+        events = self.events.take(is_last=is_last)
+        was_told = False
         contexts = {step.number: context for step, _, context in steps if context is not None}
-        while messages or reported or is_last:
+        while messages or reported or events or is_last:
             report = telemetry_pb2.TrainerReport(
                 run=self._run,
                 steps=messages,
                 calls=[call.to_message() for call in reported[:CALLS_PER_REPORT]],
                 dropped=self._dropped,
+                events=events,
+                links=self._links() if not was_told else [],
+                sent_at_s=time(),
             )
+            was_told = True
             self._trace(report, contexts)
             yield report
-            messages, reported, is_last = [], reported[CALLS_PER_REPORT:], False
+            messages, events, reported, is_last = [], [], reported[CALLS_PER_REPORT:], False
 
 
 def _has_ended(call: CallLog, current_step: int) -> bool:

@@ -181,6 +181,7 @@ class UncollectedGradients:
         finally:
             stream.close()
             count(stream.received_bytes)
+            self._connection.traffic.add(down_bytes=stream.received_bytes)
         if set(slots) != self._parameters.keys() or len(slots) != len(tensors):
             raise WorkerLostError("the worker returned gradients of other parameters than it kept", status="LOST")
         sums = [(self._parameters[slot], tensor) for slot, tensor in zip(slots, tensors, strict=True)]

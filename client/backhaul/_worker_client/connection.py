@@ -11,6 +11,7 @@ NOTE [Worker sessions]
 """
 
 import logging
+import math
 import os
 import random
 import socket
@@ -22,8 +23,10 @@ from time import time
 
 import grpc
 
+from backhaul._observe.events import EventKind, RunEvents
 from backhaul._worker_client.deadlines import LANE_LOST, AuthenticatedMethod, call_unary, close_channel
 from backhaul._worker_client.lanes import Lane, Lanes
+from backhaul._worker_client.link_traffic import LinkTraffic
 from backhaul._worker_client.pushed_results import PushedResults
 from backhaul._worker_client.request_stream import RequestStream
 from backhaul._worker_client.shared_memory import TrainerSharedMemory
@@ -142,12 +145,14 @@ class Connection:
         shares_memory: Whether to share memory with a worker on this machine.
         takes_socket: Whether to continue over the Unix socket of a worker on this machine.
         connections: The number of connections to the worker; 0 to choose it by measurements.
+        events: Gets what happens to the worker.
 
     Attributes:
         lanes: The further connections to the worker.
         name: The address of the worker, for messages.
         run: The id of the session.
         drift: The largest drift measured for this worker, which is sent to it with each keep-alive.
+        traffic: The bytes of all messages with segments, since the session began.
         speed: The mean ratio of expected to actual durations of runs, which compares workers; 0 before the first run.
     """
 
@@ -162,6 +167,7 @@ class Connection:
         shares_memory: bool = True,
         takes_socket: bool = True,
         connections: int = 0,
+        events: RunEvents | None = None,
     ) -> None:
         self._find = find
         self.run = run
@@ -175,6 +181,8 @@ class Connection:
         self.silence_s = silence_s
         self.name = ""
         self.drift = self.speed = 0.0
+        self.traffic = LinkTraffic()
+        self._events = events if events is not None else RunEvents()
         self._clock = ClockOffset()
         self._worker_session: WorkerSession | None = None
         self._session_count = 0
@@ -255,6 +263,18 @@ class Connection:
         """The worker's clock minus ours, in seconds; 0 before the first answer."""
         return self._clock.estimate(time()).offset_s
 
+    def link(self) -> telemetry_pb2.Link:
+        """Returns the state of the connection, for telemetry."""
+        clock, worker_session = self._clock.estimate(time()), self._worker_session
+        up_bytes, down_bytes = self.traffic.totals
+        link = telemetry_pb2.Link(worker=self.name, up_bytes=up_bytes, down_bytes=down_bytes)
+        if clock.error_s < math.inf:
+            link.round_trip_s = clock.round_trip_s
+            link.clock_offset_s, link.clock_error_s = clock.offset_s, clock.error_s
+        if self._up and worker_session is not None:
+            link.connections = 1 + len(self.lanes.joined(worker_session.session))
+        return link
+
     @property
     def up(self) -> WorkerSession | None:
         """The worker session for new segments; None while the connection is down."""
@@ -313,6 +333,8 @@ class Connection:
         if self._memory is not None:
             self._memory.forget()
         self.lanes.forget()
+        self.traffic.forked()
+        self._events.forked()
         self._why_down = "the session belongs to the parent of this forked process"
 
     def close(self) -> None:
@@ -469,6 +491,9 @@ class Connection:
         asked_at_s = time()
         answer = call_unary(method, request, silence_s or self.silence_s, wait_for_ready=True, check=check)
         self._clock.compare(asked_at_s, answer.clock_s, time())
+        if answer.draining and not self._draining:
+            text = f"Worker {self.name} is shutting down and takes no new segments"
+            self._events.add("worker_draining", text, worker=self.name)
         self._draining = answer.draining
 
     def _down(self, why: str) -> None:
@@ -478,6 +503,8 @@ class Connection:
             was_up, self._up, self._why_down = self._up, False, why
         if was_up:
             extra = about(self.run)
+            text = f"Worker {self.name} was lost: {why}. Its segments run on the trainer until it is back"
+            self._events.add("worker_lost", text, worker=self.name)
             logger.warning(
                 "Worker %s: %s. Segments run on the trainer until the worker is back.", self.name, why, extra=extra
             )
@@ -532,4 +559,7 @@ class Connection:
             self._connect(address, self.silence_s)
         if not was_up and not self._closed:
             log = logger.info if is_first else logger.warning
-            log("Worker %s %s.", self.name, "has joined" if is_first else "is back", extra=about(self.run))
+            does = "has joined" if is_first else "is back"
+            log("Worker %s %s.", self.name, does, extra=about(self.run))
+            kind: EventKind = "worker_joined" if is_first else "worker_back"
+            self._events.add(kind, f"Worker {self.name} {does}", worker=self.name)

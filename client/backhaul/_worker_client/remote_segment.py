@@ -252,7 +252,7 @@ class SavedSegment:
             if carried is None:
                 return None
             if not carried.message.HasField("result"):
-                self._log.traffic(down_bytes=carried.size_bytes)
+                self._received(carried.size_bytes)
                 # The worker took the gradients before it answered. If not, it reports them as missing.
                 self._uploader.learn(self.worker_session, [outgoing.address for outgoing in missing])
                 return None
@@ -270,7 +270,7 @@ class SavedSegment:
         return encoded
 
     def _short_answer(self, carried: TensorMessage[Any]) -> Answer:
-        self._log.traffic(down_bytes=carried.size_bytes + shared_bytes(carried.tensors))
+        self._received(carried.size_bytes + shared_bytes(carried.tensors))
         receiver = receiving(self.worker_session.memory, self._device)
         receiver.add_carried(carried)
         return self._answer(carried.message.result, receiver)
@@ -398,7 +398,12 @@ class SavedSegment:
 
     def _closed(self, stream: "AnswerStream[Any]") -> None:
         stream.close()
-        self._log.traffic(down_bytes=stream.received_bytes)
+        self._received(stream.received_bytes)
 
     def _sent(self, size_bytes: int) -> None:
         self._log.traffic(up_bytes=size_bytes)
+        self._connection.traffic.add(up_bytes=size_bytes)
+
+    def _received(self, size_bytes: int) -> None:
+        self._log.traffic(down_bytes=size_bytes)
+        self._connection.traffic.add(down_bytes=size_bytes)

@@ -12,5 +12,10 @@ def bucket_of(duration_s: float) -> int:
     return bisect_left(BOUNDS_S, duration_s)
 
 
+MAX_RUN_NAME = 100
+MAX_TAGS = 16
+MAX_TAG = 40
+MAX_NOTES = 2_000
+"""The most characters of a run's name, tags of a run, characters of a tag, and characters of a run's notes."""
 MAX_SPANS = 64
 """Number of spans that are reported for a call. A call has about seven; each further backward of it adds some."""

@@ -12,6 +12,7 @@ from typing import TypeVar
 from google.protobuf.message import Message
 
 from backhaul_proto.v1 import telemetry_pb2
+from backhaul_runtime.wire.telemetry import MAX_NOTES, MAX_RUN_NAME, MAX_TAG, MAX_TAGS
 from backhaul_server.dashboard.collect.series import LARGEST
 
 T = TypeVar("T")
@@ -31,14 +32,9 @@ _ENTRIES = 64
 _SESSIONS = 256
 _METHODS = 64
 _SHARES = 64
-_TAGS = 16
 EVENTS = 100
 """The largest number of events in one report."""
 _LINKS = 256
-NAME = 100
-TAG = 40
-NOTES = 2_000
-"""The most characters of a run's name, of one of its tags, and of its notes."""
 _WORST_DRIFT = 1e9
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
@@ -50,10 +46,10 @@ def clean_report(report: telemetry_pb2.TrainerReport) -> bool:
         return False
     run.trainer, run.client_version = clipped(run.trainer), clipped(run.client_version, 64)
     run.started_at_s = _within(run.started_at_s, LATEST_S)
-    run.name, run.notes = clipped(run.name, NAME), _clipped_lines(run.notes, NOTES)
-    del run.tags[_TAGS:]
+    run.name, run.notes = clipped(run.name, MAX_RUN_NAME), _clipped_lines(run.notes, MAX_NOTES)
+    del run.tags[MAX_TAGS:]
     for index, tag in enumerate(run.tags):
-        run.tags[index] = clipped(tag, TAG)
+        run.tags[index] = clipped(tag, MAX_TAG)
     _clean_map(run.settings)
     _clean_map(run.fingerprint)
     _clean_strings(run.workers)

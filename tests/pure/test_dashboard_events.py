@@ -1,0 +1,155 @@
+"""The event log: what the dashboard sees itself, what trainers report, and how both are paged."""
+
+import time
+from collections.abc import Callable
+
+import grpc
+import pytest
+
+from backhaul_proto.v1 import telemetry_pb2
+from backhaul_runtime.process.addresses import parse_address
+from backhaul_server.dashboard.collect import events
+from backhaul_server.dashboard.collect.durations import Tally
+from backhaul_server.dashboard.collect.events import Burst, EventLog, LogEvent, of_trainer
+from backhaul_server.dashboard.collect.plain_words import why_unanswered
+from backhaul_server.dashboard.collect.sanitize import clean_report
+from backhaul_server.dashboard.collect.trainers import Trainers
+from backhaul_server.dashboard.collect.watched import Watched
+from backhaul_server.dashboard.history.archive import EventSelection
+from backhaul_server.dashboard.views.events import selected_events
+from support.reporting import Training
+
+
+def answer(**fields: object) -> telemetry_pb2.GetTelemetryResponse:
+    given = {"epoch": "one", "uptime_s": 10.0, **fields}
+    return telemetry_pb2.GetTelemetryResponse(**given)  # type: ignore[arg-type]
+
+
+def seen(*changes: Callable[[Watched], None]) -> list[tuple[str, str]]:
+    log = EventLog()
+    worker = Watched(parse_address("gpu:1"), Tally(), log)
+    for change in changes:
+        change(worker)
+    return [(event.kind, event.text) for event in log]
+
+
+def test_a_worker_that_stops_answers_again_and_was_restarted_is_noted_once_each() -> None:
+    noted = seen(
+        lambda worker: worker.answered(answer()),
+        lambda worker: worker.failed("nothing listens at its address"),
+        lambda worker: worker.failed("nothing listens at its address"),
+        lambda worker: worker.answered(answer()),
+        lambda worker: worker.answered(answer(epoch="two", draining=True)),
+        lambda worker: worker.answered(answer(epoch="two", draining=True)),
+    )
+    assert noted == [
+        ("worker_unreachable", "Worker gpu:1 stopped answering: nothing listens at its address"),
+        ("worker_reachable", "Worker gpu:1 answers again"),
+        (
+            "worker_restarted",
+            "Worker gpu:1 was restarted. What it held for trainers is lost, and they recompute those segments",
+        ),
+        ("worker_draining", "Worker gpu:1 is shutting down and takes no new segments"),
+    ]
+
+
+def test_a_worker_that_never_answered_is_noted_when_it_does() -> None:
+    noted = seen(lambda worker: worker.failed("it cannot be reached"), lambda worker: worker.answered(answer()))
+    assert noted == [
+        ("worker_unreachable", "Worker gpu:1 does not answer: it cannot be reached"),
+        ("worker_reachable", "Worker gpu:1 answers"),
+    ]
+
+
+def test_a_burst_is_one_event_at_once_and_one_a_minute() -> None:
+    burst = Burst()
+    assert burst.grew(0.0, 0) == 0
+    assert [burst.grew(100.0, 3), burst.grew(101.0, 4), burst.grew(159.0, 0)] == [3, 0, 0]
+    assert burst.grew(160.0, 1) == 5
+    assert burst.grew(400.0, 0) == 0
+
+
+def test_refusals_and_evictions_are_counted() -> None:
+    log = EventLog()
+    worker = Watched(parse_address("gpu:1"), Tally(), log)
+    worker.answered(answer(memory=telemetry_pb2.MemoryTelemetry(refusals=1)))
+    worker.answered(answer(memory=telemetry_pb2.MemoryTelemetry(refusals=3, evictions=2)))
+    assert [(event.kind, event.count) for event in log] == [("evictions", 2), ("refusals", 2)]
+    assert log.counts == {"evictions": 2, "refusals": 2}
+
+
+def test_runs_begin_and_end_once() -> None:
+    log, training = EventLog(), Training(began_at_s=time.time() - 10)
+    for _ in range(2):  # as a dashboard that was restarted, which the worker tells everything again
+        trainers = Trainers(log)
+        for report in (training.report([0]), training.report([1], is_closed=True)):
+            trainers.take(report, time.time(), 0.0)
+    began, ended = log
+    assert (began.kind, began.id) == ("run_began", f"{training.run}-began")
+    assert (ended.kind, ended.text) == ("run_ended", f"Run {training.run} ended after 2 steps")
+
+
+def test_a_trainers_events_keep_their_ids_and_kinds_of_newer_trainers_are_left_out() -> None:
+    reported = telemetry_pb2.Event(kind="worker_lost", worker="gpu:1", text="gone", number=7)
+    event = of_trainer("run", reported, 50.0)
+    assert event == LogEvent("run-7", 50.0, "worker_lost", "run", "gpu:1", "", "gone", 1)
+    assert event is not None
+    assert event.severity == "warning"
+    assert of_trainer("run", telemetry_pb2.Event(kind="of tomorrow"), 50.0) is None
+
+
+def test_the_log_is_bounded_and_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "MOST", 3)
+    kept: list[LogEvent] = []
+    log = EventLog(kept.append)
+    for number in [0, 1, 1, 2, 3]:
+        log.add(LogEvent(str(number), number, "worker_lost"))
+    assert [event.id for event in log] == ["1", "2", "3"]
+    assert [event.id for event in kept] == ["0", "1", "2", "3"]
+
+
+def test_pages_of_events_are_the_newest_first_and_join() -> None:
+    log = [LogEvent(str(number), number // 2, "worker_lost", run="ab"[number % 2]) for number in range(6)]
+    log.append(LogEvent("of no run", 1.0, "worker_reachable"))
+    wanted = EventSelection(2, run="a", since_s=1.0)
+    page = selected_events(log, wanted)
+    assert ([event.id for event in page.events], page.total) == (["4", "of no run"], 3)
+    last = page.events[-1]
+    following = selected_events(log, EventSelection(2, run="a", since_s=1.0, before=(last.at_s, last.id)))
+    assert ([event.id for event in following.events], following.total) == (["2"], 3)
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "meaning"),
+    [
+        ("UNAVAILABLE", "last error: UNKNOWN: ipv4:1.2.3.4:1: connect: Connection refused (111)", "nothing listens"),
+        ("UNAVAILABLE", "DNS resolution failed for gpu:1: Domain name not found", "its host name cannot be resolved"),
+        ("UNAVAILABLE", "Ssl handshake failed: SSL_ERROR_SSL: CERTIFICATE_VERIFY_FAILED", "certificates do not fit"),
+        ("UNAVAILABLE", "Socket closed", "the connection broke"),
+        ("UNAVAILABLE", "", "it cannot be reached"),
+        ("DEADLINE_EXCEEDED", "Deadline Exceeded", "it did not answer in time"),
+        ("UNAUTHENTICATED", "the request needs a token", "it does not accept the dashboard's token"),
+        ("UNIMPLEMENTED", "Method not found!", "no Backhaul worker"),
+        ("UNKNOWN", "it is on fire", "it is on fire"),
+    ],
+)
+def test_failures_are_told_in_plain_words(code: str, details: str, meaning: str) -> None:
+    said = why_unanswered(grpc.StatusCode[code], details)
+    assert meaning in said
+    assert code not in said
+
+
+def test_absurd_descriptions_events_and_links_are_made_harmless() -> None:
+    report = Training().report([0])
+    report.run.name, report.run.notes = "n" * 1_000, "a\x00b\n" * 5_000
+    report.run.tags.extend(["t" * 100] * 100)
+    report.sent_at_s = float("nan")
+    for _ in range(1_000):
+        report.events.add(kind="fell_back", at_s=float("inf"), text="x\n" * 1_000, number=2**64 - 1)
+        report.links.add(worker="w" * 999, clock_offset_s=float("nan"), clock_error_s=float("nan"), up_bytes=2**64 - 1)
+    assert clean_report(report)
+    assert (len(report.run.name), len(report.run.tags), len(report.run.tags[0])) == (100, 16, 40)
+    assert (len(report.run.notes) <= 2_000, "\x00" in report.run.notes, "\n" in report.run.notes) == (True, False, True)
+    assert (len(report.events), len(report.links)) == (100, 256)
+    assert (report.events[0].at_s, len(report.events[0].text), report.events[0].number) == (4e9, 300, 2**53 - 1)
+    assert (report.links[0].clock_offset_s, report.links[0].clock_error_s) == (0.0, 4e9)

@@ -1,0 +1,182 @@
+"""Links, alignment of clocks, the fleet, and a timeline of several trainers on one axis."""
+
+import time
+from math import inf
+
+import pytest
+
+from backhaul_proto.v1 import telemetry_pb2
+from backhaul_runtime.process.discovery import parse_sources
+from backhaul_server.dashboard.collect.links import Alignment, LinkRecord, alignment
+from backhaul_server.dashboard.collect.runs import TrainerRun
+from backhaul_server.dashboard.collect.watch import Watch
+from backhaul_server.dashboard.views.fleet import fleet
+from backhaul_server.dashboard.views.ranges import TimeRange
+from backhaul_server.dashboard.views.timeline import timeline
+from backhaul_server.dashboard.views.topology import topology
+from support.reporting import Training
+
+NOW_S = 1_760_000_000.0
+
+
+def link_of(worker: str = "a:1", **fields: float) -> telemetry_pb2.Link:
+    given = {"round_trip_s": 0.002, "clock_offset_s": 5.0, "clock_error_s": 0.001, "connections": 1, **fields}
+    return telemetry_pb2.Link(worker=worker, **given)  # type: ignore[arg-type]
+
+
+def run_of(watch: Watch, training: Training, *links: telemetry_pb2.Link, now_s: float = NOW_S) -> TrainerRun:
+    report = training.report([0, 1])
+    report.links.extend(links)
+    report.sent_at_s = training.began_at_s + 1
+    watch.trainers.take(report, now_s, 0.0)
+    run = watch.trainers.find(training.run)
+    assert run is not None
+    return run
+
+
+def test_rates_are_those_of_the_last_ten_seconds_by_the_trainers_clock() -> None:
+    record = LinkRecord("a:1")
+    assert record.rates(NOW_S) == (0.0, 0.0)
+    for second in range(21):
+        record.take(link_of(up_bytes=100 * second, down_bytes=10 * second**2), 500.0 + second, NOW_S + second)
+    record.take(link_of(up_bytes=7), 505.0, NOW_S + 20)  # told twice
+    up, down = record.rates(NOW_S + 21)
+    assert up == pytest.approx(100)
+    assert down == pytest.approx((4_000 - 1_000) / 10)
+    assert record.rates(NOW_S + 60) == (0.0, 0.0)
+
+
+def test_a_trainer_is_aligned_through_the_worker_with_the_smallest_error() -> None:
+    links = [LinkRecord("a:1"), LinkRecord("b:2"), LinkRecord("c:3")]
+    links[0].take(link_of(clock_offset_s=5.0, clock_error_s=0.5), 1.0, 1.0)
+    links[1].take(link_of(clock_offset_s=-3.0, clock_error_s=0.01), 1.0, 1.0)
+    clocks = {"a:1": (7.0, 0.1), "b:2": (-1.5, 0.02), "c:3": (0.0, 0.0)}
+    aligned = alignment(links, clocks)
+    assert aligned is not None
+    assert (aligned.shift_s, round(aligned.error_s, 9)) == (-1.5, 0.03)
+    assert alignment(links, {}) is None
+    assert alignment(links, {"a:1": (0.0, inf)}) is None
+
+
+def test_a_trainer_of_an_old_version_has_links_without_numbers() -> None:
+    watch, training = Watch(parse_sources("a:1,b:2")), Training(workers=["a:1"], began_at_s=NOW_S)
+    run_of(watch, training)
+    shown = topology(watch, NOW_S)
+    assert {node.id for node in shown.nodes} == {"worker:a:1", "worker:b:2", f"run:{training.run}"}
+    (link,) = shown.links
+    assert (link.trainer, link.worker, link.state) == (
+        f"run:{training.run}",
+        "worker:a:1",
+        "broken",
+    )  # it was not asked yet
+    assert (link.up_bytes_per_s, link.clock_offset_ms, link.connections) == (None, None, None)
+
+
+def test_a_worker_that_only_a_trainer_knows_is_shown_as_unwatched() -> None:
+    watch, training = Watch(parse_sources("a:1")), Training(workers=["elsewhere:9"], began_at_s=NOW_S)
+    run_of(watch, training, link_of("elsewhere:9"))
+    states = {node.id: node.state for node in topology(watch, NOW_S).nodes}
+    assert states == {"worker:a:1": "unreachable", "worker:elsewhere:9": "unwatched", f"run:{training.run}": "running"}
+
+
+def test_a_worker_with_another_address_is_recognised_by_its_session() -> None:
+    watch, training = Watch(parse_sources("gpu-box:1")), Training(workers=["10.0.0.7:1"], began_at_s=NOW_S)
+    run = run_of(watch, training, link_of("10.0.0.7:1"))
+    assert watch.workers_of(run) == {}
+    session = telemetry_pb2.SessionTelemetry(run=training.run)
+    watch.workers[0].answered(telemetry_pb2.GetTelemetryResponse(epoch="e", sessions=[session]))
+    assert watch.workers_of(run) == {"10.0.0.7:1": watch.workers[0]}
+    (link,) = topology(watch, NOW_S).links
+    assert (link.worker, link.state) == ("worker:gpu-box:1", "idle")
+
+
+def test_a_lost_link_is_broken() -> None:
+    watch, training = Watch(parse_sources("a:1")), Training(workers=["a:1"], began_at_s=NOW_S)
+    run_of(watch, training, link_of(connections=0))
+    watch.workers[0].answered(telemetry_pb2.GetTelemetryResponse(epoch="e"))
+    (link,) = topology(watch, NOW_S).links
+    assert link.state == "broken"
+
+
+def test_the_fleet_has_one_axis_and_holes_where_a_worker_was_silent() -> None:
+    watch = Watch(parse_sources("a:1,b:2"))
+    first = watch.workers[0]
+    first.answered(
+        telemetry_pb2.GetTelemetryResponse(epoch="e", memory=telemetry_pb2.MemoryTelemetry(budget_bytes=1_000))
+    )
+    del first.memory.at_s[:]
+    for column in first.memory.columns:
+        del column[:]
+    for at_s, held in ((NOW_S - 15, 100), (NOW_S - 14, 500), (NOW_S - 5, 300)):
+        first.memory.append(at_s, (held, 0, 0, 0))
+        first.load.append(at_s, (held / 1_000,))
+    shown = fleet(watch.workers, TimeRange(NOW_S - 30, NOW_S), 3)
+    assert shown.interval_s == 10
+    assert len(shown.at_s) == 3
+    assert shown.at_s[-1] <= NOW_S < shown.at_s[-1] + 10
+    one, other = shown.workers
+    assert one.memory_share == [0.5, 0.3, None]
+    assert one.load == [pytest.approx(0.3), 0.3, None]
+    assert other.memory_share == other.load == [None, None, None]
+    assert other.state == "unreachable"
+
+
+def test_the_load_is_what_a_worker_computed_of_the_time_that_passed() -> None:
+    (worker,) = Watch(parse_sources("a:1")).workers
+    for uptime_s, busy_s in ((10.0, 4.0), (12.0, 5.0), (13.0, 9.0)):
+        worker.answered(telemetry_pb2.GetTelemetryResponse(epoch="e", uptime_s=uptime_s, busy_s=busy_s, clock_s=NOW_S))
+    worker.answered(telemetry_pb2.GetTelemetryResponse(epoch="new", uptime_s=1.0, busy_s=0.5, clock_s=NOW_S))
+    assert list(worker.load.columns[0]) == [0.5, 1.0]
+    worker.answered(telemetry_pb2.GetTelemetryResponse(epoch="new", uptime_s=2.0))  # too old to tell
+    assert len(worker.load.at_s) == 2
+
+
+def test_ranks_with_different_clocks_are_on_one_axis() -> None:
+    watch = Watch(parse_sources("a:1"))
+    one, two = (Training(workers=["a:1"], began_at_s=NOW_S + ahead_s) for ahead_s in (0.0, 1_000.0))
+    shown = timeline(
+        [
+            (run_of(watch, one), Alignment(0.25, 0.01)),
+            (run_of(watch, two, now_s=NOW_S + 1_000), Alignment(-999.75, 0.02)),
+        ],
+        2,
+    )
+    assert shown.begins_at_s == pytest.approx(NOW_S + 0.25)
+    assert shown.duration_ms == pytest.approx(800, abs=1)
+    starts = {(step.run, step.number): step.start_ms for step in shown.steps}
+    for number in (0, 1):
+        assert starts[one.run, number] == pytest.approx(starts[two.run, number], abs=1)
+    assert [run.error_ms for run in shown.runs] == [10.0, 20.0]
+    assert {shown.calls[span.call].run for span in shown.spans if span.run == two.run} == {two.run}
+    ends: dict[tuple[str, str, str, int], float] = {}
+    for span in sorted(shown.spans, key=lambda span: span.start_ms):
+        row = (span.run, span.lane, span.worker, span.row)
+        assert ends.get(row, 0.0) <= span.start_ms
+        ends[row] = span.start_ms + span.duration_ms
+
+
+def test_a_timeline_without_bars_says_why() -> None:
+    watch, training = Watch(parse_sources("a:1")), Training(began_at_s=NOW_S)
+    assert timeline([], 3).why_empty.startswith("No trainer has reported yet.")
+    watch.trainers.take(telemetry_pb2.TrainerReport(run=training.about()), NOW_S, 0.0)
+    run = watch.trainers.find(training.run)
+    assert run is not None
+    assert timeline([(run, None)], 3).why_empty.startswith("No step has ended yet.")
+    run_of(watch, training)
+    assert timeline([(run, None)], 3).why_empty == ""
+    elsewhen = TimeRange(NOW_S + 100, NOW_S + 200)
+    assert timeline([(run, None)], 3, elsewhen).why_empty.startswith("No known step ended in this range")
+    run.forget_detail()
+    assert timeline([(run, None)], 3).why_empty.startswith("The dashboard keeps the calls of 8 runs")
+
+
+def test_the_alignment_of_a_watch_goes_through_its_own_comparison() -> None:
+    watch, training = Watch(parse_sources("a:1")), Training(workers=["a:1"], began_at_s=time.time())
+    run = run_of(watch, training, link_of(clock_offset_s=100.0, clock_error_s=0.001), now_s=time.time())
+    assert watch.alignment(run) is None
+    now_s = time.time()
+    watch.workers[0].clock.compare(now_s - 0.002, now_s - 0.001 + 40.0, now_s)
+    aligned = watch.alignment(run)
+    assert aligned is not None
+    assert aligned.shift_s == pytest.approx(60.0)
+    assert aligned.error_s == pytest.approx(0.002, rel=0.5)

@@ -1,0 +1,81 @@
+"""The sentence on a run: what it depends on, and that it says why not."""
+
+from dataclasses import replace
+
+import pytest
+
+from backhaul_server.dashboard.views.verdict import FEWEST_STEPS, RunCosts, in_bytes, in_ms, verdict
+
+GOOD = RunCosts(
+    steps=100,
+    peak_bytes=700_000_000,
+    saved_bytes=300_000_000,
+    wait_s=6.0,
+    overhead_s=2.0,
+    spared_s=20.0,
+    remote=800,
+    fallbacks=0,
+    transfer_s=5.0,
+    queue_s=0.5,
+)
+
+
+def test_a_run_that_is_no_slower_than_recomputing_here_is_worth_it() -> None:
+    judged = verdict(GOOD)
+    assert (judged.is_worth_it, judged.why) == (True, "")
+    assert judged.saved_share == pytest.approx(0.3)
+    assert judged.added_ms == pytest.approx(80)
+    assert judged.spared_ms == pytest.approx(200)
+    assert judged.sentence == (
+        "Saved 30% of the peak without Backhaul (300 MB) for 80 ms per step, where recomputing on the trainer would "
+        "have taken 200 ms: worth it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"wait_s": 30.0}, "backward waited for workers for longer than a recomputation takes"),
+        ({"wait_s": 30.0, "transfer_s": None, "queue_s": None}, "backward waited for workers"),
+        ({"wait_s": 30.0, "queue_s": 20.0}, "backward waited for segments in workers' queues"),
+        ({"wait_s": 30.0, "transfer_s": 40.0}, "sending and fetching the segments takes longer"),
+        ({"overhead_s": 30.0}, "recording, digests and sending keep the trainer's own threads busy"),
+        ({"saved_bytes": 10_000_000}, "only a small part of the peak"),
+        ({"fallbacks": 200}, "200 of the 1,000 recomputations meant for workers ran on the trainer"),
+        ({"remote": 0, "fallbacks": 3}, "no worker recomputed anything"),
+        ({"remote": 0}, "no segment was given to a worker"),
+    ],
+)
+def test_a_run_that_was_not_worth_it_says_why(changed: dict[str, float | None], why: str) -> None:
+    judged = verdict(replace(GOOD, **changed))  # type: ignore[arg-type]
+    assert judged.is_worth_it is False
+    assert why in judged.why
+    assert judged.sentence.endswith(f": not worth it, because {judged.why}")
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"steps": 0}, "0 steps were measured so far"),
+        ({"steps": 1}, "1 step was measured so far"),
+        ({"steps": FEWEST_STEPS - 1}, f"a verdict needs {FEWEST_STEPS}"),
+        ({"peak_bytes": 0}, "the trainer's peak memory is not known"),
+    ],
+)
+def test_a_run_of_which_too_little_is_known_is_not_judged(changed: dict[str, int], why: str) -> None:
+    judged = verdict(replace(GOOD, **changed))
+    assert judged.is_worth_it is None
+    assert why in judged.why
+    assert judged.sentence == f"Not known yet whether workers are worth it: {judged.why}"
+
+
+def test_numbers_have_three_digits_and_a_unit() -> None:
+    assert [in_bytes(size) for size in (0, 999, 1e3, 999_600, 1.2345e9, 5e14)] == [
+        "0 B",
+        "999 B",
+        "1 kB",
+        "1 MB",
+        "1.23 GB",
+        "500 TB",
+    ]
+    assert [in_ms(value) for value in (0.0123, 8.25, 999.4, 1234)] == ["0.0123 ms", "8.25 ms", "999 ms", "1.23 s"]
