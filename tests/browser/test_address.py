@@ -92,7 +92,7 @@ def test_each_choice_is_in_the_address_and_the_address_brings_it_back(
     expect(shared.locator("#rpcs tr[aria-selected=true]")).to_contain_text("Backward")
     expect(shared.locator("#heat figcaption")).to_have_text("Duration of Backward calls")
     expect(shared.locator("#segments-table th[aria-sort=descending]")).to_have_text("Received")
-    expect(shared.locator("#segments-table tbody tr")).to_have_count(2)  # one for each micro-batch
+    expect(shared.locator("#segments-table tbody tr")).to_have_count(1)
     expect(shared.locator("#runs-table tbody tr")).to_have_count(1)
     assert query(shared) == wanted
 

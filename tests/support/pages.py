@@ -55,8 +55,8 @@ class Heard:
     """What a page asked for and complained of.
 
     Attributes:
-        may_be_refused: Whether the dashboard is stopped meanwhile, or asked for an unknown run. The browser itself makes
-            notes of both.
+        may_be_refused: Whether the dashboard is stopped meanwhile, or asked for an unknown run. The browser itself
+            makes notes of both.
         errors: Of its console, and exceptions.
         hosts: That it sent requests to.
     """
