@@ -15,7 +15,7 @@ from support.demos import Demo
 from support.pages import Crowd, Heard, OpenPage, Training
 from support.processes import WorkerProcess
 
-PATIENCE_MS = 10_000
+PATIENCE_MS = 20_000
 MANY_WORKERS = 50
 MANY_SEGMENTS = 10_000
 NO_STORE = ("--store", ":memory:")

@@ -81,10 +81,14 @@ addEventListener("popstate", () => {
 
 /** Keeps a select or a search field and a parameter equal. */
 export function bind(control, name) {
-  const show = () => {
-    if (control.value !== state(name)) control.value = state(name);
-  };
   const isText = control.tagName === "INPUT";
+  const show = () => {
+    if (control.value === state(name)) return;
+    control.value = state(name);
+    if (isText || control.value === state(name)) return;
+    control.append(new Option(state(name))); // an address may have what the list does not offer
+    control.value = state(name);
+  };
   control.addEventListener(isText ? "input" : "change", () => change({ [name]: control.value.trim() }, isText));
   onChange([name], () => {
     if (!isText || control !== document.activeElement) show();

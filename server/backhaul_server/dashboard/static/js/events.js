@@ -35,7 +35,7 @@ let answer = { items: [], total: 0 };
 function paintSeverity(cell, event) {
   if (cell.dataset.shown === event.severity) return;
   cell.dataset.shown = event.severity;
-  cell.replaceChildren(element("span", { class: "severity", "data-severity": event.severity }, icon(SHAPES[event.severity]), event.severity));
+  cell.replaceChildren(element("span", { class: "severity", "data-severity": event.severity }, icon(SHAPES[event.severity]), element("span", {}, event.severity)));
 }
 
 /** Shows a name as a button that has the page show what is named. */
@@ -62,7 +62,7 @@ function kindOf(event) {
 const COLUMNS = [
   { title: "Time", isText: true, cell: (event) => date(event.at_s, true) },
   { title: "Severity", isText: true, paint: paintSeverity },
-  { title: "Event", isText: true, cell: kindOf },
+  { title: "Event", isText: true, className: "kind", cell: kindOf },
   { title: "What happened", isText: true, className: "wrap wide", cell: (event) => (event.count > 1 ? `${event.text} (${count(event.count)} times)` : event.text) },
   { title: "Run", isText: true, paint: paintLink("run", nameWithRank, chooseRun) },
   { title: "Worker", isText: true, paint: paintLink("worker", (address) => address, goToWorker) },

@@ -106,8 +106,10 @@ async function refresh(signal) {
     byId("segments").querySelector(":scope > .empty"),
     total > 0
       ? ""
-      : state("filter") || state("run") || state("reason")
+      : state("filter") || state("reason")
         ? "No segment matches these filters. Choose another word, reason or run."
+        : chosenRun()
+          ? "No segment of this run is known. The dashboard keeps the segments of the few runs that it heard of first, while they report."
         : "No segments have been reported yet. Checkpoint a block with session.checkpoint(block, x) and run a step.",
   );
   showPages();

@@ -29,7 +29,7 @@ export class Table {
   #head(column) {
     const head = element("th", { scope: "col", title: column.hint });
     if (column.isText) head.classList.add("text");
-    if (column.className === "gpu") head.classList.add("gpu");
+    if (column.className) head.classList.add(...column.className.split(" "));
     if (column.sort && this.options.onSort) {
       const button = element("button", { type: "button" }, column.title);
       button.addEventListener("click", () => this.options.onSort(column.sort));

@@ -16,10 +16,11 @@ import { hideTip, showTip } from "./tip.js";
 
 const ZOOM = 1.6;
 const OLDEST_MS = 10_000;
+const MOST_KEYS = 8; // workers whose clocks are listed without a click
 
 const canvas = element("canvas", { tabindex: "0", role: "application", "aria-roledescription": "timeline", "aria-label": "Timeline" });
 const note = element("p", { class: "empty", hidden: "" });
-const keys = element("ul", { class: "hint keys", id: "timeline-workers" });
+const keys = element("div", { class: "hint", id: "timeline-workers" });
 const lanes = new Lanes(canvas, titleOf, () => marks.place());
 const plot = element("div", { class: "plot" }, canvas, note);
 const line = new CursorLine(plot);
@@ -102,10 +103,19 @@ function showKeys(timeline) {
     const text = isKnown ? `clock ${offset(clock.clock_offset_ms, clock.clock_error_ms)}` : "clock offset unknown";
     return element("li", {}, ...(lanes.namesWorkers ? [element("b", {}, `w${i + 1} `)] : []), `${worker}, ${text}`);
   });
-  const aligned = entries.length === 0 ? [] : [element("li", {}, "Bars of workers are moved by their clock’s offset; ± is the largest error of their place beside the trainer’s bars.")];
-  const rest = timeline.left_out ? [element("li", {}, `The ${count(timeline.left_out)} shortest bars are not shown: select fewer steps.`)] : [];
-  const made = [...entries, ...aligned, ...rest];
-  if (keys.textContent !== made.map((one) => one.textContent).join("")) keys.replaceChildren(...made);
+  const errors = timeline.workers.map((one) => one.clock_error_ms).filter((error) => error !== null);
+  const bound = errors.length > 0 ? `, which is known to ± ${milliseconds(Math.max(...errors))} or better` : "";
+  const texts = [
+    ...(entries.length === 0 ? [] : [`Bars of workers are moved by the offset of the worker’s clock${bound}.`]),
+    ...(timeline.left_out ? [`The ${count(timeline.left_out)} shortest bars are not shown: select fewer steps.`] : []),
+  ];
+  const signature = JSON.stringify([entries.map((entry) => entry.textContent), texts]);
+  if (keys.dataset.shown === signature) return;
+  keys.dataset.shown = signature;
+  const list = element("ul", { class: "keys" }, ...entries);
+  const isLong = entries.length > MOST_KEYS;
+  const folded = element("details", {}, element("summary", {}, `Clocks of the ${count(entries.length)} workers`), list);
+  keys.replaceChildren(...texts.map((text) => element("p", {}, text)), isLong ? folded : list);
 }
 
 /** Shows who has computed the last accumulation block, if the steps have one. */
@@ -123,10 +133,9 @@ function show(timeline) {
   lanes.show(timeline);
   showBlock(timeline);
   byId("call").hidden = true;
-  const isEmpty = timeline.steps.length === 0;
   explain(note, timeline.why_empty);
-  canvas.hidden = isEmpty;
-  byId("steps").closest(".side").hidden = isEmpty;
+  canvas.hidden = timeline.spans.length === 0;
+  byId("steps").closest(".side").hidden = timeline.steps.length === 0;
   const caption = timeline.runs.length > 1 ? `Steps of ${count(timeline.runs.length)} ranks of ${nameOf(timeline.run)}` : timeline.run ? `Steps of run ${nameWithRank(timeline.run)}` : "Steps of trainer and workers";
   setText(byId("timeline-chart").querySelector("figcaption"), caption);
   showSteps(timeline);
@@ -137,6 +146,7 @@ function showRefusal(sentence) {
   explain(note, `This run has no timeline: ${sentence}.`);
   canvas.hidden = true;
   keys.replaceChildren();
+  delete keys.dataset.shown;
   byId("steps").closest(".side").hidden = true;
 }
 

@@ -57,6 +57,11 @@ function show() {
   byId("topology-chart").hidden = shown.nodes.length === 0;
 }
 
+/** Returns how a node is called; ranks of a job have the same name. */
+function labelOf(node) {
+  return node.world_size > 1 ? `${node.label} rank ${node.rank}` : node.label;
+}
+
 function sentence(shown) {
   if (shown.nodes.length === 0) return "No worker is being watched. Start the dashboard with --worker ADDRESS.";
   if (shown.links.length > 0) return "";
@@ -64,7 +69,8 @@ function sentence(shown) {
 }
 
 async function refresh(signal) {
-  topology = await ask("/api/v1/topology", {}, signal);
+  const answer = await ask("/api/v1/topology", {}, signal);
+  topology = { ...answer, nodes: answer.nodes.map((node) => ({ ...node, label: labelOf(node) })) };
   show();
 }
 
