@@ -86,16 +86,16 @@ class Reports:
 def test_a_report_has_links_events_and_what_differences_spared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    told = Reports()
-    call = CallLog(SegmentLog("Block"), told.telemetry)
+    reporter = Reports()
+    call = CallLog(SegmentLog("Block"), reporter.telemetry)
     call.worker = "a:1"
     call.spared(500)
     call.fallback("the worker is gone")
     call.add(Decision.TRAINER, 0.1)
-    refused = CallLog(SegmentLog("Head"), told.telemetry)
+    refused = CallLog(SegmentLog("Head"), reporter.telemetry)
     refused.fallback("no room", is_refusal=True)
-    told.telemetry.step()
-    (report,) = told.close()
+    reporter.telemetry.step()
+    (report,) = reporter.close()
     assert [link.worker for link in report.links] == ["a:1", "b:2"]
     assert report.sent_at_s > 0
     assert (report.run.rank, report.run.world_size, report.steps[0].spared_bytes) == (1, 4, 500)
@@ -107,18 +107,21 @@ def test_a_report_has_links_events_and_what_differences_spared(monkeypatch: pyte
 
 def test_an_event_is_told_without_any_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telemetry, "INTERVAL_S", 0.01)
-    told = Reports()
-    told.telemetry.events.add("worker_lost", "a:1 was lost")
-    told.telemetry.start()
-    wait_until(lambda: bool(told.reports), "the event is told")
-    told.telemetry.close()
-    assert ([event.kind for event in told.reports[0].events], told.reports[0].run.is_closed) == (["worker_lost"], False)
+    reporter = Reports()
+    reporter.telemetry.events.add("worker_lost", "a:1 was lost")
+    reporter.telemetry.start()
+    wait_until(lambda: bool(reporter.reports), "the event is told")
+    reporter.telemetry.close()
+    assert ([event.kind for event in reporter.reports[0].events], reporter.reports[0].run.is_closed) == (
+        ["worker_lost"],
+        False,
+    )
 
 
 def test_an_answer_that_contradicts_the_clocks_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Reports()
+    reporter = Reports()
     monkeypatch.setattr("backhaul._observe.telemetry.time", lambda: 100.0)
-    call = CallLog(SegmentLog("Block"), told.telemetry)
+    call = CallLog(SegmentLog("Block"), reporter.telemetry)
     timing = Timing(queued_at_s=1_000.0, requested_at_s=1_000.0, recompute_at_s=1_001.0, recompute_s=2.0)
     # By an offset of 902 s the worker would have been done at 101 s, a second after its answer arrived.
     call.answered(timing, clock_offset_s=902.0)
