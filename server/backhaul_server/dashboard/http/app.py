@@ -24,7 +24,7 @@ from backhaul_server.dashboard.history.archive import Archive, NoArchive
 from backhaul_server.dashboard.http.access import TokenMiddleware
 from backhaul_server.dashboard.http.api import add_routes
 from backhaul_server.dashboard.http.feed import Feed
-from backhaul_server.dashboard.http.openapi import described
+from backhaul_server.dashboard.http.openapi import described, operation_id
 from backhaul_server.dashboard.http.serving import Server
 from backhaul_server.dashboard.http.sources import Sources
 from backhaul_server.dashboard.metrics.alerts import Alerts
@@ -105,6 +105,7 @@ def create_app(
         openapi_url="/api/v1/openapi.json",
         docs_url=None,  # the default pages load scripts from a CDN
         redoc_url=None,
+        generate_unique_id_function=operation_id,
     )
     app.state.feed = feed
     # FastAPI documents this way to change the description; to mypy it is an assignment to a method.

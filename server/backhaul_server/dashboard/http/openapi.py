@@ -1,8 +1,10 @@
 """The description of the API, with who may read it."""
 
+import re
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 
 from backhaul_server.dashboard.http.access import COOKIE
 
@@ -20,6 +22,22 @@ SCHEMES = {
     },
 }
 
+DENIED = {
+    "description": "The request has no valid token, and the dashboard wants one",
+    "content": {
+        "application/json": {
+            "schema": {"$ref": "#/components/schemas/ErrorDetail"},
+            "example": {"detail": "this dashboard wants its token, as a bearer credential"},
+        }
+    },
+}
+
+
+def operation_id(route: APIRoute) -> str:
+    """Returns the name of a route, after which generated clients call their functions, such as "run_steps"."""
+    path = route.path_format.removeprefix("/api/v1/").replace("runs/{run}", "run")
+    return re.sub(r"\W+", "_", path)
+
 
 def described(app: FastAPI, *, has_token: bool) -> dict[str, Any]:
     """Returns the OpenAPI document of an application, with its security schemes.
@@ -30,5 +48,8 @@ def described(app: FastAPI, *, has_token: bool) -> dict[str, Any]:
     """
     document = FastAPI.openapi(app)
     document["components"]["securitySchemes"] = SCHEMES
+    for methods in document["paths"].values():
+        for route in methods.values():
+            route["responses"]["401"] = DENIED
     document["security"] = [{"token": []}, {"login": []}] if has_token else [{}]
     return document
