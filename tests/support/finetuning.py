@@ -2,7 +2,7 @@
 
     python -m support.finetuning ADDRESS,... NAME SEED STEPS [--tag TAG] [--notes TEXT]
 
-The base is frozen, so that only small gradients return, and the micro-batches of a step run in an accumulation block, so
+The base is frozen, so that only small gradients return. The micro-batches of a step run in an accumulation block, so
 that workers compute while the trainer goes on.
 """
 
@@ -16,8 +16,8 @@ import backhaul
 from backhaul.demo.corpus import batch, standard_library
 from backhaul.demo.model import LanguageModel
 
-LAYERS, WIDTH, CONTEXT = 6, 256, 256
-ROWS, MICRO_BATCHES = 16, 8
+LAYERS, WIDTH, CONTEXT = 4, 384, 256
+ROWS, MICRO_BATCHES = 8, 8
 
 
 def model(seed: int) -> LanguageModel:
@@ -58,7 +58,8 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             session.step(total)
-        print("trained", flush=True)
+        sys.stdout.write("trained\n")
+        sys.stdout.flush()
         sys.stdin.read()
 
 

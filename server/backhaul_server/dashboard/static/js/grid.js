@@ -9,6 +9,7 @@ import { chooseRange } from "./range.js";
 import { hideTip, showTip } from "./tip.js";
 
 const EDGE = { right: 12, top: 18, bottom: 26 }; // on top there is room for the marks of events
+const FEWEST_ROWS = 4; // have room for a sentence where there is nothing to show
 const ROWS = { highest: 24, lowest: 9, wanted: 620 };
 const GLYPHS = { serving: "●", draining: "▲", unreachable: "✕" };
 const GLYPH_COLOURS = { serving: "good", draining: "warn", unreachable: "bad" };
@@ -51,7 +52,7 @@ export class GridMap {
     explain(this.note, sentence);
     this.plot.toggleAttribute("data-empty", sentence !== "");
     this.rowHeight = Math.max(ROWS.lowest, Math.min(ROWS.highest, Math.floor(ROWS.wanted / Math.max(1, fleet.workers.length))));
-    this.height = EDGE.top + Math.max(4, fleet.workers.length) * this.rowHeight + EDGE.bottom;
+    this.height = EDGE.top + Math.max(sentence ? FEWEST_ROWS : 1, fleet.workers.length) * this.rowHeight + EDGE.bottom;
     this.canvas.style.height = `${this.height}px`;
     const now = fleet.workers.map((worker) => worker[this.field].at(-1)).filter((share) => share !== null && share !== undefined);
     const mean = now.length ? now.reduce((sum, share) => sum + share, 0) / now.length : null;

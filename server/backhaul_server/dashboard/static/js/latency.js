@@ -15,6 +15,26 @@ import { moveWithArrows } from "./table.js";
 
 const KEPT_S = 900; // the dashboard forgets older durations
 const PHASES = ["upload", "queue", "recompute", "backward", "download"];
+const MEANINGS = {
+  GetTelemetry: "a dashboard asks for numbers",
+  OpenSession: "a trainer connects",
+  KeepSession: "a trainer says that it is there",
+  CloseSession: "a trainer leaves",
+  PutProgram: "send what a segment computes",
+  PutTensors: "send tensors",
+  PutStripes: "send parts of large tensors",
+  GetStripes: "fetch parts of large tensors",
+  SaveSegment: "save the inputs of a segment",
+  ShortSaves: "save the inputs of short segments",
+  Recompute: "recompute a segment, return activations",
+  Backward: "recompute a segment, return gradients",
+  ShortBackwards: "the same for short segments",
+  Ahead: "push gradients that are ready early",
+  ReleaseSegments: "free segments",
+  CollectGradients: "fetch gradients of parameters",
+  FetchSources: "fetch values that segments made",
+  PutReports: "report steps and calls",
+};
 const rows = new Map();
 const heat = heatMap();
 let times = []; // when each step of the chart of phases began
@@ -41,6 +61,7 @@ function showPicked() {
 
 function rowOf(name) {
   const row = element("tr", { tabindex: "0", "aria-selected": name === state("rpc") }, ...Array.from({ length: 6 }, () => element("td")));
+  row.cells[0].append(element("span"), element("span", { class: "sub" }));
   row.addEventListener("click", () => pick(name));
   row.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" && event.key !== " ") return;
@@ -57,7 +78,8 @@ function showRpcs(rpcs) {
   rpcs.forEach((rpc, i) => {
     const row = rows.get(rpc.method) ?? rowOf(rpc.method);
     const values = [rpc.method, count(rpc.calls), count(rpc.errors), ...[rpc.p50_ms, rpc.p90_ms, rpc.p99_ms].map(milliseconds)];
-    values.forEach((value, c) => setText(row.cells[c], value));
+    values.forEach((value, c) => setText(c === 0 ? row.cells[0].firstChild : row.cells[c], value));
+    setText(row.cells[0].lastChild, MEANINGS[rpc.method] ?? "");
     row.cells[2].classList.toggle("errors", rpc.errors > 0);
     if (body.rows[i] !== row) body.insertBefore(row, body.rows[i] ?? null);
   });
