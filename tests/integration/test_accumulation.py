@@ -567,6 +567,7 @@ def test_a_worker_that_dies(own_worker: WorkerProcess, at: int, durability: Any)
             assert durability == "none"
         else:
             assert differing(ours, train(plainly, micro_batches=4)) == []
+            assert "create_graph" not in str(session.report())  # no graph of the backward was recorded
 
 
 def test_wrong_use(session: Session, worker: WorkerProcess) -> None:

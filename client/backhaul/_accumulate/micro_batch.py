@@ -158,7 +158,7 @@ def on_trainer(segment: RunSegment, gradient: Tensor, state: ambient_state.State
         gradient: The gradient of its output.
         state: The ambient settings under which backward runs.
     """
-    with torch.no_grad(), under(state):  # as autograd runs backward
+    with under(state):
         return segment.frame.gradients({0: gradient}, {})
 
 
