@@ -44,8 +44,9 @@ def width_of(itemsize: int, *, is_complex: bool = False) -> int:
 class BlockEncoder:
     """Encodes blocks of tensors. Thread-safe.
 
-    gRPC takes the messages of an upload in a thread of its own. When the upload breaks off, that thread may still encode
-    a block while the next upload begins. zstandard lets no two threads use a compressor at once: the process crashes.
+    gRPC takes the messages of an upload in a thread of its own. When the upload breaks off, that thread may still
+    encode a block while the next upload begins. The process crashes if two threads use one compressor of zstandard at
+    once.
     """
 
     def __init__(self) -> None:
