@@ -53,7 +53,7 @@ class SavedTensors:
 
     Args:
         stream: The answer, whose result has arrived.
-        result: That result.
+        result: The result of that answer, with its views.
         views: The view of a tensor of the answer that each requested tensor is, by position.
         layouts: The layouts of the requested tensors, by position.
         on_close: Called with the stream when it is no longer needed.
