@@ -1,0 +1,320 @@
+"""Simulates each session and each worker of a fleet (NOTE [Fleet]). Imports no torch."""
+
+import math
+import random
+from array import array
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
+from statistics import fmean, quantiles
+
+from backhaul.simulate.costs import Costs
+from backhaul.simulate.fleet.demand import Demand, Phase, WorkerShare, per_second
+from backhaul.simulate.fleet.flow import flow, torch_step_s
+from backhaul.simulate.fleet.setup import SILENCE_S, FleetSetup
+from backhaul.simulate.fleet.shared_resource import SharedResource
+
+WARM_STEPS, MEASURED_STEPS = 2.5, 2.5
+"""Steps of the balance of flows that are simulated before anything counts, and those that count."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedFleet:
+    """What a simulated fleet did.
+
+    Attributes:
+        step_s: Mean duration of the steps that ended while steps were counted, in seconds.
+        median_s: Median duration of these steps, in seconds.
+        p99_s: Duration that one step in a hundred exceeds, in seconds.
+        utilization: For each shared resource the mean part of the time during which it was in use, from 0 to 1.
+        ends_s: Time of the end of every simulated step, in seconds, ascending.
+        durations_s: Duration of the same steps, in seconds.
+        counted_from_s: Time from which on steps counted.
+        until_s: Time at which the simulation ended.
+        lost_at_s: Time at which racks were lost; None without a loss.
+        recomputed_calls: Segment calls that trainers recomputed because their worker was lost.
+        resent_bytes: Bytes of frozen parameters that were sent to other workers after the loss.
+        served_s: Seconds of workers' cores that were used, over all workers.
+        events: Number of simulated events.
+    """
+
+    step_s: float
+    median_s: float
+    p99_s: float
+    utilization: Mapping[str, float]
+    ends_s: Sequence[float]
+    durations_s: Sequence[float]
+    counted_from_s: float
+    until_s: float
+    lost_at_s: float | None
+    recomputed_calls: float
+    resent_bytes: float
+    served_s: float
+    events: int
+
+
+def simulate(costs: Costs, setup: FleetSetup, *, seed: int = 0, steps: float = MEASURED_STEPS) -> SimulatedFleet:
+    """Simulates a fleet whose sessions have run for long, and the loss of racks if the setup has one.
+
+    Args:
+        costs: Costs of one segment with one micro-batch.
+        setup: The fleet. Its lost racks fail when steps begin to count.
+        seed: Seed of the sessions' offsets in time and, if they are placed at random, of their workers.
+        steps: Number of steps that count, in the balance of flows before the loss.
+    """
+    return _Fleet(costs, setup, seed, steps).run()
+
+
+class _Fleet:
+    def __init__(self, costs: Costs, setup: FleetSetup, seed: int, steps: float) -> None:
+        self._costs, self._setup = costs, setup
+        expected = flow(costs, setup)
+        self._counted_from_s = WARM_STEPS * expected.step_s
+        self._until_s = self._counted_from_s + steps * expected.step_s
+        self._random = random.Random(seed)
+        self._workers_of = self._place()
+        link = per_second(setup.worker_link_bytes_per_s)
+        self._cores = [SharedResource(1.0) for _ in range(setup.workers)]
+        self._ups = [SharedResource(link) for _ in range(setup.workers)] if link < math.inf else []
+        self._downs = [SharedResource(link) for _ in range(setup.workers)] if link < math.inf else []
+        rack_link = per_second(setup.rack_link_bytes_per_s)
+        racks = setup.racks if rack_link < math.inf else 0
+        # A rack that is partly filled has a link of its own all the same.
+        self._rack_ups = [SharedResource(rack_link) for _ in range(racks)]
+        self._rack_downs = [SharedResource(rack_link) for _ in range(racks)]
+        sessions = range(setup.sessions)
+        self._now_s = 0.0
+        self._events: list[tuple[float, int, SharedResource | None, int]] = []
+        self._numbers = count()
+        self._balanced = expected.demand
+        self._demand_of = [self._balanced] * setup.sessions
+        self._phase = [-1 for _ in sessions]
+        self._pending = [0 for _ in sessions]
+        self._ready_s = [0.0 for _ in sessions]
+        self._phase_began_s = [0.0 for _ in sessions]
+        self._step_began_s = [0.0 for _ in sessions]
+        self._fell_back: dict[int, set[int]] = {}
+        self._owed_bytes: dict[tuple[int, int], float] = {}
+        self._ends_s, self._durations_s = array("d"), array("d")
+        self._recomputed, self._resent = 0.0, 0.0
+        self._lost_at_s: float | None = None
+        self._survivors = setup.workers
+        for session in sessions:
+            heappush(self._events, (self._random.random() * expected.step_s, next(self._numbers), None, session))
+
+    def _place(self) -> list[list[int]]:
+        setup, each = self._setup, self._setup.workers_per_session
+        if setup.placement == "random":
+            return [self._random.sample(range(setup.workers), each) for _ in range(setup.sessions)]
+        # Which of its workers comes first changes from lap to lap, because the first ones may get more segments.
+        laps = [session * each // setup.workers for session in range(setup.sessions)]
+        return [
+            [(session * each + (own + laps[session]) % each) % setup.workers for own in range(each)]
+            for session in range(setup.sessions)
+        ]
+
+    def run(self) -> SimulatedFleet:
+        """Runs the simulation."""
+        events, used = self._events, 0
+        busy_before: dict[str, float] | None = None
+        while events:
+            at_s, _, resource, number = heappop(events)
+            if at_s >= self._counted_from_s and busy_before is None:
+                self._now_s = self._counted_from_s
+                busy_before = self._busy_s()
+                self._lose_racks()
+                heappush(events, (at_s, next(self._numbers), resource, number))  # the loss may have made it invalid
+                continue
+            if at_s > self._until_s:
+                break
+            used += 1
+            self._now_s = at_s
+            if resource is None:
+                self._next_phase(number)
+            elif resource.changes == number:
+                session, tail_s, next_end_s = resource.end(at_s)
+                if next_end_s is not None:
+                    heappush(events, (next_end_s, next(self._numbers), resource, resource.changes))
+                self._job_ended(session, at_s + tail_s)
+        self._now_s = self._until_s
+        return self._result(busy_before or {}, used)
+
+    def _next_phase(self, session: int) -> None:
+        phases = self._demand_of[session].phases
+        self._phase[session] += 1
+        if self._phase[session] == len(phases):
+            self._end_step(session)
+            phases = self._demand_of[session].phases
+        elif self._phase[session] == 0:
+            self._step_began_s[session] = self._now_s
+        self._begin(session, phases[self._phase[session]])
+
+    def _end_step(self, session: int) -> None:
+        self._ends_s.append(self._now_s)
+        self._durations_s.append(self._now_s - self._step_began_s[session])
+        self._fell_back.pop(session, None)
+        self._demand_of[session] = self._balanced
+        self._phase[session], self._step_began_s[session] = 0, self._now_s
+
+    def _begin(self, session: int, phase: Phase) -> None:
+        now_s, setup = self._now_s, self._setup
+        self._phase_began_s[session] = now_s
+        ready_s, pending = now_s + phase.trainer_s, 0
+        fell_back: Collection[int] = self._fell_back.get(session, ())
+        if fell_back and self._survivors and phase.shares and not phase.shares[0].down_bytes:
+            del self._fell_back[session]  # a new micro-batch begins, which uses the other workers
+            fell_back = ()
+        for share in phase.shares:
+            if share.worker in fell_back:
+                if share.down_bytes:
+                    ready_s += self._recompute(share, 1.0)
+                continue
+            worker = self._workers_of[session][share.worker]
+            rack = worker // setup.rack_size
+            up_bytes = share.up_bytes
+            if self._owed_bytes and up_bytes:
+                owed = self._owed_bytes.pop((session, share.worker), 0.0)
+                self._resent += owed
+                up_bytes += owed
+            if share.compute_s:
+                self._arrive(self._cores[worker], share.compute_s, session, share.compute_tail_s)
+                pending += 1
+            if up_bytes and self._ups:
+                self._arrive(self._ups[worker], up_bytes, session, share.up_tail_s)
+                pending += 1
+            if share.down_bytes and self._downs:
+                self._arrive(self._downs[worker], share.down_bytes, session, share.down_tail_s)
+                pending += 1
+            if up_bytes and self._rack_ups:
+                self._arrive(self._rack_ups[rack], up_bytes, session, share.up_tail_s)
+                pending += 1
+            if share.down_bytes and self._rack_downs:
+                self._arrive(self._rack_downs[rack], share.down_bytes, session, share.down_tail_s)
+                pending += 1
+        self._pending[session], self._ready_s[session] = pending, ready_s
+        if not pending:
+            self._wake(session)
+
+    def _arrive(self, resource: SharedResource, work: float, session: int, tail_s: float) -> None:
+        end_s = resource.arrive(self._now_s, work, session, tail_s)
+        heappush(self._events, (end_s, next(self._numbers), resource, resource.changes))
+
+    def _job_ended(self, session: int, ready_s: float) -> None:
+        if ready_s > self._ready_s[session]:
+            self._ready_s[session] = ready_s
+        self._pending[session] -= 1
+        if not self._pending[session]:
+            self._wake(session)
+
+    def _wake(self, session: int) -> None:
+        """Lets the next phase begin when this one is complete; no part of the phase is left to wait for."""
+        heappush(self._events, (self._ready_s[session], next(self._numbers), None, session))
+
+    def _lose_racks(self) -> None:
+        """Takes the workers of the lost racks away, and moves their sessions to the others."""
+        lost = self._setup.workers_lost
+        if not lost:
+            return
+        self._lost_at_s = self._now_s
+        left: dict[int, dict[int, float]] = defaultdict(dict)  # undone parts by session and worker
+        removed: dict[int, int] = defaultdict(int)
+        for worker in range(lost):
+            for resources in (self._cores, self._ups, self._downs):
+                for session, part in resources[worker].remove_all(self._now_s) if resources else ():
+                    removed[session] += 1
+                    own = left[session]
+                    own[worker] = max(own.get(worker, 0.0), part)
+        affected = {
+            session: [own for own, worker in enumerate(workers) if worker < lost]
+            for session, workers in enumerate(self._workers_of)
+            if any(worker < lost for worker in workers)
+        }
+        # The links of lost racks carry nothing else.
+        for resources in (self._rack_ups, self._rack_downs):
+            for resource in resources[: self._setup.racks_lost]:
+                for session, _ in resource.remove_all(self._now_s):
+                    removed[session] += 1
+        spare = count()
+        self._survivors -= lost
+        self._balanced = self._balance_without_lost()
+        for session, positions in affected.items():
+            self._fall_back(session, positions, {self._workers_of[session].index(w): p for w, p in left[session].items()})
+            for own in positions:
+                if self._survivors:
+                    self._workers_of[session][own] = lost + next(spare) % self._survivors
+                    size = self._demand_of[session].frozen_bytes / self._setup.workers_per_session
+                    self._owed_bytes[session, own] = size
+            if removed[session]:
+                self._pending[session] -= removed[session]
+                if not self._pending[session]:
+                    self._wake(session)
+
+    def _balance_without_lost(self) -> Demand:
+        """Returns what a session asks for from its next step on. Without any worker its trainer recomputes everything."""
+        if self._survivors:
+            return flow(self._costs, self._setup, workers=self._survivors).demand
+        alone_s = torch_step_s(self._costs, self._setup)
+        return Demand((Phase(alone_s, ()),), 0, 0, alone_s, 0.0, 0.0)
+
+    def _fall_back(self, session: int, positions: Sequence[int], left: Mapping[int, float]) -> None:
+        """Lets a trainer recompute what its lost workers had not returned in the step that it is in."""
+        if self._phase[session] < 0:
+            return
+        phase = self._demand_of[session].phases[self._phase[session]]
+        for share in phase.shares:
+            if share.worker in positions and share.worker in left and share.down_bytes:
+                # Sums of a block's gradients that a worker holds are lost with it, so all of its part is computed again.
+                part = 1.0 if self._setup.is_deferred else left[share.worker]
+                again_s = self._recompute(share, part)
+                self._ready_s[session] = max(self._ready_s[session] + again_s, self._now_s + SILENCE_S + again_s)
+        self._fell_back[session] = {*positions}
+
+    def _recompute(self, share: WorkerShare, part: float) -> float:
+        """Counts a part of a worker's segments as recomputed by the trainer. Returns the seconds that takes."""
+        self._recomputed += part * share.calls
+        own_s = (self._costs.replay_s + self._costs.replay_backward_s) / self._setup.trainer_speed
+        return part * share.calls * own_s
+
+    def _kinds(self) -> dict[str, list[SharedResource]]:
+        return {
+            "worker compute": self._cores,
+            "worker link up": self._ups,
+            "worker link down": self._downs,
+            "rack link up": self._rack_ups,
+            "rack link down": self._rack_downs,
+        }
+
+    def _busy_s(self) -> dict[str, float]:
+        for resources in self._kinds().values():
+            for resource in resources:
+                resource.advance(self._now_s)
+        return {kind: sum(one.busy_s for one in resources) for kind, resources in self._kinds().items()}
+
+    def _result(self, busy_before: Mapping[str, float], used: int) -> SimulatedFleet:
+        busy = self._busy_s()
+        passed_s = self._until_s - self._counted_from_s
+        first = bisect_left(self._ends_s, self._counted_from_s)
+        counted = sorted(self._durations_s[first:]) or [math.nan, math.nan]
+        cuts = quantiles(counted, n=100) if len(counted) > 1 else [counted[0]] * 99
+        return SimulatedFleet(
+            step_s=fmean(counted),
+            median_s=cuts[49],
+            p99_s=cuts[98],
+            utilization={
+                kind: (busy[kind] - busy_before.get(kind, 0.0)) / passed_s / len(resources)
+                for kind, resources in self._kinds().items()
+                if resources
+            },
+            ends_s=self._ends_s,
+            durations_s=self._durations_s,
+            counted_from_s=self._counted_from_s,
+            until_s=self._until_s,
+            lost_at_s=self._lost_at_s,
+            recomputed_calls=self._recomputed,
+            resent_bytes=self._resent,
+            served_s=busy["worker compute"],
+            events=used,
+        )
