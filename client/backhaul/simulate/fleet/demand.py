@@ -28,7 +28,9 @@ class WorkerShare:
     Attributes:
         worker: Which of the session's workers it is, from 0.
         calls: Number of segments whose work this is, counted once for each micro-batch.
-        compute_s: Seconds of the worker's core.
+        ahead_s: Seconds of the worker's core that it may use before it is asked, for the replays of the next phases.
+        ahead_from_s: Seconds from the beginning of the phase until that work can begin.
+        compute_s: Seconds of the worker's core that the phase waits for, besides work that should have been done ahead.
         up_bytes: Bytes from the trainer to the worker.
         down_bytes: Bytes from the worker to the trainer.
         compute_tail_s: Seconds from the end of the computation to the earliest end of the phase.
@@ -38,6 +40,8 @@ class WorkerShare:
 
     worker: int
     calls: int
+    ahead_s: float
+    ahead_from_s: float
     compute_s: float
     up_bytes: float
     down_bytes: float
@@ -68,6 +72,9 @@ class Demand:
         remote_segments: Number of a micro-batch's segments that workers compute at first; the trainer computes the others.
         remote_calls: Number of segments that workers compute in the step, over all micro-batches.
         trainer_compute_s: Seconds of the trainer's core.
+        own_s: Seconds in which the trainer recomputes a segment and its backward itself.
+        most_waiting: Number of sessions that wait for a worker's backward at most. The trainers of further ones compute
+            the segment themselves, because the queue takes longer than they wait. Infinity in a block.
         frozen_bytes: Bytes of frozen parameters of the remote segments. They travel once to each new worker.
         held_bytes: Bytes that the session keeps on all of its workers at its peak: parameters, boundaries and results.
     """
@@ -76,13 +83,15 @@ class Demand:
     remote_segments: int
     remote_calls: int
     trainer_compute_s: float
+    own_s: float
+    most_waiting: float
     frozen_bytes: float
     held_bytes: float
 
     @cached_property
     def worker_s(self) -> float:
         """Seconds of workers' cores, over all workers."""
-        return sum(share.compute_s for phase in self.phases for share in phase.shares)
+        return sum(share.ahead_s + share.compute_s for phase in self.phases for share in phase.shares)
 
     @cached_property
     def up_bytes(self) -> float:
@@ -100,27 +109,29 @@ class Demand:
         Args:
             bytes_per_s: Bandwidth of a worker's link.
         """
-        return sum(
-            max(
-                phase.trainer_s,
-                *(
-                    end
-                    for share in phase.shares
-                    for end in (
-                        share.compute_s + share.compute_tail_s,
-                        share.up_bytes / bytes_per_s + share.up_tail_s,
-                        share.down_bytes / bytes_per_s + share.down_tail_s,
-                    )
-                ),
-                0.0,
-            )
-            for phase in self.phases
-        )
+        now_s, ahead_ends_s = 0.0, dict[int, float]()
+        for phase in self.phases:
+            ends_s = [phase.trainer_s]
+            for share in phase.shares:
+                if share.ahead_s:
+                    ahead_ends_s[share.worker] = now_s + share.ahead_from_s + share.ahead_s
+                if share.compute_s:
+                    left_s = max(0.0, ahead_ends_s.pop(share.worker, 0.0) - now_s)
+                    ends_s.append(left_s + share.compute_s + share.compute_tail_s)
+                ends_s.append(share.up_bytes / bytes_per_s + share.up_tail_s)
+                ends_s.append(share.down_bytes / bytes_per_s + share.down_tail_s)
+            now_s += max(ends_s)
+        return now_s
 
 
 def per_second(bytes_per_s: float) -> float:
     """Returns a bandwidth as a number to divide by: infinity for 0, which means unlimited."""
     return bytes_per_s or math.inf
+
+
+def patience_s(expected_s: float) -> float:
+    """Returns the queue that a trainer accepts before a segment that takes so long, in seconds (`deadlines.py`)."""
+    return max(1.0, 2 * expected_s)
 
 
 @lru_cache(maxsize=4096)
@@ -210,6 +221,8 @@ def _waiting(costs: Costs, setup: FleetSetup) -> Demand:
         setup.segments,
         setup.segments * setup.micro_batches,
         computed + up * rates.send_s + down * rates.receive_s + optimizer_s,
+        rates.own_s,
+        1 + patience_s(rates.replay_s + rates.backward_s) // (rates.replay_s + rates.backward_s),
         setup.segments * (costs.weight_bytes - rates.trained_bytes),
         setup.segments * (costs.weight_bytes + boundary + rates.trained_bytes + boundary + costs.footprint.ready_bytes),
     )
@@ -218,7 +231,7 @@ def _waiting(costs: Costs, setup: FleetSetup) -> Demand:
 def _forward_phase(
     rates: _Rates, setup: FleetSetup, runs: Sequence[tuple[int, tuple[int, int]]], sent_bytes: float
 ) -> Phase:
-    """Returns the phase from the beginning of forward until each worker has replayed its segments."""
+    """Returns the phase from the beginning of forward until all of the segments have reached their workers."""
     segment_s = rates.forward_s + sent_bytes * rates.send_s
     arrival_s = max(sent_bytes / rates.link, sent_bytes * rates.ingest_s) + setup.latency_s
     shares = []
@@ -228,10 +241,12 @@ def _forward_phase(
             WorkerShare(
                 number,
                 size,
-                compute_s=size * (rates.replay_s + sent_bytes * rates.ingest_s),
+                ahead_s=size * (rates.replay_s + sent_bytes * rates.ingest_s),
+                ahead_from_s=begin * segment_s + arrival_s,
+                compute_s=0.0,
                 up_bytes=size * sent_bytes,
                 down_bytes=0.0,
-                compute_tail_s=begin * segment_s + arrival_s,
+                compute_tail_s=0.0,
                 up_tail_s=begin * segment_s + setup.latency_s + rates.replay_s,
                 down_tail_s=0.0,
             )
@@ -253,6 +268,8 @@ def _backward_phase(
     share = WorkerShare(
         worker,
         size,
+        ahead_s=0.0,
+        ahead_from_s=0.0,
         compute_s=size * (rates.backward_s + returned_bytes * rates.answer_s),
         up_bytes=boundary,
         down_bytes=size * returned_bytes,
@@ -311,6 +328,8 @@ def _deferred(costs: Costs, setup: FleetSetup, contention: float) -> Demand:
             WorkerShare(
                 number,
                 sum(parts_of_one),
+                ahead_s=0.0,
+                ahead_from_s=0.0,
                 compute_s=sum(parts_of_one) * (rates.replay_s + rates.backward_s)
                 + up * rates.ingest_s
                 + down * rates.answer_s,
@@ -339,6 +358,8 @@ def _deferred(costs: Costs, setup: FleetSetup, contention: float) -> Demand:
         remote,
         calls,
         busy_s + optimizer_s,
+        rates.own_s,
+        math.inf,
         remote * (costs.weight_bytes - rates.trained_bytes),
         remote * block_bytes,
     )

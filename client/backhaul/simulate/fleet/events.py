@@ -15,7 +15,7 @@ from backhaul.simulate.costs import Costs
 from backhaul.simulate.fleet.demand import Demand, Phase, WorkerShare, per_second
 from backhaul.simulate.fleet.flow import flow, torch_step_s
 from backhaul.simulate.fleet.setup import SILENCE_S, FleetSetup
-from backhaul.simulate.fleet.shared_resource import SharedResource
+from backhaul.simulate.fleet.shared_resource import NOBODY, SharedResource
 
 WARM_STEPS, MEASURED_STEPS = 2.5, 2.5
 """Steps of the balance of flows that are simulated before anything counts, and those that count."""
@@ -36,6 +36,7 @@ class SimulatedFleet:
         until_s: Time at which the simulation ended.
         lost_at_s: Time at which racks were lost; None without a loss.
         recomputed_calls: Segment calls that trainers recomputed because their worker was lost.
+        busy_calls: Segment calls that trainers computed because their worker's queue was too long.
         resent_bytes: Bytes of frozen parameters that were sent to other workers after the loss.
         served_s: Seconds of workers' cores that were used, over all workers.
         events: Number of simulated events.
@@ -51,6 +52,7 @@ class SimulatedFleet:
     until_s: float
     lost_at_s: float | None
     recomputed_calls: float
+    busy_calls: int
     resent_bytes: float
     served_s: float
     events: int
@@ -66,6 +68,23 @@ def simulate(costs: Costs, setup: FleetSetup, *, seed: int = 0, steps: float = M
         steps: Number of steps that count, in the balance of flows before the loss.
     """
     return _Fleet(costs, setup, seed, steps).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Asking:
+    """A session's request for a worker's part of a backward.
+
+    Attributes:
+        share: What is asked for.
+        worker: Number of the worker in the fleet.
+        calls: Number of its segments that nobody computes yet.
+        left_s: Seconds that their replays still take, because the worker had no time to do them ahead.
+    """
+
+    share: WorkerShare
+    worker: int
+    calls: int
+    left_s: float
 
 
 class _Fleet:
@@ -98,6 +117,9 @@ class _Fleet:
         self._step_began_s = [0.0 for _ in sessions]
         self._fell_back: dict[int, set[int]] = {}
         self._owed_bytes: dict[tuple[int, int], float] = {}
+        self._releases: dict[int, tuple[int, int, float]] = {}  # session, worker and work, by negative numbers
+        self._asking: dict[int, _Asking] = {}
+        self._busy_calls = 0
         self._ends_s, self._durations_s = array("d"), array("d")
         self._recomputed, self._resent = 0.0, 0.0
         self._lost_at_s: float | None = None
@@ -133,12 +155,17 @@ class _Fleet:
             used += 1
             self._now_s = at_s
             if resource is None:
-                self._next_phase(number)
+                if number < 0:
+                    self._begin_ahead(*self._releases.pop(number))
+                elif number in self._asking:
+                    self._ask(number)
+                else:
+                    self._next_phase(number)
             elif resource.changes == number:
-                session, tail_s, next_end_s = resource.end(at_s)
-                if next_end_s is not None:
-                    heappush(events, (next_end_s, next(self._numbers), resource, resource.changes))
-                self._job_ended(session, at_s + tail_s)
+                session, tail_s = resource.end(at_s)
+                self._plan(resource, resource.next_end_s())
+                if session != NOBODY:
+                    self._job_ended(session, at_s + tail_s)
         self._now_s = self._until_s
         return self._result(busy_before or {}, used)
 
@@ -160,7 +187,7 @@ class _Fleet:
         self._phase[session], self._step_began_s[session] = 0, self._now_s
 
     def _begin(self, session: int, phase: Phase) -> None:
-        now_s, setup = self._now_s, self._setup
+        now_s, setup, asked = self._now_s, self._setup, self._demand_of[session]
         self._phase_began_s[session] = now_s
         ready_s, pending = now_s + phase.trainer_s, 0
         fell_back: Collection[int] = self._fell_back.get(session, ())
@@ -179,6 +206,14 @@ class _Fleet:
                 owed = self._owed_bytes.pop((session, share.worker), 0.0)
                 self._resent += owed
                 up_bytes += owed
+            if share.ahead_s:
+                number = ~next(self._numbers)
+                self._releases[number] = (session, worker, share.ahead_s)
+                heappush(self._events, (now_s + share.ahead_from_s, next(self._numbers), None, number))
+            if share.compute_s and asked.most_waiting < math.inf:
+                left_s = self._cores[worker].take_ahead(now_s, session)
+                self._asking[session] = _Asking(share, worker, share.calls, left_s)
+                continue
             if share.compute_s:
                 self._arrive(self._cores[worker], share.compute_s, session, share.compute_tail_s)
                 pending += 1
@@ -195,12 +230,53 @@ class _Fleet:
                 self._arrive(self._rack_downs[rack], share.down_bytes, session, share.down_tail_s)
                 pending += 1
         self._pending[session], self._ready_s[session] = pending, ready_s
-        if not pending:
+        if session in self._asking:
+            self._ask(session)
+        elif not pending:
             self._wake(session)
 
+    def _begin_ahead(self, session: int, worker: int, work_s: float) -> None:
+        """Lets a worker replay a session's segments that have reached it, while nobody waits for it."""
+        if worker in self._workers_of[session]:  # it may have been lost meanwhile
+            core = self._cores[worker]
+            self._plan(core, core.arrive_ahead(self._now_s, work_s, session))
+
+    def _ask(self, session: int) -> None:
+        """Asks a worker for the backward of a session's segments, or lets the trainer compute the next one of them."""
+        asking = self._asking.pop(session)
+        asked, share, core = self._demand_of[session], asking.share, self._cores[asking.worker]
+        if not asking.calls:
+            self._wake(session)
+            return
+        if core.waited_for >= asked.most_waiting:
+            self._busy_calls += 1
+            self._ready_s[session] = max(self._ready_s[session], self._now_s + asked.own_s)
+            left_s = asking.left_s * (asking.calls - 1) / asking.calls
+            self._asking[session] = _Asking(share, asking.worker, asking.calls - 1, left_s)
+            heappush(self._events, (self._now_s + asked.own_s, next(self._numbers), None, session))
+            return
+        part = asking.calls / share.calls
+        self._arrive(core, asking.left_s + part * share.compute_s, session, share.compute_tail_s)
+        rack = asking.worker // self._setup.rack_size
+        links = [
+            (self._ups, asking.worker, share.up_bytes, share.up_tail_s),
+            (self._downs, asking.worker, part * share.down_bytes, share.down_tail_s),
+            (self._rack_ups, rack, share.up_bytes, share.up_tail_s),
+            (self._rack_downs, rack, part * share.down_bytes, share.down_tail_s),
+        ]
+        self._pending[session] = 1
+        for resources, number, size_bytes, tail_s in links:
+            if resources and size_bytes:
+                self._arrive(resources[number], size_bytes, session, tail_s)
+                self._pending[session] += 1
+
     def _arrive(self, resource: SharedResource, work: float, session: int, tail_s: float) -> None:
-        end_s = resource.arrive(self._now_s, work, session, tail_s)
-        heappush(self._events, (end_s, next(self._numbers), resource, resource.changes))
+        self._plan(resource, resource.arrive(self._now_s, work, session, tail_s))
+
+    def _plan(self, resource: SharedResource, end_s: float | None) -> None:
+        """Plans the end of a resource's next job, which is void if the resource changes before."""
+        if end_s is not None:
+            heappush(self._events, (end_s, next(self._numbers), resource, resource.changes))
 
     def _job_ended(self, session: int, ready_s: float) -> None:
         if ready_s > self._ready_s[session]:
@@ -240,9 +316,15 @@ class _Fleet:
         spare = count()
         self._survivors -= lost
         self._balanced = self._balance_without_lost()
-        for session, positions in affected.items():
-            self._fall_back(session, positions, {self._workers_of[session].index(w): p for w, p in left[session].items()})
-            for own in positions:
+        for session, lost_workers in affected.items():
+            parts = {self._workers_of[session].index(worker): part for worker, part in left[session].items()}
+            asking = self._asking.get(session)
+            if asking is not None and asking.share.worker in lost_workers:
+                del self._asking[session]
+                parts[asking.share.worker] = asking.calls / asking.share.calls
+                # The event at which the trainer would have asked again ends the phase now.
+            self._fall_back(session, lost_workers, parts)
+            for own in lost_workers:
                 if self._survivors:
                     self._workers_of[session][own] = lost + next(spare) % self._survivors
                     size = self._demand_of[session].frozen_bytes / self._setup.workers_per_session
@@ -257,7 +339,7 @@ class _Fleet:
         if self._survivors:
             return flow(self._costs, self._setup, workers=self._survivors).demand
         alone_s = torch_step_s(self._costs, self._setup)
-        return Demand((Phase(alone_s, ()),), 0, 0, alone_s, 0.0, 0.0)
+        return Demand((Phase(alone_s, ()),), 0, 0, alone_s, 0.0, math.inf, 0.0, 0.0)
 
     def _fall_back(self, session: int, positions: Sequence[int], left: Mapping[int, float]) -> None:
         """Lets a trainer recompute what its lost workers had not returned in the step that it is in."""
@@ -314,6 +396,7 @@ class _Fleet:
             until_s=self._until_s,
             lost_at_s=self._lost_at_s,
             recomputed_calls=self._recomputed,
+            busy_calls=self._busy_calls,
             resent_bytes=self._resent,
             served_s=busy["worker compute"],
             events=used,

@@ -8,7 +8,8 @@ of it. So t is at least
     S x up_bytes / (W x bandwidth)      the workers' links, and the same for down_bytes
     S x up_bytes / (R x bandwidth)      the links of R racks, and the same for down_bytes
 
-The largest of these is the step, and its resource binds. It is reached if the sessions never all wait at once.
+The largest of these is the step, and its resource binds. It is reached if the sessions never all wait at once. Trainers
+bound the second line, because they compute a segment themselves if the queue before it is too long (`_of_busy_workers`).
 """
 
 import math
@@ -40,6 +41,8 @@ class Flow:
         demand: What a session's step asks for.
         contention: The factor by which segments take longer on a worker than for a session alone, in the view of a
             trainer that chooses its share of an accumulation block. 1 without blocks.
+        kept: The part of the remote segments that workers compute. Trainers compute the others, because the workers'
+            queues are too long. 1 in a block.
     """
 
     step_s: float
@@ -47,6 +50,7 @@ class Flow:
     needs_s: Mapping[str, float]
     demand: Demand
     contention: float
+    kept: float
 
     def utilization(self, resource: str) -> float:
         """Returns the part of a step during which a resource is in use, from 0 to 1."""
@@ -81,10 +85,11 @@ def _balance(costs: Costs, setup: FleetSetup, workers: int, contention: float) -
     asked = demand(costs, setup, contention)
     link, rack_link = per_second(setup.worker_link_bytes_per_s), per_second(setup.rack_link_bytes_per_s)
     racks = workers / setup.rack_size  # a partly filled rack gets a part of the sessions
-    up, down = setup.sessions * asked.up_bytes, setup.sessions * asked.down_bytes
     alone_s = asked.alone_s(link)
+    worker_s, kept = _of_busy_workers(setup, workers, asked)
+    up, down = setup.sessions * asked.up_bytes, setup.sessions * asked.down_bytes * kept
     needs_s = {
-        "worker compute": setup.sessions * asked.worker_s / workers,
+        "worker compute": worker_s,
         "worker link up": up / workers / link,
         "worker link down": down / workers / link,
         "rack link up": up / racks / rack_link,
@@ -96,7 +101,30 @@ def _balance(costs: Costs, setup: FleetSetup, workers: int, contention: float) -
     busiest = max(needs_s, key=lambda name: needs_s[name])
     step_s = max(alone_s, needs_s[busiest])
     binds = busiest if needs_s[busiest] >= (1 - HELPS) * step_s else CHAIN
-    return Flow(step_s, binds, needs_s, asked, contention)
+    return Flow(step_s, binds, needs_s, asked, contention, kept)
+
+
+def _of_busy_workers(setup: FleetSetup, workers: int, asked: Demand) -> tuple[float, float]:
+    """Returns the seconds that the workers' cores need for a step, and the part of the segments that they compute.
+
+    A trainer that would wait too long for a segment computes it itself. Let m sessions wait for each worker at most, and w
+    be the seconds of a worker's core for a segment. A segment then takes m x w on a worker, and own_s on the trainer.
+    The workers compute a part p of all segments, and are always busy, so
+
+        step = base + segments x (p x m x w + (1 - p) x own_s),    p = workers x step / (sessions x segments x w)
+
+    where base is what the trainer does besides. Solved for the step this is the first number below.
+    """
+    needed_s = setup.sessions * asked.worker_s / workers
+    if asked.most_waiting == math.inf:
+        return needed_s, 1.0
+    segments, each_s = asked.remote_calls, asked.worker_s / asked.remote_calls
+    base_s = sum(phase.trainer_s for phase in asked.phases if not any(share.down_bytes for share in phase.shares))
+    gained = workers / setup.sessions * (asked.most_waiting * each_s - asked.own_s) / each_s
+    if gained >= 1:
+        return needed_s, 1.0
+    step_s = (base_s + segments * asked.own_s) / (1 - gained)
+    return (step_s, step_s / needed_s) if step_s < needed_s else (needed_s, 1.0)
 
 
 def enough_workers(costs: Costs, setup: FleetSetup) -> int:
@@ -104,7 +132,9 @@ def enough_workers(costs: Costs, setup: FleetSetup) -> int:
 
     Without blocks this is S x (worker_s or bytes / bandwidth) / alone, for the resource that asks for most workers.
     """
-    unlimited_s = flow(costs, setup, workers=max(setup.workers_per_session, setup.sessions * setup.workers_per_session * 64)).step_s
+    unlimited_s = flow(
+        costs, setup, workers=max(setup.workers_per_session, setup.sessions * setup.workers_per_session * 64)
+    ).step_s
     low, high = setup.workers_per_session - 1, setup.sessions * setup.workers_per_session * 64
     while high - low > max(1, low // 1000):
         middle = (low + high) // 2

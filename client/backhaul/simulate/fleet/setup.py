@@ -86,7 +86,9 @@ class FleetSetup:
                 f"{self.segments} segments: a session cannot divide its segments among more workers than either"
             )
         if not 0 <= self.racks_lost <= self.racks:
-            raise SettingError(f"racks_lost is {self.racks_lost}, but the {self.workers} workers fill {self.racks} racks")
+            raise SettingError(
+                f"racks_lost is {self.racks_lost}, but the {self.workers} workers fill {self.racks} racks"
+            )
 
     @property
     def racks(self) -> int:
