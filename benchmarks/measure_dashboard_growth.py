@@ -2,10 +2,10 @@
 
     python benchmarks/measure_dashboard_growth.py [--seconds 20] [--costs docs/simulation.json]
 
-It measures several sizes with the method of measure_dashboard.py, fits a line through them, and prints the costs for each
-worker and session as JSON. With --costs it also writes them to a file of `backhaul simulate --json`, for the predictions
-of `backhaul simulate-fleet`. The workers and sessions are simulated in this process. Each session reports a step of one
-second with eight segments.
+It measures several sizes with the method of measure_dashboard.py, fits a line through them, and prints the costs for
+each worker and session as JSON. With --costs it also writes them to a file of `backhaul simulate --json`, for the
+predictions of `backhaul simulate-fleet`. The workers and sessions are simulated in this process. Each session reports a
+step of one second with eight segments.
 """
 
 import argparse
@@ -22,10 +22,10 @@ from typing import Any, Self
 
 import httpx
 import numpy as np
-from measure_dashboard import cpu_s, look
 
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.version import version
+from measure_dashboard import cpu_s, look
 from support.reporting import FakeWorker, Training
 
 SIZES = ((50, 50), (100, 50), (200, 50), (50, 100), (50, 200), (50, 400))

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from backhaul.simulate.costs import Costs
 from backhaul.simulate.fleet.dashboard_costs import DashboardCosts
-from backhaul.simulate.fleet.events import SimulatedFleet, simulate
+from backhaul.simulate.fleet.events import simulate
 from backhaul.simulate.fleet.figure import FigurePanel, draw_figure
 from backhaul.simulate.fleet.flow import enough_workers, flow, torch_step_s
+from backhaul.simulate.fleet.outcome import SimulatedFleet
 from backhaul.simulate.fleet.setup import FleetSetup
 
 _LINKS = [

@@ -117,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--placement",
         choices=PLACEMENTS,
         default="even",
-        help="whether all workers have equally many sessions, or sessions choose theirs at random (default: %(default)s)",
+        help="whether workers have equally many sessions, or sessions choose theirs at random (default: %(default)s)",
     )
     add("--seed", type=int, default=0, metavar="N", help="seed of the simulation (default: %(default)s)")
     add(

@@ -3,59 +3,21 @@
 import math
 import random
 from array import array
-from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
-from statistics import fmean, quantiles
 
 from backhaul.simulate.costs import Costs
-from backhaul.simulate.fleet.demand import Demand, Phase, WorkerShare, per_second
 from backhaul.simulate.fleet.flow import flow, torch_step_s
+from backhaul.simulate.fleet.outcome import SimulatedFleet
+from backhaul.simulate.fleet.phases import Demand, Phase, WorkerShare
+from backhaul.simulate.fleet.resources import FleetResources
 from backhaul.simulate.fleet.setup import SILENCE_S, FleetSetup
 from backhaul.simulate.fleet.shared_resource import NOBODY, SharedResource
 
 WARM_STEPS, MEASURED_STEPS = 2.5, 2.5
 """Steps of the balance of flows that are simulated before anything counts, and those that count."""
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedFleet:
-    """What a simulated fleet did.
-
-    Attributes:
-        step_s: Mean duration of the steps that ended while steps were counted, in seconds.
-        median_s: Median duration of these steps, in seconds.
-        p99_s: Duration that one step in a hundred exceeds, in seconds.
-        utilization: For each shared resource the mean part of the time during which it was in use, from 0 to 1.
-        ends_s: Time of the end of every simulated step, in seconds, ascending.
-        durations_s: Duration of the same steps, in seconds.
-        counted_from_s: Time from which on steps counted.
-        until_s: Time at which the simulation ended.
-        lost_at_s: Time at which racks were lost; None without a loss.
-        recomputed_calls: Segment calls that trainers recomputed because their worker was lost.
-        busy_calls: Segment calls that trainers computed because their worker's queue was too long.
-        resent_bytes: Bytes of frozen parameters that were sent to other workers after the loss.
-        served_s: Seconds of workers' cores that were used, over all workers.
-        events: Number of simulated events.
-    """
-
-    step_s: float
-    median_s: float
-    p99_s: float
-    utilization: Mapping[str, float]
-    ends_s: Sequence[float]
-    durations_s: Sequence[float]
-    counted_from_s: float
-    until_s: float
-    lost_at_s: float | None
-    recomputed_calls: float
-    busy_calls: int
-    resent_bytes: float
-    served_s: float
-    events: int
 
 
 def simulate(costs: Costs, setup: FleetSetup, *, seed: int = 0, steps: float = MEASURED_STEPS) -> SimulatedFleet:
@@ -95,15 +57,7 @@ class _Fleet:
         self._until_s = self._counted_from_s + steps * expected.step_s
         self._random = random.Random(seed)
         self._workers_of = self._place()
-        link = per_second(setup.worker_link_bytes_per_s)
-        self._cores = [SharedResource(1.0) for _ in range(setup.workers)]
-        self._ups = [SharedResource(link) for _ in range(setup.workers)] if link < math.inf else []
-        self._downs = [SharedResource(link) for _ in range(setup.workers)] if link < math.inf else []
-        rack_link = per_second(setup.rack_link_bytes_per_s)
-        racks = setup.racks if rack_link < math.inf else 0
-        # A rack that is partly filled has a link of its own all the same.
-        self._rack_ups = [SharedResource(rack_link) for _ in range(racks)]
-        self._rack_downs = [SharedResource(rack_link) for _ in range(racks)]
+        self._resources = FleetResources(setup)
         sessions = range(setup.sessions)
         self._now_s = 0.0
         self._events: list[tuple[float, int, SharedResource | None, int]] = []
@@ -113,7 +67,6 @@ class _Fleet:
         self._phase = [-1 for _ in sessions]
         self._pending = [0 for _ in sessions]
         self._ready_s = [0.0 for _ in sessions]
-        self._phase_began_s = [0.0 for _ in sessions]
         self._step_began_s = [0.0 for _ in sessions]
         self._fell_back: dict[int, set[int]] = {}
         self._owed_bytes: dict[tuple[int, int], float] = {}
@@ -146,7 +99,7 @@ class _Fleet:
             at_s, _, resource, number = heappop(events)
             if at_s >= self._counted_from_s and busy_before is None:
                 self._now_s = self._counted_from_s
-                busy_before = self._busy_s()
+                busy_before = self._resources.busy_s(self._now_s)
                 self._lose_racks()
                 heappush(events, (at_s, next(self._numbers), resource, number))  # the loss may have made it invalid
                 continue
@@ -166,7 +119,6 @@ class _Fleet:
                 self._plan(resource, resource.next_end_s())
                 if session != NOBODY:
                     self._job_ended(session, at_s + tail_s)
-        self._now_s = self._until_s
         return self._result(busy_before or {}, used)
 
     def _next_phase(self, session: int) -> None:
@@ -187,64 +139,46 @@ class _Fleet:
         self._phase[session], self._step_began_s[session] = 0, self._now_s
 
     def _begin(self, session: int, phase: Phase) -> None:
-        now_s, setup, asked = self._now_s, self._setup, self._demand_of[session]
-        self._phase_began_s[session] = now_s
-        ready_s, pending = now_s + phase.trainer_s, 0
+        """Lets a session begin a phase of its step."""
+        self._ready_s[session], self._pending[session] = self._now_s + phase.trainer_s, 0
         fell_back: Collection[int] = self._fell_back.get(session, ())
         if fell_back and self._survivors and phase.shares and not phase.shares[0].down_bytes:
             del self._fell_back[session]  # a new micro-batch begins, which uses the other workers
             fell_back = ()
         for share in phase.shares:
-            if share.worker in fell_back:
-                if share.down_bytes:
-                    ready_s += self._recompute(share, 1.0)
-                continue
-            worker = self._workers_of[session][share.worker]
-            rack = worker // setup.rack_size
-            up_bytes = share.up_bytes
-            if self._owed_bytes and up_bytes:
-                owed = self._owed_bytes.pop((session, share.worker), 0.0)
-                self._resent += owed
-                up_bytes += owed
-            if share.ahead_s:
-                number = ~next(self._numbers)
-                self._releases[number] = (session, worker, share.ahead_s)
-                heappush(self._events, (now_s + share.ahead_from_s, next(self._numbers), None, number))
-            if share.compute_s and asked.most_waiting < math.inf:
-                left_s = self._cores[worker].take_ahead(now_s, session)
-                self._asking[session] = _Asking(share, worker, share.calls, left_s)
-                continue
-            if share.compute_s:
-                self._arrive(self._cores[worker], share.compute_s, session, share.compute_tail_s)
-                pending += 1
-            if up_bytes and self._ups:
-                self._arrive(self._ups[worker], up_bytes, session, share.up_tail_s)
-                pending += 1
-            if share.down_bytes and self._downs:
-                self._arrive(self._downs[worker], share.down_bytes, session, share.down_tail_s)
-                pending += 1
-            if up_bytes and self._rack_ups:
-                self._arrive(self._rack_ups[rack], up_bytes, session, share.up_tail_s)
-                pending += 1
-            if share.down_bytes and self._rack_downs:
-                self._arrive(self._rack_downs[rack], share.down_bytes, session, share.down_tail_s)
-                pending += 1
-        self._pending[session], self._ready_s[session] = pending, ready_s
+            if share.worker not in fell_back:
+                self._give(session, share, self._workers_of[session][share.worker])
+            elif share.down_bytes:
+                self._ready_s[session] += self._recompute(session, share, 1.0)
         if session in self._asking:
             self._ask(session)
-        elif not pending:
+        elif not self._pending[session]:
             self._wake(session)
+
+    def _give(self, session: int, share: WorkerShare, worker: int) -> None:
+        """Gives a worker its part of a phase."""
+        now_s, core = self._now_s, self._resources.cores[worker]
+        if share.ahead_s:
+            number = ~next(self._numbers)
+            self._releases[number] = (session, worker, share.ahead_s)
+            heappush(self._events, (now_s + share.ahead_from_s, next(self._numbers), None, number))
+        if share.compute_s and self._demand_of[session].most_waiting < math.inf:
+            self._asking[session] = _Asking(share, worker, share.calls, core.take_ahead(now_s, session))
+            return
+        if share.compute_s:
+            self._arrive(core, share.compute_s, session, share.compute_tail_s)
+        self._transfer(session, share, worker, share.down_bytes)
 
     def _begin_ahead(self, session: int, worker: int, work_s: float) -> None:
         """Lets a worker replay a session's segments that have reached it, while nobody waits for it."""
         if worker in self._workers_of[session]:  # it may have been lost meanwhile
-            core = self._cores[worker]
+            core = self._resources.cores[worker]
             self._plan(core, core.arrive_ahead(self._now_s, work_s, session))
 
     def _ask(self, session: int) -> None:
         """Asks a worker for the backward of a session's segments, or lets the trainer compute the next one of them."""
         asking = self._asking.pop(session)
-        asked, share, core = self._demand_of[session], asking.share, self._cores[asking.worker]
+        asked, share, core = self._demand_of[session], asking.share, self._resources.cores[asking.worker]
         if not asking.calls:
             self._wake(session)
             return
@@ -257,20 +191,20 @@ class _Fleet:
             return
         part = asking.calls / share.calls
         self._arrive(core, asking.left_s + part * share.compute_s, session, share.compute_tail_s)
-        rack = asking.worker // self._setup.rack_size
-        links = [
-            (self._ups, asking.worker, share.up_bytes, share.up_tail_s),
-            (self._downs, asking.worker, part * share.down_bytes, share.down_tail_s),
-            (self._rack_ups, rack, share.up_bytes, share.up_tail_s),
-            (self._rack_downs, rack, part * share.down_bytes, share.down_tail_s),
-        ]
-        self._pending[session] = 1
-        for resources, number, size_bytes, tail_s in links:
-            if resources and size_bytes:
-                self._arrive(resources[number], size_bytes, session, tail_s)
-                self._pending[session] += 1
+        self._transfer(session, share, asking.worker, part * share.down_bytes)
+
+    def _transfer(self, session: int, share: WorkerShare, worker: int, down_bytes: float) -> None:
+        """Lets links carry a worker's part of a phase, and the frozen parameters that a new worker has not got yet."""
+        up_bytes = share.up_bytes
+        if self._owed_bytes and up_bytes:
+            owed = self._owed_bytes.pop((session, share.worker), 0.0)
+            self._resent += owed
+            up_bytes += owed
+        for link, size_bytes, tail_s in self._resources.links(worker, share, up_bytes, down_bytes):
+            self._arrive(link, size_bytes, session, tail_s)
 
     def _arrive(self, resource: SharedResource, work: float, session: int, tail_s: float) -> None:
+        self._pending[session] += 1
         self._plan(resource, resource.arrive(self._now_s, work, session, tail_s))
 
     def _plan(self, resource: SharedResource, end_s: float | None) -> None:
@@ -279,8 +213,7 @@ class _Fleet:
             heappush(self._events, (end_s, next(self._numbers), resource, resource.changes))
 
     def _job_ended(self, session: int, ready_s: float) -> None:
-        if ready_s > self._ready_s[session]:
-            self._ready_s[session] = ready_s
+        self._ready_s[session] = max(self._ready_s[session], ready_s)
         self._pending[session] -= 1
         if not self._pending[session]:
             self._wake(session)
@@ -295,24 +228,12 @@ class _Fleet:
         if not lost:
             return
         self._lost_at_s = self._now_s
-        left: dict[int, dict[int, float]] = defaultdict(dict)  # undone parts by session and worker
-        removed: dict[int, int] = defaultdict(int)
-        for worker in range(lost):
-            for resources in (self._cores, self._ups, self._downs):
-                for session, part in resources[worker].remove_all(self._now_s) if resources else ():
-                    removed[session] += 1
-                    own = left[session]
-                    own[worker] = max(own.get(worker, 0.0), part)
+        left, removed = self._resources.lose(self._now_s)
         affected = {
             session: [own for own, worker in enumerate(workers) if worker < lost]
             for session, workers in enumerate(self._workers_of)
             if any(worker < lost for worker in workers)
         }
-        # The links of lost racks carry nothing else.
-        for resources in (self._rack_ups, self._rack_downs):
-            for resource in resources[: self._setup.racks_lost]:
-                for session, _ in resource.remove_all(self._now_s):
-                    removed[session] += 1
         spare = count()
         self._survivors -= lost
         self._balanced = self._balance_without_lost()
@@ -320,22 +241,21 @@ class _Fleet:
             parts = {self._workers_of[session].index(worker): part for worker, part in left[session].items()}
             asking = self._asking.get(session)
             if asking is not None and asking.share.worker in lost_workers:
-                del self._asking[session]
                 parts[asking.share.worker] = asking.calls / asking.share.calls
-                # The event at which the trainer would have asked again ends the phase now.
+                self._asking[session] = replace(asking, calls=0)  # so that the trainer does not ask again
             self._fall_back(session, lost_workers, parts)
             for own in lost_workers:
                 if self._survivors:
                     self._workers_of[session][own] = lost + next(spare) % self._survivors
                     size = self._demand_of[session].frozen_bytes / self._setup.workers_per_session
                     self._owed_bytes[session, own] = size
-            if removed[session]:
+            if session in removed:
                 self._pending[session] -= removed[session]
                 if not self._pending[session]:
                     self._wake(session)
 
     def _balance_without_lost(self) -> Demand:
-        """Returns what a session asks for from its next step on. Without any worker its trainer recomputes everything."""
+        """Returns what a session asks for from its next step on; without any worker its trainer computes everything."""
         if self._survivors:
             return flow(self._costs, self._setup, workers=self._survivors).demand
         alone_s = torch_step_s(self._costs, self._setup)
@@ -348,48 +268,20 @@ class _Fleet:
         phase = self._demand_of[session].phases[self._phase[session]]
         for share in phase.shares:
             if share.worker in positions and share.worker in left and share.down_bytes:
-                # Sums of a block's gradients that a worker holds are lost with it, so all of its part is computed again.
+                # The sums of a block's gradients are lost with their worker, so all of its part is computed again.
                 part = 1.0 if self._setup.is_deferred else left[share.worker]
-                again_s = self._recompute(share, part)
+                again_s = self._recompute(session, share, part)
                 self._ready_s[session] = max(self._ready_s[session] + again_s, self._now_s + SILENCE_S + again_s)
         self._fell_back[session] = {*positions}
 
-    def _recompute(self, share: WorkerShare, part: float) -> float:
+    def _recompute(self, session: int, share: WorkerShare, part: float) -> float:
         """Counts a part of a worker's segments as recomputed by the trainer. Returns the seconds that takes."""
         self._recomputed += part * share.calls
-        own_s = (self._costs.replay_s + self._costs.replay_backward_s) / self._setup.trainer_speed
-        return part * share.calls * own_s
-
-    def _kinds(self) -> dict[str, list[SharedResource]]:
-        return {
-            "worker compute": self._cores,
-            "worker link up": self._ups,
-            "worker link down": self._downs,
-            "rack link up": self._rack_ups,
-            "rack link down": self._rack_downs,
-        }
-
-    def _busy_s(self) -> dict[str, float]:
-        for resources in self._kinds().values():
-            for resource in resources:
-                resource.advance(self._now_s)
-        return {kind: sum(one.busy_s for one in resources) for kind, resources in self._kinds().items()}
+        return part * share.calls * self._demand_of[session].own_s
 
     def _result(self, busy_before: Mapping[str, float], used: int) -> SimulatedFleet:
-        busy = self._busy_s()
-        passed_s = self._until_s - self._counted_from_s
-        first = bisect_left(self._ends_s, self._counted_from_s)
-        counted = sorted(self._durations_s[first:]) or [math.nan, math.nan]
-        cuts = quantiles(counted, n=100) if len(counted) > 1 else [counted[0]] * 99
+        busy, passed_s = self._resources.busy_s(self._until_s), self._until_s - self._counted_from_s
         return SimulatedFleet(
-            step_s=fmean(counted),
-            median_s=cuts[49],
-            p99_s=cuts[98],
-            utilization={
-                kind: (busy[kind] - busy_before.get(kind, 0.0)) / passed_s / len(resources)
-                for kind, resources in self._kinds().items()
-                if resources
-            },
             ends_s=self._ends_s,
             durations_s=self._durations_s,
             counted_from_s=self._counted_from_s,
@@ -398,6 +290,7 @@ class _Fleet:
             recomputed_calls=self._recomputed,
             busy_calls=self._busy_calls,
             resent_bytes=self._resent,
-            served_s=busy["worker compute"],
+            busy_s=busy,
+            utilization={kind: (busy[kind] - busy_before.get(kind, 0.0)) / passed_s for kind in busy},
             events=used,
         )

@@ -1,4 +1,4 @@
-"""Draws panels of lines as SVG with the standard library alone. The colours follow the reader's light or dark scheme."""
+"""Draws panels of lines as SVG with the standard library alone. Colours follow the reader's light or dark scheme."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from html import escape
 from math import ceil, floor, isfinite, log10
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _AXIS, _LINE = 310, 210, 66, 42, 30, 44, 18
-_MOST_LINES = 8
+_COLUMNS, _MOST_LINES = 2, 8
 _LIGHT = ("#1f5fa8", "#c2410c", "#15803d", "#7c3aed", "#b45309", "#0e7490", "#be185d", "#525252")
 _DARK = ("#7db7f5", "#fb923c", "#4ade80", "#c4b5fd", "#fbbf24", "#22d3ee", "#f472b6", "#b8b8b8")
 _DASHES = ("", "6 3", "2 3", "8 3 2 3", "", "6 3", "2 3", "8 3 2 3")
@@ -43,15 +43,15 @@ class FigurePanel:
 
 
 def draw_figure(panels: Sequence[FigurePanel], description: str) -> str:
-    """Returns panels side by side as an SVG document.
+    """Returns panels, two beside each other, as an SVG document.
 
     Args:
-        panels: The panels, from left to right.
+        panels: The panels, row by row from left to right.
         description: What the figure shows, for readers who do not see it.
     """
-    legend = max(len(panel.lines) + len(panel.dots) for panel in panels)
-    width = len(panels) * (_LEFT + _WIDTH + _RIGHT)
-    height = _TOP + _HEIGHT + _AXIS + _LINE * legend + 8
+    rows = [panels[first : first + _COLUMNS] for first in range(0, len(panels), _COLUMNS)]
+    heights = [_TOP + _HEIGHT + _AXIS + _LINE * max(len(p.lines) + len(p.dots) for p in row) + 12 for row in rows]
+    width, height = min(_COLUMNS, len(panels)) * (_LEFT + _WIDTH + _RIGHT), sum(heights)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
         'font-family="system-ui, sans-serif" font-size="12">',
@@ -59,8 +59,11 @@ def draw_figure(panels: Sequence[FigurePanel], description: str) -> str:
         _style(),
         f'<rect class="paper" width="{width}" height="{height}"/>',
     ]
-    for number, panel in enumerate(panels):
-        parts += _draw_panel(panel, number * (_LEFT + _WIDTH + _RIGHT) + _LEFT)
+    for number, row in enumerate(rows):
+        parts.append(f'<g transform="translate(0 {sum(heights[:number])})">')
+        for column, panel in enumerate(row):
+            parts += _draw_panel(panel, column * (_LEFT + _WIDTH + _RIGHT) + _LEFT)
+        parts.append("</g>")
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -100,9 +103,8 @@ def _draw_panel(panel: FigurePanel, left: int) -> list[str]:
     parts.append(
         f'<text x="{left + _WIDTH // 2}" y="{_TOP + _HEIGHT + 34}" text-anchor="middle">{escape(panel.x_label)}</text>'
     )
-    parts.append(
-        f'<text transform="translate({left - 48} {middle}) rotate(-90)" text-anchor="middle">{escape(panel.y_label)}</text>'
-    )
+    turned = f'transform="translate({left - 48} {middle}) rotate(-90)" text-anchor="middle"'
+    parts.append(f"<text {turned}>{escape(panel.y_label)}</text>")
     legend_y = _TOP + _HEIGHT + _AXIS + 12
 
     def inside(points: Points) -> list[tuple[float, float]]:

@@ -1,15 +1,16 @@
 """Which resource binds a fleet, from what all sessions together ask of each. Imports no torch.
 
-For S sessions, W workers and a step that takes t seconds, each resource must do in t what one step of every session asks
-of it. So t is at least
+For S sessions, W workers and a step that takes t seconds, each resource must do in t what one step of every session
+asks of it. So t is at least
 
     alone                               a session that shares its workers with nobody
     S x worker_s / W                    the workers' cores
     S x up_bytes / (W x bandwidth)      the workers' links, and the same for down_bytes
     S x up_bytes / (R x bandwidth)      the links of R racks, and the same for down_bytes
 
-The largest of these is the step, and its resource binds. It is reached if the sessions never all wait at once. Trainers
-bound the second line, because they compute a segment themselves if the queue before it is too long (`_of_busy_workers`).
+The largest of these is the step, and its resource binds. It is reached if the sessions never all wait at once.
+Trainers bound the second line, because they compute a segment themselves if the queue before it is too long
+(`_of_busy_workers`).
 """
 
 import math
@@ -17,7 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from backhaul.simulate.costs import Costs, step_of_torch_s
-from backhaul.simulate.fleet.demand import Demand, demand, per_second
+from backhaul.simulate.fleet.demand import demand
+from backhaul.simulate.fleet.phases import Demand, per_second
 from backhaul.simulate.fleet.setup import FleetSetup
 
 HELPS = 0.01
@@ -74,7 +76,7 @@ def flow(costs: Costs, setup: FleetSetup, workers: int | None = None) -> Flow:
     workers = setup.workers if workers is None else workers
     if not setup.is_deferred:
         return _balance(costs, setup, workers, 1.0)
-    # In a block the trainer computes the more itself the longer it waits for workers. It stops where both take equally long.
+    # In a block the trainer computes the more itself the longer it waits for workers, until both take equally long.
     most = max(1.0, setup.sessions * setup.workers_per_session / workers) * 2
     contentions = [most ** (guess / (_CONTENTIONS - 1)) for guess in range(_CONTENTIONS)]
     flows = [_balance(costs, setup, workers, contention) for contention in contentions]
@@ -107,9 +109,9 @@ def _balance(costs: Costs, setup: FleetSetup, workers: int, contention: float) -
 def _of_busy_workers(setup: FleetSetup, workers: int, asked: Demand) -> tuple[float, float]:
     """Returns the seconds that the workers' cores need for a step, and the part of the segments that they compute.
 
-    A trainer that would wait too long for a segment computes it itself. Let m sessions wait for each worker at most, and w
-    be the seconds of a worker's core for a segment. A segment then takes m x w on a worker, and own_s on the trainer.
-    The workers compute a part p of all segments, and are always busy, so
+    A trainer that would wait too long for a segment computes it itself. Let m sessions wait for each worker at most,
+    and w be the seconds of a worker's core for a segment. A segment then takes m x w on a worker, and own_s on the
+    trainer. The workers compute a part p of all segments, and are always busy, so
 
         step = base + segments x (p x m x w + (1 - p) x own_s),    p = workers x step / (sessions x segments x w)
 
@@ -146,7 +148,7 @@ def enough_workers(costs: Costs, setup: FleetSetup) -> int:
 
 
 def break_even_workers(costs: Costs, setup: FleetSetup) -> float:
-    """Returns the number of workers at which a step takes as long as with torch's checkpoint; infinity if none suffices."""
+    """Returns the number of workers at which a step takes as long as with torch's checkpoint; infinity for none."""
     torch_s = torch_step_s(costs, setup)
     low, high = setup.workers_per_session - 1, setup.sessions * setup.workers_per_session * 64
     if flow(costs, setup, workers=high).step_s > torch_s:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from backhaul.simulate.costs import Costs
-from backhaul.simulate.fleet.demand import per_second
 from backhaul.simulate.fleet.flow import flow, torch_step_s, without_lost_racks
+from backhaul.simulate.fleet.phases import per_second
 from backhaul.simulate.fleet.setup import SILENCE_S, FleetSetup
 
 
@@ -17,8 +17,8 @@ class LossOfRacks:
         sessions: Number of sessions that had segments on them.
         before_s: Duration of a step before the loss, in seconds.
         after_s: Duration of a step when the sessions have moved to the remaining workers, in seconds.
-        recomputed_s: At most so many seconds does the trainer of such a session take to notice the loss and to recompute,
-            once, what its lost workers had not returned.
+        recomputed_s: The most seconds that the trainer of such a session takes, once, to notice the loss and recompute
+            what its lost workers had not returned.
         resent_bytes: Bytes of frozen parameters that all these sessions together send to their new workers, once.
         resending_s: Seconds that the links of the remaining workers need for these bytes. 0 for unlimited links.
     """

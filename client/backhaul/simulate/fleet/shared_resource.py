@@ -121,6 +121,7 @@ class SharedResource:
         """Returns the time at which the next job will end; None if there is none."""
         if self._jobs:
             return self._at_s + max(0.0, self._jobs[0][0] - self._served) * len(self._jobs) / self._per_s
+        # A session that took its job back has left its entry in the heap.
         while self._ahead and self._ahead_ends.get(self._ahead[0][1]) != self._ahead[0][0]:
             heappop(self._ahead)
         if not self._ahead:

@@ -6,9 +6,9 @@ from typing import Any
 
 from backhaul.simulate.costs import Costs
 from backhaul.simulate.fleet.dashboard_costs import DashboardCosts
-from backhaul.simulate.fleet.events import SimulatedFleet
 from backhaul.simulate.fleet.flow import Flow, break_even_workers, enough_workers, flow, torch_step_s
 from backhaul.simulate.fleet.loss import LossOfRacks, loss_of_racks
+from backhaul.simulate.fleet.outcome import SimulatedFleet
 from backhaul.simulate.fleet.setup import FleetSetup
 
 MOST_SESSIONS, MOST_SEGMENTS = 1_024, 32_768
@@ -59,18 +59,19 @@ def predict_fleet(
 def as_text(prediction: FleetPrediction) -> str:
     """Formats a prediction for people."""
     setup, balance, simulated = prediction.setup, prediction.balance, prediction.simulated
-    asked = balance.demand
+    asked, calls = balance.demand, setup.segments * setup.micro_batches
     lines = [
         f"{setup.sessions:,} sessions on {setup.workers:,} workers in {setup.racks:,} racks",
         "",
         f"{'step, balance of flows':<36}{_seconds(balance.step_s)}",
     ]
     if simulated is not None:
-        spread = f"   half of the steps {_seconds(simulated.median_s).strip()}, 1 % above {_seconds(simulated.p99_s).strip()}"
+        middle, high = _seconds(simulated.percentile_s(50)).strip(), _seconds(simulated.percentile_s(99)).strip()
+        spread = f"   median {middle}, 1 % above {high}"
         lines.append(f"{'step, simulated':<36}{_seconds(simulated.step_s)}{spread}")
     lines += [
         f"{'step, torch checkpoint, no workers':<36}{_seconds(prediction.torch_s)}",
-        f"{'segments computed by workers':<36}{asked.remote_calls:>10,} of {setup.segments * setup.micro_batches:,}",
+        f"{'segments computed by workers':<36}{asked.remote_calls * balance.kept:>10,.1f} of {calls:,}",
         f"{'bytes up and down in a step':<36}{asked.up_bytes / 1e6:>10.1f} and {asked.down_bytes / 1e6:.1f} MB",
         f"{'memory of a worker':<36}{asked.held_bytes * setup.sessions / setup.workers / 1e9:>10.1f} GB at least",
         f"{'further workers help up to':<36}{prediction.enough:>10,} workers",
@@ -112,7 +113,7 @@ def _loss(setup: FleetSetup, loss: LossOfRacks, simulated: SimulatedFleet | None
         f"{'  each of these, once, at most':<36}{_seconds(loss.recomputed_s)}",
         f"{'  frozen parameters sent again':<36}{loss.resent_bytes / 1e9:>10.1f} GB",
         f"{'  for which the links need':<36}{_seconds(loss.resending_s)}",
-        f"{'  a step of all sessions from then on':<36}{_seconds(loss.after_s)}   {loss.after_s / loss.before_s - 1:+.1%}",
+        f"{'  a step from then on':<36}{_seconds(loss.after_s)}   {loss.after_s / loss.before_s - 1:+.1%}",
     ]
     if simulated is not None:
         recomputed = f"{simulated.recomputed_calls:>10,.0f} by trainers, simulated"
@@ -158,8 +159,9 @@ def as_json(prediction: FleetPrediction) -> dict[str, Any]:
         "simulated": None,
     }
     if simulated is not None:
-        names = ("step_s", "median_s", "p99_s", "lost_at_s", "recomputed_calls", "resent_bytes", "events")
+        names = ("step_s", "lost_at_s", "recomputed_calls", "busy_calls", "resent_bytes", "events")
         content["simulated"] = {name: getattr(simulated, name) for name in names}
+        content["simulated"] |= {f"p{percent}_s": simulated.percentile_s(percent) for percent in (50, 99)}
         content["simulated"]["utilization"] = dict(simulated.utilization)
     if prediction.dashboard is not None:
         setup = prediction.setup
