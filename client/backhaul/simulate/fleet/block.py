@@ -85,6 +85,7 @@ def demand_of_block(costs: Costs, setup: FleetSetup, contention: float) -> Deman
         busy_s + optimizer_s,
         rates.own_s,
         math.inf,
+        2 * remote * rates.trained_bytes,
         remote * (costs.weight_bytes - rates.trained_bytes),
         remote * block_bytes,
     )

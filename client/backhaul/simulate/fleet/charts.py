@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
+from math import log10
 
 from backhaul.simulate.costs import Costs
 from backhaul.simulate.fleet.dashboard_costs import DashboardCosts
@@ -141,7 +142,8 @@ def _over_time(costs: Costs, setup: FleetSetup, simulated: SimulatedFleet) -> Fi
 
 
 def _of_dashboard(setup: FleetSetup, dashboard: DashboardCosts) -> FigurePanel:
-    counts = [10 ** (1 + i / 15) for i in range(46)]
+    decades = max(3.0, log10(setup.workers) - 1)
+    counts = [10 ** (1 + decades * i / 45) for i in range(46)]
     ratio = setup.sessions / setup.workers
     few = sorted({1.0, ratio})
     lines = {

@@ -259,7 +259,7 @@ class _Fleet:
         if self._survivors:
             return flow(self._costs, self._setup, workers=self._survivors).demand
         alone_s = torch_step_s(self._costs, self._setup)
-        return Demand((Phase(alone_s, ()),), 0, 0, alone_s, 0.0, math.inf, 0.0, 0.0)
+        return Demand((Phase(alone_s, ()),), 0, 0, alone_s, 0.0, math.inf, 0.0, 0.0, 0.0)
 
     def _fall_back(self, session: int, positions: Sequence[int], left: Mapping[int, float]) -> None:
         """Lets a trainer recompute what its lost workers had not returned in the step that it is in."""

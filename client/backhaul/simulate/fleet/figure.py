@@ -145,7 +145,8 @@ def _axis(first: float, last: float, begin: float, end: float, *, is_log: bool) 
 def _ticks(low: float, high: float, *, is_log: bool) -> list[float]:
     if is_log:
         powers = range(floor(log10(low)), ceil(log10(high)) + 1)
-        steps = (1,) if log10(high / low) > 2 else (1, 2, 5)  # noqa: PLR2004
+        decades = log10(high / low)
+        steps = (1,) if decades > 2 else (1, 2, 5) if decades > 1 else range(1, 10)  # noqa: PLR2004
         every = 2 if log10(high / low) > 7 else 1  # noqa: PLR2004
         return [
             step * 10.0**power

@@ -78,9 +78,13 @@ def flow(costs: Costs, setup: FleetSetup, workers: int | None = None) -> Flow:
         return _balance(costs, setup, workers, 1.0)
     # In a block the trainer computes the more itself the longer it waits for workers, until both take equally long.
     most = max(1.0, setup.sessions * setup.workers_per_session / workers) * 2
-    contentions = [most ** (guess / (_CONTENTIONS - 1)) for guess in range(_CONTENTIONS)]
-    flows = [_balance(costs, setup, workers, contention) for contention in contentions]
-    return min(flows, key=lambda one: one.step_s)
+    before: Flow | None = None
+    for guess in range(_CONTENTIONS):
+        balance = _balance(costs, setup, workers, most ** (guess / (_CONTENTIONS - 1)))
+        if not balance.binds.startswith(("worker", "rack")):
+            break
+        before = balance
+    return balance if before is None or balance.step_s <= before.step_s else before
 
 
 def _balance(costs: Costs, setup: FleetSetup, workers: int, contention: float) -> Flow:

@@ -65,6 +65,7 @@ class Demand:
         own_s: Seconds in which the trainer recomputes a segment and its backward itself.
         most_waiting: Number of sessions that wait for a worker's backward at most. The trainers of further ones compute
             the segment themselves, because the queue takes longer than they wait. Infinity in a block.
+        parameter_bytes: Bytes of trained parameters and of their gradients that travel in the step.
         frozen_bytes: Bytes of frozen parameters of the remote segments. They travel once to each new worker.
         held_bytes: Bytes that the session keeps on all of its workers at its peak: parameters, boundaries and results.
     """
@@ -75,6 +76,7 @@ class Demand:
     trainer_compute_s: float
     own_s: float
     most_waiting: float
+    parameter_bytes: float
     frozen_bytes: float
     held_bytes: float
 

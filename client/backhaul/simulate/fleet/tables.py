@@ -73,6 +73,7 @@ def as_text(prediction: FleetPrediction) -> str:
         f"{'step, torch checkpoint, no workers':<36}{_seconds(prediction.torch_s)}",
         f"{'segments computed by workers':<36}{asked.remote_calls * balance.kept:>10,.1f} of {calls:,}",
         f"{'bytes up and down in a step':<36}{asked.up_bytes / 1e6:>10.1f} and {asked.down_bytes / 1e6:.1f} MB",
+        f"{'  of which parameters':<36}{asked.parameter_bytes / (asked.up_bytes + asked.down_bytes or 1):>10.1%}",
         f"{'memory of a worker':<36}{asked.held_bytes * setup.sessions / setup.workers / 1e9:>10.1f} GB at least",
         f"{'further workers help up to':<36}{prediction.enough:>10,} workers",
         f"{'faster than torch checkpoint from':<36}{_workers(prediction.break_even)}",
@@ -85,7 +86,11 @@ def as_text(prediction: FleetPrediction) -> str:
         mark = "  binds" if name == balance.binds else ""
         lines.append(f"{name:<22}{_seconds(needs_s):>12}{balance.utilization(name):>10.1%}{used}{mark}")
     if balance.binds not in balance.needs_s:
-        lines.append(f"No resource binds: the {balance.binds} does.")
+        name, needs_s = max(balance.needs_s.items(), key=lambda item: item[1])
+        lines.append(
+            f"No resource is always in use. The {balance.binds} binds: each session waits for one part of its step "
+            f"after the other, longest for the {name} ({needs_s / balance.step_s:.0%} of the step)."
+        )
     lines += _warnings(setup)
     if prediction.loss is not None:
         lines += ["", *_loss(setup, prediction.loss, simulated)]

@@ -42,6 +42,7 @@ def demand_of_waiting(costs: Costs, setup: FleetSetup) -> Demand:
         computed + up * rates.send_s + down * rates.receive_s + optimizer_s,
         rates.own_s,
         1 + patience_s(rates.replay_s + rates.backward_s) // (rates.replay_s + rates.backward_s),
+        (1 + setup.micro_batches) * setup.segments * rates.trained_bytes,
         setup.segments * (costs.weight_bytes - rates.trained_bytes),
         setup.segments * (costs.weight_bytes + boundary + rates.trained_bytes + boundary + costs.footprint.ready_bytes),
     )
