@@ -37,7 +37,7 @@ class Crowd:
     """Workers and sessions that report each second. A context manager.
 
     Args:
-        workers: Number of workers.
+        workers: Number of simulated workers.
         sessions: Number of sessions, each on one worker.
     """
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 from hypothesis import given, settings
@@ -32,14 +33,14 @@ LINKS = st.sampled_from([0.0, 1e6, 1e7, 1e8, 1e9])
 def setups(*, is_deferred: bool | None = None) -> st.SearchStrategy[FleetSetup]:
     """Returns small fleets of all kinds."""
 
-    def build(deferred: bool, each: int, **values: int | float) -> FleetSetup:
-        workers = max(each, int(values.pop("workers")))
-        return FleetSetup(workers=workers, workers_per_session=each, is_deferred=deferred, **values)  # type: ignore[arg-type]
+    def build(deferred: bool, size: int, **values: int | float) -> FleetSetup:
+        workers = max(size, int(values.pop("workers")))
+        return FleetSetup(workers=workers, workers_per_session=size, is_deferred=deferred, **values)  # type: ignore[arg-type]
 
     return st.builds(
         build,
         deferred=st.booleans() if is_deferred is None else st.just(is_deferred),
-        each=st.integers(1, 3),
+        size=st.integers(1, 3),
         sessions=st.integers(1, 30),
         workers=st.integers(1, 12),
         segments=st.integers(3, 9),
@@ -182,15 +183,15 @@ def test_the_balance_of_flows_keeps_every_resource_within_its_limit(setup: Fleet
 
 
 @pytest.mark.parametrize("bytes_per_s", [0.0, 125e6])
-@pytest.mark.parametrize(("sessions", "workers", "each"), [(8, 4, 1), (40, 4, 1), (40, 4, 2), (120, 4, 4), (3, 30, 3)])
+@pytest.mark.parametrize(("sessions", "workers", "size"), [(8, 4, 1), (40, 4, 1), (40, 4, 2), (120, 4, 4), (3, 30, 3)])
 @pytest.mark.parametrize("micro_batches", [1, 16])
 def test_the_simulation_reaches_the_balance_of_flows(
-    sessions: int, workers: int, each: int, bytes_per_s: float, micro_batches: int
+    sessions: int, workers: int, size: int, bytes_per_s: float, micro_batches: int
 ) -> None:
     setup = FleetSetup(
         sessions,
         workers,
-        workers_per_session=each,
+        workers_per_session=size,
         micro_batches=micro_batches,
         is_deferred=micro_batches > 1,
         worker_link_bytes_per_s=bytes_per_s,
@@ -219,12 +220,12 @@ def test_trainers_do_not_wait_for_workers_that_are_far_too_few() -> None:
 
 @pytest.mark.parametrize("ratio", [0.25, 0.5, 1.0, 2.0, 4.0])
 def test_blocks_of_many_sessions_keep_to_the_law(ratio: float) -> None:
-    each = max(1, round(ratio))
+    size = max(1, round(ratio))
     setup = FleetSetup(
-        16, round(16 * ratio), workers_per_session=each, segments=48, micro_batches=200, is_deferred=True
+        16, round(16 * ratio), workers_per_session=size, segments=48, micro_batches=200, is_deferred=True
     )
     speed_up = torch_step_s(FREE, setup) / flow(FREE, setup).step_s
-    assert speed_up == pytest.approx(law(FREE, [1.0] * each if ratio >= 1 else [ratio]), rel=0.05)
+    assert speed_up == pytest.approx(law(FREE, [1.0] * size if ratio >= 1 else [ratio]), rel=0.05)
 
 
 def test_further_workers_help_until_each_session_has_one_and_none_makes_up_for_thin_links() -> None:
@@ -238,7 +239,8 @@ def test_what_binds_is_named() -> None:
     fast = FleetSetup(100, 50, worker_link_bytes_per_s=1e12, trainer_link_bytes_per_s=1e12)
     assert flow(COSTS, fast).binds == "worker compute"
     assert flow(COSTS, replace(fast, sessions=400, worker_link_bytes_per_s=1e7)).binds.startswith("worker link")
-    assert flow(COSTS, replace(fast, workers=1_000, trainer_link_bytes_per_s=1e7)).binds.startswith("trainer link")
+    block = replace(fast, workers=1_000, micro_batches=16, is_deferred=True, boundaries="send")
+    assert flow(COSTS, replace(block, trainer_link_bytes_per_s=1e6)).binds.startswith("trainer link")
     assert flow(COSTS, replace(fast, rack_link_bytes_per_s=1e7)).binds.startswith("rack link")
     assert flow(COSTS, replace(fast, workers=1_000)).binds == "order of the segments"
 
@@ -267,7 +269,7 @@ def test_the_loss_of_a_rack_costs_what_the_arithmetic_says(is_deferred: bool) ->
     after = [
         took_s for began_s, took_s in steps if began_s > lost_at_s + loss.before_s + loss.recomputed_s + loss.after_s
     ]
-    assert max(after) <= loss.after_s * 1.1
+    assert fmean(after) == pytest.approx(loss.after_s, rel=0.1)
     assert simulate(COSTS, replace(setup, racks_lost=0), steps=8).recomputed_calls == 0
 
 

@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 from backhaul._accumulate.plan import MORE_OPEN, Speeds, trainers_shares
 from backhaul._dispatch.placement import parts_by_speed
 from backhaul.simulate.costs import Costs
-from backhaul.simulate.fleet.phases import Demand, Phase, WorkerShare
+from backhaul.simulate.fleet.phases import Demand, StepPhase, WorkerShare
 from backhaul.simulate.fleet.rates import rates_of
 from backhaul.simulate.fleet.setup import FleetSetup
 
@@ -79,7 +79,7 @@ def demand_of_block(costs: Costs, setup: FleetSetup, contention: float) -> Deman
     trainer_s = max(busy_s + idle_s, max(up, down) / rates.trainer_link)
     block_bytes = costs.weight_bytes + rates.trained_bytes + unfinished * 2 * boundary + costs.footprint.ready_bytes
     return Demand(
-        (Phase(trainer_s, tuple(asked)), Phase(optimizer_s, ())),
+        (StepPhase(trainer_s, tuple(asked)), StepPhase(optimizer_s, ())),
         remote,
         calls,
         busy_s + optimizer_s,

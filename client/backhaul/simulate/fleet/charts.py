@@ -27,7 +27,7 @@ def draw_charts(
 
     Args:
         costs: Costs of one segment with one micro-batch.
-        setup: The fleet.
+        setup: The fleet with its lost racks.
         simulated: The simulated fleet, if it was simulated.
         dashboard: Costs of a dashboard, if they were measured.
     """
@@ -144,13 +144,12 @@ def _over_time(costs: Costs, setup: FleetSetup, simulated: SimulatedFleet) -> Fi
 def _of_dashboard(setup: FleetSetup, dashboard: DashboardCosts) -> FigurePanel:
     decades = max(3.0, log10(setup.workers) - 1)
     counts = [10 ** (1 + decades * i / 45) for i in range(46)]
-    ratio = setup.sessions / setup.workers
-    few = sorted({1.0, ratio})
+    ratios = sorted({1.0, setup.sessions / setup.workers})
     lines = {
-        f"{each:g} session{'s' if each != 1 else ''} for each worker": [
-            (count, dashboard.cores(round(count), round(each * count))) for count in counts
+        f"{ratio:g} session{'s' if ratio != 1 else ''} for each worker": [
+            (count, dashboard.cores(round(count), round(ratio * count))) for count in counts
         ]
-        for each in few
+        for ratio in ratios
     }
     lines["one core: the dashboard falls behind above it"] = [(count, 1.0) for count in counts]
     return FigurePanel("Load of the dashboard", "workers", "cores", lines)

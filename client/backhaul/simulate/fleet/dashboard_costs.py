@@ -38,8 +38,8 @@ class DashboardCosts:
 
     def most_workers(self, sessions_per_worker: float) -> float:
         """Returns the number of workers at which one core is busy; infinity if workers cost nothing."""
-        each = self.cpu_share_per_worker + sessions_per_worker * self.cpu_share_per_session
-        return (1 - self.cpu_share) / each if each > 0 else math.inf
+        worker_share = self.cpu_share_per_worker + sessions_per_worker * self.cpu_share_per_session
+        return (1 - self.cpu_share) / worker_share if worker_share > 0 else math.inf
 
 
 def read_dashboard_costs(content: Mapping[str, Any]) -> DashboardCosts | None:

@@ -15,7 +15,7 @@ def demand(costs: Costs, setup: FleetSetup, contention: float = 1.0) -> Demand:
 
     Args:
         costs: Costs of one segment with one micro-batch.
-        setup: The fleet.
+        setup: The fleet to which the session belongs.
         contention: The factor by which the worker's segments take longer than for a session alone. In an accumulation
             block the trainer measures it and computes more segments itself the larger it is.
     """

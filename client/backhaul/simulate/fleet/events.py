@@ -11,7 +11,7 @@ from itertools import count
 from backhaul.simulate.costs import Costs
 from backhaul.simulate.fleet.flow import flow, torch_step_s
 from backhaul.simulate.fleet.outcome import SimulatedFleet
-from backhaul.simulate.fleet.phases import Demand, Phase, WorkerShare
+from backhaul.simulate.fleet.phases import Demand, StepPhase, WorkerShare
 from backhaul.simulate.fleet.resources import FleetResources
 from backhaul.simulate.fleet.setup import SILENCE_S, FleetSetup
 from backhaul.simulate.fleet.shared_resource import NOBODY, SharedResource
@@ -81,13 +81,13 @@ class _Fleet:
             heappush(self._events, (self._random.random() * expected.step_s, next(self._numbers), None, session))
 
     def _place(self) -> list[list[int]]:
-        setup, each = self._setup, self._setup.workers_per_session
+        setup, size = self._setup, self._setup.workers_per_session
         if setup.placement == "random":
-            return [self._random.sample(range(setup.workers), each) for _ in range(setup.sessions)]
+            return [self._random.sample(range(setup.workers), size) for _ in range(setup.sessions)]
         # Which of its workers comes first changes from lap to lap, because the first ones may get more segments.
-        laps = [session * each // setup.workers for session in range(setup.sessions)]
+        laps = [session * size // setup.workers for session in range(setup.sessions)]
         return [
-            [(session * each + (own + laps[session]) % each) % setup.workers for own in range(each)]
+            [(session * size + (own + laps[session]) % size) % setup.workers for own in range(size)]
             for session in range(setup.sessions)
         ]
 
@@ -138,7 +138,7 @@ class _Fleet:
         self._demand_of[session] = self._balanced
         self._phase[session], self._step_began_s[session] = 0, self._now_s
 
-    def _begin(self, session: int, phase: Phase) -> None:
+    def _begin(self, session: int, phase: StepPhase) -> None:
         """Lets a session begin a phase of its step."""
         self._ready_s[session], self._pending[session] = self._now_s + phase.trainer_s, 0
         fell_back: Collection[int] = self._fell_back.get(session, ())
@@ -259,7 +259,7 @@ class _Fleet:
         if self._survivors:
             return flow(self._costs, self._setup, workers=self._survivors).demand
         alone_s = torch_step_s(self._costs, self._setup)
-        return Demand((Phase(alone_s, ()),), 0, 0, alone_s, 0.0, math.inf, 0.0, 0.0, 0.0)
+        return Demand((StepPhase(alone_s, ()),), 0, 0, alone_s, 0.0, math.inf, 0.0, 0.0, 0.0)
 
     def _fall_back(self, session: int, positions: Sequence[int], left: Mapping[int, float]) -> None:
         """Lets a trainer recompute what its lost workers had not returned in the step that it is in."""

@@ -40,7 +40,7 @@ class WorkerShare:
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class StepPhase:
     """A part of a step.
 
     Attributes:
@@ -70,7 +70,7 @@ class Demand:
         held_bytes: Bytes that the session keeps on all of its workers at its peak: parameters, boundaries and results.
     """
 
-    phases: tuple[Phase, ...]
+    phases: tuple[StepPhase, ...]
     remote_segments: int
     remote_calls: int
     trainer_compute_s: float

@@ -13,7 +13,7 @@ class FleetResources:
     """The cores and links of all workers, and the links of racks. Unlimited links are left out.
 
     Args:
-        setup: The fleet.
+        setup: The fleet to which they belong.
 
     Attributes:
         cores: The core of each worker.

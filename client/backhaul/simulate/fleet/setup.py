@@ -24,7 +24,7 @@ class FleetSetup:
 
     Attributes:
         sessions: Number of sessions, each of one trainer with a core and a link of its own.
-        workers: Number of workers.
+        workers: Number of workers in all racks together.
         workers_per_session: Number of workers that a session divides its segments among.
         segments: Number of segments of a model, which run one after the other.
         micro_batches: Number of micro-batches in a step.

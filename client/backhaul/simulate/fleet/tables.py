@@ -20,7 +20,7 @@ class FleetPrediction:
     """All that is predicted of a fleet.
 
     Attributes:
-        setup: The fleet.
+        setup: The fleet that is predicted.
         balance: The balance of its flows.
         torch_s: Duration of a step with torch's checkpoint, in seconds.
         enough: Number of workers beyond which further ones do not help.

@@ -5,7 +5,7 @@ from itertools import accumulate, pairwise
 
 from backhaul._dispatch.placement import parts_by_speed
 from backhaul.simulate.costs import Costs
-from backhaul.simulate.fleet.phases import Demand, Phase, WorkerShare
+from backhaul.simulate.fleet.phases import Demand, StepPhase, WorkerShare
 from backhaul.simulate.fleet.rates import SegmentRates, rates_of
 from backhaul.simulate.fleet.setup import FleetSetup
 
@@ -31,7 +31,7 @@ def demand_of_waiting(costs: Costs, setup: FleetSetup) -> Demand:
             for number, (begin, end) in reversed(runs)
         ]
     optimizer_s = setup.segments * costs.optimizer_s / setup.trainer_speed
-    phases.append(Phase(optimizer_s, ()))
+    phases.append(StepPhase(optimizer_s, ()))
     up = sum(share.up_bytes for phase in phases for share in phase.shares)
     down = sum(share.down_bytes for phase in phases for share in phase.shares)
     computed = setup.micro_batches * setup.segments * rates.forward_s
@@ -50,7 +50,7 @@ def demand_of_waiting(costs: Costs, setup: FleetSetup) -> Demand:
 
 def _forward_phase(
     rates: SegmentRates, setup: FleetSetup, runs: Sequence[tuple[int, tuple[int, int]]], sent_bytes: float
-) -> Phase:
+) -> StepPhase:
     """Returns the phase from the beginning of forward until all of the segments have reached their workers."""
     segment_s = rates.forward_s + sent_bytes * rates.send_s
     arrival_s = max(sent_bytes / rates.link, sent_bytes * rates.ingest_s) + setup.latency_s
@@ -76,12 +76,12 @@ def _forward_phase(
         setup.segments * segment_s + max(0.0, arrival_s + rates.replay_s - segment_s),
         setup.segments * sent_bytes / rates.trainer_link + setup.latency_s + rates.replay_s,
     )
-    return Phase(trainer_s, tuple(shares))
+    return StepPhase(trainer_s, tuple(shares))
 
 
 def _backward_phase(
     rates: SegmentRates, setup: FleetSetup, worker: int, size: int, boundary: int, returned_bytes: float
-) -> Phase:
+) -> StepPhase:
     """Returns the phase in which one worker computes the backward of its run of segments and returns the gradients."""
     request_s = boundary / rates.link + 2 * setup.latency_s
     last_s = max(returned_bytes / rates.link, returned_bytes * rates.receive_s)
@@ -104,4 +104,4 @@ def _backward_phase(
         + (size - 1) * 2 * setup.latency_s
         + size * max(returned_bytes * rates.receive_s, returned_bytes / rates.trainer_link)
     )
-    return Phase(trainer_s, (share,))
+    return StepPhase(trainer_s, (share,))
