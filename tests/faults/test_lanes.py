@@ -62,6 +62,33 @@ def test_a_lane_that_is_cut_costs_one_repetition(direction: str, after_bytes: in
 
 
 @pytest.mark.slow
+def test_a_lane_that_is_cut_while_activations_arrive_costs_one_repetition(worker: WorkerProcess) -> None:
+    def saves_twice(x: Tensor) -> Tensor:
+        return x.sin().exp()  # backward takes the last tensor first, and asks for the first one only then
+
+    x = LARGE.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(saves_twice(x).sum(), x)
+
+    def cut(direction: str, method: str, data: bytes) -> bytes:
+        if (direction, method) == ("down", "GetStripes"):
+            due.append(len(data))
+            if len(due) == 2:
+                proxy.arm("down", 0)
+        return data
+
+    due: list[int] = []
+    with (
+        LaneProxy(worker.address) as proxy,
+        on_every_channel(cut),
+        connected(proxy.address, 3) as session,
+    ):
+        session.checkpoint(saves_twice, x, returns="activations").sum().backward()
+        assert torch.equal(grad_of(x), expected)
+        assert proxy.broken == 1
+        assert session.report().fallbacks == 0
+
+
+@pytest.mark.slow
 def test_the_other_lanes_are_used_again_once_each_has_answered(worker: WorkerProcess) -> None:
     with LaneProxy(worker.address) as proxy, counted() as passed, connected(proxy.address, 3) as session:
         proxy.arm("up", 200_000)

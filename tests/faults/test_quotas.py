@@ -159,7 +159,7 @@ def test_a_trainer_without_room_for_its_session_computes_itself(
         (tmp_path / "workers").write_text(f"{address}\n")
         address = f"file:{tmp_path / 'workers'}"
     connect = partial(
-        backhaul.connect, address, token_file=shared.token_file("bob"), silence_s=QUIET_S, connect_timeout_s=3.0
+        backhaul.connect, address, token_file=shared.token_file("bob"), silence_s=QUIET_S, connect_timeout_s=1000.0
     )
     steps = partial(train, build=blocks, run=stack, steps=1)
     expected = steps(plainly)

@@ -1,6 +1,8 @@
 """The encoding of differences: exact for any bytes, and safe against any frame."""
 
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import numpy as np
@@ -177,3 +179,33 @@ class _Sink(bytearray):
 )
 def test_complex_numbers_are_two_numbers(itemsize: int, is_complex: bool, width: int) -> None:
     assert width_of(itemsize, is_complex=is_complex) == width
+
+
+class OneAtATime:
+    """A compressor that refuses what crashes zstandard's: a second thread while one compresses."""
+
+    def __init__(self) -> None:
+        self._compressor = zstandard.ZstdCompressor()
+        self._busy = threading.Lock()
+
+    def compress(self, data: memoryview) -> bytes:
+        assert self._busy.acquire(blocking=False), "two threads compress at once"
+        try:
+            return self._compressor.compress(data)  # other threads run meanwhile
+        finally:
+            self._busy.release()
+
+
+def test_the_thread_of_an_upload_that_broke_off_may_still_encode() -> None:
+    encoder = BlockEncoder()
+    vars(encoder)["_compressor"] = OneAtATime()
+    before = numbers(random.Random(1).randbytes(BLOCK_BYTES))
+    now = (before.view(np.uint16) + np.uint16(3)).view(np.uint8)
+
+    def encode(_: int) -> bytes:
+        return encoder.encode(now, before, 2)
+
+    with ThreadPoolExecutor(4) as threads:
+        frames = set(threads.map(encode, range(200)))
+    (frame,) = frames
+    assert BlockDecoder().decode(frame, before, 2).tobytes() == now.tobytes()

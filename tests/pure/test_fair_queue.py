@@ -38,6 +38,31 @@ def test_credentials_take_turns_however_many_sessions_they_have() -> None:
     assert [item.account for item in drain(queue)] == ["many", "few"] * 3 + ["many"] * 9
 
 
+def test_who_asks_again_after_an_answer_waits_for_one_job_of_the_others() -> None:
+    queue = FairQueue()
+    many = [job("many", account="many") for _ in range(6)]
+    for item in many:
+        queue.push(item)
+    order = []
+    queue.push(job("few", account="few"))
+    while (running := queue.pop()) is not None:
+        order.append(running.account)
+        # The answer of a job of `few` leaves when it has ended, so the next request comes while another job runs.
+        if len(order) > 1 and order[-2] == "few":
+            queue.push(job("few", account="few"))
+    assert order[:9] == ["many", "few"] * 4 + ["many"]
+
+
+def test_new_sessions_come_after_those_that_wait() -> None:
+    queue = FairQueue()
+    first, waiting, new = job("a"), job("b"), job("c")
+    queue.push(first)
+    queue.push(waiting)
+    assert queue.pop() is first
+    queue.push(new)
+    assert drain(queue) == [waiting, new]
+
+
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(1, 5)), max_size=30))
 def test_the_work_before_a_job_is_what_then_runs_before_it(pushed: list[tuple[int, int, int]]) -> None:
     queue = FairQueue()

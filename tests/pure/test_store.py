@@ -126,6 +126,17 @@ def test_a_run_takes_over_what_is_ready_for_it() -> None:
     assert store.usage().working == 70
 
 
+def test_a_run_that_begins_takes_its_replay_away_from_the_schedule_before_room_is_made() -> None:
+    store = filled(100, a=10, b=30)
+    replays = ["t", "s"]
+    store.last_needed = lambda: replays[-1]
+    store.attach("s", OWNER, [b"a"], [], 60)
+    for name, size in (("t", 10), ("s", 40)):
+        store.keep_ready(name, size, lambda name=name: replays.remove(name))  # type: ignore[misc]
+    assert store.start_run("s", 60, lambda: replays.remove("s")) == 60
+    assert (replays, store.missing(OWNER, [b"b"])) == ([], [])
+
+
 def test_the_schedule_chooses_the_replay_to_evict() -> None:
     dropped: list[str] = []
     store: Store[str] = Store(100, lambda: next(name for name in "bac" if name not in dropped))

@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from backhaul_proto.v1 import telemetry_pb2
+from backhaul_server.dashboard.collect.events import LogEvent
 from backhaul_server.dashboard.history import sqlite, writer
-from backhaul_server.dashboard.history.archive import RunRecord, RunSelection, StepSeries
+from backhaul_server.dashboard.history.archive import EventSelection, RunRecord, RunSelection, StepSeries
 from backhaul_server.dashboard.history.options import default_path, parse_retention
 from backhaul_server.dashboard.history.writer import History
 from conftest import wait_until
@@ -486,3 +487,100 @@ def test_a_million_steps_stay_usable(path: str) -> None:
         whole = series(history, points=400)
         assert whole is not None
         assert (len(whole.step), whole.step[-1], whole.peak_bytes[-1]) == (400, 999_999, 1_000_999)
+
+
+def event_of(name: str, at_s: float, run: str = "run") -> LogEvent:
+    """A worker's loss."""
+    return LogEvent(name, at_s, "worker_lost", run, "a:1", "Block", f"event {name}", 2)
+
+
+def test_events_survive_a_restart_and_are_paged_by_time(path: str) -> None:
+    now_s = time.time()
+    events = [event_of(f"e{number}", now_s - 50 + number // 2, run="ab"[number % 2]) for number in range(6)]
+    with kept(path) as history:
+        for event in (*events, *events):  # told twice
+            history.put_event(event)
+    with kept(path) as history:
+        wait_until(lambda: asyncio.run(history.events(EventSelection(10))) is not None, "the file is read")
+        page = asyncio.run(history.events(EventSelection(4)))
+        assert page is not None
+        assert ([event.id for event in page.events], page.total) == (["e5", "e4", "e3", "e2"], 6)
+        assert page.events[0] == events[5]
+        last = page.events[-1]
+        rest = asyncio.run(history.events(EventSelection(4, before=(last.at_s, last.id))))
+        assert rest is not None
+        assert ([event.id for event in rest.events], rest.total) == (["e1", "e0"], 6)
+        wanted = EventSelection(10, run="a", since_s=now_s - 49.5, until_s=now_s - 47.5)
+        of_run = asyncio.run(history.events(wanted))
+        assert of_run is not None
+        assert ([event.id for event in of_run.events], of_run.total) == (["e4", "e2"], 2)
+
+
+def test_events_older_than_the_retention_are_forgotten(path: str) -> None:
+    now_s = time.time()
+    with kept(path) as history:
+        history.put_event(event_of("old", now_s - 3 * DAY_S))
+        history.put_event(event_of("new", now_s - 1))
+    with kept(path, retention_days=2) as history:
+
+        def left() -> list[str]:
+            page = asyncio.run(history.events(EventSelection(10)))
+            return [] if page is None else [event.id for event in page.events]
+
+        wait_until(lambda: left() == ["new"], "the old one is forgotten")
+
+
+def test_runs_are_filtered_and_paged(path: str) -> None:
+    now_s = time.time()
+    with kept(path) as history:
+        for number in range(5):
+            run = run_of(f"run{number}", started_at_s=now_s - 100 + number // 2)
+            run.name, run.rank, run.world_size = f"LoRA {number}", number, 5
+            run.tags.extend(["even" if number % 2 == 0 else "odd", "all"])
+            history.put(report_of(step_of(1), run=run))
+        wait_until(lambda: len(runs(history)) == 5, "they are written")
+
+        def listed(wanted: RunSelection) -> tuple[list[str], int]:
+            page = asyncio.run(history.runs(wanted, ["run1", "unknown"]))
+            assert page.stored == {"run1"}
+            return [run.run for run in page.runs], page.total
+
+        assert listed(RunSelection(2)) == (["run4", "run3"], 5)
+        last = runs(history)[1]
+        assert listed(RunSelection(9, before=(last.started_at_s, last.run))) == (["run2", "run1", "run0"], 5)
+        assert listed(RunSelection(9, tag="odd")) == (["run3", "run1"], 2)
+        assert listed(RunSelection(9, tag="od")) == ([], 0)
+        assert listed(RunSelection(9, query="lora 2")) == (["run2"], 1)
+        assert listed(RunSelection(9, query="ODD")) == (["run3", "run1"], 2)
+        assert listed(RunSelection(9, query="HOST")) == (["run4", "run3", "run2", "run1", "run0"], 5)
+        assert listed(RunSelection(9, id="run3")) == (["run3"], 1)
+        (stored,) = asyncio.run(history.runs(RunSelection(1, id="run3"))).runs
+        assert (stored.name, stored.tags, stored.rank, stored.world_size) == ("LoRA 3", ["odd", "all"], 3, 5)
+
+
+def test_a_range_of_time_has_the_steps_that_began_in_it(path: str) -> None:
+    began_s = time.time() - 1_000
+    numbers = [number for number in range(1, 101) if number % 10]  # some are missing
+    with kept(path) as history:
+        history.put(report_of(*(step_of(number, started_at_s=began_s + number) for number in numbers)))
+        wait_until(lambda: len(steps_of(history)) == len(numbers), "they are written")
+        for since, until in ((20.5, 40.5), (0, 5), (95, 400), (20, 20.5), (-5, -1), (200, 300)):
+            within = asyncio.run(history.series("run", 1_000, began_s + since, began_s + until))
+            assert within is not None
+            assert within.step == [number for number in numbers if since < number <= until]
+        whole = series(history)
+        assert whole is not None
+        assert whole.at_s == pytest.approx([began_s + number + 0.5 for number in numbers])
+
+
+def test_times_of_a_trainer_whose_clock_is_compared_are_converted(path: str) -> None:
+    now_s = time.time()
+    report = report_of(step_of(1, started_at_s=now_s - 5_000), run=run_of(started_at_s=now_s - 5_100))
+    with kept(path) as history:
+        history.put(report, 4_000.0)
+        wait_until(lambda: len(runs(history)) == 1, "it is written")
+        (run,) = runs(history)
+        whole = series(history)
+    assert run.started_at_s == pytest.approx(now_s - 1_100)
+    assert whole is not None
+    assert whole.at_s == [pytest.approx(now_s - 999.5)]

@@ -21,6 +21,7 @@ from backhaul_server.worker.engine.segment_machine import (
     Key,
     Phase,
 )
+from backhaul_server.worker.engine.store import ENTRY_BYTES
 from backhaul_server.worker.engine.worker import Worker
 from backhaul_server.worker.rpc import segment_service
 from unit.test_core import put, squaring, with_worker
@@ -78,6 +79,27 @@ def test_a_speculative_backward_from_the_right_gradients_is_the_answer() -> None
             assert torch.equal(gradient, expected)
         assert (worker.engine.speculation.hits, worker.engine.speculation.misses, worker.engine.recomputed) == (2, 0, 3)
         assert worker.store.usage().working == 0
+
+    with_worker(test)
+
+
+def test_a_run_evicts_no_replay_that_it_takes_over_itself() -> None:
+    async def test(worker: Worker) -> None:
+        segments = await chain(worker, [2.0, 4.0, 16.0])
+        await idle(worker)
+        store = worker.store
+
+        def free_bytes() -> int:
+            usage = store.usage()
+            return usage.budget - usage.segments - usage.cached - usage.working - usage.results - usage.sessions
+
+        for part in (2, 1):  # tensors that arrive for a segment which is not saved yet are evicted after replays
+            put(worker, segments[0].session, torch.ones((free_bytes() // part - ENTRY_BYTES) // 4))
+        first = segments[0].footprint
+        assert free_bytes() < first.run_bytes - first.ready_bytes
+        assert worker.engine.speculation.start_run(segments[0], first.run_bytes) is not None
+        assert [segment.machine.phase for segment in segments] == [Phase.READY, Phase.SAVED, Phase.READY]
+        assert segments[0].ready is not None
 
     with_worker(test)
 

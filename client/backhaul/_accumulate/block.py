@@ -198,7 +198,9 @@ class AccumulationBlock:
         on_workers = sum(frame.remote is not None for frame in parts.frames)
         started = perf_counter()
         sums = self._head(loss, parts)
-        state, size_bytes = ambient_state.capture(), size_bytes_of(parts, sums, kept)
+        with torch.no_grad():  # as in autograd's own backward: a segment's backward otherwise records a graph of itself
+            state = ambient_state.capture()
+        size_bytes = size_bytes_of(parts, sums, kept)
         own = kept + len(parts.frames) - on_workers
         self._chain = max(self._chain, kept + len(parts.frames))
         micro_batch = MicroBatch(self.micro_batches, own, parts, state, stream, sums, size_bytes)

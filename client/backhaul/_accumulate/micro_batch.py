@@ -151,14 +151,14 @@ def under(state: ambient_state.State) -> Iterator[None]:
 
 
 def on_trainer(segment: RunSegment, gradient: Tensor, state: ambient_state.State) -> list[Contribution]:
-    """Runs the backward of a segment on the trainer, under the ambient settings of its micro-batch.
+    """Runs the backward of a segment in the trainer's thread, under the ambient settings of its micro-batch.
 
     Args:
-        segment: The segment, which the trainer recomputes.
+        segment: The segment, which the trainer recomputes unless a worker that is up still stores it.
         gradient: The gradient of its output.
         state: The ambient settings under which backward runs.
     """
-    with torch.no_grad(), under(state):  # as autograd runs backward
+    with under(state):
         return segment.frame.gradients({0: gradient}, {})
 
 

@@ -117,7 +117,10 @@ class Roster(Sequence[WorkerHandle]):
             worker.uploader.close()
 
     def _wait_for_first(self, *, strict: bool) -> None:
-        """Waits until a worker of the sources is up, and for a moment longer until all are."""
+        """Waits until a worker of the sources is up, and for a moment longer until all are.
+
+        If all of them have answered that they have no room for another session, no more than a look is waited for.
+        """
         has_others = bool(self._handles)
         for source, token_file in self._sources:
             self._update(source, token_file)  # may take seconds, which the workers have to answer as well
@@ -136,6 +139,8 @@ class Roster(Sequence[WorkerHandle]):
                 has_others = False
             if ups and ups == len(named):
                 return
+            if named and all(worker.connection.is_full for worker in named):
+                break
             self._closing.wait(_POLL_S)
             now_s = monotonic()
         if not any(worker.connection.up is not None for worker in self._handles):

@@ -144,18 +144,22 @@ class UncollectedGradients:
         if self._is_lost:
             raise WorkerLostError("the worker has lost the session", status="LOST")
         try:
-            return self._asked(worker_session, count)
+            return self._asked(worker_session, count, may_stripe=True)
         except (WorkerLostError, TransferError) as error:
             if isinstance(error, WorkerLostError):
                 self._connection.trouble(worker_session, error)
             if not self._connection.recovered(worker_session):
                 raise
-        return self._asked(worker_session, count)
+        return self._asked(worker_session, count, may_stripe=False)
 
-    def _asked(self, worker_session: WorkerSession, count: Callable[[int], None]) -> list[tuple[Tensor, Tensor]]:
+    def _asked(
+        self, worker_session: WorkerSession, count: Callable[[int], None], *, may_stripe: bool
+    ) -> list[tuple[Tensor, Tensor]]:
         memory = worker_session.memory
         answer = memory.answer() if memory is not None else 0
-        offer = self._connection.lanes.offer(worker_session.session) if memory is None else NO_LANES
+        offer = NO_LANES
+        if may_stripe and memory is None:
+            offer = self._connection.lanes.offer(worker_session.session)
         request = segment_pb2.CollectGradientsRequest(
             session=worker_session.session,
             commits=self._commits(),

@@ -132,7 +132,7 @@ class TensorDifference:
     Args:
         outgoing: The whole tensor, with its address.
         version: The copy that it differs from.
-        encoder: The encoder of the blocks, which no other thread uses meanwhile.
+        encoder: The encoder of the blocks.
         costs: Gets the CPU time of encoding.
 
     Attributes:

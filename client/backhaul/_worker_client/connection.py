@@ -259,6 +259,11 @@ class Connection:
         )
 
     @property
+    def is_full(self) -> bool:
+        """Whether the worker had no room for another session when it was asked last."""
+        return self._worker_session is None and isinstance(self._last_error, FULL)
+
+    @property
     def clock_offset_s(self) -> float:
         """The worker's clock minus ours, in seconds; 0 before the first answer."""
         return self._clock.estimate(time()).offset_s

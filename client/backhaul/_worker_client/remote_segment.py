@@ -34,9 +34,14 @@ from backhaul_runtime.wire.tensor_stream import PLACED_BYTES, OutgoingTensor, Te
 
 T = TypeVar("T")
 Answer = tuple[segment_pb2.BackwardResult, list[Tensor], list[bytes]]
+_Offer = Callable[[], LaneOffer]
 SHORT_BYTES = CHUNK_BYTES // 2
 """Gradients of up to this many bytes are sent with the request."""
 _REPEATABLE = {"UNAVAILABLE", "CANCELLED", "UNKNOWN", "INTERNAL", "DAMAGED", LANE_LOST, ""}
+
+
+def _no_lanes() -> LaneOffer:
+    return NO_LANES
 
 
 def _recomputed(result: "segment_pb2.BackwardResult | segment_pb2.RecomputeResult") -> Recomputed:
@@ -45,6 +50,15 @@ def _recomputed(result: "segment_pb2.BackwardResult | segment_pb2.RecomputeResul
 
 class SavedTensors:
     """The saved tensors of a segment, as they arrive from the worker. `close` ends the transfer.
+
+    Args:
+        stream: The answer, whose result has arrived.
+        result: The result of that answer, with its views.
+        views: The view of a tensor of the answer that each requested tensor is, by position.
+        layouts: The layouts of the requested tensors, by position.
+        on_close: Called with the stream when it is no longer needed.
+        uploader: The uploader of the segment's worker.
+        repeat: Requests the same tensors once more after an error, or raises it; None if that was done already.
 
     Attributes:
         saved: The digests of everything that autograd saved in the worker's replay.
@@ -58,6 +72,7 @@ class SavedTensors:
         layouts: Mapping[int, Layout],
         on_close: Callable[[AnswerStream[Any]], None],
         uploader: Uploader,
+        repeat: "Callable[[WorkerLostError], SavedTensors] | None",
     ) -> None:
         self.saved = _recomputed(result)
         self._stream = stream
@@ -66,6 +81,8 @@ class SavedTensors:
         self._left = Counter(view.tensor_index for view in self._views.values())
         self._close = partial(on_close, stream)
         self._uploader = uploader
+        self._repeat = repeat
+        self._repeated: SavedTensors | None = None
         self._ending: DeathNotice | None = uploader.call_after(self, self._close)
 
     def take(self, position: int) -> Tensor:
@@ -77,8 +94,23 @@ class SavedTensors:
             TransferError: The tensor is not one that autograd saved.
             WorkerLostError: The tensor did not arrive.
         """
-        view = self._views.pop(position)
-        received = self._stream.tensor(view.tensor_index)
+        if self._repeated is not None:
+            return self._repeated.take(position)
+        view = self._views[position]
+        try:
+            received = self._stream.tensor(view.tensor_index)
+        except WorkerLostError as error:
+            if self._repeat is None:
+                raise
+            repeated = self._repeat(error)
+            if repeated.saved != self.saved:  # only the first ones were checked
+                repeated.close()
+                raise TransferError("the worker recomputed other tensors when it was asked again") from None
+            self._stop()
+            # The first stream holds what has arrived over it.
+            self._repeated, self._stream, self._close = repeated, repeated._stream, repeated._close
+            return repeated.take(position)
+        del self._views[position]
         self._left[view.tensor_index] -= 1
         if not self._left[view.tensor_index]:
             self._stream.forget(view.tensor_index)
@@ -88,6 +120,11 @@ class SavedTensors:
 
     def close(self) -> None:
         """Cancels the stream. It may be called twice."""
+        if self._repeated is not None:
+            self._repeated.close()
+        self._stop()
+
+    def _stop(self) -> None:
         if self._ending is not None:
             self._close()
             self._uploader.cancel_notice(self._ending)
@@ -192,13 +229,13 @@ class SavedSegment:
             unsent_sources=sorted(unsent),
         )
 
-        def ask() -> Answer:
+        def ask(offer_lanes: _Offer) -> Answer:
             try:
-                return self._ask(request, outgoing_tensors)
+                return self._ask(request, outgoing_tensors, offer_lanes)
             except TensorsMissingError:  # the worker has evicted gradients that the uploader still counts as stored
                 self._log.retries += 1
                 self._uploader.unlearn(outgoing.address for outgoing in outgoing_tensors)
-                return self._ask(request, outgoing_tensors)
+                return self._ask(request, outgoing_tensors, offer_lanes)
 
         result, tensors, received = self._repeated(ask)
         if checks_bytes and list(map(address_of, tensors)) != list(result.tensor_digests):
@@ -216,7 +253,9 @@ class SavedSegment:
 
         return RemoteAnswer(_recomputed(result), contributions, stored, commit)
 
-    def _ask(self, request: segment_pb2.BackwardRequest, gradients: Sequence[OutgoingTensor]) -> Answer:
+    def _ask(
+        self, request: segment_pb2.BackwardRequest, gradients: Sequence[OutgoingTensor], offer_lanes: _Offer
+    ) -> Answer:
         """Returns the answer to a backward: a pushed one, or else that of the fastest way that succeeds."""
         session, stubs = self.worker_session.session, self._connection.stubs(self.worker_session)
         if self._answer_bytes <= CHUNK_BYTES and not request.slots:
@@ -233,7 +272,7 @@ class SavedSegment:
             if answer is not None:
                 return answer
             missing = self._uploader.missing(self.worker_session, missing)
-        offer = self._lane_offer()
+        offer = offer_lanes()
         request.stripes = offer.number
         stream = self._open(stubs.segments.Backward, self._encoded(request, missing), request.answer, offer)
         try:
@@ -303,10 +342,10 @@ class SavedSegment:
             expected_s=self._expected_s,
         )
 
-        def ask() -> SavedTensors:
+        def ask(offer_lanes: _Offer) -> SavedTensors:
             request.answer = self._new_answer()
             method = self._connection.stubs(self.worker_session).segments.Recompute
-            offer = self._lane_offer()
+            offer = offer_lanes()
             request.stripes = offer.number
             stream = self._open(method, request, request.answer, offer, is_lent=True)
             try:
@@ -316,10 +355,25 @@ class SavedSegment:
                     self._closed(stream)
                     self._log.answered(result.timing, self._connection.clock_offset_s)
 
-                return SavedTensors(stream, result, saved_views(result.views, wanted), wanted, close, self._uploader)
+                return SavedTensors(
+                    stream,
+                    result,
+                    saved_views(result.views, wanted),
+                    wanted,
+                    close,
+                    self._uploader,
+                    repeat if offer.number else None,
+                )
             except BaseException:
                 self._closed(stream)
                 raise
+
+        def repeat(error: WorkerLostError) -> SavedTensors:
+            """Asks once more after a lane has broken while tensors arrived. Raises any other error again."""
+            if error.status != LANE_LOST or not self._connection.recovered(self.worker_session):
+                raise error
+            self._log.retries += 1
+            return ask(_no_lanes)
 
         return self._repeated(ask)
 
@@ -331,8 +385,8 @@ class SavedSegment:
             operation=operation,
         )
 
-    def _repeated(self, ask: Callable[[], T]) -> T:
-        """Makes a request, and repeats it once after a broken connection or damage.
+    def _repeated(self, ask: Callable[[_Offer], T]) -> T:
+        """Makes a request, and repeats it once after a broken connection or damage, on the main connection alone.
 
         Its key makes both the same request.
         """
@@ -340,7 +394,7 @@ class SavedSegment:
         # Only failures of the connection are repeated. A worker's own error would occur again, and a busy worker stays
         # busy.
         try:
-            return ask()
+            return ask(self._lane_offer)
         except ReplayError:
             for predecessor in self._save.predecessors:
                 if predecessor.derived is not None:
@@ -354,7 +408,7 @@ class SavedSegment:
                 raise
         self._log.retries += 1
         try:
-            return ask()
+            return ask(_no_lanes)
         except WorkerLostError as error:
             self._connection.trouble(self.worker_session, error)
             raise

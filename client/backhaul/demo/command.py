@@ -148,7 +148,8 @@ def _connected(worker: str | None, token_file: str | None, returns: str, wait_s:
     deadline = monotonic() + wait_s
     while True:
         try:
-            return backhaul.connect(worker, token_file=token_file, returns=returns)  # type: ignore[arg-type]
+            run = f"demo, {returns}"
+            return backhaul.connect(worker, token_file=token_file, returns=returns, run=run)  # type: ignore[arg-type]
         except ConnectError:
             if monotonic() >= deadline:
                 raise

@@ -13,6 +13,7 @@ NOTE [Differences]
    tensor with the address that was declared for it, and uses the tensor only if they are equal.
 """
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -41,9 +42,15 @@ def width_of(itemsize: int, *, is_complex: bool = False) -> int:
 
 
 class BlockEncoder:
-    """Encodes blocks of tensors. One thread at a time uses it."""
+    """Encodes blocks of tensors. Thread-safe.
+
+    gRPC takes the messages of an upload in a thread of its own. When the upload breaks off, that thread may still
+    encode a block while the next upload begins. The process crashes if two threads use one compressor of zstandard at
+    once.
+    """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards `_compressor`
         self._compressor = zstandard.ZstdCompressor(level=LEVEL, write_content_size=True, write_checksum=False)
 
     def encode(self, now: Bytes, before: Bytes, width: int) -> bytes:
@@ -59,7 +66,8 @@ class BlockEncoder:
         sign = change >> kind(8 * width - 1)
         folded = (change << kind(1)) ^ (kind(0) - sign)
         planes = np.ascontiguousarray(folded.view(np.uint8).reshape(-1, width).T)
-        return self._compressor.compress(planes.data)
+        with self._lock:
+            return self._compressor.compress(planes.data)
 
 
 class BlockDecoder:

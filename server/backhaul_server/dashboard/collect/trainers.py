@@ -80,7 +80,7 @@ class Trainers:
         was_closed = run.about.is_closed
         run.take(report, now_s, since_s)
         if run.about.is_closed and not was_closed:
-            text = f"{named(run.about)} ended after {run.steps:,} steps"
+            text = f"{named(run.about)} ended after {run.steps:,} step{'' if run.steps == 1 else 's'}"
             self._events.add(LogEvent(f"{run.id}-ended", run.heard_at_s, "run_ended", run.id, text=text))
         while sum(run.calls_bytes for run in self) > CALLS_BYTES:
             max(self, key=lambda run: run.calls_bytes).forget_oldest_calls()
@@ -100,7 +100,8 @@ class Trainers:
             self._gone_dropped += over.dropped
             del self._runs[over.id]
         run = self._runs[about.id] = TrainerRun(about, now_s)
-        text = f"{named(about)} began on {about.trainer} with {len(about.workers)} workers"
+        count = len(about.workers)
+        text = f"{named(about)} began on {about.trainer} with {count} worker{'' if count == 1 else 's'}"
         self._events.add(LogEvent(f"{run.id}-began", run.began_at_s, "run_began", run.id, text=text))
         return run
 

@@ -139,10 +139,7 @@ class Speculator:
 
     def start_run(self, segment: Segment, most_bytes: int) -> int | None:
         """Charges a run that begins now. Returns the charged bytes, or None if an answer has to be sent first."""
-        charged = self._store.start_run(segment.key, most_bytes)
-        if charged is not None and segment.inputs is not None:
-            self._schedule.started(segment.key)
-        return charged
+        return self._store.start_run(segment.key, most_bytes, lambda: self._schedule.started(segment.key))
 
     def _start_speculative(self, segment: Segment, most_bytes: int) -> int:
         """Charges a speculative run. The caller has found room for it in the same turn of the event loop."""

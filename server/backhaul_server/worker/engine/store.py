@@ -430,12 +430,16 @@ class Store(Generic[T]):
 
     # Work
 
-    def start_run(self, segment: Hashable, most_bytes: int | None = None) -> int | None:
+    def start_run(
+        self, segment: Hashable, most_bytes: int | None = None, begins: Callable[[], None] = lambda: None
+    ) -> int | None:
         """Charges a run of a segment, and makes room for it (Rule 3). The run takes over the replay that is ready.
 
         Args:
             segment: The segment's key. Nothing is charged for a segment that was detached while its run waited.
             most_bytes: Upper bound of the run's bytes, with a replay that it uses; None for that of `attach`.
+            begins: Called when it is certain that the run begins, before room is made for it. From then on
+                `last_needed` must not return the segment.
 
         Returns:
             Bytes to pass to `end_run`; None if the run has to wait for an answer that is being sent (Rule 2).
@@ -447,6 +451,7 @@ class Store(Generic[T]):
         if need > self.budget_bytes - self._fixed_bytes() - self._bytes["running"]:
             return None
         self.free_ready(segment)
+        begins()
         self._make_room(need)
         self._bytes["running"] += need
         return need
