@@ -2,8 +2,10 @@
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
+from playwright.sync_api import Error as PlaywrightError
 from playwright.sync_api import Page, expect
 
 from conftest import wait_until
@@ -75,6 +77,7 @@ def test_runs_are_found_by_name_and_tag(page: Page, jobs: Crowd) -> None:
     expect(page.locator("#runs-table tr.more")).to_contain_text("All workers, one trainer.")
     rows.locator("button.link").click()
     expect(page.locator("#run")).to_have_value(jobs.cluster.large.training.run)
+    page.locator("#runs").scroll_into_view_if_needed()
     page.locator("#runs-tag").select_option("")
     page.locator("#runs-search").fill("nothing like this")
     expect(page.locator("#runs > .empty")).to_have_text("No run matches. Choose another word, tag or rank.")
@@ -142,14 +145,17 @@ def test_events_are_marked_on_the_charts_and_told_on_hover(page: Page, jobs: Cro
     page.locator("#run").select_option(jobs.cluster.large.training.run)
     for figure in ("memory-held", "heat", "fleet-memory"):
         page.locator(f"#{figure}").scroll_into_view_if_needed()
-        expect(page.locator(f"#{figure} .event-mark[data-severity=warning]").first).to_be_attached()
+        expect(page.locator(f"#{figure} .event-mark").first).to_be_attached()
     page.locator("#memory").scroll_into_view_if_needed()
     tip = page.locator("#tip")
 
     def is_told() -> bool:
-        """Points there again: a mark moves as time passes."""
-        page.mouse.move(0, 0)
-        page.locator("#memory-held .event-mark[data-severity=warning] > span").first.hover()
-        return LOST in tip.inner_text()
+        """Points at each mark: they move as time passes, and near ones are one."""
+        for mark in page.locator("#memory-held .event-mark > span").all():
+            with suppress(PlaywrightError):  # the mark was drawn again meanwhile
+                mark.hover(timeout=2_000)
+            if LOST in tip.inner_text():
+                return True
+        return False
 
     wait_until(is_told, "the event is told of")

@@ -37,6 +37,11 @@ def cells(page: Page, table: str) -> list[list[str]]:
     return [[squeezed(cell) for cell in row] for row in rows]
 
 
+def names_of(trained: Training) -> dict[str, str]:
+    """What the runs of the demo are called, by id."""
+    return {run["run"]: run["name"] for run in trained.dashboard.items("runs")}
+
+
 def until_equal(shown: Callable[[], object], expected: Callable[[], object]) -> None:
     """Both are asked again until they agree: numbers may change in between."""
     last: list[object] = []
@@ -127,7 +132,7 @@ def test_memory(page: Page, trained: Training) -> None:
     page.locator("#memory-of").select_option(f"run {run['run']}")
     shown = [in_bytes(run["trainer_peak_bytes"][-1]), in_bytes(run["saved_bytes"][-1])]
     until_equal(lambda: page.locator("#memory-trainer .legend b").all_inner_texts(), lambda: shown)
-    expect(page.locator("#memory-held figcaption")).to_contain_text(run["run"][:8])
+    expect(page.locator("#memory-held figcaption")).to_contain_text(names_of(trained)[run["run"]])
 
 
 def test_latency(page: Page, trained: Training) -> None:
@@ -281,7 +286,7 @@ def test_segments(page: Page, trained: Training) -> None:
     def segment_rows(**query: str) -> list[list[str]]:
         return [
             [
-                f"{row['segment']} {row['run'][:8]}",
+                f"{row['segment']} {names_of(trained)[row['run']]}",
                 f"{row['calls']:,}",
                 in_bytes(row["up_bytes"]),
                 in_bytes(row["down_bytes"]),
@@ -355,7 +360,7 @@ def test_workers_and_sessions(page: Page, trained: Training) -> None:
     def told_sessions() -> list[list[str]]:
         return [
             [
-                session["run"][:8],
+                names_of(trained)[session["run"]],
                 session["trainer"],
                 session["worker"],
                 f"{in_percent(session['quota_share'])}, {in_bytes(session['held_bytes'])}",
@@ -382,7 +387,7 @@ def test_runs(page: Page, trained: Training) -> None:
     def run_rows() -> list[list[str]]:
         return [
             [
-                run["run"][:8],
+                run["name"],
                 run["state"],
                 in_percent(run["verdict"]["saved_share"]),
                 in_ms(run["verdict"]["added_ms"]),
@@ -404,7 +409,7 @@ def test_runs(page: Page, trained: Training) -> None:
     runs = trained.dashboard.items("runs")
     shown = [(run["run"], trained.dashboard.api(f"runs/{run['run']}/steps")) for run in runs]
     for field, text in (("step_ms", in_ms), ("peak_bytes", in_bytes), ("moved_bytes", in_bytes)):
-        last = ", ".join(f"{run[:8]} {text(series[field][-1])}" for run, series in shown)
+        last = ", ".join(f"{names_of(trained)[run]} {text(series[field][-1])}" for run, series in shown)
         expect(page.locator(f"#compare-{field} .plot")).to_have_attribute("aria-label", re.compile(re.escape(last)))
     expect(page.locator("#compare-loss .plot")).to_have_attribute("aria-label", re.compile(r"^Loss at the last step: "))
     differing = page.locator("#differences tbody :is(th, td)").all_inner_texts()

@@ -48,6 +48,7 @@ def test_a_killed_worker_turns_red_within_three_seconds(
     expect(row).to_have_attribute("data-level", "bad", timeout=3_000)
     expect(row.locator(".state")).to_have_text("unreachable")
     expect(page.locator("[data-tile=workers]")).to_have_attribute("data-level", "bad", timeout=3_000)
+    expect(page.locator(".alert-name")).to_have_text("Worker unreachable")
     assert time.monotonic() - killed_s < 3
     red, green, blue = map(int, re.findall(r"\d+", colour_of(page, "#workers .state"))[:3])
     assert red > 1.5 * max(green, blue)

@@ -17,7 +17,7 @@ let last = null; // the last live event
 let nowS = 0;
 
 /** A worker that has not answered for three seconds counts as unreachable, whatever state it last reported. */
-export function stateOf(worker, atS) {
+function stateOf(worker, atS) {
   return worker.state === "serving" && atS - worker.seen_at_s > UNHEARD_S ? "unreachable" : worker.state;
 }
 

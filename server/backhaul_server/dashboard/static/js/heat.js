@@ -14,7 +14,7 @@ const FEWEST_ROWS = 8;
 const EDGE = { left: 58, right: 14, top: 18, bottom: 44 }; // on top there is room for the marks of events
 const TICKS_MS = [0.1, 1, 10, 100, 1000, 10000, 100000];
 
-export class HeatMap {
+class HeatMap {
   constructor(figure) {
     this.figure = figure;
     this.heat = null;

@@ -5,7 +5,7 @@ import { Chart } from "./chart.js";
 import { colour, drawInTheme, RUN_COLOURS, RUN_DASHES } from "./colour.js";
 import { addCopyButton } from "./copy.js";
 import { byId, element, explain, setOptions, setText } from "./dom.js";
-import { bytes, count, date, loss, milliseconds, percent, runName } from "./format.js";
+import { bytes, count, date, loss, milliseconds, percent } from "./format.js";
 import { overSteps } from "./link.js";
 import { CursorPages } from "./pages.js";
 import { ask, Poll, RefusedError } from "./poll.js";

@@ -1,11 +1,12 @@
-// The controls of the timeline, its table of steps, and the panel of the selected segment.
+// The controls of the timeline, its table of steps, and the clocks of its workers.
 
 import { bind, onChange, state } from "./address.js";
-import { drawInTheme, LANE_COLOURS } from "./colour.js";
+import { hideCall, showCall } from "./call.js";
+import { drawInTheme } from "./colour.js";
 import { addCopyButton } from "./copy.js";
 import { CursorLine, selectByDragging, timeCursor } from "./cursor.js";
-import { byId, element, explain, icon, setIcon, setText, speak } from "./dom.js";
-import { bytes, count, drift, milliseconds, NONE, offset, percent } from "./format.js";
+import { byId, element, explain, setIcon, setText, speak } from "./dom.js";
+import { bytes, count, milliseconds, NONE, offset, percent } from "./format.js";
 import { describe, Lanes } from "./lanes.js";
 import { MarkLayer } from "./marks.js";
 import { ask, pathTo, Poll } from "./poll.js";
@@ -46,37 +47,14 @@ function pick(bar) {
   lanes.picked = bar;
   lanes.draw();
   if (bar === null) {
-    byId("call").hidden = true;
+    hideCall();
     return;
   }
   if (!isPaused) pause(true);
-  const call = lanes.timeline.calls[bar.call];
-  const entries = [
-    ["Step", String(call.step)],
-    ["Worker", call.worker || "none"],
-    ...(call.micro_batch ? [["Micro-batch", String(call.micro_batch)]] : []),
-    ["Decision", call.decision || "not recomputed"],
-    ["Sent", bytes(call.up_bytes)],
-    ["Received", bytes(call.down_bytes)],
-    ["Own overhead", milliseconds(call.overhead_ms)],
-    ["Retries", count(call.retries)],
-    ["Mismatches", count(call.mismatches)],
-    ["Drift", drift(call.drift)],
-  ];
-  for (const lane of Object.keys(LANE_COLOURS)) {
-    const spans = lanes.timeline.spans.filter((span) => span.call === bar.call && span.lane === lane);
-    if (spans.length > 0) entries.push([lane[0].toUpperCase() + lane.slice(1), milliseconds(spans.reduce((sum, span) => sum + span.duration_ms, 0))]);
-  }
-  const list = element("dl", {}, ...entries.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]));
-  if (call.reason) list.append(element("dt", {}, "Why"), element("dd", { class: "long" }, call.reason));
-  const close = element("button", { type: "button", class: "icon-only quiet", "aria-label": "Close" }, icon("close"));
-  close.addEventListener("click", () => {
+  showCall(lanes.timeline, bar, () => {
     pick(null);
     canvas.focus();
   });
-  const title = element("h3", {}, call.segment, call.is_fallback ? element("span", { class: "error" }, " fallback") : "");
-  byId("call").replaceChildren(element("div", { class: "call-head" }, title, close), list);
-  byId("call").hidden = false;
 }
 
 /** Returns the line above the lanes of one of several runs: its rank, and how well its clock is aligned. */
@@ -132,7 +110,7 @@ function showBlock(timeline) {
 function show(timeline) {
   lanes.show(timeline);
   showBlock(timeline);
-  byId("call").hidden = true;
+  hideCall();
   explain(note, timeline.why_empty);
   canvas.hidden = timeline.spans.length === 0;
   byId("steps").closest(".side").hidden = timeline.steps.length === 0;
