@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -23,6 +23,8 @@ from backhaul.simulate.predictions import (
     others,
     rows,
 )
+from backhaul.simulate.validation import BAR, cells_as_text, median_error, read_cells
+from backhaul_runtime.errors import SettingError
 from backhaul_runtime.replay.schedule import Footprint
 
 HELP = "predict the duration of a training step for other depths, memory budgets, networks and workers"
@@ -43,6 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also measure the setups that fit on two cores, and print the error of each prediction",
     )
+    parser.add_argument(
+        "--validate",
+        type=Path,
+        nargs="+",
+        metavar="PATH",
+        help="only compare predictions with cells that were measured before: directories of `backhaul experiment run`, "
+        "or files of --measure --json",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write costs, predictions and measurements to a file")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the predictions as an SVG image")
 
@@ -51,8 +61,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures or reads the costs of a segment, predicts steps, prints them and writes the requested files.
 
     Returns:
-        The exit code: 0, or 2 if an option cannot be used.
+        The exit code: 0, 1 if --validate found predictions that are too far off, or 2 if an option cannot be used.
     """
+    if arguments.validate:
+        return _validate(arguments.validate)
     for option in ("json", "svg"):
         path = getattr(arguments, option)
         if path is not None and not os.access(path.absolute().parent, os.W_OK):
@@ -94,6 +106,20 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.svg is not None:
         arguments.svg.write_text(as_svg(costs))
     return 0
+
+
+def _validate(paths: Sequence[Path]) -> int:
+    """Prints the error of the prediction of each measured cell. Returns the exit code of the command."""
+    try:
+        cells = [cell for path in paths for cell in read_cells(path)]
+        if not cells:
+            raise SettingError(f"--validate {paths[0]}: it has no measured cells")
+    except SettingError as error:
+        print(f"backhaul simulate: {error.message}", file=sys.stderr)
+        return 2
+    print(cells_as_text(cells))
+    middle = median_error(cells)
+    return 1 if middle is not None and middle >= BAR else 0
 
 
 def read_costs(path: Path) -> tuple[Costs, Costs]:
