@@ -1,8 +1,6 @@
 """A browser, a training to look at, and pages that must stay free of errors and of other hosts."""
 
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -10,15 +8,14 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from conftest import wait_until
-from support import reporting
 from support.chromium import MISSING, chromium
+from support.cluster import Cluster
 from support.dashboards import Dashboard
 from support.demos import Demo
 from support.pages import Crowd, Heard, OpenPage, Training
 from support.processes import WorkerProcess
-from support.reporting import FakeWorker
 
-PATIENCE_MS = 10_000
+PATIENCE_MS = 20_000
 MANY_WORKERS = 50
 MANY_SEGMENTS = 10_000
 NO_STORE = ("--store", ":memory:")
@@ -104,17 +101,11 @@ def trained(training: Training) -> Training:
 
 @pytest.fixture(scope="session")
 def crowd() -> Iterator[Crowd]:
-    """Fifty workers and ten thousand segments, all of them known to the dashboard."""
-    with ExitStack() as stack:
-        workers = [stack.enter_context(FakeWorker()) for _ in range(MANY_WORKERS)]
-        addresses = [worker.address for worker in workers]
-        training = reporting.Training(segments=MANY_SEGMENTS, workers=addresses, began_at_s=time.time() - 10)
-        for step in range(4):
-            workers[0].tell(training.report([step]))
-        dashboard = stack.enter_context(Dashboard(*addresses, options=NO_STORE))
-        wait_until(lambda: dashboard.api("segments?limit=1")["total"] == MANY_SEGMENTS, "all segments are known", 60)
+    """Fifty workers, two hundred sessions and ten thousand segments, all of them known to the dashboard."""
+    with Cluster(MANY_WORKERS, MANY_SEGMENTS) as cluster, Dashboard(*cluster.addresses, options=NO_STORE) as dashboard:
+        wait_until(lambda: dashboard.api("segments?limit=1")["total"] >= MANY_SEGMENTS, "all segments are known", 60)
         wait_until(lambda: dashboard.api("overview")["healthy_workers"] == MANY_WORKERS, "all workers are known")
-        for number, worker in enumerate(workers):
-            for method in ("Backward", "PutTensors", "SaveSegment"):
-                worker.served(method, [0.001 * (number + 1)] * 5)
-        yield Crowd(workers, dashboard)
+        cluster.start_jobs()
+        wait_until(lambda: dashboard.api("sessions?limit=1")["total"] == cluster.sessions, "all sessions are known")
+        wait_until(lambda: dashboard.api("runs?limit=1")["total"] == 1 + len(cluster.ranks), "all runs are known")
+        yield Crowd(cluster, dashboard)

@@ -142,7 +142,8 @@ def test_latency(page: Page, trained: Training) -> None:
         ]
 
     def shown() -> list[list[str]]:
-        return [row for row in cells(page, "#rpcs") if row[0] in {"Backward", "Recompute", "SaveSegment", "PutTensors"}]
+        rows = [[row[0].split(" ")[0], *row[1:]] for row in cells(page, "#rpcs")]  # without what the RPC is for
+        return [row for row in rows if row[0] in {"Backward", "Recompute", "SaveSegment", "PutTensors"}]
 
     until_equal(shown, latency_rows)
 
@@ -159,7 +160,7 @@ def test_phases_of_steps(page: Page, trained: Training) -> None:
     page.locator("#phases").scroll_into_view_if_needed()
     names = ["upload", "queue", "recompute", "backward", "download", "wait"]
     for phases in trained.dashboard.api("latency")["phases"]:
-        page.locator("#phases-run").select_option(phases["run"])
+        page.locator("#run").select_option(phases["run"])
         expected = [in_ms(phases[f"{name}_ms"][-1]) for name in names]
         until_equal(lambda: page.locator("#phases .legend b").all_inner_texts(), partial(list, expected))
 
@@ -168,7 +169,7 @@ def test_timeline(page: Page, trained: Training) -> None:
     page.locator("#timeline").scroll_into_view_if_needed()
     timeline = trained.dashboard.api("timeline")
     expected = [
-        [str(step["number"]), in_ms(step["duration_ms"]), in_percent(step["overlap"]), in_ms(step["wait_ms"])]
+        ["0", str(step["number"]), in_ms(step["duration_ms"]), in_percent(step["overlap"]), in_ms(step["wait_ms"])]
         for step in timeline["steps"]
     ]
     until_equal(lambda: cells(page, "#steps"), lambda: expected)
@@ -218,7 +219,7 @@ def test_an_accumulation_block_is_shown_with_its_shares_and_micro_batches(page: 
         ]
 
     page.locator("#timeline").scroll_into_view_if_needed()
-    page.locator("#timeline-run").select_option(run)
+    page.locator("#run").select_option(run)
     until_equal(lambda: cells(page, "#shares"), shares)
     expect(page.locator("#block-about")).to_contain_text(f"2 micro-batches in {in_ms(block()['took_ms'])}")
 
@@ -347,7 +348,7 @@ def test_workers_and_sessions(page: Page, trained: Training) -> None:
         ]
 
     def shown_workers() -> list[list[str]]:
-        return [[*row[:2], *row[3:8], row[10], row[11]] for row in cells(page, "#workers")]
+        return [[*row[:2], *row[3:8], *row[-2:]] for row in cells(page, "#workers")]
 
     until_equal(shown_workers, told_workers)
 
@@ -383,6 +384,8 @@ def test_runs(page: Page, trained: Training) -> None:
             [
                 run["run"][:8],
                 run["state"],
+                in_percent(run["verdict"]["saved_share"]),
+                in_ms(run["verdict"]["added_ms"]),
                 run["trainer"],
                 f"{run['steps']:,}",
                 in_ms(run["median_step_ms"]),
@@ -395,7 +398,7 @@ def test_runs(page: Page, trained: Training) -> None:
             for run in trained.dashboard.items("runs")
         ]
 
-    until_equal(lambda: [[*row[1:4], *row[5:]] for row in cells(page, "#runs-table")], run_rows)
+    until_equal(lambda: [[*row[1:6], *row[7:]] for row in cells(page, "#runs-table")], run_rows)
 
     page.locator("#runs-table input").nth(2).check()  # the page selects two runs by itself
     runs = trained.dashboard.items("runs")

@@ -61,13 +61,14 @@ def test_what_is_old_looks_old_until_the_dashboard_is_back(dashboard: Dashboard,
     page = open_page(dashboard.url)
     status = page.locator("#status")
     expect(status).to_have_attribute("data-state", "live")
-    fresh = page.locator(".tile .figure").first.evaluate("node => getComputedStyle(node).opacity")
+    fresh = colour_of(page, ".tile .figure")
     dashboard.process.send_signal(signal.SIGSTOP)
     try:
         expect(status).to_have_attribute("data-state", "stale", timeout=5_000)
         expect(status).to_have_text(re.compile(r"no answer, the numbers are \d+ s old"))
-        stale = page.locator(".tile .figure").first.evaluate("node => getComputedStyle(node).opacity")
-        assert float(stale) < 0.6 < float(fresh)
+        assert colour_of(page, ".tile .figure") == colour_of(page, ".tile dt") != fresh
+        assert page.locator(".plot").first.evaluate("node => getComputedStyle(node).filter") == "grayscale(1)"
+        assert broken_rules(page) == []
     finally:
         dashboard.process.send_signal(signal.SIGCONT)
     expect(status).to_have_attribute("data-state", "live", timeout=5_000)

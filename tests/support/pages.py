@@ -7,13 +7,14 @@ from urllib.parse import urlsplit
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import ConsoleMessage, FloatRect, Locator, Page, Request
 
+from support.cluster import Cluster
 from support.dashboards import Dashboard
 from support.demos import Demo
 from support.processes import WorkerProcess
 from support.reporting import FakeWorker
 
 OpenPage = Callable[..., Page]
-SECTIONS = ["overview", "memory", "latency", "timeline", "segments", "fleet", "runs"]
+SECTIONS = ["overview", "memory", "latency", "timeline", "segments", "events", "topology", "fleet", "runs"]
 
 
 @dataclass
@@ -33,15 +34,20 @@ class Training:
 
 @dataclass
 class Crowd:
-    """Many workers, and the dashboard over them.
+    """A cluster that is made up, and the dashboard over it.
 
     Attributes:
-        workers: Of which the first was told of a training with many segments.
-        dashboard: Watches them.
+        cluster: Its workers and trainings, which keep reporting.
+        dashboard: Watches all workers.
     """
 
-    workers: list[FakeWorker]
+    cluster: Cluster
     dashboard: Dashboard
+
+    @property
+    def workers(self) -> list[FakeWorker]:
+        """The workers of the cluster, in the order of the command line."""
+        return self.cluster.workers
 
 
 @dataclass
@@ -49,7 +55,8 @@ class Heard:
     """What a page asked for and complained of.
 
     Attributes:
-        may_be_refused: Whether the dashboard is stopped meanwhile, of which the browser itself makes notes.
+        may_be_refused: Whether the dashboard is stopped meanwhile, or asked for an unknown run. The browser itself
+            makes notes of both.
         errors: Of its console, and exceptions.
         hosts: That it sent requests to.
     """
@@ -65,7 +72,8 @@ class Heard:
         page.on("request", self._asked)
 
     def _said(self, message: ConsoleMessage) -> None:
-        if message.type == "error" and not (self.may_be_refused and "net::ERR_" in message.text):
+        is_refusal = "net::ERR_" in message.text or "status of 404" in message.text
+        if message.type == "error" and not (self.may_be_refused and is_refusal):
             self.errors.append(message.text)
 
     def _asked(self, request: Request) -> None:

@@ -65,17 +65,18 @@ def _heat(calls: Tally, shown: TimeRange, method: str) -> schemas.Heat:
 
 def _phases(run: TrainerRun, of_steps: TimeRange) -> schemas.Phases:
     steps = [
-        (number, report.lanes_s)
+        (number, report.step.started_at_s, report.lanes_s)
         for number, report in sorted(run.reported_steps.items())
         if report.step is not None and of_steps.since_s <= report.step.started_at_s <= of_steps.until_s
     ]
 
     def lane_ms(lane: telemetry_pb2.Lane.ValueType) -> list[float]:
-        return [round(1e3 * lanes_s[lane], 3) for _, lanes_s in steps]
+        return [round(1e3 * lanes_s[lane], 3) for _, _, lanes_s in steps]
 
     return schemas.Phases(
         run=run.id,
-        step=[number for number, _ in steps],
+        step=[number for number, _, _ in steps],
+        at_s=[at_s for _, at_s, _ in steps],
         upload_ms=lane_ms(telemetry_pb2.LANE_UPLOAD),
         queue_ms=lane_ms(telemetry_pb2.LANE_QUEUE),
         recompute_ms=lane_ms(telemetry_pb2.LANE_RECOMPUTE),

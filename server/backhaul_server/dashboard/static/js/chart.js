@@ -3,6 +3,7 @@
 import { colour, drawInTheme, translucent } from "./colour.js";
 import { element, explain, setText } from "./dom.js";
 import { clock } from "./format.js";
+import { MarkLayer } from "./marks.js";
 
 const FONT = '11.5px "Inter", system-ui, sans-serif';
 const BYTE_STEPS = [0, 1, 2, 3, 4, 5].flatMap((power) => [1, 2, 5, 10, 20, 50, 100, 200, 500].map((count) => count * 1024 ** power));
@@ -16,7 +17,9 @@ const BYTE_STEPS = [0, 1, 2, 3, 4, 5].flatMap((power) => [1, 2, 5, 10, 20, 50, 1
  *   `stacked`: whether areas and bars are stacked; lines never are;
  *   `format`: formats a value; `isBytes`: ticks are round numbers of KiB, MiB and so on; `x`: "time", or the label of the x axis;
  *   `height`; `hasLegend`; `top(max)`: returns the upper end of the scale, given the largest value;
- *   `draw(uplot)`: draws more on top.
+ *   `draw(uplot)`: draws more on top;
+ *   `link`: how the chart takes part in the shared cursor and in zooming, see link.js;
+ *   `hasMarks`: whether events are marked, in charts over time.
  */
 export class Chart {
   constructor(figure, options) {
@@ -31,6 +34,11 @@ export class Chart {
     this.plot.append(this.note);
     figure.append(this.plot);
     this.setSeries(options.series ?? []);
+    if (this.options.hasMarks) this.marks = new MarkLayer(this.plot, () => this.#area());
+    if (this.options.link) {
+      this.options.link.cursor.add(this);
+      this.plot.addEventListener("pointerleave", () => this.options.link.cursor.point(null, this));
+    }
     new ResizeObserver(() => this.#resize()).observe(this.plot);
     drawInTheme(() => this.#rebuild());
   }
@@ -72,6 +80,45 @@ export class Chart {
 
   redraw() {
     this.uplot?.redraw();
+  }
+
+  /** Takes the range of x values again, after it has been chosen. */
+  rescale() {
+    this.uplot?.setData(this.uplot.data);
+  }
+
+  /** Shows the cursor where another chart is pointed at. */
+  showCursor(shared) {
+    if (this.uplot === undefined) return;
+    const x = shared === null ? null : this.options.link.from(shared, this.values[0]);
+    const left = x === null ? -10 : this.uplot.valToPos(x, "x");
+    this.isFollowing = true;
+    this.uplot.setCursor({ left: left >= 0 && left <= this.uplot.over.clientWidth ? left : -10, top: 0 });
+    this.isFollowing = false;
+  }
+
+  /** Returns where the plot is within its element, in CSS pixels, and the times at its edges. */
+  #area() {
+    const { uplot } = this;
+    if (uplot === undefined || this.plot.hasAttribute("data-empty")) return null;
+    const { offsetLeft, offsetTop, clientWidth, clientHeight } = uplot.over;
+    return { left: offsetLeft, top: offsetTop, width: clientWidth, height: clientHeight, since: uplot.scales.x.min, until: uplot.scales.x.max };
+  }
+
+  #pointed(u) {
+    this.#showValues(u.cursor.idx ?? null);
+    const { link } = this.options;
+    if (this.isFollowing || link === undefined) return;
+    // New numbers move the cursor of every chart, so only the chart under the pointer speaks for all.
+    if (u.cursor.left >= 0 && u.over.matches(":hover")) link.cursor.point(link.to(u.posToVal(u.cursor.left, "x"), this.values[0]), this);
+  }
+
+  #selected(u) {
+    const { left, width } = u.select;
+    if (width === 0) return;
+    u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+    const [from, to] = [left, left + width].map((x) => this.options.link.to(u.posToVal(x, "x"), this.values[0]));
+    if (from !== null && to !== null && to > from) this.options.link.select(from, to);
   }
 
   #isStacked(one) {
@@ -118,9 +165,9 @@ export class Chart {
       height: options.height,
       padding: [10, isTime ? 28 : 14, 0, 0], // half a label of the last tick
       legend: { show: false },
-      cursor: { y: false, drag: { x: false, y: false }, points: { show: false } },
+      cursor: { y: false, drag: { x: options.link !== undefined, y: false, setScale: false, dist: 5 }, points: { show: false } },
       scales: {
-        x: { time: false, range: options.xRange ?? ((_, min, max) => (min === max ? [min - 1, max + 1] : series[0]?.kind === "bars" ? [min - 0.6, max + 0.6] : [min, max])) },
+        x: { time: false, range: (_, min, max) => this.#horizontal(min, max) },
         y: { range: (_, min, max) => this.#range(min, max) },
       },
       axes: [
@@ -130,10 +177,18 @@ export class Chart {
       bands,
       series: [{}, ...series.map((one) => this.#seriesOf(one))],
       hooks: {
-        setCursor: [(u) => this.#showValues(u.cursor.idx ?? null)],
-        draw: options.draw ? [(u) => options.draw(u)] : [],
+        setCursor: [(u) => this.#pointed(u)],
+        setSelect: [(u) => this.#selected(u)],
+        draw: [(u) => options.draw?.(u), () => this.marks?.place()],
       },
     };
+  }
+
+  #horizontal(min, max) {
+    const wanted = this.options.xRange?.();
+    if (wanted) return wanted;
+    if (min === max) return [min - 1, max + 1];
+    return this.series[0]?.kind === "bars" ? [min - 0.6, max + 0.6] : [min, max];
   }
 
   #range(min, max) {

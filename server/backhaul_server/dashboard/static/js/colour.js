@@ -16,6 +16,12 @@ document.addEventListener("themechange", () => {
   requestAnimationFrame(() => setTimeout(next));
 });
 
+/** Draws all canvases in the present colours before it returns, as a print needs. */
+export function drawAllNow() {
+  known.clear();
+  for (const draw of drawings) draw();
+}
+
 /** Calls `draw` after each change of colours. */
 export function drawInTheme(draw) {
   drawings.push(draw);

@@ -1,12 +1,19 @@
 // The tables of workers and of their sessions, updated by each live event.
 
+import { change } from "./address.js";
 import { byId, explain, setText } from "./dom.js";
-import { bytes, count, date, drift, duration, NONE, percent, runName } from "./format.js";
+import { bytes, count, date, drift, duration, NONE, percent } from "./format.js";
+import { LocalPages } from "./pages.js";
+import { hasChosenRank, nameWithRank, onScope } from "./scope.js";
 import { facts, paintMeter, paintState, Table } from "./table.js";
 
 const UNHEARD_S = 3;
+const ROWS_OF_A_PAGE = 50;
 let workers = null;
 let sessions = null;
+let pagesOfWorkers = null;
+let pagesOfSessions = null;
+let last = null; // the last live event
 let nowS = 0;
 
 /** A worker that has not answered for three seconds counts as unreachable, whatever state it last reported. */
@@ -17,6 +24,18 @@ export function stateOf(worker, atS) {
 function paintError(cell, text) {
   setText(cell, text || NONE);
   cell.classList.toggle("errors", Boolean(text));
+}
+
+function paintGpu(cell, worker) {
+  const share = worker.accelerator?.utilization ?? null;
+  if (share === null) cell.replaceChildren(NONE);
+  else paintMeter(cell, share, percent(share));
+}
+
+function paintGpuMemory(cell, worker) {
+  const gpu = worker.accelerator;
+  if (gpu) paintMeter(cell, gpu.used_bytes / gpu.total_bytes, `${bytes(gpu.used_bytes)} of ${bytes(gpu.total_bytes)}`);
+  else cell.replaceChildren(NONE);
 }
 
 function heartbeat(worker) {
@@ -33,6 +52,8 @@ const WORKERS = [
   { title: "Received", cell: (worker) => bytes(worker.received_bytes) },
   { title: "Sent", cell: (worker) => bytes(worker.sent_bytes) },
   { title: "Queued", cell: (worker) => count(worker.queued_requests), hint: "Requests that wait or run" },
+  { title: "GPU", isText: true, className: "gpu", paint: paintGpu, hint: "How busy the worker's GPU is, by NVML" },
+  { title: "GPU memory", isText: true, className: "gpu", paint: paintGpuMemory, hint: "Memory in use on the worker's GPU, by all processes" },
   { title: "Up", cell: (worker) => duration(worker.uptime_s) },
   { title: "Version", isText: true, cell: (worker) => worker.version || NONE },
   { title: "Last error", isText: true, className: "wrap", paint: (cell, worker) => paintError(cell, worker.error || worker.last_error) },
@@ -43,6 +64,7 @@ function workerDetails(worker) {
   return [
     facts({
       Device: worker.device || NONE,
+      ...(worker.accelerator ? { GPU: worker.accelerator.name } : {}),
       Epoch: worker.epoch || NONE,
       Segments: bytes(memory.segment_bytes),
       Working: bytes(memory.working_bytes),
@@ -58,7 +80,7 @@ function workerDetails(worker) {
 }
 
 const SESSIONS = [
-  { title: "Run", isText: true, cell: (session) => runName(session.run) },
+  { title: "Run", isText: true, cell: (session) => nameWithRank(session.run) },
   { title: "Trainer", isText: true, cell: (session) => session.trainer },
   { title: "Worker", isText: true, cell: (session) => session.worker },
   { title: "Last seen", cell: (session) => `${duration(session.idle_s)} ago`, hint: "When the worker last got a request of the session" },
@@ -70,14 +92,35 @@ const SESSIONS = [
 ];
 
 export function showFleet(live) {
-  nowS = live.overview.at_s;
-  workers.update(live.workers);
-  sessions.update(live.sessions);
-  const [noWorkers, noSessions] = byId("fleet").querySelectorAll(".empty");
-  byId("workers").hidden = live.workers.length === 0;
-  byId("sessions").hidden = live.sessions.length === 0;
-  explain(noWorkers, live.workers.length ? "" : "No worker is being watched. Start the dashboard with --worker ADDRESS.");
-  explain(noSessions, live.sessions.length ? "" : "No trainer is connected. Connect one with backhaul.connect(\"ADDRESS\").");
+  last = live;
+  show();
+}
+
+function show() {
+  if (last === null) return;
+  nowS = last.overview.at_s;
+  byId("workers").classList.toggle("has-gpu", last.workers.some((worker) => worker.accelerator));
+  workers.update(pagesOfWorkers.of(last.workers));
+  const open = last.sessions.filter((session) => hasChosenRank(session.run));
+  sessions.update(pagesOfSessions.of(open));
+  const [noWorkers, noSessions] = byId("fleet").querySelectorAll(":scope > .empty");
+  byId("workers").hidden = last.workers.length === 0;
+  byId("sessions").hidden = open.length === 0;
+  explain(noWorkers, last.workers.length ? "" : "No worker is being watched. Start the dashboard with --worker ADDRESS.");
+  explain(
+    noSessions,
+    open.length ? "" : last.sessions.length ? "No trainer of the chosen rank is connected." : "No trainer is connected. Connect one with backhaul.connect(\"ADDRESS\").",
+  );
+}
+
+/** Has the page show a worker: its memory and latency in the charts, and its row in the table, unfolded. */
+export function goToWorker(address) {
+  change({ memory: `worker ${address}`, worker: address });
+  const index = last?.workers.findIndex((worker) => worker.address === address) ?? -1;
+  if (index < 0) return;
+  pagesOfWorkers.turnTo(index);
+  show();
+  workers.reveal(address);
 }
 
 export function startFleet() {
@@ -86,4 +129,7 @@ export function startFleet() {
     level: (worker) => (stateOf(worker, nowS) === "unreachable" ? "bad" : null),
   });
   sessions = new Table(byId("sessions"), SESSIONS, (session) => `${session.worker}\n${session.run}\n${session.trainer}`);
+  pagesOfWorkers = new LocalPages(byId("workers-pager"), ROWS_OF_A_PAGE, show);
+  pagesOfSessions = new LocalPages(byId("sessions-pager"), ROWS_OF_A_PAGE, show);
+  onScope(show);
 }

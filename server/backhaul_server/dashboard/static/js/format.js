@@ -30,6 +30,18 @@ export function milliseconds(value) {
   return Math.abs(value) < 1000 ? `${threeDigits(value)} ms` : `${threeDigits(value / 1000)} s`;
 }
 
+/** Formats the offset of a clock with the bound of its error: "+0.21 ± 0.05 ms". */
+export function offset(ms, errorMs) {
+  if (ms === null || ms === undefined) return NONE;
+  const digits = errorMs < 0.1 ? 3 : errorMs < 10 ? 2 : 0;
+  return `${ms < 0 ? MINUS : "+"}${Math.abs(ms).toFixed(digits)} ± ${errorMs.toFixed(digits)} ms`;
+}
+
+/** Formats a rate: "12.0 MiB/s". */
+export function rate(perS) {
+  return perS === null || perS === undefined ? NONE : `${bytes(perS)}/s`;
+}
+
 /** Formats a duration or an age: "4 s", "12 min", "3.2 h", "5 d". */
 export function duration(seconds) {
   const value = Math.max(0, seconds);
@@ -66,10 +78,12 @@ export function clock(atS) {
   return new Date(atS * 1000).toLocaleTimeString("en-GB");
 }
 
-export function date(atS) {
+/** Formats a time as "25 Nov 13:02", or to the second as "25 Nov 13:02:10". */
+export function date(atS, isExact = false) {
   const at = new Date(atS * 1000);
   const day = at.toLocaleDateString("en-GB", { day: "numeric", month: "short" });
-  return `${day} ${at.toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" })}`;
+  const time = isExact ? clock(atS) : at.toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" });
+  return `${day} ${time}`;
 }
 
 /** Shortens the random id of a run to its first letters, which identify it well enough. */

@@ -94,12 +94,17 @@ function alertElement(alert) {
       "p",
       {},
       element("span", { class: "hidden" }, `${alert.severity}: `),
-      element("span", { class: "alert-name" }, alert.name),
+      element("span", { class: "alert-name", title: alert.name }, inWords(alert.name)),
       element("span", { class: "alert-subject" }, subjectOf(alert)),
       element("span", { class: "alert-summary" }),
     ),
     element("time"),
   );
+}
+
+/** Returns the name of an alert in words: "LinkSlow", as Prometheus has it, becomes "Link slow". */
+function inWords(name) {
+  return name.replace(/(?<=[a-z])[A-Z]/g, (letter) => ` ${letter.toLowerCase()}`);
 }
 
 /** Returns the subject, shortened for a run; "" if the summary names it already. */

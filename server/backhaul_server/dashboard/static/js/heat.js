@@ -1,14 +1,17 @@
 // A heat map of call durations over time, with a logarithmic scale of durations.
 
 import { colour, drawInTheme } from "./colour.js";
+import { CursorLine, selectByDragging, timeCursor } from "./cursor.js";
 import { byId, element, explain, setText, speak } from "./dom.js";
 import { clock, count, milliseconds } from "./format.js";
+import { MarkLayer } from "./marks.js";
+import { chooseRange, fixedRange } from "./range.js";
 import { hideTip, showTip } from "./tip.js";
 
 const HEIGHT = 300;
 const FEWEST_COLUMNS = 15;
 const FEWEST_ROWS = 8;
-const EDGE = { left: 58, right: 14, top: 10, bottom: 44 };
+const EDGE = { left: 58, right: 14, top: 18, bottom: 44 }; // on top there is room for the marks of events
 const TICKS_MS = [0.1, 1, 10, 100, 1000, 10000, 100000];
 
 export class HeatMap {
@@ -28,11 +31,19 @@ export class HeatMap {
     const legend = element("ul", { class: "legend" }, element("li", {}, "calls: ", element("b", {}, "1"), this.scale, this.most));
     this.plot.append(this.canvas, this.note);
     figure.append(legend, this.plot);
+    this.line = new CursorLine(this.plot);
+    this.marks = new MarkLayer(this.plot, () => this.#times());
+    timeCursor.add(this);
+    selectByDragging(this.plot, this.canvas, (from, to) => {
+      const times = this.#times();
+      if (times) chooseRange(...[from, to].map((x) => times.since + ((x - times.left) / times.width) * (times.until - times.since)));
+    });
     new ResizeObserver(() => this.draw()).observe(this.plot);
     drawInTheme(() => this.draw());
     this.canvas.addEventListener("pointermove", (event) => this.#point(event));
     this.canvas.addEventListener("pointerleave", () => {
       this.cursor = null;
+      timeCursor.point(null, this);
       hideTip();
       this.draw();
     });
@@ -40,7 +51,7 @@ export class HeatMap {
   }
 
   update(reported, method) {
-    const heat = recent(reported);
+    const heat = fixedRange() ? reported : recent(reported);
     this.heat = heat;
     const all = heat.counts.flat();
     this.max = Math.max(0, ...all);
@@ -51,7 +62,7 @@ export class HeatMap {
     this.first = Math.max(0, first - 1);
     this.last = Math.min(heat.bounds_ms.length, Math.max(last + 1, this.first + FEWEST_ROWS));
     const isEmpty = rows.length === 0;
-    explain(this.note, isEmpty ? "No calls in this window. Once a trainer runs segments, this map shows how long its calls take." : "");
+    explain(this.note, isEmpty ? "No calls in this time range. Once a trainer runs segments, this map shows how long its calls take." : "");
     this.plot.toggleAttribute("data-empty", isEmpty);
     setText(this.figure.querySelector("figcaption"), method ? `Duration of ${method} calls` : "Duration of calls, all RPCs");
     setText(this.most, count(this.max));
@@ -73,6 +84,20 @@ export class HeatMap {
     return this.heat.bounds_ms[row] ?? Infinity;
   }
 
+  /** Returns the place of the map in its element, and the times at its edges; null if it is empty. */
+  #times() {
+    if (this.heat === null || !this.max) return null;
+    const { x, y, width, height } = this.#area();
+    return { left: x, top: 2, width, height: height + y - 2, since: this.heat.at_s[0], until: this.heat.at_s.at(-1) + this.heat.interval_s };
+  }
+
+  /** Shows the cursor where another chart is pointed at. */
+  showCursor(atS) {
+    const times = this.#times();
+    const isInside = times !== null && atS !== null && atS >= times.since && atS <= times.until;
+    this.line.place(isInside ? atS : null, times);
+  }
+
   #area() {
     return { x: EDGE.left, y: EDGE.top, width: this.canvas.clientWidth - EDGE.left - EDGE.right, height: HEIGHT - EDGE.top - EDGE.bottom };
   }
@@ -88,6 +113,7 @@ export class HeatMap {
     context.scale(ratio, ratio);
     context.font = "11.5px Inter, system-ui, sans-serif";
     this.#drawScale();
+    this.marks.place();
     if (this.max === 0) return;
     const area = this.#area();
     const rows = this.last - this.first + 1;
@@ -152,6 +178,7 @@ export class HeatMap {
 
   #drawScale() {
     const context = this.scale.getContext("2d");
+    context.clearRect(0, 0, this.scale.width, this.scale.height); // shades are transparent, and would add up
     for (let x = 0; x < this.scale.width; x += 1) {
       context.fillStyle = shade(0.12 + (0.88 * x) / this.scale.width);
       context.fillRect(x, 0, 1, this.scale.height);
@@ -173,6 +200,7 @@ export class HeatMap {
     const row = this.last - Math.floor(((event.offsetY - area.y) / area.height) * (this.last - this.first + 1));
     const isInside = c >= 0 && c < this.heat.counts.length && row >= this.first && row <= this.last;
     this.cursor = isInside ? [c, row] : null;
+    timeCursor.point(isInside ? this.heat.at_s[0] + ((event.offsetX - area.x) / area.width) * this.heat.counts.length * this.heat.interval_s : null, this);
     if (isInside) showTip(event, this.#text());
     else hideTip();
     this.draw();

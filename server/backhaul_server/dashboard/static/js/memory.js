@@ -1,10 +1,15 @@
 // Memory over time: the tiers of a worker or the bytes held for a run, and beside it the memory of the trainer.
 
+import { bind, change, onChange, state } from "./address.js";
 import { Chart } from "./chart.js";
 import { colour } from "./colour.js";
+import { addCopyButton } from "./copy.js";
 import { byId, element, setOptions, setText } from "./dom.js";
-import { bytes, count, duration, runName } from "./format.js";
+import { bytes, count } from "./format.js";
+import { overTime } from "./link.js";
 import { ask, Poll } from "./poll.js";
+import { fixedRange, onRange, rangeQuery, rangeText } from "./range.js";
+import { chosenRun, nameWithRank, onScope, shownRun } from "./scope.js";
 
 const TIERS = [
   { label: "segments", field: "segment_bytes", colour: "blue", kind: "area" },
@@ -35,6 +40,9 @@ const held = new Chart(byId("memory-held"), {
   format: bytes,
   x: "time",
   height: 250,
+  link: overTime,
+  hasMarks: true,
+  xRange: fixedRange,
   top: (max) => (shown && showsBudget(max) ? Math.max(max, shown.budget_bytes) : max),
   draw: drawBudgetAndMarks,
   legendExtras: () => [
@@ -43,11 +51,20 @@ const held = new Chart(byId("memory-held"), {
     element("li", { id: "memory-refusals" }),
   ],
 });
-const trainer = new Chart(byId("memory-trainer"), { isBytes: true, format: bytes, x: "time", height: 250, series: TRAINER });
+const trainer = new Chart(byId("memory-trainer"), {
+  isBytes: true,
+  format: bytes,
+  x: "time",
+  height: 250,
+  link: overTime,
+  hasMarks: true,
+  xRange: fixedRange,
+  series: TRAINER,
+});
 
 /** Returns whether the scale reaches up to the budget, given the largest value in bytes. */
 function showsBudget(max) {
-  return byId("memory-budget").checked || shown.budget_bytes < MOST_HEADROOM * max;
+  return state("budget") === "1" || shown.budget_bytes < MOST_HEADROOM * max;
 }
 
 /** Draws a dashed line at the budget, and a shape at the upper edge for each eviction or refusal. */
@@ -101,7 +118,7 @@ function showMarks(history) {
 function options(history) {
   return [
     { label: "Worker", options: history.workers.map((worker) => [`worker ${worker.worker}`, worker.worker]) },
-    { label: "Run", options: history.runs.map((run) => [`run ${run.run}`, `${runName(run.run)} (${run.trainer})`]) },
+    { label: "Run", options: history.runs.map((run) => [`run ${run.run}`, `${nameWithRank(run.run)} (${run.trainer})`]) },
   ].filter((group) => group.options.length > 0);
 }
 
@@ -115,12 +132,12 @@ function showHeld(history, kind) {
   const lists = series.map((tier) => history[tier.field]);
   const total = lists.reduce((sum, list) => sum + (list.at(-1) ?? 0), 0);
   const parts = series.map((tier, i) => `${tier.label} ${bytes(lists[i].at(-1) ?? 0)}`).join(", ");
-  const who = kind === "run" ? `Held for run ${runName(history.run)} on all of its workers` : `Held by worker ${history.worker}`;
+  const who = kind === "run" ? `Held for run ${nameWithRank(history.run)} on all of its workers` : `Held by worker ${history.worker}`;
   setText(byId("memory-held").querySelector("figcaption"), who);
   held.update(
     [history.at_s, ...lists],
-    `${who}, last ${windowText()}: now ${bytes(total)} of ${bytes(history.budget_bytes)}; ${parts}.`,
-    history.at_s.length > 0 ? "" : "This worker has not answered yet. The table of workers shows its state.",
+    `${who}, ${rangeText()}: now ${bytes(total)} of ${bytes(history.budget_bytes)}; ${parts}.`,
+    history.at_s.length > 0 ? "" : fixedRange() ? "Nothing was recorded in this time range. Choose another one at the top." : "This worker has not answered yet. The table of workers shows its state.",
   );
   showMarks(history);
 }
@@ -132,20 +149,18 @@ function showTrainer(run) {
   trainer.update(
     run ? [run.at_s, run.trainer_peak_bytes.map((value) => value || null), run.saved_bytes] : [[], [], []],
     run ? `Trainer ${run.trainer}: peak ${bytes(run.trainer_peak_bytes.at(-1))}, saved by workers ${bytes(run.saved_bytes.at(-1))}.` : "",
-    isEmpty ? "No trainer has reported a step in this window. Start one with backhaul.connect(), or choose a longer window." : "",
+    isEmpty ? "No trainer has reported a step in this time range. Start one with backhaul.connect(), or choose a longer time range." : "",
   );
 }
 
-function windowText() {
-  return duration(Number(byId("memory-window").value));
-}
-
 async function refresh(signal) {
-  const seconds = byId("memory-window").value;
   const workers = byId("memory-of").querySelectorAll("optgroup:first-child option").length;
   poll.intervalMs = workers > MANY ? SELDOM_MS : OFTEN_MS;
-  const history = await ask("/api/v1/memory", { seconds, points: workers > MANY ? POINTS_OF_MANY : POINTS }, signal);
-  const chosen = setOptions(byId("memory-of"), options(history));
+  const history = await ask("/api/v1/memory", { ...rangeQuery(), points: workers > MANY ? POINTS_OF_MANY : POINTS }, signal);
+  const select = byId("memory-of");
+  setOptions(select, options(history));
+  if (state("memory") && [...select.options].some((option) => option.value === state("memory"))) select.value = state("memory");
+  const chosen = select.value;
   const name = chosen.slice(chosen.indexOf(" ") + 1);
   const run = history.runs.find((one) => one.run === name);
   const worker = history.workers.find((one) => one.worker === name);
@@ -155,14 +170,24 @@ async function refresh(signal) {
     held.setSeries(TIERS);
     held.update([[], [], [], [], []], "", "No worker is being watched. Start the dashboard with --worker ADDRESS.");
   }
-  showTrainer(run ?? history.runs[0]);
+  const ofRun = (id) => history.runs.find((one) => one.run === id);
+  showTrainer(run ?? (chosenRun() ? ofRun(chosenRun()) : (ofRun(shownRun()) ?? history.runs[0])));
 }
 
 export function startMemory() {
   poll = new Poll(byId("memory"), OFTEN_MS, refresh);
-  for (const id of ["memory-of", "memory-window"]) byId(id).addEventListener("change", () => poll.now());
-  byId("memory-budget").addEventListener("change", () => {
+  bind(byId("memory-of"), "memory");
+  const box = byId("memory-budget");
+  const showBudget = () => {
+    box.checked = state("budget") === "1";
     held.uplot?.setData(held.uplot.data);
     if (shown) showMarks(shown);
-  });
+  };
+  box.addEventListener("change", () => change({ budget: box.checked ? "1" : "" }));
+  onChange(["budget"], showBudget);
+  box.checked = state("budget") === "1";
+  onChange(["memory"], () => poll.now());
+  onRange(() => poll.now());
+  onScope(() => poll.now());
+  for (const figure of ["memory-held", "memory-trainer"]) addCopyButton(byId(figure));
 }

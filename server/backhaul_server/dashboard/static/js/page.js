@@ -1,15 +1,22 @@
 // Starts the parts of the page and passes live events to them. The page never changes anything on the dashboard.
 
 import { byId, setAttribute, setText } from "./dom.js";
+import { startEvents } from "./events.js";
 import { count, duration } from "./format.js";
 import { showFleet, startFleet } from "./fleet.js";
+import { startFleetMaps } from "./fleet_maps.js";
 import { showAlerts, showOverview } from "./headline.js";
 import { offerWorkers, startLatency } from "./latency.js";
 import { follow } from "./live.js";
 import { startMemory } from "./memory.js";
+import { startPrinting } from "./print.js";
+import { startRange } from "./range.js";
 import { startRuns } from "./runs.js";
-import { offerRuns as offerSegmentRuns, startSegments } from "./segments.js";
-import { offerRuns as offerTimelineRuns, startTimeline } from "./timeline.js";
+import { learnRuns, startScope } from "./scope.js";
+import { startSegments } from "./segments.js";
+import { noteSteps, startTimeline } from "./timeline.js";
+import { startTopology } from "./topology.js";
+import { showVerdict, startVerdict } from "./verdict.js";
 
 let hasNumbers = false;
 
@@ -17,10 +24,11 @@ function showLive(live) {
   hasNumbers = true;
   showOverview(live.overview);
   showAlerts(live.alerts, live.overview.at_s);
+  learnRuns(live.runs);
+  showVerdict();
   showFleet(live);
   offerWorkers(live.workers);
-  offerTimelineRuns(live.runs);
-  offerSegmentRuns(live.runs);
+  noteSteps(live.runs);
   setText(byId("status").lastElementChild, `live, ${count(live.overview.healthy_workers)} of ${count(live.overview.workers)} workers`);
 }
 
@@ -44,11 +52,18 @@ function followSections() {
   mark();
 }
 
+startScope();
+startRange();
+startVerdict();
 startMemory();
 startLatency();
 startTimeline();
 startSegments();
+startEvents();
+startTopology();
 startFleet();
+startFleetMaps();
 startRuns();
+startPrinting();
 followSections();
 follow(showLive, showAge);

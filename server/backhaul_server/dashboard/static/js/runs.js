@@ -1,11 +1,18 @@
-// Runs, including those of the history: the table, and a comparison of up to six of them.
+// Runs, including those of the history: the table with its search, and a comparison of up to six of them.
 
+import { bind, change, onChange, state } from "./address.js";
 import { Chart } from "./chart.js";
 import { colour, drawInTheme, RUN_COLOURS, RUN_DASHES } from "./colour.js";
-import { byId, element, explain, setText } from "./dom.js";
-import { bytes, count, date, loss, milliseconds, runName } from "./format.js";
-import { ask, Poll } from "./poll.js";
+import { addCopyButton } from "./copy.js";
+import { byId, element, explain, setOptions, setText } from "./dom.js";
+import { bytes, count, date, loss, milliseconds, percent, runName } from "./format.js";
+import { overSteps } from "./link.js";
+import { CursorPages } from "./pages.js";
+import { ask, Poll, RefusedError } from "./poll.js";
+import { fixedRange, onRange, rangeQuery } from "./range.js";
+import { chooseRun, hasChosenRank, learnRuns, nameWithRank, onScope, runOf } from "./scope.js";
 import { facts, paintState, Table } from "./table.js";
+import { paintTags } from "./verdict.js";
 
 const MOST = RUN_COLOURS.length;
 const CHARTS = {
@@ -15,17 +22,20 @@ const CHARTS = {
   loss: { format: (value) => (value === null ? loss(value) : value.toFixed(Math.abs(value) < 10 ? 2 : 1)), fitsBelow: true },
 };
 const charts = {};
-const picked = []; // ids of runs, by the index of their colour
+const DEBOUNCE_MS = 250; // between typed letters
 let table = null;
 let poll = null;
+let pages = null;
 let list = [];
-let isTouched = false;
+let usual = []; // ids that are compared while the viewer has not chosen any
 let drawn = "";
 
 const COLUMNS = [
   { title: "Compare", isText: true, paint: paintBox },
-  { title: "Run", isText: true, cell: (run) => runName(run.run) },
+  { title: "Run", isText: true, paint: paintName },
   { title: "State", isText: true, paint: (cell, run) => paintState(cell, run.state) },
+  { title: "Saved", cell: (run) => (run.verdict.saved_share === null ? "–" : percent(run.verdict.saved_share)), hint: "Memory that the trainer did not need, as a share of its peak without Backhaul" },
+  { title: "Added", cell: (run) => milliseconds(run.verdict.added_ms), hint: "Wait and overhead per step" },
   { title: "Trainer", isText: true, cell: (run) => run.trainer },
   { title: "Started", cell: (run) => date(run.started_at_s) },
   { title: "Steps", cell: (run) => count(run.steps) },
@@ -43,33 +53,46 @@ const COLUMNS = [
 function paintBox(cell, run) {
   let box = cell.querySelector("input");
   if (box === null) {
-    box = element("input", { type: "checkbox", "aria-label": `Compare run ${runName(run.run)}` });
+    box = element("input", { type: "checkbox", "aria-label": `Compare run ${nameWithRank(run.run)}` });
     box.addEventListener("change", () => choose(run.run, box.checked));
     cell.append(box);
   }
+  const picked = pickedRuns();
   box.checked = picked.includes(run.run);
   box.disabled = !box.checked && picked.filter(Boolean).length >= MOST;
 }
 
-function choose(run, isChosen) {
-  isTouched = true;
-  if (isChosen) take(run);
-  else picked[picked.indexOf(run)] = undefined;
-  table.update(list);
-  showChoice();
-  poll.now();
+/** Shows the name of a run, or its id, as a button that has the whole page show the run; below it the tags. */
+function paintName(cell, run) {
+  if (cell.firstChild === null) {
+    const button = element("button", { type: "button", class: "link", title: "Show this run on the whole page" });
+    button.addEventListener("click", () => {
+      chooseRun(run.run);
+      byId("overview").scrollIntoView();
+    });
+    cell.append(button, element("span", { class: "tags" }));
+  }
+  setText(cell.firstChild, nameWithRank(run.run));
+  paintTags(cell.lastChild, run.tags);
 }
 
-/** Gives a run the first free colour, which it keeps while it is picked. */
-function take(run) {
-  const free = Array.from({ length: MOST }, (_, i) => i).find((i) => !picked[i]);
-  picked[free] = run;
+/** Returns the ids of the compared runs by the index of their colour, with "" for a free colour. */
+function pickedRuns() {
+  return state("compare") === "" ? usual : state("compare").split(",").slice(0, MOST);
+}
+
+/** Gives a run the first free colour, which it keeps while it is compared; or takes its colour away. */
+function choose(run, isChosen) {
+  const picked = Array.from({ length: MOST }, (_, i) => pickedRuns()[i] ?? "");
+  if (isChosen) picked[picked.indexOf("")] = run;
+  else picked[picked.indexOf(run)] = "";
+  change({ compare: picked.some(Boolean) ? picked.join() : "none" });
 }
 
 function chosen() {
-  return picked.flatMap((run, i) => {
-    const known = run && list.find((one) => one.run === run);
-    return known ? [{ run: known, colour: RUN_COLOURS[i], dash: RUN_DASHES[i] }] : [];
+  return pickedRuns().flatMap((id, i) => {
+    const run = list.find((one) => one.run === id) ?? runOf(id);
+    return run ? [{ run, colour: RUN_COLOURS[i], dash: RUN_DASHES[i] }] : [];
   });
 }
 
@@ -81,7 +104,7 @@ function showChoice() {
     ...runs.map((one) => {
       const swatch = element("span", { class: `swatch line${one.dash.length > 2 || one.dash[0] > 2 ? " dashed" : one.dash.length ? " dotted" : ""}`, "aria-hidden": "true" });
       swatch.style.borderColor = colour(one.colour);
-      return element("li", {}, swatch, runName(one.run.run), element("span", {}, one.run.settings.returns ?? one.run.trainer));
+      return element("li", {}, swatch, nameWithRank(one.run.run), element("span", {}, one.run.settings.returns ?? one.run.trainer));
     }),
   );
   showDifferences(runs.map((one) => one.run));
@@ -94,7 +117,7 @@ function showDifferences(runs) {
   const host = byId("differences");
   host.hidden = runs.length < 2 || differing.length === 0;
   const head = (value, scope) => element("th", { class: "text", scope }, value);
-  host.querySelector("thead").replaceChildren(element("tr", {}, head("Setting", "col"), ...runs.map((run) => head(runName(run.run), "col"))));
+  host.querySelector("thead").replaceChildren(element("tr", {}, head("Setting", "col"), ...runs.map((run) => head(nameWithRank(run.run), "col"))));
   host.querySelector("tbody").replaceChildren(
     ...differing.map((name) => element("tr", {}, head(name, "row"), ...runs.map((run) => element("td", { class: "text" }, run.settings[name] ?? "not set")))),
   );
@@ -104,48 +127,121 @@ function drawCharts(runs, all) {
   const signature = runs.map((one) => `${one.run.run} ${one.colour}`).join();
   for (const [field, chart] of Object.entries(charts)) {
     if (signature !== drawn) {
-      chart.setSeries(runs.map((one) => ({ label: runName(one.run.run), colour: one.colour, dash: one.dash, kind: "line" })));
+      chart.setSeries(runs.map((one) => ({ label: nameWithRank(one.run.run), colour: one.colour, dash: one.dash, kind: "line" })));
     }
     const tables = all.map((series) => [series.step, series[field].map((value) => (field === "loss" ? value : value || null))]);
     const joined = tables.length ? uPlot.join(tables) : [[]];
     const isEmpty = !joined.slice(1).some((values) => values.some((value) => value !== null && value !== undefined));
-    const last = runs.map((one, i) => `${runName(one.run.run)} ${CHARTS[field].format(all[i][field].at(-1) ?? null)}`);
+    const last = runs.map((one, i) => `${nameWithRank(one.run.run)} ${CHARTS[field].format(all[i][field].at(-1) ?? null)}`);
     chart.update(
       joined,
       `${byId(`compare-${field}`).querySelector("figcaption").textContent} at the last step: ${last.join(", ")}.`,
-      !isEmpty ? "" : field === "loss" ? "No loss was reported. Report it with session.step(loss)." : "These runs have not reported a step yet.",
+      !isEmpty ? "" : field === "loss" ? "No loss was reported. Report it with session.step(loss)." : fixedRange() ? "These runs have no step in this time range." : "These runs have not reported a step yet.",
     );
   }
   drawn = signature;
 }
 
 async function refresh(signal) {
-  list = (await ask("/api/v1/runs", {}, signal)).items;
-  if (!isTouched && picked.length === 0) list.filter((run) => run.steps > 0).slice(0, 2).forEach((run) => take(run.run));
-  table.update(list);
-  byId("runs-table").hidden = list.length === 0;
-  explain(
-    byId("runs").querySelector(":scope > .empty"),
-    list.length === 0 ? "No runs yet. Every training that connects to one of these workers appears in this table and stays in it." : "",
-  );
+  const answer = await ask("/api/v1/runs", { query: state("search"), tag: state("tag"), ...pages.query }, signal);
+  learnRuns(answer.items);
+  list = answer.items;
+  if (usual.length === 0) usual = list.filter((run) => run.steps > 0).slice(0, 2).map((run) => run.run);
+  pages.show(answer);
+  offerTags();
+  showTable();
   showChoice();
   const runs = chosen();
   if (runs.length === 0) return;
-  const all = await Promise.all(runs.map((one) => ask(`/api/v1/runs/${encodeURIComponent(one.run.run)}/steps`, { points: 300 }, signal)));
+  // A live range would leave nothing of the runs of yesterday, so only a fixed one cuts the comparison.
+  const asked = { points: 300, ...(fixedRange() ? rangeQuery() : {}) };
+  const all = await Promise.all(runs.map((one) => stepsOf(one.run.run, asked, signal)));
   drawCharts(runs, all);
+}
+
+/** Returns the steps of a run; none if the dashboard has forgotten the run, so that the others are still compared. */
+async function stepsOf(run, asked, signal) {
+  try {
+    return await ask(`/api/v1/runs/${encodeURIComponent(run)}/steps`, asked, signal);
+  } catch (error) {
+    if (!(error instanceof RefusedError)) throw error;
+    return { step: [], ...Object.fromEntries(Object.keys(CHARTS).map((field) => [field, []])) };
+  }
+}
+
+function showTable() {
+  const shown = list.filter((run) => hasChosenRank(run.run));
+  table.update(shown);
+  byId("runs-table").hidden = shown.length === 0;
+  const isFiltered = state("search") || state("tag") || state("rank");
+  explain(
+    byId("runs").querySelector(":scope > .empty"),
+    shown.length > 0
+      ? ""
+      : isFiltered
+        ? "No run matches. Choose another word, tag or rank."
+        : "No runs yet. Every training that connects to one of these workers appears in this table and stays in it.",
+  );
+}
+
+/** Offers the tags of listed runs for selection. The selected one stays in the list. */
+function offerTags() {
+  const tags = [...new Set([...list.flatMap((run) => run.tags), ...(state("tag") ? [state("tag")] : [])])].sort();
+  setOptions(byId("runs-tag"), [["", "any"], ...tags.map((tag) => [tag, tag])]);
+  byId("runs-tag").value = state("tag");
+  byId("runs-tag").closest("label").hidden = tags.length === 0;
+}
+
+/** Returns the steps that the comparison is zoomed to, or null. */
+function zoomed() {
+  const match = /^(\d+)-(\d+)$/.exec(state("between"));
+  return match && Number(match[2]) > Number(match[1]) ? [Number(match[1]), Number(match[2])] : null;
+}
+
+function showZoom() {
+  byId("compare-all").hidden = zoomed() === null;
+  for (const chart of Object.values(charts)) chart.rescale();
+}
+
+function details(run) {
+  return [
+    ...(run.notes ? [element("p", { class: "notes" }, run.notes)] : []),
+    facts(Object.keys(run.settings).length ? run.settings : { Settings: "not reported" }),
+    facts({ Id: run.run, Workers: run.workers.join(", "), Version: run.client_version, ...run.fingerprint }),
+  ];
 }
 
 export function startRuns() {
   for (const [field, options] of Object.entries(CHARTS)) {
-    charts[field] = new Chart(byId(`compare-${field}`), { x: "step", height: 190, hasLegend: false, ...options });
+    const figure = byId(`compare-${field}`);
+    charts[field] = new Chart(figure, { x: "step", height: 190, link: overSteps, xRange: zoomed, hasLegend: false, ...options });
+    figure.dataset.scope = "by step";
+    addCopyButton(figure);
   }
-  table = new Table(byId("runs-table"), COLUMNS, (run) => run.run, {
-    expands: 1,
-    details: (run) => [
-      facts(Object.keys(run.settings).length ? run.settings : { Settings: "not reported" }),
-      facts({ Workers: run.workers.join(", "), Version: run.client_version, ...run.fingerprint }),
-    ],
-  });
+  table = new Table(byId("runs-table"), COLUMNS, (run) => run.run, { expands: 5, details });
+  pages = new CursorPages(byId("runs-pager"), 25, () => poll.now());
   poll = new Poll(byId("runs"), 2000, refresh);
+  bind(byId("runs-search"), "search");
+  bind(byId("runs-tag"), "tag");
+  let timer = 0;
+  const begin = () => {
+    pages.reset();
+    poll.now();
+  };
+  onChange(["search"], () => {
+    clearTimeout(timer);
+    timer = setTimeout(begin, DEBOUNCE_MS);
+  });
+  onChange(["tag"], begin);
+  onChange(["compare"], () => {
+    showTable();
+    showChoice();
+    poll.now();
+  });
+  onChange(["between"], showZoom);
+  byId("compare-all").addEventListener("click", () => change({ between: "" }));
+  onScope(showTable);
+  onRange(() => poll.now());
   drawInTheme(showChoice);
+  showZoom();
 }

@@ -1,14 +1,16 @@
 // The table of segments. The dashboard sorts, filters and pages, so ten thousand rows are as fast as ten.
 
+import { bind, change, onChange, state } from "./address.js";
 import { byId, element, explain, setOptions, setText } from "./dom.js";
-import { bytes, count, drift, duration, milliseconds, NONE, runName } from "./format.js";
+import { bytes, count, drift, duration, milliseconds, NONE } from "./format.js";
 import { ask, pathTo, Poll } from "./poll.js";
+import { chosenRun, nameWithRank, onScope } from "./scope.js";
 import { Table } from "./table.js";
 
 const PAGE = 50;
-const DEBOUNCE_MS = 200;
+const DEBOUNCE_MS = 200; // between typed letters
 const LONGEST_REASON = 70; // in the list to choose from
-const state = { run: "", filter: "", reason: "", sort: "segment", descending: false, offset: 0 };
+let offset = 0;
 let table = null;
 let poll = null;
 let total = 0;
@@ -40,7 +42,7 @@ const COLUMNS = [
 function paintName(cell, row) {
   if (cell.firstChild === null) cell.append(element("span"), element("span", { class: "sub", title: "Run" }));
   setText(cell.firstChild, row.segment);
-  setText(cell.lastChild, runName(row.run));
+  setText(cell.lastChild, nameWithRank(row.run));
 }
 
 /** Shows the reason of the last call, then the other reasons with their number of calls and the age of the last. */
@@ -67,33 +69,36 @@ function paintDecision(cell, row) {
 }
 
 function query() {
-  const { run, filter, reason, sort, descending } = state;
-  return { run, filter, reason, sort, descending };
+  return { run: chosenRun(), filter: state("filter"), reason: state("reason"), sort: state("sort"), descending: state("order") === "down" };
 }
 
 /** Updates the controls at once; the rows follow with the next answer. */
-function change(changes) {
-  Object.assign(state, { offset: 0 }, changes);
-  table.showSort(state.sort, state.descending);
-  byId("segments-table").setAttribute("aria-busy", "true");
-  byId("segments-csv").href = pathTo("/api/v1/segments.csv", query());
-  showPages();
+function begin() {
+  offset = 0;
+  showQuery();
   poll.now();
 }
 
+function showQuery() {
+  table.showSort(state("sort"), state("order") === "down");
+  byId("segments-table").setAttribute("aria-busy", "true");
+  byId("segments-csv").href = pathTo("/api/v1/segments.csv", query());
+  showPages();
+}
+
 function showPages() {
-  const last = Math.min(state.offset + PAGE, total);
-  setText(byId("segments-count"), total === 0 ? "" : `${count(state.offset + 1)}–${count(last)} of ${count(total)}`);
-  byId("segments-previous").disabled = state.offset === 0;
-  byId("segments-next").disabled = state.offset + PAGE >= total;
+  const last = Math.min(offset + PAGE, total);
+  setText(byId("segments-count"), total === 0 ? "" : `${count(offset + 1)}–${count(last)} of ${count(total)}`);
+  byId("segments-previous").disabled = offset === 0;
+  byId("segments-next").disabled = offset + PAGE >= total;
 }
 
 async function refresh(signal) {
-  const page = await ask("/api/v1/segments", { ...query(), offset: state.offset, limit: PAGE }, signal);
+  const page = await ask("/api/v1/segments", { ...query(), offset, limit: PAGE }, signal);
   total = page.total;
   nowS = page.at_s;
   offerReasons(page.reasons);
-  if (state.offset >= total && state.offset > 0) state.offset = Math.max(0, Math.floor((total - 1) / PAGE) * PAGE);
+  if (offset >= total && offset > 0) offset = Math.max(0, Math.floor((total - 1) / PAGE) * PAGE);
   table.update(page.rows);
   byId("segments-table").setAttribute("aria-busy", "false");
   byId("segments-table").hidden = total === 0;
@@ -101,44 +106,53 @@ async function refresh(signal) {
     byId("segments").querySelector(":scope > .empty"),
     total > 0
       ? ""
-      : state.filter || state.run || state.reason
+      : state("filter") || state("reason")
         ? "No segment matches these filters. Choose another word, reason or run."
+        : chosenRun()
+          ? "No segment of this run is known. The dashboard keeps the segments of the few runs that it heard of first, while they report."
         : "No segments have been reported yet. Checkpoint a block with session.checkpoint(block, x) and run a step.",
   );
+  showPages();
+}
+
+function showRefusal(sentence) {
+  total = 0;
+  table.update([]);
+  byId("segments-table").hidden = true;
+  explain(byId("segments").querySelector(":scope > .empty"), `The segments of this run cannot be shown: ${sentence}.`);
   showPages();
 }
 
 /** Offers reasons for selection. The selected one stays in the list. */
 function offerReasons(list) {
   const known = list.map((one) => one.reason);
-  if (state.reason && !known.includes(state.reason)) known.push(state.reason);
+  if (state("reason") && !known.includes(state("reason"))) known.push(state("reason"));
   const short = (reason) => (reason.length > LONGEST_REASON ? `${reason.slice(0, LONGEST_REASON - 1)}…` : reason);
   setOptions(byId("segments-reason"), [["", "any"], ...known.map((reason) => [reason, short(reason)])]);
-}
-
-/** Offers the runs of a live event for selection. */
-export function offerRuns(runs) {
-  const chosen = setOptions(byId("segments-run"), [["", "all"], ...runs.map((run) => [run.run, `${runName(run.run)} (${run.trainer})`])]);
-  if (chosen !== state.run) change({ run: chosen });
+  byId("segments-reason").value = state("reason");
 }
 
 export function startSegments() {
   table = new Table(byId("segments-table"), COLUMNS, (row) => `${row.run}\n${row.segment}`, {
-    onSort: (field) => change({ sort: field, descending: state.sort === field && !state.descending }),
+    onSort: (field) => change({ sort: field, order: state("sort") === field && state("order") === "" ? "down" : "" }),
   });
-  poll = new Poll(byId("segments"), 2000, refresh);
-  byId("segments-run").addEventListener("change", (event) => change({ run: event.target.value }));
-  byId("segments-reason").addEventListener("change", (event) => change({ reason: event.target.value }));
+  poll = new Poll(byId("segments"), 2000, refresh, showRefusal);
+  bind(byId("segments-reason"), "reason");
+  bind(byId("segments-filter"), "filter");
   let timer = 0;
-  byId("segments-filter").addEventListener("input", (event) => {
+  onChange(["filter"], () => {
     clearTimeout(timer);
-    timer = setTimeout(() => change({ filter: event.target.value.trim() }), DEBOUNCE_MS);
+    timer = setTimeout(begin, DEBOUNCE_MS);
   });
+  onChange(["reason", "sort", "order"], begin);
+  onScope(begin);
   for (const [id, pages] of [["segments-previous", -1], ["segments-next", 1]]) {
     byId(id).addEventListener("click", () => {
-      change({ offset: Math.max(0, state.offset + pages * PAGE) });
+      offset = Math.max(0, offset + pages * PAGE);
+      showQuery();
+      poll.now();
       byId("segments-table").closest(".scroll").scrollTop = 0;
     });
   }
-  change({});
+  showQuery();
 }

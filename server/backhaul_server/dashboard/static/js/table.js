@@ -29,6 +29,7 @@ export class Table {
   #head(column) {
     const head = element("th", { scope: "col", title: column.hint });
     if (column.isText) head.classList.add("text");
+    if (column.className) head.classList.add(...column.className.split(" "));
     if (column.sort && this.options.onSort) {
       const button = element("button", { type: "button" }, column.title);
       button.addEventListener("click", () => this.options.onSort(column.sort));
@@ -70,6 +71,15 @@ export class Table {
       row.more.remove();
       this.rows.delete(key);
     }
+  }
+
+  /** Unfolds the row of a key, scrolls to it and moves the focus there. The row must be shown. */
+  reveal(key) {
+    const made = this.rows.get(key);
+    if (made === undefined) return;
+    if (made.expander && !this.open.has(key)) this.#toggle(key, made);
+    made.row.scrollIntoView({ block: "center" });
+    (made.expander ?? made.row).focus({ preventScroll: true });
   }
 
   #row(key) {
@@ -148,6 +158,10 @@ const STATES = {
   silent: ["warning", "warn"],
   unreachable: ["critical", "bad"],
   ended: ["idle", "idle"],
+  unwatched: ["idle", "idle"],
+  active: ["ok", "good"],
+  idle: ["idle", "idle"],
+  broken: ["critical", "bad"],
 };
 
 /** Shows a state by shape, word and colour. */
@@ -159,13 +173,13 @@ export function paintState(cell, state) {
 
 /** Shows a share of a budget as a bar and in words. */
 export function paintMeter(cell, share, text) {
-  let meter = cell.firstChild;
+  let meter = cell.querySelector(".meter");
   if (meter === null) {
     meter = element("span", { class: "meter" });
     const track = element("span", { class: "meter-track", "aria-hidden": "true" });
     track.append(element("span", { class: "meter-fill" }));
     meter.append(track, element("span"));
-    cell.append(meter);
+    cell.replaceChildren(meter);
   }
   setAttribute(meter, "data-level", share > 0.95 ? "bad" : share > 0.8 ? "warn" : null);
   meter.querySelector(".meter-fill").style.transform = `scaleX(${Math.min(1, Math.max(0, share)).toFixed(3)})`;

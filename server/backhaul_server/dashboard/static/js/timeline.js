@@ -1,21 +1,30 @@
 // The controls of the timeline, its table of steps, and the panel of the selected segment.
 
+import { bind, onChange, state } from "./address.js";
 import { drawInTheme, LANE_COLOURS } from "./colour.js";
-import { byId, element, explain, icon, setIcon, setOptions, setText, speak } from "./dom.js";
-import { bytes, count, drift, milliseconds, NONE, percent, runName } from "./format.js";
+import { addCopyButton } from "./copy.js";
+import { CursorLine, selectByDragging, timeCursor } from "./cursor.js";
+import { byId, element, explain, icon, setIcon, setText, speak } from "./dom.js";
+import { bytes, count, drift, milliseconds, NONE, offset, percent } from "./format.js";
 import { describe, Lanes } from "./lanes.js";
+import { MarkLayer } from "./marks.js";
 import { ask, pathTo, Poll } from "./poll.js";
+import { fixedRange, onRange } from "./range.js";
+import { chosenRuns, nameOf, nameWithRank, onScope, runOf } from "./scope.js";
 import { Table } from "./table.js";
 import { hideTip, showTip } from "./tip.js";
 
 const ZOOM = 1.6;
-const DRAG_PIXELS = 4;
 const OLDEST_MS = 10_000;
+const MOST_KEYS = 8; // workers whose clocks are listed without a click
 
 const canvas = element("canvas", { tabindex: "0", role: "application", "aria-roledescription": "timeline", "aria-label": "Timeline" });
 const note = element("p", { class: "empty", hidden: "" });
-const keys = element("p", { class: "hint", id: "timeline-workers" });
-const lanes = new Lanes(canvas);
+const keys = element("div", { class: "hint", id: "timeline-workers" });
+const lanes = new Lanes(canvas, titleOf, () => marks.place());
+const plot = element("div", { class: "plot" }, canvas, note);
+const line = new CursorLine(plot);
+const marks = new MarkLayer(plot, () => (canvas.hidden ? null : lanes.area()));
 let poll = null;
 let isPaused = false;
 let steps = null;
@@ -70,12 +79,43 @@ function pick(bar) {
   byId("call").hidden = false;
 }
 
+/** Returns the line above the lanes of one of several runs: its rank, and how well its clock is aligned. */
+function titleOf(run) {
+  const rank = runOf(run.run)?.world_size > 1 ? `rank ${run.rank}` : nameOf(run.run);
+  const clock = run.error_ms === null ? "clock not aligned" : `times good to ± ${milliseconds(run.error_ms)}`;
+  return `${rank} · ${run.trainer} · ${clock}`;
+}
+
 function showSteps(timeline) {
+  byId("steps").classList.toggle("has-ranks", timeline.runs.length > 1);
   steps.update(timeline.steps);
-  const workers = lanes.namesWorkers ? lanes.workers.map((worker, i) => `w${i + 1} ${worker}`).join(" · ") : (lanes.workers[0] ?? "");
-  setText(keys, workers + (timeline.left_out ? ` · the ${count(timeline.left_out)} shortest bars are not shown: select fewer steps` : ""));
+  showKeys(timeline);
   const texts = timeline.steps.map((step) => `step ${step.number} took ${milliseconds(step.duration_ms)}, overlap ${percent(step.overlap)}, exposed wait ${milliseconds(step.wait_ms)}`);
   canvas.setAttribute("aria-label", `Timeline. ${texts.join("; ")}. Arrow keys move between bars, Enter shows the segment of a bar, plus and minus zoom.`);
+}
+
+/** Names the workers of the timeline, with the offset of their clocks and the bound of its error. */
+function showKeys(timeline) {
+  const clockOf = (worker) => timeline.workers.find((one) => one.worker === worker);
+  const entries = lanes.workers.map((worker, i) => {
+    const clock = clockOf(worker);
+    const isKnown = clock !== undefined && clock.clock_offset_ms !== null;
+    const text = isKnown ? `clock ${offset(clock.clock_offset_ms, clock.clock_error_ms)}` : "clock offset unknown";
+    return element("li", {}, ...(lanes.namesWorkers ? [element("b", {}, `w${i + 1} `)] : []), `${worker}, ${text}`);
+  });
+  const errors = timeline.workers.map((one) => one.clock_error_ms).filter((error) => error !== null);
+  const bound = errors.length > 0 ? `, which is known to ± ${milliseconds(Math.max(...errors))} or better` : "";
+  const texts = [
+    ...(entries.length === 0 ? [] : [`Bars of workers are moved by the offset of the worker’s clock${bound}.`]),
+    ...(timeline.left_out ? [`The ${count(timeline.left_out)} shortest bars are not shown: select fewer steps.`] : []),
+  ];
+  const signature = JSON.stringify([entries.map((entry) => entry.textContent), texts]);
+  if (keys.dataset.shown === signature) return;
+  keys.dataset.shown = signature;
+  const list = element("ul", { class: "keys" }, ...entries);
+  const isLong = entries.length > MOST_KEYS;
+  const folded = element("details", {}, element("summary", {}, `Clocks of the ${count(entries.length)} workers`), list);
+  keys.replaceChildren(...texts.map((text) => element("p", {}, text)), isLong ? folded : list);
 }
 
 /** Shows who has computed the last accumulation block, if the steps have one. */
@@ -93,12 +133,21 @@ function show(timeline) {
   lanes.show(timeline);
   showBlock(timeline);
   byId("call").hidden = true;
-  const isEmpty = timeline.steps.length === 0;
-  explain(note, isEmpty ? "No step has been reported yet. A trainer that has called backhaul.connect() reports each step after its optimizer has stepped." : "");
-  canvas.hidden = isEmpty;
-  byId("steps").closest(".side").hidden = isEmpty;
+  explain(note, timeline.why_empty);
+  canvas.hidden = timeline.spans.length === 0;
+  byId("steps").closest(".side").hidden = timeline.steps.length === 0;
+  const caption = timeline.runs.length > 1 ? `Steps of ${count(timeline.runs.length)} ranks of ${nameOf(timeline.run)}` : timeline.run ? `Steps of run ${nameWithRank(timeline.run)}` : "Steps of trainer and workers";
+  setText(byId("timeline-chart").querySelector("figcaption"), caption);
   showSteps(timeline);
-  byId("timeline-export").href = pathTo("/api/v1/timeline/trace", { run: timeline.run, steps: byId("timeline-steps").value });
+  byId("timeline-export").href = pathTo("/api/v1/timeline/trace", { run: timeline.run, steps: state("steps") });
+}
+
+function showRefusal(sentence) {
+  explain(note, `This run has no timeline: ${sentence}.`);
+  canvas.hidden = true;
+  keys.replaceChildren();
+  delete keys.dataset.shown;
+  byId("steps").closest(".side").hidden = true;
 }
 
 async function refresh(signal) {
@@ -107,16 +156,16 @@ async function refresh(signal) {
   const isKnown = shown.newest === newest && performance.now() - shown.atMs < OLDEST_MS;
   if (isKnown) return;
   const asked = { newest, atMs: performance.now() };
-  const timeline = await ask("/api/v1/timeline", { run: byId("timeline-run").value, steps: byId("timeline-steps").value }, signal);
+  const [since, until] = fixedRange() ?? [];
+  const timeline = await ask("/api/v1/timeline", { runs: chosenRuns(), steps: state("steps"), since_s: since, until_s: until }, signal);
   if (isPaused || lanes.pointed !== null) return;
   show(timeline);
   shown = asked;
 }
 
-/** Offers the runs of a live event for selection. */
-export function offerRuns(runs) {
+/** Takes the runs of a live event, by which the timeline knows whether there are new steps. */
+export function noteSteps(runs) {
   newest = runs.map((run) => `${run.run} ${run.last_step}`).join();
-  setOptions(byId("timeline-run"), [["", "newest"], ...runs.map((run) => [run.run, `${runName(run.run)} (${run.trainer})`])]);
 }
 
 function zoom(factor, x = null) {
@@ -156,25 +205,18 @@ function fit() {
   lanes.draw();
 }
 
-/** Handles the pointer: hovering shows a bar, a click selects it, dragging moves, and the wheel with Ctrl zooms. */
+/** Handles the pointer: hovering shows a bar, a click selects it, dragging zooms, the wheel sideways moves, and with Ctrl it zooms. */
 function listenToPointer() {
-  let from = null;
-  let hasMoved = false;
-  canvas.addEventListener("pointerdown", (event) => {
-    from = event.offsetX;
-    hasMoved = false;
+  let wasDragged = false;
+  selectByDragging(plot, canvas, (left, right) => {
+    wasDragged = true;
+    if (!isPaused) pause(true);
+    lanes.zoomTo(left, right);
   });
   canvas.addEventListener("pointermove", (event) => {
-    if (from !== null && event.buttons === 1) {
-      if (!hasMoved && Math.abs(event.offsetX - from) < DRAG_PIXELS) return;
-      if (!hasMoved) canvas.setPointerCapture(event.pointerId);
-      hasMoved = true;
-      if (!isPaused) pause(true);
-      lanes.pan(from - event.offsetX);
-      from = event.offsetX;
-      return;
-    }
-    const bar = lanes.at(event.offsetX, event.offsetY);
+    const area = lanes.area();
+    timeCursor.point(area && event.offsetX >= area.left ? area.since + ((event.offsetX - area.left) / area.width) * (area.until - area.since) : null, lanes);
+    const bar = event.buttons === 0 ? lanes.at(event.offsetX, event.offsetY) : null;
     if (bar === null) hideTip();
     else showTip(event, describe(bar));
     if (bar !== lanes.pointed) {
@@ -183,39 +225,47 @@ function listenToPointer() {
     }
   });
   canvas.addEventListener("pointerleave", () => {
-    from = null;
     lanes.pointed = null;
+    timeCursor.point(null, lanes);
     hideTip();
     lanes.draw();
   });
   canvas.addEventListener("click", (event) => {
-    from = null;
-    if (!hasMoved) pick(lanes.at(event.offsetX, event.offsetY));
+    if (!wasDragged) pick(lanes.at(event.offsetX, event.offsetY));
+    wasDragged = false;
   });
   canvas.addEventListener(
     "wheel",
     (event) => {
-      if (!event.ctrlKey && !event.metaKey && Math.abs(event.deltaX) <= Math.abs(event.deltaY)) return; // the page scrolls
+      const isSideways = Math.abs(event.deltaX) > Math.abs(event.deltaY);
+      if (!event.ctrlKey && !event.metaKey && !isSideways) return; // the page scrolls
       event.preventDefault();
-      if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) lanes.pan(event.deltaX);
+      if (isSideways) lanes.pan(event.deltaX);
       else zoom(event.deltaY < 0 ? 1.2 : 1 / 1.2, event.offsetX);
     },
     { passive: false },
   );
 }
 
+/** Shows the cursor where another chart is pointed at. */
+function showCursor(atS) {
+  const area = lanes.area();
+  const isInside = area !== null && atS !== null && atS >= area.since && atS <= area.until && !canvas.hidden;
+  line.place(isInside ? atS : null, area);
+}
+
 export function startTimeline() {
-  const plot = element("div", { class: "plot" }, canvas, note);
   byId("timeline-chart").append(plot, keys);
   steps = new Table(
     byId("steps"),
     [
+      { title: "Rank", isText: true, className: "rank", cell: (step) => String(runOf(step.run)?.rank ?? 0) },
       { title: "Step", isText: true, cell: (step) => String(step.number) },
       { title: "Took", cell: (step) => milliseconds(step.duration_ms) },
       { title: "Overlap", cell: (step) => percent(step.overlap), hint: "Share of the time of remote work during which backward was not blocked" },
       { title: "Exposed wait", cell: (step) => milliseconds(step.wait_ms), hint: "Time for which backward was blocked by a worker" },
     ],
-    (step) => String(step.number),
+    (step) => `${step.run} ${step.number}`,
   );
   shares = new Table(
     byId("shares"),
@@ -227,23 +277,32 @@ export function startTimeline() {
     ],
     (share) => share.worker,
   );
-  byId("timeline-rows").addEventListener("change", (event) => {
-    lanes.groupByMicroBatch(event.target.value === "micro-batches");
-    showSteps(lanes.timeline);
-  });
-  poll = new Poll(byId("timeline"), 2000, refresh);
-  for (const id of ["timeline-run", "timeline-steps"]) {
-    byId(id).addEventListener("change", () => {
-      shown.newest = null;
-      pause(false);
-    });
-  }
+  const group = () => {
+    lanes.groupByMicroBatch(state("rows") === "micro-batches");
+    if (lanes.timeline) showSteps(lanes.timeline);
+  };
+  const begin = () => {
+    shown.newest = null;
+    pause(false);
+  };
+  poll = new Poll(byId("timeline"), 2000, refresh, showRefusal);
+  bind(byId("timeline-rows"), "rows");
+  bind(byId("timeline-steps"), "steps");
+  onChange(["rows"], group);
+  onChange(["steps"], begin);
+  onScope(begin);
+  onRange(begin);
+  group();
   byId("timeline-pause").addEventListener("click", () => pause(!isPaused));
   byId("timeline-in").addEventListener("click", () => zoom(ZOOM));
   byId("timeline-out").addEventListener("click", () => zoom(1 / ZOOM));
   byId("timeline-fit").addEventListener("click", fit);
   canvas.addEventListener("keydown", onKey);
   listenToPointer();
+  lanes.showCursor = showCursor;
+  timeCursor.add(lanes);
   new ResizeObserver(() => lanes.draw()).observe(canvas);
   drawInTheme(() => lanes.draw());
+  byId("timeline-chart").dataset.scope = "by the dashboard’s clock";
+  addCopyButton(byId("timeline-chart"));
 }

@@ -40,6 +40,9 @@ class Phases(Schema):
 
     run: str = Field(description="Id of the training run", examples=["9f86d081884c7d65"])
     step: list[int] = Field(description="Numbers of the steps", examples=[[1_042, 1_043]])
+    at_s: list[float] = Field(
+        description="When each step began, by the trainer's clock", examples=[[1763769597.2, 1763769598.1]]
+    )
     upload_ms: list[float] = Field(description="Sending inputs to workers", examples=[[41.2, 40.8]])
     queue_ms: list[float] = Field(description="Waiting behind other work of the worker", examples=[[12.0, 9.7]])
     recompute_ms: list[float] = Field(description="Recomputation on workers", examples=[[196.1, 198.4]])

@@ -1,0 +1,124 @@
+// What has happened: the event log of workers and runs, whose events are also marked on all charts over time.
+
+import { bind, onChange, state } from "./address.js";
+import { byId, element, explain, icon, setText } from "./dom.js";
+import { count, date, NONE } from "./format.js";
+import { goToWorker } from "./fleet.js";
+import { markEvents } from "./marks.js";
+import { LocalPages } from "./pages.js";
+import { ask, Poll } from "./poll.js";
+import { fixedRange, onRange, rangeBounds } from "./range.js";
+import { chooseRun, chosenRun, hasChosenRank, nameWithRank, onScope } from "./scope.js";
+import { Table } from "./table.js";
+
+const PAGE = 25;
+const MOST = 1000; // events of the range that are fetched, the newest ones
+const LEVELS = { "": ["info", "warning", "critical"], warning: ["warning", "critical"], critical: ["critical"] };
+const SHAPES = { info: "idle", warning: "warning", critical: "critical" };
+const KINDS = {
+  worker_lost: "worker lost",
+  worker_joined: "worker joined",
+  worker_draining: "worker drains",
+  worker_back: "worker back",
+  fell_back: "fallback",
+  refused: "request refused",
+  worker_unreachable: "worker stopped answering",
+  worker_reachable: "worker answers again",
+  worker_restarted: "worker restarted",
+  run_began: "run began",
+  run_ended: "run ended",
+};
+let table = null;
+let pages = null;
+let answer = { items: [], total: 0 };
+
+function paintSeverity(cell, event) {
+  if (cell.dataset.shown === event.severity) return;
+  cell.dataset.shown = event.severity;
+  cell.replaceChildren(element("span", { class: "severity", "data-severity": event.severity }, icon(SHAPES[event.severity]), element("span", {}, event.severity)));
+}
+
+/** Shows a name as a button that has the page show what is named. */
+function paintLink(of, textOf, go) {
+  return (cell, event) => {
+    const value = event[of];
+    if (cell.dataset.shown === value) return;
+    cell.dataset.shown = value;
+    if (!value) {
+      cell.replaceChildren(NONE);
+      return;
+    }
+    const button = element("button", { type: "button", class: "link" }, textOf(value));
+    button.addEventListener("click", () => go(value));
+    cell.replaceChildren(button);
+  };
+}
+
+/** Returns the kind of an event in words. */
+function kindOf(event) {
+  return KINDS[event.kind] ?? event.kind.replaceAll("_", " ");
+}
+
+const COLUMNS = [
+  { title: "Time", isText: true, cell: (event) => date(event.at_s, true) },
+  { title: "Severity", isText: true, paint: paintSeverity },
+  { title: "Event", isText: true, className: "kind", cell: kindOf },
+  { title: "What happened", isText: true, className: "wrap wide", cell: (event) => (event.count > 1 ? `${event.text} (${count(event.count)} times)` : event.text) },
+  { title: "Run", isText: true, paint: paintLink("run", nameWithRank, chooseRun) },
+  { title: "Worker", isText: true, paint: paintLink("worker", (address) => address, goToWorker) },
+];
+
+function boundsOfRange() {
+  const [since, until] = rangeBounds();
+  return fixedRange() ? { since_s: since, until_s: until } : { since_s: Math.floor(since) };
+}
+
+/** Returns the events that concern the chosen rank, or no run in particular. */
+function ofScope(events) {
+  return events.filter((event) => event.run === "" || hasChosenRank(event.run));
+}
+
+/** Returns the events that the filters of the table leave. */
+function matching(events) {
+  const words = state("events").toLowerCase();
+  const levels = LEVELS[state("severity")] ?? LEVELS[""];
+  const textOf = (event) => [event.text, kindOf(event), event.worker, event.segment, event.run ? nameWithRank(event.run) : ""].join(" ").toLowerCase();
+  return events.filter((event) => levels.includes(event.severity) && textOf(event).includes(words));
+}
+
+function show() {
+  const events = ofScope(answer.items);
+  const shown = matching(events);
+  markEvents(events);
+  table.update(pages.of(shown));
+  byId("events-table").hidden = shown.length === 0;
+  const note = byId("events-left-out");
+  note.hidden = answer.total <= answer.items.length;
+  setText(note, `The range has ${count(answer.total)} events, of which the newest ${count(answer.items.length)} are shown. Choose a shorter time range for the others.`);
+  explain(
+    byId("events").querySelector(":scope > .empty"),
+    shown.length > 0
+      ? ""
+      : events.length > 0
+        ? "No event matches these filters. Choose another word or severity."
+        : "Nothing has happened in this time range: no run began or ended, no worker was lost or joined, and no segment fell back.",
+  );
+}
+
+async function refresh(signal) {
+  answer = await ask("/api/v1/events", { run: chosenRun(), ...boundsOfRange(), limit: MOST }, signal);
+  show();
+}
+
+export function startEvents() {
+  table = new Table(byId("events-table"), COLUMNS, (event) => event.id);
+  pages = new LocalPages(byId("events-pager"), PAGE, show);
+  const poll = new Poll(byId("main"), 3000, refresh); // of the whole page, because its charts show the marks
+  bind(byId("events-severity"), "severity");
+  bind(byId("events-filter"), "events");
+  onChange(["events", "severity"], () => {
+    pages.turnTo(0);
+    show();
+  });
+  for (const onAny of [onRange, onScope]) onAny(() => poll.now());
+}

@@ -1,0 +1,80 @@
+// Pages of long tables: of lists that the API pages by cursors, and of lists that the page has as a whole.
+
+import { element, setText } from "./dom.js";
+import { count } from "./format.js";
+
+/** The line below a table: which rows it shows of how many, and buttons for the neighbouring pages. */
+class Pager {
+  constructor(host, size, onTurn) {
+    this.size = size;
+    this.host = host;
+    this.text = element("p", { role: "status" });
+    this.previous = element("button", { type: "button" }, "Previous");
+    this.next = element("button", { type: "button" }, "Next");
+    host.replaceChildren(this.text, element("div", { class: "group", role: "group", "aria-label": `Pages of ${host.dataset.of}` }, this.previous, this.next));
+    this.previous.addEventListener("click", () => this.turn(-1, onTurn));
+    this.next.addEventListener("click", () => this.turn(1, onTurn));
+  }
+
+  turn(pages, onTurn) {
+    this.move(pages);
+    const scroll = this.host.previousElementSibling?.closest(".scroll") ?? this.host.parentElement.querySelector(".scroll");
+    if (scroll) scroll.scrollTop = 0;
+    onTurn();
+  }
+
+  write(first, shown, total) {
+    setText(this.text, total === 0 ? "" : `${count(first + 1)}–${count(first + shown)} of ${count(total)} ${this.host.dataset.of}`);
+    this.previous.disabled = first === 0;
+    this.next.disabled = first + shown >= total;
+    this.host.hidden = total <= this.size && first === 0;
+  }
+}
+
+/** Pages of a list that the API returns with `items`, `total` and the cursor of the next page. */
+export class CursorPages extends Pager {
+  cursors = [""]; // of each page up to the shown one
+  following = null;
+
+  move(pages) {
+    if (pages < 0) this.cursors.pop();
+    else if (this.following !== null) this.cursors.push(this.following);
+  }
+
+  reset() {
+    this.cursors = [""];
+  }
+
+  get query() {
+    return { limit: this.size, cursor: this.cursors.at(-1) };
+  }
+
+  show(answer) {
+    this.following = answer.next;
+    this.write((this.cursors.length - 1) * this.size, answer.items.length, answer.total);
+    this.next.disabled = answer.next === null;
+  }
+}
+
+/** Pages of a list that the page has as a whole, such as the workers of a live event. */
+export class LocalPages extends Pager {
+  page = 0;
+
+  move(pages) {
+    this.page += pages;
+  }
+
+  /** Returns the items of the present page, and shows which they are. */
+  of(items) {
+    this.page = Math.max(0, Math.min(this.page, Math.ceil(items.length / this.size) - 1));
+    const first = this.page * this.size;
+    const shown = items.slice(first, first + this.size);
+    this.write(first, shown.length, items.length);
+    return shown;
+  }
+
+  /** Turns to the page that has the item of this index. */
+  turnTo(index) {
+    this.page = Math.floor(index / this.size);
+  }
+}

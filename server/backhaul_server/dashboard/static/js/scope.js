@@ -1,0 +1,128 @@
+// The run and the rank that the page shows. Ranks of one distributed job are runs of their own; they are chosen together.
+
+import { bind, change, onChange, state } from "./address.js";
+import { byId, setOptions } from "./dom.js";
+import { count, runName } from "./format.js";
+import { ask } from "./poll.js";
+
+const SAME_START_S = 120; // ranks of a job connect within this time
+const runs = new Map(); // every run that the page has heard of, by id
+let newest = "";
+
+/** Returns how a run is called: its name, or the first letters of its id. */
+export function nameOf(run) {
+  const known = runs.get(run);
+  return known?.name || runName(run);
+}
+
+/** Returns the name of a run with its rank, where there are several. */
+export function nameWithRank(run) {
+  const known = runs.get(run);
+  return known?.world_size > 1 ? `${nameOf(run)} rank ${known.rank}` : nameOf(run);
+}
+
+/** Returns what the API last said of a run; undefined if it is unknown. */
+export function runOf(id) {
+  return runs.get(id);
+}
+
+/** Returns the run that is chosen, by itself or by its rank; "" if all are. */
+export function chosenRun() {
+  const isAll = state("run") === "" && state("rank") === "";
+  return isAll ? "" : (chosenRuns()[0] ?? state("run"));
+}
+
+/** Returns the one run that is shown where only one can be: the chosen one, or the newest. */
+export function shownRun() {
+  const base = state("run") || newest;
+  return base === "" ? "" : (ofRank(peersOf(base))[0] ?? base);
+}
+
+/** Returns the chosen run, or the newest, and the other ranks of its job, as far as the rank is not chosen too. */
+export function chosenRuns() {
+  const base = state("run") || newest;
+  return base === "" ? [] : ofRank(peersOf(base));
+}
+
+/** Whether a run has the chosen rank. */
+export function hasChosenRank(run) {
+  return state("rank") === "" || runs.get(run) === undefined || String(runs.get(run).rank) === state("rank");
+}
+
+function ofRank(peers) {
+  return state("rank") === "" ? peers : peers.filter((id) => hasChosenRank(id));
+}
+
+/** Returns the ids of the runs of one job, in the order of their ranks. A run without other ranks is a job by itself. */
+export function peersOf(id) {
+  const run = runs.get(id);
+  if (!(run?.world_size > 1)) return [id];
+  const isPeer = (one) => one.world_size === run.world_size && one.name === run.name && Math.abs(one.started_at_s - run.started_at_s) < SAME_START_S;
+  const byRank = new Map();
+  for (const one of [...runs.values()].filter(isPeer)) {
+    const other = byRank.get(one.rank);
+    const isNearer = other === undefined || Math.abs(one.started_at_s - run.started_at_s) < Math.abs(other.started_at_s - run.started_at_s);
+    if (one.run === id || (isNearer && other?.run !== id)) byRank.set(one.rank, one);
+  }
+  return [...byRank.values()].sort((a, b) => a.rank - b.rank).map((one) => one.run);
+}
+
+/** Takes runs that the API has listed, and offers them for selection. */
+export function learnRuns(list) {
+  const before = newest;
+  for (const run of list) runs.set(run.run, run);
+  newest = [...runs.values()].reduce((best, run) => (best === undefined || run.started_at_s > best.started_at_s ? run : best), undefined)?.run ?? "";
+  offer();
+  return before !== newest;
+}
+
+function offer() {
+  const known = [...runs.values()].sort((a, b) => b.started_at_s - a.started_at_s);
+  const jobs = known.filter((run) => peersOf(run.run)[0] === run.run || run.run === state("run"));
+  const options = jobs.map((run) => [run.run, labelOf(run)]);
+  if (state("run") && !runs.has(state("run"))) options.push([state("run"), runName(state("run"))]);
+  setOptions(byId("run"), [["", "all runs"], ...options]);
+  byId("run").value = state("run");
+  const ranks = [...new Set(known.filter((run) => run.world_size > 1).map((run) => run.rank))].sort((a, b) => a - b);
+  if (state("rank") && !ranks.includes(Number(state("rank")))) ranks.push(Number(state("rank")));
+  setOptions(byId("rank"), [["", "all ranks"], ...ranks.map((rank) => [String(rank), `rank ${rank}`])]);
+  byId("rank").value = state("rank");
+  byId("rank").closest("label").hidden = ranks.length === 0;
+}
+
+function labelOf(run) {
+  const ranks = run.world_size > 1 ? `, ${count(run.world_size)} ranks` : "";
+  return run.name ? `${run.name} (${runName(run.run)}${ranks})` : `${runName(run.run)} (${run.trainer}${ranks})`;
+}
+
+/** Calls back after another run or rank has been chosen. */
+export function onScope(callback) {
+  onChange(["run", "rank"], callback);
+}
+
+/** Chooses a run, in place of the rank if it has another. */
+export function chooseRun(run) {
+  change({ run, rank: hasChosenRank(run) ? state("rank") : "" });
+}
+
+/** Asks for a run of the address that no answer has had yet, such as one of last week. */
+async function learnChosen() {
+  const run = state("run");
+  if (run === "" || runs.has(run)) return;
+  try {
+    learnRuns([await ask(`/api/v1/runs/${encodeURIComponent(run)}`)]);
+  } catch (error) {
+    console.debug(error); // an unknown run stays chosen, and each part of the page says that it knows nothing of it
+  }
+}
+
+export function startScope() {
+  bind(byId("run"), "run");
+  bind(byId("rank"), "rank");
+  onScope(() => {
+    offer();
+    learnChosen();
+  });
+  offer();
+  learnChosen();
+}

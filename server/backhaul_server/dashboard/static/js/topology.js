@@ -1,0 +1,107 @@
+// The topology: which trainer uses which worker, and how each link fares; as a drawing, and as a table of links.
+
+import { bind, change, onChange, state } from "./address.js";
+import { addCopyButton } from "./copy.js";
+import { byId, explain, setText } from "./dom.js";
+import { goToWorker } from "./fleet.js";
+import { count, milliseconds, offset, rate } from "./format.js";
+import { LocalPages } from "./pages.js";
+import { ask, Poll } from "./poll.js";
+import { hasChosenRank } from "./scope.js";
+import { paintState, Table } from "./table.js";
+import { Diagram, flow } from "./topology_diagram.js";
+
+const SEVERITY = ["broken", "idle", "active"];
+const LINKS_OF_A_PAGE = 12;
+let poll = null;
+let diagram = null;
+let table = null;
+let pages = null;
+let topology = { nodes: [], links: [] };
+let labels = new Map();
+
+const COLUMNS = [
+  { title: "Trainer", isText: true, cell: (link) => labels.get(link.trainer) ?? link.trainer },
+  { title: "Worker", isText: true, cell: (link) => labels.get(link.worker) ?? link.worker },
+  { title: "Link", isText: true, paint: (cell, link) => paintState(cell, link.state) },
+  { title: "To worker", cell: (link) => rate(link.up_bytes_per_s), hint: "Bytes per second that the trainer sends" },
+  { title: "To trainer", cell: (link) => rate(link.down_bytes_per_s), hint: "Bytes per second that the trainer receives" },
+  { title: "Round trip", cell: (link) => milliseconds(link.round_trip_ms), hint: "Time of a small request and its answer" },
+  { title: "Clock offset", cell: (link) => offset(link.clock_offset_ms, link.clock_error_ms), hint: "Worker's clock minus trainer's clock, and the largest possible error of this estimate" },
+];
+
+/** Returns what is shown of an answer: of the chosen rank, with the filter on links applied. */
+function visible(answer) {
+  const isShown = (node) => node.kind === "worker" || hasChosenRank(node.run);
+  const nodes = answer.nodes.filter(isShown);
+  const ids = new Set(nodes.map((node) => node.id));
+  const links = answer.links.filter((link) => ids.has(link.trainer) && ids.has(link.worker) && (state("links") === "" || link.state !== "active"));
+  return { nodes, links };
+}
+
+function show() {
+  const shown = visible(topology);
+  labels = new Map(shown.nodes.map((node) => [node.id, node.label]));
+  diagram.update(shown, state("node"));
+  const isSelected = labels.has(state("node"));
+  const links = shown.links.filter((link) => !isSelected || link.trainer === state("node") || link.worker === state("node"));
+  links.sort((a, b) => SEVERITY.indexOf(a.state) - SEVERITY.indexOf(b.state) || flow(b) - flow(a));
+  table.update(pages.of(links));
+  byId("links").hidden = links.length === 0;
+  const chosen = shown.nodes.find((node) => node.id === state("node"));
+  byId("topology-selected").hidden = chosen === undefined;
+  if (chosen) setText(byId("topology-selected").querySelector("span"), `${chosen.label}, ${chosen.state}: ${count(links.length)} ${links.length === 1 ? "link" : "links"}`);
+  byId("topology-go").hidden = chosen?.kind !== "worker";
+  const section = byId("topology");
+  explain(section.querySelector(":scope > .empty"), sentence(shown));
+  byId("topology-chart").hidden = shown.nodes.length === 0;
+}
+
+/** Returns how a node is called; ranks of a job have the same name. */
+function labelOf(node) {
+  return node.world_size > 1 ? `${node.label} rank ${node.rank}` : node.label;
+}
+
+function sentence(shown) {
+  if (shown.nodes.length === 0) return "No worker is being watched. Start the dashboard with --worker ADDRESS.";
+  if (shown.links.length > 0) return "";
+  return state("links") ? "Every link is active: there is no idle or broken one." : "No trainer is connected. Connect one with backhaul.connect(\"ADDRESS\").";
+}
+
+async function refresh(signal) {
+  const answer = await ask("/api/v1/topology", {}, signal);
+  topology = { ...answer, nodes: answer.nodes.map((node) => ({ ...node, label: labelOf(node) })) };
+  show();
+}
+
+function zoomBy(steps) {
+  diagram.zoom(steps);
+}
+
+export function startTopology() {
+  const figure = byId("topology-chart");
+  diagram = new Diagram(figure, {
+    onSelect: (id) => change({ node: state("node") === id ? "" : id }),
+    textOf: (node, links) => [`${node.label}: ${node.state}`, ...links.slice(0, 8).map((link) => linkText(node, link)), ...(links.length > 8 ? [`and ${count(links.length - 8)} more`] : [])].join("\n"),
+  });
+  figure.dataset.scope = "now";
+  table = new Table(byId("links"), COLUMNS, (link) => `${link.trainer}\n${link.worker}`);
+  pages = new LocalPages(byId("links-pager"), LINKS_OF_A_PAGE, show);
+  poll = new Poll(byId("topology"), 2000, refresh);
+  bind(byId("topology-links"), "links");
+  onChange(["node", "links", "rank"], show);
+  byId("topology-in").addEventListener("click", () => zoomBy(1));
+  byId("topology-out").addEventListener("click", () => zoomBy(-1));
+  byId("topology-fit").addEventListener("click", () => diagram.fit());
+  byId("topology-clear").addEventListener("click", () => change({ node: "" }));
+  byId("topology-go").addEventListener("click", () => {
+    const node = topology.nodes.find((one) => one.id === state("node"));
+    if (node) goToWorker(node.id.replace(/^worker:/, ""));
+  });
+  addCopyButton(figure);
+}
+
+function linkText(node, link) {
+  const other = labels.get(node.kind === "worker" ? link.trainer : link.worker);
+  return `${other}: ${link.state}, ${rate(link.up_bytes_per_s)} to the worker, ${rate(link.down_bytes_per_s)} to the trainer, round trip ${milliseconds(link.round_trip_ms)}`;
+}
