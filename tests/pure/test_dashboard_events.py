@@ -54,11 +54,25 @@ def test_a_worker_that_stops_answers_again_and_was_restarted_is_noted_once_each(
 
 
 def test_a_worker_that_never_answered_is_noted_when_it_does() -> None:
-    noted = seen(lambda worker: worker.failed("it cannot be reached"), lambda worker: worker.answered(answer()))
+    noted = seen(
+        lambda worker: worker.failed("it cannot be reached"),
+        lambda worker: worker.failed("it cannot be reached"),
+        lambda worker: worker.failed("it cannot be reached"),
+        lambda worker: worker.answered(answer()),
+    )
     assert noted == [
         ("worker_unreachable", "Worker gpu:1 does not answer: it cannot be reached"),
         ("worker_reachable", "Worker gpu:1 answers"),
     ]
+
+
+def test_a_single_late_answer_is_no_event() -> None:
+    noted = seen(
+        lambda worker: worker.answered(answer()),
+        lambda worker: worker.failed("it did not answer in time"),
+        lambda worker: worker.answered(answer()),
+    )
+    assert noted == []
 
 
 def test_a_burst_is_one_event_at_once_and_one_a_minute() -> None:

@@ -17,6 +17,8 @@ KEPT_S = 3_600
 SEEN_S = 3.0
 """Seconds without an answer after which a worker is not healthy, whatever state it last reported."""
 TIERS = ("segment_bytes", "cached_bytes", "working_bytes", "result_bytes")
+NOTED_AFTER = 2
+"""Polls in a row without an answer after which the event log says so. One may be late on a busy machine."""
 _MARKS = 600
 
 State = Literal["serving", "draining", "unreachable"]
@@ -68,6 +70,7 @@ class Watched:
         self.answered_at_s = 0.0
         self.error = "not asked yet"
         self.was_asked = False
+        self._missed = 0  # polls in a row without an answer
         self.memory = Series(KEPT_S, len(TIERS))
         self.load = Series(KEPT_S, 1)
         self.clock = ClockOffset()
@@ -103,7 +106,8 @@ class Watched:
 
     def failed(self, error: str) -> None:
         """Notes that the worker did not answer, and why, as the end of a sentence about the worker."""
-        if not self.was_asked or not self.error:
+        self._missed += 1
+        if self._missed == NOTED_AFTER:
             does = "stopped answering" if self.answered_at_s else "does not answer"
             self._note(time.time(), "worker_unreachable", f"Worker {self.address.text} {does}: {clipped(error, 200)}")
         self.was_asked, self.error = True, clipped(error, 300)
@@ -123,6 +127,7 @@ class Watched:
         self.memory.append(now_s, [getattr(memory, tier) for tier in TIERS])
         self.durations.take(now_s, telemetry.rpcs)
         self.telemetry, self.answered_at_s, self.error, self.was_asked = telemetry, now_s, "", True
+        self._missed = 0
 
     def _grew(self, at_s: float, kind: Literal["eviction", "refusal"], count: int) -> None:
         if count > 0:
@@ -157,7 +162,7 @@ class Watched:
         if before is not None and before.epoch != telemetry.epoch:
             text = f"{name} was restarted. What it held for trainers is lost, and they recompute those segments"
             self._note(now_s, "worker_restarted", text)
-        elif self.was_asked and self.error:
+        elif self._missed >= NOTED_AFTER:
             self._note(now_s, "worker_reachable", f"{name} answers{' again' if before is not None else ''}")
         if telemetry.draining and not (before is not None and before.draining):
             self._note(now_s, "worker_draining", f"{name} is shutting down and takes no new segments")

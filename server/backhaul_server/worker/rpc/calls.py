@@ -150,14 +150,17 @@ class Servicer:
             )
         text = f"{type(error).__name__}: {error}"[:MAX_MESSAGE]
         is_cut_off = isinstance(error, grpc.aio.BaseError)  # the connection broke, or the server is stopping
+        shown = error.message if isinstance(error, BackhaulError) else text
+        if is_cut_off:
+            shown = "the connection broke, or the worker was stopped, before the request had ended"
         if (not isinstance(error, BackhaulError) and not is_cut_off) or type(error) is WorkerError:
-            self.worker.last_error = text, time()
+            self.worker.last_error = shown[:MAX_MESSAGE], time()
         request = getattr(request, "message", request)
         key = getattr(request, "key", request)
         session = self.worker.sessions.get(getattr(key, "session", ""))
         extra = {}
         if session is not None and session.account is self.account:
-            session.last_error = text[:_KEPT_OF_ERROR]
+            session.last_error = shown[:_KEPT_OF_ERROR]
             segment = session.segments.get(getattr(key, "segment", 0))
             extra = about(session.run, segment.name if segment else getattr(request, "name", ""))
         if isinstance(error, BackhaulError):
