@@ -27,7 +27,9 @@ def page(trained: Training, open_page: OpenPage) -> Page:
 
 def drag(page: Page, selector: str, start: float, end: float) -> None:
     """Drags over a chart between two shares of its width."""
-    page.locator(selector.split(" ")[0]).scroll_into_view_if_needed()  # its figure, which stays when it is drawn anew
+    page.locator(
+        selector.split(" ", maxsplit=1)[0]
+    ).scroll_into_view_if_needed()  # its figure, which stays when it is drawn anew
     box = box_of(page.locator(selector))
     y = box["y"] + box["height"] / 2
     page.mouse.move(box["x"] + start * box["width"], y)
