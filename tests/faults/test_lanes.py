@@ -93,7 +93,7 @@ def test_the_other_lanes_are_used_again_once_each_has_answered(worker: WorkerPro
     with LaneProxy(worker.address) as proxy, counted() as passed, connected(proxy.address, 3) as session:
         proxy.arm("up", 200_000)
         there_and_back(session, LARGE.clone().requires_grad_())
-        assert (proxy.broken, joined(session)) == (1, 0)
+        assert proxy.broken == 1
         wait_until(lambda: joined(session) == 1, "the other lane has answered")
         before = passed["GetStripes"]
         there_and_back(session, (LARGE + 1).requires_grad_())
@@ -208,7 +208,8 @@ def test_a_flipped_bit_in_a_stripe_is_caught(direction: str, method: str, passed
     flips = Flips(random.Random(0))
     with on_every_channel(flips.on_its_way), connected(proxy.address, 3) as session:
         flips.arm((direction, method), passed_before)
-        there_and_back(session, LARGE.clone().requires_grad_())
+        for number in range(5):  # all stripes of a transfer may come on one lane, and in one message
+            there_and_back(session, (LARGE + number).requires_grad_())
         assert flips.flipped.total() == 1
         assert session.report().fallbacks == 0
 
