@@ -14,20 +14,21 @@ class CountingProxy:
 
     Args:
         target: Address of the server, as "host:port".
+        host: IP address that the proxy listens on, at a free port.
 
     Attributes:
         address: Address that the proxy listens on, as "host:port".
         passed_bytes: Number of bytes passed on so far, in both directions.
     """
 
-    def __init__(self, target: str) -> None:
-        host, _, port = target.rpartition(":")
-        self._target = host, int(port)
+    def __init__(self, target: str, host: str = "127.0.0.1") -> None:
+        target_host, _, port = target.rpartition(":")
+        self._target = target_host, int(port)
         self._lock = threading.Lock()  # Guards passed_bytes, which the threads of all directions add to.
         self.passed_bytes = 0
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server((host, 0))
         self._sockets = [self._listener]
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
 
@@ -39,14 +40,14 @@ class CountingProxy:
             except OSError:
                 return
             self._sockets += [near, far]
-            for source, sink in ((near, far), (far, near)):
-                thread = threading.Thread(target=self._pass_on, args=(source, sink), daemon=True)
+            for source, sink, is_up in ((near, far, True), (far, near, False)):
+                thread = threading.Thread(target=self._pass_on, args=(source, sink, is_up), daemon=True)
                 self._threads.append(thread)
                 thread.start()
 
-    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+    def _pass_on(self, source: socket.socket, sink: socket.socket, is_up: bool) -> None:
         with suppress(OSError):
-            pace = self._pace()
+            pace = self._pace(is_up)
             while data := source.recv(READ_BYTES):
                 with self._lock:
                     self.passed_bytes += len(data)
@@ -54,8 +55,12 @@ class CountingProxy:
                 sink.sendall(data)
         shut(source, sink)
 
-    def _pace(self) -> Callable[[int], None]:
-        """Returns a function that is called before each chunk of one direction with its size, and may wait."""
+    def _pace(self, is_up: bool) -> Callable[[int], None]:
+        """Returns a function that is called before each chunk of one connection with its size, and may wait.
+
+        Args:
+            is_up: Whether the chunks go to the server; False for those that come from it.
+        """
         return lambda _: None
 
     def __enter__(self) -> Self:

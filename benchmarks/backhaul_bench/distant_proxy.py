@@ -24,14 +24,15 @@ class DistantProxy(CountingProxy):
         target: Address of the server, as "host:port".
         round_trip_s: Seconds that a byte and its acknowledgement take.
         window_bytes: Bytes of one direction of one connection that may be on their way.
+        host: IP address that the proxy listens on, at a free port.
     """
 
-    def __init__(self, target: str, round_trip_s: float, window_bytes: int) -> None:
+    def __init__(self, target: str, round_trip_s: float, window_bytes: int, host: str = "127.0.0.1") -> None:
         self._round_trip_s = round_trip_s
         self._window_bytes = window_bytes
-        super().__init__(target)
+        super().__init__(target, host)
 
-    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+    def _pass_on(self, source: socket.socket, sink: socket.socket, is_up: bool) -> None:
         under_way: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
         acknowledged: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
 
@@ -51,10 +52,12 @@ class DistantProxy(CountingProxy):
         self._threads.append(delivering)
         delivering.start()
         unacknowledged_bytes = 0
+        pace = self._pace(is_up)
         with suppress(OSError):
             while data := source.recv(min(READ_BYTES, self._window_bytes - unacknowledged_bytes)):
                 with self._lock:
                     self.passed_bytes += len(data)
+                pace(len(data))
                 under_way.put((monotonic() + self._round_trip_s / 2, data))
                 unacknowledged_bytes += len(data)
                 while unacknowledged_bytes >= self._window_bytes:

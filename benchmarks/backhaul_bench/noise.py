@@ -62,8 +62,8 @@ class Core:
         """Returns the times of the core now, without processes that have ended."""
         return CoreTimes(
             time.perf_counter(),
-            _busy_s(self.number),
-            {pid: ran for pid in self.pids if (ran := _process_ran_s(pid)) is not None},
+            busy_s(self.number),
+            {pid: ran for pid in self.pids if (ran := process_ran_s(pid)) is not None},
             {pid: _threads(pid) for pid in self.pids},
         )
 
@@ -109,10 +109,11 @@ def settle(cores: Sequence[Core], quiet_s: float = 0.03, timeout_s: float = 5.0)
 
 
 def _ran_s(cores: Sequence[Core]) -> float:
-    return sum(_process_ran_s(pid) or 0.0 for core in cores for pid in core.pids)
+    return sum(process_ran_s(pid) or 0.0 for core in cores for pid in core.pids)
 
 
-def _process_ran_s(pid: int) -> float | None:
+def process_ran_s(pid: int) -> float | None:
+    """Returns the CPU seconds of a process since it began, None if it has ended."""
     try:
         return time.clock_gettime((~pid << 3) | 2)  # The id that clock_getcpuclockid(3) returns.
     except OSError:
@@ -130,7 +131,8 @@ def _threads(pid: int) -> dict[int, ThreadTimes]:
     return times
 
 
-def _busy_s(core: int) -> float:
+def busy_s(core: int) -> float:
+    """Returns the seconds since boot that a core was busy or stolen, without interrupts."""
     for line in Path("/proc/stat").read_text().splitlines():
         name, *ticks = line.split()
         if name == f"cpu{core}":

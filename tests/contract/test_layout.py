@@ -16,6 +16,7 @@ PACKAGES = {
     "backhaul": ROOT / "client/backhaul",
     "backhaul_server": ROOT / "server/backhaul_server",
     "backhaul_bench": ROOT / "benchmarks/backhaul_bench",
+    "backhaul_experiment": ROOT / "benchmarks/backhaul_experiment",
 }
 MAY_IMPORT = {
     "backhaul_proto": {"backhaul_proto"},
@@ -24,6 +25,7 @@ MAY_IMPORT = {
     "backhaul_server": {"backhaul_proto", "backhaul_runtime", "backhaul_server"},
     "backhaul_bench": {"backhaul_proto", "backhaul_runtime", "backhaul", "backhaul_server", "backhaul_bench"},
 }
+MAY_IMPORT["backhaul_experiment"] = {*MAY_IMPORT["backhaul_bench"], "backhaul_experiment"}
 SOURCES = [(name, path) for name, folder in PACKAGES.items() for path in sorted(folder.rglob("*.py"))]
 PUBLIC = ["backhaul", "backhaul_runtime.errors"]
 

@@ -399,10 +399,10 @@ def test_lanes_that_cannot_join_are_not_waited_for(worker: WorkerProcess) -> Non
     class OneConnection(LaneProxy):
         """Takes a second connection, and never passes anything on."""
 
-        def _pass_on(self, source: Any, sink: Any) -> None:
+        def _pass_on(self, source: Any, sink: Any, is_up: bool) -> None:
             if self._sockets.index(source) > 2:
                 self._over.wait(60)
-            super()._pass_on(source, sink)
+            super()._pass_on(source, sink, is_up)
 
     with (
         OneConnection(worker.address) as proxy,

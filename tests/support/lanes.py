@@ -79,9 +79,8 @@ class LaneProxy(CountingProxy):
 
         self._is_due = is_due
 
-    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
-        index = self._sockets.index(source) - 1
-        is_lane, is_up = index >= 2, index % 2 == 0
+    def _pass_on(self, source: socket.socket, sink: socket.socket, is_up: bool) -> None:
+        is_lane = self._sockets.index(source) > 2
         with suppress(OSError):
             while data := source.recv(READ_BYTES):
                 time.sleep(0.001)

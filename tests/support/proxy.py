@@ -13,5 +13,5 @@ class SlowProxy(CountingProxy):
         self._delay_s = delay_s
         super().__init__(target)
 
-    def _pace(self) -> Callable[[int], None]:
+    def _pace(self, is_up: bool) -> Callable[[int], None]:
         return lambda _: time.sleep(self._delay_s)

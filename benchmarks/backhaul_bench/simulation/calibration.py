@@ -1,17 +1,18 @@
 """Measures the costs of one segment with CPU clocks, so that other processes do not count.
 
 NOTE [Costs]
-One training without checkpointing and one with a worker have BLOCKS blocks each. Forward, backward and optimizer are
+One training without checkpointing and one with a worker have the same segments. Forward, backward and optimizer are
 measured one after the other, each until trainer and worker are idle, so that every cost belongs to one phase. On each
 side the computing thread, which is the one that ran most, is separated from the threads that send and receive. Each
-cost is the median of ROUNDS rounds.
+cost is the median of several rounds.
 """
 
 import statistics
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from backhaul.demo.model import Block
 from backhaul.simulate.costs import Costs
@@ -29,7 +30,21 @@ ROUNDS = 7
 _WARM = 2
 
 Seconds = dict[str, float]
-"""CPU seconds per block, by core and phase."""
+"""CPU seconds per segment, by core and phase."""
+
+
+class PhasedTraining(Protocol):
+    """A training whose steps can be run phase by phase."""
+
+    def clear_gradients(self) -> None:
+        """Clears all gradients."""
+
+    def forward(self) -> Tensor:
+        """Runs forward and returns the loss."""
+        ...
+
+    def optimize(self) -> None:
+        """Runs the optimizer."""
 
 
 def calibrate(stage: Stage, tokens: tuple[int, int] = LARGE) -> Costs:
@@ -42,10 +57,37 @@ def calibrate(stage: Stage, tokens: tuple[int, int] = LARGE) -> Costs:
     session = stage.session(returns="gradients")
     plain = Training("plain", BLOCKS, tokens, None)
     remote = Training("remote", BLOCKS, tokens, session.checkpoint)
-    rounds = [(_phases(stage, plain), _phases(stage, remote)) for _ in range(_WARM + ROUNDS)][_WARM:]
+    measured = footprint(Block(WIDTH, DROPOUT), torch.randn(*tokens, WIDTH, requires_grad=True))
+    return measure_costs(stage, (plain, remote), BLOCKS, plain.parameter_bytes // BLOCKS, plain.x.nbytes, measured)
+
+
+def measure_costs(
+    stage: Stage,
+    trainings: tuple[PhasedTraining, PhasedTraining],
+    segments: int,
+    weight_bytes: int,
+    boundary_bytes: int,
+    measured: Footprint,
+    rounds: int = ROUNDS,
+) -> Costs:
+    """Measures the costs of one segment of a training. Costs outside of segments are divided among them.
+
+    Args:
+        stage: Cores of the measurement.
+        trainings: The training without checkpointing, and the same with a worker on the worker's core.
+        segments: Number of segments of a step.
+        weight_bytes: Size of a segment's parameters, in bytes.
+        boundary_bytes: Size of a segment's input, in bytes.
+        measured: Memory of a replay of a segment.
+        rounds: Number of rounds after the warm-up.
+    """
+    plain, remote = trainings
+    taken_s = [(_phases(stage, plain, segments), _phases(stage, remote, segments)) for _ in range(_WARM + rounds)][
+        _WARM:
+    ]
 
     def median(side: int, name: str) -> float:
-        return statistics.median(taken[side][name] for taken in rounds)
+        return statistics.median(taken[side][name] for taken in taken_s)
 
     forward_s, backward_s = median(0, "trainer forward"), median(0, "trainer backward")
     return Costs(
@@ -59,18 +101,22 @@ def calibrate(stage: Stage, tokens: tuple[int, int] = LARGE) -> Costs:
         replay_backward_s=median(1, "worker backward"),
         answer_s=median(1, "worker's others backward"),
         finish_s=median(1, "trainer backward") + median(1, "trainer's others backward"),
-        weight_bytes=plain.parameter_bytes // BLOCKS,
-        boundary_bytes=plain.x.nbytes,
-        footprint=footprint(tokens),
+        weight_bytes=weight_bytes,
+        boundary_bytes=boundary_bytes,
+        footprint=measured,
     )
 
 
-def footprint(tokens: tuple[int, int] = LARGE) -> Footprint:
-    """Measures the memory of a block's replay by running one in this process."""
-    block, x = Block(WIDTH, DROPOUT), torch.randn(*tokens, WIDTH, requires_grad=True)
+def footprint(segment: nn.Module, x: Tensor) -> Footprint:
+    """Measures the memory of a segment's replay by running one in this process.
+
+    Args:
+        segment: A module that maps a tensor to a tensor.
+        x: An input of the segment that requires gradients.
+    """
     recorder = Recorder([x], allowed_ops(), lambda tensor, layout, _: copy_exact(tensor, layout))
     with recorder:
-        y = block(x)
+        y = segment(x)
     program = recorder.finish([y])
     assert program is not None, recorder.recording.refusal
     sources = [source.value for source in recorder.recording.sources]
@@ -80,7 +126,7 @@ def footprint(tokens: tuple[int, int] = LARGE) -> Footprint:
     return measured
 
 
-def _phases(stage: Stage, training: Training) -> Seconds:
+def _phases(stage: Stage, training: PhasedTraining, segments: int) -> Seconds:
     """Runs a step of a training phase by phase and measures each."""
     spent: Seconds = {}
     losses: list[Tensor] = []
@@ -92,7 +138,7 @@ def _phases(stage: Stage, training: Training) -> Seconds:
     _measure_phase(stage, "forward", lambda: losses.append(training.forward()), spent)
     _measure_phase(stage, "backward", backward, spent)
     _measure_phase(stage, "optimizer", training.optimize, spent)
-    return spent
+    return {name: seconds / segments for name, seconds in spent.items()}
 
 
 def _measure_phase(stage: Stage, phase: str, run: Callable[[], None], spent: Seconds) -> None:
@@ -102,7 +148,7 @@ def _measure_phase(stage: Stage, phase: str, run: Callable[[], None], spent: Sec
     settle(stage.cores)
     for name, core, earlier in zip(("trainer", "worker"), stage.cores, before, strict=True):
         lead_s, others_s = _by_thread(earlier, core.times())
-        spent[f"{name} {phase}"], spent[f"{name}'s others {phase}"] = lead_s / BLOCKS, others_s / BLOCKS
+        spent[f"{name} {phase}"], spent[f"{name}'s others {phase}"] = lead_s, others_s
 
 
 def _by_thread(before: CoreTimes, after: CoreTimes) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from backhaul_runtime.version import version
 
 GROUP = "backhaul.commands"
-EXTRAS = {"bench": "bench"}
+EXTRAS = {"bench": "bench", "experiment": "bench"}
 """Commands of separate distributions, each with the extra that installs it."""
 
 

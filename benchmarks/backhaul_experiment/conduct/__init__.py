@@ -1,0 +1,1 @@
+"""Runs the cells of an experiment, records them, and continues an interrupted run."""

@@ -1,0 +1,163 @@
+"""Where the nodes of a cell run, and the links between them: on this machine, in namespaces, or on a Ray cluster."""
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol, Self
+
+from backhaul_experiment.nodes.network import MOST_HOSTS, Bridge, Host
+from backhaul_experiment.nodes.processes import NodeError, NodeProcess
+from backhaul_experiment.plan.cells import Cell
+from backhaul_experiment.plan.spec import NodesSpec
+from backhaul_runtime.process.credentials import make_token
+
+_PYTHON = (sys.executable, "-P", "-m")
+_PORT = 50051
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "KINETO_LOG_LEVEL": "6",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "BACKHAUL_LOG_FORMAT": "text",
+}
+"""Variables of every node: an op uses one thread, because a node is a machine with one core."""
+
+
+class Fabric(Protocol):
+    """Starts the nodes of one cell. A context manager that ends them.
+
+    Attributes:
+        address: What trainers connect to, once workers were started.
+        token_file: File with the workers' token; empty if they need none.
+        workers: The workers' processes on this machine.
+        trainers: The processes of the trainers.
+    """
+
+    address: str
+    token_file: str
+    workers: list[NodeProcess]
+    trainers: list[NodeProcess]
+
+    def start_workers(self) -> None:
+        """Starts all workers, and waits until they serve. Raises NodeError if one does not."""
+
+    def start_trainer(self) -> NodeProcess:
+        """Starts a trainer process, which waits for its settings."""
+        ...
+
+    def collector(self, store: str) -> NodeProcess | None:
+        """Starts the process that writes the history; None if it cannot reach the workers."""
+        ...
+
+    def link_bytes(self) -> tuple[int, int]:
+        """Returns the bytes that the devices of all trainers and of all workers have carried; zeros without devices."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+
+class LocalFabric:
+    """Processes of this machine, each in a network namespace of its own if there is a bridge: a `Fabric`.
+
+    Args:
+        cell: The cell whose nodes are started.
+        nodes: Settings of the nodes.
+        folder: Directory for logs and the token.
+        is_in_namespaces: Whether each node has a network namespace.
+    """
+
+    def __init__(self, cell: Cell, nodes: NodesSpec, folder: Path, *, is_in_namespaces: bool) -> None:
+        self.address = self.token_file = ""
+        self.workers: list[NodeProcess] = []
+        self.trainers: list[NodeProcess] = []
+        self._cell, self._nodes, self._folder = cell, nodes, folder
+        self._opened = ExitStack()
+        self._bridge: Bridge | None = None
+        self._worker_hosts: list[Host] = []
+        self._trainer_hosts: list[Host] = []
+        if is_in_namespaces:
+            if cell["trainers"] + cell["workers"] > MOST_HOSTS:
+                raise NodeError(f"a bridge has room for {MOST_HOSTS} hosts")
+            self._bridge = self._opened.enter_context(Bridge())
+            self.token_file = str(folder / "token")
+            Path(self.token_file).unlink(missing_ok=True)
+            make_token(Path(self.token_file))
+
+    def start_workers(self) -> None:
+        """Starts all workers at once, and waits until they serve. Raises NodeError if one does not."""
+        for number in range(self._cell["workers"]):
+            self.workers.append(self._start_worker(number))
+        addresses = [self._served_at(worker) for worker in self.workers]
+        self.address = ",".join(self._linked(number, address) for number, address in enumerate(addresses))
+
+    def start_trainer(self) -> NodeProcess:
+        """Starts a trainer process, which waits for its settings."""
+        number = len(self.trainers)
+        command = [*_PYTHON, "backhaul_experiment.training.trainer"]
+        if self._bridge is not None:
+            host = self._bridge.host()
+            self._trainer_hosts.append(host)
+            command = host.command(*command)
+        trainer = self._node(f"trainer {number}", command, ENVIRONMENT)
+        self.trainers.append(trainer)
+        return trainer
+
+    def collector(self, store: str) -> NodeProcess | None:
+        """Starts the process that writes the history."""
+        command = [*_PYTHON, "backhaul_experiment.conduct.collector", store, self.address, self.token_file]
+        return self._node("collector", command if self._bridge is None else self._bridge.hub.command(*command), {})
+
+    def link_bytes(self) -> tuple[int, int]:
+        """Returns the bytes that the devices of all trainers and of all workers have carried; zeros without devices."""
+        if self._bridge is None:
+            return 0, 0
+        trainers, workers = (
+            sum(sum(self._bridge.counted(host)) for host in hosts)
+            for hosts in (self._trainer_hosts, self._worker_hosts)
+        )
+        return trainers, workers
+
+    def _start_worker(self, number: int) -> NodeProcess:
+        options = ["--device", "cpu", *self._nodes.worker_options]
+        if self._bridge is None:
+            command = [*_PYTHON, "backhaul", "worker", "--listen", "127.0.0.1:0", *options]
+        else:
+            host = self._bridge.host()
+            self._worker_hosts.append(host)
+            where = ["--listen", f"{self._behind_link(host)}:{_PORT}", "--token-file", self.token_file, "--plaintext"]
+            command = host.command(*_PYTHON, "backhaul", "worker", *where, *options)
+            if self._cell["bandwidth"]:
+                self._bridge.limit(host, self._cell["bandwidth"])
+        return self._node(f"worker {number}", command, ENVIRONMENT)
+
+    def _behind_link(self, host: Host) -> str:
+        """Returns the address that a worker listens on: where the proxy of its link can reach it, if it has one."""
+        return "127.0.0.1" if self._cell["latency"] else host.address
+
+    def _linked(self, number: int, address: str) -> str:
+        """Returns the address at which trainers reach a worker: that of its link's proxy if it needs one."""
+        latency_s, bytes_per_s = self._cell["latency"], self._cell["bandwidth"]
+        if self._bridge is not None:
+            bytes_per_s = 0.0  # the device limits it
+        if not latency_s and not bytes_per_s:
+            return address
+        host = self._worker_hosts[number] if self._bridge is not None else None
+        link = (address, host.address if host else "127.0.0.1", latency_s, bytes_per_s, self._nodes.window_kib << 10)
+        command = [*_PYTHON, "backhaul_experiment.nodes.link_proxy", *map(str, link)]
+        proxy = self._node(f"link of worker {number}", host.command(*command) if host else command, {})
+        return proxy.read(self._nodes.start_timeout_s)
+
+    def _served_at(self, worker: NodeProcess) -> str:
+        return worker.read(self._nodes.start_timeout_s).rpartition(" ")[2]
+
+    def _node(self, name: str, command: list[str], environment: dict[str, str]) -> NodeProcess:
+        node = NodeProcess(name, command, self._folder / f"{name.replace(' ', '-')}.log", environment)
+        self._opened.callback(node.end)
+        return node
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._opened.close()

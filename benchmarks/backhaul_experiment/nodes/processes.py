@@ -1,0 +1,123 @@
+"""A process of a node: started with pipes and a log, read with timeouts, and ended with all of its children."""
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+from typing import IO
+
+from backhaul_bench.noise import process_ran_s
+from backhaul_bench.stage import descendants
+from backhaul_experiment.nodes.network import WITH_ITS_PARENT
+
+_LAST_LINES, _END_S = 25, 10.0
+
+
+class NodeError(Exception):
+    """A node did not come up, or ended.
+
+    Args:
+        message: What happened to the node.
+        log: The last lines of the node's log.
+    """
+
+    def __init__(self, message: str, log: str = "") -> None:
+        super().__init__(message)
+        self.log = log
+
+
+class NodeProcess:
+    """A process of a node. It ends with this process, however that ends.
+
+    Args:
+        name: Name of the node in messages.
+        command: The program and its arguments.
+        log: File to which the process writes its standard error.
+        environment: Variables that are added to the environment.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.name = name
+        self._log = log
+        self._buffer = b""
+        with log.open("ab") as errors:
+            self._process = subprocess.Popen(
+                [*(WITH_ITS_PARENT if shutil.which(WITH_ITS_PARENT[0]) else ()), *command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env={**os.environ, **(environment or {})},
+                start_new_session=True,  # Ctrl-C reaches only the runner, which then ends its nodes in order.
+            )
+
+    @property
+    def pids(self) -> list[int]:
+        """Ids of the process and of all processes that it has started."""
+        return [self._process.pid, *descendants(self._process.pid)]
+
+    def ran_s(self) -> float:
+        """Returns the CPU seconds of the node's living processes."""
+        return sum(process_ran_s(pid) or 0.0 for pid in self.pids)
+
+    def write(self, line: str) -> None:
+        """Writes a line to the process. Raises NodeError if it has ended."""
+        try:
+            _pipe(self._process.stdin).write(line.encode() + b"\n")
+            _pipe(self._process.stdin).flush()
+        except OSError:
+            raise self._error("has ended") from None
+
+    def read(self, timeout_s: float) -> str:
+        """Returns the next line of the process. Raises NodeError if it ends, or prints none in time."""
+        until_s = monotonic() + timeout_s
+        output = _pipe(self._process.stdout)
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([output], [], [], max(0.0, until_s - monotonic()))
+            if not ready:
+                raise self._error(f"printed nothing within {timeout_s:g} s")
+            data = os.read(output.fileno(), 1 << 16)
+            if not data:
+                raise self._error("has ended")
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line.decode()
+
+    def kill_serving(self) -> None:
+        """Kills the processes that this one has started, which it restarts if it is the parent of a worker."""
+        for pid in descendants(self._process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Ends the process, by force if it does not end within 10 seconds, and whatever it has left behind."""
+        group = self._process.pid
+        with suppress(OSError):
+            _pipe(self._process.stdin).close()
+        with suppress(ProcessLookupError):
+            self._process.terminate()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+        _pipe(self._process.stdout).close()
+
+    def _error(self, what: str) -> NodeError:
+        code = self._process.poll()
+        ended = f" with code {code}" if what == "has ended" and code is not None else ""
+        lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
+        return NodeError(f"{self.name} {what}{ended}", "\n".join(lines[-_LAST_LINES:]))
+
+
+def _pipe(pipe: "IO[bytes] | None") -> "IO[bytes]":
+    assert pipe is not None
+    return pipe

@@ -1,0 +1,1 @@
+"""What an experiment consists of: its file, its axes, its cells, and the share of a core that each node gets. Pure."""

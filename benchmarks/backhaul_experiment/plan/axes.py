@@ -1,0 +1,120 @@
+"""The axes of a matrix: what can vary between cells, and how a value is written in a file. Pure."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Value = int | float | str
+"""A value of an axis. Bandwidths are bytes per second (0 for unlimited), latencies seconds in one direction."""
+
+_BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMG])bit(?:/s)?")
+_LATENCY = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s)")
+_BITS = {"k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9}
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+UNLIMITED = "unlimited"
+
+
+def parse_bandwidth(value: Any) -> float:
+    """Returns bytes per second, 0 for "unlimited". Raises ValueError for a text without a unit, as in "100Mbit"."""
+    if value == UNLIMITED:
+        return 0.0
+    match = _BANDWIDTH.fullmatch(value) if isinstance(value, str) else None
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f'{value!r} is not a bandwidth: write it as "100Mbit", or "{UNLIMITED}"')
+    return float(match[1]) * _BITS[match[2]] / 8
+
+
+def parse_latency(value: Any) -> float:
+    """Returns seconds. Raises ValueError for a text without a unit, as in "5ms"."""
+    match = _LATENCY.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(f'{value!r} is not a latency: write it as "5ms"')
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def show_bandwidth(bytes_per_s: Value) -> str:
+    """Returns a bandwidth as it is written in a file."""
+    bits = float(bytes_per_s) * 8
+    if not bits:
+        return UNLIMITED
+    unit = next((unit for unit in ("G", "M") if bits >= _BITS[unit]), "k")
+    return f"{bits / _BITS[unit]:g} {unit}bit/s"
+
+
+def show_latency(seconds: Value) -> str:
+    """Returns a latency in milliseconds."""
+    return f"{float(seconds) * 1e3:g} ms"
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{value!r} is not a whole number above 0")
+    return value
+
+
+def _speed(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.01 <= value <= 100:  # noqa: PLR2004
+        raise ValueError(f"{value!r} is not a speed between 0.01 and 100")
+    return float(value)
+
+
+def _one_of(*choices: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        if value not in choices:
+            raise ValueError(f"{value!r} is not one of {', '.join(choices)}")
+        return str(value)
+
+    return parse
+
+
+def _plain(value: Value) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Something that can vary between cells.
+
+    Attributes:
+        name: Its key in the table `matrix` of a file.
+        label: What a chart writes below the axis, with the unit.
+        default: The value of a cell whose file does not set the axis.
+        parse: Checks a value of a file and converts it. Raises ValueError.
+        show: Writes a converted value for people.
+        scale: How a chart spaces the values: "log", "linear", or "names" for values without an order.
+        unlimited_last: Whether the value 0 stands for unlimited, so that a chart puts it last.
+    """
+
+    name: str
+    label: str
+    default: Value
+    parse: Callable[[Any], Value]
+    show: Callable[[Value], str] = _plain
+    scale: str = "log"
+    unlimited_last: bool = False
+
+
+_ALL = (
+    Axis("trainers", "number of trainers", 1, _count),
+    Axis("workers", "number of workers", 1, _count),
+    Axis("worker_speed", "speed of a worker (the trainer's is 1)", 1.0, _speed),
+    Axis("returns", "what workers return", "gradients", _one_of("gradients", "activations", "auto"), scale="names"),
+    Axis("micro_batches", "micro-batches in a step; above 1 their backward is deferred", 1, _count),
+    Axis("boundaries", "how boundaries reach a worker", "auto", _one_of("auto", "send", "derive"), scale="names"),
+    Axis("segment_layers", "layers in a segment", 1, _count),
+    Axis(
+        "bandwidth",
+        "bandwidth of a worker's link, in each direction",
+        0.0,
+        parse_bandwidth,
+        show_bandwidth,
+        unlimited_last=True,
+    ),
+    Axis("latency", "latency of a worker's link, in one direction (ms)", 0.0, parse_latency, show_latency, "linear"),
+    Axis("batch", "rows in a step", 4, _count),
+    Axis("dtype", "data type", "float32", _one_of("float32", "bfloat16"), scale="names"),
+)
+
+AXES: Mapping[str, Axis] = {axis.name: axis for axis in _ALL}
+"""All axes by name."""
