@@ -93,7 +93,7 @@ class Runner:
             progress: Is told of every visit.
             measure_costs: Measures the costs from which the simulator predicts; called once for an experiment.
         """
-        if self.remaining and not self._records.costs():
+        if self._experiment.predictions and self.remaining and not self._records.costs():
             progress.say("measuring what a segment costs, for the simulator's predictions")
             self._records.put_costs(measure_costs(self._experiment))
         failed: dict[int, str] = {}

@@ -50,7 +50,7 @@ class QuotaShares:
     follows_children = True
 
     def __init__(self) -> None:
-        parent, self._is_unified = _parent()
+        parent, self._is_unified = parent_group()
         self.how = f"the kernel's CPU quota (cgroup v{2 if self._is_unified else 1})"
         self._root = parent / f"backhaul-experiment-{os.getpid()}"
         self._groups: list[Path] = []
@@ -137,7 +137,7 @@ def obstacle() -> str:
     return "" if hasattr(os, "sched_getaffinity") else "processes are throttled on Linux only"
 
 
-def _parent() -> tuple[Path, bool]:
+def parent_group() -> tuple[Path, bool]:
     """Returns this process' group in which groups can be made, and whether it is of cgroup v2. Raises OSError."""
     mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     own = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())

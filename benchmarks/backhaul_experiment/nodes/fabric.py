@@ -1,6 +1,7 @@
 """Where the nodes of a cell run, and the links between them: on this machine, in namespaces, or on a Ray cluster."""
 
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol, Self
@@ -129,7 +130,7 @@ class LocalFabric:
             command = host.command(*_PYTHON, "backhaul", "worker", *where, *options)
             if self._cell["bandwidth"]:
                 self._bridge.limit(host, self._cell["bandwidth"])
-        return self._node(f"worker {number}", command, ENVIRONMENT)
+        return self._node(f"worker {number}", command, ENVIRONMENT, ends_with_stdin=False)
 
     def _behind_link(self, host: Host) -> str:
         """Returns the address that a worker listens on: where the proxy of its link can reach it, if it has one."""
@@ -151,8 +152,11 @@ class LocalFabric:
     def _served_at(self, worker: NodeProcess) -> str:
         return worker.read(self._nodes.start_timeout_s).rpartition(" ")[2]
 
-    def _node(self, name: str, command: list[str], environment: dict[str, str]) -> NodeProcess:
-        node = NodeProcess(name, command, self._folder / f"{name.replace(' ', '-')}.log", environment)
+    def _node(
+        self, name: str, command: list[str], environment: Mapping[str, str], *, ends_with_stdin: bool = True
+    ) -> NodeProcess:
+        log = self._folder / f"{name.replace(' ', '-')}.log"
+        node = NodeProcess(name, command, log, environment, ends_with_stdin=ends_with_stdin)
         self._opened.callback(node.end)
         return node
 

@@ -39,12 +39,20 @@ class NodeProcess:
         command: The program and its arguments.
         log: File to which the process writes its standard error.
         environment: Variables that are added to the environment.
+        ends_with_stdin: Whether the process ends by itself, in order, when its stdin is closed.
     """
 
     def __init__(
-        self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        *,
+        ends_with_stdin: bool = True,
     ) -> None:
         self.name = name
+        self._ends_with_stdin = ends_with_stdin
         self._log = log
         self._buffer = b""
         with log.open("ab") as errors:
@@ -96,11 +104,11 @@ class NodeProcess:
                 os.kill(pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Ends the process, by force if it does not end within 10 seconds, and whatever it has left behind."""
+        """Ends the process, by force if it does not end in time, and whatever it has left behind."""
         group = self._process.pid
         with suppress(OSError):
             _pipe(self._process.stdin).close()
-        with suppress(ProcessLookupError):
+        if not self._ends_with_stdin:
             self._process.terminate()
         try:
             self._process.wait(_END_S)

@@ -79,6 +79,7 @@ class Axis:
     Attributes:
         name: Its key in the table `matrix` of a file.
         label: What a chart writes below the axis, with the unit.
+        phrase: What a sentence calls a value, as in "{} worker{s}", with the plural's ending at {s}.
         default: The value of a cell whose file does not set the axis.
         parse: Checks a value of a file and converts it. Raises ValueError.
         show: Writes a converted value for people.
@@ -88,32 +89,60 @@ class Axis:
 
     name: str
     label: str
+    phrase: str
     default: Value
     parse: Callable[[Any], Value]
     show: Callable[[Value], str] = _plain
     scale: str = "log"
     unlimited_last: bool = False
 
+    def said(self, value: Value) -> str:
+        """Returns what a sentence calls a value, as in "4 workers"."""
+        return self.phrase.format(self.show(value), s="" if value == 1 else "s")
+
 
 _ALL = (
-    Axis("trainers", "number of trainers", 1, _count),
-    Axis("workers", "number of workers", 1, _count),
-    Axis("worker_speed", "speed of a worker (the trainer's is 1)", 1.0, _speed),
-    Axis("returns", "what workers return", "gradients", _one_of("gradients", "activations", "auto"), scale="names"),
-    Axis("micro_batches", "micro-batches in a step; above 1 their backward is deferred", 1, _count),
-    Axis("boundaries", "how boundaries reach a worker", "auto", _one_of("auto", "send", "derive"), scale="names"),
-    Axis("segment_layers", "layers in a segment", 1, _count),
+    Axis("trainers", "number of trainers", "{} trainer{s}", 1, _count),
+    Axis("workers", "number of workers", "{} worker{s}", 1, _count),
+    Axis("worker_speed", "speed of a worker (the trainer's is 1)", "worker speed {}", 1.0, _speed),
+    Axis(
+        "returns",
+        "what workers return",
+        "returned {}",
+        "gradients",
+        _one_of("gradients", "activations", "auto"),
+        scale="names",
+    ),
+    Axis("micro_batches", "micro-batches in a step; above 1 their backward is deferred", "micro-batches {}", 1, _count),
+    Axis(
+        "boundaries",
+        "how boundaries reach a worker",
+        "boundaries {}",
+        "auto",
+        _one_of("auto", "send", "derive"),
+        scale="names",
+    ),
+    Axis("segment_layers", "layers in a segment", "{} layer{s} in a segment", 1, _count),
     Axis(
         "bandwidth",
         "bandwidth of a worker's link, in each direction",
+        "bandwidth {}",
         0.0,
         parse_bandwidth,
         show_bandwidth,
         unlimited_last=True,
     ),
-    Axis("latency", "latency of a worker's link, in one direction (ms)", 0.0, parse_latency, show_latency, "linear"),
-    Axis("batch", "rows in a step", 4, _count),
-    Axis("dtype", "data type", "float32", _one_of("float32", "bfloat16"), scale="names"),
+    Axis(
+        "latency",
+        "latency of a worker's link, in one direction (ms)",
+        "latency {}",
+        0.0,
+        parse_latency,
+        show_latency,
+        "linear",
+    ),
+    Axis("batch", "rows in a step", "{} row{s} in a step", 4, _count),
+    Axis("dtype", "data type", "{}", "float32", _one_of("float32", "bfloat16"), scale="names"),
 )
 
 AXES: Mapping[str, Axis] = {axis.name: axis for axis in _ALL}

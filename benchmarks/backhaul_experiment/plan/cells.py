@@ -35,8 +35,8 @@ class Cell:
         return self.values[axis]
 
     def shown(self, axes: Sequence[str]) -> str:
-        """Returns the values of some axes for people, as in "workers 4, latency 5 ms"."""
-        return ", ".join(f"{axis} {AXES[axis].show(self.values[axis])}" for axis in axes) or "the only cell"
+        """Returns the values of some axes for people, as in "4 workers, latency 5 ms"."""
+        return ", ".join(AXES[axis].said(self.values[axis]) for axis in axes) or "the only cell"
 
     @property
     def is_deferred(self) -> bool:

@@ -92,6 +92,7 @@ class Experiment:
         rounds: Rounds in a repeat, in each of which every variant takes its turn.
         steps: Steps of a turn. The first is not timed, so that uploads of one turn do not burden another.
         seed: Seed of weights, data and dropout.
+        predictions: Whether the costs of segments are measured, from which the simulator predicts.
         model: The model that every trainer trains.
         nodes: Where trainers and workers run.
         events: What happens while steps are measured.
@@ -108,6 +109,7 @@ class Experiment:
     rounds: int
     steps: int
     seed: int
+    predictions: bool
     model: ModelSpec
     nodes: NodesSpec
     events: tuple[EventSpec, ...]
@@ -158,7 +160,7 @@ def parse(table: Mapping[str, Any], name: str) -> Experiment:
         table: The content of the file.
         name: Name of the experiment if the file has none.
     """
-    _check_keys("", table, ("name", "title", "description", *_COUNTS, *_TABLES))
+    _check_keys("", table, ("name", "title", "description", "predictions", *_COUNTS, *_TABLES))
     for key in _TABLES:
         if not isinstance(table.get(key, {}), list if key == "events" else dict) and key in table:
             raise SpecError(f"{key}: write it as [{key}]" if key != "events" else "events: write each as [[events]]")
@@ -167,6 +169,9 @@ def parse(table: Mapping[str, Any], name: str) -> Experiment:
     }
     if counts["steps"] < 2:  # noqa: PLR2004
         raise SpecError("steps: a turn needs at least 2 steps, of which the first is not timed")
+    predictions = table.get("predictions", True)
+    if not isinstance(predictions, bool):
+        raise SpecError(f"predictions: {predictions!r} is neither true nor false")
     model, nodes = _model(table.get("model", {})), _nodes(table.get("nodes", {}))
     matrix = expand(table.get("matrix", {}), model.layers)
     _check_kind(matrix, nodes)
@@ -181,6 +186,7 @@ def parse(table: Mapping[str, Any], name: str) -> Experiment:
     return Experiment(
         name=_name(str(table.get("name", name))),
         title=title,
+        predictions=predictions,
         description=" ".join(str(table.get("description", "")).split()),
         model=model,
         nodes=nodes,

@@ -191,7 +191,7 @@ def _range_sentence(usable: Sequence[CellResult], axis: Axis, *, is_first: bool)
     what = "A step with Backhaul" if is_first else "a step with Backhaul"
 
     def at(result: CellResult) -> str:
-        return f"at {axis.name} {axis.show(result.cell[axis.name])}"
+        return f"with {axis.said(result.cell[axis.name])}"
 
     def compared(result: CellResult) -> str:
         return f"takes {ratio[result.cell.number]:.2f} times as long as one with {TORCH}"
@@ -201,7 +201,7 @@ def _range_sentence(usable: Sequence[CellResult], axis: Axis, *, is_first: bool)
     sentence = f"{what} {compared(first)} {at(first)}, and {ratio[last.cell.number]:.2f} times {at(last)}. "
     crossings = break_even(usable, axis)
     if crossings:
-        places = " and ".join(f"between {axis.name} {low} and {high}" for low, high in crossings)
+        places = " and ".join(f"between {low} and {high}" for low, high in crossings)
         return f"{sentence}It breaks even with {TORCH} {places}."
     if all(value < 1 - _EQUAL for value in ratio.values()):
         return f"{sentence}It is faster than {TORCH} everywhere in this range."
@@ -217,7 +217,7 @@ def break_even(usable: Sequence[CellResult], axis: Axis) -> list[tuple[str, str]
         assert one.over_torch is not None
         assert other.over_torch is not None
         if (one.over_torch.value - 1) * (other.over_torch.value - 1) < 0:
-            crossings.append((axis.show(one.cell[axis.name]), axis.show(other.cell[axis.name])))
+            crossings.append((axis.said(one.cell[axis.name]), axis.said(other.cell[axis.name])))
     return crossings
 
 
@@ -313,7 +313,7 @@ def carried_sentence(series: Series, axis: Axis) -> str:
         def grown(value: Callable[[CellResult], float], first: CellResult = first, last: CellResult = last) -> float:
             return value(last) / value(first) if value(first) else 0.0
 
-        values = f"{axis.name} {axis.show(first.cell[axis.name])} to {axis.show(last.cell[axis.name])}"
+        values = f"{axis.said(first.cell[axis.name])} to {axis.said(last.cell[axis.name])}"
         prefix = f"With {name}, from" if name else "From"
         trainers, workers = (grown(lambda r: r.trainers_bytes_per_s), grown(lambda r: r.workers_bytes_per_s))
         if trainers:
@@ -357,7 +357,7 @@ def _timeline(result: CellResult, events: Sequence[dict[str, Any]]) -> ReportCha
 
 
 def _cell_name(result: CellResult) -> str:
-    return f"{result.cell['workers']} workers" if result.cell["workers"] != 1 else "1 worker"
+    return AXES["workers"].said(result.cell["workers"])
 
 
 def loss_sentence(result: CellResult, events: Sequence[dict[str, Any]]) -> str:
