@@ -77,6 +77,7 @@ def test_an_impossible_matrix_is_named_and_counted(table: dict[str, Any], said: 
         ({"nodes": {"session": {"worker": "a:1"}}}, "without worker"),
         ({"nodes": {"kind": "ray"}, "matrix": {"latency": ["0ms", "5ms"]}}, "1 of 2 cells set bandwidth, latency"),
         ({"nodes": {"start_timeout_s": 0}}, "0 is not a number of at least"),
+        ({"charts": ["pie"]}, r"\['pie'\] is not a list of some of carried, step_time, peak"),
         ({"repeats": 0}, "repeats: 0 is not a whole number of at least 1"),
         ({"steps": 1}, "at least 2 steps"),
         ({"name": "a/b"}, 'name: "a/b"'),

@@ -44,7 +44,7 @@ def visit_of(cell: int, repeat: int, none_s: float, torch_s: float, backhaul_s: 
         "peak_bytes": {"none": 100_000_000, "torch": 40_000_000, "backhaul": 20_000_000},
         "carried": {
             "up_bytes": 10e6, "down_bytes": 30e6, "steps": 4, "turn_s": 2.0, "fallbacks": 0,
-            "trainers_link_bytes": 0, "workers_link_bytes": 0,
+            "trainers_link_bytes": 0, "workers_link_bytes": 0, "trainers_ran_s": 0.5, "workers_ran_s": 0.25,
         },
         "trainer_used": 0.5,
         "foreign_share": 0.1,

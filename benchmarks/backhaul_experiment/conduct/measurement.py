@@ -25,6 +25,7 @@ VARIANTS = ("none", "torch", "backhaul")
 OK, FAILED, UNEQUAL = "ok", "failed", "unequal"
 """States of a visit. One whose gradients are unequal has failed as well, and is never tried again."""
 _COUNTS = ("up_bytes", "down_bytes", "remote", "fallbacks")
+_SUMS = ("turn_s", "trainers_link_bytes", "workers_link_bytes", "trainers_ran_s", "workers_ran_s")
 
 OpenFabric = Callable[[Cell, Path], Fabric]
 
@@ -141,7 +142,7 @@ class Turns:
         """Warms up and runs all rounds. Returns what was measured."""
         experiment = self._experiment
         steps: dict[str, list[list[float]]] = {name: [[] for _ in self._trainers] for name in VARIANTS}
-        carried = dict.fromkeys((*_COUNTS, "turn_s", "trainers_link_bytes", "workers_link_bytes"), 0.0)
+        carried = dict.fromkeys((*_COUNTS, *_SUMS), 0.0)
         busy_shares, last_losses = [], []
         for name in VARIANTS:
             self.together("turn", name, experiment.warm_up, None)
@@ -151,7 +152,7 @@ class Turns:
         for number in range(experiment.rounds):
             first = number % len(VARIANTS)
             for name in (*VARIANTS[first:], *VARIANTS[:first]):
-                ran_s, began_s = self._ran_s(), time.monotonic()
+                ran_s, workers_ran_s, began_s = self._ran_s(), self._workers_ran_s(), time.monotonic()
                 linked = self._fabric.link_bytes()
                 answers = self._turn(name, number)
                 turn_s = time.monotonic() - began_s
@@ -163,6 +164,8 @@ class Turns:
                     for count in _COUNTS:
                         carried[count] += sum(answer[count] for answer in answers)
                     carried["turn_s"] += turn_s
+                    carried["trainers_ran_s"] += self._ran_s() - ran_s
+                    carried["workers_ran_s"] += self._workers_ran_s() - workers_ran_s
                     sides = zip(("trainers", "workers"), linked, self._fabric.link_bytes(), strict=True)
                     for side, earlier, later in sides:
                         carried[f"{side}_link_bytes"] += later - earlier
@@ -214,6 +217,9 @@ class Turns:
 
     def _ran_s(self) -> float:
         return sum(trainer.ran_s() for trainer in self._trainers)
+
+    def _workers_ran_s(self) -> float:
+        return sum(worker.ran_s() for worker in self._fabric.workers)
 
 
 class _Load:

@@ -14,6 +14,8 @@ from backhaul_experiment.plan.cells import Cell, Matrix, SpecError, expand
 Kind = Literal["process", "namespace", "ray"]
 KINDS: tuple[str, ...] = ("process", "namespace", "ray")
 DEMO = "demo"
+CHARTS = ("carried", "step_time", "peak")
+"""Kinds of charts: bytes carried, step time beside the baselines, and peak memory of the trainer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ class Experiment:
         rounds: Rounds in a repeat, in each of which every variant takes its turn.
         steps: Steps of a turn. The first is not timed, so that uploads of one turn do not burden another.
         seed: Seed of weights, data and dropout.
+        charts: Kinds of charts that the report has, of `CHARTS`.
         predictions: Whether the costs of segments are measured, from which the simulator predicts.
         model: The model that every trainer trains.
         nodes: Where trainers and workers run.
@@ -109,6 +112,7 @@ class Experiment:
     rounds: int
     steps: int
     seed: int
+    charts: tuple[str, ...]
     predictions: bool
     model: ModelSpec
     nodes: NodesSpec
@@ -125,6 +129,7 @@ class Experiment:
             "model": asdict(self.model),
             "nodes": asdict(self.nodes),
             "events": [asdict(event) for event in self.events],
+            "charts": list(self.charts),
             "varied": list(self.matrix.varied),
             "cells": [dict(cell.values) for cell in self.matrix.cells],
             "simulated": [dict(cell.values) for cell in self.simulated],
@@ -160,7 +165,7 @@ def parse(table: Mapping[str, Any], name: str) -> Experiment:
         table: The content of the file.
         name: Name of the experiment if the file has none.
     """
-    _check_keys("", table, ("name", "title", "description", "predictions", *_COUNTS, *_TABLES))
+    _check_keys("", table, ("name", "title", "description", "charts", "predictions", *_COUNTS, *_TABLES))
     for key in _TABLES:
         if not isinstance(table.get(key, {}), list if key == "events" else dict) and key in table:
             raise SpecError(f"{key}: write it as [{key}]" if key != "events" else "events: write each as [[events]]")
@@ -186,6 +191,7 @@ def parse(table: Mapping[str, Any], name: str) -> Experiment:
     return Experiment(
         name=_name(str(table.get("name", name))),
         title=title,
+        charts=_charts(table.get("charts", list(CHARTS))),
         predictions=predictions,
         description=" ".join(str(table.get("description", "")).split()),
         model=model,
@@ -196,6 +202,12 @@ def parse(table: Mapping[str, Any], name: str) -> Experiment:
         digest=hashlib.sha256(json.dumps(table, sort_keys=True, default=str).encode()).hexdigest()[:16],
         **counts,
     )
+
+
+def _charts(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value or not set(value) <= set(CHARTS):
+        raise SpecError(f"charts: {value!r} is not a list of some of {', '.join(CHARTS)}")
+    return tuple(value)
 
 
 def _model(table: Mapping[str, Any]) -> ModelSpec:

@@ -39,7 +39,7 @@ Series = list[tuple[str, list[CellResult]]]
 
 
 def figures(
-    results: Sequence[CellResult], varied: Sequence[str], events: Sequence[dict[str, Any]]
+    results: Sequence[CellResult], varied: Sequence[str], events: Sequence[dict[str, Any]], kinds: Sequence[str]
 ) -> list[ReportChart]:
     """Returns the charts of a report.
 
@@ -47,6 +47,7 @@ def figures(
         results: The results of all cells.
         varied: Names of the axes with more than one value.
         events: What happened while steps were measured.
+        kinds: Kinds of charts to return, see `CHARTS` of the experiment's file.
     """
     charts = []
     if events:
@@ -56,10 +57,10 @@ def figures(
         series = _series(shown, AXES[name], varied)
         if not any(result.is_measured for _, row in series for result in row):
             continue
-        charts.append(_step_time(series, AXES[name]))
-        charts.append(_peak(series, AXES[name]))
-        if any(result.workers_bytes_per_s or result.cell["bandwidth"] for _, row in series for result in row):
-            charts.append(_carried(series, AXES[name]))
+        has_links = any(result.workers_bytes_per_s or result.cell["bandwidth"] for _, row in series for result in row)
+        for kind, make in (("carried", _carried), ("step_time", _step_time), ("peak", _peak)):
+            if kind in kinds and (kind != "carried" or has_links):
+                charts.append(make(series, AXES[name]))
     return charts
 
 
@@ -250,10 +251,13 @@ def _peak(series: Series, axis: Axis) -> ReportChart:
         for result in row
         if result.peak_bytes is not None
     ]
-    sentence = (
-        f"With Backhaul the peak of the trainer's activations and gradients is {_percent(saved)} below that without "
-        f"checkpointing, and {_times(beside)} that with {TORCH}."
-    )
+    if max(saved) < _EQUAL:
+        sentence = "All variants need the same memory, because the activations of this model are small."
+    else:
+        sentence = (
+            f"With Backhaul the peak of the trainer's activations and gradients is {_percent(saved)} below that "
+            f"without checkpointing, and {_times(beside)} that with {TORCH}."
+        )
     return ReportChart(f"peak-{axis.name.replace('_', '-')}", f"Memory by {axis.label.split(';')[0]}", chart, sentence)
 
 

@@ -44,7 +44,7 @@ def write_report(
     settings = experiment["settings"]
     name = settings["name"]
     cells = results(experiment, visits, costs)
-    charts = figures(cells, settings["varied"], settings["events"])
+    charts = figures(cells, settings["varied"], settings["events"], settings["charts"])
     folder.mkdir(parents=True, exist_ok=True)
     for figure in charts:
         (folder / f"{name}-{figure.key}.svg").write_text(draw(figure.chart))
@@ -135,14 +135,29 @@ def _table(cells: Sequence[CellResult], varied: Sequence[str]) -> list[list[str]
         predicted = "" if result.prediction.ratio is None else f"{result.prediction.ratio:.2f}"
         error = "" if result.error is None else f"{result.error:+.0%}"
         if result.step_s is None or result.over_none is None or result.over_torch is None or result.peak_bytes is None:
-            row += ["", "", "", "", "", predicted, error, "", "", "", *([""] if has_rates else []), _marks(result)]
+            row += [
+                "",
+                "",
+                "",
+                "",
+                "",
+                predicted,
+                error,
+                "",
+                "",
+                "",
+                "",
+                "",
+                *([""] if has_rates else []),
+                _marks(result),
+            ]
             rows.append(row)
             continue
         row += [f"{result.step_s[variant] * 1e3:.0f} ms" for variant in ("none", "torch", "backhaul")]
         row.append(f"{result.over_none.value:.2f} ({result.over_none.low:.2f} to {result.over_none.high:.2f})")
         row += [f"{result.over_torch.value:.2f}", predicted, error]
         row += [f"{result.peak_bytes[variant] / 1e6:.1f} MB" for variant in ("backhaul", "torch")]
-        row.append(f"{result.step_bytes / 1e6:.1f} MB")
+        row += [f"{result.step_bytes / 1e6:.1f} MB", f"{result.trainer_busy:.0%}", f"{result.worker_busy:.0%}"]
         row += [f"{(result.workers_bytes_per_s or result.carried_bytes_per_s) / 1e6:.1f} MB/s"] if has_rates else []
         row.append(_marks(result))
         rows.append(row)
@@ -176,7 +191,8 @@ def _notes(cells: Sequence[CellResult], costs: Mapping[str, Any], settings: Mapp
     texts = [
         "Times are medians of timed steps on nodes that have only a share of a core, so compare ratios, not "
         "milliseconds. Ratios are medians over rounds; the quartiles are in brackets, and charts show them as bars. "
-        "Gradients and weights of all three variants were compared with torch.equal in every round."
+        "Gradients and weights of all three variants were compared with torch.equal in every round. A node is busy for "
+        "the part of its share of a core that it uses while steps with Backhaul run."
     ]
     if any(result.is_core_bound for result in cells):
         texts.append(

@@ -32,6 +32,8 @@ class CellResult:
         trainers_bytes_per_s: The same as the devices of the trainers count them; 0 without namespaces.
         workers_bytes_per_s: The same as the devices of the workers count them.
         share: Share of a core that each trainer had.
+        trainer_busy: Part of its share that a trainer used while Backhaul's turns ran.
+        worker_busy: The same for a worker, on average over all workers.
         is_core_bound: Whether the nodes were not held to their shares, so that the cell says nothing about scaling.
         disturbed: How many visits other programs disturbed.
         visits: How many visits were measured.
@@ -54,6 +56,8 @@ class CellResult:
     trainers_bytes_per_s: float = 0.0
     workers_bytes_per_s: float = 0.0
     share: float = 1.0
+    trainer_busy: float = 0.0
+    worker_busy: float = 0.0
     is_core_bound: bool = False
     disturbed: int = 0
     visits: int = 0
@@ -131,6 +135,8 @@ def _result(
         trainers_bytes_per_s=total("trainers_link_bytes") / turn_s,
         workers_bytes_per_s=total("workers_link_bytes") / turn_s,
         share=visits[-1]["shares"]["trainer"],
+        trainer_busy=total("trainers_ran_s") / turn_s / cell["trainers"] / visits[-1]["shares"]["trainer"],
+        worker_busy=total("workers_ran_s") / turn_s / cell["workers"] / visits[-1]["shares"]["worker"],
         is_core_bound=any(visit["shares"]["is_core_bound"] for visit in visits),
         disturbed=sum(is_disturbed(visit) for visit in visits),
         visits=len(visits),

@@ -65,43 +65,53 @@ class DemoModel(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), target.flatten())
 
 
-class _Scale(nn.Module):
-    """Scales and shifts its input, which takes almost no time."""
+class _Reading(nn.Module):
+    """Adds a scaled sum of large data of its own to its input, which takes almost no time and needs all of the data."""
+
+    data: Tensor
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(width))
-        self.shift = nn.Parameter(torch.zeros(width))
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("data", torch.linspace(-1, 1, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps [B, C] to [B, C]."""
-        return x * self.scale + self.shift
+        """Maps a scalar to a scalar."""
+        return x + self.scale * self.data.sum()
 
 
 class WideModel(nn.Module):
-    """A chain whose layers compute almost nothing and have large boundaries, so that links are all that matters.
+    """A chain whose layers read large data that change in every step, so that links are all that matters.
+
+    Each step sends the data of all layers to workers, which return next to nothing.
 
     Args:
         layers: Number of layers in the chain.
-        batch: Number of rows in a step. It is not used: `begin` is given the rows.
-        seed: Seed of the weights. It is not used: they are the same for each.
-        width: Width C of a row, 4 bytes each.
+        batch: Number of rows in a step. It is not used, because the size of the data is fixed.
+        seed: Seed of the weights. It is not used, because they are the same for every seed.
+        width: Number of elements that a layer reads, 4 bytes each.
     """
 
-    def __init__(self, layers: int, batch: int, seed: int, width: int = 65_536) -> None:
+    def __init__(self, layers: int, batch: int, seed: int, width: int = 1 << 20) -> None:
         super().__init__()
         del batch, seed
-        self._width = width
-        self.chain = nn.ModuleList(_Scale(width) for _ in range(layers))
-        self.layers = list(self.chain)
+        self.chain = nn.ModuleList(_Reading(width) for _ in range(layers))
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The layers of the chain."""
+        return list(self.chain)
 
     def begin(self, rows: int, seed: int) -> tuple[Tensor, None]:
-        """Returns random rows [B, C] that require gradients, so that every segment returns one."""
-        return torch.randn(rows, self._width, generator=torch.Generator().manual_seed(seed)).requires_grad_(), None
+        """Changes the data of all layers. Returns a scalar that requires gradients."""
+        for number, layer in enumerate(self.chain):
+            assert isinstance(layer, _Reading)
+            layer.data[0] = (seed + number) % 1_000_003
+        return torch.full((), float(rows)).requires_grad_(), None
 
     def loss(self, x: Tensor, target: None) -> Tensor:
-        """Returns the mean of squares."""
-        return x.square().mean()
+        """Returns the square of the last layer's output."""
+        return x.square()
 
 
 def load(settings: Mapping[str, Any], batch_rows: int, dtype: torch.dtype, seed: int) -> ExperimentModel:
