@@ -39,20 +39,16 @@ from backhaul_experiment.training.models import WideModel
 calls = itertools.count()
 
 
-def narrow(layers, batch, seed, most=10**9):
-    if batch > most:
-        raise ValueError(f"{batch} rows are too many")
-    print("a line that is no answer")
-    return WideModel(layers, batch, seed, width=64)
-
-
 class Careless(WideModel):
     def begin(self, rows, seed):
         return super().begin(rows, next(calls))
 
 
-def careless(layers, batch, seed):
-    return Careless(layers, batch, seed, width=64)
+def make(layers, batch, seed, most):
+    if batch > most:
+        raise ValueError(f"{batch} rows are too many")
+    print("a line that is no answer")
+    return (Careless if batch == 1 else WideModel)(layers, batch, seed, width=64)
 """
 
 
@@ -109,17 +105,21 @@ def test_a_run_is_recorded_continued_and_reported(tmp_path: Path) -> None:
     assert (tmp_path / "report/tiny.html").exists(), reported.stderr
 
 
-def test_a_node_that_does_not_come_up_fails_its_cell_alone(tmp_path: Path) -> None:
+def test_a_node_that_does_not_come_up_and_unequal_gradients_fail_their_cells_alone(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(MODEL)
-    own = '[model]\nfunction = "own:narrow"\nlayers = 2\narguments = { most = 4 }\n'
-    (tmp_path / "tiny.toml").write_text(TINY.partition("[model]")[0] + own + "[matrix]\nbatch = [8, 4]\n")
+    own = '[model]\nfunction = "own:make"\nlayers = 2\narguments = { most = 4 }\n'
+    (tmp_path / "tiny.toml").write_text(TINY.partition("[model]")[0] + own + "[matrix]\nbatch = [8, 4, 1]\n")
     done = experiment(tmp_path)
     assert done.returncode == 1
-    failed, other = (record for _, record in sorted(records(tmp_path).items()))
-    assert (failed["status"], other["status"]) == ("failed", "ok")
+    failed, equal, unequal = (record for _, record in sorted(records(tmp_path).items()))
+    assert (failed["status"], equal["status"], unequal["status"]) == ("failed", "ok", "unequal")
     assert failed["why"] == "trainer 0 has ended with code 1"
     assert "ValueError: 8 rows are too many" in str(failed["log"])
-    assert "ValueError: 8 rows are too many" in (tmp_path / "results/tiny/tiny.md").read_text()
+    assert "UNEQUAL GRADIENTS: cell 2 (1 row in a step), repeat 1" in done.stderr
+    for name in ("tiny.md", "tiny.html"):
+        page = (tmp_path / "results/tiny" / name).read_text()
+        assert "ValueError: 8 rows are too many" in page
+        assert "UNEQUAL GRADIENTS in cell 2" in page
     assert "[1/1] cell 0" in experiment(tmp_path).stderr  # what has failed is tried again
 
 
@@ -129,17 +129,6 @@ def test_a_worker_that_does_not_start_is_shown_with_its_log(tmp_path: Path) -> N
     assert done.returncode == 1
     assert "worker 0 has ended with code 2" in done.stderr
     assert "argument --memory" in done.stderr
-
-
-def test_unequal_gradients_fail_a_cell_loudly(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(MODEL)
-    own = '[model]\nfunction = "own:careless"\nlayers = 2\n'
-    (tmp_path / "tiny.toml").write_text(TINY.partition("[model]")[0] + own)
-    done = experiment(tmp_path)
-    assert done.returncode == 1
-    assert "UNEQUAL GRADIENTS: cell 0 (the only cell), repeat 1" in done.stderr
-    assert [record["status"] for record in records(tmp_path).values()] == ["unequal"]
-    assert "UNEQUAL GRADIENTS in cell 0" in (tmp_path / "results/tiny/tiny.html").read_text()
 
 
 def test_without_namespaces_it_says_what_is_missing(

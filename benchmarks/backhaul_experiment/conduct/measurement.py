@@ -108,9 +108,13 @@ class Measurement:
     def _settings(self, cell: Cell, repeat: int, number: int, fabric: Fabric) -> dict[str, Any]:
         """Returns what a trainer reads before it connects."""
         model = asdict(self._experiment.model)
+        workers = fabric.address
+        if self._experiment.nodes.one_worker_each:
+            addresses = workers.split(",")
+            workers = addresses[number % len(addresses)]
         connect: dict[str, Any] = {
             **OVER_TCP,
-            "worker": fabric.address,
+            "worker": workers,
             "token_file": fabric.token_file or None,
             "returns": cell["returns"],
             "boundaries": cell["boundaries"],

@@ -120,8 +120,10 @@ class NodeProcess:
         _pipe(self._process.stdout).close()
 
     def _error(self, what: str) -> NodeError:
-        code = self._process.poll()
-        ended = f" with code {code}" if what == "has ended" and code is not None else ""
+        ended = ""
+        if what == "has ended":
+            with suppress(subprocess.TimeoutExpired):  # its pipes are closed before it can be waited for
+                ended = f" with code {self._process.wait(_END_S)}"
         lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
         return NodeError(f"{self.name} {what}{ended}", "\n".join(lines[-_LAST_LINES:]))
 

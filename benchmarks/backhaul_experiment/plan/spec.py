@@ -66,6 +66,9 @@ class NodesSpec:
     token_file: str = ""
     """File with a token that workers on other hosts require; it must exist on all of them, for the kind `ray`."""
 
+    one_worker_each: bool = False
+    """Whether each trainer uses one worker, the next one for the next trainer, instead of all of them."""
+
     window_kib: int = 4096
     """Bytes that one connection may have on their way over a link with latency, in KiB."""
 
@@ -241,19 +244,20 @@ def _nodes(table: Mapping[str, Any]) -> NodesSpec:
         raise SpecError('nodes.worker_options: write a list of texts, as in ["--memory", "1GiB"]')
     if not isinstance(session, dict) or {"worker", "token_file", "run", "tags", "notes"} & set(session):
         raise SpecError("nodes.session: write a table of arguments of connect(), without worker, token_file or run")
-    throttle = table.get("throttle", usual.throttle)
-    if not isinstance(throttle, bool):
-        raise SpecError(f"nodes.throttle: {throttle!r} is neither true nor false")
+    switches = {key: table.get(key, getattr(usual, key)) for key in ("throttle", "one_worker_each")}
+    for key, value in switches.items():
+        if not isinstance(value, bool):
+            raise SpecError(f"nodes.{key}: {value!r} is neither true nor false")
     return NodesSpec(
-        table.get("kind", usual.kind),
-        throttle,
-        _number("nodes.start_timeout_s", table.get("start_timeout_s", usual.start_timeout_s), float, 0.001),
-        _number("nodes.step_timeout_s", table.get("step_timeout_s", usual.step_timeout_s), float, 0.001),
-        tuple(options),
-        session,
-        str(table.get("ray_address", usual.ray_address)),
-        str(table.get("token_file", usual.token_file)),
-        _number("nodes.window_kib", table.get("window_kib", usual.window_kib), int, 1),
+        kind=table.get("kind", usual.kind),
+        start_timeout_s=_number("nodes.start_timeout_s", table.get("start_timeout_s", 60.0), float, 0.001),
+        step_timeout_s=_number("nodes.step_timeout_s", table.get("step_timeout_s", 120.0), float, 0.001),
+        worker_options=tuple(options),
+        session=session,
+        ray_address=str(table.get("ray_address", usual.ray_address)),
+        token_file=str(table.get("token_file", usual.token_file)),
+        window_kib=_number("nodes.window_kib", table.get("window_kib", usual.window_kib), int, 1),
+        **switches,
     )
 
 
