@@ -18,7 +18,7 @@ _LAST_LOOK_S = 1.2 * INTERVAL_S
 
 
 async def _collect(history: History, addresses: str, token: str | None) -> None:
-    watching = asyncio.create_task(Watch(parse_sources(addresses), [token], history.put).run())
+    watching = asyncio.create_task(Watch(parse_sources(addresses), [token], history.put, None, history.put_event).run())
     await asyncio.to_thread(sys.stdin.read)
     await asyncio.sleep(_LAST_LOOK_S)  # trainers send their last reports when their sessions close
     watching.cancel()

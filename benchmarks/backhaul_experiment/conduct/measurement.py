@@ -26,6 +26,8 @@ OK, FAILED, UNEQUAL = "ok", "failed", "unequal"
 """States of a visit. One whose gradients are unequal has failed as well, and is never tried again."""
 _COUNTS = ("up_bytes", "down_bytes", "remote", "fallbacks")
 _SUMS = ("turn_s", "trainers_link_bytes", "workers_link_bytes", "trainers_ran_s", "workers_ran_s")
+_LONGEST_TAG = 28
+"""Characters of an experiment's name in a tag, which may have 40."""
 
 OpenFabric = Callable[[Cell, Path], Fabric]
 
@@ -119,15 +121,13 @@ class Measurement:
             "returns": cell["returns"],
             "boundaries": cell["boundaries"],
             "connect_timeout_s": self._experiment.nodes.start_timeout_s,
+            "run": f"{self._experiment.name} cell {cell.number} repeat {repeat} trainer {number}",
+            "tags": [f"experiment:{self._experiment.name[:_LONGEST_TAG]}", f"cell:{cell.number}", f"repeat:{repeat}"],
+            "notes": cell.shown(self._experiment.matrix.varied),
             **self._experiment.nodes.session,
         }
-        label = {
-            "run": f"{self._experiment.name} cell {cell.number} repeat {repeat} trainer {number}",
-            "tags": [f"experiment:{self._experiment.name}", f"cell:{cell.number}", f"repeat:{repeat}"],
-            "notes": cell.shown(self._experiment.matrix.varied),
-        }
         values = dict(cell.values)
-        return {"connect": connect, "label": label, "model": model, "cell": values, "seed": self._experiment.seed}
+        return {"connect": connect, "model": model, "cell": values, "seed": self._experiment.seed}
 
 
 class Turns:

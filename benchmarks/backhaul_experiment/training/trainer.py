@@ -8,7 +8,6 @@ import json
 import os
 import sys
 from collections import Counter
-from dataclasses import fields
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,14 +26,11 @@ class Trainer:
         import torch
 
         import backhaul
-        from backhaul._config import Config
         from backhaul_experiment.training.variants import BACKHAUL, VARIANTS, ExperimentVariant
 
         torch.set_num_threads(1)
         self._output = output
-        known = {field.name for field in fields(Config)}
-        label = {name: value for name, value in settings["label"].items() if name in known}
-        self.session: Session = backhaul.connect(**settings["connect"], **label)
+        self.session: Session = backhaul.connect(**settings["connect"])
         self._variants: dict[str, ExperimentVariant] = {}
         for name in VARIANTS:
             session = self.session if name == BACKHAUL else None
