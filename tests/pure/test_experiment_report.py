@@ -84,6 +84,14 @@ def test_the_report_says_where_it_breaks_even(tmp_path: Path) -> None:
         assert "0.50 times that with torch.utils.checkpoint" in text
 
 
+def test_a_report_of_a_busy_machine_calls_its_numbers_hints(tmp_path: Path) -> None:
+    for share, is_busy in ((0.1, False), (0.6, True)):
+        _, markdown = write_report(
+            experiment_of(WORKERS), [visit_of(0, 0, 1.0, 1.4, 2.0, foreign_share=share)], {}, tmp_path
+        )
+        assert ("hints rather than results" in markdown.read_text()) == is_busy
+
+
 def test_core_bound_cells_are_kept_out_of_sentences(tmp_path: Path) -> None:
     bound = {"trainer": 1.0, "worker": 1.0, "is_core_bound": True, "why": "no cgroup"}
     visits = [visit_of(0, 0, 1.0, 1.4, 1.2), visit_of(1, 0, 1.0, 1.4, 1.2), visit_of(2, 0, 1.0, 1.4, 9.0, shares=bound)]

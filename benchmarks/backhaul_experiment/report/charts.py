@@ -258,6 +258,8 @@ def _peak(series: Series, axis: Axis) -> ReportChart:
             f"With Backhaul the peak of the trainer's activations and gradients is {_percent(saved)} below that "
             f"without checkpointing, and {_times(beside)} that with {TORCH}."
         )
+    if len(series) > 1 and max(beside) - min(beside) < _EQUAL:
+        sentence += " The lines of Backhaul coincide."
     return ReportChart(f"peak-{axis.name.replace('_', '-')}", f"Memory by {axis.label.split(';')[0]}", chart, sentence)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from backhaul_experiment.plan.axes import AXES
@@ -16,11 +17,14 @@ body { font: 16px/1.55 system-ui, sans-serif; color: #111827; background: #fff; 
 h1 { line-height: 1.2; } h2 { margin-top: 2.5rem; } figure { margin: 1rem 0 2rem; }
 figure svg { width: 100%; height: auto; border: 1px solid #e5e7eb; border-radius: 6px; }
 figcaption { margin-top: .5rem; } .scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 14px; } th, td { padding: .3rem .7rem; text-align: right;
-  border-bottom: 1px solid #e5e7eb; white-space: nowrap; } th:first-child, td:first-child { text-align: left; }
+table { border-collapse: collapse; font-size: 13px; } th, td { padding: .3rem .5rem; text-align: right;
+  border-bottom: 1px solid #e5e7eb; white-space: nowrap; }
+  th { white-space: normal; vertical-align: bottom; } th:first-child, td:first-child { text-align: left; }
 pre { background: #f3f4f6; padding: .8rem; overflow-x: auto; font-size: 13px; } .bad { color: #b91c1c; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; } dt { color: #4b5563; } dd { margin: 0; }
 """
+_FOREIGN = 0.2
+"""Part of the machine above which other programs make the numbers of an experiment hints."""
 _HOW = (
     "Activation checkpointing saves memory: it discards what a segment of a model computes in forward, and computes it "
     "again in backward. torch.utils.checkpoint computes it again on the trainer itself; Backhaul lets another machine, "
@@ -70,7 +74,7 @@ def as_html(
         f"<title>{escape(settings['title'])}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
         f"<h1>{escape(settings['title'])}</h1>",
         *(f"<p>{escape(text)}</p>" for text in (settings["description"], _HOW) if text),
-        *(f'<p class="bad"><strong>{escape(text)}</strong></p>' for text in _warnings(cells)),
+        *(f'<p class="bad"><strong>{escape(text)}</strong></p>' for text in _warnings(cells, visits)),
     ]
     for figure in charts:
         parts.append(f"<h2>{escape(figure.heading)}</h2>")
@@ -101,7 +105,7 @@ def as_markdown(
     settings = experiment["settings"]
     head, *rows = _table(cells, settings["varied"])
     parts = [f"# {settings['title']}", *filter(None, (settings["description"], _HOW))]
-    parts += [f"**{text}**" for text in _warnings(cells)]
+    parts += [f"**{text}**" for text in _warnings(cells, visits)]
     for figure in charts:
         image = f"![{figure.chart.title}]({settings['name']}-{figure.key}.svg)"
         parts += [f"## {figure.heading}", image, figure.sentence]
@@ -126,6 +130,8 @@ def _table(cells: Sequence[CellResult], varied: Sequence[str]) -> list[list[str]
         "peak",
         "peak of torch",
         "bytes of a step",
+        "trainer busy",
+        "workers busy",
         *(["carried"] if has_rates else []),
         "marks",
     ]
@@ -172,9 +178,15 @@ def _marks(result: CellResult) -> str:
     return ", ".join(marks)
 
 
-def _warnings(cells: Sequence[CellResult]) -> list[str]:
+def _warnings(cells: Sequence[CellResult], visits: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns what a reader must know before any chart."""
     texts = []
+    foreign = [visit["foreign_share"] for visit in visits if "foreign_share" in visit]
+    if foreign and median(foreign) > _FOREIGN:
+        texts.append(
+            f"Other programs used {min(foreign):.0%} to {max(foreign):.0%} of the machine while this experiment ran, "
+            "so its numbers are hints rather than results."
+        )
     for result in cells:
         if result.state == "unequal":
             texts.append(f"UNEQUAL GRADIENTS in cell {result.cell.number}: {result.why}.")
@@ -251,8 +263,9 @@ def _method(experiment: Mapping[str, Any], visits: Sequence[Mapping[str, Any]]) 
         ("Fixed", ", ".join(f"{name} {value}" for name, value in fixed.items()) or "all other axes at their defaults"),
         (
             "Schedule",
-            f"{settings['repeats']} repeats of all cells in turns; in each {settings['warm_up']} steps of warm-up and "
-            f"{settings['rounds']} rounds, in which each variant takes {settings['steps']} steps, the first not timed",
+            f"repeats of all cells, in turns: {settings['repeats']}; steps of warm-up: {settings['warm_up']}; "
+            f"rounds in a repeat: {settings['rounds']}; steps of a variant in a round: {settings['steps']}, "
+            "the first not timed",
         ),
         ("Seed", str(settings["seed"])),
     ]
