@@ -177,6 +177,23 @@ def test_namespaces_and_groups_end_with_a_killed_run(tmp_path: Path) -> None:
     wait_until(lambda: group is None or not group.exists(), "the groups are removed", 30)
 
 
+def test_without_groups_processes_are_stopped_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(cpu_shares, "parent_group", refuse)
+    shares = cpu_shares.cpu_shares()
+    assert not shares.follows_children
+    with subprocess.Popen(["sleep", "inf"]) as node:
+        try:
+            shares.hold("node", [node.pid], 0.5)
+            wait_until(lambda: _state(node.pid) == "T", "the node is stopped", 30)
+            shares.close()
+            assert _state(node.pid) != "T"
+        finally:
+            node.kill()
+
+
 def _group(pid: int) -> Path | None:
     """The cgroup of a run's nodes, None where they are stopped in turns instead."""
     try:
@@ -186,7 +203,12 @@ def _group(pid: int) -> Path | None:
 
 
 def _is_alive(pid: int) -> bool:
+    return _state(pid) not in {"", "Z"}
+
+
+def _state(pid: int) -> str:
+    """The state of a process in one letter; empty if there is none."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return ""

@@ -58,12 +58,7 @@ class Measurement:
         """Runs a repeat of a cell. Returns its record, also if a node does not come up or ends."""
         record: dict[str, Any] = {"status": OK, "began_at_s": time.time(), "simulated": False}
         shares = self._shares_of(cell)
-        record["shares"] = {
-            "trainer": shares.trainer,
-            "worker": shares.worker,
-            "is_core_bound": shares.is_core_bound,
-            "why": shares.why,
-        }
+        record["shares"] = asdict(shares)
         try:
             with TemporaryDirectory(prefix="backhaul-experiment-") as folder, ExitStack() as opened:
                 record |= self._measure(cell, repeat, shares, Path(folder), opened)
@@ -91,6 +86,9 @@ class Measurement:
             trainer.read(experiment.nodes.start_timeout_s)
         if throttle is not None:
             record["throttled_by"] = throttle.how
+            if experiment.events and not throttle.follows_children:
+                why = "a worker that was killed is started again without its share of a core"
+                record["shares"] = {**asdict(shares), "is_core_bound": True, "why": why}
             for node in trainers:
                 throttle.hold(node.name.replace(" ", "-"), node.pids, shares.trainer)
             for node in fabric.workers:

@@ -7,7 +7,7 @@ from typing import Protocol, Self
 
 
 class Progress(Protocol):
-    """Is told of the visits of a run. A context manager."""
+    """Shows the visits of a run to the user. A context manager."""
 
     def begin(self, visit: str) -> None:
         """A visit begins."""

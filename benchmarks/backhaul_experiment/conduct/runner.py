@@ -90,7 +90,7 @@ class Runner:
         """Runs the remaining visits.
 
         Args:
-            progress: Is told of every visit.
+            progress: Shows every visit to the user.
             measure_costs: Measures the costs from which the simulator predicts; called once for an experiment.
         """
         if self._experiment.predictions and self.remaining and not self._records.costs():

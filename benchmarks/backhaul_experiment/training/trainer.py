@@ -73,7 +73,7 @@ class Trainer:
         return turn
 
     def _happens(self) -> None:
-        """Tells the runner that a step is in its middle, and waits until the runner has acted."""
+        """Reports to the runner that a step is in its middle, and waits until the runner has acted."""
         self.write({"middle": True})
         sys.stdin.readline()
 
