@@ -25,7 +25,7 @@ expect.set_options(timeout=PATIENCE_MS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What must see the demo train comes first, what takes times last, when it has both cores for itself."""
+    """What must see the demo train comes first, then the rest in order of what it needs."""
 
     def turn(item: pytest.Item) -> int:
         fixtures = getattr(item, "fixturenames", [])

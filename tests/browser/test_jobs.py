@@ -28,10 +28,8 @@ def jobs() -> Iterator[Crowd]:
     with cluster, Dashboard(*cluster.addresses, options=("--store", ":memory:")) as dashboard:
         wait_until(lambda: dashboard.api("overview")["healthy_workers"] == 3, "all workers are known")
         cluster.start_jobs()
-        # Charts of memory begin with the first sample, and have no place for marks before it.
-        wait_until(
-            lambda: all(len(worker["at_s"]) > 1 for worker in dashboard.api("memory")["workers"]), "charts have begun"
-        )
+        # Charts of memory begin with the first point, and have no place for marks before it.
+        wait_until(lambda: len(dashboard.api("memory?points=100")["workers"][0]["at_s"]) > 1, "charts have begun")
         cluster.large.happened("worker_lost", LOST, worker=cluster.addresses[1])
         cluster.large.happened("worker_joined", JOINED, worker=cluster.addresses[2])
         cluster.ranks[1].happened("fell_back", BUSY)

@@ -105,6 +105,7 @@ def test_a_run_is_recorded_continued_and_reported(tmp_path: Path) -> None:
     assert (tmp_path / "report/tiny.html").exists(), reported.stderr
 
 
+@pytest.mark.distributed
 def test_a_node_that_does_not_come_up_and_unequal_gradients_fail_their_cells_alone(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(MODEL)
     own = '[model]\nfunction = "own:make"\nlayers = 2\narguments = { most = 4 }\n'
