@@ -68,8 +68,18 @@ def attacked(worker: WorkerProcess, attack: Callable[[Hostile, int], None], time
     assert worker.serving() == process
 
 
+LONG = {"programs", "generator_states"}
+"""Attacks that take 20 seconds or more. They run with the distributed tests."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
+@pytest.mark.parametrize(
+    "attack",
+    [
+        pytest.param(attack, id=name, marks=pytest.mark.distributed if name in LONG else ())
+        for name, attack in ATTACKS.items()
+    ],
+)
 def test_memory_stays_within_the_budget(victim: WorkerProcess, attack: Callable[[Hostile, int], None]) -> None:
     attacked(victim, attack, 1)
 
