@@ -21,7 +21,7 @@ class CellPrediction:
 
     Attributes:
         step_s: Duration of a step with Backhaul in seconds; None if the simulator does not model the cell.
-        ratio: The same relative to a step without checkpointing.
+        ratio: That duration over the predicted duration of a step without checkpointing.
         why: Why there is no prediction, or what it leaves out; empty if the simulator models all of the cell.
     """
 

@@ -29,11 +29,11 @@ class CellResult:
         peak_bytes: Peak memory of activations and gradients of each variant on the trainer.
         step_bytes: Bytes that a trainer sends and receives in a step with Backhaul.
         carried_bytes_per_s: Bytes per second of all trainers while Backhaul's turns ran, as sessions count them.
-        trainers_bytes_per_s: The same as the devices of the trainers count them; 0 without namespaces.
-        workers_bytes_per_s: The same as the devices of the workers count them.
+        trainers_bytes_per_s: Bytes per second that the network devices of the trainers count; 0 without namespaces.
+        workers_bytes_per_s: Bytes per second that the network devices of the workers count; 0 without namespaces.
         share: Share of a core that each trainer had.
         trainer_busy: Part of its share that a trainer used while Backhaul's turns ran.
-        worker_busy: The same for a worker, on average over all workers.
+        worker_busy: Part of its share that a worker used meanwhile, on average over all workers.
         is_core_bound: Whether the nodes were not held to their shares, so that the cell says nothing about scaling.
         disturbed: How many visits other programs disturbed.
         visits: How many visits were measured.

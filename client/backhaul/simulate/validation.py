@@ -39,7 +39,7 @@ class ValidatedCell:
         name: What distinguishes the cell.
         measured_s: Median duration of a measured step with Backhaul, in seconds; 0 if there is none.
         predicted_s: Predicted duration, in seconds; 0 if there is none.
-        absolute_s: The same without scaling to the cell's baseline; 0 if there is none.
+        absolute_s: Predicted duration in seconds, not scaled to the cell's baseline; 0 if there is none.
         why_not: Why the cell does not count; empty if it does.
     """
 
