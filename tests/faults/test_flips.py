@@ -159,7 +159,7 @@ def while_fetching(worker: WorkerProcess, flips: Flips, count: int) -> Iterator[
         xs = [torch.randn(size, requires_grad=True) for size in (4, 1 << 19)]
         held = [session.checkpoint(torch.sin, x) for x in xs]
         (handle,) = session._workers
-        while any(handle.uploader.holder_of(address_of(x)) is None for x in xs):
+        while any(handle.uploader.stored.holder_of(address_of(x)) is None for x in xs):
             session.checkpoint(torch.sin, torch.randn(3, requires_grad=True)).sum().backward()
 
         def step() -> str:

@@ -93,9 +93,9 @@ def test_it_works_without_blocks(session: Session) -> None:
 def test_auto_derives_in_blocks_where_sending_takes_longer_than_forward(
     worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch, bytes_per_s: float, in_block: bool, derives: bool
 ) -> None:
-    monkeypatch.setattr("backhaul._worker_client.uploader.MEASURED_BYTES", 1 << 40)  # the rate stays as it is set
+    monkeypatch.setattr("backhaul._worker_client.segment_sender.MEASURED_BYTES", 1 << 40)  # the rate stays as it is set
     with backhaul.connect(worker.address, silence_s=QUIET_S, returns="gradients") as session:
-        session._workers[0].uploader.bytes_per_s = bytes_per_s
+        session._workers[0].uploader.sender.bytes_per_s = bytes_per_s
         accumulate = session.accumulate if in_block else None
         train(session.checkpoint, accumulate, steps=1)  # sends programs
         before = session.report().up_bytes

@@ -188,7 +188,7 @@ def test_a_worker_that_no_longer_has_the_base_gets_the_whole_tensor(
     before = session.report()
     # The worker forgets all versions, and the trainer does not know: a request names them as superseded.
     bases = [version.address for version in uploader._compression._versions.values() if version.address]
-    assert all(map(partial(uploader.knows, worker_session), bases))
+    assert all(map(partial(uploader.stored.knows, worker_session), bases))
     with grpc.insecure_channel(worker.address) as channel:
         key = segment_pb2.OperationKey(session=worker_session.session, segment=1 << 40)
         request = segment_pb2.SaveSegmentRequest(key=key, superseded=bases)

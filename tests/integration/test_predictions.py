@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import backhaul
 from backhaul import Session
 from backhaul._dispatch.prediction import CallSite, CallSites
-from backhaul._worker_client.uploader import SegmentUpload, Uploader
+from backhaul._worker_client.segment_upload import SegmentUpload
+from backhaul._worker_client.uploader import Uploader
 from conftest import settle, wait_until
 from support.bits import Checkpoint, differing, plainly, train
 from support.processes import WorkerProcess

@@ -16,7 +16,8 @@ from torch.nn.functional import gelu
 
 import backhaul
 from backhaul import Decision, Session, unwrap
-from backhaul._worker_client.uploader import SegmentUpload, Uploader
+from backhaul._worker_client.segment_sender import SegmentSender
+from backhaul._worker_client.segment_upload import SegmentUpload
 from conftest import QUIET_S, RETURNS, settle
 from support.bits import differing, grad_of
 from support.processes import WorkerProcess
@@ -135,13 +136,13 @@ def test_weights_that_are_freed_before_they_are_sent(
     alone: None, worker: WorkerProcess, build: Callable[..., Net], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is sent before the whole forward has ended."""
-    may_send, send = threading.Event(), Uploader._send
+    may_send, send = threading.Event(), SegmentSender.send
 
-    def late(self: Uploader, save: SegmentUpload) -> None:
+    def late(self: SegmentSender, save: SegmentUpload) -> None:
         assert may_send.wait(30)
         send(self, save)
 
-    monkeypatch.setattr(Uploader, "_send", late)
+    monkeypatch.setattr(SegmentSender, "send", late)
     with backhaul.connect(worker.address, silence_s=QUIET_S, inflight_boundaries=BLOCKS, strict=True) as session:
         ours = trained(lambda: build(session, session.checkpoint), 1, may_send.set)
         assert session.report().remote == 2 * BLOCKS
@@ -199,8 +200,10 @@ def test_a_weight_that_the_worker_gave_up_is_not_read_here(
     model(x).sum().backward()
     settle(session)
     (worker,) = session._workers
-    knows = worker.uploader.knows
-    monkeypatch.setattr(worker.uploader, "knows", lambda *given: knows(*given) and threading.current_thread() is MAIN)
+    knows = worker.uploader.stored.knows
+    monkeypatch.setattr(
+        worker.uploader.stored, "knows", lambda *given: knows(*given) and threading.current_thread() is MAIN
+    )
     model(x).sum().backward()
     assert session.report().fallbacks == BLOCKS
     (reason,) = session.report().segments[0].reasons

@@ -11,7 +11,8 @@ from torch import nn
 
 from backhaul._worker_client.connection import Connection, WorkerSession
 from backhaul._worker_client.lanes import Lanes
-from backhaul._worker_client.uploader import SegmentUpload, SourceTensor, Uploader
+from backhaul._worker_client.segment_upload import SegmentUpload, SourceTensor
+from backhaul._worker_client.uploader import Uploader
 from backhaul_proto.v1 import program_pb2, segment_pb2, tensor_pb2
 from backhaul_runtime.errors import WorkerLostError
 from backhaul_runtime.tensors.digest import address_of

@@ -24,7 +24,7 @@ from backhaul._torch_api.fsdp import may_be_freed
 from backhaul._worker_client.backward_chains import Predecessor
 from backhaul._worker_client.connection import Connection, WorkerSession
 from backhaul._worker_client.remote_segment import SavedSegment
-from backhaul._worker_client.uploader import SegmentUpload, SourceTensor
+from backhaul._worker_client.segment_upload import SegmentUpload, SourceTensor
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.process.fingerprint import DECISIVE, differences, fingerprint
 from backhaul_runtime.process.logs import about
@@ -171,7 +171,7 @@ class Dispatcher:
         save.wants_sketches = bool(mismatch)
         save.superseded = superseded
         # The worker can predict the gradient of a predecessor's output only if it computes that gradient itself.
-        bytes_per_s = worker.uploader.bytes_per_s
+        bytes_per_s = worker.uploader.sender.bytes_per_s
         may_derive = site.speculation.can_derive and not mismatch and call.options.durability != "none"
         save.predecessors = [
             Predecessor(
@@ -223,7 +223,7 @@ class Dispatcher:
     ) -> SourceTensor:
         """Returns a source whose memory FSDP may free: a copy, unless the worker stores it. NOTE [Sharded], Rule 3."""
         address, layout = source.named, source.layout
-        if isinstance(address, bytes) and worker.uploader.knows(worker_session, address):
+        if isinstance(address, bytes) and worker.uploader.stored.knows(worker_session, address):
             return SourceTensor(address, layout, None, False, source.is_transient)
         # FSDP preserves version counters, so an equal counter does not prove that an earlier copy is still right.
         can_share = isinstance(address, bytes)

@@ -20,7 +20,7 @@ from backhaul._dispatch.worker_handle import WorkerHandle
 from backhaul._torch_api.fsdp import may_be_freed
 from backhaul._worker_client.backward_chains import SpeculationHistory
 from backhaul._worker_client.connection import WorkerSession
-from backhaul._worker_client.uploader import SourceTensor
+from backhaul._worker_client.segment_upload import SourceTensor
 from backhaul_runtime.errors import Refusal, UnsupportedTensorError
 from backhaul_runtime.program.codec import address_of_program, encode_program
 from backhaul_runtime.program.program import Program, numbers_in

@@ -57,7 +57,7 @@ class WorkerHandle:
             address: The content address of the tensor.
             count: Called with the number of received bytes.
         """
-        worker_session = self.uploader.holder_of(address)
+        worker_session = self.uploader.stored.holder_of(address)
         if worker_session is None or worker_session is self._failed:
             return None
         try:

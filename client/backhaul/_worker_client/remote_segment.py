@@ -17,8 +17,9 @@ from backhaul._worker_client.backward_chains import SpeculativeGradient
 from backhaul._worker_client.connection import Connection, Stubs, WorkerSession
 from backhaul._worker_client.deadlines import LANE_LOST, AnswerStream, longest_run_s
 from backhaul._worker_client.lanes import NO_LANES, LaneOffer
+from backhaul._worker_client.segment_upload import SegmentUpload
 from backhaul._worker_client.shared_memory import receiving
-from backhaul._worker_client.uploader import SegmentUpload, Uploader
+from backhaul._worker_client.uploader import Uploader
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.errors import ReplayError, TensorsMissingError, TransferError, WorkerLostError
 from backhaul_runtime.process.death_queue import DeathNotice
@@ -234,7 +235,7 @@ class SavedSegment:
                 return self._ask(request, outgoing_tensors, offer_lanes)
             except TensorsMissingError:  # the worker has evicted gradients that the uploader still counts as stored
                 self._log.retries += 1
-                self._uploader.unlearn(outgoing.address for outgoing in outgoing_tensors)
+                self._uploader.stored.unlearn(outgoing.address for outgoing in outgoing_tensors)
                 return self._ask(request, outgoing_tensors, offer_lanes)
 
         result, tensors, received = self._repeated(ask)
@@ -242,7 +243,7 @@ class SavedSegment:
             raise TransferError("gradients differ from those that the worker computed: they were damaged in transit")
         contributions = contributions_in(result, tensors, due, summed, kept)
         sources = {contribution.source for contribution in result.contributions if contribution.kept}
-        self._uploader.learn(self.worker_session, received)
+        self._uploader.stored.learn(self.worker_session, received)
         stored = self._chained(result)
 
         def commit(round_number: int) -> set[int]:
@@ -262,16 +263,16 @@ class SavedSegment:
             pushed = stubs.pushed_results.take(session, self.number, request.start)
             if pushed is not None:
                 return self._short_answer(pushed)
-        missing = self._uploader.missing(self.worker_session, gradients)
+        missing = self._uploader.stored.missing(self.worker_session, gradients)
         if sum(outgoing.layout.payload_bytes for outgoing in missing) > SHORT_BYTES:
-            self._uploader.put(self.worker_session, missing, self._sent)
+            self._uploader.tensors.put(self.worker_session, missing, self._sent)
             missing = []
 
         if self._answer_bytes <= (CHUNK_BYTES if self.worker_session.memory is None else PLACED_BYTES):
             answer = self._ask_shortly(request, missing, stubs)
             if answer is not None:
                 return answer
-            missing = self._uploader.missing(self.worker_session, missing)
+            missing = self._uploader.stored.missing(self.worker_session, missing)
         offer = offer_lanes()
         request.stripes = offer.number
         stream = self._open(stubs.segments.Backward, self._encoded(request, missing), request.answer, offer)
@@ -293,7 +294,7 @@ class SavedSegment:
             if not carried.message.HasField("result"):
                 self._received(carried.size_bytes)
                 # The worker took the gradients before it answered. If not, it reports them as missing.
-                self._uploader.learn(self.worker_session, [outgoing.address for outgoing in missing])
+                self._uploader.stored.learn(self.worker_session, [outgoing.address for outgoing in missing])
                 return None
             stubs.pushed_results.expect(carried.message.result.goes_on)
             return self._short_answer(carried)
@@ -322,7 +323,7 @@ class SavedSegment:
 
     def _chained(self, result: segment_pb2.BackwardResult) -> dict[int, StoredGradient]:
         addresses = {gradient.source: gradient.tensor for gradient in result.chained_gradients}
-        self._uploader.learn(self.worker_session, addresses.values())
+        self._uploader.stored.learn(self.worker_session, addresses.values())
         for predecessor in self._save.predecessors:
             segment = predecessor.segment()
             if segment is not None and predecessor.source in addresses:

@@ -1,0 +1,273 @@
+"""Sends a segment to a worker, with the program and the tensors that the worker lacks."""
+
+import itertools
+import logging
+from collections.abc import Collection, Mapping
+from functools import partial
+from time import perf_counter
+
+from backhaul._worker_client.compression import Compression, TensorDifference
+from backhaul._worker_client.connection import Connection
+from backhaul._worker_client.deadlines import Liveness, call_unary
+from backhaul._worker_client.request_stream import RequestStream
+from backhaul._worker_client.segment_upload import SegmentUpload
+from backhaul._worker_client.shared_memory import sending
+from backhaul._worker_client.stored_tensors import StoredTensors
+from backhaul._worker_client.tensor_sender import TensorSender, payload_bytes
+from backhaul_proto.v1 import program_pb2, segment_pb2
+from backhaul_runtime.errors import TransferError, WorkerError, WorkerLostError
+from backhaul_runtime.process.logs import about
+from backhaul_runtime.process.threads import only_in
+from backhaul_runtime.tensors.deferred_digest import read
+from backhaul_runtime.tensors.digest import address_of
+from backhaul_runtime.tensors.staging import on_side_stream
+from backhaul_runtime.wire.protocol import MAX_NAME
+from backhaul_runtime.wire.splicing import encode_all
+from backhaul_runtime.wire.tensor_stream import OutgoingTensor, batches, encode_layout
+
+logger = logging.getLogger("backhaul")
+MAX_ATTEMPTS = 3
+MEASURED_BYTES = 64 << 10
+"""Sending fewer bytes takes no longer than a round trip, so it says nothing about the link's rate."""
+
+
+class _UnansweredError(Exception):
+    """It is unknown which tensors of a message the worker took."""
+
+
+class SegmentSender:
+    """Sends segments, in the uploader's thread.
+
+    Args:
+        connection: The connection to the worker.
+        tensors: Sends tensors that do not fit into the message of their segment.
+        stored: What the worker stores.
+        compression: Decides which tensors are sent as differences.
+        watch: The signs of life of the worker during uploads.
+
+    Attributes:
+        bytes_per_s: The rate at which large tensors have been sent lately; 0 until one was sent.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        tensors: TensorSender,
+        stored: StoredTensors,
+        compression: Compression,
+        watch: Liveness,
+    ) -> None:
+        self._connection = connection
+        self._tensors = tensors
+        self._stored = stored
+        self._compression = compression
+        self._watch = watch
+        self.bytes_per_s = 0.0
+
+    @only_in("backhaul-upload")
+    def send(self, save: SegmentUpload) -> None:
+        """Sends a segment with what the worker lacks of it, and waits until the worker has saved it.
+
+        Raises:
+            WorkerError: The worker rejected the segment.
+            WorkerLostError: The worker was silent, the connection broke, or the worker evicted tensors as fast as they
+                arrived.
+        """
+        worker_session = save.worker_session
+        with on_side_stream(save.made):
+            # Forward does not wait for digests of an accelerator, so they may be missing even here. The worker hashes
+            # tensors of the CPU as they arrive.
+            addresses = [
+                address
+                if (address := read(source.address)) or source.layout.device == "cpu"
+                else address_of(source.to_read())
+                for source in save.sources
+            ]
+        request = segment_pb2.SaveSegmentRequest(
+            key=segment_pb2.OperationKey(
+                session=worker_session.session, segment=save.segment, operation=segment_pb2.OPERATION_SAVE
+            ),
+            program=save.program_address,
+            transient_sources=[i for i, source in enumerate(save.sources) if source.is_transient],
+            generator_states=save.generator_states,
+            name=save.name[:MAX_NAME],
+            wants_sketches=save.wants_sketches,
+            predecessors=[
+                *(
+                    segment_pb2.Predecessor(
+                        source=predecessor.source,
+                        segment=segment.number,
+                        output=predecessor.output,
+                        derived=None if predecessor.derived is None else encode_layout(predecessor.derived),
+                    )
+                    for predecessor in save.predecessors
+                    if (segment := predecessor.segment()) is not None
+                ),
+                *(segment_pb2.Predecessor(source=source) for source in save.boundaries),
+            ],
+            predicted=save.is_predicted,
+            superseded=save.superseded(),
+        )
+        derived = {before.source for before in request.predecessors if before.HasField("derived")}
+        for _ in range(MAX_ATTEMPTS):
+            if not self._stored.knows(worker_session, save.program_address):
+                self._put_program(save)
+            answer = self._ask_to_save(save, request, addresses, derived)
+            derived = set()  # a second attempt sends what the worker could not derive
+            if not answer.program_missing and not answer.missing_tensors:
+                if worker_session.memory is not None and not save.is_predicted:
+                    worker_session.memory.make_room()
+                return
+            # The worker has evicted them since it named them. What it no longer has must be sent again.
+            self._stored.unlearn([*answer.missing_tensors, *([save.program_address] if answer.program_missing else [])])
+        raise WorkerLostError(
+            f"the worker evicted tensors of segment {save.name} as fast as they arrived: start it with more --memory",
+            status="BUSY",
+        )
+
+    @only_in("backhaul-upload")
+    def _ask_to_save(
+        self,
+        save: SegmentUpload,
+        request: segment_pb2.SaveSegmentRequest,
+        addresses: list[bytes],
+        derived: Collection[int],
+    ) -> segment_pb2.SaveSegmentResponse:
+        stubs = self._connection.stubs(save.worker_session)
+        try:
+            answer = self._send_missing(save, request, addresses, derived, stubs.short_saves)
+            if answer is not None and not answer.refused:
+                return answer
+        except (TransferError, _UnansweredError) as error:  # the RPC reports what is wrong
+            logger.debug(
+                "The open stream did not save a segment: %r", error, extra=about(self._connection.run, save.name)
+            )
+        self._send_missing(save, request, addresses, derived)  # whatever failed, whole tensors
+        request.sources[:] = addresses
+        save.count(request.ByteSize())
+        response: segment_pb2.SaveSegmentResponse = call_unary(
+            stubs.segments.SaveSegment, request, self._connection.silence_s
+        )
+        return response
+
+    @only_in("backhaul-upload")
+    def _send_missing(
+        self,
+        save: SegmentUpload,
+        request: segment_pb2.SaveSegmentRequest,
+        addresses: list[bytes],
+        derived: Collection[int],
+        short: RequestStream | None = None,
+    ) -> segment_pb2.SaveSegmentResponse | None:
+        """Sends missing tensors, together with the request if there is a stream for it and all fit into one message.
+
+        The worker computes the addresses of tensors without one. Returns its answer if the request was sent.
+        """
+        worker_session = save.worker_session
+        outgoing_tensors = self._missing_of(save, addresses, derived, may_differ=short is not None)
+        differences = [
+            outgoing.difference
+            for outgoing in outgoing_tensors.values()
+            if isinstance(outgoing.difference, TensorDifference)
+        ]
+        began, answer = perf_counter(), None
+        missing = (
+            None
+            if differences
+            else self._tensors.put_striped(worker_session, list(outgoing_tensors.values()), save.count)
+        )
+        if missing is None:
+            try:
+                missing, answer = self._send_alone(save, request, addresses, outgoing_tensors, short)
+            except WorkerError as error:
+                if not differences:
+                    raise
+                self._compression.failed(error)
+                raise _UnansweredError from error
+        for key, address in zip(outgoing_tensors, missing, strict=True):
+            if isinstance(key, int):
+                addresses[key] = address
+        if outgoing_tensors:
+            took_s = perf_counter() - began
+            save.sent(took_s)
+            spared_bytes = sum(difference.spared_bytes for difference in differences)
+            save.spared(spared_bytes)
+            sent_bytes = payload_bytes(outgoing_tensors.values()) - spared_bytes
+            encoded_s = sum(difference.took_s for difference in differences)
+            self._compression.sent(sent_bytes, took_s - encoded_s, has_differences=bool(differences))
+            if sent_bytes >= MEASURED_BYTES:
+                rate = sent_bytes / took_s
+                self.bytes_per_s = (3 * self.bytes_per_s + rate) / 4 if self.bytes_per_s else rate
+            self._stored.learn(worker_session, missing)
+        return answer
+
+    @only_in("backhaul-upload")
+    def _send_alone(
+        self,
+        save: SegmentUpload,
+        request: segment_pb2.SaveSegmentRequest,
+        addresses: list[bytes],
+        outgoing_tensors: Mapping[bytes | int, OutgoingTensor],
+        short: RequestStream | None,
+    ) -> tuple[list[bytes], segment_pb2.SaveSegmentResponse | None]:
+        """Sends tensors over the main connection. Returns their addresses, and the answer if the request was sent."""
+        began, missing, answer = perf_counter(), list[bytes](), None
+        worker_session = save.worker_session
+        with sending(worker_session.memory, save.count) as write:
+            sent = batches(outgoing_tensors.values(), write)
+            begin = list(itertools.islice(sent, 2))
+            if short is not None and not begin[1:]:
+                request.sources[:] = addresses
+                (encoded,) = encode_all(begin, request.TENSORS_FIELD_NUMBER, request)
+                save.count(len(encoded))
+                answer = short.try_call(encoded)
+                if answer is None:
+                    raise _UnansweredError
+                missing = list(answer.stored)
+                if outgoing_tensors and not missing:
+                    raise TransferError("the worker did not accept the tensors of a segment")
+                self._watch.sign()
+            elif begin:
+                missing = self._tensors.put_alone(worker_session, itertools.chain(begin, sent), save.count)
+                if worker_session.memory is None and all(o.difference is None for o in outgoing_tensors.values()):
+                    sent_bytes = payload_bytes(outgoing_tensors.values())
+                    self._connection.lanes.choice.sent(1, sent_bytes, perf_counter() - began)
+            if len(missing) != len(outgoing_tensors):  # inside: shared memory is given up
+                raise WorkerLostError(f"the worker has taken {len(missing)} tensors of {len(outgoing_tensors)}")
+        return missing, answer
+
+    @only_in("backhaul-upload")
+    def _missing_of(
+        self, save: SegmentUpload, addresses: list[bytes], derived: Collection[int], *, may_differ: bool
+    ) -> dict[bytes | int, OutgoingTensor]:
+        """Returns the sources that the worker lacks, by address or else by position.
+
+        Args:
+            save: The upload of the segment.
+            addresses: The addresses of its sources. Those of differences are added.
+            derived: The positions of sources that the worker computes itself.
+            may_differ: Whether tensors may be sent as differences.
+        """
+        worker_session, outgoing_tensors = save.worker_session, dict[bytes | int, OutgoingTensor]()
+        self._compression.begin()
+        with on_side_stream(save.made):
+            for index, (address, source) in enumerate(zip(addresses, save.sources, strict=True)):
+                if index in derived or address in outgoing_tensors or self._stored.knows(worker_session, address):
+                    continue
+                outgoing = OutgoingTensor(source.to_read(), source.layout, address)
+                if may_differ and not source.is_copy and not source.is_transient:
+                    outgoing = self._compression.outgoing(
+                        outgoing,
+                        partial(self._stored.knows, worker_session),
+                        crosses_network=worker_session.crosses_network,
+                    )
+                    addresses[index] = outgoing.address
+                outgoing_tensors[outgoing.address or index] = outgoing
+        return outgoing_tensors
+
+    @only_in("backhaul-upload")
+    def _put_program(self, save: SegmentUpload) -> None:
+        request = program_pb2.PutProgramRequest(session=save.worker_session.session, program=save.program)
+        save.count(request.ByteSize())
+        call_unary(self._connection.stubs(save.worker_session).programs.PutProgram, request, self._connection.silence_s)
+        self._stored.learn(save.worker_session, [save.program_address])
