@@ -27,7 +27,7 @@ def test_a_run_that_is_no_slower_than_recomputing_here_is_worth_it() -> None:
     assert judged.added_ms == pytest.approx(80)
     assert judged.spared_ms == pytest.approx(200)
     assert judged.sentence == (
-        "Saved 30% of the peak without Backhaul (300 MB) for 80 ms per step, where recomputing on the trainer would "
+        "Saved 30 % of the peak without Backhaul (286 MiB) for 80 ms per step, where recomputing on the trainer would "
         "have taken 200 ms: worth it"
     )
 
@@ -70,12 +70,12 @@ def test_a_run_of_which_too_little_is_known_is_not_judged(changed: dict[str, int
 
 
 def test_numbers_have_three_digits_and_a_unit() -> None:
-    assert [in_bytes(size) for size in (0, 999, 1e3, 999_600, 1.2345e9, 5e14)] == [
+    assert [in_bytes(size) for size in (0, 999, 1e3, 1_048_000, 1.2345e9, 5e14)] == [
         "0 B",
         "999 B",
-        "1 kB",
-        "1 MB",
-        "1.23 GB",
-        "500 TB",
+        "0.977 KiB",
+        "1 MiB",
+        "1.15 GiB",
+        "455 TiB",
     ]
     assert [in_ms(value) for value in (0.0123, 8.25, 999.4, 1234)] == ["0.0123 ms", "8.25 ms", "999 ms", "1.23 s"]

@@ -118,7 +118,7 @@ def _sentence(
     if is_worth_it is None:
         return f"Not known yet whether workers are worth it: {why}"
     assert saved_share is not None and added_ms is not None and spared_ms is not None
-    saved = f"Saved {saved_share:.0%} of the peak without Backhaul ({in_bytes(saved_bytes)})"
+    saved = f"Saved {_in_percent(saved_share)} of the peak without Backhaul ({in_bytes(saved_bytes)})"
     if added_ms <= spared_ms:
         cost = f"for {in_ms(added_ms)} per step, where recomputing on the trainer would have taken {in_ms(spared_ms)}"
     else:
@@ -130,17 +130,22 @@ def _sentence(
 
 
 def in_bytes(size_bytes: float) -> str:
-    """Returns a number of bytes with three digits and a decimal unit, such as "1.27 GB"."""
-    for unit in ("B", "kB", "MB", "GB"):
+    """Returns a number of bytes with three digits and the units of the rest of the page, such as "1.27 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
         if size_bytes < 999.5:  # noqa: PLR2004  what rounds to a thousand gets the next unit
             return f"{size_bytes:.3g} {unit}"
-        size_bytes /= 1e3
-    return f"{size_bytes:.3g} TB"
+        size_bytes /= 1024
+    return f"{size_bytes:.3g} TiB"
 
 
 def in_ms(duration_ms: float) -> str:
     """Returns milliseconds with at most three digits, such as "8.25 ms", or seconds from one second on."""
     return f"{duration_ms:.3g} ms" if duration_ms < 999.5 else f"{duration_ms / 1e3:.3g} s"  # noqa: PLR2004
+
+
+def _in_percent(share: float) -> str:
+    """Returns a share in whole percent, but never all where it is not all."""
+    return f"{min(99.0, 100 * share) if share < 1 else 100:.0f} %"
 
 
 def _counted(number: int, noun: str) -> str:

@@ -15,6 +15,8 @@ const DEFAULTS = {
   reason: "", // reason that segments must have
   sort: "segment", // column of the table of segments
   order: "", // "down": largest first
+  workers: "", // column by which workers are sorted; "" is the order of the command line
+  "workers-order": "", // "down": largest first
   node: "", // selected node of the topology
   links: "", // "problems": only links that are broken or idle
   severity: "", // lowest severity of listed events

@@ -13,7 +13,7 @@ const BYTE_STEPS = [0, 1, 2, 3, 4, 5].flatMap((power) => [1, 2, 5, 10, 20, 50, 1
  *
  * @param {HTMLElement} figure receives the legend and the plot
  * @param {object} options
- *   `series`: [{label, colour, dash?, kind: "area" | "line" | "bars"}], from the bottom of a stack to its top;
+ *   `series`: [{label, hint?, colour, dash?, kind: "area" | "line" | "bars"}], from the bottom of a stack to its top;
  *   `stacked`: whether areas and bars are stacked; lines never are;
  *   `format`: formats a value; `isBytes`: ticks are round numbers of KiB, MiB and so on; `x`: "time", or the label of the x axis;
  *   `height`; `hasLegend`; `top(max)`: returns the upper end of the scale, given the largest value;
@@ -50,7 +50,7 @@ export class Chart {
     this.legend.replaceChildren(
       ...series.map((one) => {
         const swatch = element("span", { class: `swatch${one.kind === "line" ? " line" : ""}${one.dash?.length ? " dashed" : ""}`, "aria-hidden": "true" });
-        return element("li", {}, swatch, one.label, element("b"));
+        return element("li", { title: one.hint }, swatch, one.label, element("b"));
       }),
       ...(this.options.legendExtras?.() ?? []),
     );

@@ -3,7 +3,7 @@
 
 import { colour } from "./colour.js";
 import { element, icon, setText, speak } from "./dom.js";
-import { rangeText } from "./range.js";
+import { rangeTimes } from "./range.js";
 import { drawSvg } from "./svg.js";
 
 const PAD = 16;
@@ -70,7 +70,7 @@ function drawTitle(context, figure, width) {
   context.font = `12px ${FAMILY}`;
   context.fillStyle = colour("faint");
   context.textAlign = "right";
-  context.fillText(figure.dataset.scope ?? rangeText(), PAD + width, PAD + LINE / 2);
+  context.fillText(figure.dataset.scope ?? rangeTimes(), PAD + width, PAD + LINE / 2);
   context.textAlign = "left";
 }
 

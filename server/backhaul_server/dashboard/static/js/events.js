@@ -8,7 +8,7 @@ import { markEvents } from "./marks.js";
 import { LocalPages } from "./pages.js";
 import { ask, Poll } from "./poll.js";
 import { fixedRange, onRange, rangeBounds } from "./range.js";
-import { chooseRun, chosenRun, hasChosenRank, nameWithRank, onScope } from "./scope.js";
+import { chooseRun, chosenRun, chosenRuns, inScope, nameWithRank, onScope } from "./scope.js";
 import { Table } from "./table.js";
 
 const PAGE = 25;
@@ -38,12 +38,13 @@ function paintSeverity(cell, event) {
   cell.replaceChildren(element("span", { class: "severity", "data-severity": event.severity }, icon(SHAPES[event.severity]), element("span", {}, event.severity)));
 }
 
-/** Shows a name as a button that has the page show what is named. */
+/** Shows a name as a button that has the page show what is named. The name of a run may become known only later. */
 function paintLink(of, textOf, go) {
   return (cell, event) => {
     const value = event[of];
-    if (cell.dataset.shown === value) return;
-    cell.dataset.shown = value;
+    const shown = value && `${value}\n${textOf(value)}`;
+    if (cell.dataset.shown === shown) return;
+    cell.dataset.shown = shown;
     if (!value) {
       cell.replaceChildren(NONE);
       return;
@@ -73,9 +74,10 @@ function boundsOfRange() {
   return fixedRange() ? { since_s: since, until_s: until } : { since_s: Math.floor(since) };
 }
 
-/** Returns the events that concern the chosen rank, or no run in particular. */
+/** Returns the events that concern the chosen runs, or no run in particular. */
 function ofScope(events) {
-  return events.filter((event) => event.run === "" || hasChosenRank(event.run));
+  const isChosen = inScope();
+  return events.filter((event) => event.run === "" || isChosen(event.run));
 }
 
 /** Returns the events that the filters of the table leave. */
@@ -106,7 +108,7 @@ function show() {
 }
 
 async function refresh(signal) {
-  answer = await ask("/api/v1/events", { run: chosenRun(), ...boundsOfRange(), limit: MOST }, signal);
+  answer = await ask("/api/v1/events", { run: chosenRuns().length > 1 ? "" : chosenRun(), ...boundsOfRange(), limit: MOST }, signal);
   show();
 }
 

@@ -1,14 +1,15 @@
 // The tables of workers and of their sessions, updated by each live event.
 
-import { change } from "./address.js";
-import { byId, explain, setText } from "./dom.js";
-import { bytes, count, date, drift, duration, NONE, percent } from "./format.js";
+import { change, onChange, state } from "./address.js";
+import { byId, element, explain, setText } from "./dom.js";
+import { bytes, bytesOf, count, date, drift, duration, NONE, percent } from "./format.js";
 import { LocalPages } from "./pages.js";
-import { hasChosenRank, nameWithRank, onScope } from "./scope.js";
+import { inScope, nameWithRank, onScope } from "./scope.js";
 import { facts, paintMeter, paintState, Table } from "./table.js";
 
 const UNHEARD_S = 3;
 const ROWS_OF_A_PAGE = 50;
+const STATES = ["unreachable", "draining", "serving"]; // the order by state: what needs attention first
 let workers = null;
 let sessions = null;
 let pagesOfWorkers = null;
@@ -17,7 +18,7 @@ let last = null; // the last live event
 let nowS = 0;
 
 /** A worker that has not answered for three seconds counts as unreachable, whatever state it last reported. */
-function stateOf(worker, atS) {
+export function stateOf(worker, atS) {
   return worker.state === "serving" && atS - worker.seen_at_s > UNHEARD_S ? "unreachable" : worker.state;
 }
 
@@ -26,15 +27,27 @@ function paintError(cell, text) {
   cell.classList.toggle("errors", Boolean(text));
 }
 
+/** Shows the state of a worker, and below it what is wrong with it. */
+function paintWorkerState(cell, worker) {
+  if (cell.firstChild === null) cell.append(element("span"), element("span", { class: "sub errors" }));
+  paintState(cell.firstChild, stateOf(worker, nowS));
+  setText(cell.lastChild, worker.error || worker.last_error);
+}
+
 function paintGpu(cell, worker) {
   const share = worker.accelerator?.utilization ?? null;
   if (share === null) cell.replaceChildren(NONE);
-  else paintMeter(cell, share, percent(share));
+  else paintMeter(cell, share, percent(share), { warns: false }); // a busy GPU is what a worker is for
+}
+
+function gpuMemory(worker) {
+  const gpu = worker.accelerator;
+  return gpu ? gpu.used_bytes / gpu.total_bytes : null;
 }
 
 function paintGpuMemory(cell, worker) {
   const gpu = worker.accelerator;
-  if (gpu) paintMeter(cell, gpu.used_bytes / gpu.total_bytes, `${bytes(gpu.used_bytes)} of ${bytes(gpu.total_bytes)}`);
+  if (gpu) paintMeter(cell, gpuMemory(worker), bytesOf(gpu.used_bytes, gpu.total_bytes));
   else cell.replaceChildren(NONE);
 }
 
@@ -42,21 +55,20 @@ function heartbeat(worker) {
   return worker.seen_at_s === 0 ? "never" : `${duration(nowS - worker.seen_at_s)} ago`;
 }
 
+/** The columns of workers. `by(worker)` is the value that a column sorts by: a number, or null where there is none. */
 const WORKERS = [
-  { title: "Worker", isText: true, cell: (worker) => worker.address },
-  { title: "State", isText: true, paint: (cell, worker) => paintState(cell, stateOf(worker, nowS)) },
-  { title: "Last seen", cell: heartbeat, hint: "When the worker last answered" },
-  { title: "Memory", isText: true, paint: (cell, worker) => paintMeter(cell, worker.memory_share, `${percent(worker.memory_share)} of ${bytes(worker.memory.budget_bytes)}`) },
-  { title: "Sessions", cell: (worker) => count(worker.sessions) },
-  { title: "Recomputed", cell: (worker) => count(worker.recomputed_segments), hint: "Segments that the worker has recomputed since it started" },
-  { title: "Received", cell: (worker) => bytes(worker.received_bytes) },
-  { title: "Sent", cell: (worker) => bytes(worker.sent_bytes) },
-  { title: "Queued", cell: (worker) => count(worker.queued_requests), hint: "Requests that wait or run" },
-  { title: "GPU", isText: true, className: "gpu", paint: paintGpu, hint: "How busy the worker's GPU is, by NVML" },
-  { title: "GPU memory", isText: true, className: "gpu", paint: paintGpuMemory, hint: "Memory in use on the worker's GPU, by all processes" },
-  { title: "Up", cell: (worker) => duration(worker.uptime_s) },
-  { title: "Version", isText: true, cell: (worker) => worker.version || NONE },
-  { title: "Last error", isText: true, className: "wrap", paint: (cell, worker) => paintError(cell, worker.error || worker.last_error) },
+  { title: "Worker", sort: "address", by: (worker) => worker.address, isText: true, cell: (worker) => worker.address },
+  { title: "State", sort: "state", by: (worker) => STATES.indexOf(stateOf(worker, nowS)), isText: true, className: "wrap", paint: paintWorkerState },
+  { title: "Last seen", sort: "seen", by: (worker) => nowS - worker.seen_at_s, cell: heartbeat, hint: "When the worker last answered" },
+  { title: "Memory", sort: "memory", by: (worker) => worker.memory_share, isText: true, paint: (cell, worker) => paintMeter(cell, worker.memory_share, `${percent(worker.memory_share)} of ${bytes(worker.memory.budget_bytes)}`), hint: "Share of the worker's budget that is in use, the cache included" },
+  { title: "Sessions", sort: "sessions", by: (worker) => worker.sessions, cell: (worker) => count(worker.sessions), hint: "Trainers that are connected to the worker" },
+  { title: "Recomputed", sort: "recomputed", by: (worker) => worker.recomputed_segments, cell: (worker) => count(worker.recomputed_segments), hint: "Segments that the worker has recomputed since it started" },
+  { title: "Received", sort: "received", by: (worker) => worker.received_bytes, cell: (worker) => bytes(worker.received_bytes), hint: "Bytes since the worker started" },
+  { title: "Sent", sort: "sent", by: (worker) => worker.sent_bytes, cell: (worker) => bytes(worker.sent_bytes), hint: "Bytes since the worker started" },
+  { title: "Queued", sort: "queued", by: (worker) => worker.queued_requests, cell: (worker) => count(worker.queued_requests), hint: "Requests that wait or run" },
+  { title: "GPU", sort: "gpu", by: (worker) => worker.accelerator?.utilization ?? null, isText: true, className: "gpu", paint: paintGpu, hint: "How busy the worker's GPU is, by NVML" },
+  { title: "GPU memory", sort: "gpu_memory", by: gpuMemory, isText: true, className: "gpu", paint: paintGpuMemory, hint: "Memory in use on the worker's GPU, by all processes" },
+  { title: "Up", sort: "up", by: (worker) => worker.uptime_s, cell: (worker) => duration(worker.uptime_s), hint: "Time since the worker started" },
 ];
 
 function workerDetails(worker) {
@@ -64,6 +76,7 @@ function workerDetails(worker) {
   return [
     facts({
       Device: worker.device || NONE,
+      Version: worker.version || NONE,
       ...(worker.accelerator ? { GPU: worker.accelerator.name } : {}),
       Epoch: worker.epoch || NONE,
       Segments: bytes(memory.segment_bytes),
@@ -100,8 +113,10 @@ function show() {
   if (last === null) return;
   nowS = last.overview.at_s;
   byId("workers").classList.toggle("has-gpu", last.workers.some((worker) => worker.accelerator));
-  workers.update(pagesOfWorkers.of(last.workers));
-  const open = last.sessions.filter((session) => hasChosenRank(session.run));
+  workers.showSort(state("workers"), state("workers-order") === "down");
+  workers.update(pagesOfWorkers.of(ordered(last.workers)));
+  const isChosen = inScope();
+  const open = last.sessions.filter((session) => isChosen(session.run));
   sessions.update(pagesOfSessions.of(open));
   const [noWorkers, noSessions] = byId("fleet").querySelectorAll(":scope > .empty");
   byId("workers").hidden = last.workers.length === 0;
@@ -109,14 +124,24 @@ function show() {
   explain(noWorkers, last.workers.length ? "" : "No worker is being watched. Start the dashboard with --worker ADDRESS.");
   explain(
     noSessions,
-    open.length ? "" : last.sessions.length ? "No trainer of the chosen rank is connected." : "No trainer is connected. Connect one with backhaul.connect(\"ADDRESS\").",
+    open.length ? "" : last.sessions.length ? "The chosen run is not connected to any worker." : "No trainer is connected. Connect one with backhaul.connect(\"ADDRESS\").",
   );
+}
+
+/** Returns the workers in the chosen order, or in that of the command line. Workers without a value come last. */
+function ordered(list) {
+  const by = WORKERS.find((column) => column.sort === state("workers"))?.by;
+  if (by === undefined) return list;
+  const sign = state("workers-order") === "down" ? -1 : 1;
+  const compare = (a, b) => (typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a - b);
+  const [known, unknown] = [true, false].map((isKnown) => list.filter((worker) => (by(worker) !== null) === isKnown));
+  return [...known.sort((a, b) => sign * compare(by(a), by(b))), ...unknown];
 }
 
 /** Has the page show a worker: its memory and latency in the charts, and its row in the table, unfolded. */
 export function goToWorker(address) {
   change({ memory: `worker ${address}`, worker: address });
-  const index = last?.workers.findIndex((worker) => worker.address === address) ?? -1;
+  const index = last === null ? -1 : ordered(last.workers).findIndex((worker) => worker.address === address);
   if (index < 0) return;
   pagesOfWorkers.turnTo(index);
   show();
@@ -127,9 +152,11 @@ export function startFleet() {
   workers = new Table(byId("workers"), WORKERS, (worker) => worker.address, {
     details: workerDetails,
     level: (worker) => (stateOf(worker, nowS) === "unreachable" ? "bad" : null),
+    onSort: (field) => change({ workers: field, "workers-order": state("workers") === field && state("workers-order") === "" ? "down" : "" }),
   });
   sessions = new Table(byId("sessions"), SESSIONS, (session) => `${session.worker}\n${session.run}\n${session.trainer}`);
   pagesOfWorkers = new LocalPages(byId("workers-pager"), ROWS_OF_A_PAGE, show);
   pagesOfSessions = new LocalPages(byId("sessions-pager"), ROWS_OF_A_PAGE, show);
   onScope(show);
+  onChange(["workers", "workers-order"], show);
 }

@@ -20,6 +20,15 @@ function recent(fleet) {
   return { at_s: fleet.at_s.slice(begin), workers: fleet.workers.map((worker) => ({ ...worker, ...cut(worker) })) };
 }
 
+/** Leaves out the last interval while it is so young that some worker which answers has no value in it yet. */
+function settled(fleet) {
+  const fields = Object.values(MAPS);
+  const isYoung = fleet.workers.some((worker) => worker.state === "serving" && fields.some((field) => worker[field].at(-1) === null));
+  if (!isYoung || fleet.at_s.length < 2) return fleet;
+  const cut = (worker) => Object.fromEntries(fields.map((field) => [field, worker[field].slice(0, -1)]));
+  return { at_s: fleet.at_s.slice(0, -1), workers: fleet.workers.map((worker) => ({ ...worker, ...cut(worker) })) };
+}
+
 function sentenceOf(fleet, field) {
   if (fleet.workers.length === 0) return "No worker is being watched. Start the dashboard with --worker ADDRESS.";
   if (fleet.workers.some((worker) => worker[field].some((share) => share !== null))) return "";
@@ -30,7 +39,7 @@ export function startFleetMaps() {
   const maps = Object.entries(MAPS).map(([id, field]) => [field, new GridMap(byId(id), field, goToWorker)]);
   const poll = new Poll(byId("fleet-maps"), 2000, async (signal) => {
     const answer = await ask("/api/v1/fleet", { ...rangeQuery(), points: POINTS }, signal);
-    const fleet = fixedRange() ? answer : recent(answer);
+    const fleet = fixedRange() ? answer : recent(settled(answer));
     for (const [field, map] of maps) map.update(fleet, sentenceOf(fleet, field));
   });
   onRange(() => poll.now());

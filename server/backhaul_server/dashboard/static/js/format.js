@@ -30,11 +30,22 @@ export function milliseconds(value) {
   return Math.abs(value) < 1000 ? `${threeDigits(value)} ms` : `${threeDigits(value / 1000)} s`;
 }
 
+/** Formats a difference in milliseconds with its sign: "+62.0 ms". */
+export function signedMilliseconds(value) {
+  return value > 0 ? `+${milliseconds(value)}` : milliseconds(value);
+}
+
 /** Formats the offset of a clock with the bound of its error: "+0.21 ± 0.05 ms". */
 export function offset(ms, errorMs) {
   if (ms === null || ms === undefined) return NONE;
   const digits = errorMs < 0.1 ? 3 : errorMs < 10 ? 2 : 0;
   return `${ms < 0 ? MINUS : "+"}${Math.abs(ms).toFixed(digits)} ± ${errorMs.toFixed(digits)} ms`;
+}
+
+/** Formats a part of a whole: "35.0 of 80.0 GiB", or "512 MiB of 80.0 GiB". */
+export function bytesOf(part, whole) {
+  const [, unit] = bytes(whole).split(" ");
+  return `${bytes(part).replace(` ${unit}`, "")} of ${bytes(whole)}`;
 }
 
 /** Formats a rate: "12.0 MiB/s". */

@@ -1,7 +1,9 @@
 // The headline: tiles and alerts, updated by each live event.
 
 import { byId, element, icon, setAttribute, setText } from "./dom.js";
+import { stateOf } from "./fleet.js";
 import { bytes, count, duration, NONE, percent, runName, threeDigits } from "./format.js";
+import { nameWithRank, runOf } from "./scope.js";
 
 const SHOWN_ALERTS = matchMedia("(max-width: 640px)").matches ? 1 : 3;
 const alerts = new Map();
@@ -29,23 +31,32 @@ function partsOf(overview) {
   return `wait ${wait} + overhead ${own} − spared ${spared} ms`;
 }
 
-export function showOverview(overview) {
+/** Returns how many workers are in each state other than serving, in words, and how bad that is. */
+function missingOf(workers, nowS) {
+  const states = workers.map((worker) => stateOf(worker, nowS)).filter((one) => one !== "serving");
+  const counts = [...new Set(states)].sort().reverse().map((one) => `${count(states.filter((other) => other === one).length)} ${one}`);
+  return [counts.join(", "), states.includes("unreachable") ? "bad" : "warn"];
+}
+
+/** Shows the numbers of a live event in the tiles. */
+export function showOverview({ overview, workers, sessions: open }) {
   const missing = overview.workers - overview.healthy_workers;
+  const [states, level] = missingOf(workers, overview.at_s);
   tile(
     "workers",
     [count(overview.healthy_workers), `of ${count(overview.workers)}`],
-    missing > 0 ? `${count(missing)} not healthy` : "all healthy",
-    missing > 0 ? "bad" : null,
+    missing > 0 ? states || `${count(missing)} not healthy` : "all healthy",
+    missing > 0 ? level : null,
   );
   const unheard = lastKnown(overview, overview.heard_at_s, "no worker has answered yet");
   const unstepped = lastKnown(overview, overview.stepped_at_s, "no step has been reported yet");
   const { sessions, steps_per_s: rate, saved_bytes: saved, added_ms_per_step: added, remote_share: share, fallbacks } = overview;
   if (sessions === null) tile("sessions", [NONE], unheard);
-  else tile("sessions", [count(sessions)], sessions === 0 ? "no trainer connected" : "open now");
+  else tile("sessions", [count(sessions)], `${count(open.length)} ${open.length === 1 ? "session" : "sessions"}`);
   if (rate === null) tile("rate", [NONE], unheard);
   else tile("rate", [threeDigits(rate), "/s"], "all runs, last 30 s");
   if (saved === null) tile("saved", [NONE], unstepped);
-  else tile("saved", bytes(saved).split(" "), `peak ${bytes(overview.peak_saved_bytes)}`);
+  else tile("saved", bytes(saved).split(" "), `${bytes(overview.peak_saved_bytes)} at the peak`);
   if (added === null) tile("added", [NONE], unstepped);
   else tile("added", [`${added > 0 ? "+" : ""}${threeDigits(added)}`, "ms"], partsOf(overview));
   if (share === null) tile("remote", [NONE], unstepped);
@@ -72,7 +83,8 @@ export function showAlerts(list, nowS) {
     keys.add(key);
     if (!alerts.has(key)) alerts.set(key, alertElement(alert));
     const shownAlert = alerts.get(key);
-    setText(shownAlert.querySelector(".alert-summary"), alert.summary);
+    setText(shownAlert.querySelector(".alert-subject"), subjectOf(alert));
+    setText(shownAlert.querySelector(".alert-summary"), `${alert.summary}.`);
     setText(shownAlert.querySelector("time"), `for ${duration(nowS - alert.since_s)}`);
     if (host.children[i] !== shownAlert) host.insertBefore(shownAlert, host.children[i] ?? null);
   });
@@ -95,7 +107,7 @@ function alertElement(alert) {
       {},
       element("span", { class: "hidden" }, `${alert.severity}: `),
       element("span", { class: "alert-name", title: alert.name }, inWords(alert.name)),
-      element("span", { class: "alert-subject" }, subjectOf(alert)),
+      element("span", { class: "alert-subject" }),
       element("span", { class: "alert-summary" }),
     ),
     element("time"),
@@ -107,9 +119,10 @@ function inWords(name) {
   return name.replace(/(?<=[a-z])[A-Z]/g, (letter) => ` ${letter.toLowerCase()}`);
 }
 
-/** Returns the subject, shortened for a run; "" if the summary names it already. */
+/** Returns the subject, by its name for a run; "" if the summary names it already. */
 function subjectOf(alert) {
   if (alert.summary.includes(alert.subject)) return "";
+  if (runOf(alert.subject)) return nameWithRank(alert.subject);
   return /^[0-9a-f]{16,}$/.test(alert.subject) ? runName(alert.subject) : alert.subject;
 }
 

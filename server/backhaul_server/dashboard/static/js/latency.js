@@ -14,7 +14,13 @@ import { nameWithRank, onScope, shownRun } from "./scope.js";
 import { moveWithArrows } from "./table.js";
 
 const KEPT_S = 900; // the dashboard forgets older durations
-const PHASES = ["upload", "queue", "recompute", "backward", "download"];
+const PHASES = {
+  upload: "Sending the inputs of segments to workers",
+  queue: "Waiting on a worker for earlier segments",
+  recompute: "Computing the forward of segments again on workers",
+  backward: "Backward of segments on workers",
+  download: "Fetching gradients or activations from workers",
+};
 const MEANINGS = {
   GetTelemetry: "a dashboard asks for numbers",
   OpenSession: "a trainer connects",
@@ -45,8 +51,8 @@ const phases = new Chart(byId("phases"), {
   height: 230,
   link: overTimedSteps(() => times),
   series: [
-    ...PHASES.map((phase) => ({ label: phase, colour: LANE_COLOURS[phase], kind: "bars" })),
-    { label: "exposed wait", colour: "vermilion", kind: "line" },
+    ...Object.entries(PHASES).map(([phase, hint]) => ({ label: phase, hint, colour: LANE_COLOURS[phase], kind: "bars" })),
+    { label: "exposed wait", hint: "Time for which backward was blocked by workers", colour: "vermilion", kind: "line" },
   ],
 });
 let poll = null;
@@ -97,14 +103,15 @@ function showRpcs(rpcs) {
 
 function showPhases(all) {
   const shown = all.find((one) => one.run === shownRun()) ?? (state("run") ? undefined : all[0]);
-  const lists = PHASES.map((phase) => shown?.[`${phase}_ms`] ?? []);
+  const names = Object.keys(PHASES);
+  const lists = names.map((phase) => shown?.[`${phase}_ms`] ?? []);
   const isEmpty = !shown || shown.step.length === 0;
   const caption = byId("phases").querySelector("figcaption");
   setText(caption, shown ? `Remote time of a step by phase, run ${nameWithRank(shown.run)}` : "Remote time of a step by phase");
   times = shown?.at_s ?? [];
   phases.update(
     [shown?.step ?? [], ...lists, shown?.wait_ms ?? []],
-    isEmpty ? "" : `Run ${nameWithRank(shown.run)}, step ${shown.step.at(-1)}: ${PHASES.map((phase) => `${phase} ${threeDigits(shown[`${phase}_ms`].at(-1))} ms`).join(", ")}, exposed wait ${threeDigits(shown.wait_ms.at(-1))} ms.`,
+    isEmpty ? "" : `Run ${nameWithRank(shown.run)}, step ${shown.step.at(-1)}: ${names.map((phase) => `${phase} ${threeDigits(shown[`${phase}_ms`].at(-1))} ms`).join(", ")}, exposed wait ${threeDigits(shown.wait_ms.at(-1))} ms.`,
     isEmpty ? "No step with remote segments was reported in this time range. Each step appears here when it ends." : "",
   );
 }

@@ -12,15 +12,15 @@ import { fixedRange, onRange, rangeQuery, rangeText } from "./range.js";
 import { chosenRun, nameWithRank, onScope, shownRun } from "./scope.js";
 
 const TIERS = [
-  { label: "segments", field: "segment_bytes", colour: "blue", kind: "area" },
-  { label: "working", field: "working_bytes", colour: "orange", kind: "area" },
-  { label: "results", field: "result_bytes", colour: "green", kind: "area" },
-  { label: "cached", field: "cached_bytes", colour: "sky", kind: "area" },
+  { label: "segments", hint: "Inputs of segments that wait for their backward, and their programs", field: "segment_bytes", colour: "blue", kind: "area" },
+  { label: "working", hint: "The recomputation in progress, and those that are ready", field: "working_bytes", colour: "orange", kind: "area" },
+  { label: "results", hint: "Finished results, which are kept for repeated requests", field: "result_bytes", colour: "green", kind: "area" },
+  { label: "cached", hint: "Tensors for the next step, such as parameters; evicted when memory is needed", field: "cached_bytes", colour: "sky", kind: "area" },
 ];
-const HELD = [{ label: "held for this run", field: "held_bytes", colour: "blue", kind: "area" }];
+const HELD = [{ label: "held for this run", hint: "Tensors that the run's segments name", field: "held_bytes", colour: "blue", kind: "area" }];
 const TRAINER = [
-  { label: "trainer’s peak", field: "trainer_peak_bytes", colour: "vermilion", kind: "line" },
-  { label: "saved by workers", field: "saved_bytes", colour: "green", kind: "line", dash: [6, 3] },
+  { label: "trainer’s peak", hint: "Peak memory of the trainer so far", field: "trainer_peak_bytes", colour: "vermilion", kind: "line" },
+  { label: "saved by workers", hint: "Bytes that the trainer would need in addition without workers", field: "saved_bytes", colour: "green", kind: "line", dash: [6, 3] },
 ];
 const POINTS = 240;
 const POINTS_OF_MANY = 90; // one answer has all workers, so each of many workers gets fewer points
@@ -46,9 +46,9 @@ const held = new Chart(byId("memory-held"), {
   top: (max) => (shown && showsBudget(max) ? Math.max(max, shown.budget_bytes) : max),
   draw: drawBudgetAndMarks,
   legendExtras: () => [
-    element("li", { id: "memory-budget-key" }),
-    element("li", { id: "memory-evictions" }),
-    element("li", { id: "memory-refusals" }),
+    element("li", { id: "memory-budget-key", title: "The most memory that the worker may use, set by --memory" }),
+    element("li", { id: "memory-evictions", title: "Cached tensors that made room" }),
+    element("li", { id: "memory-refusals", title: "Requests that the worker refused for lack of memory" }),
   ],
 });
 const trainer = new Chart(byId("memory-trainer"), {

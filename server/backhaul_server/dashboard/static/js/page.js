@@ -22,9 +22,9 @@ let hasNumbers = false;
 
 function showLive(live) {
   hasNumbers = true;
-  showOverview(live.overview);
-  showAlerts(live.alerts, live.overview.at_s);
   learnRuns(live.runs);
+  showOverview(live);
+  showAlerts(live.alerts, live.overview.at_s);
   showVerdict();
   showFleet(live);
   offerWorkers(live.workers);

@@ -2,8 +2,11 @@
 
 import { address, onChange, state } from "./address.js";
 import { drawAllNow } from "./colour.js";
-import { byId, speak } from "./dom.js";
+import { byId, setText, speak } from "./dom.js";
+import { date } from "./format.js";
 import { loadAll, loadSeen } from "./poll.js";
+import { rangeTimes } from "./range.js";
+import { nameWithRank } from "./scope.js";
 
 const root = document.documentElement;
 let themeBefore = null;
@@ -35,8 +38,22 @@ async function printAll() {
   if (state("all") === "") showSeen();
 }
 
+/** Says on paper what is printed: the run, the rank, the time and the address. */
+function showPrinted() {
+  const now = new Date();
+  const parts = [
+    state("run") === "" ? "All runs" : `Run ${nameWithRank(state("run"))}`,
+    state("rank") === "" ? "" : `rank ${state("rank")}`,
+    rangeTimes(),
+    `printed on ${date(now.getTime() / 1000)} ${now.getFullYear()}`,
+    new URL(address({ all: "" }), location.href).href,
+  ];
+  setText(byId("printed"), parts.filter(Boolean).join(" · "));
+}
+
 /** Paper is white, whatever the theme. */
 function toPaper() {
+  showPrinted();
   themeBefore = root.dataset.theme ?? "";
   root.dataset.theme = "light";
   drawAllNow();

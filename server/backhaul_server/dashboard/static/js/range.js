@@ -44,6 +44,13 @@ export function rangeText() {
   return isToday ? `${clock(fixed[0])} to ${clock(fixed[1])}` : `${date(fixed[0])} to ${date(fixed[1])}`;
 }
 
+/** Describes the range by its times, for a picture or a print that is looked at later: "25 Nov 13:02:10 to 13:12:10". */
+export function rangeTimes() {
+  const [since, until] = rangeBounds();
+  const isOneDay = new Date(since * 1000).toDateString() === new Date(until * 1000).toDateString();
+  return `${date(since, true)} to ${isOneDay ? clock(until) : date(until, true)}`;
+}
+
 /** Chooses a fixed range, as a drag over a chart does. */
 export function chooseRange(since, until) {
   const middle = (since + until) / 2;
@@ -74,7 +81,6 @@ function show() {
   byId("range-fixed").hidden = fixed === null;
   byId("range-live").hidden = fixed === null;
   setAttribute(document.body, "data-range", fixed ? "fixed" : "live");
-  setText(byId("range-printed"), rangeText());
   if (fixed === null) return;
   byId("range-since").value = localText(fixed[0]);
   byId("range-until").value = localText(fixed[1]);

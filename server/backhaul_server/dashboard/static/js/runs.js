@@ -5,7 +5,7 @@ import { Chart } from "./chart.js";
 import { colour, drawInTheme, RUN_COLOURS, RUN_DASHES } from "./colour.js";
 import { addCopyButton } from "./copy.js";
 import { byId, element, explain, setOptions, setText } from "./dom.js";
-import { bytes, count, date, loss, milliseconds, percent } from "./format.js";
+import { bytes, count, date, loss, milliseconds, NONE, percent, signedMilliseconds } from "./format.js";
 import { overSteps } from "./link.js";
 import { CursorPages } from "./pages.js";
 import { ask, Poll, RefusedError } from "./poll.js";
@@ -34,8 +34,8 @@ const COLUMNS = [
   { title: "Compare", isText: true, paint: paintBox },
   { title: "Run", isText: true, paint: paintName },
   { title: "State", isText: true, paint: (cell, run) => paintState(cell, run.state) },
-  { title: "Saved", cell: (run) => (run.verdict.saved_share === null ? "–" : percent(run.verdict.saved_share)), hint: "Memory that the trainer did not need, as a share of its peak without Backhaul" },
-  { title: "Added", cell: (run) => milliseconds(run.verdict.added_ms), hint: "Wait and overhead per step" },
+  { title: "Saved", cell: (run) => percent(run.verdict.saved_share), hint: "Memory that the trainer did not need, as a share of its peak without Backhaul" },
+  { title: "Added", cell: (run) => added(run.verdict), hint: "Wait and overhead, minus the recomputation that workers spared the trainer. Below zero, a step is faster than one that recomputes on the trainer" },
   { title: "Trainer", isText: true, cell: (run) => run.trainer },
   { title: "Started", cell: (run) => date(run.started_at_s) },
   { title: "Steps", cell: (run) => count(run.steps) },
@@ -76,6 +76,10 @@ function paintName(cell, run) {
   paintTags(cell.lastChild, run.tags);
 }
 
+function added(verdict) {
+  return verdict.added_ms === null ? NONE : signedMilliseconds(verdict.added_ms - verdict.spared_ms);
+}
+
 /** Returns the ids of the compared runs by the index of their colour, with "" for a free colour. */
 function pickedRuns() {
   return state("compare") === "" ? usual : state("compare").split(",").slice(0, MOST);
@@ -104,7 +108,7 @@ function showChoice() {
     ...runs.map((one) => {
       const swatch = element("span", { class: `swatch line${one.dash.length > 2 || one.dash[0] > 2 ? " dashed" : one.dash.length ? " dotted" : ""}`, "aria-hidden": "true" });
       swatch.style.borderColor = colour(one.colour);
-      return element("li", {}, swatch, nameWithRank(one.run.run), element("span", {}, one.run.settings.returns ?? one.run.trainer));
+      return element("li", {}, swatch, nameWithRank(one.run.run));
     }),
   );
   showDifferences(runs.map((one) => one.run));

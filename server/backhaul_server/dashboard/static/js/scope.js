@@ -3,10 +3,12 @@
 import { bind, change, onChange, state } from "./address.js";
 import { byId, setOptions } from "./dom.js";
 import { count, runName } from "./format.js";
-import { ask } from "./poll.js";
+import { ask, RefusedError } from "./poll.js";
 
 const SAME_START_S = 120; // ranks of a job connect within this time
 const runs = new Map(); // every run that the page has heard of, by id
+const sameNames = new Map(); // how many of these runs have a name and a rank in common
+const unknown = new Set(); // ids of the address that the dashboard knows nothing of
 let newest = "";
 
 /** Returns how a run is called: its name, or the first letters of its id. */
@@ -15,15 +17,25 @@ export function nameOf(run) {
   return known?.name || runName(run);
 }
 
-/** Returns the name of a run with its rank, where there are several. */
-export function nameWithRank(run) {
+function ownName(run) {
   const known = runs.get(run);
   return known?.world_size > 1 ? `${nameOf(run)} rank ${known.rank}` : nameOf(run);
+}
+
+/** Returns the name of a run, with its rank where there are several, and with its id where another run has the same name. */
+export function nameWithRank(run) {
+  const name = ownName(run);
+  return sameNames.get(name) > 1 ? `${name} (${runName(run)})` : name;
 }
 
 /** Returns what the API last said of a run; undefined if it is unknown. */
 export function runOf(id) {
   return runs.get(id);
+}
+
+/** Whether the dashboard has said that it knows no run of this id. */
+export function isUnknown(run) {
+  return unknown.has(run) && !runs.has(run);
 }
 
 /** Returns the run that is chosen, by itself or by its rank; "" if all are. */
@@ -49,6 +61,12 @@ export function hasChosenRank(run) {
   return state("rank") === "" || runs.get(run) === undefined || String(runs.get(run).rank) === state("rank");
 }
 
+/** Returns a function that says whether a run is among the chosen ones. A run that is not known yet counts as chosen. */
+export function inScope() {
+  const chosen = new Set(state("run") === "" ? [] : chosenRuns());
+  return (run) => (chosen.size === 0 || chosen.has(run)) && hasChosenRank(run);
+}
+
 function ofRank(peers) {
   return state("rank") === "" ? peers : peers.filter((id) => hasChosenRank(id));
 }
@@ -71,12 +89,19 @@ function peersOf(id) {
 export function learnRuns(list) {
   const before = newest;
   for (const run of list) runs.set(run.run, run);
+  countNames();
   newest = [...runs.values()].reduce((best, run) => (best === undefined || run.started_at_s > best.started_at_s ? run : best), undefined)?.run ?? "";
   offer();
   return before !== newest;
 }
 
+function countNames() {
+  sameNames.clear();
+  for (const run of runs.keys()) sameNames.set(ownName(run), (sameNames.get(ownName(run)) ?? 0) + 1);
+}
+
 function offer() {
+  document.title = state("run") === "" ? "Backhaul" : `${nameWithRank(state("run"))} · Backhaul`;
   const known = [...runs.values()].sort((a, b) => b.started_at_s - a.started_at_s);
   const jobs = known.filter((run) => peersOf(run.run)[0] === run.run || run.run === state("run"));
   const options = jobs.map((run) => [run.run, labelOf(run)]);
@@ -112,7 +137,8 @@ async function learnChosen() {
   try {
     learnRuns([await ask(`/api/v1/runs/${encodeURIComponent(run)}`)]);
   } catch (error) {
-    console.debug(error); // an unknown run stays chosen, and each part of the page says that it knows nothing of it
+    console.debug(error); // an unknown run stays chosen, and the page says that it knows nothing of it
+    if (error instanceof RefusedError && error.status === 404) unknown.add(run);
   }
 }
 

@@ -171,8 +171,8 @@ export function paintState(cell, state) {
   cell.replaceChildren(element("span", { class: "state", "data-state": state, "data-level": level }, icon(name), state));
 }
 
-/** Shows a share of a budget as a bar and in words. */
-export function paintMeter(cell, share, text) {
+/** Shows a share as a bar and in words; its colour warns of a share near 1, as of a budget that is nearly used up. */
+export function paintMeter(cell, share, text, { warns = true } = {}) {
   let meter = cell.querySelector(".meter");
   if (meter === null) {
     meter = element("span", { class: "meter" });
@@ -181,7 +181,7 @@ export function paintMeter(cell, share, text) {
     meter.append(track, element("span"));
     cell.replaceChildren(meter);
   }
-  setAttribute(meter, "data-level", share > 0.95 ? "bad" : share > 0.8 ? "warn" : null);
+  setAttribute(meter, "data-level", !warns || share <= 0.8 ? null : share > 0.95 ? "bad" : "warn");
   meter.querySelector(".meter-fill").style.transform = `scaleX(${Math.min(1, Math.max(0, share)).toFixed(3)})`;
   setText(meter.lastChild, text);
 }

@@ -7,7 +7,7 @@ import { goToWorker } from "./fleet.js";
 import { count, milliseconds, offset, rate } from "./format.js";
 import { LocalPages } from "./pages.js";
 import { ask, Poll } from "./poll.js";
-import { hasChosenRank } from "./scope.js";
+import { inScope, nameWithRank, onScope, runOf } from "./scope.js";
 import { paintState, Table } from "./table.js";
 import { Diagram, flow } from "./topology_diagram.js";
 
@@ -30,10 +30,10 @@ const COLUMNS = [
   { title: "Clock offset", cell: (link) => offset(link.clock_offset_ms, link.clock_error_ms), hint: "Worker's clock minus trainer's clock, and the largest possible error of this estimate" },
 ];
 
-/** Returns what is shown of an answer: of the chosen rank, with the filter on links applied. */
+/** Returns what is shown of an answer: all workers and the chosen trainers, with the filter on links applied. */
 function visible(answer) {
-  const isShown = (node) => node.kind === "worker" || hasChosenRank(node.run);
-  const nodes = answer.nodes.filter(isShown);
+  const isChosen = inScope();
+  const nodes = answer.nodes.filter((node) => node.kind === "worker" || isChosen(node.run)).map((node) => ({ ...node, label: labelOf(node) }));
   const ids = new Set(nodes.map((node) => node.id));
   const links = answer.links.filter((link) => ids.has(link.trainer) && ids.has(link.worker) && (state("links") === "" || link.state !== "active"));
   return { nodes, links };
@@ -59,6 +59,7 @@ function show() {
 
 /** Returns how a node is called; ranks of a job have the same name. */
 function labelOf(node) {
+  if (node.kind === "trainer" && runOf(node.run) !== undefined) return nameWithRank(node.run);
   return node.world_size > 1 ? `${node.label} rank ${node.rank}` : node.label;
 }
 
@@ -69,8 +70,7 @@ function sentence(shown) {
 }
 
 async function refresh(signal) {
-  const answer = await ask("/api/v1/topology", {}, signal);
-  topology = { ...answer, nodes: answer.nodes.map((node) => ({ ...node, label: labelOf(node) })) };
+  topology = await ask("/api/v1/topology", {}, signal);
   show();
 }
 
@@ -89,7 +89,8 @@ export function startTopology() {
   pages = new LocalPages(byId("links-pager"), LINKS_OF_A_PAGE, show);
   poll = new Poll(byId("topology"), 2000, refresh);
   bind(byId("topology-links"), "links");
-  onChange(["node", "links", "rank"], show);
+  onChange(["node", "links"], show);
+  onScope(show);
   byId("topology-in").addEventListener("click", () => zoomBy(1));
   byId("topology-out").addEventListener("click", () => zoomBy(-1));
   byId("topology-fit").addEventListener("click", () => diagram.fit());

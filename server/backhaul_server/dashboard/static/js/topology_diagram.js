@@ -10,7 +10,10 @@ const ROWS = [4, 7, 11, 15, 20, 26, 34]; // heights of a row, in pixels
 const LABELLED_ROW = 11; // lower rows have no room for text
 const FIT_HEIGHT = 520;
 const ROOMY = 5; // index of the highest row that is chosen without a click
-const ROOM_FOR_WORDS = 20; // characters of a label; with fewer only shape and colour show the state
+const ROOM_FOR_WORDS = 128; // width of a label in pixels; in a narrower one only shape and colour show the state
+const FEWEST_CHARACTERS = 5; // of a label that has been shortened
+const LONGEST_END = 8; // characters that are kept at the end of such a label
+const ruler = document.createElement("canvas").getContext("2d"); // measures text
 const THIN = 1;
 const THICK = 5.5;
 const SHAPES = {
@@ -112,7 +115,7 @@ export class Diagram {
     const shape = svgElement("path", { class: "shape", transform: `translate(${x},${y}) scale(${Math.min(1, row / 14)})` });
     const text = svgElement("text", { x: x + (isTrainer ? -12 : 12), y: y, "text-anchor": isTrainer ? "end" : "start", dy: "0.35em" });
     const group = svgElement("g", { class: "node", role: "button", tabindex: "-1", "data-id": node.id }, svgElement("rect", { class: "node-box", ...box }), shape, ...(row >= LABELLED_ROW ? [text] : []));
-    group.style.fontSize = `${Math.min(12.5, Math.max(10, row - 4))}px`;
+    group.style.fontSize = `${fontSize(row)}px`;
     group.addEventListener("click", () => this.options.onSelect(node.id));
     group.addEventListener("pointermove", (event) => {
       this.#emphasize(node.id);
@@ -140,14 +143,15 @@ export class Diagram {
       const share = Math.sqrt(flow(link) / most);
       setAttribute(line, "stroke-width", (THIN + (THICK - THIN) * share).toFixed(2));
     }
-    const longest = Math.floor((this.placed.label - 14) / 6.4);
+    const room = this.placed.label - 14;
+    ruler.font = `600 ${fontSize(this.placed.row)}px Inter, system-ui, sans-serif`;
     this.topology.nodes.forEach((node, i) => {
       const { group, shape, text } = this.nodes.get(node.id);
       const level = LEVELS[node.state];
       setAttribute(group, "data-level", level);
       setAttribute(shape, "d", SHAPES[level]);
-      const word = level === "good" || longest < ROOM_FOR_WORDS ? "" : ` ${node.state}`;
-      setText(text, shortened(node.label, Math.max(6, longest - word.length)) + word);
+      const word = level === "good" || room < ROOM_FOR_WORDS ? "" : ` ${node.state}`;
+      setText(text, shortened(node.label, room - ruler.measureText(word).width) + word);
       setAttribute(group, "aria-label", `${node.kind} ${node.label}, ${node.state}, ${this.#linksOf(node.id).length} links`);
       setAttribute(group, "aria-pressed", node.id === this.selected);
       const isStop = this.nodes.has(this.selected) ? node.id === this.selected : i === 0;
@@ -202,9 +206,16 @@ export function flow(link) {
   return (link.up_bytes_per_s ?? 0) + (link.down_bytes_per_s ?? 0);
 }
 
-/** Shortens a label in its middle: its end, such as a port, tells nodes apart. */
-function shortened(label, longest) {
-  if (label.length <= longest) return label;
-  const end = Math.min(8, Math.floor(longest / 2));
-  return `${label.slice(0, longest - end - 1)}…${label.slice(-end)}`;
+function fontSize(row) {
+  return Math.min(12.5, Math.max(10, row - 4));
+}
+
+/** Shortens a label in its middle until it fits into a width in pixels: its end, such as a port, tells nodes apart. */
+function shortened(label, width) {
+  let shown = label;
+  for (let kept = label.length - 1; kept >= FEWEST_CHARACTERS && ruler.measureText(shown).width > width; kept -= 1) {
+    const end = Math.min(LONGEST_END, Math.ceil(kept / 2));
+    shown = `${label.slice(0, kept - end)}…${label.slice(-end)}`;
+  }
+  return shown;
 }

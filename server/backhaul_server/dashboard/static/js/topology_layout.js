@@ -15,8 +15,8 @@ export function signatureOf(topology) {
  * Places nodes and links.
  * @param {object} topology as the API returns it
  * @param {{width: number, row: number}} size width of the drawing and height of a row, in pixels
- * @returns {{height: number, left: number, right: number, at: Map<string, number>}} the x of both columns, and the y of
- *   each node by its id
+ * @returns {{height: number, left: number, right: number, label: number, row: number, at: Map<string, number>}} the x of
+ *   both columns, the width of a label, the height of a row, and the y of each node by its id
  */
 export function place(topology, { width, row }) {
   const [trainers, workers] = order(topology);
@@ -28,7 +28,7 @@ export function place(topology, { width, row }) {
     column.forEach((id, i) => at.set(id, TOP + (i + 0.5) * gap));
   }
   const label = Math.min(230, width * 0.31);
-  return { height: TOP + rows * row + BOTTOM, left: label, right: width - label, label, at };
+  return { height: TOP + rows * row + BOTTOM, left: label, right: width - label, label, row, at };
 }
 
 /** Returns the ids of trainers and of workers, ordered by the mean position of what they are linked to. */

@@ -1,8 +1,9 @@
 // What became of a run, in one sentence at the top of the page, with its name, tags and notes.
 
+import { state } from "./address.js";
 import { byId, element, icon, setAttribute, setIcon, setText } from "./dom.js";
 import { runName } from "./format.js";
-import { onScope, nameOf, runOf, shownRun } from "./scope.js";
+import { isUnknown, nameOf, onScope, runOf, shownRun } from "./scope.js";
 
 /** Shows the tags of a run. */
 export function paintTags(host, tags) {
@@ -20,21 +21,49 @@ function lookOf(verdict) {
 
 /** Shows the verdict on the chosen run, or on the newest. */
 export function showVerdict() {
-  const host = byId("verdict");
-  const run = runOf(shownRun());
-  host.hidden = run === undefined;
-  if (run === undefined) return;
-  const [name, level] = lookOf(run.verdict);
-  if (host.querySelector(".icon") === null) host.prepend(icon(name));
-  setIcon(host.querySelector(".icon"), name);
-  setAttribute(host, "data-level", level);
+  const id = shownRun();
+  const run = runOf(id);
+  byId("verdict").hidden = run === undefined && !isUnknown(id);
+  if (run !== undefined) showRun(run);
+  else if (isUnknown(id)) showUnknown(id);
+}
+
+function showRun(run) {
+  showLook(...lookOf(run.verdict));
   setText(byId("verdict-run"), nameOf(run.run));
-  const parts = [run.name ? runName(run.run) : "", run.world_size > 1 ? `rank ${run.rank} of ${run.world_size}` : "", run.trainer, run.state];
+  const parts = [
+    state("run") === "" ? "newest run" : "",
+    run.name ? runName(run.run) : "",
+    run.world_size > 1 ? `rank ${run.rank} of ${run.world_size}` : "",
+    run.trainer,
+    run.state,
+  ];
   setText(byId("verdict-about"), parts.filter(Boolean).join(" · "));
   setText(byId("verdict-text"), `${run.verdict.sentence}.`);
   paintTags(byId("verdict-tags"), run.tags);
-  setText(byId("verdict-notes"), run.notes);
-  byId("verdict-notes").hidden = run.notes === "";
+  showNotes(run.notes);
+}
+
+/** Explains a link to a run that has been forgotten, or that is of another dashboard. */
+function showUnknown(id) {
+  showLook("warning", "warn");
+  setText(byId("verdict-run"), runName(id));
+  setText(byId("verdict-about"), "unknown run");
+  setText(byId("verdict-text"), `This dashboard knows no run "${id}".`);
+  paintTags(byId("verdict-tags"), []);
+  showNotes("The link may be of another dashboard, or the run is no longer in the history. Choose another run at the top.");
+}
+
+function showLook(name, level) {
+  const host = byId("verdict");
+  if (host.querySelector(".icon") === null) host.prepend(icon(name));
+  setIcon(host.querySelector(".icon"), name);
+  setAttribute(host, "data-level", level);
+}
+
+function showNotes(notes) {
+  setText(byId("verdict-notes"), notes);
+  byId("verdict-notes").hidden = notes === "";
 }
 
 export function startVerdict() {
