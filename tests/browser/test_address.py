@@ -206,6 +206,7 @@ def test_what_is_pointed_at_is_marked_in_the_other_charts(page: Page) -> None:
 
 def test_an_unknown_run_is_explained(trained: Training, open_page: OpenPage) -> None:
     page = open_page(f"{trained.dashboard.url}/?run=feedbeef", may_be_refused=True)
+    expect(page.locator("#verdict-text")).to_have_text('This dashboard knows no run "feedbeef".')
     page.locator("#segments").scroll_into_view_if_needed()
     expect(page.locator("#segments > .empty")).to_contain_text('no run "feedbeef"')
     page.locator("#timeline").scroll_into_view_if_needed()
@@ -213,3 +214,4 @@ def test_an_unknown_run_is_explained(trained: Training, open_page: OpenPage) -> 
     expect(page.locator("#run")).to_have_value("feedbeef")
     page.locator("#run").select_option("")
     expect(page.locator("#segments-table tbody tr")).to_have_count(36)
+    expect(page.locator("#verdict-about")).to_contain_text("newest run")

@@ -66,7 +66,7 @@ def test_rows_stay_the_same_nodes_when_numbers_change(crowd: Crowd, open_page: O
     assert page.evaluate("document.activeElement === document.querySelectorAll('#workers .expander')[3]")
 
 
-def test_workers_with_a_gpu_show_how_busy_it_is(crowd: Crowd, open_page: OpenPage) -> None:
+def test_workers_are_sorted_and_show_how_busy_their_gpus_are(crowd: Crowd, open_page: OpenPage) -> None:
     page = open_page(crowd.dashboard.url)
     page.locator("#fleet").scroll_into_view_if_needed()
     heads = page.locator("#workers thead th:visible")
@@ -74,7 +74,21 @@ def test_workers_with_a_gpu_show_how_busy_it_is(crowd: Crowd, open_page: OpenPag
     without, having = page.locator("#workers tbody tr").nth(0), page.locator("#workers tbody tr").nth(1)
     expect(without.locator("td.gpu").first).to_have_text(NONE)
     expect(having.locator("td.gpu").first).to_have_text(re.compile(r"\d %$"))
-    expect(having.locator("td.gpu").nth(1)).to_have_text(re.compile("GiB of 80.0 GiB"))
+    expect(having.locator("td.gpu").nth(1)).to_have_text(re.compile(r"\d of 80.0 GiB"))
+    expect(page.locator("#workers td.gpu .meter[data-level]")).to_have_count(0)  # being busy is no problem
+    table = page.locator("#workers").locator("xpath=..")
+    assert table.evaluate("node => node.scrollWidth <= node.clientWidth")  # no column is out of sight
+
+    head = page.locator("#workers th", has_text="Memory").first
+    head.locator("button").dispatch_event("click")
+    head.locator("button").dispatch_event("click")
+    expect(head).to_have_attribute("aria-sort", "descending")
+    shares = [float(text.split(" ")[0]) for text in page.locator("#workers td:nth-child(4)").all_inner_texts()]
+    assert len(shares) == 50
+    assert shares == sorted(shares, reverse=True)
+    gpu = page.locator("#workers th", has_text="GPU").first
+    gpu.locator("button").dispatch_event("click")
+    expect(page.locator("#workers tbody tr").last.locator("td.gpu").first).to_have_text(NONE)
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
@@ -82,6 +96,13 @@ def test_everybody_can_read_and_use_a_crowded_page(scheme: str, width: int, crow
     page = open_page(crowd.dashboard.url, scheme=scheme, width=width)
     walk(page)
     assert page.evaluate("document.documentElement.scrollWidth") == width
+    clipped = page.locator("#topology-chart .node text").evaluate_all(
+        """all => {
+          const { left, right } = all[0].closest("svg").getBoundingClientRect();
+          return all.map((text) => text.getBoundingClientRect()).filter((box) => box.left < left || box.right > right);
+        }"""
+    )
+    assert clipped == []
     assert broken_rules(page) == []
     # Events instead of clicks, which wait until elements stand still: that takes a busy machine many seconds.
     page.locator("#topology-chart .node").first.dispatch_event("click")

@@ -50,7 +50,9 @@ def page(jobs: Crowd, open_page: OpenPage) -> Page:
 
 def test_a_run_is_called_by_its_name_and_judged_in_a_sentence(page: Page, jobs: Crowd) -> None:
     run = jobs.cluster.large.training.run
+    expect(page.locator("#verdict-about")).to_contain_text("newest run")
     page.locator("#run").select_option(run)
+    expect(page.locator("#verdict-about")).not_to_contain_text("newest run")
     expect(page.locator("#verdict-run")).to_have_text("pretrain")
     expect(page.locator("#verdict-tags .tag")).to_have_text(["7b", "bf16"])
     expect(page.locator("#verdict-notes")).to_have_text("All workers, one trainer.")
@@ -93,6 +95,8 @@ def test_ranks_of_a_job_are_chosen_together_or_one_by_one(page: Page, jobs: Crow
     page.locator("#timeline").scroll_into_view_if_needed()
     expect(page.locator("#timeline-chart figcaption")).to_have_text(f"Steps of {RANKS} ranks of sweep-0")
     expect(page.locator("#steps tbody tr")).to_have_count(3 * RANKS)
+    expect(page).to_have_title("sweep-0 rank 0 · Backhaul")
+    expect(page.locator("#sessions tbody tr")).to_have_count(2 * RANKS)
     expect(page.locator("#steps th:visible").first).to_have_text("Rank")
     expect(page.locator("#timeline-workers")).to_contain_text("± 0.15 ms")
 
@@ -103,8 +107,9 @@ def test_ranks_of_a_job_are_chosen_together_or_one_by_one(page: Page, jobs: Crow
     page.locator("#segments").scroll_into_view_if_needed()
     expect(page.locator("#segments-table tbody tr").first).to_contain_text("sweep-0 rank 2")
     page.locator("#topology").scroll_into_view_if_needed()
-    expect(page.locator("#topology-chart .node[aria-label^=trainer]")).to_have_count(2)  # of both jobs
-    expect(page.locator("#sessions tbody tr")).to_have_count(4)
+    expect(page.locator("#topology-chart .node[aria-label^=trainer]")).to_have_count(1)
+    expect(page.locator("#links tbody tr td:first-child")).to_have_text(["sweep-0 rank 2"] * 2)
+    expect(page.locator("#sessions tbody tr")).to_have_count(2)
     page.locator("#runs").scroll_into_view_if_needed()
     expect(page.locator("#runs-table tbody tr")).to_have_count(2)
     assert broken_rules(page) == []
@@ -133,6 +138,8 @@ def test_the_event_log_is_filtered(page: Page, jobs: Crowd) -> None:
     page.locator("#events-filter").fill("worker was busy")
     expect(rows).to_have_count(1)
     expect(rows).to_contain_text("fallback")
+    page.locator("#run").select_option(jobs.cluster.ranks[0].training.run)  # the job, with all of its ranks
+    expect(rows).to_have_count(1)
     rows.locator("button.link", has_text="sweep-0 rank 1").click()
     expect(page.locator("#run")).to_have_value(re.compile(jobs.cluster.ranks[1].training.run))
     page.locator("#events-filter").fill("nothing like this")

@@ -5,6 +5,7 @@ import struct
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
@@ -131,6 +132,8 @@ def test_paper_has_every_section_and_no_controls(page: Page, tmp_path: Path) -> 
         expect(page.locator(f"#{section}")).to_be_visible()
     for control in ("#theme", "#print", "#range", "#segments-filter", "#memory-held .copy"):
         expect(page.locator(control)).to_be_hidden()
-    expect(page.locator(".scope-printed")).to_contain_text("last 10 min")
     page.pdf(path=tmp_path / "page.pdf", prefer_css_page_size=True)
     assert (tmp_path / "page.pdf").stat().st_size > 20_000
+    printed = page.locator("#printed").inner_text()
+    assert re.match(r"All runs · \d+ \w+ [\d:]{8} to [\d:]{8} · printed on \d+ \w+ [\d:]{5} \d{4} · ", printed)
+    assert printed.endswith(f"{urlsplit(page.url).netloc}/")

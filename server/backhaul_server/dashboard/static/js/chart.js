@@ -4,6 +4,7 @@ import { colour, drawInTheme, translucent } from "./colour.js";
 import { element, explain, setText } from "./dom.js";
 import { clock } from "./format.js";
 import { MarkLayer } from "./marks.js";
+import { TIME_STEPS_S } from "./ticks.js";
 
 const FONT = '11.5px "Inter", system-ui, sans-serif';
 const BYTE_STEPS = [0, 1, 2, 3, 4, 5].flatMap((power) => [1, 2, 5, 10, 20, 50, 100, 200, 500].map((count) => count * 1024 ** power));
@@ -171,7 +172,7 @@ export class Chart {
         y: { range: (_, min, max) => this.#range(min, max) },
       },
       axes: [
-        { ...axis, label: isTime ? "time of day" : options.x, labelSize: 18, size: 24, gap: 6, space: isTime ? 84 : 56, incrs: isTime ? [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600] : [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 1e4, 1e5], grid: { show: false }, values: (_, splits) => splits.map((value) => (isTime ? clock(value) : value.toLocaleString("en"))) },
+        { ...axis, label: isTime ? "time of day" : options.x, labelSize: 18, size: 24, gap: 6, space: isTime ? 84 : 56, incrs: isTime ? TIME_STEPS_S : [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 1e4, 1e5], grid: { show: false }, values: (_, splits) => splits.map((value) => (isTime ? clock(value) : value.toLocaleString("en"))) },
         { ...axis, gap: 8, space: 34, size: fitted, ...(options.isBytes ? { incrs: BYTE_STEPS } : {}), values: (_, splits) => splits.map((value) => rounded(options.format(value))) },
       ],
       bands,

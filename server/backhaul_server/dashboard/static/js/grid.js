@@ -6,6 +6,7 @@ import { element, explain, setAttribute, speak } from "./dom.js";
 import { clock, percent } from "./format.js";
 import { MarkLayer } from "./marks.js";
 import { chooseRange } from "./range.js";
+import { drawTimes } from "./ticks.js";
 import { hideTip, showTip } from "./tip.js";
 
 const EDGE = { right: 12, top: 18, bottom: 26 }; // on top there is room for the marks of events
@@ -145,14 +146,9 @@ export class GridMap {
   #drawTimes(context) {
     const times = this.#times();
     if (times === null) return;
-    const labels = times.width > 340 ? 3 : 1;
     context.font = "11.5px Inter, system-ui, sans-serif";
     context.fillStyle = colour("faint");
-    context.textBaseline = "top";
-    for (let i = 0; i <= labels; i += 1) {
-      context.textAlign = i === 0 ? "left" : i === labels ? "right" : "center";
-      context.fillText(clock(times.since + ((times.until - times.since) * i) / labels), times.left + (times.width * i) / labels, times.top + times.height + 7);
-    }
+    drawTimes(context, { ...times, bottom: times.top + times.height }, this.canvas.clientWidth);
   }
 
   #drawScale() {

@@ -6,6 +6,7 @@ import { byId, element, explain, setText, speak } from "./dom.js";
 import { clock, count, milliseconds } from "./format.js";
 import { MarkLayer } from "./marks.js";
 import { chooseRange, fixedRange } from "./range.js";
+import { drawTimes } from "./ticks.js";
 import { hideTip, showTip } from "./tip.js";
 
 const HEIGHT = 300;
@@ -164,15 +165,7 @@ class HeatMap {
       context.stroke();
       context.fillText(tick < 1000 ? `${tick} ms` : `${tick / 1000} s`, area.x - 8, y);
     }
-    const begin = this.heat.at_s[0];
-    const end = this.heat.at_s.at(-1) + this.heat.interval_s;
-    const labels = area.width > 420 ? 4 : 2;
-    context.textBaseline = "top";
-    for (let i = 0; i <= labels; i += 1) {
-      context.textAlign = i === 0 ? "left" : i === labels ? "right" : "center";
-      context.fillText(clock(begin + ((end - begin) * i) / labels), area.x + (area.width * i) / labels, area.y + area.height + 7);
-    }
-    context.textAlign = "center";
+    drawTimes(context, { ...this.#times(), bottom: area.y + area.height }, this.canvas.clientWidth);
     context.fillText("time of day", area.x + area.width / 2, area.y + area.height + 26);
   }
 
