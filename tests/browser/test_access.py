@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from playwright.sync_api import Page, expect
@@ -11,6 +12,7 @@ from support.dashboards import Dashboard
 from support.pages import SECTIONS, OpenPage, Training, broken_rules
 
 pytestmark = pytest.mark.browser
+SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 
 
 @pytest.fixture
@@ -93,37 +95,36 @@ def test_a_phone_is_enough(trained: Training, open_page: OpenPage) -> None:
     assert ratio == pytest.approx(3, abs=0.1)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_everybody_can_read_and_use_the_page_in_both_themes(
-    scheme: str, trained: Training, open_page: OpenPage
-) -> None:
-    page = open_page(trained.dashboard.url, scheme=scheme)
+def test_everybody_can_read_and_use_the_page_in_both_themes(trained_page: Page) -> None:
+    page = trained_page
     for section in SECTIONS:
         page.locator(f"#{section}").scroll_into_view_if_needed()
     expect(page.locator("#runs-table tbody tr")).to_have_count(3)
-    red, *_ = map(int, re.findall(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor")))
-    assert (red > 200) == (scheme == "light")
-    assert broken_rules(page) == []
+    for scheme in SCHEMES:
+        page.emulate_media(color_scheme=scheme)
+        red, *_ = map(int, re.findall(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor")))
+        assert (red > 200) == (scheme == "light")
+        assert broken_rules(page) == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_everybody_can_read_and_use_the_other_pages(scheme: str, open_page: OpenPage, tmp_path: Path) -> None:
+def test_everybody_can_read_and_use_the_other_pages(open_page: OpenPage, tmp_path: Path) -> None:
     token_file = tmp_path / "token"
     make_token(token_file)
     shown = {"authorization": f"Bearer {read_token(token_file)}"}
     with Dashboard("127.0.0.1:1", options=("--token-file", str(token_file))) as dashboard:
-        login = open_page(f"{dashboard.url}/login", scheme=scheme)
+        login = open_page(f"{dashboard.url}/login")
         expect(login.locator("form")).to_be_visible()
-        assert broken_rules(login) == []
-        empty = open_page(dashboard.url, scheme=scheme, extra_http_headers=shown, may_be_refused=True)
+        empty = open_page(dashboard.url, extra_http_headers=shown, may_be_refused=True)
         expect(empty.locator(".alert")).to_be_visible()
-        assert broken_rules(empty) == []
-        api = open_page(f"{dashboard.url}/api", scheme=scheme, extra_http_headers=shown)
+        api = open_page(f"{dashboard.url}/api", extra_http_headers=shown)
         expect(api.locator("h2").nth(3)).to_be_visible()
         api.locator("section").first.evaluate(
             "card => card.querySelectorAll('details').forEach((one) => one.open = true)"
         )
-        assert broken_rules(api) == []
+        for scheme in SCHEMES:
+            for page in (login, empty, api):
+                page.emulate_media(color_scheme=scheme)
+                assert broken_rules(page) == []
 
 
 def test_a_theme_that_was_chosen_is_remembered(trained_page: Page) -> None:

@@ -100,6 +100,11 @@ def test_ranks_of_a_job_are_chosen_together_or_one_by_one(page: Page, jobs: Crow
     expect(page.locator("#steps th:visible").first).to_have_text("Rank")
     expect(page.locator("#timeline-workers")).to_contain_text("± 0.15 ms")
 
+    page.locator("#segments").scroll_into_view_if_needed()
+    for rank in range(RANKS):
+        expect(page.locator("#segments-table tbody tr", has_text=f"sweep-0 rank {rank}").first).to_be_visible()
+    expect(page.locator("#segments-table tbody tr", has_text="pretrain")).to_have_count(0)
+
     page.locator("#rank").select_option("2")
     expect(page.locator("#timeline-chart figcaption")).to_have_text("Steps of run sweep-0 rank 2")
     expect(page.locator("#steps tbody tr")).to_have_count(3)

@@ -28,8 +28,8 @@ SomeRuns = Annotated[
     Query(
         alias="runs",
         max_length=64,
-        description="Ids of several runs, such as the ranks of a training, which are shown on one axis. May be given "
-        "more than once, and goes before `run`",
+        description="Ids of several runs, such as the ranks of a training. May be given more than once, and goes "
+        "before `run`",
         examples=[[RUN]],
     ),
 ]

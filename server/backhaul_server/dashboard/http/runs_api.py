@@ -95,6 +95,7 @@ def add_run_routes(app: FastAPI, sources: Sources) -> None:
 
     @app.get("/api/v1/segments", tags=["steps and segments"], responses={**shows(schemas.SegmentList), **MISSING})
     async def segments(
+        runs: SomeRuns = [],  # noqa: B006  FastAPI copies it
         run: AnyRun = "",
         text: Filter = "",
         reason: Reason = "",
@@ -104,7 +105,7 @@ def add_run_routes(app: FastAPI, sources: Sources) -> None:
         limit: Annotated[int, Query(ge=1, le=1_000, description="Rows at most", examples=[100])] = 100,
     ) -> schemas.SegmentList:
         """The cost of each segment, the place of its recomputation, and the reason for it."""
-        tables = sources.tables(run)
+        tables = sources.tables(runs or filter(None, [run]))
         rows = select(tables, text, sort, descending=descending, reason=reason)
         return segment_list(rows[offset : offset + limit], len(rows), reasons_of(tables), offset, limit)
 
@@ -115,6 +116,7 @@ def add_run_routes(app: FastAPI, sources: Sources) -> None:
         responses={**shows_text(CSV, "text/csv"), **MISSING},
     )
     async def segments_csv(
+        runs: SomeRuns = [],  # noqa: B006  FastAPI copies it
         run: AnyRun = "",
         text: Filter = "",
         reason: Reason = "",
@@ -122,8 +124,9 @@ def add_run_routes(app: FastAPI, sources: Sources) -> None:
         descending: Descending = False,
     ) -> CsvResponse:
         """All rows of the table of segments, for spreadsheets."""
-        rows = select(sources.tables(run), text, sort, descending=descending, reason=reason)
-        name = f"backhaul-segments-{run}.csv" if run else "backhaul-segments.csv"
+        names = runs or list(filter(None, [run]))
+        rows = select(sources.tables(names), text, sort, descending=descending, reason=reason)
+        name = f"backhaul-segments-{names[0]}.csv" if names else "backhaul-segments.csv"
         headers = {"Content-Disposition": f'attachment; filename="{name}"'}
         return CsvResponse(_lines(rows), headers=headers)
 

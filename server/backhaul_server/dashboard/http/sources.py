@@ -1,6 +1,7 @@
 """What the routes read: the collected records, and the history."""
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fastapi import HTTPException
@@ -73,9 +74,9 @@ class Sources:
         """Returns a run by id, or the run that began last if the id is empty."""
         return self.run(name) if name else self.watch.trainers.newest()
 
-    def tables(self, name: str) -> list[SegmentTable]:
-        """Returns the table of a run, or of all runs if the id is empty."""
-        runs = [self.run(name)] if name else list(self.watch.trainers)
+    def tables(self, names: Iterable[str]) -> list[SegmentTable]:
+        """Returns the tables of these runs, or of all runs if no id is given."""
+        runs = [self.run(name) for name in dict.fromkeys(names)] or list(self.watch.trainers)
         return [run.detail.segments for run in runs if run.detail is not None]
 
     def worker(self, address: str) -> Watched:

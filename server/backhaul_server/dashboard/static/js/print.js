@@ -48,7 +48,7 @@ function showPrinted() {
     `printed on ${date(now.getTime() / 1000)} ${now.getFullYear()}`,
     new URL(address({ all: "" }), location.href).href,
   ];
-  setText(byId("printed"), parts.filter(Boolean).join(" · "));
+  setText(byId("print-details"), parts.filter(Boolean).join(" · "));
 }
 
 /** Paper is white, whatever the theme. */

@@ -4,7 +4,7 @@ import { bind, change, onChange, state } from "./address.js";
 import { byId, element, explain, setOptions, setText } from "./dom.js";
 import { bytes, count, drift, duration, milliseconds, NONE } from "./format.js";
 import { ask, pathTo, Poll } from "./poll.js";
-import { chosenRun, nameWithRank, onScope } from "./scope.js";
+import { chosenRun, chosenRuns, nameWithRank, onScope } from "./scope.js";
 import { Table } from "./table.js";
 
 const PAGE = 50;
@@ -69,7 +69,7 @@ function paintDecision(cell, row) {
 }
 
 function query() {
-  return { run: chosenRun(), filter: state("filter"), reason: state("reason"), sort: state("sort"), descending: state("order") === "down" };
+  return { runs: chosenRun() === "" ? [] : chosenRuns(), filter: state("filter"), reason: state("reason"), sort: state("sort"), descending: state("order") === "down" };
 }
 
 /** Updates the controls at once; the rows follow with the next answer. */
