@@ -70,7 +70,7 @@ def test_a_run_of_which_too_little_is_known_is_not_judged(changed: dict[str, int
 
 
 def test_numbers_have_three_digits_and_a_unit() -> None:
-    assert [in_bytes(size) for size in (0, 999, 1e3, 1_048_000, 1.2345e9, 5e14)] == [
+    assert [in_bytes(size) for size in (0, 999, 1e3, 1 << 20, 1.2345e9, 5e14)] == [
         "0 B",
         "999 B",
         "0.977 KiB",
