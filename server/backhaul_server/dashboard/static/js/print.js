@@ -6,7 +6,7 @@ import { byId, setText, speak } from "./dom.js";
 import { date } from "./format.js";
 import { loadAll, loadSeen } from "./poll.js";
 import { rangeTimes } from "./range.js";
-import { nameWithRank } from "./scope.js";
+import { chosenName } from "./scope.js";
 
 const root = document.documentElement;
 let themeBefore = null;
@@ -42,8 +42,8 @@ async function printAll() {
 function showPrinted() {
   const now = new Date();
   const parts = [
-    state("run") === "" ? "All runs" : `Run ${nameWithRank(state("run"))}`,
-    state("rank") === "" ? "" : `rank ${state("rank")}`,
+    state("run") === "" ? "All runs" : `Run ${chosenName()}`,
+    state("run") === "" && state("rank") !== "" ? `rank ${state("rank")}` : "",
     rangeTimes(),
     `printed on ${date(now.getTime() / 1000)} ${now.getFullYear()}`,
     new URL(address({ all: "" }), location.href).href,

@@ -9,6 +9,7 @@ const SAME_START_S = 120; // ranks of a job connect within this time
 const runs = new Map(); // every run that the page has heard of, by id
 const sameNames = new Map(); // how many of these runs have a name and a rank in common
 const unknown = new Set(); // ids of the address that the dashboard knows nothing of
+const listeners = [];
 let newest = "";
 
 /** Returns how a run is called: its name, or the first letters of its id. */
@@ -31,6 +32,12 @@ export function nameWithRank(run) {
 /** Returns what the API last said of a run; undefined if it is unknown. */
 export function runOf(id) {
   return runs.get(id);
+}
+
+/** Returns how the choice of a run is called: the job if all of its ranks are chosen, or the run. */
+export function chosenName() {
+  const chosen = chosenRuns();
+  return chosen.length > 1 ? nameOf(state("run")) : nameWithRank(chosen[0] ?? state("run"));
 }
 
 /** Whether the dashboard has said that it knows no run of this id. */
@@ -88,10 +95,13 @@ function peersOf(id) {
 /** Takes runs that the API has listed, and offers them for selection. */
 export function learnRuns(list) {
   const before = newest;
+  const chosenBefore = chosenRuns().join();
   for (const run of list) runs.set(run.run, run);
   countNames();
   newest = [...runs.values()].reduce((best, run) => (best === undefined || run.started_at_s > best.started_at_s ? run : best), undefined)?.run ?? "";
   offer();
+  const isChosen = state("run") !== "" || state("rank") !== "";
+  if (isChosen && chosenRuns().join() !== chosenBefore) for (const callback of listeners) callback();
   return before !== newest;
 }
 
@@ -101,7 +111,7 @@ function countNames() {
 }
 
 function offer() {
-  document.title = state("run") === "" ? "Backhaul" : `${nameWithRank(state("run"))} · Backhaul`;
+  document.title = state("run") === "" ? "Backhaul" : `${chosenName()} · Backhaul`;
   const known = [...runs.values()].sort((a, b) => b.started_at_s - a.started_at_s);
   const jobs = known.filter((run) => peersOf(run.run)[0] === run.run || run.run === state("run"));
   const options = jobs.map((run) => [run.run, labelOf(run)]);
@@ -120,8 +130,9 @@ function labelOf(run) {
   return run.name ? `${run.name} (${runName(run.run)}${ranks})` : `${runName(run.run)} (${run.trainer}${ranks})`;
 }
 
-/** Calls back after another run or rank has been chosen. */
+/** Calls back after another run or rank has been chosen, or after more ranks of the chosen job have become known. */
 export function onScope(callback) {
+  listeners.push(callback);
   onChange(["run", "rank"], callback);
 }
 
