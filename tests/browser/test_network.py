@@ -39,8 +39,8 @@ def test_a_state_is_told_by_shape_and_word_too(crowd: Crowd, page: Page) -> None
     good = node.locator(".shape").get_attribute("d")
 
     def is_in_state(word: str) -> bool:
-        """Looks there again: parts above may have moved the node away, and only what is on screen is asked for."""
-        node.scroll_into_view_if_needed()
+        """Looks there again: parts above may have moved the topology away, and only what is on screen is asked for."""
+        page.locator("#topology").evaluate("section => section.scrollIntoView()")
         return word in (node.get_attribute("aria-label") or "")
 
     worker.hung.set()
