@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from backhaul_experiment.conduct.records import OtherExperimentError, Records, default_directory, names
+from backhaul_experiment.conduct.records import Records, RecordsError, default_directory, names
 from backhaul_experiment.plan.cells import SpecError
 from backhaul_experiment.plan.spec import read
 from backhaul_runtime.errors import BackhaulError
@@ -61,10 +61,13 @@ def run(arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, _interrupt)  # Raises, so that the processes it started are ended.
     try:
         return int(arguments.act(arguments))
-    except (SpecError, OtherExperimentError, BackhaulError) as error:
+    except (SpecError, RecordsError, BackhaulError) as error:
         where = f"{arguments.file}: " if arguments.act is _run and isinstance(error, SpecError) else ""
         print(f"backhaul experiment: {where}{error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("backhaul experiment: interrupted", file=sys.stderr)
+        return 130
     except OSError as error:
         print(f"backhaul experiment: {error.filename or arguments.results}: {error.strerror}", file=sys.stderr)
         return 2
@@ -73,27 +76,29 @@ def run(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     from backhaul_experiment.conduct.costs import measure_costs
     from backhaul_experiment.conduct.progress import progress
-    from backhaul_experiment.conduct.runner import Runner, machine, store_path
+    from backhaul_experiment.conduct.runner import Runner, machine, open_fabric, store_path
 
     experiment = read(arguments.file)
     records = Records(arguments.results, experiment.name)
-    if arguments.restart:
-        records.discard()
-    runner = Runner(experiment, records, store_path(arguments.store))
-    records.begin(experiment, machine())
-    cells, remaining = len(experiment.matrix.cells), len(runner.remaining)
-    done = cells * experiment.repeats - remaining
-    print(
-        f"{experiment.name}: {cells} cells, {experiment.repeats} repeats each"
-        + (f"; {done} of {cells * experiment.repeats} visits were finished before" if done else ""),
-        file=sys.stderr,
-    )
-    try:
-        with progress(remaining) as shown:
-            outcome = runner.run(shown, measure_costs)
-    except KeyboardInterrupt:
-        print("backhaul experiment: interrupted; the same command continues with what is missing", file=sys.stderr)
-        return 130
+    nodes = open_fabric(experiment)  # before anything is discarded: this machine may not be able to run it
+    with records.held():
+        if arguments.restart:
+            records.discard()
+        records.begin(experiment, machine())
+        runner = Runner(experiment, records, nodes, store_path(arguments.store))
+        cells, remaining = len(experiment.matrix.cells), len(runner.remaining)
+        done = cells * experiment.repeats - remaining
+        print(
+            f"{experiment.name}: {cells} cells, {experiment.repeats} repeats each"
+            + (f"; {done} of {cells * experiment.repeats} visits were finished before" if done else ""),
+            file=sys.stderr,
+        )
+        try:
+            with progress(remaining) as shown:
+                outcome = runner.run(shown, measure_costs)
+        except KeyboardInterrupt:
+            print("backhaul experiment: interrupted; the same command continues with what is missing", file=sys.stderr)
+            return 130
     for text in outcome.unequal:
         print(f"backhaul experiment: UNEQUAL GRADIENTS: {text}", file=sys.stderr)
     for text in outcome.failed:
@@ -109,12 +114,16 @@ def _list(arguments: argparse.Namespace) -> int:
     rows = [("NAME", "VISITS", "FAILED", "DATE", "TITLE")]
     for name in experiments:
         records = Records(arguments.results, name)
-        experiment, visits = records.experiment(), records.visits()
+        try:
+            experiment, visits = records.experiment(), records.visits()
+        except RecordsError:
+            rows.append((name, "", "", "", "its record is damaged, or of another version of Backhaul"))
+            continue
         settings = experiment["settings"]
         failed = sum(visit["status"] != "ok" for visit in visits)
         total = len(settings["cells"]) * settings["repeats"]
         rows.append(
-            (name, f"{len(visits)}/{total}", str(failed), experiment["machine"]["date"][:10], settings["title"])
+            (name, f"{len(visits)}/{total}", str(failed), experiment["machine"].get("date", "")[:10], settings["title"])
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows if experiments else ():
@@ -136,6 +145,8 @@ def _report(arguments: argparse.Namespace) -> int:
 def _write(records: Records, folder: Path) -> None:
     from backhaul_experiment.report.pages import write_report
 
+    for path in records.damaged():
+        print(f"backhaul experiment: {path} is damaged and left out: run the experiment again", file=sys.stderr)
     for path in write_report(records.experiment(), records.visits(), records.costs(), folder):
         print(path)
 

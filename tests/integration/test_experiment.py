@@ -12,7 +12,10 @@ import pytest
 
 from backhaul._cli.main import main
 from backhaul_bench.stage import descendants
+from backhaul_experiment.conduct.records import Records
+from backhaul_experiment.conduct.runner import machine
 from backhaul_experiment.nodes import cpu_shares, network
+from backhaul_experiment.plan.spec import read
 from conftest import wait_until
 from support.namespaces import require_namespaces
 
@@ -33,6 +36,7 @@ context = 8
 """
 MODEL = """
 import itertools
+import os
 
 from backhaul_experiment.training.models import WideModel
 
@@ -44,11 +48,17 @@ class Careless(WideModel):
         return super().begin(rows, next(calls))
 
 
+class Diverging(WideModel):
+    def loss(self, x, target):
+        return x.square() * float("nan")
+
+
 def make(layers, batch, seed, most):
     if batch > most:
         raise ValueError(f"{batch} rows are too many")
     print("a line that is no answer")
-    return (Careless if batch == 1 else WideModel)(layers, batch, seed, width=64)
+    os.write(1, b"a line of a library that is no answer\\n")
+    return {1: Careless, 2: Diverging}.get(batch, WideModel)(layers, batch, seed, width=64)
 """
 
 
@@ -97,7 +107,7 @@ def test_a_run_is_recorded_continued_and_reported(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace("50Mbit", "20Mbit"))
     changed = experiment(tmp_path)
     assert changed.returncode == 2
-    assert "holds the results of another version of this file" in changed.stderr
+    assert "holds results of another version of this file" in changed.stderr
     assert records(tmp_path) == again
     listed = experiment(tmp_path, command="list")
     assert "tiny  2/2     0" in listed.stdout
@@ -109,11 +119,12 @@ def test_a_run_is_recorded_continued_and_reported(tmp_path: Path) -> None:
 def test_a_node_that_does_not_come_up_and_unequal_gradients_fail_their_cells_alone(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(MODEL)
     own = '[model]\nfunction = "own:make"\nlayers = 2\narguments = { most = 4 }\n'
-    (tmp_path / "tiny.toml").write_text(TINY.partition("[model]")[0] + own + "[matrix]\nbatch = [8, 4, 1]\n")
+    (tmp_path / "tiny.toml").write_text(TINY.partition("[model]")[0] + own + "[matrix]\nbatch = [8, 4, 1, 2]\n")
     done = experiment(tmp_path)
     assert done.returncode == 1
-    failed, equal, unequal = (record for _, record in sorted(records(tmp_path).items()))
+    failed, equal, unequal, diverging = (record for _, record in sorted(records(tmp_path).items()))
     assert (failed["status"], equal["status"], unequal["status"]) == ("failed", "ok", "unequal")
+    assert diverging["status"] == "ok"  # NaN everywhere, and the same everywhere
     assert failed["why"] == "trainer 0 has ended with code 1"
     assert "ValueError: 8 rows are too many" in str(failed["log"])
     assert "UNEQUAL GRADIENTS: cell 2 (1 row in a step), repeat 1" in done.stderr
@@ -121,7 +132,9 @@ def test_a_node_that_does_not_come_up_and_unequal_gradients_fail_their_cells_alo
         page = (tmp_path / "results/tiny" / name).read_text()
         assert "ValueError: 8 rows are too many" in page
         assert "UNEQUAL GRADIENTS in cell 2" in page
-    assert "[1/1] cell 0" in experiment(tmp_path).stderr  # what has failed is tried again
+    again = experiment(tmp_path)
+    assert "[1/1] cell 0" in again.stderr  # what has failed is tried again
+    assert "UNEQUAL GRADIENTS: cell 2 (1 row in a step), repeat 1" in again.stderr
 
 
 def test_a_worker_that_does_not_start_is_shown_with_its_log(tmp_path: Path) -> None:
@@ -145,6 +158,22 @@ def test_without_namespaces_it_says_what_is_missing(
     assert not (tmp_path / "results").exists()
 
 
+def test_a_second_run_waits_for_no_first_and_restart_discards_nothing_without_rights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tiny.toml").write_text(TINY)
+    command = ["experiment", "run", str(tmp_path / "tiny.toml"), "--results", str(tmp_path / "results")]
+    kept = Records(tmp_path / "results", "tiny")
+    kept.begin(read(tmp_path / "tiny.toml"), machine())
+    with kept.held():
+        assert main(command) == 2
+    assert "another process runs this experiment" in capsys.readouterr().err
+    (tmp_path / "tiny.toml").write_text(TINY + '[nodes]\nkind = "namespace"\n')
+    monkeypatch.setattr(network, "obstacle", lambda: "network namespaces need root")
+    assert main([*command, "--restart"]) == 2
+    assert kept.experiment()["settings"]["nodes"]["kind"] == "process"
+
+
 def test_what_namespaces_need_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None if name == "ip" else name)
     assert "need ip, of iproute2" in network.obstacle()
@@ -160,8 +189,9 @@ def test_namespaces_and_groups_end_with_a_killed_run(tmp_path: Path) -> None:
         + '[nodes]\nkind = "namespace"\n[matrix]\nbandwidth = "50Mbit"\nlatency = "1ms"\n'
     )
     command = [sys.executable, "-m", "backhaul", "experiment", "run", str(tmp_path / "tiny.toml")]
+    to = ["--results", str(tmp_path / "results"), "--store", ":memory:"]
     with (tmp_path / "log").open("w") as log:
-        run = subprocess.Popen([*command, "--results", str(tmp_path / "results"), "--store", ":memory:"], stderr=log)
+        run = subprocess.Popen([*command, *to], stderr=log)
     group = _group(run.pid)
 
     def is_training() -> bool:
@@ -176,6 +206,11 @@ def test_namespaces_and_groups_end_with_a_killed_run(tmp_path: Path) -> None:
         run.wait()
     wait_until(lambda: not any(_is_alive(pid) for pid in nodes), "all nodes end", 30)
     wait_until(lambda: group is None or not group.exists(), "the groups are removed", 30)
+    (tmp_path / "tiny.toml").write_text(TINY)
+    left = tmp_path / "results" / "tiny" / "running"
+    assert left.exists()
+    assert main(["experiment", "run", str(tmp_path / "tiny.toml"), "--restart", *to]) == 0
+    assert not left.exists()
 
 
 def test_without_groups_processes_are_stopped_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,13 @@ def test_a_matrix_has_every_combination_once(workers: list[int], sizes: list[int
         ({"micro_batches": 3}, "micro_batches 3 does not divide batch 4"),
         ({"micro_batches": 2, "returns": "activations"}, "deferred"),
         ({"workers": list(range(1, 600))}, "would have been 599 cells. At most 500"),
+        ({"batch": list(range(1, 1001)), "trainers": list(range(1, 1001))}, "would have been 1000000 cells. At most"),
+        ({"bandwidth": "0.0001kbit"}, "not a bandwidth between 1 kbit/s and 1000 Gbit/s"),
+        ({"bandwidth": f"{'9' * 400}Gbit"}, "not a bandwidth between"),
+        ({"latency": "61s"}, "longer than the longest latency, 60 s"),
+        ({"batch": 10**30}, "batch: a number above 1,000,000 is too large"),
+        ({"trainers": 10**5}, "are 100001 nodes together, and a cell may have 250"),
+        ({"returns": [["gradients"]]}, "is not one of"),
     ],
 )  # fmt: skip
 def test_an_impossible_matrix_is_named_and_counted(table: dict[str, Any], said: str) -> None:
@@ -84,6 +91,21 @@ def test_an_impossible_matrix_is_named_and_counted(table: dict[str, Any], said: 
         ({"matrix": []}, r"matrix: write it as \[matrix\]"),
         ({"events": {}}, r"write each as \[\[events\]\]"),
         ({"events": [{"kill_worker": 1}]}, "there is no worker 1 in a cell with 1"),
+        ({"events": [{"at_step": 6}]}, "a repeat has 6 timed steps, which count from 0: 6 would never come"),
+        ({"charts": [["peak"]]}, "is not a list of some of"),
+        ({"nodes": {"start_timeout_s": float("nan")}}, "nodes.start_timeout_s: nan is not a number"),
+        ({"nodes": {"step_timeout_s": float("inf")}}, "nodes.step_timeout_s: at most 86,400"),
+        ({"repeats": 10**9}, "repeats: at most 10,000 is possible"),
+        ({"seed": 2**70}, "seed: at most"),
+        ({"seed": -1}, "seed: -1 is not a whole number of at least 0"),
+        ({"title": {"a": 1}}, "title: {'a': 1} is not a text"),
+        ({"nodes": {"token_file": 3}}, "nodes.token_file: 3 is not a text"),
+        ({"nodes": {"session": {"returns": "activations"}}}, r"returns is an axis, so set it in \[matrix\]"),
+        ({"nodes": {"worker_options": ["--listen=0.0.0.0:1"]}}, "leave out --listen=0.0.0.0:1"),
+        (
+            {"simulated": {"zebra": 1}},
+            'simulated: "zebra" is not an axis.* The simulated matrix would have been 1 cell',
+        ),
     ],
 )
 def test_a_wrong_key_is_named(table: dict[str, Any], said: str) -> None:
@@ -97,6 +119,19 @@ def test_a_file_that_is_no_toml_is_refused(tmp_path: Path) -> None:
         read(tmp_path / "a.toml")
     with pytest.raises(SpecError, match="No such file"):
         read(tmp_path / "b.toml")
+    for content in ("a = " + "[" * 100_000, "a = " + "9" * 5_000, "\udcff"):
+        (tmp_path / "a.toml").write_text(content, errors="surrogateescape")
+        with pytest.raises(SpecError, match="it is not TOML"):
+            read(tmp_path / "a.toml")
+
+
+def test_an_axis_that_only_simulated_cells_vary_is_named() -> None:
+    experiment = parse({"matrix": {"workers": [1, 2]}, "simulated": {"workers": 8, "batch": 8}}, "name")
+    assert experiment.matrix.varied == ("workers", "batch")
+
+
+def test_a_title_is_one_line() -> None:
+    assert parse({"title": "Two\n# lines"}, "name").title == "Two # lines"
 
 
 def test_the_digest_follows_the_content_and_not_comments(tmp_path: Path) -> None:

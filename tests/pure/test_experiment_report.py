@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from backhaul_experiment.conduct.progress import show_seconds, time_left_s
 from backhaul_experiment.plan.axes import AXES
-from backhaul_experiment.plan.spec import parse
+from backhaul_experiment.plan.spec import CHARTS, parse
 from backhaul_experiment.report.chart import ChartLine, ChartPoint, LineChart, draw, nice_ticks
-from backhaul_experiment.report.charts import positions
+from backhaul_experiment.report.charts import figures, loss_sentence, positions
 from backhaul_experiment.report.pages import write_report
+from backhaul_experiment.report.predictions import kind_of, predict_cell
 from backhaul_experiment.report.results import results
 
 MACHINE = {
@@ -92,6 +93,12 @@ def test_a_report_of_a_busy_machine_calls_its_numbers_hints(tmp_path: Path) -> N
         assert ("hints rather than results" in markdown.read_text()) == is_busy
 
 
+def test_nothing_is_said_of_other_programs_where_they_cannot_be_told_from_workers(tmp_path: Path) -> None:
+    visits = [visit_of(number, 0, 1.0, 1.0, 1.0, foreign_share=None) for number in range(3)]
+    write_report(experiment_of(WORKERS), visits, {}, tmp_path)
+    assert "Other programs" not in (tmp_path / "example.md").read_text()
+
+
 def test_core_bound_cells_are_kept_out_of_sentences(tmp_path: Path) -> None:
     bound = {"trainer": 1.0, "worker": 1.0, "is_core_bound": True, "why": "no cgroup"}
     visits = [visit_of(0, 0, 1.0, 1.4, 1.2), visit_of(1, 0, 1.0, 1.4, 1.2), visit_of(2, 0, 1.0, 1.4, 9.0, shares=bound)]
@@ -132,6 +139,108 @@ class _Links(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
+
+
+def sentence_of(ratios: list[float]) -> str:
+    """The sentence on step times of an experiment with as many workers as there are ratios to torch's step."""
+    visits = [visit_of(number, 0, 1.0, 1.0, ratio) for number, ratio in enumerate(ratios)]
+    table = {**WORKERS, "matrix": {"workers": [1, 2, 4][: len(ratios)]}}
+    experiment = experiment_of(table)
+    cells = results(experiment, visits, {})
+    return next(
+        chart.sentence
+        for chart in figures(cells, experiment["settings"]["varied"], [], ["step_time"])
+        if chart.key == "step-time-workers"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ratios", "said"),
+    [
+        ([0.5, 0.99], "It is nowhere slower than torch.utils.checkpoint"),
+        ([3.0, 1.01], "It is nowhere faster than torch.utils.checkpoint"),
+        ([0.99, 1.01], "It stays close to torch.utils.checkpoint"),
+        ([0.5, 0.6, 0.7], "It is faster than torch.utils.checkpoint everywhere"),
+        ([1.5, 1.6, 1.7], "It is slower than torch.utils.checkpoint everywhere"),
+        ([0.5, 1.5], "It breaks even with torch.utils.checkpoint between 1 worker and 2 workers"),
+    ],
+)
+def test_a_sentence_does_not_call_far_ratios_close(ratios: list[float], said: str) -> None:
+    assert said in sentence_of(ratios)
+
+
+def test_a_higher_peak_than_without_backhaul_is_said() -> None:
+    experiment = experiment_of(WORKERS)
+    peaks = {"none": 100_000_000, "torch": 40_000_000, "backhaul": 150_000_000}
+    cells = results(experiment, [visit_of(number, 0, 1.0, 1.0, 1.0, peak_bytes=peaks) for number in range(3)], {})
+    (chart,) = figures(cells, ["workers"], [], ["peak"])
+    assert "is 1.50 times that without checkpointing, and 3.75 times that with" in chart.sentence
+
+
+def test_baselines_that_differ_are_drawn_for_each_series() -> None:
+    experiment = experiment_of({**WORKERS, "matrix": {"workers": [1, 2], "batch": [2, 4]}})
+    visits = []
+    for number, cell in enumerate(experiment["settings"]["cells"]):
+        bytes_of = {
+            name: size * cell["batch"] for name, size in (("none", 10**7), ("torch", 10**6), ("backhaul", 10**6))
+        }
+        visits.append(visit_of(number, 0, 1.0, 1.0 + cell["batch"] / 10, 1.0, peak_bytes=bytes_of))
+    charts = {
+        chart.key: chart.chart for chart in figures(results(experiment, visits, {}), ["workers", "batch"], [], CHARTS)
+    }
+    peaks = {line.name: [point.y for point in line.points] for line in charts["peak-workers"].lines}
+    assert peaks["without checkpointing, 2 rows in a step"] == [20.0, 20.0]
+    assert peaks["without checkpointing, 4 rows in a step"] == [40.0, 40.0]
+    steps = {line.name: [point.y for point in line.points] for line in charts["step-time-workers"].lines}
+    assert steps["torch.utils.checkpoint (break-even), 2 rows in a step"] == [1.2, 1.2]
+    assert steps["torch.utils.checkpoint (break-even), 4 rows in a step"] == [1.4, 1.4]
+    along = {line.name: [point.y for point in line.points] for line in charts["peak-batch"].lines}
+    assert along["without checkpointing"] == [20.0, 40.0]
+
+
+def test_each_of_several_losses_is_told() -> None:
+    experiment = experiment_of(
+        {"steps": 2, "rounds": 4, "events": [{"at_step": 1}, {"at_step": 2}], "matrix": {"workers": 1}}
+    )
+    steps = {"none": [[1.0] * 4], "torch": [[1.0] * 4], "backhaul": [[1.0, 3.0, 4.0, 1.5]]}
+    (result,) = results(experiment, [visit_of(0, 0, 1.0, 1.0, 1.0, step_s=steps)], {})
+    said = loss_sentence(result, experiment["settings"]["events"])
+    assert "A worker is killed in the middle of step 1, which then takes 3.00 times" in said
+    assert "a worker is killed in the middle of step 2, which then takes 4.00 times" in said
+    assert "steps before them take 1.00 times as long; those after them 1.50 times" in said
+
+
+def test_trainers_with_a_worker_each_do_not_share_it_in_a_prediction() -> None:
+    costs = dict.fromkeys(("forward_s", "backward_s", "optimizer_s", "record_s", "upload_s", "ingest_s"), 0.001)
+    costs |= dict.fromkeys(("replay_s", "replay_backward_s", "answer_s", "finish_s"), 0.001)
+    footprint = {"replay_bytes": 0, "ready_bytes": 0, "backward_bytes": 0}
+    costs |= {"weight_bytes": 1000, "boundary_bytes": 1000, "footprint": footprint}  # type: ignore[dict-item]
+    values = {axis.name: axis.default for axis in AXES.values()}
+    kind = kind_of(values)
+    one = predict_cell(values, 8, {kind: costs}, 1.0)
+    several = predict_cell({**values, "trainers": 4, "workers": 4}, 8, {kind: costs}, 1.0, one_worker_each=True)
+    assert several.ratio == one.ratio
+    assert several.why == ""
+
+
+def test_a_log_with_fences_does_not_end_its_own(tmp_path: Path) -> None:
+    visits = [visit_of(0, 0, 1.0, 1.0, 1.0) | {"status": "failed", "why": "it ended", "log": "```\n# not a heading"}]
+    write_report(experiment_of(WORKERS), visits, {}, tmp_path)
+    assert "````\n```\n# not a heading\n````" in (tmp_path / "example.md").read_text()
+
+
+def test_points_that_are_no_numbers_are_left_out() -> None:
+    points = [ChartPoint(x, y, y, y) for x, y in ((0.0, float("nan")), (1.0, float("inf")), (2.0, 2.0))]
+    ticks = [(x, str(x)) for x in (0.0, 1.0, 2.0)]
+    drawn = draw(LineChart("title", "x", "y", ticks, [ChartLine("line", "#000", points)]))
+    assert "nan" not in drawn
+    assert "inf" not in drawn
+    assert drawn.count('r="4"') == 1
+
+
+def test_a_name_that_is_too_long_for_the_legend_is_drawn_narrower() -> None:
+    line = ChartLine("a name " * 20, "#000", [ChartPoint(0.0, 1.0, 1.0, 1.0)])
+    assert 'lengthAdjust="spacingAndGlyphs"' in draw(LineChart("title", "x", "y", [(0.0, "0")], [line]))
 
 
 def test_a_page_loads_nothing_and_is_closed(tmp_path: Path) -> None:

@@ -1,18 +1,27 @@
 """The order of visits, their records, and the bandwidth that connections of a link share."""
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backhaul._cli.main import main
 from backhaul_bench.simulation import throttled_proxy
 from backhaul_bench.simulation.throttled_proxy import Bandwidth
-from backhaul_experiment.conduct.records import OtherExperimentError, Records, Visit, names
-from backhaul_experiment.conduct.runner import schedule
+from backhaul_experiment.conduct.records import OtherExperimentError, Records, RecordsError, Visit, names, write
+from backhaul_experiment.conduct.runner import Runner, open_fabric, schedule
+from backhaul_experiment.nodes.fabric import LocalFabric
+from backhaul_experiment.nodes.processes import NodeProcess, end_of
+from backhaul_experiment.plan.cells import Cell
 from backhaul_experiment.plan.spec import Experiment, parse
+
+FAILED = {"status": "failed", "why": "trainer 0 has ended with code 1", "log": "", "shares": {}}
 
 
 def experiment_of(cells: int, repeats: int) -> Experiment:
@@ -37,14 +46,172 @@ def test_each_repeat_begins_with_another_cell() -> None:
 def test_records_are_there_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
     records = Records(tmp_path, "name")
     records.begin(experiment_of(2, 1), {"date": "today"})
-    assert not records.has(Visit(1, 0))
+    assert records.get(Visit(1, 0)) is None
     with pytest.raises(TypeError):
         records.put(Visit(1, 0), {"status": object()})
-    assert not records.has(Visit(1, 0))
-    records.put(Visit(1, 0), {"status": "ok"})
-    assert records.get(Visit(1, 0)) == {"cell": 1, "repeat": 0, "status": "ok"}
+    assert records.get(Visit(1, 0)) is None
+    records.put(Visit(1, 0), FAILED)
+    assert records.get(Visit(1, 0)) == {"cell": 1, "repeat": 0, **FAILED}
     assert [record["cell"] for record in records.visits()] == [1]
     assert names(tmp_path) == ["name"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"cell": 0, "repeat": 0, "status": "ok", "shares": {}}', "null"])
+def test_a_damaged_record_is_measured_again_and_left_out_of_the_report(tmp_path: Path, content: str) -> None:
+    records = Records(tmp_path, "name")
+    records.begin(experiment_of(2, 1), {"date": "today"})
+    records.put(Visit(0, 0), FAILED)
+    records.put(Visit(1, 0), FAILED)
+    (tmp_path / "name" / "cell-000-repeat-00.json").write_text(content)
+    assert records.get(Visit(0, 0)) is None
+    assert [record["cell"] for record in records.visits()] == [1]
+    assert [path.name for path in records.damaged()] == ["cell-000-repeat-00.json"]
+
+
+def test_a_damaged_experiment_is_named_and_does_not_hide_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("one", "other"):
+        Records(tmp_path, name).begin(experiment_of(2, 1), {"date": "today"})
+    (tmp_path / "one" / "experiment.json").write_text("{")
+    assert main(["experiment", "list", "--results", str(tmp_path)]) == 0
+    listed = capsys.readouterr().out
+    assert "its record is damaged" in listed
+    assert "other  0/2" in listed
+    assert main(["experiment", "report", "one", "--results", str(tmp_path)]) == 2
+    assert "experiment.json is damaged" in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_no_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_half(self: Path, text: str, **_: str) -> None:
+        with self.open("w") as file:
+            file.write(text[:10])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write_half)
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path / "record.json", {"a": 1})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_runs_of_an_experiment_do_not_mix(tmp_path: Path) -> None:
+    with Records(tmp_path, "name").held():
+        with (
+            pytest.raises(RecordsError, match="another process runs this experiment"),
+            Records(tmp_path, "name").held(),
+        ):
+            pass
+        with Records(tmp_path, "other").held():
+            pass
+    with Records(tmp_path, "name").held():
+        pass
+
+
+def test_results_of_other_versions_or_another_machine_are_not_mixed(tmp_path: Path) -> None:
+    machine: dict[str, Any] = {
+        "versions": {"torch": "2.12"},
+        "hardware": {"cpu": "A CPU", "usable_cores": 2, "load_average": 0.1},
+    }
+    records = Records(tmp_path, "name")
+    records.begin(experiment_of(2, 1), machine)
+    records.begin(experiment_of(2, 1), {**machine, "hardware": {**machine["hardware"], "load_average": 3.0}})
+    with pytest.raises(OtherExperimentError, match=r"measured with torch 2\.12 instead of 2\.13\. Keep them"):
+        records.begin(experiment_of(2, 1), {**machine, "versions": {"torch": "2.13"}})
+    with pytest.raises(OtherExperimentError, match="usable cores: 2 instead of 64"):
+        records.begin(experiment_of(2, 1), {**machine, "hardware": {"cpu": "A CPU", "usable_cores": 64}})
+
+
+class Silent:
+    """Progress that nobody sees, with the lines that it was to show."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def begin(self, visit: str) -> None:
+        """Does nothing."""
+
+    def end(self, outcome: str) -> None:
+        """Does nothing."""
+
+    def say(self, text: str) -> None:
+        """Keeps a line."""
+        self.lines.append(text)
+
+    def __enter__(self) -> "Silent":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+
+def test_unequal_gradients_are_told_again_when_an_experiment_goes_on(tmp_path: Path) -> None:
+    experiment, records = experiment_of(2, 1), Records(tmp_path, "name")
+    records.begin(experiment, {})
+    for cell in (0, 1):
+        records.put(Visit(cell, 0), {**FAILED, "status": "unequal" if cell else "failed", "why": "3 gradients differ"})
+    records.put(Visit(0, 0), {**FAILED, "status": "unequal", "why": "3 gradients differ"})
+    runner = Runner(experiment, records, open_fabric(experiment), "")
+    assert runner.remaining == []
+    outcome = runner.run(Silent(), lambda _: {})
+    assert [text.partition(": ")[2] for text in outcome.unequal] == ["3 gradients differ"] * 2
+
+
+def test_a_kernel_that_refuses_fails_the_cell_and_not_the_run(tmp_path: Path) -> None:
+    def refuse(cell: Cell, folder: Path) -> LocalFabric:
+        if cell.number:
+            raise OSError(24, "Too many open files")
+        raise subprocess.CalledProcessError(2, ["tc", "qdisc"], stderr="RTNETLINK answers: No such file")
+
+    experiment, records = experiment_of(2, 1), Records(tmp_path, "name")
+    records.begin(experiment, {})
+    progress = Silent()
+    outcome = Runner(experiment, records, refuse, "").run(progress, lambda _: {"why": "none", "costs": {}})
+    assert [text.partition(": ")[2] for text in outcome.failed] == [
+        "tc qdisc has ended with code 2",
+        "this machine cannot run the cell: [Errno 24] Too many open files",
+    ]
+    assert "    RTNETLINK answers: No such file" in progress.lines
+
+
+def test_costs_that_could_not_be_measured_are_measured_again(tmp_path: Path) -> None:
+    experiment, records = experiment_of(1, 1), Records(tmp_path, "name")
+    records.begin(experiment, {})
+    records.put_costs({"why": "it took too long", "costs": {}})
+
+    def refuse(cell: Cell, folder: Path) -> LocalFabric:
+        raise OSError(24, "Too many open files")
+
+    Runner(experiment, records, refuse, "").run(Silent(), lambda _: {"why": "", "costs": {"kind": {}}})
+    assert records.costs()["costs"] == {"kind": {}}
+
+
+@pytest.mark.parametrize("content", [b"x" * 10**6, b"\xff\x00\x1b[31mred\r\n" * 10**5, b"", b"short"])
+def test_the_end_of_a_log_is_short_and_printable(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "log").write_bytes(content)
+    shown = end_of(tmp_path / "log")
+    assert len(shown) <= 20_000
+    assert len(shown.splitlines()) <= 25
+    assert shown.replace("\n", "").isprintable()
+    assert bool(shown) == bool(content)
+    assert end_of(tmp_path / "missing") == ""
+
+
+def test_what_a_killed_process_of_a_node_ran_stays_counted(tmp_path: Path) -> None:
+    child = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass\nprint(flush=True)"
+    parent = (
+        "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', sys.argv[1] + '; input()'], "
+        "stdin=subprocess.PIPE); child.wait(); print('ended', flush=True); input()"
+    )
+    node = NodeProcess("node", [sys.executable, "-c", parent, child], tmp_path / "log")
+    try:
+        node.read(60)
+        before_s = node.ran_s()
+        node.kill_serving()
+        assert node.read(60) == "ended"
+        assert before_s >= 0.3
+        assert node.ran_s() >= before_s - 0.05
+    finally:
+        node.end()
 
 
 def test_records_of_another_version_are_kept(tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 import json
 import os
+import shutil
+import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from backhaul_bench.noise import busy_s, process_ran_s
@@ -41,6 +42,7 @@ class Measurement:
         shares_of: Returns the shares of a cell's nodes.
         cpu_shares: Creates what holds nodes to their shares; None if nodes are not throttled.
         store: The history file of the dashboard; empty to write none.
+        folder: Directory for the logs of a visit, which is emptied before and removed after it.
     """
 
     def __init__(
@@ -50,20 +52,27 @@ class Measurement:
         shares_of: Callable[[Cell], NodeShares],
         cpu_shares: Callable[[], CpuShares] | None,
         store: str,
+        folder: Path,
     ) -> None:
+        self._folder = folder
         self._experiment, self._open_fabric, self._shares_of = experiment, open_fabric, shares_of
         self._cpu_shares, self._store = cpu_shares, store
 
     def visit(self, cell: Cell, repeat: int) -> dict[str, Any]:
-        """Runs a repeat of a cell. Returns its record, also if a node does not come up or ends."""
+        """Runs a repeat of a cell. Returns its record, also if a node does not come up, ends or answers nonsense."""
         record: dict[str, Any] = {"status": OK, "began_at_s": time.time(), "simulated": False}
         shares = self._shares_of(cell)
         record["shares"] = asdict(shares)
         try:
-            with TemporaryDirectory(prefix="backhaul-experiment-") as folder, ExitStack() as opened:
-                record |= self._measure(cell, repeat, shares, Path(folder), opened)
+            with _emptied(self._folder) as folder, ExitStack() as opened:
+                record |= self._measure(cell, repeat, shares, folder, opened)
         except NodeError as error:
             record |= {"status": FAILED, "why": str(error), "log": error.log}
+        except subprocess.CalledProcessError as error:
+            why = f"{' '.join(map(str, error.cmd))} has ended with code {error.returncode}"
+            record |= {"status": FAILED, "why": why, "log": str(error.stderr or "")}
+        except OSError as error:
+            record |= {"status": FAILED, "why": f"this machine cannot run the cell: {error}", "log": ""}
         record["took_s"] = time.time() - record["began_at_s"]
         return record
 
@@ -147,27 +156,29 @@ class Turns:
         carried = dict.fromkeys((*_COUNTS, *_SUMS), 0.0)
         busy_shares, last_losses = [], []
         for name in VARIANTS:
-            self.together("turn", name, experiment.warm_up, None)
+            self.together("turn", name, experiment.warm_up, [])
         if unequal := self._unequal():
             return unequal
-        before = _Load(self._nodes())
+        before = _Load(self._fabric.processes)
         for number in range(experiment.rounds):
             first = number % len(VARIANTS)
             for name in (*VARIANTS[first:], *VARIANTS[:first]):
-                ran_s, workers_ran_s, began_s = self._ran_s(), self._workers_ran_s(), time.monotonic()
+                # Devices are read by processes of their own, which takes the longer the more nodes a cell has.
                 linked = self._fabric.link_bytes()
+                ran_s, workers_ran_s, began_s = self._ran_s(), self._workers_ran_s(), time.monotonic()
                 answers = self._turn(name, number)
                 turn_s = time.monotonic() - began_s
+                ran_s, workers_ran_s = self._ran_s() - ran_s, self._workers_ran_s() - workers_ran_s
                 for of_trainer, answer in zip(steps[name], answers, strict=True):
                     of_trainer.extend(answer["step_s"][1:])
                 if name == "none":
-                    busy_shares.append((self._ran_s() - ran_s) / turn_s / len(self._trainers))
+                    busy_shares.append(ran_s / turn_s / len(self._trainers))
                 if name == "backhaul":
                     for count in _COUNTS:
                         carried[count] += sum(answer[count] for answer in answers)
                     carried["turn_s"] += turn_s
-                    carried["trainers_ran_s"] += self._ran_s() - ran_s
-                    carried["workers_ran_s"] += self._workers_ran_s() - workers_ran_s
+                    carried["trainers_ran_s"] += ran_s
+                    carried["workers_ran_s"] += workers_ran_s
                     sides = zip(("trainers", "workers"), linked, self._fabric.link_bytes(), strict=True)
                     for side, earlier, later in sides:
                         carried[f"{side}_link_bytes"] += later - earlier
@@ -180,31 +191,43 @@ class Turns:
             "carried": {**carried, "steps": experiment.rounds * experiment.steps * len(self._trainers)},
             "losses": last_losses,
             "trainer_used": median(busy_shares),
-            "foreign_share": _Load(self._nodes()).foreign_share(before),
+            "foreign_share": _Load(self._fabric.processes).foreign_share(before)
+            if self._fabric.has_all_processes
+            else None,
         }
 
     def together(self, *command: Any) -> list[dict[str, Any]]:
         """Lets all trainers execute a command, and returns their answers."""
         for trainer in self._trainers:
             trainer.write(json.dumps(command))
-        return [json.loads(trainer.read(self._experiment.nodes.step_timeout_s)) for trainer in self._trainers]
+        return [self._answer(trainer) for trainer in self._trainers]
 
     def _turn(self, name: str, number: int) -> list[dict[str, Any]]:
         """Runs a turn of all trainers, with what happens in it."""
         timed = self._experiment.steps - 1
-        events = [event for event in self._experiment.events if event.at_step // timed == number]
-        if name != "backhaul" or not events:
-            return self.together("turn", name, self._experiment.steps, None)
-        event = events[0]
+        killed: dict[int, list[int]] = {}  # workers by step of the turn
+        for event in self._experiment.events if name == "backhaul" else ():
+            if event.at_step // timed == number:
+                killed.setdefault(1 + event.at_step % timed, []).append(event.kill_worker)
         for trainer in self._trainers:
-            trainer.write(json.dumps(["turn", name, self._experiment.steps, 1 + event.at_step % timed]))
-        timeout_s = self._experiment.nodes.step_timeout_s
-        for trainer in self._trainers:
-            trainer.read(timeout_s)
-        self._fabric.workers[event.kill_worker].kill_serving()
-        for trainer in self._trainers:
-            trainer.write("")
-        return [json.loads(trainer.read(timeout_s)) for trainer in self._trainers]
+            trainer.write(json.dumps(["turn", name, self._experiment.steps, sorted(killed)]))
+        for step in sorted(killed):
+            for trainer in self._trainers:
+                trainer.read(self._experiment.nodes.step_timeout_s)
+            for worker in killed[step]:
+                self._fabric.workers[worker].kill_serving()
+            for trainer in self._trainers:
+                trainer.write("")
+        return [self._answer(trainer) for trainer in self._trainers]
+
+    def _answer(self, trainer: NodeProcess) -> dict[str, Any]:
+        """Reads an answer of a trainer. Raises NodeError if there is none, or if it is none."""
+        line = trainer.read(self._experiment.nodes.step_timeout_s)
+        try:
+            answer: dict[str, Any] = json.loads(line)
+        except ValueError:
+            raise trainer.error(f"answered {line[:80]!r}, which is not JSON") from None
+        return answer
 
     def _unequal(self) -> dict[str, Any]:
         """Returns the state of a visit whose gradients are unequal; empty if all are equal."""
@@ -213,9 +236,6 @@ class Turns:
                 why = f"{gradients} gradients and {weights} weights of {name} differ from those without checkpointing"
                 return {"status": UNEQUAL, "why": f"{why} on {trainer.name}"}
         return {}
-
-    def _nodes(self) -> list[NodeProcess]:
-        return [*self._trainers, *self._fabric.workers]
 
     def _ran_s(self) -> float:
         return sum(trainer.ran_s() for trainer in self._trainers)
@@ -227,16 +247,27 @@ class Turns:
 class _Load:
     """How much the machine's cores have worked until now, for others and for us."""
 
-    def __init__(self, nodes: Sequence[NodeProcess]) -> None:
+    def __init__(self, ours: Sequence[NodeProcess]) -> None:
         self._at_s = time.monotonic()
         self._cores = sorted(os.sched_getaffinity(0))
         self._busy_s = sum(busy_s(core) for core in self._cores)
-        self._ours_s = sum(node.ran_s() for node in nodes) + (process_ran_s(os.getpid()) or 0.0)
+        self._ours_s = sum(process.ran_s() for process in ours) + (process_ran_s(os.getpid()) or 0.0)
 
     def foreign_share(self, before: "_Load") -> float:
-        """Returns the fraction of the cores' time since a moment that was not spent on nodes, at least 0."""
+        """Returns the fraction of the cores' time since a moment that others than our processes used, at least 0."""
         wall_s = (self._at_s - before._at_s) * len(self._cores)
         return max(0.0, (self._busy_s - before._busy_s - self._ours_s + before._ours_s) / wall_s)
+
+
+@contextmanager
+def _emptied(folder: Path) -> Iterator[Path]:
+    """Makes a directory, and removes it. What a run that was killed has left in it is removed before."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _largest(answers: Sequence[Mapping[str, int]]) -> dict[str, int]:

@@ -71,18 +71,20 @@ class Runner:
     Args:
         experiment: The experiment to run.
         records: Where records are written.
+        nodes: What creates the nodes of a cell, see `open_fabric`.
         store: The history file of the dashboard; empty to write none.
     """
 
-    def __init__(self, experiment: Experiment, records: Records, store: str) -> None:
+    def __init__(self, experiment: Experiment, records: Records, nodes: OpenFabric, store: str) -> None:
         self._experiment, self._records = experiment, records
         throttles = experiment.nodes.throttle and experiment.nodes.kind != "ray"
         self._measurement = Measurement(
             experiment,
-            open_fabric(experiment),
+            nodes,
             partial(node_shares, experiment),
             cpu_shares.cpu_shares if throttles else None,
             store,
+            records.path / "running",
         )
         self.remaining = [visit for visit in schedule(experiment) if not self._is_finished(visit)]
 
@@ -93,14 +95,20 @@ class Runner:
             progress: Shows every visit to the user.
             measure_costs: Measures the costs from which the simulator predicts; called once for an experiment.
         """
-        if self._experiment.predictions and self.remaining and not self._records.costs():
+        costs = self._records.costs()
+        if self._experiment.predictions and self.remaining and (not costs or costs.get("why")):
             progress.say("measuring what a segment costs, for the simulator's predictions")
             self._records.put_costs(measure_costs(self._experiment))
         failed: dict[int, str] = {}
-        unequal: list[str] = []
+        # Those of earlier runs are not measured again, and stay what the command has to say.
+        unequal = [
+            f"{self._name(visit)}: {record['why']}"
+            for visit in schedule(self._experiment)
+            if (record := self._records.get(visit)) is not None and record["status"] == UNEQUAL
+        ]
+        without_history = ""
         for visit in self.remaining:
-            cell = self._experiment.matrix.cells[visit.cell]
-            name = f"cell {cell.number} ({cell.shown(self._experiment.matrix.varied)}), repeat {visit.repeat + 1}"
+            cell, name = self._experiment.matrix.cells[visit.cell], self._name(visit)
             progress.begin(name)
             if visit.cell in failed:
                 progress.end("left out, because the cell has failed")
@@ -108,6 +116,9 @@ class Runner:
             record = self._measurement.visit(cell, visit.repeat)
             self._records.put(visit, record)
             progress.end(summary(record))
+            if (trouble := record.get("history", "")) != without_history:
+                without_history = trouble
+                progress.say(f"the dashboard will not show these runs: {trouble}" if trouble else "runs are kept again")
             if record["status"] == UNEQUAL:
                 unequal.append(f"{name}: {record['why']}")
                 progress.say(f"UNEQUAL GRADIENTS in {name}: {record['why']}")
@@ -116,8 +127,13 @@ class Runner:
                 progress.say("\n".join(f"    {line}" for line in record["log"].splitlines()[-5:]))
         return RunOutcome(tuple(failed.values()), tuple(unequal))
 
+    def _name(self, visit: Visit) -> str:
+        cell = self._experiment.matrix.cells[visit.cell]
+        return f"cell {cell.number} ({cell.shown(self._experiment.matrix.varied)}), repeat {visit.repeat + 1}"
+
     def _is_finished(self, visit: Visit) -> bool:
-        return self._records.has(visit) and self._records.get(visit)["status"] != FAILED
+        record = self._records.get(visit)
+        return record is not None and record["status"] != FAILED
 
 
 def summary(record: Mapping[str, Any]) -> str:
@@ -138,7 +154,9 @@ def machine() -> dict[str, Any]:
     described = describe(-1, -1, "cpu")
     for key in ("trainer_core", "worker_core"):
         del described["hardware"][key]
-    described["hardware"]["usable_cores"] = len(os.sched_getaffinity(0))
+    described["hardware"]["usable_cores"] = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return described
 
 

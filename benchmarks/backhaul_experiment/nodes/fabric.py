@@ -6,8 +6,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol, Self
 
-from backhaul_experiment.nodes.network import MOST_HOSTS, Bridge, Host
-from backhaul_experiment.nodes.processes import NodeError, NodeProcess
+from backhaul_experiment.nodes.network import Bridge, Host
+from backhaul_experiment.nodes.processes import NodeProcess
 from backhaul_experiment.plan.cells import Cell
 from backhaul_experiment.plan.spec import NodesSpec
 from backhaul_runtime.process.credentials import make_token
@@ -31,12 +31,16 @@ class Fabric(Protocol):
         token_file: File with the workers' token; empty if they need none.
         workers: The workers' processes on this machine.
         trainers: The processes of the trainers.
+        processes: Processes of the cell on this machine: of nodes, links and the history.
+        has_all_processes: Whether these are all of the cell's processes that run on this machine.
     """
 
     address: str
     token_file: str
     workers: list[NodeProcess]
     trainers: list[NodeProcess]
+    processes: list[NodeProcess]
+    has_all_processes: bool
 
     def start_workers(self) -> None:
         """Starts all workers, and waits until they serve. Raises NodeError if one does not."""
@@ -72,14 +76,15 @@ class LocalFabric:
         self.address = self.token_file = ""
         self.workers: list[NodeProcess] = []
         self.trainers: list[NodeProcess] = []
+        self.processes: list[NodeProcess] = []
+        self.has_all_processes = True
         self._cell, self._nodes, self._folder = cell, nodes, folder
         self._opened = ExitStack()
         self._bridge: Bridge | None = None
+        self._collector: NodeProcess | None = None
         self._worker_hosts: list[Host] = []
         self._trainer_hosts: list[Host] = []
         if is_in_namespaces:
-            if cell["trainers"] + cell["workers"] > MOST_HOSTS:
-                raise NodeError(f"a bridge has room for {MOST_HOSTS} hosts")
             self._bridge = self._opened.enter_context(Bridge())
             self.token_file = str(folder / "token")
             Path(self.token_file).unlink(missing_ok=True)
@@ -107,7 +112,9 @@ class LocalFabric:
     def collector(self, store: str) -> NodeProcess | None:
         """Starts the process that writes the history."""
         command = [*_PYTHON, "backhaul_experiment.conduct.collector", store, self.address, self.token_file]
-        return self._node("collector", command if self._bridge is None else self._bridge.hub.command(*command), {})
+        command = command if self._bridge is None else self._bridge.hub.command(*command)
+        self._collector = self._node("collector", command, {})
+        return self._collector
 
     def link_bytes(self) -> tuple[int, int]:
         """Returns the bytes that the devices of all trainers and of all workers have carried; zeros without devices."""
@@ -157,6 +164,7 @@ class LocalFabric:
     ) -> NodeProcess:
         log = self._folder / f"{name.replace(' ', '-')}.log"
         node = NodeProcess(name, command, log, environment, ends_with_stdin=ends_with_stdin)
+        self.processes.append(node)
         self._opened.callback(node.end)
         return node
 
@@ -164,4 +172,11 @@ class LocalFabric:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        # All end at the same time, so that an interrupted run does not wait for each node in turn.
+        for trainer in self.trainers:
+            trainer.ask_to_end()
+        if self._collector is not None:
+            self._collector.end()  # it reads the workers' last reports
+        for process in self.processes:
+            process.ask_to_end()
         self._opened.close()

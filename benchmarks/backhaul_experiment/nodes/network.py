@@ -13,7 +13,6 @@ from typing import Any, Self
 SUBNET = "10.77.0"
 HUB = f"{SUBNET}.1"
 """Address of the bridge, which is a host of its own."""
-MOST_HOSTS = 250
 WITH_ITS_PARENT = ("setpriv", "--pdeathsig", "KILL")
 """What a command begins with that ends when the process that started it does."""
 _BURST_S, _QUEUE_MS = 0.002, 50
@@ -105,7 +104,7 @@ class Bridge:
         for side, device in ((self.hub, _device(host)), (host, "eth0")):
             bucket = f"rate {int(bytes_per_s * 8)}bit burst {burst}b latency {_QUEUE_MS}ms"
             command = f"tc qdisc replace dev {device} root tbf {bucket}"
-            subprocess.run(side.command(*command.split()), check=True)
+            subprocess.run(side.command(*command.split()), check=True, capture_output=True, text=True)
 
     def counted(self, host: Host) -> tuple[int, int]:
         """Returns the bytes that a host's device has received and sent, as its own side counts them."""
@@ -124,7 +123,7 @@ class Bridge:
     @staticmethod
     def _configure(host: Host, *commands: str) -> None:
         for command in commands:
-            subprocess.run(host.command("ip", *command.split()), check=True)
+            subprocess.run(host.command("ip", *command.split()), check=True, capture_output=True, text=True)
 
     def __enter__(self) -> Self:
         return self

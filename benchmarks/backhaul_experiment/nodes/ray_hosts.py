@@ -52,6 +52,8 @@ class RayFabric:
         self.address, self.token_file = "", nodes.token_file
         self.workers: list[NodeProcess] = []
         self.trainers: list[NodeProcess] = []
+        self.processes: list[NodeProcess] = []
+        self.has_all_processes = False  # Ray may place workers on this machine, too
         self._cell, self._nodes, self._folder = cell, nodes, folder
         self._fleet = f"experiment-{os.getpid()}"
         self._actors: control.Actors = {}
@@ -88,6 +90,7 @@ class RayFabric:
     def _node(self, name: str, *command: str, environment: Any = None) -> NodeProcess:
         log = self._folder / f"{name.replace(' ', '-')}.log"
         node = NodeProcess(name, [*_PYTHON, *command], log, environment)
+        self.processes.append(node)
         self._opened.callback(node.end)
         return node
 

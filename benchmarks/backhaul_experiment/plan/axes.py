@@ -13,24 +13,35 @@ _LATENCY = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s)")
 _BITS = {"k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 UNLIMITED = "unlimited"
+_MOST = 1_000_000
+"""The largest number on an axis of whole numbers."""
+_BANDWIDTHS = (1e3 / 8, 1e12 / 8)
+"""The smallest and the largest bandwidth, in bytes per second."""
+_LONGEST_S = 60.0
 
 
 def parse_bandwidth(value: Any) -> float:
-    """Returns bytes per second, 0 for "unlimited". Raises ValueError for a text without a unit, as in "100Mbit"."""
+    """Returns bytes per second, 0 for "unlimited". Raises ValueError for an absurd one, or one without a unit."""
     if value == UNLIMITED:
         return 0.0
     match = _BANDWIDTH.fullmatch(value) if isinstance(value, str) else None
-    if match is None or float(match[1]) == 0:
+    if match is None:
         raise ValueError(f'{value!r} is not a bandwidth: write it as "100Mbit", or "{UNLIMITED}"')
-    return float(match[1]) * _BITS[match[2]] / 8
+    bytes_per_s = float(match[1]) * _BITS[match[2]] / 8
+    if not _BANDWIDTHS[0] <= bytes_per_s <= _BANDWIDTHS[1]:
+        raise ValueError(f"{value[:40]!r} is not a bandwidth between 1 kbit/s and 1000 Gbit/s")
+    return bytes_per_s
 
 
 def parse_latency(value: Any) -> float:
-    """Returns seconds. Raises ValueError for a text without a unit, as in "5ms"."""
+    """Returns seconds. Raises ValueError for a latency above a minute, or one without a unit."""
     match = _LATENCY.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         raise ValueError(f'{value!r} is not a latency: write it as "5ms"')
-    return float(match[1]) * _SECONDS[match[2]]
+    seconds = float(match[1]) * _SECONDS[match[2]]
+    if seconds > _LONGEST_S:
+        raise ValueError(f"{value[:40]!r} is longer than the longest latency, {_LONGEST_S:g} s")
+    return seconds
 
 
 def show_bandwidth(bytes_per_s: Value) -> str:
@@ -50,6 +61,8 @@ def show_latency(seconds: Value) -> str:
 def _count(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{value!r} is not a whole number above 0")
+    if value > _MOST:
+        raise ValueError(f"a number above {_MOST:,} is too large")
     return value
 
 

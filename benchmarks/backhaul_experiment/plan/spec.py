@@ -2,13 +2,15 @@
 
 import hashlib
 import json
+import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
+from backhaul_experiment.plan.axes import AXES
 from backhaul_experiment.plan.cells import Cell, Matrix, SpecError, expand
 
 Kind = Literal["process", "namespace", "ray"]
@@ -141,6 +143,11 @@ class Experiment:
 
 _TABLES = ("model", "nodes", "matrix", "simulated", "events")
 _COUNTS = {"repeats": 3, "warm_up": 3, "rounds": 3, "steps": 3, "seed": 0}
+_MOST_TURNS = 10_000
+_LARGEST_SEED = 2**62
+_LONGEST_S = 86_400.0
+_SETTINGS_OF_RUNS = frozenset({"worker", "token_file", "run", "tags", "notes"})
+_SETTINGS_OF_CELLS = frozenset({"returns", "boundaries"})
 _MODEL = [field.name for field in fields(ModelSpec)]
 _NODES = [field.name for field in fields(NodesSpec)]
 
@@ -156,7 +163,9 @@ def read(path: Path) -> Experiment:
         table = tomllib.loads(content.decode())
     except OSError as error:
         raise SpecError(f"it cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise SpecError("it is not TOML: it is nested too deeply") from None
+    except ValueError as error:  # TOML's own errors, text that is not UTF-8, and numbers that Python does not read
         raise SpecError(f"it is not TOML: {error}") from None
     return parse(table, path.stem)
 
@@ -173,8 +182,11 @@ def parse(table: Mapping[str, Any], name: str) -> Experiment:
         if not isinstance(table.get(key, {}), list if key == "events" else dict) and key in table:
             raise SpecError(f"{key}: write it as [{key}]" if key != "events" else "events: write each as [[events]]")
     counts = {
-        key: _number(key, table.get(key, default), int, 0 if key == "seed" else 1) for key, default in _COUNTS.items()
+        key: _number(key, table.get(key, default), int, 1, _MOST_TURNS)
+        for key, default in _COUNTS.items()
+        if key != "seed"
     }
+    counts["seed"] = _number("seed", table.get("seed", _COUNTS["seed"]), int, 0, _LARGEST_SEED)
     if counts["steps"] < 2:  # noqa: PLR2004
         raise SpecError("steps: a turn needs at least 2 steps, of which the first is not timed")
     predictions = table.get("predictions", True)
@@ -190,16 +202,19 @@ def parse(table: Mapping[str, Any], name: str) -> Experiment:
         fixed = {key: value for key, value in table.get("matrix", {}).items() if not isinstance(value, list)}
         predicted = expand({**fixed, **table["simulated"]}, model.layers, first=len(matrix.cells), is_simulated=True)
         simulated = predicted.cells
-    title = str(table.get("title", table.get("name", name)))
+        varied = tuple(axis for axis in AXES if len({cell[axis] for cell in (*matrix.cells, *simulated)}) > 1)
+        matrix = replace(matrix, varied=(*matrix.varied, *(axis for axis in varied if axis not in matrix.varied)))
+    name = _name(_text("name", table, name))
+    timed = counts["rounds"] * (counts["steps"] - 1)
     return Experiment(
-        name=_name(str(table.get("name", name))),
-        title=title,
+        name=name,
+        title=" ".join(_text("title", table, name).split()) or name,
         charts=_charts(table.get("charts", list(CHARTS))),
         predictions=predictions,
-        description=" ".join(str(table.get("description", "")).split()),
+        description=" ".join(_text("description", table, "").split()),
         model=model,
         nodes=nodes,
-        events=tuple(_event(event, matrix) for event in table.get("events", [])),
+        events=tuple(_event(event, matrix, timed) for event in table.get("events", [])),
         matrix=matrix,
         simulated=simulated,
         digest=hashlib.sha256(json.dumps(table, sort_keys=True, default=str).encode()).hexdigest()[:16],
@@ -208,7 +223,7 @@ def parse(table: Mapping[str, Any], name: str) -> Experiment:
 
 
 def _charts(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not value or not set(value) <= set(CHARTS):
+    if not isinstance(value, list) or not value or not all(kind in CHARTS for kind in value):
         raise SpecError(f"charts: {value!r} is not a list of some of {', '.join(CHARTS)}")
     return tuple(value)
 
@@ -219,7 +234,7 @@ def _model(table: Mapping[str, Any]) -> ModelSpec:
     parts = str(function).split(":")
     if function != DEMO and (len(parts) != 2 or not all(part.replace(".", "_").isidentifier() for part in parts)):  # noqa: PLR2004
         raise SpecError(f'model.function: "{function}" is neither "{DEMO}" nor "module:function"')
-    width = _number("model.width", table.get("width", ModelSpec().width), int, 1)
+    width = _number("model.width", table.get("width", ModelSpec().width), int, 1, 65_536)
     if width % 32:
         raise SpecError(f"model.width: {width} is not a multiple of 32")
     arguments = table.get("arguments", {})
@@ -227,9 +242,9 @@ def _model(table: Mapping[str, Any]) -> ModelSpec:
         raise SpecError('model.arguments: write a table, for a model.function of your own; "demo" takes none')
     return ModelSpec(
         str(function),
-        _number("model.layers", table.get("layers", ModelSpec().layers), int, 1),
+        _number("model.layers", table.get("layers", ModelSpec().layers), int, 1, 10_000),
         width,
-        _number("model.context", table.get("context", ModelSpec().context), int, 1),
+        _number("model.context", table.get("context", ModelSpec().context), int, 1, 1_000_000),
         arguments,
     )
 
@@ -242,21 +257,27 @@ def _nodes(table: Mapping[str, Any]) -> NodesSpec:
     options, session = table.get("worker_options", []), table.get("session", {})
     if not isinstance(options, list) or not all(isinstance(option, str) for option in options):
         raise SpecError('nodes.worker_options: write a list of texts, as in ["--memory", "1GiB"]')
-    if not isinstance(session, dict) or {"worker", "token_file", "run", "tags", "notes"} & set(session):
+    for option in options:
+        if option.partition("=")[0] in {"--listen", "--token-file"}:
+            raise SpecError(f"nodes.worker_options: leave out {option}, which every worker gets from the experiment")
+    if not isinstance(session, dict) or _SETTINGS_OF_RUNS & set(session):
         raise SpecError("nodes.session: write a table of arguments of connect(), without worker, token_file or run")
+    for key in session:
+        if key in _SETTINGS_OF_CELLS:
+            raise SpecError(f"nodes.session: {key} is an axis, so set it in [matrix], by which cells are named")
     switches = {key: table.get(key, getattr(usual, key)) for key in ("throttle", "one_worker_each")}
     for key, value in switches.items():
         if not isinstance(value, bool):
             raise SpecError(f"nodes.{key}: {value!r} is neither true nor false")
     return NodesSpec(
         kind=table.get("kind", usual.kind),
-        start_timeout_s=_number("nodes.start_timeout_s", table.get("start_timeout_s", 60.0), float, 0.001),
-        step_timeout_s=_number("nodes.step_timeout_s", table.get("step_timeout_s", 120.0), float, 0.001),
+        start_timeout_s=_number("nodes.start_timeout_s", table.get("start_timeout_s", 60.0), float, 0.001, _LONGEST_S),
+        step_timeout_s=_number("nodes.step_timeout_s", table.get("step_timeout_s", 120.0), float, 0.001, _LONGEST_S),
         worker_options=tuple(options),
         session=session,
-        ray_address=str(table.get("ray_address", usual.ray_address)),
-        token_file=str(table.get("token_file", usual.token_file)),
-        window_kib=_number("nodes.window_kib", table.get("window_kib", usual.window_kib), int, 1),
+        ray_address=_text("ray_address", table, usual.ray_address, "nodes."),
+        token_file=_text("token_file", table, usual.token_file, "nodes."),
+        window_kib=_number("nodes.window_kib", table.get("window_kib", usual.window_kib), int, 1, 1 << 22),
         **switches,
     )
 
@@ -273,7 +294,7 @@ def _check_kind(matrix: Matrix, nodes: NodesSpec) -> None:
         )
 
 
-def _event(table: Any, matrix: Matrix) -> EventSpec:
+def _event(table: Any, matrix: Matrix, timed: int) -> EventSpec:
     if not isinstance(table, dict):
         raise SpecError("events: write each as a table [[events]]")
     _check_keys("events.", table, ("kill_worker", "at_step"))
@@ -281,7 +302,13 @@ def _event(table: Any, matrix: Matrix) -> EventSpec:
     fewest = min(cell["workers"] for cell in matrix.cells)
     if worker >= fewest:
         raise SpecError(f"events.kill_worker: there is no worker {worker} in a cell with {fewest}; they count from 0")
-    return EventSpec(worker, _number("events.at_step", table.get("at_step", 0), int, 0))
+    at_step = table.get("at_step", 0)
+    if isinstance(at_step, int) and at_step >= timed:
+        raise SpecError(
+            f"events.at_step: a repeat has {timed} timed step{'s' if timed != 1 else ''}, which count from 0: "
+            f"{at_step} would never come"
+        )
+    return EventSpec(worker, _number("events.at_step", at_step, int, 0))
 
 
 def _check_keys(prefix: str, table: Mapping[str, Any], known: Sequence[str]) -> None:
@@ -292,12 +319,21 @@ def _check_keys(prefix: str, table: Mapping[str, Any], known: Sequence[str]) -> 
             raise SpecError(f'"{prefix}{key}" is not a key of an experiment{hint}')
 
 
-def _number(key: str, value: Any, kind: Callable[[Any], Any], least: float) -> Any:
+def _number(key: str, value: Any, kind: Callable[[Any], Any], least: float, most: float = math.inf) -> Any:
     is_number = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
-    if not is_number or value < least:
+    if not is_number or not value >= least:  # a NaN is not
         what = "number" if kind is float else "whole number"
         raise SpecError(f"{key}: {value!r} is not a {what} of at least {least:g}")
+    if value > most:
+        raise SpecError(f"{key}: at most {most:,.0f} is possible")
     return kind(value)
+
+
+def _text(key: str, table: Mapping[str, Any], default: str, prefix: str = "") -> str:
+    value = table.get(key, default)
+    if not isinstance(value, str):
+        raise SpecError(f"{prefix}{key}: {value!r} is not a text")
+    return value
 
 
 def _name(name: str) -> str:

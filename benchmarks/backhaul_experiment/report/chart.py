@@ -1,9 +1,9 @@
 """Draws a line chart as SVG with the standard library alone. Pure."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
-from math import ceil, floor, log10
+from math import ceil, floor, isfinite, log10
 
 WIDTH, HEIGHT = 760, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 24, 20, 62
@@ -81,7 +81,12 @@ def nice_ticks(high: float, most: int = 6) -> list[float]:
 
 
 def draw(chart: LineChart) -> str:
-    """Returns a chart as an SVG document."""
+    """Returns a chart as an SVG document. Points that are no finite numbers are left out."""
+    lines = [
+        replace(line, points=[point for point in line.points if isfinite(point.y + point.low + point.high)])
+        for line in chart.lines
+    ]
+    chart = replace(chart, lines=lines)
     rows = _legend_rows(chart.lines)
     height = HEIGHT + _LEGEND_ROW * len(rows)
     ticks = nice_ticks(max((point.high for line in chart.lines for point in line.points), default=1.0) * 1.04)
@@ -162,7 +167,10 @@ def _draw_legend(rows: Sequence[Sequence[tuple[float, ChartLine]]]) -> list[str]
             parts.append(f'<path d="M{x:.1f} {y - 4}h26" stroke="{line.color}" stroke-width="2"{dash}/>')
             if line.has_marks:
                 parts.append(f'<circle cx="{x + 13:.1f}" cy="{y - 4}" r="3.5" fill="{line.color}"/>')
-            parts.append(f'<text x="{x + 34:.1f}" y="{y}">{escape(line.name)}</text>')
+            room = WIDTH - _RIGHT - x - 34
+            # A name that is too long for a row of its own is drawn narrower, so that nothing of it is cut off.
+            narrow = f' textLength="{room:.0f}" lengthAdjust="spacingAndGlyphs"' * (_CHARACTER * len(line.name) > room)
+            parts.append(f'<text x="{x + 34:.1f}" y="{y}"{narrow}>{escape(line.name)}</text>')
     return parts
 
 

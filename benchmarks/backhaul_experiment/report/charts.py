@@ -15,6 +15,8 @@ NONE, TORCH, BACKHAUL = "without checkpointing", "torch.utils.checkpoint", "Back
 _EQUAL = 0.02
 """Ratios that differ from 1 by less are called equal."""
 _MEGABYTE = 1e6
+_OF_TRAINING = ("micro_batches", "segment_layers", "batch", "dtype")
+"""Axes that change what a step without Backhaul computes, or how torch's checkpoint divides it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,20 +115,22 @@ def _named(what: str, name: str) -> str:
 def _step_time(series: Series, axis: Axis) -> ReportChart:
     at, ticks = _ticks(series, axis)
     lines: list[ChartLine] = [
-        ChartLine(NONE, GREY, [ChartPoint(x, 1.0, 1.0, 1.0) for x, _ in ticks], "2 4", has_marks=False)
+        ChartLine(NONE, GREY, [ChartPoint(x, 1.0, 1.0, 1.0) for x, _ in ticks], "2 4", has_marks=len(ticks) == 1)
     ]
-    torch_points = []
-    for value, x in at.items():
-        ratios = [
-            result.torch_over_none.value
-            for _, row in series
-            for result in row
-            if result.cell[axis.name] == value and result.torch_over_none is not None
-        ]
-        if ratios:
-            middle = Spread.of(ratios).value
-            torch_points.append(ChartPoint(x, middle, middle, middle))
-    lines.append(ChartLine(f"{TORCH} (break-even)", DARK, torch_points, "8 4", has_marks=False))
+    for shared, rows in _same_baseline(series, axis):
+        torch_points = []
+        for value, x in at.items():
+            ratios = [
+                result.torch_over_none.value
+                for result in rows
+                if result.cell[axis.name] == value and result.torch_over_none is not None
+            ]
+            if ratios:
+                middle = Spread.of(ratios).value
+                torch_points.append(ChartPoint(x, middle, middle, middle))
+        if torch_points:
+            name = _named(f"{TORCH} (break-even)", shared)
+            lines.append(ChartLine(name, DARK, torch_points, "8 4", has_marks=len(torch_points) == 1))
     for color, (name, row) in zip(_colors(), series, strict=False):
         predicted = [
             ChartPoint(at[result.cell[axis.name]], ratio, ratio, ratio, is_hollow=True)
@@ -179,7 +183,12 @@ def step_sentence(series: Series, axis: Axis) -> str:
             f"Hollow points ({len(bound)}) are core-bound: their nodes were not held to their shares of a core, so "
             "they say nothing about scaling."
         )
-    errors = sorted(abs(result.error) for _, row in series for result in row if result.error is not None)
+    errors = sorted(
+        abs(result.error)
+        for _, row in series
+        for result in row
+        if result.error is not None and not result.is_core_bound
+    )
     if errors:
         middle = Spread.of(errors).value
         texts.append(f"The simulator is off by {middle:.0%} in the median and by {errors[-1]:.0%} at most.")
@@ -200,15 +209,20 @@ def _range_sentence(usable: Sequence[CellResult], axis: Axis, *, is_first: bool)
     if len(usable) == 1:
         return f"{what} {compared(first)}."
     sentence = f"{what} {compared(first)} {at(first)}, and {ratio[last.cell.number]:.2f} times {at(last)}. "
+    lowest, highest = min(ratio.values()), max(ratio.values())
+    if lowest >= 1 - _EQUAL and highest <= 1 + _EQUAL:
+        return f"{sentence}It stays close to {TORCH}."
     crossings = break_even(usable, axis)
     if crossings:
         places = " and ".join(f"between {low} and {high}" for low, high in crossings)
         return f"{sentence}It breaks even with {TORCH} {places}."
-    if all(value < 1 - _EQUAL for value in ratio.values()):
+    if highest < 1 - _EQUAL:
         return f"{sentence}It is faster than {TORCH} everywhere in this range."
-    if all(value > 1 + _EQUAL for value in ratio.values()):
+    if lowest > 1 + _EQUAL:
         return f"{sentence}It is slower than {TORCH} everywhere in this range."
-    return f"{sentence}It stays close to {TORCH}."
+    if lowest < 1 - _EQUAL:
+        return f"{sentence}It is nowhere slower than {TORCH} in this range."
+    return f"{sentence}It is nowhere faster than {TORCH} in this range."
 
 
 def break_even(usable: Sequence[CellResult], axis: Axis) -> list[tuple[str, str]]:
@@ -226,10 +240,10 @@ def _peak(series: Series, axis: Axis) -> ReportChart:
     at, ticks = _ticks(series, axis)
     lines = []
     names = {"none": (NONE, GREY, "2 4"), "torch": (TORCH, DARK, "8 4")}
-    _, first = series[0]
-    for variant, (label, color, dash) in names.items():
-        points = _peaks(first, at, axis, variant)
-        lines.append(ChartLine(label, color, points, dash, has_marks=len(points) == 1))
+    for shared, rows in _same_baseline(series, axis):
+        for variant, (label, color, dash) in names.items():
+            points = _peaks(rows, at, axis, variant)
+            lines.append(ChartLine(_named(label, shared), color, points, dash, has_marks=len(points) == 1))
     for color, (name, row) in zip(_colors(), series, strict=False):
         lines.append(ChartLine(_named(BACKHAUL, name), color, _peaks(row, at, axis, "backhaul")))
     chart = LineChart(
@@ -251,7 +265,13 @@ def _peak(series: Series, axis: Axis) -> ReportChart:
         for result in row
         if result.peak_bytes is not None
     ]
-    if max(saved) < _EQUAL:
+    if min(saved) < -_EQUAL:
+        needed = _times([1 - share for share in saved])
+        sentence = (
+            f"With Backhaul the peak of the trainer's activations and gradients is {needed} that without "
+            f"checkpointing, and {_times(beside)} that with {TORCH}."
+        )
+    elif max(saved) < _EQUAL:
         sentence = "All variants need the same memory, because the activations of this model are small."
     else:
         sentence = (
@@ -264,12 +284,26 @@ def _peak(series: Series, axis: Axis) -> ReportChart:
 
 
 def _peaks(row: Sequence[CellResult], at: dict[Value, float], axis: Axis, variant: str) -> list[ChartPoint]:
-    points = []
+    """Returns the peaks of a variant along an axis, the largest of the results with the same value of it."""
+    megabytes: dict[float, float] = {}
     for result in row:
         if result.peak_bytes is not None:
-            megabytes = result.peak_bytes[variant] / _MEGABYTE
-            points.append(ChartPoint(at[result.cell[axis.name]], megabytes, megabytes, megabytes))
-    return points
+            x = at[result.cell[axis.name]]
+            megabytes[x] = max(megabytes.get(x, 0.0), result.peak_bytes[variant] / _MEGABYTE)
+    return [ChartPoint(x, peak, peak, peak) for x, peak in sorted(megabytes.items())]
+
+
+def _same_baseline(series: Series, axis: Axis) -> Series:
+    """Returns the results along an axis, one list for all that train the same, so that they have the same baseline.
+
+    Workers, links and what travels on them do not change a step without Backhaul.
+    """
+    rows = [result for _, row in series for result in row]
+    own = [name for name in _OF_TRAINING if name != axis.name and len({result.cell[name] for result in rows}) > 1]
+    groups: dict[str, list[CellResult]] = {}
+    for result in rows:
+        groups.setdefault(result.cell.shown(own) if own else "", []).append(result)
+    return list(groups.items())
 
 
 def _percent(values: Sequence[float]) -> str:
@@ -368,18 +402,27 @@ def _cell_name(result: CellResult) -> str:
 
 def loss_sentence(result: CellResult, events: Sequence[dict[str, Any]]) -> str:
     """Returns what happened to the steps when a worker was killed."""
-    at = events[0]["at_step"]
-    lost = [steps[at] for steps in result.timeline if len(steps) > at]
-    before = [step for steps in result.timeline for step in steps[:at]]
-    after = [step for steps in result.timeline for step in steps[at + 1 :]]
-    parts = [
-        f"A worker is killed in the middle of step {at}, which then takes {Spread.of(lost).value:.2f} times as long as "
-        "a step without checkpointing"
-    ]
+    places = sorted({event["at_step"] for event in events})
+    first, last = places[0], places[-1]
+    before = [step for steps in result.timeline for step in steps[:first]]
+    after = [step for steps in result.timeline for step in steps[last + 1 :]]
+    parts: list[str] = []
+    for at in places:
+        lost = [steps[at] for steps in result.timeline if len(steps) > at]
+        if not lost:
+            continue
+        killed = sum(event["at_step"] == at for event in events)
+        who = "A worker is" if killed == 1 else f"{killed} workers are"
+        parts.append(
+            f"{who if not parts else who.replace('A', 'a')} killed in the middle of step {at}, which then takes "
+            f"{Spread.of(lost).value:.2f} times as long as a step without checkpointing"
+        )
     if before:
-        parts.append(f"steps before it take {Spread.of(before).value:.2f} times as long")
+        parts.append(
+            f"steps before {'it' if first == last else 'them'} take {Spread.of(before).value:.2f} times as long"
+        )
     if after:
-        parts.append(f"those after it {Spread.of(after).value:.2f} times")
+        parts.append(f"those after {'it' if first == last else 'them'} {Spread.of(after).value:.2f} times")
     return f"{'; '.join(parts)}. The training loop goes on, and all gradients are equal to the last bit."
 
 

@@ -1,5 +1,6 @@
 """Writes the report of an experiment: one self-contained HTML file, and Markdown with SVG files beside it. Pure."""
 
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -51,10 +52,10 @@ def write_report(
     charts = figures(cells, settings["varied"], settings["events"], settings["charts"])
     folder.mkdir(parents=True, exist_ok=True)
     for figure in charts:
-        (folder / f"{name}-{figure.key}.svg").write_text(draw(figure.chart))
+        (folder / f"{name}-{figure.key}.svg").write_text(draw(figure.chart), encoding="utf-8")
     page, markdown = folder / f"{name}.html", folder / f"{name}.md"
-    page.write_text(as_html(experiment, cells, charts, costs, visits))
-    markdown.write_text(as_markdown(experiment, cells, charts, costs, visits))
+    page.write_text(as_html(experiment, cells, charts, costs, visits), encoding="utf-8")
+    markdown.write_text(as_markdown(experiment, cells, charts, costs, visits), encoding="utf-8")
     return [page, markdown]
 
 
@@ -114,7 +115,8 @@ def as_markdown(
     parts.append("\n".join(f"| {' | '.join(text.replace('|', '/') for text in row)} |" for row in table))
     for result in cells:
         if result.log:
-            parts.append(f"End of the log of cell {result.cell.number}:\n\n```\n{result.log}\n```")
+            fence = "`" * max(3, 1 + max(map(len, re.findall("`+", result.log)), default=0))
+            parts.append(f"End of the log of cell {result.cell.number}:\n\n{fence}\n{result.log}\n{fence}")
     parts.append("## How it was measured")
     parts.append("\n".join(f"- {key}: {value}" for key, value in _method(experiment, visits)))
     return "\n\n".join(parts) + "\n"
@@ -181,7 +183,7 @@ def _marks(result: CellResult) -> str:
 def _warnings(cells: Sequence[CellResult], visits: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns what a reader must know before any chart."""
     texts = []
-    foreign = [visit["foreign_share"] for visit in visits if "foreign_share" in visit]
+    foreign = [share for visit in visits if (share := visit.get("foreign_share")) is not None]
     if foreign and median(foreign) > _FOREIGN:
         texts.append(
             f"Other programs used {min(foreign):.0%} to {max(foreign):.0%} of the machine while this experiment ran, "
@@ -203,7 +205,7 @@ def _notes(cells: Sequence[CellResult], costs: Mapping[str, Any], settings: Mapp
     texts = [
         "Times are medians of timed steps on nodes that have only a share of a core, so compare ratios, not "
         "milliseconds. Ratios are medians over rounds; the quartiles are in brackets, and charts show them as bars. "
-        "Gradients and weights of all three variants were compared with torch.equal in every round. A node is busy for "
+        "Gradients and weights of all three variants were compared bit by bit in every round. A node is busy for "
         "the part of its share of a core that it uses while steps with Backhaul run."
     ]
     if any(result.is_core_bound for result in cells):
@@ -246,9 +248,10 @@ def _method(experiment: Mapping[str, Any], visits: Sequence[Mapping[str, Any]]) 
     if hows:
         rows.append(("Throttled by", ", ".join(hows)))
     used = [visit["trainer_used"] / visit["shares"]["trainer"] for visit in visits if "trainer_used" in visit]
-    foreign = [visit["foreign_share"] for visit in visits if "foreign_share" in visit]
+    foreign = [share for visit in visits if (share := visit.get("foreign_share")) is not None]
     if used:
         rows.append(("Share that trainers got", f"{min(used):.0%} to {max(used):.0%} of what they should get"))
+    if foreign:
         rows.append(("Other programs", f"used {min(foreign):.0%} to {max(foreign):.0%} of the machine meanwhile"))
     size = f"{model['layers']} layers"
     if model["function"] == "demo":

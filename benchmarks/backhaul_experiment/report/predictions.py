@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
 from backhaul.simulate.costs import Costs, Setup, step_without_checkpointing_s
@@ -41,7 +42,12 @@ def kind_of(values: Mapping[str, Any]) -> str:
 
 
 def predict_cell(
-    values: Mapping[str, Any], layers: int, costs: Mapping[str, Any], trainer_share: float
+    values: Mapping[str, Any],
+    layers: int,
+    costs: Mapping[str, Any],
+    trainer_share: float,
+    *,
+    one_worker_each: bool = False,
 ) -> CellPrediction:
     """Predicts a cell.
 
@@ -50,6 +56,7 @@ def predict_cell(
         layers: The number of layers of the model.
         costs: The costs that were measured, by `kind_of`, as JSON.
         trainer_share: Share of a core that the trainer has, by which all costs are divided.
+        one_worker_each: Whether each trainer uses one of the workers instead of all of them.
     """
     if kind_of(values) not in costs:
         return CellPrediction(why="the costs of such a segment were not measured")
@@ -58,20 +65,21 @@ def predict_cell(
     of_segment = _slowed(costs[kind_of(values)], trainer_share)
     segments, micro_batches = layers // values["segment_layers"], values["micro_batches"]
     # Trainers share a worker's core and link equally, at worst all the time.
-    crowd = values["trainers"]
+    workers = 1 if one_worker_each else values["workers"]
+    crowd = ceil(values["trainers"] / values["workers"]) if one_worker_each else values["trainers"]
     why = "trainers are modelled as equal shares of each worker" if crowd > 1 else ""
     none_s = step_without_checkpointing_s(replace(of_segment, optimizer_s=0.0), segments) * micro_batches
     none_s += segments * of_segment.optimizer_s
     if micro_batches > 1:
         if values["bandwidth"] or values["latency"]:
             return CellPrediction(why="the simulator does not model links in accumulation blocks")
-        speeds = [values["worker_speed"] / crowd] * values["workers"]
+        speeds = [values["worker_speed"] / crowd] * workers
         block = predict_block(of_segment, BlockSetup(segments, micro_batches, speeds))
         step_s = block.took_s + segments * of_segment.optimizer_s
         return CellPrediction(step_s, step_s / none_s, why)
     setup = Setup(
         segments,
-        workers=values["workers"],
+        workers=workers,
         bytes_per_s=values["bandwidth"] / crowd,
         latency_s=values["latency"],
         worker_speed=values["worker_speed"] / crowd,

@@ -90,14 +90,15 @@ def results(
     """
     settings = experiment["settings"]
     layers, measured_costs = settings["model"]["layers"], costs.get("costs", {})
+    one_worker_each = settings["nodes"]["one_worker_each"]
     table = []
     for number, values in enumerate(settings["cells"]):
         own = [visit for visit in visits if visit["cell"] == number]
         share = own[-1]["shares"]["trainer"] if own else 1.0
-        prediction = predict_cell(values, layers, measured_costs, share)
+        prediction = predict_cell(values, layers, measured_costs, share, one_worker_each=one_worker_each)
         table.append(_result(Cell(number, values), own, prediction, settings))
     for number, values in enumerate(settings["simulated"], start=len(table)):
-        prediction = predict_cell(values, layers, measured_costs, 1.0)
+        prediction = predict_cell(values, layers, measured_costs, 1.0, one_worker_each=one_worker_each)
         table.append(CellResult(Cell(number, values, is_simulated=True), "simulated", prediction=prediction))
     return table
 
@@ -119,6 +120,11 @@ def _result(
     def total(key: str) -> float:
         return float(sum(part[key] for part in carried))
 
+    def busy(side: str) -> float:
+        """Returns the part of their shares of a core that the nodes of a side used; visits may differ in shares."""
+        had_s = sum(visit["carried"]["turn_s"] * visit["shares"][side] for visit in visits) * cell[f"{side}s"]
+        return float(total(f"{side}s_ran_s") / had_s)
+
     return CellResult(
         cell,
         "ok",
@@ -135,8 +141,8 @@ def _result(
         trainers_bytes_per_s=total("trainers_link_bytes") / turn_s,
         workers_bytes_per_s=total("workers_link_bytes") / turn_s,
         share=visits[-1]["shares"]["trainer"],
-        trainer_busy=total("trainers_ran_s") / turn_s / cell["trainers"] / visits[-1]["shares"]["trainer"],
-        worker_busy=total("workers_ran_s") / turn_s / cell["workers"] / visits[-1]["shares"]["worker"],
+        trainer_busy=busy("trainer"),
+        worker_busy=busy("worker"),
         is_core_bound=any(visit["shares"]["is_core_bound"] for visit in visits),
         disturbed=sum(is_disturbed(visit) for visit in visits),
         visits=len(visits),

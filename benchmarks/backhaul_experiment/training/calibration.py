@@ -68,6 +68,9 @@ def calibrate(stage: Stage, settings: Mapping[str, Any], cell: Mapping[str, Any]
 
 def main() -> None:
     """Measures on two cores of this machine."""
+    # What a model of the user's own prints must not be taken for costs.
+    output, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
+    os.dup2(2, 1)
     settings = json.loads(sys.stdin.readline())
     cores = sorted(os.sched_getaffinity(0))
     pin(cores[0])  # before torch is imported: its threads inherit the affinity
@@ -78,7 +81,7 @@ def main() -> None:
     for key, cell in settings["cells"].items():
         with Stage.of(cores[0], cores[1], os.getpid()) as stage:
             costs[key] = asdict(calibrate(stage, settings, cell))
-    print(json.dumps(costs), flush=True)
+    print(json.dumps(costs), file=output, flush=True)
 
 
 if __name__ == "__main__":

@@ -43,8 +43,8 @@ class Trainer:
 
         Args:
             command: "turn", "compare", "peak" or "report".
-            *arguments: For a turn the variant, the number of steps, and the step in whose middle the runner is asked
-                to let something happen, or None.
+            *arguments: For a turn the variant, the number of steps, and the steps in whose middle the runner is asked
+                to let something happen.
         """
         if command == "turn":
             return self._turn(*arguments)
@@ -64,7 +64,7 @@ class Trainer:
             "parameter_bytes": sum(parameter.nbytes for parameter in parameters),
         }
 
-    def _turn(self, name: str, steps: int, eventful: int | None) -> dict[str, Any]:
+    def _turn(self, name: str, steps: int, eventful: list[int]) -> dict[str, Any]:
         before = self.session.report()
         turn: dict[str, Any] = dict(self._variants[name].turn(steps, eventful, self._happens))
         after = self.session.report()
@@ -91,6 +91,7 @@ def main() -> None:
     """Serves the runner until stdin is closed."""
     # What a model of the user's own prints must not be taken for an answer.
     output, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
+    os.dup2(2, 1)  # nor what libraries and processes of it write to the descriptor itself
     import torch  # noqa: F401  it takes seconds, during which the workers start
 
     line = sys.stdin.readline()

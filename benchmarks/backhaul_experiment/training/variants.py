@@ -1,6 +1,6 @@
 """The variants of a training that take turns: without checkpointing, with torch's, and with Backhaul's."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
@@ -60,13 +60,13 @@ class ExperimentVariant:
         self._happens: Callable[[], None] = lambda: None
 
     def turn(
-        self, steps: int, eventful: int | None = None, happens: Callable[[], None] = lambda: None
+        self, steps: int, eventful: Collection[int] = (), happens: Callable[[], None] = lambda: None
     ) -> dict[str, list[float]]:
         """Runs and times some steps. The gradients of the last one stay until the next turn.
 
         Args:
             steps: Number of steps to run.
-            eventful: Number of the step in whose middle `happens` is called, None for none.
+            eventful: Numbers of the steps in whose middle `happens` is called.
             happens: Called after the forward of half of the micro-batches.
 
         Returns:
@@ -74,7 +74,7 @@ class ExperimentVariant:
         """
         durations_s, losses = [], []
         for number in range(steps):
-            self._happens = happens if number == eventful else lambda: None
+            self._happens = happens if number in eventful else lambda: None
             began_s = perf_counter()
             losses.append(self.step())
             durations_s.append(perf_counter() - began_s)
@@ -127,9 +127,10 @@ class ExperimentVariant:
 
 
 def unequal(variants: Sequence[ExperimentVariant]) -> dict[str, list[int]]:
-    """Compares gradients and weights with those of the first variant by `torch.equal`.
+    """Compares gradients and weights with those of the first variant bit by bit.
 
-    Weights are compared because they hold the gradients of all earlier steps.
+    So a NaN that all variants compute is equal, as in a training that diverges, and 0 is not equal to -0. Weights are
+    compared because they hold the gradients of all earlier steps.
 
     Returns:
         For each variant that differs: how many gradients and how many weights do.
@@ -139,7 +140,7 @@ def unequal(variants: Sequence[ExperimentVariant]) -> dict[str, list[int]]:
     for other in others:
         pairs = list(zip(other.parameters, first.parameters, strict=True))
         gradients = sum(not _equal(ours.grad, theirs.grad) for ours, theirs in pairs)
-        weights = sum(not torch.equal(ours, theirs) for ours, theirs in pairs)
+        weights = sum(not _equal(ours, theirs) for ours, theirs in pairs)
         if gradients or weights:
             differences[other.name] = [gradients, weights]
     return differences
@@ -148,4 +149,7 @@ def unequal(variants: Sequence[ExperimentVariant]) -> dict[str, list[int]]:
 def _equal(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
-    return torch.equal(one, other)
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    ours, theirs = (tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in (one, other))
+    return torch.equal(ours, theirs)

@@ -156,7 +156,7 @@ def _cell(
     why_not = ""
     if any(record["shares"]["is_core_bound"] for record in finished):
         why_not = "core-bound"
-    elif fmean(record["foreign_share"] for record in finished) > MOST_FOREIGN:
+    elif fmean(record.get("foreign_share") or 0.0 for record in finished) > MOST_FOREIGN:
         why_not = "disturbed"
     return ValidatedCell(name, measured_s, predicted_s, absolute_s, why_not)
 
