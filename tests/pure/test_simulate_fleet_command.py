@@ -73,6 +73,12 @@ def test_only_the_balance_of_flows_is_computed_if_asked_for(costs: str, capsys: 
         (["--racks-lost", "6"], "racks_lost is 6"),
         (["--sessions", "0"], "sessions is 0"),
         (["--svg", "/nowhere/fleet.svg"], "--svg /nowhere/fleet.svg"),
+        (["--json", "/tmp"], "--json /tmp: it is a directory"),
+        (["--sessions", "1000000000"], "sessions is 1,000,000,000: above 2,000,000 only --no-simulate"),
+        (
+            ["--workers-per-session", "8", "--workers", "8", "--racks-lost", "1"],
+            "which leaves 4 workers, fewer than the 8",
+        ),
     ],
 )
 def test_a_bad_fleet_is_refused(costs: str, options: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,7 +88,12 @@ def test_a_bad_fleet_is_refused(costs: str, options: list[str], named: str, caps
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [(["--worker-link", "10"], '"10" is no bandwidth'), (["--latency", "1m"], '"1m" is no latency')],
+    [
+        (["--worker-link", "10"], '"10" is no bandwidth'),
+        (["--worker-link", "0Gbit"], '"0Gbit" carries nothing; "unlimited" means no limit'),
+        (["--latency", "1m"], '"1m" is no latency'),
+        (["--latency", "unlimited"], '"unlimited" is no latency'),
+    ],
 )
 def test_a_bad_quantity_is_refused(
     costs: str, options: list[str], named: str, capsys: pytest.CaptureFixture[str]
@@ -123,6 +134,26 @@ def test_a_figure_holds_all_that_it_shows(is_log: bool) -> None:
 Records = Callable[..., Path]
 
 
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"forward_s": "1"}, "forward_s is '1'"),
+        ({"forward_s": float("nan")}, "forward_s is nan"),
+        ({"upload_s": -1}, "upload_s is -1"),
+        ({"replay_backward_s": 0}, "replay_backward_s is 0, but every segment takes some"),
+        ({"boundary_bytes": 0}, "boundary_bytes is 0"),
+        ({"footprint": {"replay_bytes": 0, "ready_bytes": float("inf"), "backward_bytes": 0}}, "ready_bytes is inf"),
+    ],
+)
+@pytest.mark.parametrize("command", ["simulate-fleet", "simulate"])
+def test_costs_from_which_nothing_follows_are_refused(
+    command: str, changed: dict[str, Any], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "costs.json").write_text(json.dumps({"costs": {**asdict(COSTS), **changed}}))
+    assert main([command, "--costs", str(tmp_path / "costs.json")]) == 2
+    assert named in capsys.readouterr().err
+
+
 @pytest.fixture
 def records(tmp_path: Path) -> Records:
     """Writes the records of an experiment with one cell, whose steps take as long as is given."""
@@ -132,6 +163,7 @@ def records(tmp_path: Path) -> Records:
         directory = tmp_path / f"experiment-{len(list(tmp_path.iterdir()))}"
         directory.mkdir()
         settings = {"name": "test", "varied": ["workers"], "cells": [cell], "events": events, "model": {"layers": 8}}
+        settings["nodes"] = {"one_worker_each": changed.get("one_worker_each", False)}
         (directory / "experiment.json").write_text(json.dumps({"settings": settings, "machine": {}}))
         kind = f"1 layers, {4 // cell['micro_batches']} rows, float32"
         (directory / "costs.json").write_text(json.dumps({"why": "", "costs": {kind: asdict(COSTS)}}))
@@ -158,6 +190,16 @@ def test_a_cell_that_is_as_predicted_is_valid(records: Records, capsys: pytest.C
     shown = capsys.readouterr().out
     assert "test: workers 2" in shown
     assert "median of the absolute errors of 1 of 1 cells: 0.0%, below 15%" in shown
+
+
+def test_trainers_with_a_worker_each_are_predicted_as_such(
+    records: Records, capsys: pytest.CaptureFixture[str]
+) -> None:
+    none_s = step_without_checkpointing_s(COSTS, 8)
+    step_s = simulate(COSTS, FleetSetup(2, 2)).step_s
+    directory = records(step_s, none_s, workers=2, trainers=2, one_worker_each=True)
+    assert main(["simulate", "--validate", str(directory)]) == 0
+    assert "of 1 of 1 cells: 0.0%" in capsys.readouterr().out
 
 
 def test_blocks_on_a_link_are_predicted_too(records: Records, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from backhaul.simulate.costs import Costs
+from backhaul.simulate.costs import Costs, costs_of
 from backhaul.simulate.predictions import (
     Measured,
     Measurements,
@@ -25,7 +25,6 @@ from backhaul.simulate.predictions import (
 )
 from backhaul.simulate.validation import BAR, cells_as_text, median_error, read_cells
 from backhaul_runtime.errors import SettingError
-from backhaul_runtime.replay.schedule import Footprint
 
 HELP = "predict the duration of a training step for other depths, memory budgets, networks and workers"
 MEASUREMENTS = "backhaul.measurements"
@@ -67,8 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
         return _validate(arguments.validate)
     for option in ("json", "svg"):
         path = getattr(arguments, option)
-        if path is not None and not os.access(path.absolute().parent, os.W_OK):
-            print(f"backhaul simulate: --{option} {path}: its directory is missing or not writable", file=sys.stderr)
+        if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
+            obstacle = "it is a directory, or its directory is missing or not writable"
+            print(f"backhaul simulate: --{option} {path}: {obstacle}", file=sys.stderr)
             return 2
     written: dict[str, Any] = {}
     steps: Mapping[str, Measured] = {}
@@ -131,8 +131,7 @@ def read_costs(path: Path) -> tuple[Costs, Costs]:
     """
     read = json.loads(path.read_text())
     of_steps, of_blocks = read["costs"], read.get("block_costs", read["costs"])
-    steps, blocks = (Costs(**{**of, "footprint": Footprint(**of["footprint"])}) for of in (of_steps, of_blocks))
-    return steps, blocks
+    return costs_of(of_steps), costs_of(of_blocks)
 
 
 def _interrupt(number: int, frame: object) -> None:

@@ -1,6 +1,9 @@
 """The inputs of a prediction: the costs of one segment, and the setup it runs in. Imports no torch."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from math import inf
+from typing import Any
 
 from backhaul_runtime.replay.schedule import Footprint
 
@@ -74,6 +77,27 @@ class Setup:
     worker_speed: float = 1.0
     is_predicted: bool = True
     shares_core: bool = False
+
+
+def costs_of(stored: Mapping[str, Any]) -> Costs:
+    """Returns costs that were stored as JSON.
+
+    Raises:
+        KeyError, TypeError, ValueError: They are none, or have numbers with which nothing can be predicted.
+    """
+    sizes = {"footprint": Footprint(**stored["footprint"])}
+    costs = Costs(**{**stored, **sizes})
+    for part in (costs, costs.footprint):
+        for field in fields(part):
+            value = getattr(part, field.name)
+            if isinstance(value, Footprint):
+                continue
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < inf:
+                raise ValueError(f"{field.name} is {value!r}, but must be a number that is not negative")
+    for name in ("forward_s", "backward_s", "replay_s", "replay_backward_s", "boundary_bytes"):
+        if not getattr(costs, name):
+            raise ValueError(f"{name} is 0, but every segment takes some")
+    return costs
 
 
 def step_without_checkpointing_s(costs: Costs, segments: int) -> float:

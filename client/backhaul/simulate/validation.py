@@ -17,12 +17,11 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from backhaul.simulate.costs import Costs, Setup, step_without_checkpointing_s
+from backhaul.simulate.costs import Setup, costs_of, step_without_checkpointing_s
 from backhaul.simulate.fleet.events import simulate
 from backhaul.simulate.fleet.setup import FleetSetup
 from backhaul.simulate.model import predict
 from backhaul_runtime.errors import SettingError
-from backhaul_runtime.replay.schedule import Footprint
 
 BAR = 0.15
 """The largest median error with which predictions count as valid."""
@@ -75,7 +74,7 @@ def read_cells(path: Path) -> list[ValidatedCell]:
 
 def _of_simulation(content: Mapping[str, Any]) -> Iterator[ValidatedCell]:
     """Yields the steps that `backhaul simulate --measure` measured beside the costs."""
-    costs = _costs(content["costs"])
+    costs = costs_of(content["costs"])
     for row in content["steps"]:
         if "measured" not in row:
             continue
@@ -135,11 +134,12 @@ def _cell(
     obstacle = _obstacle(settings, values, known, kind)
     if obstacle:
         return ValidatedCell(name, measured_s, 0.0, 0.0, obstacle)
-    costs, share = _costs(known[kind]), finished[0]["shares"]["trainer"]
+    costs, share = costs_of(known[kind]), finished[0]["shares"]["trainer"]
     setup = FleetSetup(
         values["trainers"],
         values["workers"],
-        workers_per_session=values["workers"],
+        # With one worker for each trainer, trainers that share one are sessions of the same fleet.
+        workers_per_session=1 if settings.get("nodes", {}).get("one_worker_each") else values["workers"],
         segments=settings["model"]["layers"] // values["segment_layers"],
         micro_batches=values["micro_batches"],
         is_deferred=values["micro_batches"] > 1,
@@ -173,10 +173,6 @@ def _obstacle(settings: Mapping[str, Any], values: Mapping[str, Any], known: Map
 def _median_s(records: Sequence[Mapping[str, Any]], variant: str) -> float:
     steps_s: list[float] = [step for record in records for steps in record["step_s"][variant] for step in steps]
     return median(steps_s)
-
-
-def _costs(stored: Mapping[str, Any]) -> Costs:
-    return Costs(**{**stored, "footprint": Footprint(**stored["footprint"])})
 
 
 def median_error(cells: Sequence[ValidatedCell]) -> float | None:

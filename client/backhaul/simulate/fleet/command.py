@@ -20,22 +20,27 @@ from backhaul_runtime.errors import SettingError
 
 HELP = "predict what many sessions on many workers are limited by, and what the loss of racks costs"
 
+MOST_SIMULATED = 2_000_000
+"""The most sessions that are simulated one by one, which takes about half an hour and some GB."""
+
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]+?)(?:/s)?")
 _BANDWIDTHS = {"Kbit": 1e3 / 8, "Mbit": 1e6 / 8, "Gbit": 1e9 / 8, "KB": 1e3, "MB": 1e6, "GB": 1e9}
 _LATENCIES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
-def _in_units(name: str, units: dict[str, float], example: str) -> Callable[[str], float]:
-    """Returns a function that reads a number with its unit; "unlimited" is 0."""
+def _in_units(name: str, units: dict[str, float], example: str, endless: str = "") -> Callable[[str], float]:
+    """Returns a function that reads a number with its unit. `endless` is a word for no limit, which is 0."""
 
     def read(text: str) -> float:
-        if text == "unlimited":
+        if endless and text == endless:
             return 0.0
         match = _QUANTITY.fullmatch(text)
         if match is None or match[2] not in units:
             raise argparse.ArgumentTypeError(
                 f'"{text}" is no {name}: write a number with one of {", ".join(units)}, as in {example}'
             )
+        if endless and not float(match[1]):
+            raise argparse.ArgumentTypeError(f'"{text}" carries nothing; "{endless}" means no limit')
         return float(match[1]) * units[match[2]]
 
     read.__name__ = name
@@ -44,7 +49,7 @@ def _in_units(name: str, units: dict[str, float], example: str) -> Callable[[str
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `backhaul simulate-fleet` to its parser."""
-    bandwidth = _in_units("bandwidth", _BANDWIDTHS, "10Gbit")
+    bandwidth = _in_units("bandwidth", _BANDWIDTHS, "10Gbit", "unlimited")
     latency = _in_units("latency", _LATENCIES, "0.5ms")
     add = parser.add_argument
     add("--costs", type=Path, required=True, metavar="FILE", help="costs of a segment, from `backhaul simulate --json`")
@@ -138,8 +143,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     for option in ("json", "svg"):
         path = getattr(arguments, option)
-        if path is not None and not os.access(path.absolute().parent, os.W_OK):
-            return _refuse(f"--{option} {path}: its directory is missing or not writable")
+        if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
+            return _refuse(f"--{option} {path}: it is a directory, or its directory is missing or not writable")
     try:
         costs, block_costs = read_costs(arguments.costs)
         dashboard = read_dashboard_costs(json.loads(arguments.costs.read_text()))
@@ -151,6 +156,8 @@ def run(arguments: argparse.Namespace) -> int:
         setup = _setup(arguments)
     except SettingError as error:
         return _refuse(error.message)
+    if arguments.simulate and setup.sessions > MOST_SIMULATED:
+        return _refuse(f"sessions is {setup.sessions:,}: above {MOST_SIMULATED:,} only --no-simulate is possible")
     if setup.is_deferred:
         costs = block_costs
     simulated = simulate(costs, setup, seed=arguments.seed) if arguments.simulate else None

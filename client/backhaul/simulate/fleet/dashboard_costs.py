@@ -46,7 +46,10 @@ def read_dashboard_costs(content: Mapping[str, Any]) -> DashboardCosts | None:
     """Returns the costs in a file that holds the costs of segments; None if it has none of a dashboard.
 
     Raises:
-        TypeError: The file holds other values than those of `DashboardCosts`.
+        KeyError, TypeError, ValueError: The file holds other values than those of `DashboardCosts`.
     """
     stored = content.get("dashboard")
-    return None if stored is None else DashboardCosts(**{**stored["costs"], "date": stored["date"]})
+    if stored is None:
+        return None
+    costs = {name: float(value) for name, value in dict(stored["costs"]).items()}
+    return DashboardCosts(**costs, date=str(stored["date"]))

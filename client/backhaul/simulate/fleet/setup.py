@@ -89,6 +89,11 @@ class FleetSetup:
             raise SettingError(
                 f"racks_lost is {self.racks_lost}, but the {self.workers} workers fill {self.racks} racks"
             )
+        if 0 < self.workers - self.workers_lost < self.workers_per_session:
+            raise SettingError(
+                f"racks_lost is {self.racks_lost}, which leaves {self.workers - self.workers_lost} workers, fewer than "
+                f"the {self.workers_per_session} of workers_per_session"
+            )
 
     @property
     def racks(self) -> int:
