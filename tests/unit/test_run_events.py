@@ -105,6 +105,39 @@ def test_a_report_has_links_events_and_what_differences_spared(monkeypatch: pyte
     ]
 
 
+@pytest.mark.parametrize("does_raise", [False, True])
+def test_an_event_whose_report_does_not_arrive_is_told_again(
+    monkeypatch: pytest.MonkeyPatch, *, does_raise: bool
+) -> None:
+    monkeypatch.setattr(telemetry, "INTERVAL_S", 0.01)
+    attempts: list[list[tuple[int, str, int]]] = []
+
+    def deliver(report: telemetry_pb2.TrainerReport) -> bool:
+        attempts.append([(event.number, event.kind, event.count) for event in report.events])
+        if len(attempts) < 3 and does_raise:
+            raise OSError("no worker is left")
+        return len(attempts) >= 3
+
+    reporter = Telemetry(deliver, telemetry_pb2.Run(id="run"))
+    reporter.events.add("worker_lost", "a:1 was lost")
+    reporter.start()
+    wait_until(lambda: len(attempts) >= 3, "it is told until it has arrived")
+    reporter.close()
+    assert attempts[:3] == [[(0, "worker_lost", 1)]] * 3
+    assert attempts[-1] == []  # the last report, after it has arrived
+
+
+def test_events_that_wait_for_a_worker_are_bounded() -> None:
+    noted = RunEvents()
+    for number in range(3 * MAX_KINDS):
+        noted.add("fell_back", f"for reason {number}")
+        noted.give_back(noted.take())
+    noted.add("worker_back", "the worker is back")
+    left = [event for _ in range(20) for event in noted.take()]
+    assert len(left) <= MAX_KINDS + EVENTS_PER_REPORT
+    assert left[-1].kind == "worker_back"
+
+
 def test_an_event_is_told_without_any_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telemetry, "INTERVAL_S", 0.01)
     reporter = Reports()

@@ -67,6 +67,20 @@ def test_a_step_adds_up_its_calls() -> None:
     assert [(call.step, call.number, call.position) for call in reporter.calls] == [(0, 0, 0), (0, 1, 1)]
 
 
+@pytest.mark.parametrize(("backward_s", "spared_s"), [(0.2, 1.5), (0.0, 0.5), (60.0, 2.0)])
+def test_a_backward_on_a_worker_spares_the_trainer_its_own(backward_s: float, spared_s: float) -> None:
+    reporter, frame = Reporter(), Frame()
+    call = reporter.call()
+    call.forward(frame, function_s=0.5, overhead_s=0.0, saved_bytes=0)
+    # A worker that is five times as fast: its forward takes 0.1 s. Its own pauses must not count without limit.
+    call.answered(Timing(recompute_at_s=100, recompute_s=0.1, backward_at_s=101, backward_s=backward_s), 0.0)
+    call.add(Decision.GRADIENTS, 0.25)
+    call.add(Decision.ACTIVATIONS, 0.0)
+    reporter.telemetry.step()
+    reporter.close()
+    assert reporter.steps[0].spared_s == pytest.approx(spared_s + 0.5)
+
+
 def test_what_is_saved_goes_with_its_frame() -> None:
     reporter = Reporter()
     for _ in range(3):

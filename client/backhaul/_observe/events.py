@@ -1,6 +1,7 @@
 """What happens to a session and is worth a mark on the dashboard's charts: workers lost, segments that fell back."""
 
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from time import monotonic, time
 from typing import Literal
@@ -33,6 +34,7 @@ class RunEvents:
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards the counts
         self._counted: dict[_Key, _Counted] = {}
+        self._untold: list[telemetry_pb2.Event] = []
         self._number = 0
 
     def add(self, kind: EventKind, text: str, *, worker: str = "", segment: str = "") -> None:
@@ -65,8 +67,17 @@ class RunEvents:
                 (counted.at_s, key)
                 for key, counted in self._counted.items()
                 if counted.count and (is_last or now_s >= counted.quiet_until_s)
-            )[:EVENTS_PER_REPORT]
-            return [self._message(at_s, key, now_s) for at_s, key in due]
+            )
+            again, self._untold = self._untold[:EVENTS_PER_REPORT], self._untold[EVENTS_PER_REPORT:]
+            return [*again, *(self._message(at_s, key, now_s) for at_s, key in due[: EVENTS_PER_REPORT - len(again)])]
+
+    def give_back(self, events: Iterable[telemetry_pb2.Event]) -> None:
+        """Takes back events whose report did not arrive, as when the only worker is lost. They are reported again.
+
+        They keep their numbers, so that one whose report arrived all the same is not counted twice.
+        """
+        with self._lock:
+            self._untold = [*self._untold, *events][-MAX_KINDS:]
 
     def _message(self, at_s: float, key: _Key, now_s: float) -> telemetry_pb2.Event:
         kind, worker, segment, text = key

@@ -43,6 +43,9 @@ CALLS_PER_REPORT = 200
 """Upper bounds of a report. They keep it below the half MiB that a worker accepts."""
 
 _SHOWN_OF_REASON = 1000
+_USUAL_BACKWARD, _LONGEST_BACKWARD = 2.0, 3.0
+"""A backward relative to its forward: that of matrix products, and the most that is assumed. Workers do other things
+meanwhile, too, and what they took for those must not look like something that the trainer was spared."""
 _CLOSE_S = 1.0
 
 Lane = telemetry_pb2.Lane
@@ -100,6 +103,7 @@ class CallLog:
         self.reason = ""
         self.is_fallback = False
         self.function_s = 0.0
+        self._backward_s = 0.0
         self.overhead_s = 0.0
         self.spans: list[tuple[telemetry_pb2.Lane.ValueType, float, float]] = []
         self.up_bytes = self.down_bytes = self.retries = self.mismatches = self.micro_batch = 0
@@ -143,7 +147,11 @@ class CallLog:
         on_trainer = decision is Decision.TRAINER
         self._span(Lane.LANE_TRAINER if on_trainer else Lane.LANE_WAIT, time() - took_s, took_s)
         if self._telemetry is not None:
-            self._telemetry.recomputed(decision, 0.0 if on_trainer else took_s, 0.0 if on_trainer else self.function_s)
+            spared_s = 0.0 if on_trainer else self.function_s
+            if decision is Decision.GRADIENTS:
+                spared_s += self._backward_s  # the seconds waited are those of this backward, too
+            self._telemetry.recomputed(decision, 0.0 if on_trainer else took_s, spared_s)
+        self._backward_s = 0.0
 
     def wait(self, took_s: float) -> None:
         """Adds seconds for which backward waited until now."""
@@ -190,6 +198,9 @@ class CallLog:
         self._span(Lane.LANE_RECOMPUTE, timing.recompute_at_s - clock_offset_s, timing.recompute_s)
         ended_at_s = timing.recompute_at_s + timing.recompute_s
         if timing.backward_at_s:
+            # The trainer never runs this backward. It would be slower than its forward by as much as on the worker.
+            ratio = timing.backward_s / timing.recompute_s if timing.recompute_s > 0 else _USUAL_BACKWARD
+            self._backward_s = self.function_s * min(max(ratio, 0.0), _LONGEST_BACKWARD)
             ready_at_s = max(timing.requested_at_s, ended_at_s)
             self._span(Lane.LANE_QUEUE, ready_at_s - clock_offset_s, timing.backward_at_s - ready_at_s)
             self._span(Lane.LANE_BACKWARD, timing.backward_at_s - clock_offset_s, timing.backward_s)
@@ -432,8 +443,12 @@ class Telemetry:
             is_last = self._end.wait(INTERVAL_S)
             try:
                 for report in self._reports(is_last=is_last):
-                    if not self._deliver(report):
-                        self._drop(report)
+                    has_arrived = False
+                    try:
+                        has_arrived = self._deliver(report)
+                    finally:
+                        if not has_arrived:
+                            self._drop(report)
             except Exception:  # Rule 1
                 logger.debug("Telemetry failed.", exc_info=True)
 
@@ -449,6 +464,7 @@ class Telemetry:
     def _drop(self, report: telemetry_pb2.TrainerReport) -> None:
         with self._lock:
             self._dropped += len(report.steps) + len(report.calls)
+        self.events.give_back(report.events)  # of which there are few, and they say why there was no report
 
     def _reports(self, *, is_last: bool) -> Iterator[telemetry_pb2.TrainerReport]:
         """Yields the reports to send now."""

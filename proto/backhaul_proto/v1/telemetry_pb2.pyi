@@ -721,7 +721,7 @@ class Step(_message.Message):
     overhead_s: _builtins.float
     """Spent on recording, digests and sending in the trainer's own threads."""
     spared_s: _builtins.float
-    """What the functions took whose recomputation a worker did: what it would have cost here."""
+    """What the work that workers did would have cost here: recomputation, and backward if they returned gradients."""
     up_bytes: _builtins.int
     down_bytes: _builtins.int
     saved_bytes: _builtins.int

@@ -21,7 +21,8 @@ class Totals(NamedTuple):
         fallbacks: Those of `on_trainer` that were meant for a worker.
         wait_s: Time for which backward was blocked by workers.
         overhead_s: Time of recording, digests and sending in the trainer's own threads.
-        spared_s: Forward time of the segments that a worker recomputed, measured on the trainer.
+        spared_s: What workers did, in seconds of the trainer: the forward that it measured, and the backward where
+            workers return gradients.
         up_bytes: Bytes sent to workers.
         down_bytes: Bytes received from workers.
         calls: The number of reported segment calls.

@@ -96,12 +96,12 @@ def _memory_share(worker: Watched, now_s: float) -> float:
 
 def _link_slow(watch: Watch, now_s: float) -> Subjects:
     for run, recent in _recent(watch, now_s):
-        if recent.transfer_s > recent.remote_forward_s > 0:
+        if recent.transfer_s > recent.spared_s > 0:
             yield (
                 run.id,
                 f"In the last 5 minutes the segments of trainer {run.about.trainer} took {recent.transfer_s:.3g} s to "
-                f"send and fetch, and saved {recent.remote_forward_s:.3g} s of forward: recomputing them on the "
-                "trainer would be faster. Make the segments longer, or use a faster network",
+                f"send and fetch, and the trainer alone would have computed what workers did in {recent.spared_s:.3g} "
+                "s. Make the segments longer, or use a faster network",
             )
 
 
@@ -201,12 +201,12 @@ ALERTS: tuple[AlertRule, ...] = (
     AlertRule(
         "LinkSlow",
         "warning",
-        "Sending and fetching segments takes longer than the forward time that it saves",
-        "Recomputing on the trainer would be faster, if the trainer has the memory. Make segments longer: a longer "
-        "segment saves more time and moves the same bytes. Or use a faster network, larger batches, frozen weights or "
-        "LoRA, or a worker that is closer",
+        "Sending and fetching segments takes longer than trainers would compute what workers do",
+        "Unless the transfers overlap with other work, a step would be shorter if the trainer recomputed the segments. "
+        "Make segments longer: a longer segment saves more time and moves the same bytes. Or use a faster network, "
+        "larger batches, frozen weights or LoRA, or a worker that is closer",
         f'sum(rate(backhaul_trainer_lane_seconds_total{{lane=~"upload|download"}}{_RATE})) > '
-        f'sum(rate(backhaul_trainer_lane_seconds_total{{lane="forward"}}{_RATE}))',
+        f"sum(rate(backhaul_trainer_spared_seconds_total{_RATE}))",
         60,
         _link_slow,
     ),

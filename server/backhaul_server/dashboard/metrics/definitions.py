@@ -302,7 +302,7 @@ METRICS: tuple[MetricDefinition, ...] = (
     ),
     _trainer(
         "spared_seconds_total",
-        "Seconds that trainers would have needed for the recomputations that workers did",
+        "Seconds that trainers would have needed for the recomputations and backwards that workers did",
         "totals.spared_s",
     ),
     _trainers(

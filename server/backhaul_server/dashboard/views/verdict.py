@@ -1,7 +1,7 @@
 """The sentence at the top of a run: what workers saved it, what that cost, and whether it was worth it.
 
-A run is compared with the same training that recomputes the same segments on the trainer: that saves about as much
-memory, and costs the forward time of these segments. So workers are worth it if a step with them is no slower.
+A run is compared with the same training that recomputes the same segments on the trainer, which saves about as much
+memory. Workers are worth it if a step with them is no slower.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,8 @@ class RunCosts:
         saved_bytes: The most bytes that autograd saved in segments and the trainer did not keep.
         wait_s: Seconds for which backward was blocked by workers.
         overhead_s: Seconds of recording, digests and sending in the trainer's own threads.
-        spared_s: Seconds that the trainer would have needed to recompute what workers did.
+        spared_s: Seconds that the trainer would have needed for what workers did: for the recomputation, and for the
+            backward where workers return gradients, because the trainer waits for that backward as well.
         remote: Number of recomputations on workers.
         fallbacks: Number of segments that were meant for a worker but ran on the trainer.
         transfer_s: Seconds of uploads and downloads, which overlap with other work; None if unknown.
@@ -94,17 +95,17 @@ def _why_slow(costs: RunCosts) -> str:
     """Returns why a step with workers is slower than one that recomputes on the trainer, by the largest cost."""
     if costs.overhead_s >= costs.wait_s:
         return (
-            "recording, digests and sending keep the trainer's own threads busy for longer than a recomputation: make "
+            "recording, digests and sending keep the trainer's own threads busy for longer than they are spared: make "
             "the segments longer"
         )
     if costs.queue_s is not None and costs.queue_s > costs.wait_s / 2:
         return "backward waited for segments in workers' queues: add a worker, or connect fewer trainers to each"
     if costs.transfer_s is not None and costs.transfer_s > costs.spared_s:
         return (
-            "sending and fetching the segments takes longer than recomputing them: make the segments longer, or use a "
-            "faster network"
+            "sending and fetching the segments takes longer than computing them on the trainer: make the segments "
+            "longer, or use a faster network"
         )
-    return "backward waited for workers for longer than a recomputation takes: add workers, or use faster ones"
+    return "backward waited longer for workers than the trainer would have computed: add workers, or use faster ones"
 
 
 def _sentence(
@@ -120,27 +121,32 @@ def _sentence(
     assert saved_share is not None and added_ms is not None and spared_ms is not None
     saved = f"Saved {_in_percent(saved_share)} of the peak without Backhaul ({in_bytes(saved_bytes)})"
     if added_ms <= spared_ms:
-        cost = f"for {in_ms(added_ms)} per step, where recomputing on the trainer would have taken {in_ms(spared_ms)}"
+        cost = f"for {in_ms(added_ms)} per step, where the trainer alone would have taken {in_ms(spared_ms)}"
     else:
         cost = (
-            f"for {in_ms(added_ms)} per step, {in_ms(added_ms - spared_ms)} more than recomputing on the trainer "
-            "would have taken"
+            f"for {in_ms(added_ms)} per step, {in_ms(added_ms - spared_ms)} more than the trainer alone would have "
+            "taken"
         )
     return f"{saved} {cost}: worth it" if is_worth_it else f"{saved} {cost}: not worth it, because {why}"
 
 
 def in_bytes(size_bytes: float) -> str:
     """Returns a number of bytes with three digits and the units of the rest of the page, such as "1.27 GiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size_bytes < 999.5:  # noqa: PLR2004  what rounds to a thousand gets the next unit
             return f"{size_bytes:.3g} {unit}"
         size_bytes /= 1024
-    return f"{size_bytes:.3g} TiB"
+    return f"{size_bytes:,.0f} PiB"
 
 
 def in_ms(duration_ms: float) -> str:
     """Returns milliseconds with at most three digits, such as "8.25 ms", or seconds from one second on."""
-    return f"{duration_ms:.3g} ms" if duration_ms < 999.5 else f"{duration_ms / 1e3:.3g} s"  # noqa: PLR2004
+    if 0 < duration_ms < 1e-3:  # noqa: PLR2004
+        return "less than 0.001 ms"
+    if duration_ms < 999.5:  # noqa: PLR2004
+        return f"{duration_ms:.3g} ms"
+    seconds = duration_ms / 1e3
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"  # noqa: PLR2004
 
 
 def _in_percent(share: float) -> str:

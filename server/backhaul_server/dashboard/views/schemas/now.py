@@ -49,7 +49,7 @@ class Overview(Schema):
         description="Time of recording, digests and sending in the trainers' own threads", examples=[30.6]
     )
     spared_ms_per_step: float | None = Field(
-        description="Time that local recomputation would have taken", examples=[194.5]
+        description="Time that the trainers themselves would have taken for what workers did", examples=[194.5]
     )
     remote_share: float | None = Field(
         description="Share of the recomputations of the last 5 minutes that ran on workers; None if there were none",

@@ -30,8 +30,8 @@ class RunVerdict(Schema):
         examples=[188.5],
     )
     spared_ms: float | None = Field(
-        description="Time per step in the mean that the trainer would have needed to recompute what workers did; null "
-        "if unknown",
+        description="Time per step in the mean that the trainer would have needed for what workers did: for the "
+        "recomputation, and for the backward where workers return gradients; null if unknown",
         examples=[194.5],
     )
     is_worth_it: bool | None = Field(
