@@ -1,5 +1,6 @@
 """Routes of /api/v1: what they describe, what they refuse, and what they answer of a made-up training."""
 
+import base64
 import csv
 import io
 import json
@@ -83,6 +84,12 @@ def test_examples_of_lists_are_equally_long() -> None:
         assert len({len(value) for key, value in example.items() if isinstance(value, list) and key != "marks"}) == 1
 
 
+HUGE = base64.urlsafe_b64encode(b"[1%s, %s]" % (b"0" * 400, b'"a"')).decode().rstrip("=")
+"""A cursor with a number that no float can hold."""
+NO_TEXT = base64.urlsafe_b64encode(b'[1, "\\ud800"]').decode().rstrip("=")
+"""A cursor whose name no database takes."""
+
+
 @pytest.mark.parametrize(
     ("path", "field"),
     [
@@ -103,6 +110,10 @@ def test_examples_of_lists_are_equally_long() -> None:
         ("sessions?cursor=WzFd", "cursor"),
         ("events?cursor=WyJhIiwgImIiXQ", "cursor"),
         ("events?since_s=20&until_s=10", "since_s"),
+        ("events?severity=grave", "severity"),
+        (f"events?filter={'x' * 201}", "filter"),
+        (f"runs?cursor={HUGE}", "cursor"),
+        (f"events?cursor={NO_TEXT}", "cursor"),
         ("memory?since_s=20&until_s=10", "since_s"),
         ("fleet?points=0", "points"),
         ("runs/x/steps?points=0", "points"),

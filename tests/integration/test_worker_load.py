@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import threading
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import backhaul
 from backhaul_proto.v1 import telemetry_pb2
+from backhaul_server.worker.rpc import accelerator
 from backhaul_server.worker.rpc.accelerator import AcceleratorMeter
 from conftest import wait_until
 from support.processes import WorkerProcess
@@ -85,6 +87,63 @@ def test_a_gpu_whose_driver_tells_no_utilization_has_none(cuda: torch.device, mo
     shown = asyncio.run(reading(AcceleratorMeter(cuda)))
     assert shown is not None
     assert (shown.HasField("utilization"), shown.total_bytes) == (False, 800)
+
+
+def test_a_driver_that_fails_is_asked_again_and_not_all_the_time(
+    cuda: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, failures, inits = [100.0], [NVMLError("GPU is lost"), None], []
+
+    def memory(handle: object) -> SimpleNamespace:
+        if failures and (error := failures.pop(0)):
+            raise error
+        return SimpleNamespace(used=600, total=800)
+
+    nvml = fake_nvml(nvmlDeviceGetMemoryInfo=memory, nvmlInit=lambda: inits.append(now_s[0]))
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(accelerator, "monotonic", lambda: now_s[0])
+    meter = AcceleratorMeter(cuda)
+
+    async def asked() -> list[bool]:
+        seen = [await reading(meter) is not None]
+        now_s[0] += accelerator.RETRY_S - 1
+        seen.append(await reading(meter) is not None)
+        now_s[0] += 2
+        seen.append(await reading(meter) is not None)
+        return seen
+
+    assert asyncio.run(asked()) == [False, False, True]
+    assert inits == [100.0, 100.0 + accelerator.RETRY_S + 1]
+
+
+def test_the_last_reading_is_not_shown_while_the_driver_hangs(
+    cuda: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, goes_on = [100.0], threading.Event()
+    goes_on.set()
+
+    def memory(handle: object) -> SimpleNamespace:
+        goes_on.wait()
+        return SimpleNamespace(used=600, total=800)
+
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(nvmlDeviceGetMemoryInfo=memory))
+    monkeypatch.setattr(accelerator, "monotonic", lambda: now_s[0])
+
+    async def asked() -> list[bool]:
+        meter = AcceleratorMeter(cuda)
+        assert await reading(meter) is not None
+        while meter._reading is not None:
+            await asyncio.sleep(0)
+        goes_on.clear()
+        seen = [meter.latest() is not None]
+        now_s[0] += accelerator.STALE_S + 1
+        seen.append(meter.latest() is not None)
+        goes_on.set()
+        while meter._reading is not None:
+            await asyncio.sleep(0)
+        return [*seen, meter.latest() is not None]
+
+    assert asyncio.run(asked()) == [True, False, True]
 
 
 def test_without_nvml_or_without_a_gpu_there_is_none(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

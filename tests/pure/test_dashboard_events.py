@@ -1,21 +1,25 @@
 """The event log: what the dashboard sees itself, what trainers report, and how both are paged."""
 
+import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import grpc
 import pytest
 
+import backhaul_server
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.process.addresses import parse_address
 from backhaul_server.dashboard.collect import events
 from backhaul_server.dashboard.collect.durations import Tally
-from backhaul_server.dashboard.collect.events import Burst, EventLog, LogEvent, of_trainer
+from backhaul_server.dashboard.collect.events import KINDS, WORDS, Burst, EventLog, LogEvent, of_trainer
 from backhaul_server.dashboard.collect.plain_words import why_unanswered
 from backhaul_server.dashboard.collect.sanitize import clean_report
 from backhaul_server.dashboard.collect.trainers import Trainers
 from backhaul_server.dashboard.collect.watched import Watched
 from backhaul_server.dashboard.history.archive import EventSelection
+from backhaul_server.dashboard.history.sqlite import EventRow, HistoryFile, event_row, report_rows
 from backhaul_server.dashboard.views.events import selected_events
 from support.reporting import Training
 
@@ -81,6 +85,9 @@ def test_a_burst_is_one_event_at_once_and_one_a_minute() -> None:
     assert [burst.grew(100.0, 3), burst.grew(101.0, 4), burst.grew(159.0, 0)] == [3, 0, 0]
     assert burst.grew(160.0, 1) == 5
     assert burst.grew(400.0, 0) == 0
+    assert burst.grew(401.0, 2) == 2
+    assert burst.grew(-3_200.0, 3) == 3  # the clock was set back by an hour
+    assert burst.grew(-3_199.0, 3) == 0
 
 
 def test_refusals_and_evictions_are_counted() -> None:
@@ -101,6 +108,16 @@ def test_runs_begin_and_end_once() -> None:
     began, ended = log
     assert (began.kind, began.id) == ("run_began", f"{training.run}-began")
     assert (ended.kind, ended.text) == ("run_ended", f"Run {training.run} ended after 2 steps")
+
+
+def test_a_run_that_began_before_the_dashboard_ends_after_all_of_its_steps() -> None:
+    log = EventLog()
+    trainers, training = Trainers(log), Training(began_at_s=time.time() - 60)
+    report = training.report([998, 999])
+    trainers.take(report, time.time(), 0.0)
+    report.run.is_closed = True
+    trainers.take(report, time.time(), 0.0)
+    assert [event.text for event in log if event.kind == "run_ended"] == [f"Run {training.run} ended after 1,000 steps"]
 
 
 def test_a_trainers_events_keep_their_ids_and_kinds_of_newer_trainers_are_left_out() -> None:
@@ -125,12 +142,69 @@ def test_the_log_is_bounded_and_forgets_the_oldest(monkeypatch: pytest.MonkeyPat
 def test_pages_of_events_are_the_newest_first_and_join() -> None:
     log = [LogEvent(str(number), number // 2, "worker_lost", run="ab"[number % 2]) for number in range(6)]
     log.append(LogEvent("of no run", 1.0, "worker_reachable"))
-    wanted = EventSelection(2, run="a", since_s=1.0)
+    wanted = EventSelection(2, runs=("a",), since_s=1.0)
     page = selected_events(log, wanted)
     assert ([event.id for event in page.events], page.total) == (["4", "of no run"], 3)
     last = page.events[-1]
-    following = selected_events(log, EventSelection(2, run="a", since_s=1.0, before=(last.at_s, last.id)))
+    following = selected_events(log, EventSelection(2, runs=("a",), since_s=1.0, before=(last.at_s, last.id)))
     assert ([event.id for event in following.events], following.total) == (["2"], 3)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ids"),
+    [
+        (EventSelection(9, severity="warning"), "20"),
+        (EventSelection(9, severity="critical"), "2"),
+        (EventSelection(9, text="FALLBACK"), "0"),
+        (EventSelection(9, text="answers again"), "1"),
+        (EventSelection(9, text="gpu:1"), "210"),
+        (EventSelection(9, text="lora rank 3"), "0"),
+        (EventSelection(9, text="block.7"), "0"),
+        (EventSelection(9, runs=("run", "other")), "3210"),
+        (EventSelection(9, runs=("other",)), "321"),
+        (EventSelection(9, severity="warning", text="nothing"), ""),
+    ],
+)
+def test_events_are_filtered_by_severity_and_text_in_memory_as_in_the_file(
+    tmp_path: Path, wanted: EventSelection, ids: str
+) -> None:
+    log = [
+        LogEvent("0", 0.0, "fell_back", "run", "gpu:1", "Block.7", "the worker was busy"),
+        LogEvent("1", 1.0, "worker_reachable", "", "gpu:1", "", "Worker gpu:1 is there"),
+        LogEvent("2", 2.0, "worker_unreachable", "", "gpu:1", "", "Worker gpu:1 is gone"),
+        LogEvent("3", 3.0, "run_began", "other", "", "", "began"),
+    ]
+    page = selected_events(log, wanted, lambda run: "LoRA rank 3" if run == "run" else "")
+    assert "".join(event.id for event in page.events) == ids
+    assert page.total == len(ids)
+    file = HistoryFile(str(tmp_path / "history.sqlite3"))
+    try:
+        run = telemetry_pb2.Run(id="run", name="LoRA", rank=3, world_size=4)
+        report = report_rows(telemetry_pb2.TrainerReport(run=run), 10.0)
+        newer = EventRow(("x", 1.5, "of tomorrow", "run", "gpu:1", "", "fallback lora rank 3", 1))
+        file.write([report, newer, *map(event_row, log)])
+        assert file.events(wanted) == page
+    finally:
+        file.close()
+
+
+def test_kinds_of_a_newer_version_do_not_end_the_pages(tmp_path: Path) -> None:
+    file = HistoryFile(str(tmp_path / "history.sqlite3"))
+    try:
+        log = [LogEvent(str(number), number, "worker_lost") for number in range(4)]
+        newer = [EventRow((f"n{number}", number + 0.5, "of tomorrow", "", "", "", "", 1)) for number in range(4)]
+        file.write([*map(event_row, log), *newer])
+        page = file.events(EventSelection(3))
+        assert ([event.id for event in page.events], page.total) == (["3", "2", "1"], 4)
+    finally:
+        file.close()
+
+
+def test_the_page_calls_kinds_of_events_as_the_api_finds_them() -> None:
+    script = (Path(backhaul_server.__file__).parent / "dashboard/static/js/events.js").read_text()
+    table = script.partition("const KINDS = {")[2].partition("};")[0]
+    words = dict(re.findall(r'(\w+): "([^"]+)"', table))
+    assert {kind: words.get(kind, kind.replace("_", " ")) for kind in KINDS} == WORDS
 
 
 @pytest.mark.parametrize(

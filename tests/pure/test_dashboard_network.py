@@ -11,6 +11,7 @@ from backhaul_server.dashboard.collect.links import Alignment, LinkRecord, align
 from backhaul_server.dashboard.collect.runs import TrainerRun
 from backhaul_server.dashboard.collect.watch import Watch
 from backhaul_server.dashboard.views.fleet import fleet
+from backhaul_server.dashboard.views.latency import latency
 from backhaul_server.dashboard.views.ranges import TimeRange
 from backhaul_server.dashboard.views.timeline import timeline
 from backhaul_server.dashboard.views.topology import topology
@@ -44,6 +45,17 @@ def test_rates_are_those_of_the_last_ten_seconds_by_the_trainers_clock() -> None
     assert up == pytest.approx(100)
     assert down == pytest.approx((4_000 - 1_000) / 10)
     assert record.rates(NOW_S + 60) == (0.0, 0.0)
+
+
+def test_a_link_goes_on_after_the_trainers_clock_was_set_back() -> None:
+    record = LinkRecord("a:1")
+    for second in range(3):
+        record.take(link_of(up_bytes=100 * second), 5_000.0 + second, NOW_S + second)
+    for second in range(3, 6):
+        record.take(link_of(up_bytes=100 * second), 1_400.0 + second, NOW_S + second)
+    record.take(link_of(up_bytes=300), 1_403.0, NOW_S + 6)  # told twice
+    assert record.rates(NOW_S + 6)[0] == pytest.approx(100)
+    assert record.heard_at_s == NOW_S + 5
 
 
 def test_a_trainer_is_aligned_through_the_worker_with_the_smallest_error() -> None:
@@ -153,6 +165,18 @@ def test_ranks_with_different_clocks_are_on_one_axis() -> None:
         row = (span.run, span.lane, span.worker, span.row)
         assert ends.get(row, 0.0) <= span.start_ms
         ends[row] = span.start_ms + span.duration_ms
+
+
+def test_phases_of_a_trainer_with_another_clock_are_in_the_range_of_the_dashboards() -> None:
+    watch, training = Watch(parse_sources("a:1")), Training(workers=["a:1"], began_at_s=NOW_S + 1_000)
+    run = run_of(watch, training, now_s=NOW_S + 1_000)
+    (whole,) = latency(watch.calls, [(run, -1_000.0)], TimeRange(NOW_S, NOW_S + 60), "").phases
+    (shown,) = latency(
+        watch.calls, [(run, -1_000.0)], TimeRange(NOW_S, NOW_S + 60), "", TimeRange(NOW_S, NOW_S + 60)
+    ).phases
+    assert shown == whole
+    assert shown.step == [0, 1]
+    assert all(NOW_S <= at_s <= NOW_S + 60 for at_s in shown.at_s)
 
 
 def test_a_timeline_without_bars_says_why() -> None:

@@ -1,5 +1,7 @@
 """Pages of a list: they join, and what changes between two requests neither ends nor repeats them."""
 
+import base64
+
 import pytest
 from fastapi import HTTPException
 from hypothesis import given
@@ -47,3 +49,9 @@ def test_any_other_text_is_refused(text: str) -> None:
 def test_what_is_no_cursor_is_refused(text: str) -> None:
     with pytest.raises(HTTPException):
         read_cursor(text)
+
+
+@pytest.mark.parametrize("content", [f'[1{"0" * 400}, "a"]', '[1, "\\ud800"]', "[" * 700])
+def test_a_cursor_that_no_database_takes_is_refused(content: str) -> None:
+    with pytest.raises(HTTPException):
+        read_cursor(base64.urlsafe_b64encode(content.encode()).decode().rstrip("="))

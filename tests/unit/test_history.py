@@ -22,6 +22,7 @@ from backhaul_server.dashboard.collect.events import LogEvent
 from backhaul_server.dashboard.history import sqlite, writer
 from backhaul_server.dashboard.history.archive import EventSelection, RunRecord, RunSelection, StepSeries
 from backhaul_server.dashboard.history.options import default_path, parse_retention
+from backhaul_server.dashboard.history.sqlite import HistoryFile
 from backhaul_server.dashboard.history.writer import History
 from conftest import wait_until
 from support.processes import open_files
@@ -231,6 +232,28 @@ def test_retention_forgets_runs_and_the_old_steps_of_those_that_go_on(
         assert steps_of(history, "long") == [12, 13]
         assert runs(history)[0].steps == 13  # it had them
         assert series(history, "over") is None
+
+
+def test_a_clock_that_jumps_ahead_does_not_make_the_history_look_old(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "FORGET_S", 0.0)
+    passes: list[float] = []
+    forget = HistoryFile.forget
+
+    def forgotten(self: HistoryFile, before_s: float) -> Iterator[None]:
+        passes.append(before_s)
+        return forget(self, before_s)
+
+    monkeypatch.setattr(HistoryFile, "forget", forgotten)
+    real = time.time
+    with kept(path, retention_days=30) as history:
+        history.put(report_of(step_of(1), run=run_of("kept", started_at_s=real())))
+        wait_until(lambda: len(runs(history)) == 1, "it is written")
+        monkeypatch.setattr(writer.time, "time", lambda: real() + 400 * DAY_S)  # type: ignore[attr-defined]
+        before = len(passes)
+        wait_until(lambda: len(passes) > before + 1, "the retention is applied with the wrong clock")
+        assert [run.run for run in runs(history)] == ["kept"]
 
 
 @pytest.mark.slow
@@ -510,7 +533,7 @@ def test_events_survive_a_restart_and_are_paged_by_time(path: str) -> None:
         rest = asyncio.run(history.events(EventSelection(4, before=(last.at_s, last.id))))
         assert rest is not None
         assert ([event.id for event in rest.events], rest.total) == (["e1", "e0"], 6)
-        wanted = EventSelection(10, run="a", since_s=now_s - 49.5, until_s=now_s - 47.5)
+        wanted = EventSelection(10, runs=("a",), since_s=now_s - 49.5, until_s=now_s - 47.5)
         of_run = asyncio.run(history.events(wanted))
         assert of_run is not None
         assert ([event.id for event in of_run.events], of_run.total) == (["e4", "e2"], 2)

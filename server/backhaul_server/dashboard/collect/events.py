@@ -41,6 +41,29 @@ SEVERITIES: dict[Kind, Severity] = {
     "evictions": "info",
     "refusals": "warning",
 }
+LEVELS: tuple[Severity, ...] = get_args(Severity)
+"""All severities, the least one first."""
+WORDS: dict[Kind, str] = {
+    "worker_lost": "worker lost",
+    "worker_joined": "worker joined",
+    "worker_draining": "worker drains",
+    "worker_back": "worker back",
+    "fell_back": "fallback",
+    "refused": "request refused",
+    "worker_unreachable": "worker stopped answering",
+    "worker_reachable": "worker answers again",
+    "worker_restarted": "worker restarted",
+    "run_began": "run began",
+    "run_ended": "run ended",
+    "evictions": "evictions",
+    "refusals": "refusals",
+}
+"""What people call a kind of event. The page uses the same words, and finds events by them."""
+
+
+def kinds_from(least: Severity) -> tuple[Kind, ...]:
+    """Returns the kinds of events that have at least a severity."""
+    return tuple(kind for kind in KINDS if LEVELS.index(SEVERITIES[kind]) >= LEVELS.index(least))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +155,9 @@ class Burst:
     def grew(self, now_s: float, count: int) -> int:
         """Adds an increase, which may be 0. Returns the count to report now; 0 to report nothing."""
         self._pending += count
-        if not self._pending or now_s < self._quiet_until_s:
+        # A clock that was set back must not make the pause longer.
+        is_quiet = self._quiet_until_s - BURST_S <= now_s < self._quiet_until_s
+        if not self._pending or is_quiet:
             return 0
         due, self._pending = self._pending, 0
         self._quiet_until_s = now_s + BURST_S

@@ -37,9 +37,15 @@ class LinkRecord:
     traffic: Series = field(default_factory=lambda: Series(_SAMPLES, 2))
 
     def take(self, link: telemetry_pb2.Link, sent_at_s: float, now_s: float) -> None:
-        """Adds a sanitized report. Older ones than the last, which may arrive twice, change nothing."""
+        """Adds a sanitized report. Older ones than the last, which may arrive twice, change nothing.
+
+        An older one that has more bytes is no older one: the trainer's clock was set back.
+        """
         if self.traffic.at_s and sent_at_s <= self.traffic.at_s[-1]:
-            return
+            last_bytes = sum(column[-1] for column in self.traffic.columns)
+            if link.up_bytes + link.down_bytes <= last_bytes:
+                return
+            self.traffic = Series(_SAMPLES, 2)
         self.round_trip_s, self.connections = link.round_trip_s, link.connections
         is_known = link.round_trip_s > 0
         self.clock_offset_s = link.clock_offset_s if is_known else 0.0

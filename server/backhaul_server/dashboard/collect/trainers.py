@@ -80,7 +80,9 @@ class Trainers:
         was_closed = run.about.is_closed
         run.take(report, now_s, since_s)
         if run.about.is_closed and not was_closed:
-            text = f"{named(run.about)} ended after {run.steps:,} step{'' if run.steps == 1 else 's'}"
+            # Steps are numbered from 0, and those before the dashboard started were not reported to it.
+            steps = max(run.steps, run.last_step.number + 1) if run.steps else 0
+            text = f"{named(run.about)} ended after {steps:,} step{'' if steps == 1 else 's'}"
             self._events.add(LogEvent(f"{run.id}-ended", run.heard_at_s, "run_ended", run.id, text=text))
         while sum(run.calls_bytes for run in self) > CALLS_BYTES:
             max(self, key=lambda run: run.calls_bytes).forget_oldest_calls()

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 from pydantic.dataclasses import dataclass as validated_dataclass
 
 from backhaul_proto.v1 import telemetry_pb2
-from backhaul_server.dashboard.collect.events import LogEvent
+from backhaul_server.dashboard.collect.events import WORDS, Kind, LogEvent, Severity, kinds_from
 
 
 @validated_dataclass(frozen=True, slots=True)
@@ -90,21 +90,38 @@ class EventSelection:
 
     Attributes:
         limit: The largest number of events.
-        run: Id of a run, whose events and those of no run are wanted; empty for all events.
+        runs: Ids of runs, whose events and those of no run are wanted; empty for all events.
         since_s: The earliest time, in seconds since 1970.
         until_s: The latest time, in seconds since 1970.
+        severity: The least severity of the wanted events.
+        text: Text to find in what happened, the kind in words, worker, segment, or id and name of the run, ignoring
+            case; empty for all events.
         before: Time and id of the last event of the page before; nothing is later than the default.
     """
 
     limit: int
-    run: str = ""
+    runs: tuple[str, ...] = ()
     since_s: float = -inf
     until_s: float = inf
+    severity: Severity = "info"
+    text: str = ""
     before: tuple[float, str] = (inf, "")
 
-    def wants(self, event: LogEvent) -> bool:
-        """Whether an event is wanted, on whatever page."""
-        return self.since_s <= event.at_s <= self.until_s and (not self.run or event.run in {"", self.run})
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of the wanted events."""
+        return kinds_from(self.severity)
+
+    def wants(self, event: LogEvent, name: str) -> bool:
+        """Whether an event is wanted, on whatever page, if its run has a name."""
+        return (
+            self.since_s <= event.at_s <= self.until_s
+            and (not self.runs or event.run in {"", *self.runs})
+            and event.kind in self.kinds
+            and matches(
+                self.text.casefold(), event.text, WORDS[event.kind], event.worker, event.segment, event.run, name
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from backhaul_proto.v1 import telemetry_pb2
-from backhaul_server.dashboard.collect.events import KINDS, LogEvent
+from backhaul_server.dashboard.collect.events import WORDS, LogEvent
 from backhaul_server.dashboard.history.archive import (
     EventList,
     EventSelection,
@@ -76,11 +76,9 @@ _RUNS = f"""
 SELECT {_COLUMNS_OF_RUN} {_WANTED_RUNS} AND (started_at_s, name) < (?4, ?5)
 ORDER BY started_at_s DESC, name DESC LIMIT ?6
 """
-_WANTED_EVENTS = "FROM events WHERE at_s BETWEEN ?1 AND ?2 AND (?3 = '' OR run IN ('', ?3))"
-_EVENTS = f"""
-SELECT id, at_s, kind, run, worker, segment, text, count {_WANTED_EVENTS} AND (at_s, id) < (?4, ?5)
-ORDER BY at_s DESC, id DESC LIMIT ?6
-"""
+_NAME_OF_RUN = "(SELECT label || ' rank ' || rank FROM runs WHERE name = run)"
+_HAS_TEXT = f"matches(?, text, words(kind), worker, segment, run, coalesce({_NAME_OF_RUN}, ''))"
+_EVENTS = "SELECT id, at_s, kind, run, worker, segment, text, count"
 _FORGET_EVENTS = "DELETE FROM events WHERE id IN (SELECT id FROM events WHERE at_s < ? ORDER BY at_s LIMIT ?)"
 _FORGET_STEPS = """
 DELETE FROM steps WHERE run = ?1 AND started_at_s < ?2
@@ -211,6 +209,7 @@ class HistoryFile:
         self._connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
         self._connection.create_function("matches", -1, matches, deterministic=True)
         self._connection.create_function("has_tag", 2, _has_tag, deterministic=True)
+        self._connection.create_function("words", 1, lambda kind: WORDS.get(kind, ""), deterministic=True)
         try:
             self._prepare()
             self._file = self._identity()
@@ -286,10 +285,24 @@ class HistoryFile:
 
     def events(self, wanted: EventSelection) -> EventList:
         """Returns a page of the wanted events, without those of kinds that only a newer version knows."""
-        bounds = (wanted.since_s, wanted.until_s, wanted.run)
-        rows = self._connection.execute(_EVENTS, (*bounds, *wanted.before, wanted.limit)).fetchall()
-        (total,) = self._connection.execute(f"SELECT count(*) {_WANTED_EVENTS}", bounds).fetchone()
-        return EventList([LogEvent(*row) for row in rows if row[2] in KINDS], total)
+        # The kinds are a condition of the query, because a page must have as many events as were asked for: a shorter
+        # one is the last.
+        values: list[Value] = [wanted.since_s, wanted.until_s, *wanted.kinds]
+        conditions = ["at_s BETWEEN ? AND ?"]
+        conditions.append(f"kind IN ({_marks(len(wanted.kinds))})")
+        if wanted.runs:
+            conditions.append(f"run IN ('', {_marks(len(wanted.runs))})")
+            values += wanted.runs
+        if wanted.text:
+            conditions.append(_HAS_TEXT)
+            values.append(wanted.text.casefold())
+        chosen = f"FROM events WHERE {' AND '.join(conditions)}"
+        rows = self._connection.execute(
+            f"{_EVENTS} {chosen} AND (at_s, id) < (?, ?) ORDER BY at_s DESC, id DESC LIMIT ?",
+            (*values, *wanted.before, wanted.limit),
+        ).fetchall()
+        (total,) = self._connection.execute(f"SELECT count(*) {chosen}", values).fetchone()
+        return EventList([LogEvent(*row) for row in rows], total)
 
     def _run(self, row: tuple[Any, ...], now_s: float) -> RunRecord:
         identity, name, trainer, client_version, workers, settings, fingerprint, started_at_s, heard_at_s, *rest = row
@@ -392,6 +405,11 @@ def _point(rows: Sequence[tuple[int, float, float | None, int, int, float]]) -> 
     told_losses = [loss for loss in losses if loss is not None]
     loss = median(told_losses) if told_losses else None
     return Point(numbers[-1], 1e3 * median(durations), max(peaks), max(moved), loss, ends_s[-1])
+
+
+def _marks(count: int) -> str:
+    """Returns the marks of as many values in a query."""
+    return ", ".join("?" * count)
 
 
 def _has_tag(tag: str, tags: str) -> bool:

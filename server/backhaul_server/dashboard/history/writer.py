@@ -65,6 +65,7 @@ class History:
         self._questions: deque[Callable[[HistoryFile | None], None]] = deque()
         self._wake = threading.Condition()  # guards the queues; notified for a question and for the stop
         self._is_stopping = False
+        self._began_s, self._began_at_s = time.monotonic(), time.time()
         self._thread = threading.Thread(target=self._serve, name="backhaul-history", daemon=True)
 
     def trouble(self) -> str:
@@ -210,9 +211,14 @@ class History:
 
     @only_in("backhaul-history")
     def _forget(self, file: HistoryFile) -> bool:
-        """Applies the retention. Returns whether everything was applied."""
+        """Applies the retention. Returns whether everything was applied.
+
+        A clock that jumps ahead must not make the whole history look old, so it counts at most as much time as has
+        passed since this process began.
+        """
+        now_s = min(time.time(), self._began_at_s + time.monotonic() - self._began_s)
         try:
-            for _ in file.forget(time.time() - self._retention_s):
+            for _ in file.forget(now_s - self._retention_s):
                 if self._is_stopping:
                     return False
         except sqlite3.Error as error:

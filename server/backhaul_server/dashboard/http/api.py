@@ -9,6 +9,7 @@ from fastapi import Depends, FastAPI, HTTPException, Query
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from backhaul_server.dashboard.collect.durations import KEPT_S as KEPT_DURATIONS_S
+from backhaul_server.dashboard.collect.events import Severity
 from backhaul_server.dashboard.collect.watched import KEPT_S
 from backhaul_server.dashboard.history.archive import EventSelection
 from backhaul_server.dashboard.http.examples import EVENT, FULL, MISSING, shows, shows_text
@@ -19,6 +20,7 @@ from backhaul_server.dashboard.http.parameters import (
     Cursor,
     Limit,
     Since,
+    SomeRuns,
     Until,
     given_range,
     last_seconds,
@@ -116,14 +118,31 @@ def _add_past(app: FastAPI, sources: Sources) -> None:
 
     @app.get("/api/v1/events", tags=["events"], responses=shows(schemas.EventPage))
     async def events(
-        run: AnyRun = "", since_s: Since = None, until_s: Until = None, limit: Limit = 100, cursor: Cursor = ""
+        run: AnyRun = "",
+        runs: SomeRuns = [],  # noqa: B006  FastAPI copies it
+        since_s: Since = None,
+        until_s: Until = None,
+        severity: Annotated[Severity, Query(description="The least severity", examples=["warning"])] = "info",
+        text: Annotated[
+            str,
+            Query(
+                alias="filter",
+                max_length=200,
+                description="Text in what happened, the kind of event in words, worker, segment, or id and name of the "
+                "run",
+                examples=["worker lost"],
+            ),
+        ] = "",
+        limit: Limit = 100,
+        cursor: Cursor = "",
     ) -> schemas.EventPage:
         """What happened to workers and runs, the newest first.
 
-        With `run`, events of this run and those that concern no run in particular.
+        With `run` or `runs`, events of these runs and those that concern no run in particular.
         """
         within = given_range(since_s, until_s)
-        wanted = EventSelection(limit + 1, run, within.since_s, within.until_s)
+        chosen = tuple(dict.fromkeys(runs)) or ((run,) if run else ())
+        wanted = EventSelection(limit + 1, chosen, within.since_s, within.until_s, severity, text)
         if cursor:
             wanted = replace(wanted, before=read_cursor(cursor))
         listed = await sources.events(wanted)
@@ -158,4 +177,5 @@ def _add_past(app: FastAPI, sources: Sources) -> None:
         calls = sources.worker(worker).durations.tally if worker else sources.watch.calls
         runs = [sources.run(run)] if run else [known for known in sources.watch.trainers if known.detail is not None]
         of_steps = given_range(since_s, until_s)
-        return latency(calls, runs, last_seconds(seconds, since_s, until_s), method, of_steps)
+        aligned = [(known, sources.shift_s(known)) for known in runs]
+        return latency(calls, aligned, last_seconds(seconds, since_s, until_s), method, of_steps)

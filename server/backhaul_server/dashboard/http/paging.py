@@ -27,8 +27,9 @@ def read_cursor(cursor: str) -> tuple[float, str]:
         number, name = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
         if not isinstance(name, str) or not isfinite(number):
             raise ValueError(cursor)
+        name.encode()  # raises for a half of a pair of surrogates, which no database takes
         return float(number), name
-    except (binascii.Error, ValueError, TypeError):
+    except (binascii.Error, ValueError, TypeError, OverflowError, RecursionError):
         detail = {"type": "cursor", "loc": ["query", "cursor"], "msg": "this is no cursor that an answer had as `next`"}
         raise HTTPException(422, [detail]) from None
 

@@ -94,7 +94,12 @@ class Sources:
     async def events(self, wanted: EventSelection) -> EventList:
         """Returns a page of events: those of the history, or those in memory while there is none."""
         kept = None if self.history.error else await self.history.events(wanted)
-        return selected_events(self.watch.events, wanted) if kept is None else kept
+        return selected_events(self.watch.events, wanted, self._name_of) if kept is None else kept
+
+    def _name_of(self, run: str) -> str:
+        """Returns the name and rank of a run that reports now; empty for any other."""
+        known = self.watch.trainers.find(run)
+        return f"{known.about.name} rank {known.about.rank}" if known is not None else ""
 
     async def runs(self, wanted: RunSelection) -> tuple[list[schemas.RunSummary], int]:
         """Returns a page of the runs of the history and of those in memory, and the number of both on all pages."""

@@ -15,18 +15,19 @@ _OWN_METHOD = "GetTelemetry"
 
 
 def latency(
-    calls: Tally, runs: Iterable[TrainerRun], shown: TimeRange, method: str, of_steps: TimeRange = EVER
+    calls: Tally, runs: Iterable[tuple[TrainerRun, float]], shown: TimeRange, method: str, of_steps: TimeRange = EVER
 ) -> schemas.Latency:
     """Returns the latency over a range, and the phases of the known steps that began in `of_steps`.
 
-    The heat map covers one method, or all methods except the dashboard's own polls.
+    Each run comes with the seconds to add to times of its trainer's clock for the dashboard's. The heat map covers one
+    method, or all methods except the dashboard's own polls.
     """
     counts = calls.counted(shown.since_s, shown.until_s)
     return schemas.Latency(
         window_s=shown.until_s - shown.since_s,
         rpcs=[_rpc(name, counted) for name, counted in sorted(counts.items()) if counted.calls or counted.errors],
         heat=_heat(calls, shown, method),
-        phases=[_phases(run, of_steps) for run in runs],
+        phases=[_phases(run, shift_s, of_steps) for run, shift_s in runs],
     )
 
 
@@ -63,11 +64,11 @@ def _heat(calls: Tally, shown: TimeRange, method: str) -> schemas.Heat:
     )
 
 
-def _phases(run: TrainerRun, of_steps: TimeRange) -> schemas.Phases:
+def _phases(run: TrainerRun, shift_s: float, of_steps: TimeRange) -> schemas.Phases:
     steps = [
-        (number, report.step.started_at_s, report.lanes_s)
+        (number, report.step.started_at_s + shift_s, report.lanes_s)
         for number, report in sorted(run.reported_steps.items())
-        if report.step is not None and of_steps.since_s <= report.step.started_at_s <= of_steps.until_s
+        if report.step is not None and of_steps.since_s <= report.step.started_at_s + shift_s <= of_steps.until_s
     ]
 
     def lane_ms(lane: telemetry_pb2.Lane.ValueType) -> list[float]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from time import monotonic
 from typing import Any
 
 import torch
@@ -9,6 +10,11 @@ import torch
 from backhaul_proto.v1 import telemetry_pb2
 
 logger = logging.getLogger("backhaul.worker")
+
+RETRY_S = 30.0
+"""Seconds after an error until NVML is asked again."""
+STALE_S = 10.0
+"""Seconds after which a reading that does not end makes the last one too old to be shown."""
 
 
 class AcceleratorMeter:
@@ -25,14 +31,20 @@ class AcceleratorMeter:
         self._is_unusable = device.type != "cuda"
         self._reading: asyncio.Future[telemetry_pb2.Accelerator] | None = None
         self._latest: telemetry_pb2.Accelerator | None = None
+        self._began_s = 0.0
+        self._again_s = 0.0
 
     def latest(self) -> telemetry_pb2.Accelerator | None:
-        """Returns the last reading and starts the next one. None if there is no reading, at first for a moment."""
+        """Returns the last reading and starts the next one. None if there is no recent one, at first for a moment."""
         if self._is_unusable:
             return None
-        if self._reading is None:
+        now_s = monotonic()
+        if self._reading is None and now_s >= self._again_s:
+            self._began_s = now_s
             self._reading = asyncio.ensure_future(asyncio.to_thread(self._read))
             self._reading.add_done_callback(self._was_read)
+        elif self._reading is not None and now_s - self._began_s > STALE_S:
+            self._latest = None  # the driver hangs, and old numbers would look like those of an idle device
         return self._latest
 
     def _was_read(self, reading: "asyncio.Future[telemetry_pb2.Accelerator]") -> None:
@@ -42,9 +54,11 @@ class AcceleratorMeter:
         error = reading.exception()
         if error is None:
             self._latest = reading.result()
-        else:  # NVML is not installed, or it does not know the device: neither changes while the process runs
-            logger.debug("NVML tells nothing of %s: %r", self._device, error)
-            self._is_unusable, self._latest = True, None
+            return
+        logger.debug("NVML tells nothing of %s: %r", self._device, error)
+        self._latest = self._nvml = None
+        self._again_s = monotonic() + RETRY_S  # the driver may be reset, updated or only busy
+        self._is_unusable = isinstance(error, ImportError)  # which does not change while the process runs
 
     def _read(self) -> telemetry_pb2.Accelerator:
         """Reads the device. Raises ImportError without the package, and NVMLError for what the driver does not tell."""

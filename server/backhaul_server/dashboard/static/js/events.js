@@ -13,7 +13,8 @@ import { Table } from "./table.js";
 
 const PAGE = 25;
 const MOST = 1000; // events of the range that are fetched, the newest ones
-const LEVELS = { "": ["info", "warning", "critical"], warning: ["warning", "critical"], critical: ["critical"] };
+const MOST_RUNS = 64; // of which the API shows events at once
+const LEVELS = ["warning", "critical"]; // the least severities that can be chosen
 const SHAPES = { info: "idle", warning: "warning", critical: "critical" };
 const KINDS = {
   worker_lost: "worker lost",
@@ -30,7 +31,8 @@ const KINDS = {
 };
 let table = null;
 let pages = null;
-let answer = { items: [], total: 0 };
+let answer = { items: [], total: 0 }; // of the range, whose events are marked on the charts
+let filtered = answer; // those of them that the filters of the table leave
 
 function paintSeverity(cell, event) {
   if (cell.dataset.shown === event.severity) return;
@@ -80,23 +82,22 @@ function ofScope(events) {
   return events.filter((event) => event.run === "" || isChosen(event.run));
 }
 
-/** Returns the events that the filters of the table leave. */
-function matching(events) {
-  const words = state("events").toLowerCase();
-  const levels = LEVELS[state("severity")] ?? LEVELS[""];
-  const textOf = (event) => [event.text, kindOf(event), event.worker, event.segment, event.run ? nameWithRank(event.run) : ""].join(" ").toLowerCase();
-  return events.filter((event) => levels.includes(event.severity) && textOf(event).includes(words));
+/** Returns the parameters of the filters of the table; none if there are none. The API filters all events of the range. */
+function filters() {
+  const severity = LEVELS.includes(state("severity")) ? state("severity") : "";
+  return severity || state("events") ? { severity, filter: state("events") } : undefined;
 }
 
 function show() {
   const events = ofScope(answer.items);
-  const shown = matching(events);
+  const shown = ofScope(filtered.items);
   markEvents(events);
   table.update(pages.of(shown));
   byId("events-table").hidden = shown.length === 0;
   const note = byId("events-left-out");
-  note.hidden = answer.total <= answer.items.length;
-  setText(note, `The range has ${count(answer.total)} events, of which the newest ${count(answer.items.length)} are shown. Choose a shorter time range for the others.`);
+  note.hidden = filtered.total <= filtered.items.length;
+  const which = filtered === answer ? "events" : "events that match";
+  setText(note, `The range has ${count(filtered.total)} ${which}, of which the newest ${count(filtered.items.length)} are shown. Choose a shorter time range for the others.`);
   explain(
     byId("events").querySelector(":scope > .empty"),
     shown.length > 0
@@ -108,7 +109,11 @@ function show() {
 }
 
 async function refresh(signal) {
-  answer = await ask("/api/v1/events", { run: chosenRuns().length > 1 ? "" : chosenRun(), ...boundsOfRange(), limit: MOST }, signal);
+  const range = { runs: chosenRun() === "" ? [] : chosenRuns().slice(0, MOST_RUNS), ...boundsOfRange(), limit: MOST };
+  const chosen = filters();
+  const [all, some] = await Promise.all([range, ...(chosen ? [{ ...range, ...chosen }] : [])].map((query) => ask("/api/v1/events", query, signal)));
+  answer = all;
+  filtered = some ?? all;
   show();
 }
 
@@ -120,7 +125,7 @@ export function startEvents() {
   bind(byId("events-filter"), "events");
   onChange(["events", "severity"], () => {
     pages.turnTo(0);
-    show();
+    poll.now();
   });
   for (const onAny of [onRange, onScope]) onAny(() => poll.now());
 }
