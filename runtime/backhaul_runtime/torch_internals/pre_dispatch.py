@@ -10,10 +10,13 @@ NOTE [PreDispatch]
    would pop each other's. So the stack is replaced by one that each thread has for itself.
 4. Torch's own path from an op to its mode costs more than all that the mode does. So the first call of an op stores a
    shorter path in the op's dispatch cache, where torch looks first.
+5. An op inside a vmap is not passed to `around`. It goes on below the PreDispatch key with the mode still on the stack.
+   Then vmap translates it to ops on plain tensors, and runs these outside of its level, where they reach the mode.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Self
@@ -23,6 +26,8 @@ from torch._library.utils import handle_dispatch_mode
 from torch._ops import HigherOrderOperator, OpOverload, _higher_order_ops
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _pop_mode_temporarily, _push_mode
+
+from backhaul_runtime.torch_internals.private import is_in_vmap
 
 
 class PreDispatchMode(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -58,8 +63,19 @@ class PreDispatchMode(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Passes an op to `around`, with the Python dispatcher off (Rule 2)."""
         op._dispatch_cache[_KEY] = partial(_dispatched, op)  # Rule 4
+        if is_in_vmap():
+            return self._again(op, args, kwargs or {})
         with torch._C._DisablePythonDispatcher():
             return self.around(op, args, kwargs or {})
+
+    def _again(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs an op of a vmap with the mode back on the stack, from which torch has taken it for this call."""
+        _stack.set(_OURS, self)
+        try:
+            with _included([_KEY], True):
+                return _through_vmap(op, args, kwargs)
+        finally:
+            _stack.set(_OURS, None)
 
     def around(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the op and returns what it returned."""
@@ -88,6 +104,8 @@ def _dispatched(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(mode, PreDispatchMode) or _stack.get(_OTHERS) is not None:
         with _pop_mode_temporarily(_KEY) as other:
             return handle_dispatch_mode(other, op, *args, **kwargs)  # type: ignore[no-untyped-call]
+    if is_in_vmap():
+        return _through_vmap(op, args, kwargs)
     _stack.set(_OURS, None)
     torch._C._dispatch_tls_set_dispatch_key_included(_KEY, False)
     try:
@@ -96,6 +114,32 @@ def _dispatched(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     finally:
         _stack.set(_OURS, mode)
         torch._C._dispatch_tls_set_dispatch_key_included(_KEY, True)
+
+
+def _through_vmap(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an op of a vmap so that the ops on plain tensors to which vmap translates it reach the mode (Rule 5)."""
+    is_included = torch._C._dispatch_tls_is_dispatch_key_included
+    if is_included(_VMAP_ENTRY) and not torch._C._dispatch_tls_is_dispatch_key_excluded(_VMAP_ENTRY):
+        # Here vmap notes which keys are included, and includes the same keys for the ops on plain tensors.
+        return op._op_dk(_VMAP_ENTRY, *args, **kwargs)
+    keys = [key for key in (_KEY, torch._C.DispatchKey.PythonDispatcher) if is_included(key)]
+    with _included(keys, False):
+        return op(*args, **kwargs)
+
+
+_VMAP_ENTRY = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
+
+
+@contextmanager
+def _included(keys: Sequence[Any], is_included: bool) -> Iterator[None]:
+    """Includes keys in this thread's dispatch of ops, or excludes them, until it is left."""
+    for key in keys:
+        torch._C._dispatch_tls_set_dispatch_key_included(key, is_included)
+    try:
+        yield
+    finally:
+        for key in keys:
+            torch._C._dispatch_tls_set_dispatch_key_included(key, not is_included)
 
 
 _registered: set[tuple[str, type[PreDispatchMode]]] = set()

@@ -199,6 +199,15 @@ def current_transforms_differentiate() -> bool | None:
     return any(level.key() == torch._C._functorch.TransformType.Grad for level in stack)
 
 
+def is_in_vmap() -> bool:
+    """Whether all active transforms of torch.func are vmaps, and there is at least one."""
+    functorch = torch._C._functorch
+    if functorch.peek_interpreter_stack() is None:
+        return False
+    stack = functorch.get_interpreter_stack() or []
+    return all(level.key() == functorch.TransformType.Vmap for level in stack)
+
+
 def is_in_forward_mode() -> bool:
     """Whether forward-mode differentiation is active."""
     return forward_ad._current_level >= 0
