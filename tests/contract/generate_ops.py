@@ -11,14 +11,17 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  torch's own name for it
 from torch.utils import _pytree as pytree
 
+from backhaul_runtime.program.op_rules import MAKES_LEAF
 from backhaul_runtime.record.recorder import Recorder
 from backhaul_runtime.tensors.layout import copy_exact
 
@@ -27,13 +30,15 @@ OPS_FILE = Path(__file__).parents[2] / "runtime/backhaul_runtime/program/ops.txt
 # Nothing that builds a graph's backward, makes tensors of memory or files it is told of, or belongs to other backends.
 DENIED = re.compile(
     r"^(?!aten\.)"
-    r"|backward|^aten\.(set_|from_file|record_stream|resize|_resize|_to_copy|_cudnn|cudnn|_thnn|miopen|mkldnn|_mkldnn|mps)"
-    r"|quantiz|quantile_q|^aten\.q_|fbgemm|sparse|_csr|_coo|ccol|crow|foreach|_fused|fused_|nested|_nnpack|_jvp|_vmap"
-    r"|^aten\.(_local_scalar_dense|item|equal|is_nonzero|allclose|_unsafe|_assert|_print|retain_grad|requires_grad_)"
-    r"|\.(out|names.*|.*dimname.*|.*_out|.*Dimname.*)$"
-    r"|ctc_loss|_aa\."  # read past their inputs on hostile values
-    r"|native_batch_norm|_batch_norm_with_update|segment_reduce"  # likewise, on sizes
-    r"|^aten\.(narrow\.Tensor|tensor_split\.tensor)"  # geometry from values that autograd never saves
+    r"|backward|^aten\.(set_|from_file|record_stream|resize|_resize|_cudnn|cudnn|_thnn|miopen|mkldnn|_mkldnn|mps)"
+    r"|(?<!fake_)quantiz|quantile_q|^aten\.q_|fbgemm|sparse|_csr|_coo|ccol|crow|_fused|nested|_nnpack|_jvp|_vmap"
+    r"|fused_(?!moving_avg_obs_fake_quant)"
+    r"|^aten\.(_local_scalar_dense|item|equal|is_nonzero|allclose|_unsafe(?!_view)|_assert|_print|retain_grad)"
+    r"|^(?!aten\.(add|sub|mul|div)\.out$).*\.(out|names.*|.*dimname.*|.*_out|.*Dimname.*)$"
+    r"|_aa\."  # read past their inputs on hostile values
+    r"|native_batch_norm|_batch_norm_with_update|^aten\._segment_reduce"  # likewise, on sizes
+    r"|^aten\.(_fft|_linalg|_cdist_forward|upsample_\w+\.default)"  # beneath the ops that check arguments for them
+    r"|^aten\.(repeat_interleave\.Tensor|_foreach_mm)"
     r"|^aten\.(rename|align|refine)|storage|pin_memory|has_recorded_choices|^aten\.(data|_version|_backward|output_nr|is_leaf)\."
 )
 
@@ -104,8 +109,10 @@ def from_op_db(most_samples: int = 12) -> set[str]:
                     samples = list(islice(info.sample_inputs("cpu", dtype, requires_grad=grad), most_samples))
                 except Exception:
                     continue
+                aliases = [form for alias in info.aliases for form in (alias.op, alias.inplace_variant)]
                 for sample in samples:
-                    for variant in (info.op, info.method_variant, info.inplace_variant, info.operator_variant):
+                    forms = (info.op, info.method_variant, info.inplace_variant, info.operator_variant, *aliases)
+                    for variant in forms:
                         if variant is not None:
 
                             def call(variant: Any = variant, sample: Any = sample) -> set[str]:
@@ -114,6 +121,48 @@ def from_op_db(most_samples: int = 12) -> set[str]:
                             yield call
 
     return _quietly(calls(), "functions")
+
+
+def from_foreach_db(most_samples: int = 4) -> set[str]:
+    """What the functions on lists of tensors call."""
+    from torch.testing._internal import common_methods_invocations as database
+
+    def calls() -> Iterator[Callable[[], set[str]]]:
+        for kind in ("unary", "binary", "pointwise", "reduce", "other"):
+            for info in getattr(database, f"foreach_{kind}_op_db"):
+                for sample in islice(info.sample_inputs("cpu", torch.float32, noncontiguous=False), most_samples):
+                    for variant in (info.method_variant, info.inplace_variant):
+                        if variant is not None:
+
+                            def call(variant: Any = variant, sample: Any = sample) -> set[str]:
+                                return ops_of(variant, sample.input, *sample.args, **sample.kwargs)
+
+                            yield call
+
+    return _quietly(calls(), "functions on lists")
+
+
+def from_vmap(most_samples: int = 3) -> set[str]:
+    """What vmap translates the functions of torch to."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    def calls() -> Iterator[Callable[[], set[str]]]:
+        for info in op_db:
+            if torch.float32 in info.dtypes:
+                with suppress(Exception):
+                    samples = islice(info.sample_inputs("cpu", torch.float32), most_samples)
+                    for sample in filter(lambda sample: _is_float(sample.input), samples):
+
+                        def call(info: Any = info, sample: Any = sample) -> set[str]:
+                            def batched(batch: Tensor) -> Any:
+                                fn = lambda x: info.op(x, *sample.args, **sample.kwargs)  # noqa: E731
+                                return torch.vmap(fn, randomness="different")(batch)
+
+                            return ops_of(batched, torch.stack([sample.input] * 2))
+
+                        yield call
+
+    return _quietly(calls(), "functions under vmap")
 
 
 def _unused(value: Any) -> Any:
@@ -289,6 +338,68 @@ def from_idioms() -> set[str]:
     return _quietly(iter([lambda: ops_of(write, x, y), lambda: ops_of(make, x)]), "idioms")
 
 
+def from_further() -> set[str]:
+    """What is common in models and in no database: packed sequences, windows, normalization in place, distributions."""
+    x, y = torch.rand(4, 4) * 0.5 + 0.25, torch.rand(4, 4, requires_grad=True)
+    scale, zero = torch.full((4,), 0.1), torch.zeros(4, dtype=torch.int32)
+    lengths = torch.tensor([4, 2, 1])
+
+    def packed(kind: type[nn.RNNBase], **options: Any) -> Callable[[], Any]:
+        module = kind(4, 4, **options)
+
+        def run() -> Any:
+            pack = nn.utils.rnn.pack_padded_sequence(torch.rand(4, 3, 4), lengths)
+            return nn.utils.rnn.pad_packed_sequence(module(pack)[0])
+
+        return run
+
+    calls: list[Callable[[], Any]] = [
+        packed(nn.LSTM),
+        packed(nn.GRU),
+        packed(nn.RNN),
+        packed(nn.RNN, nonlinearity="relu"),
+        lambda: nn.utils.rnn.pad_sequence([x, x[:2]]),
+        lambda: F.ctc_loss(x.log_softmax(-1).unsqueeze(1), torch.ones(1, 2), (4,), (2,)),
+        lambda: F.ctc_loss(x.log_softmax(-1).unsqueeze(1), torch.ones(1, 2), torch.tensor([4]), torch.tensor([2])),
+        *(
+            lambda op=op, other=other: op(x, other, out=torch.empty(4, 4))
+            for op in (torch.add, torch.sub, torch.mul, torch.div)
+            for other in (x, 2)
+        ),
+        lambda: F.embedding(torch.tensor([1]), x.clone(), max_norm=1.0),
+        lambda: torch.fake_quantize_per_tensor_affine(y, 0.1, 0, -128, 127),
+        lambda: torch.fake_quantize_per_tensor_affine(y, scale[0], zero[0], -128, 127),
+        lambda: torch.fake_quantize_per_channel_affine(y, scale, zero, 0, -128, 127),
+        lambda: torch._fake_quantize_learnable_per_tensor_affine(y, scale[:1], zero[:1].float(), -128, 127, 1.0),
+        lambda: torch._fake_quantize_learnable_per_channel_affine(y, scale, zero.float(), 0, -128, 127, 1.0),
+        lambda: torch.ao.quantization.FusedMovingAvgObsFakeQuantize()(y),
+        lambda: torch._standard_gamma(y),
+        lambda: torch._sample_dirichlet(x),
+        lambda: torch.poisson(x),
+        lambda: torch.binomial(torch.full((4, 4), 3.0), x),
+        lambda: torch.bernoulli(x, 0.5),
+        *(
+            lambda make=make, periodic=periodic: make(4, periodic)
+            for make in (
+                torch.hann_window,
+                torch.hamming_window,
+                torch.blackman_window,
+                torch.bartlett_window,
+                torch.kaiser_window,
+            )
+            for periodic in (True, False)
+        ),
+        *(lambda make=make: make(4) for make in (torch.hann_window, torch.hamming_window, torch.blackman_window)),
+        *(lambda make=make: make(4) for make in (torch.bartlett_window, torch.kaiser_window)),
+        lambda: torch.kaiser_window(4, True, 5.0),
+        lambda: torch.segment_reduce(y, "sum", lengths=torch.tensor([1, 3])),
+        lambda: torch._int_mm(torch.ones(32, 8, dtype=torch.int8), torch.ones(8, 8, dtype=torch.int8)),
+        lambda: torch.narrow(y, 0, torch.tensor(1), 2),
+        lambda: torch.tensor_split(y, torch.tensor([1, 3])),
+    ]
+    return _quietly(iter([partial(ops_of, call) for call in calls]), "further calls") | {MAKES_LEAF}
+
+
 def siblings(names: set[str]) -> set[str]:
     """The in-place forms that ops of these names have, and those that take a generator."""
     forms = set()
@@ -309,7 +420,8 @@ def admitted(names: set[str]) -> list[str]:
 def main() -> None:
     torch.manual_seed(0)
     random.seed(0)
-    names = from_modules() | from_op_db() | from_idioms() | from_transformers()
+    names = from_modules() | from_op_db() | from_foreach_db() | from_vmap() | from_idioms() | from_further()
+    names |= from_transformers()
     admitted_ops = admitted(names)
     print(f"admitted {len(admitted_ops)}, denied: {sorted(names - set(admitted_ops))}", file=sys.stderr)
     OPS_FILE.write_text("# Generated by `make ops`.\n" + "\n".join(admitted_ops) + "\n")

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from backhaul._forward.reference_counts import unheld_leaves
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.program.program import ResultRef
 from backhaul_runtime.record.recorder import FUNCTION_SAVES, Recorder
@@ -80,7 +81,8 @@ def find_graph_uses(
     if _shares_storage(recorder, outputs, tensors):
         raise Refusal("an output shares memory with an input, a captured tensor or another output")
     # Whoever holds the tensor may run backward through the graph of the inside, which grafting would have removed.
-    if is_held or recorder.outlived(outputs):
+    unheld = unheld_leaves(outputs, recorder.first_sequence) if recorder.made_leaves else []
+    if is_held or recorder.outlived([*outputs, *unheld]):
         raise Refusal(
             "a tensor made inside is held elsewhere when it returns, as by a key-value cache (use_cache=True)"
         )

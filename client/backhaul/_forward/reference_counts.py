@@ -7,13 +7,15 @@ never run. Python cannot list the holders, so references are counted and compare
 
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from backhaul_runtime.torch_internals.private import base_of, container_node, pytree
+from backhaul_runtime.torch_internals.graph_uses import leaf_nodes
+from backhaul_runtime.torch_internals.private import base_of, container_node, leaf_of, leaf_references, pytree
 
 
 def has_other_references(returned: list[Any], is_output: Callable[[Tensor], bool]) -> bool:
@@ -31,6 +33,27 @@ def has_other_references(returned: list[Any], is_output: Callable[[Tensor], bool
         if isinstance(objects[key], Tensor) and _is_tensor_held(objects[key]):
             return True
     return False
+
+
+def unheld_leaves(outputs: Sequence[Tensor], first_sequence: int) -> list[Tensor]:
+    """Returns the leaves in the graph of a call to which nothing else refers, so that nobody can read their `.grad`.
+
+    Args:
+        outputs: The differentiable outputs of the call.
+        first_sequence: Autograd's sequence number when the call began.
+    """
+    nodes = leaf_nodes(outputs, first_sequence)
+    return [
+        leaf for node in nodes if leaf_references(node) == _of_unheld_leaf() and (leaf := leaf_of(node)) is not None
+    ]
+
+
+@cache
+def _of_unheld_leaf() -> tuple[int, int]:
+    with torch.enable_grad():
+        node = (torch.zeros((), requires_grad=True) + 1).grad_fn
+    assert node is not None
+    return leaf_references(node.next_functions[0][0])
 
 
 def _is_tensor_held(output: Tensor) -> bool:

@@ -44,6 +44,29 @@ ABSOLUTE = frozenset(
 """Ops that take an offset from the start of a storage, and so reach all of it. In a replay, a source lies in another
 storage, at another offset."""
 
+MAKES_LEAF = "aten.requires_grad_.default"
+"""The op that stands in programs for `requires_grad = True`, which torch sets without calling an op."""
+
+GEOMETRY = {
+    "aten._pack_padded_sequence.default": 1,
+    "aten._pad_packed_sequence.default": 1,
+    "aten.narrow.Tensor": 2,
+    "aten.tensor_split.tensor_indices_or_sections": 1,
+}
+"""The position of an argument whose values become sizes and offsets. Autograd does not save it, so no value check would
+see a difference. The recorder makes its values a source, even if the function has computed them."""
+
+RESIZES_RESULTS = frozenset(
+    {
+        *(f"aten.{op}.out" for op in ("add", "sub", "mul", "div")),
+        "aten.fused_moving_avg_obs_fake_quant.default",
+    }
+)
+"""Ops that enlarge a tensor they write to if it has another size than they need. A program may not hold such a call."""
+
+READS_ONLY_SHAPES = frozenset({"aten.bernoulli.p"})
+"""Ops that read only the shapes and dtypes of their arguments, beside those that say so in their names."""
+
 UNDEFINED_SAVES = frozenset(
     {
         "aten.ctc_loss.IntList",
@@ -111,6 +134,16 @@ DECIDE_IN_BACKWARD = frozenset(
         "linalg_vector_norm.default",
         "linalg_norm.default",
         "norm.Scalar",
+        "norm.ScalarOpt_dim",
+        "segment_reduce.default",
+        "_foreach_max.default",
+        "_foreach_norm.Scalar",
+        *(
+            f"_foreach_{op}.{kind}"
+            for extreme in ("maximum", "minimum", "clamp_max", "clamp_min")
+            for op in (extreme, f"{extreme}_")
+            for kind in ("List", "Scalar")
+        ),
         "grid_sampler.default",
     ]
 )
@@ -163,7 +196,7 @@ def rules(op: OpOverload) -> OpRules:
     for position, argument in enumerate(arguments_of(op)):
         alias = argument.alias_info
         is_hidden = argument.name in hidden or (hides_writes and "Tensor" in str(argument.type))
-        if is_hidden or (alias is not None and alias.is_write):
+        if is_hidden or (alias is not None and alias.is_write and name != MAKES_LEAF):  # it writes to no memory
             written.append((position, argument.name))
         elif alias is not None:
             views.add(position)

@@ -1,7 +1,8 @@
 """Detects values for which an op of the list crashes the process, reads or writes out of bounds, or never ends.
 
 Torch's kernels check most of their arguments. This module covers the cases that were found where a kernel does not: the
-program is refused before the op runs. Such values need not be an attack: a run that diverges has NaN in its grids.
+program is refused before the op runs. Such values need not be an attack: a run that diverges has NaN in its grids. The
+cases of ops on sequences and of fake quantization are in modules of their own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from backhaul_runtime.program import unsafe_quantization, unsafe_sequences
 from backhaul_runtime.torch_internals.private import OpOverload, arguments_of
 
 
@@ -23,8 +25,9 @@ def check_values(name: str, op: OpOverload, args: Sequence[Any], kwargs: Mapping
     """
     check = _CHECKS.get(name)
     if check is not None:
-        given = dict(zip((argument.name for argument in arguments_of(op)), args, strict=False))
-        check({**given, **kwargs})
+        defaults = {argument.name: argument.default_value for argument in arguments_of(op)}
+        given = dict(zip(defaults, args, strict=False))
+        check({**defaults, **given, **kwargs})
 
 
 def _division(given: Mapping[str, Any]) -> None:
@@ -39,29 +42,6 @@ def _division(given: Mapping[str, Any]) -> None:
         raise ValueError("the least integer is divided by -1")
 
 
-def _lstm(given: Mapping[str, Any]) -> None:
-    """The kernel reads and writes weights and states past their ends if their sizes do not fit the input."""
-    data, states, parameters = given["input"], given["hx"], given["params"]
-    biased, layers = given["has_biases"], given["num_layers"]
-    directions = 2 if given["bidirectional"] else 1
-    if data.dim() != 3 or len(states) != 2 or not 1 <= layers <= len(parameters):  # noqa: PLR2004  batch, time, width
-        raise ValueError(
-            f"an LSTM has an input of {data.dim()} dimensions (3 are needed), {len(states)} states (2 are needed) and "
-            f"{layers} layers with {len(parameters)} parameters"
-        )
-    cell, output = states[1].shape[-1], states[0].shape[-1]
-    batch = data.shape[0 if given["batch_first"] else 1]
-    expected: list[tuple[int, ...]] = []
-    for layer in range(layers):
-        width = data.shape[-1] if layer == 0 else output * directions
-        one = [(4 * cell, width), (4 * cell, output), *([(4 * cell,)] * 2 if biased else [])]
-        expected += (one + ([(output, cell)] if output != cell else [])) * directions
-    held = [(layers * directions, batch, size) for size in (output, cell)]
-    shapes = [tuple(tensor.shape) for tensor in (*states, *parameters)]
-    if shapes != [*held, *expected]:
-        raise ValueError(f"an LSTM has states and weights of sizes {shapes}, it needs {[*held, *expected]}")
-
-
 def _weight_norm(given: Mapping[str, Any]) -> None:
     """The kernel reads the lengths past their end if there are fewer of them than directions."""
     direction, length, dim = given["v"], given["g"], given.get("dim", 0)
@@ -69,13 +49,6 @@ def _weight_norm(given: Mapping[str, Any]) -> None:
         raise ValueError(
             f"weight_norm has directions of shape {list(direction.shape)} and lengths of shape {list(length.shape)}"
         )
-
-
-def _embedding_bag(given: Mapping[str, Any]) -> None:
-    """The kernel reads out of bounds for offsets that decrease."""
-    offsets = given["offsets"]
-    if bool((offsets[1:] < offsets[:-1]).any()):
-        raise ValueError("the offsets of an embedding bag decrease, they must not")
 
 
 def _grid(given: Mapping[str, Any]) -> None:
@@ -90,6 +63,26 @@ def _matrix_power(given: Mapping[str, Any]) -> None:
         raise ValueError("a matrix is raised to the least integer")
 
 
+def _counts(given: Mapping[str, Any]) -> None:
+    """For NaN as a count the kernel's loop never ends."""
+    if bool(given["count"].isnan().any()):
+        raise ValueError("a binomial draw has NaN as its count")
+
+
+def _rates(given: Mapping[str, Any]) -> None:
+    """On a GPU, a rate that is negative or NaN ends the process."""
+    if not bool((given["self"] >= 0).all()):
+        raise ValueError("a Poisson draw has a rate that is negative or NaN")
+
+
+def _elementwise_out(given: Mapping[str, Any]) -> None:
+    """The op would enlarge a result tensor of another size, and nothing accounts for the memory."""
+    operands = [given["self"], given["other"]]
+    shape = torch.broadcast_shapes(*[value.shape if isinstance(value, torch.Tensor) else () for value in operands])
+    if given["out"].shape != shape:
+        raise ValueError(f"an op with a result of {list(shape)} was given one of {list(given['out'].shape)}")
+
+
 _CHECKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
     **{
         f"aten.{op}.{kind}_mode": _division
@@ -97,8 +90,11 @@ _CHECKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
         for kind in ("Tensor", "Scalar")
     },
     **{f"aten.grid_sampler{kind}.default": _grid for kind in ("", "_2d", "_3d")},
-    "aten.lstm.input": _lstm,
+    **{f"aten.{op}.out": _elementwise_out for op in ("add", "sub", "mul", "div")},
     "aten._weight_norm.default": _weight_norm,
-    "aten.embedding_bag.padding_idx": _embedding_bag,
     "aten.linalg_matrix_power.default": _matrix_power,
+    "aten.binomial.default": _counts,
+    "aten.poisson.default": _rates,
+    **unsafe_quantization.CHECKS,
+    **unsafe_sequences.CHECKS,
 }

@@ -26,6 +26,10 @@ from torch.utils.hooks import RemovableHandle
 from backhaul_runtime.errors import Refusal, UnsupportedTensorError
 from backhaul_runtime.program.op_rules import (
     ABSOLUTE,
+    GEOMETRY,
+    MAKES_LEAF,
+    READS_ONLY_SHAPES,
+    RESIZES_RESULTS,
     UNDEFINED_SAVES,
     UNWRITTEN_RESULTS,
     OpRules,
@@ -35,16 +39,17 @@ from backhaul_runtime.program.op_rules import (
 )
 from backhaul_runtime.program.op_trace import describe_op
 from backhaul_runtime.program.program import GeneratorRef, Node, Program, Ref, ResultRef, Source, SourceRef
+from backhaul_runtime.program.unsafe_arguments import check_values
 from backhaul_runtime.record.recording import Recording, SavedTensor
 from backhaul_runtime.record.sources import Hold, SourceLedger
 from backhaul_runtime.replay.recorded_choices import ChoiceRecorder, DrawRecorder
 from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest, digest_of
 from backhaul_runtime.tensors.digest import read_digest, saved_digest, tensor_address
-from backhaul_runtime.tensors.layout import Layout, layout_of, unsupported_reason
+from backhaul_runtime.tensors.layout import Layout, copy_exact, layout_of, unsupported_reason
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.autocast_cache import CASTS
 from backhaul_runtime.torch_internals.generators import default_generator, drawing_device
-from backhaul_runtime.torch_internals.graph_uses import is_custom, name_of
+from backhaul_runtime.torch_internals.graph_uses import is_custom, is_module_hook, name_of
 from backhaul_runtime.torch_internals.pre_dispatch import PreDispatchMode
 from backhaul_runtime.torch_internals.private import (
     DisablePythonDispatcher,
@@ -214,6 +219,11 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         return any(map(ambient_state.is_autocast, self._states))
 
     @property
+    def made_leaves(self) -> bool:
+        """Whether the function turned on `requires_grad` of a tensor that it made."""
+        return any(node.op == MAKES_LEAF for node in self._nodes)
+
+    @property
     def has_lost_track(self) -> bool:
         """Whether tensors that autograd saves from now on can't be recomputed from the recorded ops (Rule 3)."""
         return self.recording.refusal is not None
@@ -249,9 +259,9 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
                 self._pins.begin(op_rules, tensors_in((args, tuple(kwargs.values()))))
             except Refusal as refusal:
                 self._give_up_choices(refusal)
-        return self._node(op_rules, args, kwargs) if op_rules.leaves_traces else None
+        return self._node(op, op_rules, args, kwargs) if op_rules.leaves_traces else None
 
-    def _node(self, op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+    def _node(self, op: OpOverload, op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         if op_rules.is_collective:
             raise Refusal(f"the collective {op_rules.name}, in which the other ranks take part only once")
         if op_rules.name not in self._allowed:
@@ -268,9 +278,16 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         if state != self._state[0]:
             self._state = state, self._states.setdefault(state, len(self._states))
         # Nothing recorded says what an op reads from memory that no op wrote, so a replay would read other values.
-        if op_rules.reads_values and self._unwritten:
+        if op_rules.reads_values and op_rules.name not in READS_ONLY_SHAPES and self._unwritten:
             self._check_reads(op_rules, args, kwargs)
         self._drawn_from = self._generator_state(args, kwargs) if op_rules.draws else b""
+        if op_rules.name in RESIZES_RESULTS:
+            try:
+                check_values(op_rules.name, op, args, kwargs)
+            except ValueError as error:
+                raise Refusal(f"{op_rules.name} changes the size of a tensor that it writes to: {error}") from None
+        if op_rules.name in GEOMETRY:
+            args = self._with_geometry(GEOMETRY[op_rules.name], args)
         node = Node(
             op=op_rules.name,
             args=tuple([self._argument(value) for value in args]),
@@ -284,6 +301,14 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         if node.draws:
             self._note_state(continues=self._drawn_from == self._drawn_to and _draws_from_cpu(args, kwargs))
         return node
+
+    def _with_geometry(self, position: int, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Returns the arguments with a copy of one of them, which becomes a source, if the call computed its values."""
+        value = args[position]
+        ref = self._ref(value) if isinstance(value, Tensor) else None
+        if ref is None or (isinstance(ref, SourceRef) and not self.recording.sources[ref.index].is_written):
+            return args
+        return (*args[:position], copy_exact(value), *args[position + 1 :])
 
     def _give_up_choices(self, refusal: Refusal) -> None:
         """Marks the call as one that workers with other hardware can't recompute. The trainer still can."""
@@ -317,10 +342,21 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         # Only a write by an op gives a tensor a history. Otherwise the function has changed the flag itself, which no
         # op shows to a replay.
         if known.requires_grad != tensor.requires_grad and (known.requires_grad or node is None):
-            raise Refusal("requires_grad of a tensor was changed inside the function")
+            if known.requires_grad or not isinstance(known.ref, ResultRef):
+                raise Refusal("requires_grad of a tensor from outside was changed, or turned off, inside the function")
+            # The function made a leaf, and no op before this one can have seen it as one.
+            args = (known.ref, True)
+            self._nodes.append(Node(MAKES_LEAF, args, (), self._state[1], result_bytes=(0,), draws=False))
+            known.requires_grad, known.has_no_history = True, False
         if node is None:
             return
-        if is_custom(node):
+        made = self._nodes[known.ref.node] if isinstance(known.ref, ResultRef) else None
+        if is_module_hook(node) and made is not None and made.op == "aten.view_as.default":
+            # The function passes on what it gets, by a `view_as` that was recorded without gradients. Its hooks run on
+            # the trainer, as `decide` keeps the graph of a custom function.
+            state = ambient_state.with_grad(tuple(self._states)[made.ambient])
+            made.ambient = self._states.setdefault(state, len(self._states))
+        elif is_custom(node):
             raise Refusal(f"the custom autograd function {name_of(node).removesuffix('Backward')}")
         # An op wrote a differentiable value to a view of the tensor, which gave the tensor a history.
         known.requires_grad, known.has_no_history = True, False

@@ -192,6 +192,11 @@ def with_present_modes(state: State) -> State:
     return from_mapping({**to_mapping(state), "dispatch_mode": _dispatch_modes.read()})
 
 
+def with_grad(state: State) -> State:
+    """Returns the state with gradients enabled."""
+    return from_mapping({**to_mapping(state), "grad": True})
+
+
 def apply(state: State, current: State) -> None:
     """Changes the calling thread's settings from `current` to `state`; only those that differ are written."""
     for setting, value, present in zip(settings().values(), state, current, strict=True):

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
+from torch.nn.modules._functions import BackwardHookFunction
 
 from backhaul_runtime.errors import Refusal
+from backhaul_runtime.torch_internals.private import is_node_of, leaf_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -179,6 +181,18 @@ def find_casts(
     return casts
 
 
+def leaf_nodes(outputs: Sequence[Tensor], first_sequence: int) -> list[Node]:
+    """Returns the nodes of a call's graph that accumulate gradients of leaves, with arguments as `custom_function`."""
+    stack = [output.grad_fn for output in outputs]
+    leaves = []
+    for node in _each_once(stack):
+        if leaf_of(node) is not None:
+            leaves.append(node)
+        elif node._sequence_nr() >= first_sequence:
+            stack += [following for following, _ in node.next_functions]
+    return leaves
+
+
 def custom_function(outputs: Sequence[Tensor], first_sequence: int) -> str:
     """Returns the name of a custom autograd function in a call's graph, or an empty text if there is none.
 
@@ -209,6 +223,11 @@ def _each_once(stack: list[Node | None]) -> Iterator[Node]:
 def is_custom(node: Node | None) -> bool:
     """Whether a node belongs to a custom autograd function, in Python or C++, so that no op made it."""
     return isinstance(node, BackwardCFunction) or type(node).__name__ == "CppFunction"
+
+
+def is_module_hook(node: Node) -> bool:
+    """Whether a node passes gradients to a module's full backward hooks."""
+    return is_node_of(node, BackwardHookFunction)
 
 
 def name_of(node: Node) -> str:

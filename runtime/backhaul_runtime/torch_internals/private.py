@@ -121,6 +121,13 @@ def leaf_of(node: Node) -> Tensor | None:
     return leaf
 
 
+def leaf_references(node: Node) -> tuple[int, int]:
+    """Returns how often Python and C++ refer to the leaf whose gradients a node accumulates."""
+    leaf = leaf_of(node)
+    assert leaf is not None
+    return sys.getrefcount(leaf), leaf._use_count()  # type: ignore[attr-defined]
+
+
 @contextmanager
 def without_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
     """Suspends the hooks that `Tensor.register_hook` has registered on leaves.
