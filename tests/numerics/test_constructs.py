@@ -1,0 +1,59 @@
+"""Constructs that are common in models give the same bits on a worker, or say why they run on the trainer."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+
+from backhaul import Decision, Session
+from numerics.constructs import CONSTRUCTS, INSIDE, KEPT, Make
+from support.bits import differing, outcome, plainly
+from support.loopback import Loopback
+
+RETURNS = {"gradients": Decision.GRADIENTS, "activations": Decision.ACTIVATIONS}
+OVER_THE_WIRE = ["CTC, lengths as a tensor", "packed LSTM", "Gamma", "foreach in place", "vmap, other draws for each"]
+
+
+def compare(make: Make, remote: Loopback | Session, returns: str) -> None:
+    """Runs a construct both ways, and compares outputs, gradients, buffers, and the generator's state."""
+    torch.manual_seed(1)
+    made, x = make()
+    module, again = copy.deepcopy(made), copy.deepcopy(made)
+    expected = outcome(plainly, module, (x,), {})
+    assert differing(outcome(partial(remote.checkpoint, returns=returns), again, (x,), {}), expected) == []
+    assert [
+        name for name, value in again.state_dict().items() if not torch.equal(value, module.state_dict()[name])
+    ] == []
+
+
+def decisions(remote: Loopback | Session) -> set[Decision]:
+    """Returns how segments were recomputed. None may have failed on the worker."""
+    report = remote.report()
+    assert report.fallbacks == 0
+    assert all(not segment.reasons for segment in report.segments)
+    return {decision for segment in report.segments for decision in segment.decisions}
+
+
+@pytest.mark.parametrize("returns", RETURNS)
+@pytest.mark.parametrize("name", CONSTRUCTS)
+@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization", "ignore:.*PyTorch API of nested")
+def test_a_construct_runs_on_the_worker(name: str, returns: str, loopback: Loopback) -> None:
+    compare(CONSTRUCTS[name], loopback, returns)
+    assert decisions(loopback) == {RETURNS["activations" if name in INSIDE else returns]}
+    assert loopback.changed() == []
+
+
+@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_a_construct_says_why_it_runs_on_the_trainer(name: str, loopback: Loopback) -> None:
+    make, reason = KEPT[name]
+    compare(make, loopback, "gradients")
+    assert decisions(loopback) <= {Decision.KEPT, Decision.TRAINER}
+    assert all(reason in kept for segment in loopback.report().segments for kept in segment.kept)
+
+
+@pytest.mark.parametrize("name", OVER_THE_WIRE)
+def test_a_construct_over_the_wire(name: str, session: Session) -> None:
+    compare(CONSTRUCTS[name], session, "gradients")
+    assert decisions(session) == {Decision.GRADIENTS}
