@@ -4,6 +4,7 @@ the rules say.
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -14,13 +15,27 @@ from backhaul import ProgramError
 from backhaul_runtime.program.op_list import allowed_ops, resolve
 from backhaul_runtime.program.op_rules import (
     DECIDE_IN_BACKWARD,
+    GEOMETRY,
     HIDDEN_WRITES,
+    MAKES_LEAF,
+    READS_ONLY_SHAPES,
+    RESIZES_RESULTS,
     UNDEFINED_SAVES,
     UNWRITTEN_RESULTS,
     rules,
 )
 from contract import generate_ops
-from contract.generate_ops import DENIED, OPS_FILE, admitted, from_idioms, from_modules, from_op_db
+from contract.generate_ops import (
+    DENIED,
+    OPS_FILE,
+    admitted,
+    from_foreach_db,
+    from_further,
+    from_idioms,
+    from_modules,
+    from_op_db,
+    from_vmap,
+)
 from support.writes import Memory, sample_of
 
 # The list is made with the torch that CI runs.
@@ -64,7 +79,16 @@ def test_ops_that_torchs_databases_call_are_listed_and_write_where_their_rules_s
     monkeypatch.setattr(generate_ops, "Recorder", memory.recorder)
     # In a thread, whose stack is short: torch's database looks through all of pytest's for each sample.
     with ThreadPoolExecutor(1) as pool:
-        called = pool.submit(lambda: from_modules() | from_op_db(most_samples=3) | from_idioms()).result()
+        called = pool.submit(
+            lambda: (
+                from_modules()
+                | from_op_db(most_samples=3)
+                | from_foreach_db(most_samples=2)
+                | from_vmap(most_samples=2)
+                | from_idioms()
+                | from_further()
+            )
+        ).result()
     admitted_ops = set(admitted(called))
     assert len(admitted_ops) > 700
     assert admitted_ops - allowed_ops() - LATER == set()
@@ -91,10 +115,13 @@ def test_the_file_is_sorted_and_admitted_by_the_rules() -> None:
         "aten.from_file.default",
         "aten.convolution_backward.default",
         "aten.resize_.default",
-        "aten._foreach_add.List",
+        "aten._foreach_mm.default",
         "aten.to_sparse.default",
         "aten.quantize_per_tensor.default",
-        "aten.ctc_loss.IntList",
+        "aten._upsample_bilinear2d_aa.vec",
+        "aten._sparse_mm.default",
+        "aten.exp.out",
+        "aten._fft_c2r.default",
         "aten._fused_adamw_.default",
         "prim.device.default",
         "mkldnn._linear_pointwise.default",
@@ -123,7 +150,8 @@ def test_no_op_takes_a_path_or_returns_what_is_no_tensor() -> None:
 
 
 def test_exceptions_name_ops_that_exist() -> None:
-    for name in (*HIDDEN_WRITES, *UNWRITTEN_RESULTS, *UNDEFINED_SAVES, *DECIDE_IN_BACKWARD):
+    lists = (HIDDEN_WRITES, UNWRITTEN_RESULTS, UNDEFINED_SAVES, DECIDE_IN_BACKWARD, GEOMETRY, READS_ONLY_SHAPES)
+    for name in (*chain(*lists), *RESIZES_RESULTS, MAKES_LEAF):
         namespace, packet, overload = name.split(".")
         op = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
         if name in HIDDEN_WRITES:

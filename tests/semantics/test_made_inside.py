@@ -1,4 +1,4 @@
-"""Leaves that a function makes, full backward hooks of its modules, and vmap: users see what a plain call shows them."""
+"""Leaves that a function makes, full backward hooks of its modules, and vmap: all seems as in a plain call."""
 
 from collections.abc import Callable
 from functools import partial
