@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,3 +58,10 @@ def test_a_construct_says_why_it_runs_on_the_trainer(name: str, loopback: Loopba
 def test_a_construct_over_the_wire(name: str, session: Session) -> None:
     compare(CONSTRUCTS[name], session, "gradients")
     assert decisions(session) == {Decision.GRADIENTS}
+
+
+def test_the_documentation_names_what_stays_on_the_trainer() -> None:
+    said = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    table = said.partition("## Constructs")[2].partition("\n## ")[0].replace("`", "").splitlines()
+    for names, place in ((KEPT, "| trainer |"), (INSIDE, "activations")):
+        assert [name for name in names if not any(name in row and place in row for row in table)] == []

@@ -73,7 +73,9 @@ def find_graph_uses(
                 taking.append(cast)
                 casts.append(source)
     uses = find_uses(outputs, targets, recorder.first_sequence, len(taking))
-    if not any(uses[: len(taking)]) or any(output.grad_fn is None for output in outputs):
+    if any(output.grad_fn is None for output in outputs):
+        raise Refusal("it returns a tensor whose requires_grad it turned on")
+    if not any(uses[: len(taking)]):
         raise Refusal("no gradient leaves it through what it returns")
     if recorder.sources.rewrites_autograd():
         raise Refusal("it changes what tensors from outside depend on")

@@ -1,8 +1,9 @@
 """The list of ops that a program may hold. A call with any other op stays on the trainer.
 
-`make ops` generates the list, `ops.txt`. It runs torch's module and op databases and the model families of
-`transformers` under the recorder. So the list holds the ops that models call above autograd: it has no backward ops,
-no ops that read files, no sparse or quantized ops, and no ops of other libraries.
+`make ops` generates the list, `ops.txt`. It runs torch's module and op databases, the model families of `transformers`
+and some further functions under the recorder, the databases also under vmap. So the list holds the ops that models call
+above autograd: it has no backward ops, no ops that read files, no sparse or quantized ops, and no ops of other
+libraries. Ops that read what they are given without checking it have a rule in `unsafe_arguments`, or are left out.
 """
 
 from functools import cache
