@@ -45,6 +45,19 @@ def test_a_construct_runs_on_the_worker(name: str, returns: str, loopback: Loopb
     assert loopback.changed() == []
 
 
+@pytest.mark.parametrize("name", CONSTRUCTS)
+@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization", "ignore:.*PyTorch API of nested")
+def test_a_construct_for_a_worker_with_other_hardware(name: str) -> None:
+    """What forward drew and decided is sent, or the trainer recomputes the segment."""
+    remote = Loopback(pins=True)
+    compare(CONSTRUCTS[name], remote, "gradients")
+    report = remote.report()
+    assert report.drift == 0.0
+    for segment in report.segments:
+        assert all("other hardware" in reason for reason in segment.reasons), segment.reasons
+        assert not segment.kept
+
+
 @pytest.mark.parametrize("name", KEPT)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_a_construct_says_why_it_runs_on_the_trainer(name: str, loopback: Loopback) -> None:

@@ -136,6 +136,12 @@ DECIDE_IN_BACKWARD = frozenset(
         "norm.Scalar",
         "norm.ScalarOpt_dim",
         "segment_reduce.default",
+        "fake_quantize_per_tensor_affine.default",
+        "fake_quantize_per_tensor_affine.tensor_qparams",
+        "fake_quantize_per_channel_affine.default",
+        "_fake_quantize_learnable_per_tensor_affine.default",
+        "_fake_quantize_learnable_per_channel_affine.default",
+        "fused_moving_avg_obs_fake_quant.default",
         "_foreach_max.default",
         "_foreach_norm.Scalar",
         *(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from backhaul_runtime.errors import ProgramError, Refusal, ReplayError
-from backhaul_runtime.program.op_rules import DECIDE_IN_BACKWARD, UNDEFINED_SAVES, OpRules, rules, tensors_in
+from backhaul_runtime.program.op_rules import DECIDE_IN_BACKWARD, GEOMETRY, UNDEFINED_SAVES, OpRules, rules, tensors_in
 from backhaul_runtime.tensors.layout import copy_exact
 from backhaul_runtime.tensors.random_projection import projections
 from backhaul_runtime.torch_internals.dispatch_mode import DispatchMode
@@ -183,6 +183,8 @@ class ChoiceRecorder:
                 raise draws.refusal
             return draws.drawn
         if not rules(op).reads_values or all(map(decides, read)):  # it does not depend on floating-point values
+            return []
+        if rules(op).name in GEOMETRY:  # its integers follow from those that the recorder sends
             return []
         inputs = {storage_key(tensor) for tensor in read if not tensor.is_sparse}
         decided = [result for result in results if decides(result) and storage_key(result) not in inputs]
