@@ -14,12 +14,12 @@ from torch._ops import OpOverload
 from backhaul import ProgramError
 from backhaul_runtime.program.op_list import allowed_ops, resolve
 from backhaul_runtime.program.op_rules import (
+    CHECKED_WHEN_RECORDED,
     DECIDE_IN_BACKWARD,
     GEOMETRY,
     HIDDEN_WRITES,
     MAKES_LEAF,
     READS_ONLY_SHAPES,
-    RESIZES_RESULTS,
     UNDEFINED_SAVES,
     UNWRITTEN_RESULTS,
     rules,
@@ -120,6 +120,7 @@ def test_the_file_is_sorted_and_admitted_by_the_rules() -> None:
         "aten.quantize_per_tensor.default",
         "aten._upsample_bilinear2d_aa.vec",
         "aten._sparse_mm.default",
+        "aten.segment_reduce.default",
         "aten.exp.out",
         "aten._fft_c2r.default",
         "aten._fused_adamw_.default",
@@ -151,7 +152,7 @@ def test_no_op_takes_a_path_or_returns_what_is_no_tensor() -> None:
 
 def test_exceptions_name_ops_that_exist() -> None:
     lists = (HIDDEN_WRITES, UNWRITTEN_RESULTS, UNDEFINED_SAVES, DECIDE_IN_BACKWARD, GEOMETRY, READS_ONLY_SHAPES)
-    for name in (*chain(*lists), *RESIZES_RESULTS, MAKES_LEAF):
+    for name in (*chain(*lists), *CHECKED_WHEN_RECORDED, MAKES_LEAF):
         namespace, packet, overload = name.split(".")
         op = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
         if name in HIDDEN_WRITES:

@@ -191,12 +191,6 @@ CONSTRUCTS: dict[str, Make] = {
     "special.erfinv": _make(lambda module, x: torch.special.erfinv(module.linear(x).tanh() * 0.9)),
     "special.expit": _make(lambda module, x: torch.special.expit(module.linear(x))),
     "linalg.matrix_exp": _make(lambda module, x: torch.linalg.matrix_exp(module.linear(x) * 0.1), None, 8, WIDTH),
-    "segment_reduce": _make(
-        lambda module, x: torch.segment_reduce(module.linear(x).exp(), "sum", lengths=torch.tensor([1, 3])).log()
-    ),
-    "segment_reduce by offsets": _make(
-        lambda module, x: torch.segment_reduce(module.linear(x).exp(), "max", offsets=torch.tensor([0, 1, 4])).log()
-    ),
     "foreach": _make(_lists),
     "foreach in place": _make(_running_mean, _with_buffer()),
     "_int_mm": _make(_integers, None, 32, WIDTH),
@@ -228,11 +222,17 @@ KEPT: dict[str, tuple[Make, str]] = {
     "Dirichlet": (_make(lambda module, x: draws.Dirichlet(_positive(module, x)).rsample()), "_Dirichlet"),
     "out= of another size": (
         _make(lambda module, x: module.linear(x).tanh() * torch.add(x.detach(), 1, out=torch.empty(0))),
-        "changes the size",
+        "its out= is of size",
     ),
     "out= of another op": (
         _make(lambda module, x: module.linear(x).tanh() * torch.exp(x.detach(), out=torch.empty(4, WIDTH))),
         "aten.exp.out",
+    ),
+    "segment_reduce": (
+        _make(
+            lambda module, x: torch.segment_reduce(module.linear(x).exp(), "sum", lengths=torch.tensor([1, 3])).log()
+        ),
+        "aten.segment_reduce",
     ),
     "antialiased interpolation": (
         _make(lambda module, x: F.interpolate(module.linear(x)[None, None], (2, 4), mode="bilinear", antialias=True)),

@@ -11,7 +11,7 @@ from backhaul_runtime.program import unsafe_arguments
 from backhaul_runtime.program.op_list import resolve
 
 PACK, PAD, CTC = "aten._pack_padded_sequence.default", "aten._pad_packed_sequence.default", "aten.ctc_loss.IntList"
-SEGMENTS, AVERAGE = "aten.segment_reduce.default", "aten.fused_moving_avg_obs_fake_quant.default"
+AVERAGE = "aten.fused_moving_avg_obs_fake_quant.default"
 BY_TENSOR, BY_CHANNEL = (
     "aten.fake_quantize_per_tensor_affine.tensor_qparams",
     "aten.fake_quantize_per_channel_affine.default",
@@ -113,8 +113,6 @@ FITTING: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     (CTC, ctc(whole(1, 2, 3, 3, 1)), {}),
     (CTC, (torch.rand(5, 4), whole(1, 2), (5,), (2,)), {}),
     ("aten.ctc_loss.Tensor", ctc(whole(1, 2, 3, 3, 1), whole(5, 4), whole(3, 2)), {}),
-    (SEGMENTS, (torch.rand(4, 2), "sum"), {"lengths": whole(1, 0, 3)}),
-    (SEGMENTS, (torch.rand(2, 4), "max"), {"offsets": torch.tensor([[0, 1, 4], [0, 4, 4]]), "axis": 1}),
     (RENORM, (torch.rand(4, 2), torch.tensor([[0, 3]]), 1.0, 2.0), {}),
     (BY_TENSOR, (torch.rand(4), torch.rand(1), whole(0).int(), 0, 255), {}),
     (BY_CHANNEL, (torch.rand(4, 3), torch.rand(3), torch.zeros(3), 1, 0, 255), {}),
@@ -154,13 +152,6 @@ def test_let_through(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         (CTC, ctc(whole(1, 2, 3, 3, 1), blank=4), {}),
         (CTC, ctc(torch.rand(5)), {}),
         ("aten.ctc_loss.Tensor", ctc(whole(1, 2, 3, 3, 1), whole(5, 1 << 40), whole(3, 2)), {}),
-        (SEGMENTS, (torch.rand(4, 2), "sum"), {"lengths": whole(1, 0, 30), "unsafe": True}),
-        (SEGMENTS, (torch.rand(4, 2), "sum"), {"lengths": whole(8, -4)}),
-        (SEGMENTS, (torch.rand(4, 2), "sum"), {"offsets": whole(0, 9, 4)}),
-        (SEGMENTS, (torch.rand(4, 2), "sum"), {"offsets": whole()}),
-        (SEGMENTS, (torch.rand(4, 2), "sum"), {"offsets": whole(0, 4), "lengths": whole(4)}),
-        (SEGMENTS, (torch.rand(4, 2), "sum"), {"lengths": whole(4), "axis": 1}),
-        (SEGMENTS, (torch.rand(4, 2), "sum"), {"lengths": torch.tensor([4.0])}),
         (RENORM, (torch.rand(4, 2), torch.tensor([4]), 1.0, 2.0), {}),
         (RENORM, (torch.rand(4, 2), torch.tensor([-1]), 1.0, 2.0), {}),
         (BY_TENSOR, (torch.rand(4), torch.rand(0), whole(0).int(), 0, 255), {}),

@@ -56,13 +56,13 @@ GEOMETRY = {
 """The position of an argument whose values become sizes and offsets. Autograd does not save it, so no value check would
 see a difference. The recorder makes its values a source, even if the function has computed them."""
 
-RESIZES_RESULTS = frozenset(
+CHECKED_WHEN_RECORDED = frozenset(
     {
         *(f"aten.{op}.out" for op in ("add", "sub", "mul", "div")),
         "aten.fused_moving_avg_obs_fake_quant.default",
     }
 )
-"""Ops that enlarge a tensor they write to if it has another size than they need. A program may not hold such a call."""
+"""Ops that users call with arguments which a worker refuses. So the recorder checks the arguments too."""
 
 READS_ONLY_SHAPES = frozenset({"aten.bernoulli.p"})
 """Ops that read only the shapes and dtypes of their arguments, beside those that say so in their names."""
@@ -135,7 +135,6 @@ DECIDE_IN_BACKWARD = frozenset(
         "linalg_norm.default",
         "norm.Scalar",
         "norm.ScalarOpt_dim",
-        "segment_reduce.default",
         "fake_quantize_per_tensor_affine.default",
         "fake_quantize_per_tensor_affine.tensor_qparams",
         "fake_quantize_per_channel_affine.default",

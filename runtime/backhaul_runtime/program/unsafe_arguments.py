@@ -76,11 +76,11 @@ def _rates(given: Mapping[str, Any]) -> None:
 
 
 def _elementwise_out(given: Mapping[str, Any]) -> None:
-    """The op would enlarge a result tensor of another size, and nothing accounts for the memory."""
+    """The op enlarges a result tensor of another size, and nothing accounts for the memory."""
     operands = [given["self"], given["other"]]
     shape = torch.broadcast_shapes(*[value.shape if isinstance(value, torch.Tensor) else () for value in operands])
     if given["out"].shape != shape:
-        raise ValueError(f"an op with a result of {list(shape)} was given one of {list(given['out'].shape)}")
+        raise ValueError(f"its out= is of size {list(given['out'].shape)}, its result of size {list(shape)}")
 
 
 _CHECKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {

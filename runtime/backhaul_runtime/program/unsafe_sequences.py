@@ -101,27 +101,6 @@ def _ctc(given: Mapping[str, Any]) -> None:
         )
 
 
-def _segments(given: Mapping[str, Any]) -> None:
-    """The kernel reads rows past the end for lengths or offsets that do not divide the rows."""
-    data, lengths, offsets = given["data"], given["lengths"], given["offsets"]
-    if given["indices"] is not None or (lengths is None) == (offsets is None):
-        raise ValueError("segments are given by lengths or by offsets, and not by both or by indices")
-    axis, division = given["axis"], offsets if lengths is None else lengths
-    if not 0 <= axis < data.dim() or division.device != data.device:
-        raise ValueError(f"segments along dimension {axis} of a tensor of {data.dim()}, or on another device")
-    _check_integers("the segments", division, axis + 1, data.device)
-    rows = data.shape[axis]
-    if lengths is not None:
-        is_divided = bool((lengths >= 0).all() and (lengths <= rows).all() and (lengths.sum(-1) == rows).all())
-    else:
-        steps = offsets[..., 1:] >= offsets[..., :-1]
-        is_divided = offsets.shape[-1] > 0 and bool(
-            (offsets[..., 0] == 0).all() and (offsets[..., -1] == rows).all() and steps.all()
-        )
-    if not is_divided or division.shape[:-1] != data.shape[:axis]:
-        raise ValueError(f"segments do not divide {list(data.shape)} along dimension {axis}")
-
-
 def _embedding_bag(given: Mapping[str, Any]) -> None:
     """The kernel reads out of bounds for offsets that decrease."""
     offsets = given["offsets"]
@@ -162,7 +141,6 @@ CHECKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
     "aten._pad_packed_sequence.default": _pad,
     "aten.ctc_loss.IntList": _ctc,
     "aten.ctc_loss.Tensor": _ctc,
-    "aten.segment_reduce.default": _segments,
     "aten.embedding_bag.padding_idx": _embedding_bag,
     "aten.embedding_renorm_.default": _rows,
 }

@@ -26,10 +26,10 @@ from torch.utils.hooks import RemovableHandle
 from backhaul_runtime.errors import Refusal, UnsupportedTensorError
 from backhaul_runtime.program.op_rules import (
     ABSOLUTE,
+    CHECKED_WHEN_RECORDED,
     GEOMETRY,
     MAKES_LEAF,
     READS_ONLY_SHAPES,
-    RESIZES_RESULTS,
     UNDEFINED_SAVES,
     UNWRITTEN_RESULTS,
     OpRules,
@@ -281,11 +281,11 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         if op_rules.reads_values and op_rules.name not in READS_ONLY_SHAPES and self._unwritten:
             self._check_reads(op_rules, args, kwargs)
         self._drawn_from = self._generator_state(args, kwargs) if op_rules.draws else b""
-        if op_rules.name in RESIZES_RESULTS:
+        if op_rules.name in CHECKED_WHEN_RECORDED:
             try:
                 check_values(op_rules.name, op, args, kwargs)
             except ValueError as error:
-                raise Refusal(f"{op_rules.name} changes the size of a tensor that it writes to: {error}") from None
+                raise Refusal(f"a worker does not run this call of {op_rules.name}: {error}") from None
         if op_rules.name in GEOMETRY:
             args = self._with_geometry(GEOMETRY[op_rules.name], args)
         node = Node(
