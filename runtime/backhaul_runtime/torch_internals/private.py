@@ -208,11 +208,13 @@ def current_transforms_differentiate() -> bool | None:
 
 def is_in_vmap() -> bool:
     """Whether all active transforms of torch.func are vmaps, and there is at least one."""
-    functorch = torch._C._functorch
-    if functorch.peek_interpreter_stack() is None:
+    if _innermost_transform() is None:  # asked before each op
         return False
-    stack = functorch.get_interpreter_stack() or []
-    return all(level.key() == functorch.TransformType.Vmap for level in stack)
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    return all(level.key() == torch._C._functorch.TransformType.Vmap for level in stack)
+
+
+_innermost_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 
 
 def is_in_forward_mode() -> bool:
