@@ -110,8 +110,8 @@ def _mask(module: Any, x: Tensor) -> Tensor:
 def _ensemble(module: Any, x: Tensor) -> Tensor:
     weights = torch.stack([layer.weight for layer in module.other])
     biases = torch.stack([layer.bias for layer in module.other])
-    each = torch.vmap(lambda weight, bias, x: F.gelu(F.linear(x, weight, bias)), in_dims=(0, 0, None))
-    return each(weights, biases, module.linear(x)).sum(0)
+    batched = torch.vmap(lambda weight, bias, x: F.gelu(F.linear(x, weight, bias)), in_dims=(0, 0, None))
+    return batched(weights, biases, module.linear(x)).sum(0)
 
 
 def _computed_place(module: Any, x: Tensor) -> Tensor:

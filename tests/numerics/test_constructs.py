@@ -76,5 +76,5 @@ def test_a_construct_over_the_wire(name: str, session: Session) -> None:
 def test_the_documentation_names_what_stays_on_the_trainer() -> None:
     said = (Path(__file__).parents[2] / "docs/models.md").read_text()
     table = said.partition("## Constructs")[2].partition("\n## ")[0].replace("`", "").splitlines()
-    for names, place in ((KEPT, "| trainer |"), (INSIDE, "activations")):
-        assert [name for name in names if not any(name in row and place in row for row in table)] == []
+    for names, words in ((KEPT, "| trainer |"), (INSIDE, "activations")):
+        assert [name for name in names if not any(name in row and words in row for row in table)] == []
