@@ -65,6 +65,8 @@ def test_an_lstm_of_other_sizes_is_refused(index: int, value: Any) -> None:
             {},
         ),
         ("aten.linalg_matrix_power.default", (torch.ones(2, 2), LEAST), {}),
+        ("aten.matrix_power.default", (torch.ones(2, 2), LEAST), {}),
+        ("aten.divide.Tensor_mode", (torch.tensor([LEAST]), torch.tensor([-1])), {"rounding_mode": "trunc"}),
         ("aten.linalg_matrix_power.default", (torch.ones(2, 2),), {"n": LEAST}),
         ("aten.div.Tensor_mode", (torch.tensor([LEAST]), torch.tensor([-1])), {"rounding_mode": "trunc"}),
     ],

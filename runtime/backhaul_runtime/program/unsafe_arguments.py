@@ -92,7 +92,7 @@ _CHECKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
     **{f"aten.grid_sampler{kind}.default": _grid for kind in ("", "_2d", "_3d")},
     **{f"aten.{op}.out": _elementwise_out for op in ("add", "sub", "mul", "div")},
     "aten._weight_norm.default": _weight_norm,
-    "aten.linalg_matrix_power.default": _matrix_power,
+    **dict.fromkeys(("aten.linalg_matrix_power.default", "aten.matrix_power.default"), _matrix_power),
     "aten.binomial.default": _counts,
     "aten.poisson.default": _rates,
     **unsafe_quantization.CHECKS,
