@@ -344,7 +344,7 @@ def from_further() -> set[str]:
     scale, zero = torch.full((4,), 0.1), torch.zeros(4, dtype=torch.int32)
     lengths = torch.tensor([4, 2, 1])
 
-    def packed(kind: type[nn.RNNBase], **options: Any) -> Callable[[], Any]:
+    def packed(kind: Callable[..., nn.RNNBase], **options: Any) -> Callable[[], Any]:
         module = kind(4, 4, **options)
 
         def run() -> Any:
@@ -359,7 +359,7 @@ def from_further() -> set[str]:
         packed(nn.RNN),
         packed(nn.RNN, nonlinearity="relu"),
         lambda: nn.utils.rnn.pad_sequence([x, x[:2]]),
-        lambda: F.ctc_loss(x.log_softmax(-1).unsqueeze(1), torch.ones(1, 2), (4,), (2,)),
+        lambda: torch.ctc_loss(x.log_softmax(-1).unsqueeze(1), torch.ones(1, 2), (4,), (2,)),
         lambda: F.ctc_loss(x.log_softmax(-1).unsqueeze(1), torch.ones(1, 2), torch.tensor([4]), torch.tensor([2])),
         *(
             lambda op=op, other=other: op(x, other, out=torch.empty(4, 4))

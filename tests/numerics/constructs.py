@@ -41,7 +41,7 @@ def _positive(module: Any, x: Tensor) -> Tensor:
     return F.softplus(module.linear(x)) + 0.1
 
 
-def _packed(kind: type[nn.RNNBase], **options: Any) -> Make:
+def _packed(kind: Callable[..., nn.RNNBase], **options: Any) -> Make:
     def apply(module: Any, x: Tensor) -> Tensor:
         lengths = (x.detach().sum(2) < 1e9).sum(1) - torch.arange(3)  # computed inside
         pack = nn.utils.rnn.pack_padded_sequence(module.linear(x), lengths, batch_first=True, enforce_sorted=False)
@@ -243,6 +243,6 @@ KEPT: dict[str, tuple[Make, str]] = {
         "_make_dual",
     ),
     "Parameter made inside": (_make(lambda module, x: module.linear(x) * nn.Parameter(torch.ones(8))), "alias"),
-    "VonMises": (_make(lambda module, x: x * draws.VonMises(module.linear(x), 1.0).sample()), "no op wrote"),
+    "VonMises": (_make(lambda module, x: x * draws.VonMises(module.linear(x), torch.ones(())).sample()), "no op wrote"),
 }
 """Constructs that keep activations on the trainer, with a part of the reason."""

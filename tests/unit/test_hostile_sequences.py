@@ -1,6 +1,7 @@
 """Lengths, offsets, indices and scales that do not fit are refused before their op runs; those that fit are not."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ def whole(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
-def packed(kind: type[nn.RNNBase], *sizes: int, **options: Any) -> list[Any]:
+def packed(kind: Callable[..., nn.RNNBase], *sizes: int, **options: Any) -> list[Any]:
     """Returns the arguments of an op on packed sequences of 4 features, for a module with 6 hidden units."""
     module = kind(4, 6, **options)
     held = (2 if module.bidirectional else 1) * module.num_layers
@@ -61,7 +62,7 @@ def packed(kind: type[nn.RNNBase], *sizes: int, **options: Any) -> list[Any]:
     ],
 )
 def test_packed_sequences_of_their_sizes_are_let_through(
-    name: str, kind: type[nn.RNNBase], options: dict[str, Any]
+    name: str, kind: Callable[..., nn.RNNBase], options: dict[str, Any]
 ) -> None:
     arguments = packed(kind, 3, 3, 1, **options)
     check(name, tuple(arguments), {})

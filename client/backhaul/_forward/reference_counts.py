@@ -51,9 +51,9 @@ def unheld_leaves(outputs: Sequence[Tensor], first_sequence: int) -> list[Tensor
 @cache
 def _of_unheld_leaf() -> tuple[int, int]:
     with torch.enable_grad():
-        node = (torch.zeros((), requires_grad=True) + 1).grad_fn
-    assert node is not None
-    return leaf_references(node.next_functions[0][0])
+        output = torch.zeros((), requires_grad=True) + 1
+    (node,) = leaf_nodes([output], 0)
+    return leaf_references(node)
 
 
 def _is_tensor_held(output: Tensor) -> bool:

@@ -78,7 +78,8 @@ def _rates(given: Mapping[str, Any]) -> None:
 def _elementwise_out(given: Mapping[str, Any]) -> None:
     """The op enlarges a result tensor of another size, and nothing accounts for the memory."""
     operands = [given["self"], given["other"]]
-    shape = torch.broadcast_shapes(*[value.shape if isinstance(value, torch.Tensor) else () for value in operands])
+    shapes = [value.shape if isinstance(value, torch.Tensor) else () for value in operands]
+    shape = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
     if given["out"].shape != shape:
         raise ValueError(f"its out= is of size {list(given['out'].shape)}, its result of size {list(shape)}")
 
