@@ -164,7 +164,7 @@ def test_hooks_of_modules_see_what_they_see_in_a_plain_call(returns: str, loopba
             return (given[0] * 0.5,)
 
         second.register_full_backward_hook(look)
-        first.register_full_backward_pre_hook(lambda module, made: seen.append(made[0]))
+        first.register_full_backward_pre_hook(lambda module, made: seen.extend(made))
         checkpoint(model, h).square().sum().backward()
         assert len(seen) == 3  # each hook was called once
         return [*gradients(model, x), *seen]
