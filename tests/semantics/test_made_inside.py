@@ -163,8 +163,11 @@ def test_hooks_of_modules_see_what_they_see_in_a_plain_call(returns: str, loopba
             seen.extend([*given, *made])
             return (given[0] * 0.5,)
 
+        def look_before(module: nn.Module, made: Any) -> None:
+            seen.append(made[0])
+
         second.register_full_backward_hook(look)
-        first.register_full_backward_pre_hook(lambda module, made: seen.extend(made))
+        first.register_full_backward_pre_hook(look_before)
         checkpoint(model, h).square().sum().backward()
         assert len(seen) == 3  # each hook was called once
         return [*gradients(model, x), *seen]
