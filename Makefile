@@ -5,9 +5,9 @@ PIP_ARGS ?=
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 CONSTRAINTS := $(if $(TORCH),build/constraints-torch-$(TORCH).txt,constraints.txt)
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) $(PIP_ARGS)
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint $(CONSTRAINTS) $(PIP_ARGS)
 
-.PHONY: demo test fast check soak test-distributed bench bench-gpu lint types fmt proto check-proto ops docs picture clean test-monitoring monitoring test-browser screenshots
+.PHONY: demo test fast check site dist-test soak test-distributed bench bench-gpu lint types fmt proto check-proto ops docs picture clean test-monitoring monitoring test-browser screenshots
 
 demo: $(VENV)/.server
 	$(BIN)/backhaul demo --dashboard --json demo.json $(if $(SERVE),--serve)
@@ -91,12 +91,13 @@ build/constraints-torch-%.txt: constraints.txt
 	@mkdir -p build
 	sed 's/^torch==.*/torch==$*/' $< > $@
 
+# Not quiet: `make demo` is the first command of many, and torch is a large download.
 $(VENV)/.server: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	$(PIP) --editable '.[server]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml benchmarks/pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
-	$(PIP) --editable '.[server,dev]' --editable benchmarks
+	$(PIP) --quiet --editable '.[server,dev]' --editable benchmarks
 	@touch $@ $(VENV)/.server
 
 # Stubs need protobuf < 7 to be generated, the project itself runs on both: hence a venv of their own.
@@ -120,13 +121,22 @@ ops: $(VENV)/.dev
 docs: $(VENV)/.dev
 	$(BIN)/python tests/contract/generate_configuration.py
 
+# The documentation as a site, in build/site. A warning is an error; tests/contract/test_site.py builds it too.
+site: $(VENV)/.dev
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going -b html -d build/doctrees docs build/site
+
+# The wheel and the sdist, each in an empty environment that sees the packages of $(VENV) but not the project. A release
+# runs the same script with what pip downloads, see .github/workflows/release.yml.
+dist-test: $(VENV)/.dev
+	PYTHON=$(abspath $(BIN))/python deploy/release/check.sh --borrow
+
 # Rules for Prometheus, the dashboard for Grafana and docs/monitoring.md, from the tables of metrics and alerts.
 monitoring: $(VENV)/.dev
 	$(BIN)/python -m backhaul_server.monitoring .
 
 # The README's picture, measured on this machine.
 picture: $(VENV)/.dev
-	$(PIP) --editable '.[picture]'
+	$(PIP) --quiet --editable '.[picture]'
 	$(BIN)/python benchmarks/draw_memory.py
 
 .venv-proto/.done:

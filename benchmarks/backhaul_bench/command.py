@@ -18,6 +18,7 @@ from backhaul_bench.outcomes import Outcome, as_json, as_line, as_table, is_fail
 from backhaul_bench.rounds import PACE
 
 HELP = "measure the overhead and the savings of Backhaul and compare each figure with its limit"
+EXAMPLES = ("backhaul bench --json bench.json",)
 GROUP_LIMIT_S = 600.0
 WHOLE_S = 840.0
 """Seconds for all figures together, so that `make bench` takes under 15 minutes on slow machines too."""

@@ -13,6 +13,11 @@ from backhaul_runtime.errors import BackhaulError
 from backhaul_server.dashboard.history.options import default_path
 
 HELP = "run trainings over a matrix of trainers, workers, speeds and links, and report what they took"
+EXAMPLES = (
+    "backhaul experiment run examples/experiments/quick.toml",
+    "backhaul experiment list",
+    "backhaul experiment report quick",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -48,7 +48,7 @@ def connect(
 ) -> Session:
     """Opens a session and makes it the current one.
 
-    Each argument can also be set in the environment, as BACKHAUL_ followed by its name in capitals.
+    Each argument can also be set in the environment, as `BACKHAUL_` followed by its name in capitals.
     docs/configuration.md lists all variables.
 
     Args:

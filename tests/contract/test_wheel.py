@@ -1,5 +1,6 @@
 """Tests of the wheel that users install, and of the distribution of the benchmarks."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -39,6 +40,10 @@ def test_a_wheel_holds_all_that_runs_and_nothing_else(tmp_path: Path) -> None:
     assert not [name for name in names if "__pycache__" in name or "test" in name]
     metadata = next(name for name in names if name.endswith("METADATA"))
     text = zipfile.ZipFile(wheel).read(metadata).decode()
+    assert "Project-URL: Source, https://github.com/" in text
+    addresses = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(addresses) > 10
+    assert {address for address in addresses if not address.startswith("https://")} == set()
     assert "License-Expression: Apache-2.0" in text
     required = [line for line in text.splitlines() if line.startswith("Requires-Dist") and "extra" not in line]
     assert {line.split(": ")[1].split(">")[0].split("<")[0] for line in required} == {

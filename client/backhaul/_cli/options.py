@@ -1,6 +1,8 @@
 """Options of commands that the environment can also set: argument over environment over default (NOTE [Names])."""
 
 import argparse
+import shutil
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +11,9 @@ from backhaul_runtime.process.settings import boolean, in_environment, items, va
 
 Options = Mapping[str, argparse.Action]
 """The options of a command, by the names of their variables."""
+
+_NARROWEST = 20
+"""The least width of the footnote in characters, for terminals that report none."""
 
 FOOTNOTE = (
     "The variable in brackets sets an option that the command line does not set. Items of a list are separated by "
@@ -31,7 +36,8 @@ def explain(options: Options, parser: argparse.ArgumentParser) -> None:
     for variable, action in options.items():
         action.help = f"{action.help or ''} [{variable}]".lstrip()
     if options:
-        parser.epilog = FOOTNOTE
+        footnote = textwrap.fill(FOOTNOTE, max(_NARROWEST, shutil.get_terminal_size().columns - 2))
+        parser.epilog = "\n\n".join(filter(None, [parser.epilog, footnote]))
 
 
 def parse(

@@ -4,7 +4,8 @@ Does not import torch.
 """
 
 import argparse
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from importlib.metadata import entry_points
 
 from backhaul_runtime.version import version
@@ -17,7 +18,8 @@ EXTRAS = {"bench": "bench", "experiment": "bench"}
 def build() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """Returns the parser of all commands, and the parser of each command by name.
 
-    The name of a subcommand is that of its command and its own, as in "fleet up". The parsed arguments have the name as
+    Each is a module with HELP, EXAMPLES (whole command lines), `add_arguments` and `run`. The name of a subcommand is
+    that of its command and its own, as in "fleet up". The parsed arguments have the name as
     `command` and the command's function as `run`.
     """
     parser = argparse.ArgumentParser(
@@ -34,8 +36,10 @@ def build() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]
         module = entries[name].load()
         command = commands.add_parser(name, help=module.HELP, description=module.HELP)
         module.add_arguments(command)
+        _add_examples(command, name, getattr(module, "EXAMPLES", ()))
         for full_name, parser_of_one in _with_subcommands(name, command):
             parser_of_one.set_defaults(run=module.run, command=full_name)
+            _add_examples(parser_of_one, full_name, getattr(module, "EXAMPLES", ()))
             parsers[full_name] = parser_of_one
     return parser, parsers
 
@@ -48,6 +52,13 @@ def _with_subcommands(name: str, command: argparse.ArgumentParser) -> Iterator[t
     for subcommands in parsers:
         for own, parser in subcommands.items():
             yield f"{name} {own}", parser
+
+
+def _add_examples(parser: argparse.ArgumentParser, full_name: str, examples: Iterable[str]) -> None:
+    """Adds those of a module's examples that are of one command to the end of its help."""
+    own = [example for example in examples if re.match(rf"backhaul {full_name}(?![\w-])", example)]
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter  # the default joins the lines of the epilog
+    parser.epilog = "\n".join(["examples:", *(f"  {example}" for example in own)]) if own else None
 
 
 def _add_missing(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str) -> argparse.ArgumentParser:

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from backhaul._session import Session
 
 HELP = "train a small language model with and without Backhaul and compare"
+EXAMPLES = (
+    "backhaul demo --dashboard                      # starts a worker and a dashboard",
+    "backhaul demo --worker gpu-box:50051 --token-file worker.token --layers 12",
+)
 _RETRY_S = 0.5
 
 

@@ -27,6 +27,10 @@ from backhaul.simulate.validation import BAR, cells_as_text, median_error, read_
 from backhaul_runtime.errors import SettingError
 
 HELP = "predict the duration of a training step for other depths, memory budgets, networks and workers"
+EXAMPLES = (
+    "backhaul simulate                              # measures the costs of a segment first",
+    "backhaul simulate --costs docs/simulation.json --svg step.svg",
+)
 MEASUREMENTS = "backhaul.measurements"
 _CORES = 2
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from cryptography import x509
 
 HELP = "make a private authority, and certificates of workers, trainers and dashboards"
+EXAMPLES = ("backhaul certificates certificates --worker gpu-box 192.0.2.7",)
 
 AUTHORITY_KEY = "ca.key"
 _AUTHORITY_DAYS = 3650

@@ -11,6 +11,10 @@ from backhaul_runtime.process.tls import TlsFiles, files_of
 from backhaul_server.worker.units import parse_seconds
 
 HELP = "check whether a worker or a dashboard is serving"
+EXAMPLES = (
+    "backhaul health gpu-box:50051 --tls trainer",
+    "backhaul health http://127.0.0.1:8080           # a dashboard",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,6 +8,7 @@ from backhaul_runtime.errors import SettingError
 from backhaul_runtime.process.credentials import make_token, read_token
 
 HELP = "create a file with a token that a worker or a dashboard requires"
+EXAMPLES = ("backhaul token worker.token",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from backhaul_server.dashboard.collect.watch import Watch
 
 HELP = "watch workers in a terminal"
+EXAMPLES = (
+    "backhaul top gpu-1:50051 gpu-2:50051 --worker-token-file worker.token --worker-tls dashboard",
+    "backhaul top 127.0.0.1:50051 --once",
+)
 
 REFRESH_S = 1.0
 _ONCE_S = 0.02

@@ -12,6 +12,10 @@ from backhaul_runtime.process.tls import files_of
 from backhaul_server.dashboard.history.options import RETENTION_DAYS, default_path, parse_retention
 
 HELP = "watch workers in a browser"
+EXAMPLES = (
+    "backhaul dashboard --worker 127.0.0.1:50051    # then open http://127.0.0.1:8080",
+    "backhaul dashboard --worker gpu-1:50051 gpu-2:50051 --worker-token-file worker.token --worker-tls dashboard",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -25,6 +25,13 @@ from backhaul_server.fleet.worker_actor import FleetWorkerStatus
 from backhaul_server.worker.units import parse_seconds
 
 HELP = "run workers as actors of a Ray cluster"
+EXAMPLES = (
+    "backhaul fleet up --name pool --workers 4 -- --memory 8GiB",
+    "backhaul fleet status --name pool",
+    "backhaul fleet scale --name pool --workers 6",
+    "backhaul fleet drain --name pool pool-5",
+    "backhaul fleet down --name pool",
+)
 
 GRACE_S = 5.0
 """Seconds between the withdrawal of an address and SIGTERM. Trainers notice the withdrawal within 3 s."""

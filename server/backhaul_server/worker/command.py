@@ -17,6 +17,11 @@ from backhaul_server.worker.supervisor import supervise
 from backhaul_server.worker.units import parse_seconds, parse_size
 
 HELP = "recompute segments for trainers"
+EXAMPLES = (
+    "backhaul worker --memory 8GiB                  # for trainers on this machine",
+    "backhaul worker --listen 0.0.0.0:50051 --token-file worker.token --tls-cert worker/tls.crt \\\n"
+    "      --tls-key worker/tls.key --tls-ca worker/ca.crt",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -19,6 +19,10 @@ from backhaul.simulate.fleet.tables import as_json, as_text, predict_fleet
 from backhaul_runtime.errors import SettingError
 
 HELP = "predict what many sessions on many workers are limited by, and what the loss of racks costs"
+EXAMPLES = (
+    "backhaul simulate-fleet --costs docs/simulation.json --sessions 1000 --workers 400",
+    "backhaul simulate-fleet --costs docs/simulation.json --worker-link 1Gbit --trainable 0.01",
+)
 
 MOST_SIMULATED = 2_000_000
 """The most sessions that are simulated one by one, which takes about half an hour and some GB."""
