@@ -38,7 +38,8 @@ def commands(page: Path) -> Iterator[list[str]]:
     for line in re.findall(
         r"^(?:    |)backhaul (.*)$", "\n".join([*re.findall(r"^    .*", text, re.MULTILINE), *blocks]), re.MULTILINE
     ):
-        yield [word for word in shlex.split(line, comments=True) if word != "..."]
+        words = [word for word in shlex.split(line, comments=True) if word != "..."]
+        yield words[: words.index(">")] if ">" in words else words
 
 
 def test_commands_are_those_that_exist() -> None:

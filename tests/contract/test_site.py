@@ -1,4 +1,4 @@
-"""The documentation builds as a site, without a warning and without the network, and its links lead somewhere."""
+"""The documentation builds as a site without a warning and without the network, and has all public names."""
 
 import subprocess
 import sys
@@ -7,6 +7,10 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+import torch.utils.checkpoint
+from sphinx.util.inventory import InventoryFile
+
+import backhaul
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,6 +56,13 @@ def test_the_site_builds_without_a_warning_and_its_links_lead_somewhere(tmp_path
     assert (built.returncode, built.stderr) == (0, "")
 
     assert dead_links((tmp_path / "site").resolve()) == []
+
+    inventory = InventoryFile.loads((tmp_path / "site/objects.inv").read_bytes(), uri="").data
+    documented = {name for kind in ("py:class", "py:function", "py:exception") for name in inventory[kind]}
+    of_torch = {
+        name for name in backhaul.__all__ if getattr(torch.utils.checkpoint, name, None) is getattr(backhaul, name)
+    }
+    assert {f"backhaul.{name}" for name in backhaul.__all__ if name not in of_torch} - documented == set()
 
     summary = (tmp_path / "site/llms.txt").read_text()
     pages = {

@@ -1,6 +1,6 @@
 """The blocks of Python in the README and in docs/ run. Those that cannot run here say why, in a comment above them.
 
-docs/tutorial.md and docs/two-machines.md have tests of their own, and the pages in docs/integrations have examples.
+docs/tutorial.md and docs/two-machines.md have tests of their own. Pages of one library each are held by its example.
 """
 
 import re
@@ -18,7 +18,11 @@ from support.processes import WorkerProcess
 
 ROOT = Path(__file__).parents[2]
 OWN_TEST = {"tutorial.md", "two-machines.md"}
-PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in OWN_TEST)]
+PAGES = [
+    ROOT / "README.md",
+    *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in OWN_TEST),
+    ROOT / "docs/integrations/any-library.md",
+]
 BLOCK = re.compile(r"^(<!-- not run: [^\n]+ -->\n)?```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 BLOCKS = [
     pytest.param(text, id=f"{page.stem}-{number}")
@@ -56,7 +60,7 @@ def names(worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[di
             "embed": nn.Linear(8, 8),
             "head": lambda x: x.square().mean(),
             "loss": lambda x: session.checkpoint(blocks[0], x).square().mean(),
-            "model": session.wrap(model, layers=nn.Sequential),
+            "model": model,
             "optimizer": torch.optim.SGD([*blocks.parameters(), *model.parameters()], lr=0.1),
             "batch": torch.randn(8, 8),
             "loader": [torch.randn(8, 8)],
@@ -66,6 +70,8 @@ def names(worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[di
 @pytest.mark.parametrize("text", BLOCKS)
 def test_a_block_runs(text: str, names: dict[str, Any]) -> None:
     ours = names["session"]
+    if "accumulate" in text:  # else nothing but `patched` or the block itself makes segments of the model's layer
+        ours.wrap(names["model"], layers=nn.Sequential)
     exec(compile(text, "block", "exec"), names)
     with names["session"] as session:
         assert session.report().remote or "session" not in text
