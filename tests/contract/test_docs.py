@@ -31,6 +31,24 @@ def test_every_file_that_a_page_names_is_there() -> None:
     assert sorted(missing) == []
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    headings = re.findall(
+        r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE), re.MULTILINE
+    )
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_anchor_that_a_page_names_is_there() -> None:
+    missing = []
+    for page in [*PAGES, *(ROOT / "docs").glob("*/*.md")]:
+        for name, anchor in re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", page.read_text()):
+            target = page.parent / name if name else page
+            if target.suffix == ".md" and anchor not in anchors(target):
+                missing.append(f"{page.name}: {name}#{anchor}")
+    assert missing == []
+
+
 def commands(page: Path) -> Iterator[list[str]]:
     """The commands of `backhaul` in the indented lines and shell blocks of a page, without placeholders."""
     text = page.read_text().replace("\\\n", " ")
