@@ -116,9 +116,10 @@ check-proto: .venv-proto/.done
 ops: $(VENV)/.dev
 	$(BIN)/python tests/contract/generate_ops.py
 
-# docs/configuration.md, from the code.
+# docs/configuration.md and docs/calculator.html, from the code.
 docs: $(VENV)/.dev
 	$(BIN)/python tests/contract/generate_configuration.py
+	$(BIN)/python tests/contract/generate_calculator.py
 
 # Rules for Prometheus, the dashboard for Grafana and docs/monitoring.md, from the tables of metrics and alerts.
 monitoring: $(VENV)/.dev
