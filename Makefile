@@ -117,9 +117,10 @@ check-proto: .venv-proto/.done
 ops: $(VENV)/.dev
 	$(BIN)/python tests/contract/generate_ops.py
 
-# docs/configuration.md, from the code.
+# docs/configuration.md and docs/calculator.html, from the code.
 docs: $(VENV)/.dev
 	$(BIN)/python tests/contract/generate_configuration.py
+	$(BIN)/python tests/contract/generate_calculator.py
 
 # The documentation as a site, in build/site. A warning is an error; tests/contract/test_site.py builds it too.
 site: $(VENV)/.dev

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from os import PathLike
 from typing import Any
 
 from torch import nn
 
 from backhaul._cli.typos import warn_of_unknown
-from backhaul._config import Boundaries, Compressed, Config, Durability, Numerics, Returns, resolve
+from backhaul._config import Boundaries, Compressed, Config, Durability, Local, Numerics, Returns, resolve
 from backhaul._session import Session
 from backhaul._torch_api import wrap as modules
 from backhaul._torch_api.options import decorator, options_of
@@ -22,6 +23,9 @@ def connect(
     *,
     token_file: str | None = None,
     tls: str | None = None,
+    plan: str | PathLike[str] | None = None,
+    segment_layers: int | None = None,
+    kept_layers: int | None = None,
     returns: Returns | None = None,
     strict: bool | None = None,
     durability: Durability | None = None,
@@ -35,6 +39,7 @@ def connect(
     inflight_boundaries: int | None = None,
     inflight_micro_batches: int | None = None,
     deferred_bytes: int | None = None,
+    local: Local | None = None,
     held_bytes: int | None = None,
     shared_memory: bool | None = None,
     unix_socket: bool | None = None,
@@ -57,6 +62,10 @@ def connect(
             contiguous run of segments. None: starts a worker process on this machine that ends with the session.
         token_file: File with the token of the workers, or one file for each worker, separated by commas.
         tls: Directory with `tls.crt`, `tls.key` and `ca.crt`. Workers then must speak TLS.
+        plan: File that `backhaul plan` has written. Its settings count where neither an argument nor the environment
+            sets them.
+        segment_layers: Number of consecutive modules that `wrap` joins into one segment (default: 1).
+        kept_layers: Number of the last modules that `wrap` leaves without checkpointing (default: 0).
         returns: What workers return: "gradients", "activations", or "auto" (default): gradients where possible.
         strict: Raise NotRemoteError instead of recomputing a segment on the trainer.
         durability: What the trainer keeps in case a worker dies: "lineage" (default) keeps what it cannot compute again
@@ -75,6 +84,8 @@ def connect(
             three more than there are workers.
         deferred_bytes: Bytes that unfinished micro-batches of an accumulation block may hold on the trainer; 0
             (default) for any number. `backward` waits beyond it.
+        local: What the trainer does with its share of an accumulation block: "recompute" its segments (default), or
+            "keep" their activations.
         held_bytes: Bytes of gradients that an accumulation block may hold back on the trainer; 0 (default) for any
             number.
         shared_memory: Whether large tensors for a worker on this machine use shared memory (default: yes).
@@ -108,6 +119,9 @@ def connect(
             worker=worker,
             token_file=token_file,
             tls=tls,
+            plan=plan,
+            segment_layers=segment_layers,
+            kept_layers=kept_layers,
             returns=returns,
             strict=strict,
             durability=durability,
@@ -121,6 +135,7 @@ def connect(
             inflight_boundaries=inflight_boundaries,
             inflight_micro_batches=inflight_micro_batches,
             deferred_bytes=deferred_bytes,
+            local=local,
             held_bytes=held_bytes,
             shared_memory=shared_memory,
             unix_socket=unix_socket,
@@ -184,6 +199,8 @@ def wrap(
     layers: type[nn.Module] | tuple[type[nn.Module], ...],
     *,
     session: Session | None = None,
+    segment_layers: int | None = None,
+    kept_layers: int | None = None,
     **options: Any,
 ) -> nn.Module:
     """Makes each module of the given classes inside the model a checkpointed segment, in place. `unwrap` undoes it.
@@ -194,9 +211,21 @@ def wrap(
         model: The model to change. A model that is itself of one of the classes cannot be replaced: wrap a parent.
         layers: Classes of the modules to checkpoint. Modules inside a wrapped module are not wrapped.
         session: The session of the segments; None: the current session at each call.
+        segment_layers: Number of consecutive modules that form one segment, where each takes what the one before
+            returns. None: the setting of the session, or of the session that is open now; 1 if there is none. The first
+            forward still runs each module as a segment, to see what it takes and returns.
+        kept_layers: Number of the last modules that stay without checkpointing. None: as for `segment_layers`, or 0.
         **options: Options of `checkpoint`, such as `returns`.
 
     Raises:
         ValueError: The model has no module of these classes.
     """
-    return modules.wrap(model, layers, partial(checkpoint, session=session, **options))
+    opened = [session] if session is not None else [one for one in _opened if not one.closed]
+    config = opened[-1].config if opened else Config()
+    return modules.wrap(
+        model,
+        layers,
+        partial(checkpoint, session=session, **options),
+        segment_layers=config.segment_layers if segment_layers is None else segment_layers,
+        kept_layers=config.kept_layers if kept_layers is None else kept_layers,
+    )

@@ -1,11 +1,13 @@
-"""The settings of a session: argument over environment over default. Does not import torch."""
+"""The settings of a session: argument over environment over plan over default. Does not import torch."""
 
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
+from os import PathLike
 from typing import Any, Literal
 
+from backhaul._plan_file import read_plan
 from backhaul_runtime.errors import SettingError
 from backhaul_runtime.process.settings import boolean, in_environment, items, variable_of
 from backhaul_runtime.wire.protocol import MAX_CONNECTIONS
@@ -21,12 +23,16 @@ Numerics = Literal["auto", "exact"]
 NUMERICS: tuple[str, ...] = ("auto", "exact")
 Compressed = Literal["auto", "on", "off"]
 COMPRESSED: tuple[str, ...] = ("auto", "on", "off")
+Local = Literal["recompute", "keep"]
+LOCALS: tuple[Local, ...] = ("recompute", "keep")
+"""What the trainer does with its share of the segments of an accumulation block."""
 _CHOICES = {
     "returns": RETURNS,
     "durability": DURABILITIES,
     "boundaries": BOUNDARIES,
     "numerics": NUMERICS,
     "compression": COMPRESSED,
+    "local": LOCALS,
 }
 SECRETS = frozenset({"token_file"})
 """Settings that reports must not show."""
@@ -52,6 +58,17 @@ class Config:
     tls: str = ""
     """Directory with `tls.crt`, `tls.key` and `ca.crt`, to speak TLS with workers; empty to speak without it.
     `backhaul certificates` makes them."""
+
+    plan: str = ""
+    """File that `backhaul plan` has written. Its settings count where neither the program nor the environment sets
+    them."""
+
+    segment_layers: int = 1
+    """Number of consecutive modules that `wrap` joins into one segment, if each takes what the one before returns."""
+
+    kept_layers: int = 0
+    """Number of the last modules that `wrap` leaves as they are, without checkpointing. They take memory and time on
+    the trainer, and no worker."""
 
     returns: Returns = "auto"
     """What workers return for a segment: "gradients", "activations", or "auto": gradients where possible."""
@@ -109,6 +126,10 @@ class Config:
     `backward` waits beyond it.
     """
 
+    local: Local = "recompute"
+    """What the trainer does with its share of an accumulation block: "recompute" its segments, or "keep" their
+    activations, which takes memory and saves time. `accumulate(local=...)` overrides it."""
+
     held_bytes: int = 0
     """Bytes of gradients that an accumulation block may hold back on the trainer; 0 for any number."""
 
@@ -143,18 +164,28 @@ class Config:
 
 
 def resolve(**given: Any) -> Config:
-    """Resolves the settings from arguments (None: not given), the environment and the defaults.
+    """Resolves the settings from arguments (None: not given), the environment, the plan and the defaults.
 
     Raises:
         SettingError: A setting has an invalid value. Names the setting, the value and what is allowed.
     """
-    values = {}
+    values: dict[str, Any] = {}
     for field in fields(Config):
         if given.get(field.name) is not None:
             values[field.name] = _as_tuple(given[field.name]) if field.name == "tags" else given[field.name]
         elif (text := in_environment(variable_of(field.name))) is not None:
             values[field.name] = _parse(field.name, type(field.default), text)
+    if isinstance(values.get("plan"), PathLike):
+        values["plan"] = str(values["plan"])
+    if isinstance(plan := values.get("plan"), str) and plan:
+        values = read_plan(plan) | values
     config = Config(**values)
+    _check(config)
+    return config
+
+
+def _check(config: Config) -> None:
+    """Raises SettingError for a value that is not allowed."""
     for field in fields(Config):
         value, kinds = getattr(config, field.name), (int, float) if field.type is float else (type(field.default),)
         if not isinstance(value, kinds):
@@ -162,10 +193,11 @@ def resolve(**given: Any) -> Config:
     for name, choices in _CHOICES.items():
         if (value := getattr(config, name)) not in choices:
             raise SettingError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}")
-    for name in ("connect_timeout_s", "silence_s", "inflight_bytes", "inflight_boundaries"):
+    for name in ("connect_timeout_s", "silence_s", "inflight_bytes", "inflight_boundaries", "segment_layers"):
         if not 0 < getattr(config, name) < math.inf:
             raise SettingError(f"{name}={getattr(config, name)!r} must be finite and greater than 0")
     counts = (
+        "kept_layers",
         "memory_bytes",
         "held_bytes",
         "deferred_bytes",
@@ -180,7 +212,6 @@ def resolve(**given: Any) -> Config:
     _check_description(config)
     if config.traces and not _has_opentelemetry():
         raise SettingError("traces=True needs OpenTelemetry's API: pip install 'backhaul[otel]'")
-    return config
 
 
 def _check_connections(connections: int) -> None:

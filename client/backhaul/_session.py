@@ -22,9 +22,9 @@ from torch.utils.hooks import RemovableHandle
 
 from backhaul._accumulate import guards
 from backhaul._accumulate.block import AccumulationBlock
-from backhaul._accumulate.plan import LOCALS, MORE_OPEN, Local, Shares
+from backhaul._accumulate.plan import MORE_OPEN, Shares
 from backhaul._backward.lineage import Copies
-from backhaul._config import DESCRIPTIVE, SECRETS, Config
+from backhaul._config import DESCRIPTIVE, LOCALS, SECRETS, Config, Local
 from backhaul._dispatch.dispatcher import Dispatcher
 from backhaul._dispatch.roster import Roster
 from backhaul._dispatch.worker_handle import WorkerHandle
@@ -201,10 +201,22 @@ class Session:
         return sequential.checkpoint_sequential(self.checkpoint, functions, segments, input, *inputs, **kwargs)
 
     def wrap(
-        self, model: nn.Module, layers: type[nn.Module] | tuple[type[nn.Module], ...], **options: Any
+        self,
+        model: nn.Module,
+        layers: type[nn.Module] | tuple[type[nn.Module], ...],
+        *,
+        segment_layers: int | None = None,
+        kept_layers: int | None = None,
+        **options: Any,
     ) -> nn.Module:
-        """Checkpoints each module of the given classes inside the model, in place. See `backhaul.wrap`."""
-        return wrap.wrap(model, layers, partial(self.checkpoint, **options))
+        """Checkpoints the modules of the given classes inside the model, in place. See `backhaul.wrap`."""
+        return wrap.wrap(
+            model,
+            layers,
+            partial(self.checkpoint, **options),
+            segment_layers=self.config.segment_layers if segment_layers is None else segment_layers,
+            kept_layers=self.config.kept_layers if kept_layers is None else kept_layers,
+        )
 
     @contextmanager
     def patched(self) -> Iterator[Self]:
@@ -249,7 +261,7 @@ class Session:
             self.telemetry.step(loss)
 
     @contextmanager
-    def accumulate(self, local: Local = "recompute") -> Iterator[AccumulationBlock]:
+    def accumulate(self, local: Local | None = None) -> Iterator[AccumulationBlock]:
         """Opens a block of micro-batches whose backward passes workers finish while the trainer goes on.
 
         Call `backward(loss)` of the returned object instead of `loss.backward()`. When the block ends, `.grad` holds
@@ -260,6 +272,7 @@ class Session:
         Args:
             local: What the trainer does with its share of the segments: "recompute" them in backward, or "keep" their
                 activations, which takes memory for those of all unfinished micro-batches and saves their recomputation.
+                None: the setting `local`, by default "recompute".
 
         Raises:
             ValueError: `local` is neither of the two.
@@ -269,6 +282,7 @@ class Session:
         """
         if self._closed:
             raise SessionClosedError("the session is closed")
+        local = self.config.local if local is None else local
         if local not in LOCALS:
             raise ValueError(f"local={local!r} is not one of {', '.join(map(repr, LOCALS))}")
         shares = self._shares[local]

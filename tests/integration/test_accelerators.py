@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import backhaul
 from backhaul import Session
-from backhaul._accumulate.plan import LOCALS, Local
+from backhaul._config import LOCALS, Local
 from backhaul_runtime.tensors import deferred_digest
 from backhaul_runtime.tensors.deferred_digest import DeferredDigest
 from backhaul_runtime.tensors.layout import Layout, host_bytes

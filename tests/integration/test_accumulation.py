@@ -13,8 +13,9 @@ from torch import Tensor, nn
 import backhaul
 from backhaul import Session
 from backhaul._accumulate.block import AccumulationBlock
-from backhaul._accumulate.plan import LOCALS, Local, Shares
+from backhaul._accumulate.plan import Shares
 from backhaul._backward.frame import Frame
+from backhaul._config import LOCALS, Local
 from backhaul._worker_client.accumulation import UncollectedGradients
 from backhaul._worker_client.remote_segment import SavedSegment
 from conftest import QUIET_S, wait_until

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import backhaul
 from backhaul import Session
 from backhaul._accumulate.block import AccumulationBlock
-from backhaul._accumulate.plan import LOCALS, Local, Shares
+from backhaul._accumulate.plan import Shares
+from backhaul._config import LOCALS, Local
 from backhaul._worker_client.accumulation import UncollectedGradients
 from conftest import QUIET_S, wait_until
 from support.bits import Checkpoint, differing, plainly

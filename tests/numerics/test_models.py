@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import backhaul
 from backhaul import Decision, Session
-from backhaul._accumulate.plan import Local, Shares
-from backhaul._config import Boundaries
+from backhaul._accumulate.plan import Shares
+from backhaul._config import Boundaries, Local
 from conftest import QUIET_S
 from numerics.models import FAMILIES, Family
 from support.bits import differing, plainly, train

@@ -15,8 +15,7 @@ from torch.nn.functional import dropout
 
 import backhaul
 from backhaul import Session
-from backhaul._accumulate.plan import LOCALS
-from backhaul._config import Boundaries
+from backhaul._config import LOCALS, Boundaries
 from conftest import QUIET_S, wait_until
 from support.bits import Checkpoint, differing, plainly
 from support.processes import WorkerProcess

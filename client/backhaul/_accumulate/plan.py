@@ -4,14 +4,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Literal
 
 from backhaul._dispatch.placement import parts_by_speed
 from backhaul._observe.report import BlockReport
-
-Local = Literal["recompute", "keep"]
-LOCALS: tuple[Local, ...] = ("recompute", "keep")
-"""What the trainer does with its share of the segments."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,16 @@
 """Wraps modules in place so that they checkpoint themselves. Names and state_dict keys stay the same."""
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Sequence
 from copy import deepcopy
-from functools import partial
 from typing import Any, Self
 
 from torch import nn
 
 from backhaul._torch_api.fsdp import is_sharded
-from backhaul._torch_api.options import NAMES
+from backhaul._torch_api.layer_runs import LayerRun, run_layer
 from backhaul_runtime.torch_internals.checkpoint_wrapper import CheckpointWrapper, inside_of
 from backhaul_runtime.torch_internals.private import submodules_of
-
-_TAKEN = NAMES | {"function", "session"}
-"""Keyword arguments that `checkpoint` would treat as options instead of passing them on."""
 
 
 class SegmentModule(CheckpointWrapper):
@@ -32,11 +29,18 @@ class SegmentModule(CheckpointWrapper):
         self.__dict__["_is_complete"] = True  # attributes set from now on are set by the user
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the wrapped module as a segment. All arguments are passed to the module, whatever their names."""
-        checkpoint: Callable[..., Any] = self.checkpoint_fn
-        inside = inside_of(self)
-        taken = {name: kwargs.pop(name) for name in _TAKEN & kwargs.keys()}
-        return checkpoint(partial(inside, **taken) if taken else inside, *args, **kwargs)
+        """Runs the wrapped module as a segment, or as a part of one with the modules beside it.
+
+        All arguments are passed to the module, whatever their names.
+        """
+        run = self.__dict__.get("_run")
+        if run is None:
+            return run_layer(self.checkpoint_fn, inside_of(self), args, kwargs)
+        return run.call(self.__dict__["_position"], args, kwargs)
+
+    def join(self, run: LayerRun, position: int) -> None:
+        """Makes this module a part of a segment of several layers."""
+        self.__dict__.update(_run=run, _position=position)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute of the wrapped module, whose forward reads it, unless it is one of the wrapper itself.
@@ -71,7 +75,10 @@ class SegmentModule(CheckpointWrapper):
         yield inside_of(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return type(self)(deepcopy(inside_of(self), memo), self.checkpoint_fn)
+        copied = type(self)(deepcopy(inside_of(self), memo), self.checkpoint_fn)
+        if "_run" in self.__dict__:
+            copied.join(deepcopy(self.__dict__["_run"], memo), self.__dict__["_position"])
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as the wrapped module, so that a file can be loaded without Backhaul.
@@ -82,7 +89,12 @@ class SegmentModule(CheckpointWrapper):
 
 
 def wrap(
-    model: nn.Module, layers: type[nn.Module] | tuple[type[nn.Module], ...], checkpoint: Callable[..., Any]
+    model: nn.Module,
+    layers: type[nn.Module] | tuple[type[nn.Module], ...],
+    checkpoint: Callable[..., Any],
+    *,
+    segment_layers: int = 1,
+    kept_layers: int = 0,
 ) -> nn.Module:
     """Makes each module of the given classes inside the model a checkpointed segment, in place.
 
@@ -90,23 +102,51 @@ def wrap(
         model: The model to change. A model that is itself of one of the classes cannot be replaced: wrap a parent.
         layers: Classes of the modules to checkpoint. Modules inside a wrapped module are not wrapped.
         checkpoint: Runs each module as a segment.
+        segment_layers: Number of modules with the same parent that form one segment if each takes what the one before
+            returns, see NOTE [Layer runs].
+        kept_layers: Number of the last modules that are not checkpointed.
 
     Raises:
         ValueError: The model has no module of these classes.
     """
-    wrappers: dict[nn.Module, SegmentModule] = {}  # a module that occurs several times gets one wrapper
-
-    def visit(parent: nn.Module) -> None:
-        for name, child in submodules_of(parent).items():
-            if isinstance(child, layers):
-                submodules_of(parent)[name] = wrappers.setdefault(child, SegmentModule(child, checkpoint))
-            elif child is not None and not isinstance(child, SegmentModule):
-                visit(child)
-
-    visit(model)
-    if not wrappers:
+    matching = list(_matching(model, layers))
+    if not matching:
         raise ValueError(f"{type(model).__name__} has no unwrapped module of {layers} inside")
+    modules = list(dict.fromkeys(child for _, _, child in matching))  # one that occurs several times gets one wrapper
+    wrappers = {module: SegmentModule(module, checkpoint) for module in modules[: len(modules) - kept_layers]}
+    for parent, name, child in matching:
+        if child in wrappers:
+            submodules_of(parent)[name] = wrappers[child]
+    if segment_layers > 1:
+        for siblings in _siblings(matching, wrappers):
+            for first in range(0, len(siblings), segment_layers):
+                run = LayerRun(siblings[first : first + segment_layers], checkpoint)
+                for position, module in enumerate(run.layers):
+                    wrappers[module].join(run, position)
     return model
+
+
+def _matching(
+    parent: nn.Module, layers: type[nn.Module] | tuple[type[nn.Module], ...]
+) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Yields each module to checkpoint with its parent and its name there."""
+    for name, child in submodules_of(parent).items():
+        if isinstance(child, layers):
+            yield parent, name, child
+        elif child is not None and not isinstance(child, SegmentModule):
+            yield from _matching(child, layers)
+
+
+def _siblings(
+    matching: Sequence[tuple[nn.Module, str, nn.Module]], wrapped: Container[nn.Module]
+) -> Iterator[list[nn.Module]]:
+    """Yields the wrapped modules of each parent. Those that occur several times are left out."""
+    occurrences = Counter(child for _, _, child in matching)
+    by_parent: dict[nn.Module, list[nn.Module]] = {}
+    for parent, _, child in matching:
+        if child in wrapped and occurrences[child] == 1:
+            by_parent.setdefault(parent, []).append(child)
+    yield from by_parent.values()
 
 
 def unwrap(model: nn.Module) -> nn.Module:

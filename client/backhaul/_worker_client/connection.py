@@ -80,6 +80,7 @@ class WorkerSession:
         lease_s: Seconds without a request after which the worker closes the session.
         memory: Memory shared with a worker on this machine; None if there is none.
         crosses_network: Whether the worker is reached over TCP, and not through memory or a socket of this machine.
+        version: The worker's version of Backhaul.
     """
 
     number: int
@@ -89,6 +90,7 @@ class WorkerSession:
     lease_s: float
     memory: TrainerSharedMemory | None = None
     crosses_network: bool = False
+    version: str = ""
 
 
 def trainer_name() -> str:
@@ -405,6 +407,7 @@ class Connection:
             answer.lease_s,
             memory := self._share(address, answer),
             memory is None and not address.unix_path and not self._has_switched,
+            answer.worker_version,
         )
         # Opening takes longer than this request, which therefore compares the clocks better.
         self._ask(self._worker_session)

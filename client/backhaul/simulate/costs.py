@@ -26,6 +26,7 @@ class Costs:
         weight_bytes: Size of the segment's parameters, in bytes.
         boundary_bytes: Size of the input, in bytes. The output and the gradients of both have the same size.
         footprint: Memory that a replay of the segment needs on the worker.
+        returned_bytes: Bytes that the worker returns; 0 for as many as the trainer sends.
     """
 
     forward_s: float
@@ -41,16 +42,22 @@ class Costs:
     weight_bytes: int
     boundary_bytes: int
     footprint: Footprint
+    returned_bytes: int = 0
+
+    @property
+    def upload_bytes(self) -> int:
+        """Size of the weights and the input that the trainer sends, in bytes."""
+        return self.weight_bytes + self.boundary_bytes
 
     @property
     def result_bytes(self) -> int:
-        """Size of the gradients that the worker returns, in bytes."""
-        return self.weight_bytes + self.boundary_bytes
+        """Size of the gradients or activations that the worker returns, in bytes."""
+        return self.returned_bytes or self.upload_bytes
 
     def budget_bytes(self, segments: int, replays: int) -> int:
         """Returns bytes that a worker needs to hold `segments` segments, `replays` of them replayed, and run one."""
         running_bytes = self.weight_bytes + 2 * self.boundary_bytes
-        return segments * self.result_bytes + replays * self.footprint.ready_bytes + running_bytes
+        return segments * self.upload_bytes + replays * self.footprint.ready_bytes + running_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,11 @@ class Setup:
         is_predicted: Whether a segment is sent before its forward, using the program of its last call. If not, it is
             sent after its forward.
         shares_core: Whether all workers run on one core.
+        speeds: Speed of each worker's core relative to the trainer's, if they differ; empty for `worker_speed`.
+        outside_s: Time that the trainer computes between the last forward and the first backward, in seconds.
+        derives: Whether a worker computes the input of a segment itself if it has the segment before. The segment is
+            then sent after its forward.
+        has_free_transport: Whether sending and receiving leave the trainer's core free, because it has other cores.
     """
 
     segments: int
@@ -77,6 +89,15 @@ class Setup:
     worker_speed: float = 1.0
     is_predicted: bool = True
     shares_core: bool = False
+    speeds: tuple[float, ...] = ()
+    outside_s: float = 0.0
+    derives: bool = False
+    has_free_transport: bool = False
+
+    @property
+    def worker_speeds(self) -> tuple[float, ...]:
+        """Speed of each worker's core relative to the trainer's."""
+        return self.speeds or (self.worker_speed,) * self.workers
 
 
 def costs_of(stored: Mapping[str, Any]) -> Costs:

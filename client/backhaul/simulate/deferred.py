@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from backhaul._accumulate.plan import MORE_OPEN, Speeds, trainers_shares
 from backhaul._dispatch.placement import parts_by_speed
 from backhaul.simulate.costs import Costs
-from backhaul.simulate.engine import Compute, Event, SimulatedCore, Simulation, Thread
+from backhaul.simulate.engine import Compute, Event, SimulatedCore, SimulatedLink, Simulation, Thread, Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,23 @@ class BlockSetup:
         segments: Number of segments of a micro-batch.
         micro_batches: Number of micro-batches in the block.
         speeds: Speed of each worker's core relative to the trainer's.
+        bytes_per_s: Bandwidth of the network in each direction. 0: unlimited.
+        latency_s: Latency of the network in one direction, in seconds.
+        derives: Whether workers compute the boundaries between their segments themselves.
+        keeps: Whether the trainer keeps the activations of its share, and recomputes nothing.
+        outside_s: Time that the trainer computes outside of the segments for each micro-batch, in seconds.
+        has_free_transport: Whether sending and receiving leave the trainer's core free, because it has other cores.
     """
 
     segments: int
     micro_batches: int
     speeds: Sequence[float]
+    bytes_per_s: float = 0.0
+    latency_s: float = 0.0
+    derives: bool = False
+    keeps: bool = False
+    outside_s: float = 0.0
+    has_free_transport: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,65 +68,139 @@ class PredictedBlock:
 
 def predict_block(costs: Costs, setup: BlockSetup) -> PredictedBlock:
     """Predicts a block of a training that has run for many blocks."""
-    # Weights travel once in a block, and so do the sums of their gradients.
-    boundaries = costs.boundary_bytes / costs.result_bytes
-    forward_s = setup.segments * (costs.forward_s + costs.record_s + boundaries * costs.upload_s)
-    segment_s = costs.replay_s + costs.replay_backward_s
-    workers_s = [(segment_s + boundaries * (costs.ingest_s + costs.answer_s)) / speed for speed in setup.speeds]
-    once_s = (1 - boundaries) * (costs.upload_s + costs.ingest_s + costs.answer_s + costs.finish_s)
-    shares = trainers_shares(setup.segments, setup.micro_batches, Speeds(forward_s, segment_s, workers_s))
-    parts = parts_by_speed(setup.segments - shares[0], setup.speeds)
-    ends = list(accumulate(parts, initial=shares[0]))
-    simulation, trainer = Simulation(), SimulatedCore()
-    queues: list[deque[tuple[Event, Event, int]]] = [deque() for _ in setup.speeds]
-    arrived = [Event() for _ in setup.speeds]
+    block = _Block(costs, setup)
+    torch_s = setup.micro_batches * (setup.segments * (2 * costs.forward_s + costs.backward_s) + setup.outside_s)
+    return PredictedBlock(block.run(), block.shares, torch_s, law(costs, setup.speeds), _whole_units(costs, setup))
 
-    def work(number: int) -> Thread:
+
+class _Block:
+    """A simulated block: the trainer, its workers, and a link to each of them.
+
+    Args:
+        costs: The costs of a segment.
+        setup: The block and its workers.
+
+    Attributes:
+        shares: The number of segments of each micro-batch that the trainer computes.
+    """
+
+    def __init__(self, costs: Costs, setup: BlockSetup) -> None:
+        self._costs, self._setup = costs, setup
+        # Weights travel once in a block, and so do the sums of their gradients.
+        boundaries = costs.boundary_bytes / costs.result_bytes
+        charged = 0.0 if setup.has_free_transport else 1.0
+        sent = 0.0 if setup.derives else boundaries
+        segment_s = costs.replay_s + costs.replay_backward_s
+        self._forward_s = setup.segments * costs.forward_s + setup.outside_s
+        self._own_s = costs.backward_s if setup.keeps else segment_s
+        # What the trainer does besides the forward of a segment. Segments that it keeps are not recorded.
+        self._recorded_s = costs.record_s + charged * sent * costs.upload_s
+        self._received_s = charged * boundaries * costs.finish_s
+        self._workers_s = [
+            (segment_s + sent * costs.ingest_s + boundaries * costs.answer_s) / speed for speed in setup.speeds
+        ]
+        self._once_s = (1 - boundaries) * (
+            charged * (costs.upload_s + costs.finish_s) + costs.ingest_s + costs.answer_s
+        )
+        speeds = Speeds(self._forward_s + setup.segments * self._recorded_s, self._own_s, self._workers_s)
+        self.shares = trainers_shares(setup.segments, setup.micro_batches, speeds)
+        self._parts = parts_by_speed(setup.segments - self.shares[0], setup.speeds)
+        self._simulation, self._trainer = Simulation(), SimulatedCore()
+        self._queues: list[deque[_Task]] = [deque() for _ in setup.speeds]
+        self._arrived = [Event() for _ in setup.speeds]
+        rate = setup.bytes_per_s or float("inf")
+        self._up, self._down = ([SimulatedLink(rate, setup.latency_s) for _ in setup.speeds] for _ in range(2))
+        self._took_s = 0.0
+
+    def run(self) -> float:
+        """Returns the seconds that the block takes. Call it once."""
+        for number in range(len(self._setup.speeds)):
+            self._simulation.start(self._work(number))
+        self._simulation.start(self._train())
+        self._simulation.run()
+        return self._took_s
+
+    def _train(self) -> Thread:
+        setup, unfinished = self._setup, deque[tuple[Event, int]]()
+        for number, part in enumerate(self._parts):
+            self._send(self._up[number], part * self._costs.weight_bytes)
+        yield Compute(self._trainer, (setup.segments - self.shares[0]) * self._once_s)
+        for share in self.shares:
+            remote = setup.segments - share
+            recorded = remote if setup.keeps else setup.segments
+            besides_s = recorded * self._recorded_s + remote * self._received_s
+            yield Compute(self._trainer, self._forward_s + besides_s)
+            done = self._request(share)
+            if not remote:  # nothing is deferred
+                yield Compute(self._trainer, share * self._own_s)
+            unfinished.append((done, share if remote else 0))
+            if len(unfinished) > MORE_OPEN + len(setup.speeds):
+                yield from self._finish(*unfinished.popleft())
+        while unfinished:
+            yield from self._finish(*unfinished.popleft())
+        sums = [self._send(self._down[i], part * self._costs.weight_bytes) for i, part in enumerate(self._parts)]
+        yield from sums
+        self._took_s = self._simulation.now_s
+
+    def _finish(self, done: Event, own: int) -> Thread:
+        """Computes the trainer's own segments of a micro-batch, after those of the workers."""
+        yield done
+        yield Compute(self._trainer, own * self._own_s)
+
+    def _request(self, share: int) -> Event:
+        """Gives workers their parts of a micro-batch. Returns what happens when the last of them is done."""
+        before, ends = Event(has_happened=True), list(accumulate(self._parts, initial=self.shares[0]))
+        for number, (begin, end) in enumerate(pairwise(ends)):
+            if (part := end - max(begin, share)) > 0:
+                # One gradient, and the boundaries that the worker cannot compute itself.
+                tensors = 1 + (1 if self._setup.derives else part)
+                received = self._send(self._up[number], tensors * self._costs.boundary_bytes)
+                task = _Task(before, received, Event(), part)
+                self._queues[number].append(task)
+                self._simulation.happens(self._arrived[number])
+                before = task.done
+        return before
+
+    def _work(self, number: int) -> Thread:
         """Runs a worker's part of each micro-batch, after the part of the worker before."""
         core = SimulatedCore()
         while True:
-            while not queues[number]:
-                arrived[number] = Event()
-                yield arrived[number]
-            before, done, part = queues[number].popleft()
-            yield before
-            yield Compute(core, part * workers_s[number])
-            simulation.happens(done)
+            while not self._queues[number]:
+                self._arrived[number] = Event()
+                yield self._arrived[number]
+            task = self._queues[number].popleft()
+            yield task.before
+            yield task.received
+            yield Compute(core, task.part * self._workers_s[number])
+            # The worker goes on with the next micro-batch while the gradient is on its way.
+            self._send(self._down[number], self._costs.boundary_bytes, task.done)
 
-    def train() -> Thread:
-        unfinished: deque[tuple[Event, int]] = deque()
+    def _send(self, link: SimulatedLink, size_bytes: float, arrived: Event | None = None) -> Event:
+        """Starts a transfer. Returns an event that happens when it ends, besides the given one."""
 
-        def finish() -> Thread:
-            done, own = unfinished.popleft()
-            yield done
-            yield Compute(trainer, own * segment_s)
+        def carry() -> Thread:
+            yield Transfer(link, size_bytes)
+            if arrived is not None:
+                self._simulation.happens(arrived)
 
-        yield Compute(trainer, (setup.segments - shares[0]) * once_s)
-        for share in shares:
-            yield Compute(trainer, forward_s + (setup.segments - share) * boundaries * costs.finish_s)
-            before = Event(has_happened=True)
-            for number, (begin, end) in enumerate(pairwise(ends)):
-                if (part := end - max(begin, share)) > 0:
-                    done = Event()
-                    queues[number].append((before, done, part))
-                    simulation.happens(arrived[number])
-                    before = done
-            if share == setup.segments:  # nothing is deferred
-                yield Compute(trainer, share * segment_s)
-            unfinished.append((before, share if share < setup.segments else 0))
-            if len(unfinished) > MORE_OPEN + len(setup.speeds):
-                yield from finish()
-        while unfinished:
-            yield from finish()
-        took_s.append(simulation.now_s)
+        return self._simulation.start(carry())
 
-    took_s: list[float] = []
-    for number in range(len(setup.speeds)):
-        simulation.start(work(number))
-    simulation.start(train())
-    simulation.run()
-    torch_s = setup.micro_batches * setup.segments * (2 * costs.forward_s + costs.backward_s)
-    return PredictedBlock(took_s[0], shares, torch_s, law(costs, setup.speeds), _whole_units(costs, setup))
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A worker's part of a micro-batch.
+
+    Attributes:
+        before: Happens when the worker before has finished its part.
+        received: Happens when the boundaries and the first gradient have arrived.
+        done: Happens when the gradient for the segment before the part has arrived at the trainer.
+        part: Number of segments of the part.
+    """
+
+    before: Event
+    received: Event
+    done: Event
+    part: int
 
 
 def law(costs: Costs, speeds: Sequence[float]) -> float:

@@ -148,7 +148,7 @@ class _Worker:
 
     def _room_bytes(self) -> int:
         saved = sum(segment.saved.has_happened for segment in self.segments.values())
-        return self._memory_bytes - saved * self._costs.result_bytes - self._results_bytes
+        return self._memory_bytes - saved * self._costs.upload_bytes - self._results_bytes
 
 
 class _Trainer:
@@ -161,6 +161,10 @@ class _Trainer:
         self._setup = setup
         self._workers = workers
         self._placement, self._by_name = Placement(), {f"{number:03}": worker for number, worker in enumerate(workers)}
+        self._speeds = dict(zip(self._by_name, setup.worker_speeds, strict=True))
+        # Other cores than the trainer's send and receive, if it has any.
+        self._transport = SimulatedCore() if setup.has_free_transport else self.core
+        self._derived: set[int] = set()
         self._queues: dict[_Worker, deque[int]] = {worker: deque() for worker in workers}
         self._arrived = {worker: Event() for worker in workers}
         self._waiting_bytes = 0
@@ -176,16 +180,21 @@ class _Trainer:
             replays = sum(worker.replays for worker in self._workers)
             calls: list[tuple[int, _Worker]] = []
             for _ in range(self._setup.segments):
-                name = self._placement.choose_worker(dict.fromkeys(self._by_name, 1.0))
+                name = self._placement.choose_worker(self._speeds)
                 worker = self._by_name[name or "000"]
                 number = next(numbers)
+                is_derived = self._setup.derives and bool(calls) and calls[-1][1] is worker
+                is_predicted = self._setup.is_predicted and not is_derived
                 calls.append((number, worker))
                 worker.segments[number] = _Segment()
-                if self._setup.is_predicted:
+                if is_derived:
+                    self._derived.add(number)
+                if is_predicted:
                     yield from self._queue(number, worker)
                 yield Compute(self.core, costs.forward_s + costs.record_s, f"forward {number}")
-                if not self._setup.is_predicted:
+                if not is_predicted:
                     yield from self._queue(number, worker)
+            yield Compute(self.core, self._setup.outside_s, "outside")
             next_worker: _Worker | None = None
             for number, worker in reversed(calls):
                 self._placement.backward()
@@ -216,11 +225,14 @@ class _Trainer:
                 self._arrived[worker] = Event()
                 yield self._arrived[worker]
             number = queue.popleft()
+            costs, part = self._costs, 1.0
+            if number in self._derived:
+                part = costs.weight_bytes / costs.upload_bytes
             # Chunks are sent, transferred and received concurrently.
             concurrent = [
-                self._simulation.start(_one(Compute(self.core, self._costs.upload_s, f"upload {number}"))),
-                self._simulation.start(_one(Transfer(worker.up, self._costs.result_bytes))),
-                self._simulation.start(_one(Compute(worker.core, self._costs.ingest_s, f"ingest {number}"))),
+                self._simulation.start(_one(Compute(self._transport, part * costs.upload_s, f"upload {number}"))),
+                self._simulation.start(_one(Transfer(worker.up, part * costs.upload_bytes))),
+                self._simulation.start(_one(Compute(worker.core, part * costs.ingest_s, f"ingest {number}"))),
             ]
             yield from concurrent
             self._waiting_bytes -= self._costs.boundary_bytes
@@ -244,7 +256,7 @@ def predict(costs: Costs, setup: Setup) -> Predicted:
     """Predicts a step of a training that has run for many steps."""
     simulation = Simulation()
     core = SimulatedCore(setup.worker_speed)
-    cores = [core if setup.shares_core else SimulatedCore(setup.worker_speed) for _ in range(setup.workers)]
+    cores = [core if setup.shares_core else SimulatedCore(speed) for speed in setup.worker_speeds]
     workers = [_Worker(simulation, costs, setup, core) for core in cores]
     trainer = _Trainer(simulation, costs, setup, workers)
     simulation.run()

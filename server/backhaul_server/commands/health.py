@@ -8,7 +8,7 @@ from urllib.request import ProxyHandler, build_opener
 from backhaul_runtime.errors import AddressError, SettingError
 from backhaul_runtime.process.addresses import parse_address
 from backhaul_runtime.process.tls import TlsFiles, files_of
-from backhaul_server.worker.units import parse_seconds
+from backhaul_runtime.process.units import parse_seconds
 
 HELP = "check whether a worker or a dashboard is serving"
 EXAMPLES = (

@@ -19,10 +19,10 @@ from backhaul_runtime.process.ray_fleet import (
     join,
     unknown_fleet,
 )
+from backhaul_runtime.process.units import parse_seconds
 from backhaul_server.fleet import control
 from backhaul_server.fleet.spec import WorkerSpec, parse_options
 from backhaul_server.fleet.worker_actor import FleetWorkerStatus
-from backhaul_server.worker.units import parse_seconds
 
 HELP = "run workers as actors of a Ray cluster"
 EXAMPLES = (

@@ -2,8 +2,8 @@
 
 import torch
 
+from backhaul_runtime.process.units import size_text
 from backhaul_runtime.version import version
-from backhaul_server.worker.units import size_text
 
 
 def announcement(address: str, device: torch.device, budget_bytes: int) -> str:

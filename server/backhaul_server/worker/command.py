@@ -9,12 +9,12 @@ from pathlib import Path
 from backhaul_runtime.errors import AddressError, SettingError
 from backhaul_runtime.process.addresses import parse_address
 from backhaul_runtime.process.tls import TlsFiles
+from backhaul_runtime.process.units import parse_seconds, parse_size
 from backhaul_runtime.wire.protocol import LEASE_S
 from backhaul_server.worker.config import RUN_LIMIT_S, WorkerConfig
 from backhaul_server.worker.credentials import Credentials
 from backhaul_server.worker.idleness import QUIET_S, Idleness
 from backhaul_server.worker.supervisor import supervise
-from backhaul_server.worker.units import parse_seconds, parse_size
 
 HELP = "recompute segments for trainers"
 EXAMPLES = (

@@ -23,8 +23,8 @@ from typing import Any
 from backhaul_runtime.errors import SettingError
 from backhaul_runtime.process.credentials import read_token, shown_token
 from backhaul_runtime.process.files import state_of
+from backhaul_runtime.process.units import parse_size
 from backhaul_server.worker.accounts import Account, Quotas
-from backhaul_server.worker.units import parse_size
 
 logger = logging.getLogger("backhaul.worker")
 

@@ -17,6 +17,7 @@ import torch
 from backhaul_runtime.errors import SettingError
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.process.resources import resident_bytes
+from backhaul_runtime.process.units import size_text
 from backhaul_runtime.torch_internals.ambient_state import max_threads
 from backhaul_runtime.wire.shared_memory import IS_AVAILABLE
 from backhaul_server.worker.announcement import announcement
@@ -42,7 +43,6 @@ from backhaul_server.worker.rpc.health import Health
 from backhaul_server.worker.rpc.peers import Peers
 from backhaul_server.worker.rpc.service import add_services
 from backhaul_server.worker.supervisor import OVERDUE_CODE
-from backhaul_server.worker.units import size_text
 
 logger = logging.getLogger("backhaul.worker")
 

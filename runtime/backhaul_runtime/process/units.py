@@ -30,7 +30,7 @@ def parse_size(text: str) -> int:
     return max(1, size)
 
 
-def size_text(size_bytes: int) -> str:
+def size_text(size_bytes: float) -> str:
     """Formats a number of bytes, as in "1.5 GiB"."""
     value, unit = float(size_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):

@@ -1,0 +1,218 @@
+"""Joins several wrapped layers that follow each other into one segment, without a change of the model's forward.
+
+NOTE [Layer runs]
+1. In the first forward each layer is a segment of its own. A run of layers is joined from the second forward on, if
+   each layer took the output of the one before as its first argument, and returned one tensor of the same kind.
+2. A joined layer does not compute. It returns a `DeferredOutput`, which the next layer continues. The last layer of the
+   run computes all of them as one segment, with the arguments that each of them got.
+3. Whatever else uses a deferred output computes it first: the layers so far become a segment, and the layer after them
+   begins another one. So the values are the same whatever the model does between layers. Only the order of random draws
+   differs, if it draws between layers of a run.
+4. A deferred output that a layer has continued has no value, because it only exists inside of the segment. Its use by
+   anything else raises an error.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from backhaul._torch_api.fsdp import is_sharded
+from backhaul._torch_api.options import NAMES
+from backhaul_runtime.torch_internals.private import pytree
+
+_TAKEN = NAMES | {"function", "session"}
+"""Keyword arguments that `checkpoint` would treat as options instead of passing them on."""
+_METADATA = {
+    Tensor.shape.__get__,  # type: ignore[attr-defined]
+    Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    Tensor.device.__get__,
+    Tensor.size,
+    Tensor.dim,
+}
+"""What a deferred output has in common with the input of its run (Rule 1)."""
+
+
+def run_layer(checkpoint: Callable[..., Any], layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs a layer as a segment. All arguments are passed to the layer, whatever their names."""
+    taken = {name: kwargs.pop(name) for name in _TAKEN & kwargs.keys()}
+    return checkpoint(partial(layer, **taken) if taken else layer, *args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerCall:
+    """A call of a layer without its first argument.
+
+    Attributes:
+        layer: The layer inside its wrapper.
+        args: Positional arguments after the first one.
+        kwargs: Keyword arguments of the layer.
+    """
+
+    layer: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+class LayerSegment:
+    """Calls layers one after the other. The report and the prediction of calls take it for its first layer.
+
+    Args:
+        first: The first of the layers, after which the segment is named.
+    """
+
+    def __init__(self, first: nn.Module) -> None:
+        self.__self__ = first
+
+    def __call__(self, x: Tensor, layers: Sequence[nn.Module], arguments: Sequence[Any]) -> Tensor:
+        """Returns the output of the last layer.
+
+        Args:
+            x: The input of the first layer.
+            layers: The layers, each of which takes the output of the one before.
+            arguments: The further arguments of each layer, positional ones and those with names.
+
+        Raises:
+            TypeError: A layer that returned a tensor in the first forward returns something else.
+        """
+        for layer, (args, kwargs) in zip(layers, arguments, strict=True):
+            x = layer(x, *args, **kwargs)
+            if not isinstance(x, Tensor):
+                raise TypeError(
+                    f"{type(layer).__name__} returned a {type(x).__name__}, but a tensor in the first forward. Give "
+                    "each of these layers a segment of its own: set segment_layers=1"
+                )
+        return x
+
+
+class DeferredOutput(Tensor):
+    """The output of a layer that has not run yet. Its memory is that of the input and must not be read (Rule 3)."""
+
+    _calls: tuple[_LayerCall, ...]
+    _start: Tensor
+    _run: "LayerRun"
+    _value: Tensor | None
+    _is_continued: bool
+
+    @classmethod
+    def of(cls, run: "LayerRun", start: Tensor, calls: tuple[_LayerCall, ...]) -> "DeferredOutput":
+        """Returns the output of some calls, the first of which takes `start`."""
+        output = start.detach().as_subclass(cls)
+        output._run, output._start, output._calls = run, start, calls
+        output._value, output._is_continued = None, False
+        return output
+
+    def is_open(self, run: "LayerRun") -> bool:
+        """Whether a layer of a run may continue this output: nothing has needed its value yet."""
+        return self._run is run and self._value is None
+
+    def continued(self, call: _LayerCall) -> "DeferredOutput":
+        """Returns the output of a layer that takes this one."""
+        self._is_continued = True
+        return DeferredOutput.of(self._run, self._start, (*self._calls, call))
+
+    def computed(self) -> Tensor:
+        """Returns the value, and computes it first if nothing has.
+
+        Raises:
+            RuntimeError: The next layer has continued this output (Rule 4).
+        """
+        if self._value is None:
+            if self._is_continued:
+                raise RuntimeError(
+                    f"the output of a {type(self._calls[-1].layer).__name__} inside a segment of several layers is "
+                    "used outside of it. Give each of these layers a segment of its own: set segment_layers=1"
+                )
+            self._value = self._run.compute(self._start, self._calls)
+        return self._value
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Calls a function with the values of deferred arguments, unless it only asks for their kind."""
+        if func in _METADATA:
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        args, kwargs = pytree.tree_map(_value_of, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _value_of(value: Any) -> Any:
+    return value.computed() if isinstance(value, DeferredOutput) else value
+
+
+class LayerRun:
+    """Layers that are joined into one segment if they follow each other.
+
+    Args:
+        layers: The layers inside their wrappers, in the order of their calls.
+        checkpoint: Runs a function as a segment.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], checkpoint: Callable[..., Any]) -> None:
+        self.layers, self._checkpoint = list(layers), checkpoint
+        self._is_joined: bool | None = None  # None until the first forward has ended
+        self._is_chain, self._next = True, 0
+        self._last: weakref.ref[Any] = weakref.ref(self)  # of the first forward, for Rule 1
+        self._segments = {layer: LayerSegment(layer) for layer in self.layers}
+
+    def call(self, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the layer at a position, or defers it.
+
+        Args:
+            position: Position of the layer in the run.
+            args: Positional arguments of the layer.
+            kwargs: Keyword arguments of the layer.
+        """
+        layer, x = self.layers[position], args[0] if args else None
+        may_join = self._is_joined and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if not may_join or is_sharded(layer) or not isinstance(x, Tensor):
+            result = run_layer(self._checkpoint, layer, args, kwargs)
+            if self._is_joined is None and torch.is_grad_enabled():
+                self._observe(position, x, result)
+            return result
+        call = _LayerCall(layer, args[1:], kwargs)
+        if isinstance(x, DeferredOutput) and x.is_open(self):
+            output = x.continued(call)
+        else:
+            output = DeferredOutput.of(self, _value_of(x), (call,))
+        return output.computed() if position == len(self.layers) - 1 else output
+
+    def compute(self, start: Tensor, calls: Sequence[_LayerCall]) -> Tensor:
+        """Runs some of the layers as one segment.
+
+        Args:
+            start: The input of the first layer.
+            calls: The calls of the layers.
+        """
+        arguments = [(call.args, dict(call.kwargs)) for call in calls]
+        segment = self._segments[calls[0].layer]
+        result: Tensor = self._checkpoint(segment, start, [call.layer for call in calls], arguments)
+        return result
+
+    def _observe(self, position: int, x: Any, result: Any) -> None:
+        """Notes what a layer took and returned in the first forward (Rule 1)."""
+        if position == 0:
+            self._is_chain, self._next = True, 0
+        is_first_or_next = position == 0 or (position == self._next and x is self._last())
+        self._is_chain &= is_first_or_next and _are_alike(x, result)
+        self._next = position + 1
+        if isinstance(result, Tensor):
+            self._last = weakref.ref(result)
+        if position == len(self.layers) - 1:
+            self._is_joined = self._is_chain
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = memo[id(self)] = type(self)([deepcopy(layer, memo) for layer in self.layers], self._checkpoint)
+        return copied
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return False
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)

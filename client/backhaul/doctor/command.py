@@ -1,0 +1,102 @@
+"""`backhaul doctor`."""
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from backhaul.doctor.check import Check, as_json, failed
+from backhaul.profile.options import add_model_options, config_of, divide_cores, target_of
+from backhaul_runtime.errors import AddressError, BackhaulError, SettingError
+
+if TYPE_CHECKING:
+    from backhaul._config import Config
+    from backhaul.profile.target import Target
+
+HELP = "check an installation and a worker, and whether the worker pays for a model"
+EXAMPLES = (
+    "backhaul doctor                                # checks the installation with a worker on this machine",
+    "backhaul doctor --worker gpu-box:50051 --model mytraining:example",
+)
+_OPTIMIZER_BYTES = 8
+"""What AdamW keeps for each trained parameter, in float32."""
+_SAMPLE = "four linear layers"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `backhaul doctor` to its parser."""
+    add_model_options(parser, is_required=False)
+    parser.add_argument(
+        "--rounds", type=_positive, default=5, help="measured steps of each kind (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the checks to a file, with all numbers")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the checks and prints each when it has ended.
+
+    Returns:
+        The exit code: 0 if no check failed, 1 if one did, 2 if an option cannot be used, 130 after Ctrl-C.
+    """
+    if arguments.json is not None and not os.access(arguments.json.absolute().parent, os.W_OK):
+        print(f"backhaul doctor: --json {arguments.json}: its directory is missing or not writable", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, _interrupt)  # Raises, so that the processes it started are ended.
+    checks = []
+    try:
+        config = config_of(arguments)
+        target = target_of(arguments) if arguments.model else None
+        divide_cores(config)
+        for check in _checks(arguments, config, target):
+            checks.append(check)
+            print(check, flush=True)
+    except (AddressError, SettingError) as error:
+        print(f"backhaul doctor: {error.message}", file=sys.stderr)
+        return 2
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(as_json(checks), indent=2) + "\n")
+    names = failed(checks)
+    print(f"\n{len(names)} of {len(checks)} checks failed: {', '.join(names)}." if names else "\nNo check failed.")
+    return 1 if names else 0
+
+
+def _checks(arguments: argparse.Namespace, config: "Config", target: "Target | None") -> "Iterator[Check]":
+    from backhaul.doctor.advice import model_checks
+    from backhaul.doctor.installation import connection_checks, installation, speed_check
+    from backhaul.doctor.sample import sample
+    from backhaul.doctor.surroundings import look
+    from backhaul.plan.measurement import measure_model
+
+    yield installation()
+    try:
+        measured = measure_model(target or sample(), config, arguments.rounds)
+    except (AddressError, SettingError):
+        raise
+    except BackhaulError as error:
+        todo = "" if config.worker else "Start a worker yourself and name it with --worker."
+        yield Check("worker", "failed", error.message, todo)
+        return
+    for worker in measured.workers:
+        name = worker.address or "on this machine, started for these checks"
+        yield Check("worker", "ok", f"a worker answers: {name}.")
+        yield from connection_checks(worker, config)
+        if target is None:
+            yield speed_check(worker, measured.plain, _SAMPLE)
+        else:
+            fixed_bytes = measured.plain.model_bytes + _OPTIMIZER_BYTES * measured.plain.trained_parameters
+            yield from model_checks(measured.plain, worker, look(fixed_bytes, target.device))
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not greater than 0")
+    return value
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt

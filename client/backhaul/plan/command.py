@@ -1,0 +1,179 @@
+"""`backhaul plan`."""
+
+import argparse
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from backhaul.profile.options import add_model_options, config_of, divide_cores, target_of
+from backhaul_runtime.errors import BackhaulError, SettingError
+from backhaul_runtime.process.units import parse_size, size_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from backhaul._config import Config
+    from backhaul.plan.search import PredictedPlan
+    from backhaul.profile.foreign import Watch
+    from backhaul.profile.target import Target
+
+HELP = "choose the settings with which a model trains fastest within a budget of memory"
+EXAMPLES = (
+    "backhaul plan --budget 24GiB --model mytraining:example --worker gpu-box:50051",
+    "backhaul plan --budget 8GiB --model mytraining:example --micro-batches 8 --output plan.toml",
+)
+OPTIMIZER_BYTES = 8
+"""What AdamW keeps for each trained parameter, in float32."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `backhaul plan` to its parser."""
+    parser.add_argument(
+        "--budget", type=parse_size, metavar="SIZE", required=True, help="memory of the trainer's device, as in 24GiB"
+    )
+    add_model_options(parser, is_required=True)
+    parser.add_argument(
+        "--micro-batches",
+        type=_positive,
+        default=1,
+        metavar="COUNT",
+        help="micro-batches of an optimizer step, each as large as the example batch (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--optimizer-bytes",
+        type=float,
+        default=OPTIMIZER_BYTES,
+        metavar="BYTES",
+        help="what the optimizer keeps for each trained parameter (default: %(default)s, for AdamW)",
+    )
+    parser.add_argument(
+        "--rounds", type=_positive, default=5, help="measured steps of each kind (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("plan.toml"),
+        metavar="FILE",
+        help="the file that connect(plan=...) takes (default: %(default)s)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all predictions to a file")
+    parser.add_argument(
+        "--validate",
+        action="store_true",
+        help="also run some of the plans, and print the error of each prediction; on a CPU this needs two idle cores",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures the model, predicts plans, prints them and writes the best one.
+
+    Returns:
+        The exit code: 0, 1 if nothing fits, no segment can travel or --validate found predictions that are too far
+        off, 2 if an option cannot be used, 130 after Ctrl-C.
+    """
+    for option in ("output", "json"):
+        path = getattr(arguments, option)
+        if path is not None and not os.access(path.absolute().parent, os.W_OK):
+            print(f"backhaul plan: --{option} {path}: its directory is missing or not writable", file=sys.stderr)
+            return 2
+    signal.signal(signal.SIGTERM, _interrupt)  # Raises, so that the processes it started are ended.
+    try:
+        config = config_of(arguments)
+        target = target_of(arguments)
+        divide_cores(config)
+        return _run(arguments, config, target)
+    except BackhaulError as error:
+        print(f"backhaul plan: {error.message}", file=sys.stderr)
+        return 2
+
+
+def _run(arguments: argparse.Namespace, config: "Config", target: "Target") -> int:
+    from contextlib import nullcontext
+
+    from backhaul.plan.validation import SeparateCores
+
+    with SeparateCores(config) if arguments.validate else nullcontext() as stage:
+        if stage is None:
+            return _plan(arguments, config, target, None)
+        return _plan(arguments, stage.config, target, stage.watch)
+
+
+def _plan(arguments: argparse.Namespace, config: "Config", target: "Target", watch: "Watch | None") -> int:
+    from backhaul.plan import text
+    from backhaul.plan.measurement import measure_model
+    from backhaul.plan.search import search
+
+    kinds = " and ".join(kind.__name__ for kind in target.kinds)
+    print(f"measuring {len(target.layers)} layers of the class {kinds}", flush=True)
+    measured = measure_model(target, config, arguments.rounds, watch)
+    plain, workers = measured.plain, measured.planned_workers
+    fixed_bytes = plain.model_bytes + arguments.optimizer_bytes * plain.trained_parameters
+    room_bytes = arguments.budget - fixed_bytes
+    if not workers:
+        reasons = {reason for worker in measured.workers for run in worker.runs for reason in run.reasons}
+        why = "; ".join(sorted(reasons)) or "no worker returned gradients"
+        raise SettingError(f"no segment of {target.name} can run on a worker: {why}. `backhaul doctor` says more")
+    costs = measured.costs
+    best, plans = search(costs, workers, arguments.micro_batches, room_bytes)
+    print(text.model_text(target.name, costs, fixed_bytes))
+    print("\n".join(map(text.worker_text, workers)) + "\n")
+    print(text.table(plans, best, fixed_bytes, room_bytes) + "\n", flush=True)
+    code = _write(arguments, best, plans, costs.layers, fixed_bytes)
+    written: dict[str, Any] = {"budget_bytes": arguments.budget, "micro_batches": arguments.micro_batches}
+    written |= {"plans": [text.as_row(plan, fixed_bytes, room_bytes) for plan in plans]}
+    if arguments.validate:
+        from backhaul.plan.validation import is_close, rows_as_text, validate
+
+        rows = validate(target, config, costs, plans, arguments.micro_batches, arguments.rounds, watch)
+        print("\n" + rows_as_text(rows))
+        written["validation"] = [row.as_json() for row in rows]
+        code = code or int(not is_close(rows))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(written, indent=2) + "\n")
+    return code
+
+
+def _write(
+    arguments: argparse.Namespace,
+    best: "PredictedPlan | None",
+    plans: "Sequence[PredictedPlan]",
+    layers: int,
+    fixed_bytes: float,
+) -> int:
+    """Writes the best plan, or says why there is none. Returns the exit code."""
+    from backhaul.plan import text
+
+    if best is None:
+        lowest = min(plans, key=lambda plan: max(plan.peak.trainer_bytes, plan.peak.lost_bytes))
+        need = fixed_bytes + max(lowest.peak.trainer_bytes, lowest.peak.lost_bytes)
+        print(
+            f"Nothing fits into {size_text(arguments.budget)}. What needs least, {lowest.candidate}, needs "
+            f"{size_text(need)}. Use smaller micro-batches, or a budget of at least that."
+        )
+        return 1
+    if not best.candidate.is_remote:
+        print(f"Best is {best.candidate}. It fits, and no worker makes training faster. No plan was written.")
+        return 0
+    made_for = {
+        "model": arguments.model,
+        "layers": layers,
+        "budget_bytes": arguments.budget,
+        "micro_batches": arguments.micro_batches,
+    }
+    text.write(arguments.output, best, made_for, fixed_bytes)
+    print(f"Wrote {arguments.output}: {best.candidate}. {text.advice(best, arguments.output)}")
+    return 0
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not greater than 0")
+    return value
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,202 @@
+"""Measures a model and its workers, for a plan and for `backhaul doctor`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from backhaul._config import Config
+from backhaul.plan.measured import LayerCosts, PlannedWorker, SegmentCosts
+from backhaul.profile.foreign import Watch
+from backhaul.profile.link import LinkProfile, LinkRun
+from backhaul.profile.observed import ObservedSession
+from backhaul.profile.plain import ROUNDS, PlainProfile, measure_plain
+from backhaul.profile.remote import (
+    RemoteRun,
+    SegmentTimes,
+    compute_threads,
+    has_free_transport,
+)
+from backhaul.profile.target import Target
+from backhaul_runtime.errors import BackhaulError, SettingError, WorkerLostError
+from backhaul_runtime.process.fingerprint import differences, fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerProfile:
+    """A worker, and what it does with a model.
+
+    Attributes:
+        address: The address that `connect` took; empty for a worker that the session started.
+        version: The worker's version of Backhaul.
+        memory_bytes: The memory budget, in bytes.
+        differences: What differs between the fingerprints, each with the trainer's value and the worker's.
+        link: The link; None if the worker did not run the segments that measure it.
+        runs: The costs of segments of one length or of two; empty if no model was given.
+    """
+
+    address: str
+    version: str
+    memory_bytes: int
+    differences: dict[str, tuple[str, str]]
+    link: LinkProfile | None
+    runs: tuple[SegmentTimes, ...]
+
+    @property
+    def crosses_network(self) -> bool:
+        """Whether the worker is reached over TCP."""
+        return self.link is not None and self.link.crosses_network
+
+    def speed(self, plain: PlainProfile) -> float:
+        """Returns the speed relative to the trainer; 0 if the worker computed no backward."""
+        run = self.runs[-1]
+        took_s = run.replay_s + run.replay_backward_s
+        if not run.replay_backward_s or took_s <= 0:
+            return 0.0
+        layers = plain.layers / run.segments
+        return layers * (plain.forward_s + plain.backward_s) / took_s
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMeasurement:
+    """A measured model and its workers.
+
+    Attributes:
+        plain: What the model costs on the trainer alone.
+        workers: The workers, at least one.
+    """
+
+    plain: PlainProfile
+    workers: tuple[WorkerProfile, ...]
+
+    @property
+    def costs(self) -> LayerCosts:
+        """The costs of the layers, with those of the first worker."""
+        plain = self.plain
+        runs = [run for run in self.workers[0].runs if run.remote]
+        return LayerCosts(
+            layers=plain.layers,
+            forward_s=plain.forward_s,
+            backward_s=plain.backward_s,
+            outside_s=plain.outside_forward_s + plain.outside_backward_s,
+            boundary_bytes=plain.boundary_bytes,
+            saved_bytes=plain.saved_bytes,
+            outside_bytes=plain.outside_bytes,
+            transient_bytes=plain.transient_bytes,
+            trained_bytes=plain.trained_bytes,
+            frozen_bytes=plain.frozen_bytes,
+            gradient_bytes=plain.gradient_bytes,
+            footprint=plain.footprint,
+            replay_part=runs[-1].replay_s / (runs[-1].replay_s + runs[-1].replay_backward_s),
+            segments=tuple(SegmentCosts(run.layers, run.record_s, run.upload_s, run.finish_s) for run in runs),
+            # A worker on this machine takes the cores that would be free otherwise.
+            has_free_transport=has_free_transport() and self.workers[0].crosses_network,
+        )
+
+    @property
+    def planned_workers(self) -> list[PlannedWorker]:
+        """The workers that returned gradients."""
+        planned = []
+        for worker in self.workers:
+            speed, link = worker.speed(self.plain), worker.link
+            # Shared memory has no bandwidth of its own: what it takes is the CPU time that was measured.
+            rate = link.bytes_per_s if worker.crosses_network and link is not None else 0.0
+            latency_s = link.round_trip_s / 2 if worker.crosses_network and link is not None else 0.0
+            if speed:
+                planned.append(PlannedWorker(worker.address, speed, worker.memory_bytes, rate, latency_s))
+        return planned
+
+
+def measure_model(target: Target, config: Config, rounds: int = ROUNDS, watch: Watch | None = None) -> ModelMeasurement:
+    """Measures a model without a worker, and then with each worker by itself.
+
+    Args:
+        target: The model to measure. Its parameters are changed a little.
+        config: The settings of the sessions. `worker` names the workers; empty starts one on this machine.
+        rounds: Number of measured steps of each kind.
+        watch: Tells disturbed steps; None if all count.
+
+    Raises:
+        BackhaulError: A worker cannot be used.
+        SettingError: The model raises an error.
+    """
+    with _named(target):
+        plain = measure_plain(target, rounds)
+    computing = compute_threads()
+    workers = tuple(measure_worker(one, target, plain, computing, rounds, watch) for one in _each(config))
+    return ModelMeasurement(plain, workers)
+
+
+def measure_worker(
+    config: Config,
+    target: Target | None = None,
+    plain: PlainProfile | None = None,
+    computing: frozenset[int] = frozenset(),
+    rounds: int = ROUNDS,
+    watch: Watch | None = None,
+) -> WorkerProfile:
+    """Measures a worker and, if there is a model, what a segment of it costs.
+
+    Args:
+        config: The settings of the session with one worker.
+        target: The model; None to measure the link only.
+        plain: What the model costs without a worker.
+        computing: What `compute_threads` returned before the session was opened.
+        rounds: Number of measured steps of each length of segments.
+        watch: Tells disturbed steps; None if all count.
+
+    Raises:
+        BackhaulError: The worker cannot be used.
+        SettingError: The model raises an error.
+    """
+    device = target.device if target is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    runs: list[RemoteRun] = []
+    with ObservedSession(replace(config, returns="gradients", telemetry=True)) as session:
+        worker_session = session._workers[0].connection.up
+        if worker_session is None:
+            raise WorkerLostError(f"worker {config.worker} takes no session: {session._workers[0].connection.why_down}")
+        link = LinkRun(session, device)
+        link.run()
+        if target is not None and plain is not None:
+            for length in dict.fromkeys((1, max(1, plain.layers // 2))):
+                runs.append(run := RemoteRun(target, session, length, plain, computing, watch))
+                with _named(target):
+                    run.run(rounds)
+    times = [run.times() for run in runs]
+    # Layers that cannot be joined are measured once.
+    distinct = {one.segments: one for one in reversed(times)}
+    return WorkerProfile(
+        config.worker,
+        worker_session.version,
+        worker_session.budget_bytes,
+        differences(fingerprint(device), worker_session.fingerprint),
+        link.profile(),
+        tuple(reversed(distinct.values())),
+    )
+
+
+def _each(config: Config) -> list[Config]:
+    """Returns the settings for each worker by itself."""
+    addresses = [address.strip() for address in config.worker.split(",") if address.strip()]
+    files = [file.strip() for file in config.token_file.split(",") if file.strip()]
+    if len(addresses) < 2:  # noqa: PLR2004  one worker, which may be one that the session starts
+        return [config]
+    if len(files) not in {0, 1, len(addresses)}:
+        raise SettingError(f"{len(files)} token files were given for {len(addresses)} workers")
+    return [
+        replace(config, worker=address, token_file=files[number if len(files) > 1 else 0] if files else "")
+        for number, address in enumerate(addresses)
+    ]
+
+
+@contextmanager
+def _named(target: Target) -> Iterator[None]:
+    """Turns an error that the user's model raises into a message that names it."""
+    try:
+        yield
+    except BackhaulError:
+        raise
+    except Exception as error:  # the model may raise anything
+        first = next(iter(str(error).splitlines()), "")
+        raise SettingError(f"--model {target.name}: the model raised {type(error).__name__}: {first}") from error

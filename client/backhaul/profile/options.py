@@ -1,0 +1,98 @@
+"""The options that `backhaul doctor` and `backhaul plan` share. Does not import torch."""
+
+import argparse
+import os
+from typing import TYPE_CHECKING
+
+from backhaul._config import Config, resolve
+from backhaul_runtime.process.resources import usable_cores
+
+if TYPE_CHECKING:
+    from backhaul.profile.target import Target
+
+_PATIENT_S = 30.0
+"""A worker is given this time without a message, because a lost segment would spoil a measurement."""
+
+
+def add_model_options(parser: argparse.ArgumentParser, *, is_required: bool) -> None:
+    """Adds the options that name workers and the model to a command's parser."""
+    parser.add_argument(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        required=is_required,
+        help="function that returns a module and an example batch, or the model of an experiment",
+    )
+    parser.add_argument(
+        "--argument",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="argument for the function; may be given several times",
+    )
+    parser.add_argument(
+        "--layers",
+        default="",
+        metavar="CLASS",
+        help="classes of the modules to checkpoint, separated by commas (default: the longest list of layers)",
+    )
+    parser.add_argument(
+        "--worker",
+        action="append",
+        default=[],
+        metavar="ADDRESS",
+        help="running worker; several workers are separated by commas, or given one by one (default: start one here)",
+    )
+    parser.add_argument(
+        "--token-file", metavar="FILE", help="file with the token of the worker, or several files separated by commas"
+    )
+    parser.add_argument(
+        "--tls", metavar="DIR", help="directory with tls.crt, tls.key and ca.crt, for workers that speak TLS"
+    )
+
+
+def config_of(arguments: argparse.Namespace) -> Config:
+    """Returns the settings of sessions with the workers that the options name.
+
+    Raises:
+        SettingError: A setting has an invalid value.
+    """
+    return resolve(
+        worker=",".join(arguments.worker) or None,
+        token_file=arguments.token_file,
+        tls=arguments.tls,
+        silence_s=_PATIENT_S,
+        strict=False,
+        plan="",
+    )
+
+
+def target_of(arguments: argparse.Namespace) -> "Target":
+    """Loads the model that the options name.
+
+    Raises:
+        SettingError: An option cannot be used, or the model cannot be loaded.
+    """
+    _quiet()
+    from backhaul.profile.target import load_target, parse_argument
+    from backhaul_runtime.errors import SettingError
+
+    try:
+        given = dict(map(parse_argument, arguments.argument))
+    except ValueError as error:
+        raise SettingError(f"--argument: {error}") from None
+    return load_target(arguments.model, arguments.layers, given)
+
+
+def divide_cores(config: Config) -> None:
+    """Gives this process half of the cores, if it computes on them and a session starts a worker beside it."""
+    _quiet()
+    import torch
+
+    if not config.worker and not torch.cuda.is_available():
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), usable_cores() // 2)))
+
+
+def _quiet() -> None:
+    """Keeps torch's profiler from logging. Call it before torch is imported."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

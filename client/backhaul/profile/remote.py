@@ -1,0 +1,206 @@
+"""Measures a model with a worker: what recording, sending, recomputing and receiving a segment costs.
+
+NOTE [Remote costs]
+1. A session runs real steps. Its reports, which go to dashboards otherwise, stay here and give the durations of each
+   call: the replay and the backward by the worker's clock and, on an accelerator, what recording added on the trainer.
+   On a CPU, recording is what the caller's thread computes in forward more than without a session.
+2. Sending and receiving is counted in CPU time of the threads that did not exist before the session, so that waiting
+   does not count. The caller's thread checks answers, which counts as receiving.
+3. Parameters change between steps, as in training, so that trained weights travel in each of them.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter, thread_time
+
+import torch
+
+from backhaul._torch_api.wrap import unwrap
+from backhaul.profile.foreign import Watch, steps_wanted
+from backhaul.profile.observed import ObservedSession
+from backhaul.profile.plain import ROUNDS, PlainProfile, synchronise, undisturbed, update
+from backhaul.profile.target import Target
+from backhaul_proto.v1 import telemetry_pb2
+from backhaul_runtime.process.resources import usable_cores
+
+WARM_ROUNDS = 3
+"""Steps before those that count: the first sends all weights, and the second one is the first with joined layers."""
+_NANOSECONDS = 1e9
+_TASKS = Path("/proc/self/task")
+
+Lane = telemetry_pb2.Lane
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentTimes:
+    """What a segment of some layers costs with a worker. Durations in seconds, those of undisturbed steps.
+
+    Attributes:
+        layers: Number of layers of a segment.
+        segments: Number of segments of a micro-batch.
+        record_s: Time that recording adds to a forward.
+        replay_s: Duration of the replay on the worker.
+        replay_backward_s: Duration of the backward on the worker; 0 if it returned activations only.
+        upload_s: CPU time of sending the segment.
+        finish_s: CPU time of requesting, receiving and checking its result.
+        step_s: Duration of forward and backward of a micro-batch.
+        remote: Number of segments of a step that a worker recomputed.
+        reasons: Why other segments ran on the trainer, with counts.
+    """
+
+    layers: int
+    segments: int
+    record_s: float
+    replay_s: float
+    replay_backward_s: float
+    upload_s: float
+    finish_s: float
+    step_s: float
+    remote: int
+    reasons: Mapping[str, int]
+
+    @property
+    def needed(self) -> int:
+        """The number of segments of a step that backward needed again, wherever they ran."""
+        return self.remote + sum(self.reasons.values())
+
+    @property
+    def share(self) -> float:
+        """The share of the segments that a worker recomputed, from 0 to 1."""
+        return self.remote / max(1, self.needed)
+
+
+def has_free_transport() -> bool:
+    """Whether other cores than those that compute are free to send and receive."""
+    return usable_cores() > torch.get_num_threads()
+
+
+def compute_threads() -> frozenset[int]:
+    """Returns the ids of this process's threads. Call it before the session opens, after a step (Rule 2)."""
+    return frozenset(_ran_s())
+
+
+def _ran_s() -> dict[int, float]:
+    """Returns the CPU seconds of each thread of this process; only of the calling one if the kernel has no /proc."""
+    ran = {}
+    try:
+        for task in _TASKS.iterdir():
+            ran[int(task.name)] = int((task / "schedstat").read_text().split()[0]) / _NANOSECONDS
+    except (OSError, ValueError, IndexError):  # a thread has ended meanwhile, or there is no such file
+        ran.setdefault(threading.get_native_id(), thread_time())
+    return ran
+
+
+def _transport_s(computing: frozenset[int]) -> float:
+    return sum(seconds for thread, seconds in _ran_s().items() if thread not in computing)
+
+
+@dataclass(slots=True)
+class _Step:
+    number: int
+    recorded_s: float
+    upload_s: float
+    finish_s: float
+    step_s: float
+    is_quiet: bool = True
+
+
+class RemoteRun:
+    """Steps of a model with one length of segments. `times` returns what they cost once the session is closed.
+
+    Args:
+        target: The model to measure.
+        session: The open session with the worker.
+        segment_layers: Number of layers of a segment.
+        plain: What the model costs without a worker.
+        computing: Ids of the threads that compute, from `compute_threads`.
+        watch: Tells disturbed steps, which are left out if there are others. None: all steps count.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        session: ObservedSession,
+        segment_layers: int,
+        plain: PlainProfile,
+        computing: frozenset[int],
+        watch: Watch | None = None,
+    ) -> None:
+        self._target, self._session, self._segment_layers = target, session, segment_layers
+        self._plain, self._computing, self._watch = plain, computing, watch
+        self._steps: list[_Step] = []
+
+    def run(self, rounds: int = ROUNDS) -> None:
+        """Runs some steps. Changes the model's parameters a little.
+
+        Raises:
+            Exception: Whatever the model raises.
+        """
+        target, session = self._target, self._session
+        trained = [parameter for parameter in target.model.parameters() if parameter.requires_grad]
+        session.wrap(target.model, target.kinds, segment_layers=self._segment_layers)
+        try:
+            for number in range(WARM_ROUNDS + steps_wanted(rounds, self._watch)):
+                torch.manual_seed(number)
+                before = self._watch() if self._watch is not None else None
+                step = self._step()
+                if self._watch is not None and before is not None:
+                    step.is_quiet = self._watch().was_quiet(before)
+                update(trained)
+                step.number = session.end_step()
+                if number >= WARM_ROUNDS:
+                    self._steps.append(step)
+                if sum(step.is_quiet for step in self._steps) == rounds:
+                    break
+            self._steps = [step for step in self._steps if step.is_quiet] or self._steps
+        finally:
+            unwrap(target.model)
+
+    def _step(self) -> _Step:
+        device = self._target.device
+        began_s, transport_s, main_s = perf_counter(), _transport_s(self._computing), thread_time()
+        loss = self._target.run()
+        synchronise(device)
+        sent_s, recorded_s = _transport_s(self._computing), thread_time() - main_s - self._plain.whole_forward_s
+        main_s = thread_time()
+        loss.backward()  # type: ignore[no-untyped-call]
+        synchronise(device)
+        received_s, took_s = _transport_s(self._computing), perf_counter() - began_s
+        checked_s = max(0.0, thread_time() - main_s - self._plain.outside_backward_s)
+        return _Step(0, recorded_s, sent_s - transport_s, received_s - sent_s + checked_s, took_s)
+
+    def times(self) -> SegmentTimes:
+        """Returns what a segment costs. The session must be closed."""
+        numbers = {step.number for step in self._steps}
+        calls = [call for call in self._session.calls if call.step in numbers]
+        steps = max(1, len(self._steps))
+        segments = max(1, round(len(calls) / steps))
+        remote = [call for call in calls if call.decision in {"gradients", "activations"}]
+        reasons = Counter(call.reason for call in calls if call.decision in {"trainer", "kept"})
+        return SegmentTimes(
+            layers=self._segment_layers,
+            segments=segments,
+            record_s=self._record_s(remote, segments),
+            replay_s=_lane(remote, Lane.LANE_RECOMPUTE),
+            replay_backward_s=_lane(remote, Lane.LANE_BACKWARD),
+            upload_s=max(0.0, undisturbed([step.upload_s for step in self._steps])) / segments,
+            finish_s=max(0.0, undisturbed([step.finish_s for step in self._steps])) / segments,
+            step_s=undisturbed([step.step_s for step in self._steps]),
+            remote=round(len(remote) / steps),
+            reasons={reason: -(-count // steps) for reason, count in reasons.items()},
+        )
+
+    def _record_s(self, calls: Sequence[telemetry_pb2.SegmentCall], segments: int) -> float:
+        """Returns the time that recording adds to the forward of a segment, in seconds (Rule 1)."""
+        if self._target.device.type == "cpu":
+            return max(0.0, undisturbed([step.recorded_s for step in self._steps])) / segments
+        return undisturbed([call.overhead_s for call in calls] or [0.0])
+
+
+def _lane(calls: Sequence[telemetry_pb2.SegmentCall], lane: Lane.ValueType) -> float:
+    """Returns the duration of a phase, in seconds; 0 if no call had it."""
+    durations = [span.duration_s for call in calls for span in call.spans if span.lane == lane]
+    return undisturbed(durations) if durations else 0.0
