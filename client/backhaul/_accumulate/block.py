@@ -79,6 +79,7 @@ class AccumulationBlock:
         micro_batches: The number of micro-batches so far.
         hooked: Nodes of tensors on which a hook was registered since the last `backward`.
         is_working: Whether autograd works for the block now.
+        is_deferring: Whether a plain backward is one of the block's micro-batches.
         waited_s: Seconds for which the trainer waited for workers.
         trainers_segments: Segments of all micro-batches that the trainer has computed.
         trainers_s: Seconds of the tails, in which the trainer computes its share.
@@ -115,7 +116,7 @@ class AccumulationBlock:
         self._open: list[MicroBatch] = []
         self._finished: list[MicroBatch] = []  # those of which a worker keeps gradients
         self._is_open = True
-        self.is_working = self._has_failed = False
+        self.is_working = self.is_deferring = self._has_failed = False
         self.micro_batches = self.trainers_segments = self.most_held_bytes = 0
         self._chain = self._segment_bytes = self._most_deferred_bytes = 0
         self.waited_s = self.trainers_s = 0.0
@@ -180,6 +181,18 @@ class AccumulationBlock:
             )
         with self._working():
             self._backward(loss, kept)
+
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Turns each `loss.backward()` inside into `backward(loss)`, for libraries that call it themselves.
+
+        Calls with further arguments, and those whose loss is no scalar with a graph, stay plain ones.
+        """
+        self.is_deferring = True
+        try:
+            yield
+        finally:
+            self.is_deferring = False
 
     def _backward(self, loss: Tensor, kept: int) -> None:
         self._check_unchanged()

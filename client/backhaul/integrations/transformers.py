@@ -1,15 +1,26 @@
-"""Models of Transformers: their layers become segments. See docs/integrations/transformers.md."""
+"""Models of Transformers and its Trainer: layers become segments. See docs/integrations/transformers.md."""
 
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from backhaul._api import connect
+from backhaul._observe.report import Report
 from backhaul._session import Session
+from backhaul._torch_api.wrap import unwrap
 from backhaul.integrations._first_pass import FirstPass, IfNothingTravels
+from backhaul.integrations._optimizer_steps import OptimizerSteps
 from backhaul.integrations._within_forward import RedirectedForward
+from backhaul_runtime.errors import SettingError
 
 _TODO = "it called torch.utils.checkpoint.checkpoint nowhere. Call its train() and activation_checkpointing_enable()."
+_SHARDED = {"FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"}
+"""Kinds of training in Accelerate whose gradients are not on the trainer between two micro-batches."""
 
 
 def enable(
@@ -42,23 +53,206 @@ def enable(
     """
     if session is None:
         session = connect(worker, **settings)
-    if not is_checkpointing(model):
-        switch_on(model)
+    if not _is_checkpointing(model):
+        _switch_on(model)
     RedirectedForward(model, session, FirstPass(session, type(model).__name__, if_nothing_travels, _TODO))
     return session
 
 
-def is_checkpointing(model: Any) -> bool:
+class BackhaulCallback(TrainerCallback):
+    """Lets workers recompute the layers of the model that a Trainer of Transformers or TRL trains.
+
+    Each `train()` has a session, which is connected at its start and closed at its end. Whatever switches the model's
+    checkpointing on and off meanwhile stays in force. If several micro-batches make up an optimizer step, workers finish
+    the backward of one while the trainer goes on with the next: see docs/accumulation.md.
+
+    Args:
+        worker: The address of a worker, or several; see `backhaul.connect`. None: starts one on this machine.
+        session: The session to use instead of one for each training. It is not closed.
+        layers: Classes of the modules to checkpoint, for a model that has no checkpointing of its own.
+        accumulate: Whether the micro-batches of an optimizer step are an accumulation block. None: if there are several,
+            and the model is not sharded.
+        if_nothing_travels: What happens if the first forward shows that no segment can be recomputed by a worker:
+            "raise" NotRemoteError, or "warn" with NotRemoteWarning.
+        **settings: Further settings of `backhaul.connect`.
+
+    Attributes:
+        session: The session of the training, or of the last one; None before the first one.
+    """
+
+    def __init__(
+        self,
+        worker: str | None = None,
+        *,
+        session: Session | None = None,
+        layers: type[nn.Module] | tuple[type[nn.Module], ...] | None = None,
+        accumulate: bool | None = None,
+        if_nothing_travels: IfNothingTravels = "raise",
+        **settings: Any,
+    ) -> None:
+        if session is not None and (worker is not None or settings):
+            raise SettingError("pass either a session or the worker and settings of a new one, not both")
+        self.session = session
+        self._is_given = session is not None
+        self._worker, self._settings = worker, settings
+        self._layers, self._accumulate, self._if_nothing_travels = layers, accumulate, if_nothing_travels
+        self._trainer: Trainer | None = None
+        self._steps: OptimizerSteps | None = None
+        self._undo = ExitStack()
+        _surround_training()
+
+    def report(self) -> Report:
+        """Returns what has run where in the training, or in the last one.
+
+        Raises:
+            ValueError: There was no training yet.
+        """
+        if self.session is None:
+            raise ValueError("there is no report before the first training")
+        return self.session.report()
+
+    @contextmanager
+    def training(self, trainer: Trainer) -> Iterator[None]:
+        """Surrounds a call of `Trainer.train`. Whatever ends it, nothing of the callback stays on the trainer."""
+        if self._trainer is not None:
+            raise RuntimeError("this BackhaulCallback is in a training already: give each Trainer one of its own")
+        if not self._is_given:
+            self.session = connect(self._worker, **self._settings)
+        self._trainer = trainer
+        try:
+            yield
+        finally:
+            self._trainer = None
+            self._restore()
+            if not self._is_given and self.session is not None:
+                self.session.close()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Takes over the model's checkpointing, after the Trainer has switched it on."""
+        trainer, session = self._trainer, self.session
+        if trainer is None or session is None:
+            raise RuntimeError("BackhaulCallback works only in a Trainer's train()")
+        self._restore()  # the Trainer begins again after it has found a smaller batch size
+        with ExitStack() as undo:
+            self._checkpoint(model, session, undo)
+            undo.enter_context(session._redirecting())
+            first_pass = FirstPass(session, type(model).__name__, self._if_nothing_travels, _TODO)
+            steps = OptimizerSteps(session)
+            undo.callback(steps.abandon)
+            accelerator = trainer.accelerator
+            backward = accelerator.backward
+
+            @functools.wraps(backward)
+            def backward_of_a_micro_batch(*args: Any, **kwargs: Any) -> Any:
+                first_pass.ended()
+                with steps.deferring():
+                    returned = backward(*args, **kwargs)
+                if accelerator.sync_gradients:  # the Trainer clips gradients next, and calls no callback before that
+                    steps.end()
+                return returned
+
+            undo.callback(_replace(accelerator, "backward", backward_of_a_micro_batch))
+            self._steps = steps if self._defers(args, accelerator) else None
+            self._undo = undo.pop_all()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Opens the accumulation block of an optimizer step."""
+        if self._steps is not None:
+            self._steps.begin()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Completes the gradients of an optimizer step that another callback has cut short."""
+        if self._steps is not None:
+            self._steps.end()
+
+    def _checkpoint(self, model: Any, session: Session, undo: ExitStack) -> None:
+        """Makes the model call torch's checkpoint, or wraps the layers that the user named."""
+        if self._layers is not None:
+            session.wrap(model, self._layers)
+            undo.callback(unwrap, model)
+        elif not _is_checkpointing(model):
+            _switch_on(model)
+            undo.callback(_switch_off, model)
+
+    def _defers(self, args: Any, accelerator: Any) -> bool:
+        """Whether the micro-batches of an optimizer step become an accumulation block."""
+        if self._accumulate is not None:
+            return self._accumulate
+        is_parallel = getattr(accelerator, "parallelism_config", None) is not None or args.n_gpu > 1
+        is_sharded = getattr(accelerator.distributed_type, "value", "NO") in _SHARDED
+        return args.gradient_accumulation_steps > 1 and not is_parallel and not is_sharded
+
+    def _restore(self) -> None:
+        self._steps = None
+        self._undo.close()
+
+
+def _surround_training() -> None:
+    """Lets each `Trainer.train` enter and leave its BackhaulCallback: no callback is called when a training fails."""
+    with _lock:
+        train = Trainer.train
+        if getattr(train, "enters_backhaul", False):
+            return
+
+        @functools.wraps(train)
+        def train_with_callback(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+            with ExitStack() as entered:
+                for callback in self.callback_handler.callbacks:
+                    if isinstance(callback, BackhaulCallback):
+                        entered.enter_context(callback.training(self))
+                return train(self, *args, **kwargs)
+
+        train_with_callback.enters_backhaul = True  # type: ignore[attr-defined]
+        Trainer.train = train_with_callback  # type: ignore[method-assign]
+
+
+_lock = threading.Lock()  # guards the replacement of Trainer.train
+
+
+def _replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    """Sets an attribute of an object, and returns what restores it."""
+    before = vars(owner).get(name, _MISSING)
+    setattr(owner, name, value)
+
+    def restore() -> None:
+        if before is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+    return restore
+
+
+_MISSING = object()
+
+
+def _is_checkpointing(model: Any) -> bool:
     """Whether the checkpointing of a model is switched on, under its present or its older name."""
-    return bool(
-        getattr(model, "is_activation_checkpointing", None) or getattr(model, "is_gradient_checkpointing", None)
-    )
+    present = "is_activation_checkpointing"
+    return bool(getattr(model, present if hasattr(model, present) else "is_gradient_checkpointing", False))
 
 
-def switch_on(model: Any) -> None:
-    """Switches the checkpointing of a model on, under its present name, or the one before Transformers 5.23."""
+def _switch_on(model: Any) -> None:
+    """Switches the checkpointing of a model on, under its present name or the one before Transformers 5.23.
+
+    Raises:
+        ValueError: The model does not support checkpointing.
+    """
     options = {"use_reentrant": False}
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(options)
-    else:
+    elif hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable(options)
+    else:
+        raise ValueError(
+            f"{type(model).__name__} has no activation checkpointing of its own: pass the classes of the modules to "
+            "checkpoint, as in BackhaulCallback(layers=Block)"
+        )
+
+
+def _switch_off(model: Any) -> None:
+    """Switches the checkpointing of a model off, under its present or its older name."""
+    if hasattr(model, "activation_checkpointing_disable"):
+        model.activation_checkpointing_disable()
+    else:
+        model.gradient_checkpointing_disable()
