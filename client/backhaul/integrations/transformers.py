@@ -63,15 +63,15 @@ class BackhaulCallback(TrainerCallback):
     """Lets workers recompute the layers of the model that a Trainer of Transformers or TRL trains.
 
     Each `train()` has a session, which is connected at its start and closed at its end. Whatever switches the model's
-    checkpointing on and off meanwhile stays in force. If several micro-batches make up an optimizer step, workers finish
-    the backward of one while the trainer goes on with the next: see docs/accumulation.md.
+    checkpointing on and off meanwhile stays in force. If several micro-batches make up an optimizer step, workers
+    finish the backward of one while the trainer goes on with the next: see docs/accumulation.md.
 
     Args:
         worker: The address of a worker, or several; see `backhaul.connect`. None: starts one on this machine.
         session: The session to use instead of one for each training. It is not closed.
         layers: Classes of the modules to checkpoint, for a model that has no checkpointing of its own.
-        accumulate: Whether the micro-batches of an optimizer step are an accumulation block. None: if there are several,
-            and the model is not sharded.
+        accumulate: Whether the micro-batches of an optimizer step are an accumulation block. None: if there are
+            several, and the model is not sharded.
         if_nothing_travels: What happens if the first forward shows that no segment can be recomputed by a worker:
             "raise" NotRemoteError, or "warn" with NotRemoteWarning.
         **settings: Further settings of `backhaul.connect`.
