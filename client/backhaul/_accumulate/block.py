@@ -80,6 +80,8 @@ class AccumulationBlock:
         hooked: Nodes of tensors on which a hook was registered since the last `backward`.
         is_working: Whether autograd works for the block now.
         is_deferring: Whether a plain backward is one of the block's micro-batches.
+        ends_in_closure: Whether the block ends in the closure that an optimizer's step calls, so that the step may begin
+            inside the block.
         waited_s: Seconds for which the trainer waited for workers.
         trainers_segments: Segments of all micro-batches that the trainer has computed.
         trainers_s: Seconds of the tails, in which the trainer computes its share.
@@ -116,7 +118,7 @@ class AccumulationBlock:
         self._open: list[MicroBatch] = []
         self._finished: list[MicroBatch] = []  # those of which a worker keeps gradients
         self._is_open = True
-        self.is_working = self.is_deferring = self._has_failed = False
+        self.is_working = self.is_deferring = self.ends_in_closure = self._has_failed = False
         self.micro_batches = self.trainers_segments = self.most_held_bytes = 0
         self._chain = self._segment_bytes = self._most_deferred_bytes = 0
         self.waited_s = self.trainers_s = 0.0

@@ -142,7 +142,9 @@ def _noting_the_reduction(pre_forward: Callable[..., Any]) -> Callable[..., Any]
 
 def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     block = _present()
-    if block is not None and block.holds(p for group in optimizer.param_groups for p in group["params"]):
+    if block is None or block.ends_in_closure:
+        return
+    if block.holds(p for group in optimizer.param_groups for p in group["params"]):
         raise AccumulationError(_TOO_EARLY.format(what="an optimizer's step()", block=block.name))
 
 

@@ -10,10 +10,11 @@ NOTE [Blocks of a library's loop]
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 from backhaul._accumulate.block import AccumulationBlock
 from backhaul._session import Session
+from backhaul_runtime.errors import AccumulationError
 
 
 class _AbandonedStepError(Exception):
@@ -25,18 +26,25 @@ class OptimizerSteps:
 
     Args:
         session: The session whose workers finish the backward passes.
+        ends_in_closure: Whether `end` is called in the closure that the optimizer's step calls.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, session: Session, *, ends_in_closure: bool = False) -> None:
+        self._session, self._ends_in_closure = session, ends_in_closure
         self._open: ExitStack | None = None
         self._block: AccumulationBlock | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the block of an optimizer step is open."""
+        return self._open is not None
 
     def begin(self) -> None:
         """Opens the block of the next optimizer step. One that is still open ends first, with its gradients."""
         self.end()
         opened = ExitStack()
         self._block = opened.enter_context(self._session.accumulate())
+        self._block.ends_in_closure = self._ends_in_closure
         self._open = opened
 
     def end(self) -> None:
@@ -51,6 +59,15 @@ class OptimizerSteps:
         if opened is not None:
             error = _AbandonedStepError()
             opened.__exit__(type(error), error, None)
+
+    def end_after_error(self) -> None:
+        """Ends the open block after an error that the caller may catch: it keeps the gradients that it had before.
+
+        A loop that skips a micro-batch after an error goes on with those. They are dropped if the error came from the
+        block itself.
+        """
+        with suppress(AccumulationError):
+            self.end()
 
     @contextmanager
     def deferring(self) -> Iterator[None]:

@@ -2,25 +2,24 @@
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from backhaul._api import connect
 from backhaul._observe.report import Report
 from backhaul._session import Session
-from backhaul._torch_api.wrap import unwrap
+from backhaul.integrations._accelerator import defer_backward, is_sharded
+from backhaul.integrations._attributes import replace_attribute
 from backhaul.integrations._first_pass import FirstPass, IfNothingTravels
+from backhaul.integrations._model import Layers, is_checkpointing, make_segments, switch_on
 from backhaul.integrations._optimizer_steps import OptimizerSteps
+from backhaul.integrations._sessions import check_choice, session_of
 from backhaul.integrations._within_forward import RedirectedForward
-from backhaul_runtime.errors import SettingError
 
 _TODO = "it called torch.utils.checkpoint.checkpoint nowhere. Call its train() and activation_checkpointing_enable()."
-_SHARDED = {"FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"}
-"""Kinds of training in Accelerate whose gradients are not on the trainer between two micro-batches."""
 
 
 def enable(
@@ -49,12 +48,12 @@ def enable(
 
     Raises:
         ConnectError: No worker answers at one of the addresses.
+        SettingError: There are settings for a new session besides a session.
         ValueError: The model does not support checkpointing.
     """
-    if session is None:
-        session = connect(worker, **settings)
-    if not _is_checkpointing(model):
-        _switch_on(model)
+    session = session_of(session, worker, settings)
+    if not is_checkpointing(model):
+        switch_on(model)
     RedirectedForward(model, session, FirstPass(session, type(model).__name__, if_nothing_travels, _TODO))
     return session
 
@@ -85,13 +84,12 @@ class BackhaulCallback(TrainerCallback):
         worker: str | None = None,
         *,
         session: Session | None = None,
-        layers: type[nn.Module] | tuple[type[nn.Module], ...] | None = None,
+        layers: Layers | None = None,
         accumulate: bool | None = None,
         if_nothing_travels: IfNothingTravels = "raise",
         **settings: Any,
     ) -> None:
-        if session is not None and (worker is not None or settings):
-            raise SettingError("pass either a session or the worker and settings of a new one, not both")
+        check_choice(session, worker, settings)
         self.session = session
         self._is_given = session is not None
         self._worker, self._settings = worker, settings
@@ -134,24 +132,20 @@ class BackhaulCallback(TrainerCallback):
             raise RuntimeError("BackhaulCallback works only in a Trainer's train()")
         self._restore()  # the Trainer begins again after it has found a smaller batch size
         with ExitStack() as undo:
-            self._checkpoint(model, session, undo)
+            make_segments(model, session, self._layers, undo)
             undo.enter_context(session._redirecting())
             first_pass = FirstPass(session, type(model).__name__, self._if_nothing_travels, _TODO)
             steps = OptimizerSteps(session)
             undo.callback(steps.abandon)
             accelerator = trainer.accelerator
-            backward = accelerator.backward
+            # The Trainer calls no callback between the last micro-batch and clipping.
+            backward = defer_backward(accelerator, steps)
 
-            @functools.wraps(backward)
-            def backward_of_a_micro_batch(*args: Any, **kwargs: Any) -> Any:
+            def backward_after_forward(*args: Any, **kwargs: Any) -> Any:
                 first_pass.ended()
-                with steps.deferring():
-                    returned = backward(*args, **kwargs)
-                if accelerator.sync_gradients:  # the Trainer clips gradients next, and calls no callback before that
-                    steps.end()
-                return returned
+                return backward(*args, **kwargs)
 
-            undo.callback(_replace(accelerator, "backward", backward_of_a_micro_batch))
+            undo.callback(replace_attribute(accelerator, "backward", backward_after_forward))
             self._steps = steps if self._defers(args, accelerator) else None
             self._undo = undo.pop_all()
 
@@ -165,22 +159,12 @@ class BackhaulCallback(TrainerCallback):
         if self._steps is not None:
             self._steps.end()
 
-    def _checkpoint(self, model: Any, session: Session, undo: ExitStack) -> None:
-        """Makes the model call torch's checkpoint, or wraps the layers that the user named."""
-        if self._layers is not None:
-            session.wrap(model, self._layers)
-            undo.callback(unwrap, model)
-        elif not _is_checkpointing(model):
-            _switch_on(model)
-            undo.callback(_switch_off, model)
-
     def _defers(self, args: Any, accelerator: Any) -> bool:
         """Whether the micro-batches of an optimizer step become an accumulation block."""
         if self._accumulate is not None:
             return self._accumulate
-        is_parallel = getattr(accelerator, "parallelism_config", None) is not None or args.n_gpu > 1
-        is_sharded = getattr(accelerator.distributed_type, "value", "NO") in _SHARDED
-        return args.gradient_accumulation_steps > 1 and not is_parallel and not is_sharded
+        has_replicas = args.n_gpu > 1  # nn.DataParallel runs forwards in threads of their own
+        return args.gradient_accumulation_steps > 1 and not has_replicas and not is_sharded(accelerator)
 
     def _restore(self) -> None:
         self._steps = None
@@ -207,52 +191,3 @@ def _surround_training() -> None:
 
 
 _lock = threading.Lock()  # guards the replacement of Trainer.train
-
-
-def _replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    """Sets an attribute of an object, and returns what restores it."""
-    before = vars(owner).get(name, _MISSING)
-    setattr(owner, name, value)
-
-    def restore() -> None:
-        if before is _MISSING:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-
-    return restore
-
-
-_MISSING = object()
-
-
-def _is_checkpointing(model: Any) -> bool:
-    """Whether the checkpointing of a model is switched on, under its present or its older name."""
-    present = "is_activation_checkpointing"
-    return bool(getattr(model, present if hasattr(model, present) else "is_gradient_checkpointing", False))
-
-
-def _switch_on(model: Any) -> None:
-    """Switches the checkpointing of a model on, under its present name or the one before Transformers 5.23.
-
-    Raises:
-        ValueError: The model does not support checkpointing.
-    """
-    options = {"use_reentrant": False}
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(options)
-    elif hasattr(model, "gradient_checkpointing_enable"):
-        model.gradient_checkpointing_enable(options)
-    else:
-        raise ValueError(
-            f"{type(model).__name__} has no activation checkpointing of its own: pass the classes of the modules to "
-            "checkpoint, as in BackhaulCallback(layers=Block)"
-        )
-
-
-def _switch_off(model: Any) -> None:
-    """Switches the checkpointing of a model off, under its present or its older name."""
-    if hasattr(model, "activation_checkpointing_disable"):
-        model.activation_checkpointing_disable()
-    else:
-        model.gradient_checkpointing_disable()
