@@ -17,7 +17,7 @@ from trl import SFTConfig, SFTTrainer
 
 import backhaul.integrations.transformers  # <- Backhaul
 
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "sleeps", "under", "some", "tree"]
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "sleeps"]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

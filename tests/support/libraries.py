@@ -45,6 +45,6 @@ def assert_equal_states(expected: torch.nn.Module, actual: torch.nn.Module) -> N
 def documented_share(row: str) -> float:
     """The share of segments that travels by the table of docs/integrations/index.md, from 0 to 1."""
     page = (ROOT / "docs/integrations/index.md").read_text()
-    cells = re.search(rf"^\| {re.escape(row)} \|.*\| (\d+) % \|", page, re.MULTILINE)
+    cells = re.search(rf"^\| {re.escape(row)} \|.*\| (\d+) % \|$", page, re.MULTILINE)
     assert cells is not None, f"docs/integrations/index.md has no row {row!r}"
     return int(cells[1]) / 100

@@ -80,7 +80,7 @@ class AccumulationBlock:
         hooked: Nodes of tensors on which a hook was registered since the last `backward`.
         is_working: Whether autograd works for the block now.
         is_deferring: Whether a plain backward is one of the block's micro-batches.
-        ends_in_closure: Whether the block ends in the closure that an optimizer's step calls, so that the step may begin
+        ends_in_closure: Whether the block ends in the closure of an optimizer's step, so that the step may begin
             inside the block.
         waited_s: Seconds for which the trainer waited for workers.
         trainers_segments: Segments of all micro-batches that the trainer has computed.
@@ -148,6 +148,11 @@ class AccumulationBlock:
     def holds(self, parameters: Iterable[Tensor]) -> bool:
         """Whether gradients of any of these parameters are held back."""
         return any(map(self._gradients.holds, parameters))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every gradient so far has reached `.grad`, as after a plain backward."""
+        return self._gradients.is_empty and not self._has_failed
 
     def begin_forward(self, model: DistributedDataParallel) -> None:
         """Notes that a forward of a model of DistributedDataParallel begins, which may expect a reduction.

@@ -105,7 +105,7 @@ def _refusing(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         @functools.wraps(function)
         def guarded(*args: Any, **kwargs: Any) -> Any:
             block = _present()
-            if block is not None and block.micro_batches:
+            if block is not None and block.micro_batches and not block.is_complete:
                 raise AccumulationError(_TOO_EARLY.format(what=what, block=block.name))
             return function(*args, **kwargs)
 

@@ -3,7 +3,6 @@
 from typing import Any, Self
 
 import torch
-from diffusers import ModelMixin
 from torch import nn
 
 from backhaul._session import Session
@@ -14,7 +13,7 @@ _TODO = "its checkpointing was never called. Call its train()."
 
 
 def enable(
-    model: ModelMixin,
+    model: Any,
     worker: str | None = None,
     *,
     session: Session | None = None,
@@ -24,7 +23,7 @@ def enable(
     """Lets workers recompute the blocks of a model, in place of `model.enable_gradient_checkpointing()`.
 
     Args:
-        model: A model of diffusers that is trained, such as a U-Net or a transformer.
+        model: A `ModelMixin` of diffusers that is trained, such as a U-Net or a transformer.
         worker: The address of a worker, or several; see `backhaul.connect`. None: starts one on this machine.
         session: The session to use instead of a new one.
         if_nothing_travels: What happens if the first forward shows that no segment can be recomputed by a worker:

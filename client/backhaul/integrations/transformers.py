@@ -145,7 +145,16 @@ class BackhaulCallback(TrainerCallback):
                 first_pass.ended()
                 return backward(*args, **kwargs)
 
+            training_step = trainer.training_step
+
+            def ended_training_step(*args: Any, **kwargs: Any) -> Any:
+                loss = training_step(*args, **kwargs)
+                if accelerator.sync_gradients:  # for a step of the user's own whose last micro-batch has no backward
+                    steps.end()
+                return loss
+
             undo.callback(replace_attribute(accelerator, "backward", backward_after_forward))
+            undo.callback(replace_attribute(trainer, "training_step", ended_training_step))
             self._steps = steps if self._defers(args, accelerator) else None
             self._undo = undo.pop_all()
 
