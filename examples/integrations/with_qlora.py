@@ -19,7 +19,7 @@ import backhaul.integrations.transformers  # <- Backhaul
 
 
 def quantized(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """Replaces the linear layers of the decoder in place, as `BitsAndBytesConfig(load_in_4bit=True)` does on loading."""
+    """Replaces the decoder's linear layers in place, as `BitsAndBytesConfig(load_in_4bit=True)` does on loading."""
     for layer in model.model.layers:
         for parent in (layer.self_attn, layer.mlp):
             for name, child in list(parent.named_children()):
