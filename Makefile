@@ -62,7 +62,7 @@ INTEGRATIONS := $(if $(ONLY),$(ONLY),$(basename $(notdir $(wildcard examples/int
 .PHONY: test-integrations $(INTEGRATIONS:%=test-integration-%)
 test-integrations: $(INTEGRATIONS:%=test-integration-%)
 
-test-integration-%: .venv-integrations/%/.done
+$(INTEGRATIONS:%=test-integration-%): test-integration-%: .venv-integrations/%/.done
 	.venv-integrations/$*/bin/python -m pytest -m libraries tests/libraries/test_$*.py
 
 .venv-integrations/%/.done: examples/integrations/requirements/%.txt pyproject.toml constraints.txt

@@ -31,11 +31,14 @@ def test_the_example_trains_as_without_backhaul(worker: WorkerProcess) -> None:
 def trained(address: str | None, kind: str, steps: int = 4) -> list[Tensor]:
     """The gradients of each optimizer step, before it is taken, and the parameters at the end."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), *[Block(nn.Linear(16, 16), nn.Dropout(0.1), nn.GELU()) for _ in range(3)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    accelerator = accelerate.Accelerator(gradient_accumulation_steps=steps, cpu=True)
+    model: Any = nn.Sequential(
+        nn.Linear(8, 16), *[Block(nn.Linear(16, 16), nn.Dropout(0.1), nn.GELU()) for _ in range(3)]
+    )
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    accelerator: Any = accelerate.Accelerator(gradient_accumulation_steps=steps, cpu=True)
     session = enable(accelerator, model, address, layers=Block, silence_s=QUIET_S) if address else None
-    loader = torch.utils.data.DataLoader(torch.randn(2 * MICRO_BATCHES, 8), batch_size=2)  # type: ignore[arg-type]
+    rows: Any = torch.randn(2 * MICRO_BATCHES, 8)
+    loader: Any = torch.utils.data.DataLoader(rows, batch_size=2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     if kind == "scaled losses":
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from backhaul import Report
+from support.libraries import assert_equal_states, patient_sessions
 
 Trained = tuple[torch.nn.Module, Report | None]
-SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 
 
 def rows(count: int, names: tuple[str, ...] = ("input_ids", "labels"), length: int = 24) -> list[dict[str, Any]]:
@@ -32,7 +33,7 @@ def by_trainer(model: torch.nn.Module, worker: str | None, data: list[dict[str, 
         settings = TrainingArguments(
             folder, use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no", max_steps=3, **arguments
         )
-        callbacks = [] if worker is None else [callback]
+        callbacks: list[Any] = [] if worker is None else [callback]
         Trainer(model=model, args=settings, train_dataset=data, callbacks=callbacks).train()
     return model, None if worker is None else callback.report()
 
@@ -55,7 +56,7 @@ def classification(worker: str | None) -> Trained:
 def summarization(worker: str | None) -> Trained:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(
+    config = T5Config(  # type: ignore[call-arg]
         vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=6, num_heads=4, decoder_start_token_id=0, pad_token_id=0
     )
     model = T5ForConditionalGeneration(config)
@@ -78,7 +79,7 @@ def _words() -> Any:
 
     names = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(61))]
     words = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=32
     )
@@ -141,7 +142,8 @@ def _denoise(model: Any, worker: str | None, *conditions: torch.Tensor) -> Train
 
     session = None if worker is None else diffusers.enable(model, worker)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer, noise_scheduler = torch.optim.AdamW(trained, lr=1e-4), DDPMScheduler(num_train_timesteps=1000)
+    optimizer = torch.optim.AdamW(trained, lr=1e-4)
+    noise_scheduler: Any = DDPMScheduler(num_train_timesteps=1000)
     model.train()
     for _ in range(3):
         images = torch.randn(2, model.config.in_channels, 16, 16)
@@ -152,10 +154,10 @@ def _denoise(model: Any, worker: str | None, *conditions: torch.Tensor) -> Train
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    report = session and session.report()
-    if session is not None:
-        session.close()
-    return model, report
+    if session is None:
+        return model, None
+    session.close()
+    return model, session.report()
 
 
 def unconditional_images(worker: str | None) -> Trained:
@@ -179,7 +181,7 @@ def text_to_image_lora(worker: str | None) -> Trained:
     from diffusers import UNet2DConditionModel
     from peft import LoraConfig
 
-    model = UNet2DConditionModel(
+    model: Any = UNet2DConditionModel(
         sample_size=16,
         block_out_channels=(16, 32),
         layers_per_block=2,
@@ -210,13 +212,12 @@ CONFIGURATIONS: dict[str, Callable[[str | None], Trained]] = {
 
 def assert_configuration_travels(row: str, worker: str) -> float:
     """Trains a configuration twice and compares the parameters bitwise. Returns the share that travelled."""
-    from support.libraries import assert_equal_states
-
     models = []
-    for address in (None, worker):
-        torch.manual_seed(0)
-        model, report = CONFIGURATIONS[row](address)
-        models.append(model)
+    with patient_sessions():
+        for address in (None, worker):
+            torch.manual_seed(0)
+            model, report = CONFIGURATIONS[row](address)
+            models.append(model)
     assert report is not None
     assert_equal_states(*models)
     return report.travels

@@ -3,9 +3,12 @@
 import importlib.util
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
+import pytest
 import torch
 
 from backhaul import Report
@@ -14,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples/integrations"
 
 
-def example(name: str) -> ModuleType:
+def example(name: str) -> Any:
     """The module of an example. It is named with_NAME, because a script's folder comes first where it imports NAME."""
     spec = importlib.util.spec_from_file_location(f"with_{name}", EXAMPLES / f"with_{name}.py")
     assert spec is not None
@@ -24,11 +27,20 @@ def example(name: str) -> ModuleType:
     return module
 
 
+@contextmanager
+def patient_sessions() -> Iterator[None]:
+    """Sessions that examples open wait longer: a machine shared by many can starve a worker for seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BACKHAUL_SILENCE_S", "60")
+        yield
+
+
 def assert_trains_equally(name: str, worker: str) -> Report:
     """Trains an example twice: the parameters must end bitwise equal, and at least 90 % of the segments travel."""
     module = example(name)
-    without, _ = module.train(None, remote=False)
-    model, report = module.train(worker)
+    with patient_sessions():
+        without, _ = module.train(None, remote=False)
+        model, report = module.train(worker)
     assert_equal_states(without, model)
     assert report.travels >= 0.9, report
     assert report.remote, report
