@@ -78,6 +78,21 @@ def test_gradients_of_steps(worker: WorkerProcess, kind: str, steps: int) -> Non
     assert [number for number, pair in enumerate(zip(expected, actual, strict=True)) if not torch.equal(*pair)] == []
 
 
+def test_an_error_in_backward_is_not_overlooked(worker: WorkerProcess) -> None:
+    accelerator: Any = accelerate.Accelerator(gradient_accumulation_steps=4, cpu=True)
+    model = nn.Sequential(nn.Linear(8, 8), Block(nn.Linear(8, 8), nn.GELU()), nn.Linear(8, 8))
+    session = enable(accelerator, model, worker.address, layers=Block, silence_s=QUIET_S)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.randn(2, 8)).sum())
+    with pytest.raises(backhaul.AccumulationError, match="incomplete"), suppress(ArithmeticError):  # noqa: SIM117
+        with accelerator.accumulate(model):
+            y = model(torch.randn(2, 8))
+            y.register_hook(lambda _: 1 / 0)
+            accelerator.backward(y.sum())
+    assert torch.autograd.backward is BACKWARD
+    session.close()
+
+
 def test_a_model_without_segments(worker: WorkerProcess) -> None:
     accelerator: Any = accelerate.Accelerator(cpu=True)
     with pytest.raises(ValueError, match="layers=Block"):

@@ -10,11 +10,10 @@ NOTE [Blocks of a library's loop]
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 
 from backhaul._accumulate.block import AccumulationBlock
 from backhaul._session import Session
-from backhaul_runtime.errors import AccumulationError
 
 
 class _AbandonedStepError(Exception):
@@ -48,7 +47,11 @@ class OptimizerSteps:
         self._open = opened
 
     def end(self) -> None:
-        """Ends the open block, if there is one, which completes its gradients."""
+        """Ends the open block, if there is one, which completes its gradients.
+
+        Raises:
+            AccumulationError: An error inside the block has left it incomplete, so its gradients are lost.
+        """
         opened, self._open, self._block = self._open, None, None
         if opened is not None:
             opened.close()
@@ -59,15 +62,6 @@ class OptimizerSteps:
         if opened is not None:
             error = _AbandonedStepError()
             opened.__exit__(type(error), error, None)
-
-    def end_after_error(self) -> None:
-        """Ends the open block after an error that the caller may catch: it keeps the gradients that it had before.
-
-        A loop that skips a micro-batch after an error goes on with those. They are dropped if the error came from the
-        block itself.
-        """
-        with suppress(AccumulationError):
-            self.end()
 
     @contextmanager
     def deferring(self) -> Iterator[None]:

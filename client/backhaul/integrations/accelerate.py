@@ -78,8 +78,13 @@ def _defer(accelerator: Accelerator, steps: OptimizerSteps) -> None:
                 steps.begin()
             try:
                 yield
+            except Exception:
+                # A loop that skips this micro-batch goes on with the gradients of those before it. If they are lost,
+                # this raises another error, which the loop does not expect and so does not overlook.
+                steps.end()
+                raise
             except BaseException:
-                steps.end_after_error()
+                steps.abandon()
                 raise
             if accelerator.sync_gradients:
                 steps.end()
