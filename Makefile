@@ -56,6 +56,22 @@ screenshots: $(VENV)/.dev
 test-distributed: $(VENV)/.dev
 	$(BIN)/python -m pytest -m distributed
 
+# Each example in examples/integrations against the library that it is for, in an environment of its own: examples need
+# versions that do not fit together. ONLY="diffusers timm" takes some of them.
+INTEGRATIONS := $(if $(ONLY),$(ONLY),$(basename $(notdir $(wildcard examples/integrations/requirements/*.txt))))
+.PHONY: test-integrations $(INTEGRATIONS:%=test-integration-%)
+test-integrations: $(INTEGRATIONS:%=test-integration-%)
+
+$(INTEGRATIONS:%=test-integration-%): test-integration-%: .venv-integrations/%/.done
+	.venv-integrations/$*/bin/python -m pytest -m libraries tests/libraries/test_$*.py
+
+.venv-integrations/%/.done: examples/integrations/requirements/%.txt pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-integrations/$*
+	grep -E '^(torch|grpcio|protobuf)==' constraints.txt > .venv-integrations/$*/constraints.txt
+	.venv-integrations/$*/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		--constraint .venv-integrations/$*/constraints.txt --requirement $< --editable '.[server]' pytest pytest-timeout pytest-xdist
+	@touch $@
+
 soak: $(VENV)/.dev
 	$(BIN)/python -m pytest -m soak
 
@@ -159,4 +175,4 @@ compose-test: $(VENV)/.dev
 .PHONY: image compose-test
 
 clean:
-	rm -rf .venv .venv-torch-* .venv-proto .venv-hivemind build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* .venv-proto .venv-hivemind .venv-integrations build .mypy_cache .pytest_cache .ruff_cache .hypothesis

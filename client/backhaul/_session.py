@@ -7,7 +7,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from functools import partial
 from time import perf_counter, time
@@ -36,6 +36,7 @@ from backhaul._observe.telemetry import Telemetry
 from backhaul._observe.warnings import warn_not_remote
 from backhaul._torch_api import fsdp, patched, sequential, wrap
 from backhaul._torch_api.options import Options, decorator, names_of_torch, options_of
+from backhaul._torch_api.patched import Redirect
 from backhaul._worker_client.compression import Compression, CopyMemory
 from backhaul._worker_client.connection import Connection, trainer_name
 from backhaul._worker_client.deadlines import call_unary
@@ -233,6 +234,10 @@ class Session:
         """
         with patched.patched(self._instead_of_torchs, strict=self.config.strict):
             yield self
+
+    def _redirecting(self) -> AbstractContextManager[Redirect]:
+        """Does what `patched` does, for integrations: they check themselves whether calls were redirected."""
+        return patched.redirect(self._instead_of_torchs)
 
     @property
     def telemetry(self) -> Telemetry | None:

@@ -79,6 +79,9 @@ class AccumulationBlock:
         micro_batches: The number of micro-batches so far.
         hooked: Nodes of tensors on which a hook was registered since the last `backward`.
         is_working: Whether autograd works for the block now.
+        is_deferring: Whether a plain backward is one of the block's micro-batches.
+        ends_in_closure: Whether the block ends in the closure of an optimizer's step, so that the step may begin
+            inside the block.
         waited_s: Seconds for which the trainer waited for workers.
         trainers_segments: Segments of all micro-batches that the trainer has computed.
         trainers_s: Seconds of the tails, in which the trainer computes its share.
@@ -115,7 +118,7 @@ class AccumulationBlock:
         self._open: list[MicroBatch] = []
         self._finished: list[MicroBatch] = []  # those of which a worker keeps gradients
         self._is_open = True
-        self.is_working = self._has_failed = False
+        self.is_working = self.is_deferring = self.ends_in_closure = self._has_failed = False
         self.micro_batches = self.trainers_segments = self.most_held_bytes = 0
         self._chain = self._segment_bytes = self._most_deferred_bytes = 0
         self.waited_s = self.trainers_s = 0.0
@@ -145,6 +148,11 @@ class AccumulationBlock:
     def holds(self, parameters: Iterable[Tensor]) -> bool:
         """Whether gradients of any of these parameters are held back."""
         return any(map(self._gradients.holds, parameters))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every gradient so far has reached `.grad`, as after a plain backward."""
+        return self._gradients.is_empty and not self._has_failed
 
     def begin_forward(self, model: DistributedDataParallel) -> None:
         """Notes that a forward of a model of DistributedDataParallel begins, which may expect a reduction.
@@ -180,6 +188,18 @@ class AccumulationBlock:
             )
         with self._working():
             self._backward(loss, kept)
+
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Turns each `loss.backward()` inside into `backward(loss)`, for libraries that call it themselves.
+
+        Calls with further arguments, and those whose loss is no scalar with a graph, stay plain ones.
+        """
+        self.is_deferring = True
+        try:
+            yield
+        finally:
+            self.is_deferring = False
 
     def _backward(self, loss: Tensor, kept: int) -> None:
         self._check_unchanged()

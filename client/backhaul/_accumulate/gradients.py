@@ -89,6 +89,11 @@ class HeldGradients:
         """Whether the block has seen a leaf."""
         return id(leaf) in self._held
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no leaf was seen since the last delivery."""
+        return not self._held
+
     def has_gradient(self, leaf: Tensor) -> bool:
         """Whether the micro-batches that are finished have left a gradient of a leaf that one of them uses."""
         held = self._held.get(id(leaf))

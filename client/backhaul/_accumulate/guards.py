@@ -77,11 +77,25 @@ def _finishing_first(backward: Callable[..., Any]) -> Callable[..., Any]:
         block = _present()
         # A backward inside a backward, of the block or of the user, belongs to that one.
         if block is not None and not block.is_working and backward_task_id() < 0:
+            if block.is_deferring and (loss := _only_loss(*args, **kwargs)) is not None:
+                block.backward(loss)
+                return None
             tensors = args[0] if args else kwargs.get("tensors", ())
             block.flush([tensors] if isinstance(tensors, torch.Tensor | GradientEdge) else tensors)
         return backward(*args, **kwargs)
 
     return guarded
+
+
+def _only_loss(
+    tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: Any = False, *rest: Any, **more: Any
+) -> torch.Tensor | None:
+    """Returns the scalar that torch.autograd.backward was called with; None for a call that cannot be deferred."""
+    is_plain = grad_tensors is None and not retain_graph and not create_graph
+    if not is_plain or any(argument is not None for argument in (*rest, *more.values())):
+        return None
+    loss = tensors if isinstance(tensors, torch.Tensor) else tensors[0] if len(tensors) == 1 else None
+    return loss if isinstance(loss, torch.Tensor) and loss.grad_fn is not None and loss.numel() == 1 else None
 
 
 def _refusing(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -91,7 +105,7 @@ def _refusing(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         @functools.wraps(function)
         def guarded(*args: Any, **kwargs: Any) -> Any:
             block = _present()
-            if block is not None and block.micro_batches:
+            if block is not None and block.micro_batches and not block.is_complete:
                 raise AccumulationError(_TOO_EARLY.format(what=what, block=block.name))
             return function(*args, **kwargs)
 
@@ -128,7 +142,9 @@ def _noting_the_reduction(pre_forward: Callable[..., Any]) -> Callable[..., Any]
 
 def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     block = _present()
-    if block is not None and block.holds(p for group in optimizer.param_groups for p in group["params"]):
+    if block is None or block.ends_in_closure:
+        return
+    if block.holds(p for group in optimizer.param_groups for p in group["params"]):
         raise AccumulationError(_TOO_EARLY.format(what="an optimizer's step()", block=block.name))
 
 

@@ -18,7 +18,7 @@ from backhaul._config import Config
 from backhaul._dispatch.placement import Placement
 from backhaul._dispatch.prediction import CallSite, CallSites, EncodedProgram, PendingCall
 from backhaul._dispatch.worker_handle import WorkerHandle
-from backhaul._observe.report import Journal
+from backhaul._observe.report import TRAINERS_SHARE, UNREACHABLE, Journal
 from backhaul._observe.telemetry import Telemetry
 from backhaul._torch_api.fsdp import may_be_freed
 from backhaul._worker_client.backward_chains import Predecessor
@@ -36,7 +36,6 @@ from backhaul_runtime.tensors.staging import device_moments
 from backhaul_runtime.torch_internals.private import DisableTorchDispatch
 
 logger = logging.getLogger("backhaul")
-_SHARE = "its share of an accumulation block"
 _BACKWARD_FACTOR = 3.0  # a replay, and a backward of twice the cost of a forward
 
 
@@ -89,7 +88,7 @@ class Dispatcher:
             self._kept += 1
         log = self.journal.log(name)
         log.call()
-        log.kept(_SHARE, is_chosen=True)
+        log.kept(TRAINERS_SHARE, is_chosen=True)
         return True
 
     def records_choices(self, device: torch.device) -> bool:
@@ -277,12 +276,12 @@ class Dispatcher:
             }
             if not up:
                 why = self._workers[0].connection.why_down if self._workers else "none is named"
-                raise Refusal(f"no worker can be reached: {why}", is_said=True)
+                raise Refusal(f"{UNREACHABLE}: {why}", is_said=True)
             speeds = self._speeds or {name: worker.connection.speed for name, (worker, _) in up.items()}
             is_known = all(speeds.get(name) for name in up)
             chosen = self._placement.choose_worker({name: speeds[name] if is_known else 1.0 for name in up})
             if chosen is None:
-                raise Refusal(_SHARE, is_said=True, is_chosen=True)
+                raise Refusal(TRAINERS_SHARE, is_said=True, is_chosen=True)
             return *up[chosen], next(self._numbers)
 
     @contextmanager

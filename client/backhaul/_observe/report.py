@@ -11,6 +11,12 @@ from backhaul_runtime.process.logs import about
 
 logger = logging.getLogger("backhaul")
 
+TRAINERS_SHARE = "its share of an accumulation block"
+"""The reason for segments that the trainer computes by choice, although a worker could."""
+
+UNREACHABLE = "no worker can be reached"
+"""How the reason begins for segments that found no worker. It says nothing about the segments themselves."""
+
 
 class Decision(Enum):
     """How a segment was recomputed."""
@@ -163,6 +169,21 @@ class Report:
     def remote(self) -> int:
         """Number of recomputations on workers."""
         return sum(s.decisions.get(d, 0) for s in self.segments for d in (Decision.GRADIENTS, Decision.ACTIVATIONS))
+
+    @property
+    def travels(self) -> float:
+        """The share of the calls, from 0 to 1, whose segment travels; NaN if there were no calls.
+
+        The trainer's share of an accumulation block counts as travelling: a worker could have recomputed it.
+        """
+        calls = sum(segment.calls for segment in self.segments)
+        stayed = sum(
+            count
+            for segment in self.segments
+            for reason, count in (*segment.reasons.items(), *segment.kept.items())
+            if reason != TRAINERS_SHARE
+        )
+        return 1 - stayed / calls if calls else math.nan
 
     @property
     def fallbacks(self) -> int:

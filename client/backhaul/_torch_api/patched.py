@@ -44,20 +44,41 @@ def patched(checkpoint: Callable[..., Any], *, strict: bool = False) -> Iterator
         NotRemoteError: Under `strict`, if no call was redirected.
         RuntimeError: Another library has replaced torch's function by an object whose code cannot be exchanged.
     """
-    block = _Block(checkpoint)
-    _enter(block)
-    try:
+    with redirect(checkpoint) as block:
         yield
-    finally:
-        _leave(block)
     if not block.is_reached:
         if strict:
             raise NotRemoteError(_UNREACHED, reason="nothing called torch.utils.checkpoint.checkpoint")
         warn_not_remote(_UNREACHED)
 
 
-class _Block:
-    """A `with` block, and whether a call was redirected while it was open."""
+@contextmanager
+def redirect(checkpoint: Callable[..., Any]) -> "Iterator[Redirect]":
+    """Does what `patched` does, without a warning or an error if no call was redirected.
+
+    Args:
+        checkpoint: Takes the arguments of torch's function.
+
+    Raises:
+        RuntimeError: Another library has replaced torch's function by an object whose code cannot be exchanged.
+    """
+    block = Redirect(checkpoint)
+    _enter(block)
+    try:
+        yield block
+    finally:
+        _leave(block)
+
+
+class Redirect:
+    """A `with` block in which calls of torch's function are redirected.
+
+    Args:
+        checkpoint: Takes the arguments of torch's function.
+
+    Attributes:
+        is_reached: Whether a call was redirected while the block was open.
+    """
 
     def __init__(self, checkpoint: Callable[..., Any]) -> None:
         self.checkpoint = checkpoint
@@ -92,12 +113,12 @@ class _Redirection:
         del self._function.__signature__  # type: ignore[attr-defined]
 
 
-_blocks: list[_Block] = []
+_blocks: list[Redirect] = []
 _redirection: _Redirection | None = None
 _lock = threading.Lock()  # guards the stack of blocks and the exchange of the code
 
 
-def _enter(block: _Block) -> None:
+def _enter(block: Redirect) -> None:
     global _redirection
     with _lock:
         if not _blocks:
@@ -105,7 +126,7 @@ def _enter(block: _Block) -> None:
         _blocks.append(block)
 
 
-def _leave(block: _Block) -> None:
+def _leave(block: Redirect) -> None:
     with _lock:
         _blocks.remove(block)
         if not _blocks and _redirection is not None:

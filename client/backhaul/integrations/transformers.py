@@ -1,0 +1,202 @@
+"""Models of Transformers and its Trainer: layers become segments. See docs/integrations/transformers.md."""
+
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from transformers import PreTrainedModel, Trainer, TrainerCallback
+
+from backhaul._api import connect
+from backhaul._observe.report import Report
+from backhaul._session import Session
+from backhaul.integrations._accelerator import defer_backward, is_sharded
+from backhaul.integrations._attributes import replace_attribute
+from backhaul.integrations._first_pass import FirstPass, IfNothingTravels
+from backhaul.integrations._model import Layers, is_checkpointing, make_segments, switch_on
+from backhaul.integrations._optimizer_steps import OptimizerSteps
+from backhaul.integrations._sessions import check_choice, session_of
+from backhaul.integrations._within_forward import RedirectedForward
+
+_TODO = "it called torch.utils.checkpoint.checkpoint nowhere. Call its train() and activation_checkpointing_enable()."
+
+
+def enable(
+    model: PreTrainedModel,
+    worker: str | None = None,
+    *,
+    session: Session | None = None,
+    if_nothing_travels: IfNothingTravels = "raise",
+    **settings: Any,
+) -> Session:
+    """Lets workers recompute the layers of a model, in a training loop of your own.
+
+    Switches the model's checkpointing on, unless it is on. Call `activation_checkpointing_enable` before for other
+    options of it, such as `every_n_layers`.
+
+    Args:
+        model: A model of Transformers.
+        worker: The address of a worker, or several; see `backhaul.connect`. None: starts one on this machine.
+        session: The session to use instead of a new one.
+        if_nothing_travels: What happens if the first forward shows that no segment can be recomputed by a worker:
+            "raise" NotRemoteError, or "warn" with NotRemoteWarning.
+        **settings: Further settings of `backhaul.connect`.
+
+    Returns:
+        The session, whose `report()` says what ran where. Close it after the training.
+
+    Raises:
+        ConnectError: No worker answers at one of the addresses.
+        SettingError: There are settings for a new session besides a session.
+        ValueError: The model does not support checkpointing.
+    """
+    session = session_of(session, worker, settings)
+    if not is_checkpointing(model):
+        switch_on(model)
+    RedirectedForward(model, session, FirstPass(session, type(model).__name__, if_nothing_travels, _TODO))
+    return session
+
+
+class BackhaulCallback(TrainerCallback):
+    """Lets workers recompute the layers of the model that a Trainer of Transformers or TRL trains.
+
+    Each `train()` has a session, which is connected at its start and closed at its end. Whatever switches the model's
+    checkpointing on and off meanwhile stays in force. If several micro-batches make up an optimizer step, workers
+    finish the backward of one while the trainer goes on with the next: see docs/accumulation.md.
+
+    Args:
+        worker: The address of a worker, or several; see `backhaul.connect`. None: starts one on this machine.
+        session: The session to use instead of one for each training. It is not closed.
+        layers: Classes of the modules to checkpoint, for a model that has no checkpointing of its own.
+        accumulate: Whether the micro-batches of an optimizer step are an accumulation block. None: if there are
+            several, and the model is not sharded.
+        if_nothing_travels: What happens if the first forward shows that no segment can be recomputed by a worker:
+            "raise" NotRemoteError, or "warn" with NotRemoteWarning.
+        **settings: Further settings of `backhaul.connect`.
+
+    Attributes:
+        session: The session of the training, or of the last one; None before the first one.
+    """
+
+    def __init__(
+        self,
+        worker: str | None = None,
+        *,
+        session: Session | None = None,
+        layers: Layers | None = None,
+        accumulate: bool | None = None,
+        if_nothing_travels: IfNothingTravels = "raise",
+        **settings: Any,
+    ) -> None:
+        check_choice(session, worker, settings)
+        self.session = session
+        self._is_given = session is not None
+        self._worker, self._settings = worker, settings
+        self._layers, self._accumulate, self._if_nothing_travels = layers, accumulate, if_nothing_travels
+        self._trainer: Trainer | None = None
+        self._steps: OptimizerSteps | None = None
+        self._undo = ExitStack()
+        _surround_training()
+
+    def report(self) -> Report:
+        """Returns what has run where in the training, or in the last one.
+
+        Raises:
+            ValueError: There was no training yet.
+        """
+        if self.session is None:
+            raise ValueError("there is no report before the first training")
+        return self.session.report()
+
+    @contextmanager
+    def training(self, trainer: Trainer) -> Iterator[None]:
+        """Surrounds a call of `Trainer.train`. Whatever ends it, nothing of the callback stays on the trainer."""
+        if self._trainer is not None:
+            raise RuntimeError("this BackhaulCallback is in a training already: give each Trainer one of its own")
+        if not self._is_given:
+            self.session = connect(self._worker, **self._settings)
+        self._trainer = trainer
+        try:
+            yield
+        finally:
+            self._trainer = None
+            self._restore()
+            if not self._is_given and self.session is not None:
+                self.session.close()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Takes over the model's checkpointing, after the Trainer has switched it on."""
+        trainer, session = self._trainer, self.session
+        if trainer is None or session is None:
+            raise RuntimeError("BackhaulCallback works only in a Trainer's train()")
+        self._restore()  # the Trainer begins again after it has found a smaller batch size
+        with ExitStack() as undo:
+            make_segments(model, session, self._layers, undo)
+            undo.enter_context(session._redirecting())
+            first_pass = FirstPass(session, type(model).__name__, self._if_nothing_travels, _TODO)
+            steps = OptimizerSteps(session)
+            undo.callback(steps.abandon)
+            accelerator = trainer.accelerator
+            # The Trainer calls no callback between the last micro-batch and clipping.
+            backward = defer_backward(accelerator, steps)
+
+            def backward_after_forward(*args: Any, **kwargs: Any) -> Any:
+                first_pass.ended()
+                return backward(*args, **kwargs)
+
+            training_step = trainer.training_step
+
+            def ended_training_step(*args: Any, **kwargs: Any) -> Any:
+                loss = training_step(*args, **kwargs)
+                if accelerator.sync_gradients:  # for a step of the user's own whose last micro-batch has no backward
+                    steps.end()
+                return loss
+
+            undo.callback(replace_attribute(accelerator, "backward", backward_after_forward))
+            undo.callback(replace_attribute(trainer, "training_step", ended_training_step))
+            self._steps = steps if self._defers(args, accelerator) else None
+            self._undo = undo.pop_all()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Opens the accumulation block of an optimizer step."""
+        if self._steps is not None:
+            self._steps.begin()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Completes the gradients of an optimizer step that another callback has cut short."""
+        if self._steps is not None:
+            self._steps.end()
+
+    def _defers(self, args: Any, accelerator: Any) -> bool:
+        """Whether the micro-batches of an optimizer step become an accumulation block."""
+        if self._accumulate is not None:
+            return self._accumulate
+        has_replicas = args.n_gpu > 1  # nn.DataParallel runs forwards in threads of their own
+        return args.gradient_accumulation_steps > 1 and not has_replicas and not is_sharded(accelerator)
+
+    def _restore(self) -> None:
+        self._steps = None
+        self._undo.close()
+
+
+def _surround_training() -> None:
+    """Lets each `Trainer.train` enter and leave its BackhaulCallback: no callback is called when a training fails."""
+    with _lock:
+        train = Trainer.train
+        if getattr(train, "enters_backhaul", False):
+            return
+
+        @functools.wraps(train)
+        def train_with_callback(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+            with ExitStack() as entered:
+                for callback in self.callback_handler.callbacks:
+                    if isinstance(callback, BackhaulCallback):
+                        entered.enter_context(callback.training(self))
+                return train(self, *args, **kwargs)
+
+        train_with_callback.enters_backhaul = True  # type: ignore[attr-defined]
+        Trainer.train = train_with_callback  # type: ignore[method-assign]
+
+
+_lock = threading.Lock()  # guards the replacement of Trainer.train
