@@ -183,6 +183,8 @@ def _run_segment(
             table.end_call()
         _check_ended(returned, options, had_cuda)
         ended = perf_counter()
+        if pack.has_kept_region:
+            call = replace(call, inside_reason="regions of it keep their activations")
         build = partial(
             Frame,
             call,
