@@ -170,6 +170,13 @@ def test_a_call_without_a_region_still_returns_gradients(session: Session) -> No
     assert list(segment.inside) == ["regions of it keep their activations"]
 
 
+def test_a_region_around_a_call_has_no_effect_on_it(session: Session) -> None:
+    x, w = operands()
+    with kept_region():
+        session.checkpoint(lambda x: products(nullcontext, x, w), x).sum().backward()
+    assert session.report().segments[0].decisions == {Decision.GRADIENTS: 1}
+
+
 def test_a_region_that_raises_is_closed(session: Session) -> None:
     x, w = operands()
 

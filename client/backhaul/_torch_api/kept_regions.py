@@ -6,16 +6,25 @@ later ops of the segment may need their results.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 
 _is_open: ContextVar[bool] = ContextVar("backhaul_kept_region", default=False)
 
 
-@contextmanager
-def kept_region() -> Iterator[None]:
+def kept_region() -> AbstractContextManager[None]:
     """Keeps what autograd saves inside the `with` block. Without effect outside a checkpointed call."""
-    token = _is_open.set(True)
+    return _set_to(True)
+
+
+def outside_of_kept_regions() -> AbstractContextManager[None]:
+    """Begins a checkpointed call. A region around the call has no effect on what is inside of it."""
+    return _set_to(False)
+
+
+@contextmanager
+def _set_to(is_open: bool) -> Iterator[None]:
+    token = _is_open.set(is_open)
     try:
         yield
     finally:
