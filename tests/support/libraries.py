@@ -1,9 +1,10 @@
 """Runs the examples of integrations, with and without Backhaul, and compares what they trained."""
 
 import importlib.util
+import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from backhaul import Report
+from support.torchrun import run_ranks
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples/integrations"
@@ -52,6 +54,20 @@ def assert_equal_states(expected: torch.nn.Module, actual: torch.nn.Module) -> N
     left, right = expected.state_dict(), actual.state_dict()
     assert left.keys() == right.keys()
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+def assert_ranks_train_equally(
+    name: str, worker: str, folder: Path, environment: Mapping[str, str] | None = None
+) -> None:
+    """Does what `assert_trains_equally` does on each of two ranks, and compares the last gradients as well."""
+    rank = Path(__file__).parents[1] / "libraries/rank.py"
+    run_ranks(2, [str(rank), name, worker, str(folder)], timeout_s=230, environment=environment)
+    for number in range(2):
+        found = json.loads((folder / str(number)).read_text())
+        assert found["names"]
+        assert found["differing"] == []
+        assert found["travels"] >= 0.9, found
+        assert found["remote"], found
 
 
 def documented_share(row: str) -> float:
