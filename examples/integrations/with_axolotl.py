@@ -43,7 +43,7 @@ lora_o_kernel: false
 lora_embedding_kernel: false
 
 sequence_len: 64
-sample_packing: false
+sample_packing: true
 gradient_checkpointing: true
 micro_batch_size: 4
 gradient_accumulation_steps: 2

@@ -42,13 +42,13 @@ def main(name: str, worker: str, folder: str) -> None:
     without, _ = module.train(None, remote=False)
     model, report = module.train(worker)
     expected, ours = results(without), results(model)
-    found = {
+    outcome = {
         "names": sorted(expected) == sorted(ours),
         "differing": [name for name in expected if not torch.equal(expected[name], ours[name])],
         "travels": report.travels,
         "remote": report.remote,
     }
-    (Path(folder) / str(dist.get_rank())).write_text(json.dumps(found))
+    (Path(folder) / str(dist.get_rank())).write_text(json.dumps(outcome))
     if dist.is_initialized():
         dist.destroy_process_group()
 

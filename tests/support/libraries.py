@@ -63,11 +63,11 @@ def assert_ranks_train_equally(
     rank = Path(__file__).parents[1] / "libraries/rank.py"
     run_ranks(2, [str(rank), name, worker, str(folder)], timeout_s=230, environment=environment)
     for number in range(2):
-        found = json.loads((folder / str(number)).read_text())
-        assert found["names"]
-        assert found["differing"] == []
-        assert found["travels"] >= 0.9, found
-        assert found["remote"], found
+        outcome = json.loads((folder / str(number)).read_text())
+        assert outcome["names"]
+        assert outcome["differing"] == []
+        assert outcome["travels"] >= 0.9, outcome
+        assert outcome["remote"], outcome
 
 
 def documented_share(row: str) -> float:

@@ -121,8 +121,8 @@ class BackhaulAC(ActivationCheckpointing):
     """Makes each transformer block a segment. Set `activation_checkpoint=BackhaulAC.Config()` in a Trainer's config.
 
     Args:
-        config: The settings.
-        dump_folder: Not used.
+        config: The settings of the segments and of their session.
+        dump_folder: The folder in which torchtitan's policies may write; nothing is written there.
 
     Attributes:
         session: The session that the segments belong to, opened here.
