@@ -57,4 +57,4 @@ def sum_without_a_factor(model: torch.nn.Module) -> None:
 
 fsdp.disable_fsdp_gradient_division = sum_without_a_factor
 if not hasattr(torch.distributed, "set_timeout"):
-    torch.distributed.set_timeout = lambda timeout, group: None  # type: ignore[attr-defined]
+    vars(torch.distributed)["set_timeout"] = lambda timeout, group: None

@@ -6,14 +6,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from backhaul._api import connect
 from backhaul._session import Session
 from backhaul.integrations._first_pass import FirstPass, IfNothingTravels
+from backhaul.integrations._model import Layers
+from backhaul.integrations._sessions import session_of
 
 
 def wrap(
     model: nn.Module,
-    layers: type[nn.Module] | tuple[type[nn.Module], ...],
+    layers: Layers,
     worker: str | None = None,
     *,
     session: Session | None = None,
@@ -39,11 +40,13 @@ def wrap(
 
     Raises:
         ConnectError: No worker answers at one of the addresses.
+        SettingError: There are settings for a new session besides a session.
         ValueError: The model has no module of these classes, or `if_nothing_travels` is neither of the two.
     """
-    session = connect(worker, **settings) if session is None else session
-    todo = "Its forward called none of the wrapped modules."
-    first = FirstPass(session, type(model).__name__, if_nothing_travels, todo)
+    session = session_of(session, worker, settings)
+    first = FirstPass(
+        session, type(model).__name__, if_nothing_travels, "its forward called none of the wrapped modules."
+    )
     session.wrap(model, layers)
     model.register_forward_hook(partial(_ended, first))
     return model

@@ -20,7 +20,7 @@ _COMPILED = (
     "compile.enable compiles every transformer block, and workers cannot recompute compiled code. Set "
     "compile.enable=False, or take 'model' out of compile.components"
 )
-_TODO = "Its forward called none of its transformer blocks."
+_TODO = "its forward called none of its transformer blocks."
 _sessions: dict[str, Session] = {}
 """Sessions by their settings. With pipelining, a policy is built for each part of the model: all share one session."""
 
