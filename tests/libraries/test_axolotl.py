@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from support.cuda_builds import hide_cuda_builds
-from support.libraries import assert_trains_equally
+from support.libraries import assert_trains_equally, documented_share
 from support.processes import WorkerProcess
 
 hide_cuda_builds()
@@ -20,7 +20,8 @@ def test_the_example_trains_as_without_backhaul(
     worker: WorkerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert_trains_equally("axolotl", worker.address)
+    report = assert_trains_equally("axolotl", worker.address)
+    assert report.travels >= documented_share("Axolotl `lora-1b.yml`")
 
 
 def registered(**settings: Any) -> Any:

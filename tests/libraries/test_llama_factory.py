@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from support.cuda_builds import hide_cuda_builds
-from support.libraries import example
+from support.libraries import documented_share, example
 from support.processes import WorkerProcess
 
 hide_cuda_builds("torchaudio")
@@ -20,7 +20,7 @@ def test_the_example_trains_as_without_backhaul(worker: WorkerProcess) -> None:
     assert without.keys() == adapters.keys()
     assert [name for name in without if not torch.equal(without[name], adapters[name])] == []
     assert any(adapter.any() for name, adapter in adapters.items() if "lora_B" in name)  # zero before the training
-    assert report.travels >= 0.9
+    assert report.travels >= documented_share("LLaMA-Factory `qwen3_lora_sft.yaml`") >= 0.9
     assert report.remote > 0
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import backhaul
-from support.libraries import assert_ranks_train_equally, example
+from support.libraries import assert_ranks_train_equally, documented_share, example
 from support.processes import WorkerProcess
 
 pytest.importorskip("torchtitan")
@@ -33,7 +33,8 @@ def test_the_trainer_trains_as_without_backhaul(
     worker: WorkerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert_ranks_train_equally("torchtitan", worker.address, tmp_path, UNCOMPILED)
+    share = assert_ranks_train_equally("torchtitan", worker.address, tmp_path, UNCOMPILED)
+    assert share >= documented_share("torchtitan `llama3_debugmodel`")
 
 
 def test_a_compiled_model_is_an_error_before_anything_is_built(on_cpu: ModuleType) -> None:
