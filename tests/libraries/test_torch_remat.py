@@ -45,6 +45,15 @@ def test_gradients_are_those_of_torch_remat(first: bool, second: bool, session: 
     assert session.report().segments[0].decisions == {expected: 1}
 
 
+def test_keyword_arguments_with_names_of_options_reach_the_function(session: Session) -> None:
+    def scaled(x: Tensor, *, debug: Tensor, strict: bool) -> Tensor:
+        return x * debug if strict else x
+
+    x, debug = torch.randn(4, requires_grad=True), torch.randn(4, requires_grad=True)
+    y = remat.checkpoint()(scaled)(x, debug=debug, strict=True)
+    assert differing(torch.autograd.grad(y.sum(), [x, debug]), [debug.detach(), x.detach()]) == []
+
+
 def test_code_that_imports_torch_remat_itself_can_be_redirected(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:

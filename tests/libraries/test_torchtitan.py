@@ -29,6 +29,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     return example("torchtitan")
 
 
+@pytest.mark.timeout(400)
 def test_the_trainer_trains_as_without_backhaul(
     worker: WorkerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -264,6 +264,34 @@ def test_saved_tensor_hooks_around_the_call_see_what_is_kept(session: Session) -
     assert packed
 
 
+def test_regions_in_an_accumulation_block(session: Session) -> None:
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+
+    def body(region: Region, layer: nn.Linear, x: Tensor) -> Tensor:
+        with region():
+            y = layer(x).exp()
+        return y.sin() + x
+
+    def gradients(call: Callable[..., Tensor], region: Region, backward: Callable[[Tensor], None]) -> None:
+        torch.manual_seed(1)
+        for _ in range(3):
+            x = torch.randn(4, WIDTH)
+            for layer in layers:
+                x = call(lambda x, layer=layer: body(region, layer, x), x)
+            backward(x.sum())
+
+    gradients(plain, nullcontext, Tensor.backward)
+    expected = [parameter.grad for layer in layers for parameter in layer.parameters()]
+    for layer in layers:
+        layer.zero_grad()
+    for _ in range(2):
+        with session.accumulate() as block:
+            gradients(session.checkpoint, kept_region, block.backward)
+        assert differing([p.grad for layer in layers for p in layer.parameters()], expected) == []
+        for layer in layers:
+            layer.zero_grad()
+
+
 def test_a_frozen_module_in_a_region(session: Session) -> None:
     layer = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
     x, _ = operands()

@@ -20,9 +20,12 @@ from torch import Tensor
 
 from backhaul._api import current_session
 from backhaul._torch_api.kept_regions import kept_region
+from backhaul._torch_api.options import NAMES
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_TAKEN = NAMES | {"function"}
+"""Keyword arguments that `Session.checkpoint` would treat as options instead of passing them on."""
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
@@ -54,10 +57,11 @@ def checkpoint(
         @functools.wraps(function, updated=())
         def checkpointed(*args: _P.args, **kwargs: _P.kwargs) -> Any:
             hooks = torch.autograd.graph.saved_tensors_hooks(*saved_tensors_hooks) if saved_tensors_hooks else None
-            # A partial takes keyword arguments that have the names of options of `Session.checkpoint`.
-            call = functools.partial(function, **kwargs) if kwargs else function
+            others: dict[str, Any] = dict(kwargs)
+            taken = {name: others.pop(name) for name in _TAKEN & others.keys()}
+            call = functools.partial(function, **taken) if taken else function
             with hooks or nullcontext():
-                return current_session().checkpoint(call, *args, determinism_check=determinism_check)
+                return current_session().checkpoint(call, *args, determinism_check=determinism_check, **others)
 
         return checkpointed
 

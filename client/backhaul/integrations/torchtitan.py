@@ -117,7 +117,7 @@ def _dense(mask_mod: Any, batch: int, queries: int, keys: int, device: torch.dev
     return mask.expand(sizes)
 
 
-class BackhaulAC(ActivationCheckpointing):
+class BackhaulAC(ActivationCheckpointing):  # type: ignore[misc]
     """Makes each transformer block a segment. Set `activation_checkpoint=BackhaulAC.Config()` in a Trainer's config.
 
     Args:
@@ -133,7 +133,7 @@ class BackhaulAC(ActivationCheckpointing):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(ActivationCheckpointing.Config):
+    class Config(ActivationCheckpointing.Config):  # type: ignore[misc]
         """Settings of the segments and of their session, in addition to those of torchtitan."""
 
         worker: str | None = None
