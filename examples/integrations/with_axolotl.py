@@ -1,4 +1,4 @@
-"""Fine-tunes a small Llama with LoRA through Axolotl. YAML alone brings Backhaul in.
+"""Fine-tunes a small Llama with LoRA through Axolotl, after its example llama-3/lora-1b.yml. YAML alone is enough.
 
     python examples/integrations/with_axolotl.py gpu-box:50051
 
@@ -33,8 +33,8 @@ dataset_prepared_path: {folder}/prepared
 output_dir: {folder}/output
 
 adapter: lora
-lora_r: 8
-lora_alpha: 16
+lora_r: 16
+lora_alpha: 32
 lora_dropout: 0.05
 lora_target_linear: true
 lora_mlp_kernel: false  # these kernels need a GPU, and workers cannot run them
@@ -45,7 +45,7 @@ lora_embedding_kernel: false
 sequence_len: 64
 sample_packing: true
 gradient_checkpointing: true
-micro_batch_size: 4
+micro_batch_size: 2
 gradient_accumulation_steps: 2
 max_steps: 5
 learning_rate: 0.001

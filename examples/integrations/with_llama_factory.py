@@ -1,4 +1,4 @@
-"""Fine-tunes a small Llama with LoRA through LLaMA-Factory.
+"""Fine-tunes a small Llama with LoRA through LLaMA-Factory, after its example llama3_lora_sft.yaml.
 
     python examples/integrations/with_llama_factory.py gpu-box:50051
 
@@ -41,9 +41,10 @@ def arguments(folder: Path) -> dict[str, Any]:
         "lora_rank": 8,
         "lora_target": "all",
         "output_dir": str(folder / "output"),
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 5,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 8,
+        "max_steps": 3,
+        "bf16": True,
         "learning_rate": 1e-3,
         "lr_scheduler_type": "constant",
         "report_to": "none",
