@@ -44,7 +44,7 @@ class CpuModule:
         pass
 
 
-utils.device_type, utils.device_module = "cpu", CpuModule()  # type: ignore[assignment]
+utils.device_type, utils.device_module = "cpu", CpuModule()
 from torchtitan.distributed import fsdp  # noqa: E402 # asks for the device
 
 
