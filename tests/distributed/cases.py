@@ -80,6 +80,11 @@ MORE_SHARDED: dict[str, Case] = {
 }
 """More combinations with FSDP."""
 
+KEEPING: dict[str, Case] = {
+    "fsdp with kept regions": partial(sharded.sharded, kind=sharded.Keeping, dtype=torch.bfloat16),
+}
+"""Cases with FSDP whose segments cannot return gradients."""
+
 WORKERS: dict[str, Case] = {
     "one copy": workers.sharing,
     "workers that end": workers.losing_workers,
@@ -111,4 +116,12 @@ ERRORS: dict[str, tuple[Case, str]] = {
 }
 """Cases that are an AccumulationError on every rank, with a part of its message."""
 
-ALL = {**CASES, **SHARDED, **MORE, **MORE_SHARDED, **WORKERS, **{name: case for name, (case, _) in ERRORS.items()}}
+ALL = {
+    **CASES,
+    **SHARDED,
+    **MORE,
+    **MORE_SHARDED,
+    **KEEPING,
+    **WORKERS,
+    **{name: case for name, (case, _) in ERRORS.items()},
+}

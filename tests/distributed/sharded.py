@@ -5,11 +5,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.nn.functional import gelu
 
-from distributed.training import STEPS, Net, Ranks, Results, gradients, trained
+from backhaul._torch_api.kept_regions import kept_region
+from distributed.training import STEPS, Block, Net, Ranks, Results, gradients, trained
+
+
+class Keeping(Block):
+    """A block that keeps what its first product saves, a weight among it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with kept_region():
+            wide = gelu(self.up(self.norm(x)))
+        return x + self.dropout(self.down(wide))
 
 
 def sharded(
@@ -17,12 +28,13 @@ def sharded(
     *,
     shards_blocks: bool = True,
     is_wrapped_last: bool = False,
+    kind: type[nn.Module] = Block,
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Results:
     if dtype is not None:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    model = Net()
+    model = Net(kind=kind)
     if not is_wrapped_last:
         ranks.wrapped(model)
     for block in model.blocks if shards_blocks else ():

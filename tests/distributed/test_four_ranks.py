@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed.cases import CASES, MORE, MORE_SHARDED, SHARDED
+from distributed.cases import CASES, KEEPING, MORE, MORE_SHARDED, SHARDED
 from distributed.workers import DRAINED, KILLED
 from support.processes import WorkerProcess
 from support.torchrun import Outcome, outcomes
@@ -12,7 +12,7 @@ from support.torchrun import Outcome, outcomes
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 SAVED = [f"{name}: activations" for name in ("ddp", "block", "collectives", "1f1b")]
-SAVED_SHARDED = [f"{name}: activations" for name in ("fsdp", "fsdp in bfloat16", "fsdp 1", "fsdp in a mesh")]
+SAVED_SHARDED = [f"{name}: activations" for name in ("fsdp", "fsdp in bfloat16", "fsdp 1", "fsdp in a mesh", *KEEPING)]
 NAMES = [*CASES, *MORE, *SAVED, *SHARDED, *MORE_SHARDED, *SAVED_SHARDED]
 
 

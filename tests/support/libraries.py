@@ -1,9 +1,10 @@
 """Runs the examples of integrations, with and without Backhaul, and compares what they trained."""
 
 import importlib.util
+import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from backhaul import Report
+from support.torchrun import run_ranks
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples/integrations"
@@ -52,6 +54,33 @@ def assert_equal_states(expected: torch.nn.Module, actual: torch.nn.Module) -> N
     left, right = expected.state_dict(), actual.state_dict()
     assert left.keys() == right.keys()
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+def assert_ranks_train_equally(
+    name: str, worker: str, folder: Path, environment: Mapping[str, str] | None = None
+) -> float:
+    """Does what `assert_trains_equally` does on each of two ranks, and compares the last gradients as well.
+
+    Returns:
+        The smaller of the ranks' shares of segments that travel.
+    """
+    rank = str(Path(__file__).parents[1] / "libraries/rank.py")
+    without, ours = folder / "without", folder / "with"
+    without.mkdir()
+    ours.mkdir()
+    # In processes of their own, because a process group cannot be created twice in the same ones.
+    run_ranks(2, [rank, name, str(without)], timeout_s=150, environment=environment)
+    run_ranks(2, [rank, name, str(ours), worker], timeout_s=150, environment=environment)
+    shares = []
+    for number in range(2):
+        left, right = (torch.load(of / f"{number}.pt") for of in (without, ours))
+        assert left.keys() == right.keys()
+        assert [key for key in left if not torch.equal(left[key], right[key])] == []
+        outcome = json.loads((ours / f"{number}.json").read_text())
+        assert outcome["travels"] >= 0.9, outcome
+        assert outcome["remote"], outcome
+        shares.append(outcome["travels"])
+    return min(shares)
 
 
 def documented_share(row: str) -> float:

@@ -53,10 +53,26 @@ def outcomes(
         timeout_s: Seconds after which the processes are ended.
         environment: Further variables for the ranks.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    run_ranks(ranks, [str(_RANK), " ".join(workers), str(folder), *names], timeout_s, environment)
+    by_rank = [json.loads((folder / str(rank)).read_text()) for rank in range(ranks)]
+    return {name: [Outcome(**of_rank[name]) for of_rank in by_rank] for name in names}
+
+
+def run_ranks(
+    ranks: int, command: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None
+) -> None:
+    """Runs a script in several processes of this machine, which must all succeed.
+
+    Args:
+        ranks: The number of processes.
+        command: The script and its arguments.
+        timeout_s: Seconds after which the processes are ended.
+        environment: Further variables for the ranks.
+    """
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(
-            [*command, str(_RANK), " ".join(workers), str(folder), *names],
+            [*torchrun, *command],
             stdout=said,
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **(environment or {})},
@@ -70,5 +86,3 @@ def outcomes(
             process.wait()
         said.seek(0)
         assert process.returncode == 0, said.read()
-    by_rank = [json.loads((folder / str(rank)).read_text()) for rank in range(ranks)]
-    return {name: [Outcome(**of_rank[name]) for of_rank in by_rank] for name in names}

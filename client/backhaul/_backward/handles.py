@@ -28,7 +28,7 @@ class CheckpointedCall:
         options: The options of the call.
         recording: The recording of the call. It grows during the call and does not change afterwards.
         local_reason: Why only the trainer can recompute the call, if that is known before the call; else empty.
-        inside_reason: Why the graph of the segment's inside must stay, if that is known before the call; else empty.
+        inside_reason: Why the graph of the segment's inside must stay, if options or regions decide that; else empty.
     """
 
     name: str

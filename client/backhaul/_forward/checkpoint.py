@@ -30,6 +30,7 @@ from backhaul._forward.reference_counts import has_other_references
 from backhaul._forward.saved_tensor_hooks import SavedTensorHooks, unpack
 from backhaul._observe.report import Journal
 from backhaul._observe.telemetry import CallLog, Telemetry
+from backhaul._torch_api.kept_regions import outside_of_kept_regions
 from backhaul._torch_api.options import Options
 from backhaul._torch_api.selective import Hooks, Selection
 from backhaul_runtime.errors import Refusal
@@ -175,7 +176,7 @@ def _run_segment(
         started = perf_counter()
         nesting.active = True
         try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, unpack), recorder, context:
+            with outside_of_kept_regions(), torch.autograd.graph.saved_tensors_hooks(pack, unpack), recorder, context:
                 returned.append(fn(*args, **kwargs))
         finally:
             nesting.active = False
@@ -183,6 +184,8 @@ def _run_segment(
             table.end_call()
         _check_ended(returned, options, had_cuda)
         ended = perf_counter()
+        if pack.has_kept_region:
+            call = replace(call, inside_reason="regions of it keep their activations")
         build = partial(
             Frame,
             call,

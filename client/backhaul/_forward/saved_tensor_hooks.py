@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from torch import Tensor
 
 from backhaul._backward.handles import Handle, HandleTable
+from backhaul._torch_api.kept_regions import is_in_kept_region
 from backhaul._torch_api.selective import Hooks, KeptTensor, Selection
 from backhaul_runtime.errors import SavedTensorModifiedError
 from backhaul_runtime.program.op_rules import hides_write
@@ -24,6 +25,7 @@ class SavedTensorHooks:
     Attributes:
         recorder: Records the call during its forward; None afterwards.
         packed_bytes: Bytes that autograd saved and that are not kept. Each storage counts once, leaves do not count.
+        has_kept_region: Whether autograd saved a tensor inside `kept_region`.
     """
 
     def __init__(self, hold: Hold, selection: Selection | None, hooks: Hooks | None) -> None:
@@ -33,6 +35,7 @@ class SavedTensorHooks:
         self._hooks = hooks
         self.recorder: Recorder | None = None
         self.packed_bytes = 0
+        self.has_kept_region = False
         self._packed = StorageLedger()
         self._of_this_op: list[tuple[Handle, Tensor]] = []
         self._undefined: list[tuple[KeptTensor, Tensor]] = []
@@ -49,7 +52,9 @@ class SavedTensorHooks:
                 self._expect(handle.kept, handle.index, tensor)
         if handle.kept is not None:
             return handle
-        if recorder.has_lost_track:
+        in_kept_region = is_in_kept_region()
+        self.has_kept_region |= in_kept_region
+        if in_kept_region or recorder.has_lost_track:
             handle.kept = self._keep(handle.index, tensor)
             return handle
         self._of_this_op.append((handle, tensor))
