@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from backhaul._observe.warnings import NotRemoteWarning
     from backhaul._session import Session
     from backhaul._torch_api.wrap import SegmentModule, unwrap
+    from backhaul_runtime.program.adapters import register_adapter
 
 __all__ = [
     "AccumulationError",
@@ -101,6 +102,7 @@ __all__ = [
     "current_session",
     "noop_context_fn",
     "patched",
+    "register_adapter",
     "set_checkpoint_debug_enabled",
     "set_checkpoint_early_stop",
     "unwrap",
@@ -127,6 +129,7 @@ _HOMES = {
     "current_session": "backhaul._api",
     "noop_context_fn": _TORCHS,
     "patched": "backhaul._api",
+    "register_adapter": "backhaul_runtime.program.adapters",
     "set_checkpoint_debug_enabled": _TORCHS,
     "set_checkpoint_early_stop": _TORCHS,
     "unwrap": "backhaul._torch_api.wrap",

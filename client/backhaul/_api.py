@@ -45,6 +45,7 @@ def connect(
     unix_socket: bool | None = None,
     connections: int | None = None,
     memory_bytes: int | None = None,
+    allow: Sequence[str] | None = None,
     telemetry: bool | None = None,
     run: str | None = None,
     tags: Sequence[str] | None = None,
@@ -93,6 +94,8 @@ def connect(
         connections: Number of connections to each worker, over which large tensors are striped; 0 (default) chooses it
             by measurements.
         memory_bytes: Memory budget of a worker that this call starts.
+        allow: What a worker that this call starts runs beside torch's own ops, as `backhaul worker --allow` takes it:
+            names of installed packages or modules, or of single classes as "module:name". See docs/allow.md.
         telemetry: Whether steps and segments are reported to workers, for dashboards (default: yes).
         run: What people call the run on dashboards, such as "lora-32k"; at most 100 characters.
         tags: Tags by which dashboards find the run, at most 16 of at most 40 characters.
@@ -141,6 +144,7 @@ def connect(
             unix_socket=unix_socket,
             connections=connections,
             memory_bytes=memory_bytes,
+            allow=allow,
             telemetry=telemetry,
             run=run,
             tags=tags,

@@ -34,6 +34,7 @@ _CHOICES = {
     "compression": COMPRESSED,
     "local": LOCALS,
 }
+_LISTS = frozenset({"tags", "allow"})
 SECRETS = frozenset({"token_file"})
 """Settings that reports must not show."""
 DESCRIPTIVE = frozenset({"run", "tags", "notes"})
@@ -146,6 +147,10 @@ class Config:
     memory_bytes: int = 0
     """Memory budget in bytes of a worker that connect() starts; 0 for half of this machine's memory."""
 
+    allow: tuple[str, ...] = ()
+    """What a worker that connect() starts runs beside torch's own ops: names of installed packages or modules, or of
+    single classes as "module:name". Other workers have their operators' lists. See docs/allow.md."""
+
     telemetry: bool = True
     """Report steps and segments to workers, for dashboards."""
 
@@ -172,7 +177,7 @@ def resolve(**given: Any) -> Config:
     values: dict[str, Any] = {}
     for field in fields(Config):
         if given.get(field.name) is not None:
-            values[field.name] = _as_tuple(given[field.name]) if field.name == "tags" else given[field.name]
+            values[field.name] = _as_tuple(given[field.name]) if field.name in _LISTS else given[field.name]
         elif (text := in_environment(variable_of(field.name))) is not None:
             values[field.name] = _parse(field.name, type(field.default), text)
     if isinstance(values.get("plan"), PathLike):

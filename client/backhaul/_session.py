@@ -119,7 +119,7 @@ class Session:
         token_files = one_for_each(files, len(sources)) if sources else []
         try:
             if not sources:
-                self._embedded = EmbeddedWorker(config.memory_bytes, config.connect_timeout_s)
+                self._embedded = EmbeddedWorker(config.memory_bytes, config.connect_timeout_s, config.allow)
                 self._workers.add(connect_to(self._embedded.ensure))
             self._workers.open(dict(zip(sources, token_files, strict=True)), strict=config.strict)
             self._warn_if_useless()

@@ -418,7 +418,7 @@ CASES = {
     "memory NumPy wrote": Case(blocks, written_by_numpy, kept="no op wrote"),
     "alias by .data": Case(blocks, data_alias, kept="alias"),
     "foreign hooks": Case(blocks, foreign_hooks, kept="saved-tensor hooks"),
-    "torch's checkpoint inside": Case(blocks, torch_checkpoint_inside, kept="custom autograd function saves"),
+    "torch's checkpoint inside": Case(blocks, torch_checkpoint_inside, kept="custom autograd function"),
     "gradient inside": Case(blocks, gradient_inside, kept="is not on the list"),
     "backward inside": Case(blocks, backward_inside, kept="no recorded op made"),
     "requires_grad inside": Case(blocks, toggled_gradient),

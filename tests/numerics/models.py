@@ -201,7 +201,13 @@ FAMILIES: dict[str, Family] = {
         _llama_with_cache, _text, {"LlamaDecoderLayer": 2}, keeps="the cache keeps keys and values"
     ),
     "GPT-2": Family(_gpt2, _text, {"GPT2Block": 2}),
-    "BLOOM": Family(_bloom, _text, {"BloomBlock": 2}, kept="the custom autograd function GeLUFunction"),
+    "BLOOM": Family(
+        _bloom,
+        _text,
+        {"BloomBlock": 2},
+        kept="the custom autograd function GeLUFunction of transformers (a worker with --allow "
+        "transformers.models.bloom.modeling_bloom:GeLUFunction would run it)",
+    ),
     "BERT": Family(_bert, _text, {"BertLayer": 2}),
     "BERT, bf16 autocast": Family(_bert, _text, {"BertLayer": 2}, autocast=True),
     # One layer's weights in two segments.

@@ -61,6 +61,11 @@ def differing(ours: Sequence[Tensor | None], theirs: Sequence[Tensor | None]) ->
     return [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if not _equal(a, b)]
 
 
+def same_bits(ours: Sequence[Tensor | None], theirs: Sequence[Tensor | None]) -> None:
+    """Fails unless all are equal bit by bit."""
+    assert differing(ours, theirs) == []
+
+
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
         return a is b

@@ -22,6 +22,7 @@ from backhaul._worker_client.answer_checks import check_saved, contributions_in
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.errors import Refusal, WorkerLostError
 from backhaul_runtime.program.codec import decode_program, encode_program
+from backhaul_runtime.program.names import JoinedNames
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.record.recorder import FixedDigests
 from backhaul_runtime.record.recording import Recording
@@ -30,6 +31,7 @@ from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.tensors.layout import Layout, copy_exact
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.wire.bundle import unbundle
+from backhaul_server.worker.allowed import import_allowed
 from backhaul_server.worker.engine import runs
 from backhaul_server.worker.engine.runs import RunResult, SegmentInputs
 from backhaul_server.worker.rpc.segment_service import encode_contributions
@@ -104,6 +106,7 @@ class Loopback:
 
     Args:
         pins: As for a worker of other hardware.
+        allow: As for `backhaul worker`.
 
     Attributes:
         is_lost: All segments are lost, and none is taken.
@@ -111,7 +114,8 @@ class Loopback:
         given: What they and their backwards were given, by address.
     """
 
-    def __init__(self, *, pins: bool = False) -> None:
+    def __init__(self, *, pins: bool = False, allow: Sequence[str] = ()) -> None:
+        self.offers = [import_allowed(allow)] if allow else []
         self.fixed: FixedDigests | None = None
         self.pins = pins
         self.journal = Journal()
@@ -128,6 +132,9 @@ class Loopback:
 
     def keeps_activations(self, name: str) -> bool:
         return False
+
+    def allows(self) -> JoinedNames:
+        return JoinedNames(self.offers)
 
     def records_choices(self, device: torch.device) -> bool:
         return self.pins

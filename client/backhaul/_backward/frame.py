@@ -28,6 +28,7 @@ from backhaul_runtime.errors import (
     BudgetError,
     DrainingError,
     LimitError,
+    ReplayError,
     SavedTensorModifiedError,
     StaleTensorError,
     TransferError,
@@ -35,6 +36,7 @@ from backhaul_runtime.errors import (
     WorkerError,
     WorkerLostError,
 )
+from backhaul_runtime.program.names import names
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.record.recording import SavedTensor
 from backhaul_runtime.replay.replay import Contribution
@@ -286,6 +288,10 @@ class Frame:
         """
         remote = self.remote
         assert remote is not None
+        if changed := self.call.recording.changed_function():
+            raise ReplayError(
+                f"the custom autograd function {changed}, or a value that it reads, was changed after forward"
+            )
         summed, checks_bytes = self.consumers.sources if summed is None else summed, self.call.options.checks_bytes
         answer = remote.backward(
             gradients, state, summed, self._due(), kept, summed & set(unsent), upcoming, checks_bytes=checks_bytes
@@ -477,6 +483,7 @@ class Frame:
             self.lineage.take_back()
         self.remote = None
         self.local_reason = error.message.splitlines()[0]
+        names.deny(error.fields.get("function"), self.local_reason)
         self.call.log.mismatches += isinstance(error, CheckpointError)
         # The connection logs the loss of a worker once for all segments.
         self.call.log.fallback(

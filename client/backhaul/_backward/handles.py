@@ -15,7 +15,8 @@ from backhaul._torch_api.selective import KeptTensor
 from backhaul_runtime.errors import NotRemoteError
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.record.recording import Recording
-from backhaul_runtime.torch_internals.private import DisablePythonDispatcher, is_plain_backward
+from backhaul_runtime.torch_internals.pre_dispatch import unobserved
+from backhaul_runtime.torch_internals.private import is_plain_backward
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,7 +140,7 @@ class HandleTable:
             return self._call.check_kept(handle)
         if self._so_far is None:
             raise RuntimeError(f"segment {self._call.name}: the call raised, so nothing of it can be recomputed")
-        with self._lock, DisablePythonDispatcher():  # else the recorder would note the replay
+        with self._lock, unobserved():  # else the recorder would note the replay
             return local_recompute.saved_before(self._call.name, self._so_far(), self._call.recording, handle.index)
 
 

@@ -145,7 +145,8 @@ def gradients_here(
     state = ambient_state.capture()
     with _ours(values):
         replay = replay_here(name, program, recording, values, aids, histories=ways)
-        if ways is None:
+        # The backward of a custom function may draw random numbers, and then draws them from the trainer's generators.
+        if ways is None and not program.functions:
             ambient_state.apply(state, ambient_state.capture())
             return replay.backward(gradients)
     return replay.backward(gradients, create_graph=torch.is_grad_enabled())

@@ -28,6 +28,7 @@ from backhaul._worker_client.segment_upload import SegmentUpload, SourceTensor
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.process.fingerprint import DECISIVE, differences, fingerprint
 from backhaul_runtime.process.logs import about
+from backhaul_runtime.program.names import JoinedNames
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.record.recorder import FixedDigests
 from backhaul_runtime.record.recording import RecordedSource
@@ -72,6 +73,7 @@ class Dispatcher:
         self._speeds: Mapping[str, float] = {}
         self.fixed: FixedDigests | None = None
         self._sites = CallSites()
+        self._allows: JoinedNames | None = None
 
     def keeps_activations(self, name: str) -> bool:
         """Whether the trainer keeps the activations of the call that begins now, because the call is of its share.
@@ -99,6 +101,15 @@ class Dispatcher:
         mismatches = [self._differences(worker, worker_session, device.type) for worker, worker_session in up]
         return any(different and not different.keys() & DECISIVE for different in mismatches)
 
+    def allows(self) -> JoinedNames:
+        """Returns what the workers that are up run beside torch's own ops."""
+        if self._is_closed():
+            return JoinedNames()
+        up = tuple([worker_session.allowed for worker in self._workers if (worker_session := worker.up) is not None])
+        if self._allows is None or self._allows.offers != up:
+            self._allows = JoinedNames(up)
+        return self._allows
+
     def why_useless(self) -> str:
         """Returns why no worker that is up can be given any segment of this trainer; empty if one can."""
         reasons: dict[str, str] = {}
@@ -122,7 +133,10 @@ class Dispatcher:
             predicted = pending.site.predict(arguments, self.copies.hold)
         if predicted is not None:
             try:
-                pending.target = worker, worker_session, number = self._next_target()
+                worker, worker_session, number = self._next_target()
+                if name := worker_session.allowed.missing(predicted[0].program):
+                    raise Refusal(f"the worker {worker.connection.name} does not allow {name}")
+                pending.target = worker, worker_session, number
                 worker.uploader.save(
                     self._save_of(call, worker.connection, worker_session, number, *predicted, is_predicted=True)
                 )
@@ -157,6 +171,8 @@ class Dispatcher:
             )
         if len({source.value.device for source in recording.sources if source.layout.is_on_accelerator}) > 1:
             raise Refusal("its tensors are on several accelerators, but a worker uses only one")
+        if reason := worker_session.allowed.why_not_program(segment.program, recording.identities):
+            raise Refusal(f"{reason}, says the worker {worker.connection.name}")
         # After all refusals, because a segment that no worker takes must not be predicted.
         site = pending.site
         known, superseded = site.learn(segment.program, recording, tensors, pending.arguments)

@@ -34,6 +34,7 @@ from backhaul._torch_api.kept_regions import outside_of_kept_regions
 from backhaul._torch_api.options import Options
 from backhaul._torch_api.selective import Hooks, Selection
 from backhaul_runtime.errors import Refusal
+from backhaul_runtime.program.names import JoinedNames
 from backhaul_runtime.program.op_list import allowed_ops
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.record.recorder import FixedDigests, Recorder
@@ -69,6 +70,9 @@ class Destination(Protocol):
 
     def records_choices(self, device: torch.device) -> bool:
         """Whether a worker computes other bits than a device of this trainer, see NOTE [Recorded choices]."""
+
+    def allows(self) -> JoinedNames:
+        """Returns what workers run beside torch's own ops."""
 
     def begin(self, call: CheckpointedCall, fn: Callable[..., Any], arguments: list[Tensor]) -> PendingCall:
         """Sends the inputs of a call that begins now, if its program can be predicted.
@@ -160,6 +164,7 @@ def _run_segment(
         traces=options.debug,
         pins=destination.records_choices(arguments[0].device if arguments else torch.device("cpu")),
         fixed=destination.fixed,
+        allows=destination.allows(),
     )
     inside_reason = 'returns="activations" was requested' if options.returns == "activations" else ""
     if selection is not None:

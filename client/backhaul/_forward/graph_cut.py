@@ -72,7 +72,7 @@ def find_graph_uses(
                 targets[cast.grad_fn, cast.output_nr] = len(taking)
                 taking.append(cast)
                 casts.append(source)
-    uses = find_uses(outputs, targets, recorder.first_sequence, len(taking))
+    uses = find_uses(outputs, targets, recorder.first_sequence, len(taking), recorder.function_nodes)
     if any(output.grad_fn is None for output in outputs):
         raise Refusal("it returns a tensor whose requires_grad it turned on")
     if not any(uses[: len(taking)]):

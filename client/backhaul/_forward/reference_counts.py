@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
-from backhaul_runtime.torch_internals.graph_uses import leaf_nodes
+from backhaul_runtime.torch_internals.graph_uses import is_custom, leaf_nodes
 from backhaul_runtime.torch_internals.private import base_of, container_node, leaf_of, leaf_references, pytree
 
 
@@ -60,8 +61,13 @@ def _is_tensor_held(output: Tensor) -> bool:
     return (
         output.retains_grad
         or (base_of(output) is not None and sys.getrefcount(base_of(output)) > _IDLE_BASE)
-        or (output.grad_fn is not None and sys.getrefcount(output.grad_fn) > _IDLE_NODE)
+        or (output.grad_fn is not None and sys.getrefcount(output.grad_fn) > _idle_of(output.grad_fn))
     )
+
+
+def _idle_of(node: Node) -> int:
+    """Returns the reference count of a node that nothing in Python refers to. A custom function's is an object."""
+    return _IDLE_NODE if not is_custom(node) else _IDLE_FUNCTION
 
 
 def _visit(
@@ -102,16 +108,27 @@ def _references(container: Any) -> Iterator[Any]:
     yield from getattr(container, "__dict__", {}).values()
 
 
-def _idle_counts() -> tuple[int, int, int]:
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * 2
+
+
+def _idle_counts() -> tuple[int, int, int, int]:
     """Returns the reference counts of objects without other references, in this version of Python and torch."""
     x = torch.zeros(2, requires_grad=True)
     with torch.enable_grad():
-        tensors = {0: (x * 1).view(2, 1)}
+        tensors = {0: (x * 1).view(2, 1), 1: _Doubled.apply(x)}  # type: ignore[no-untyped-call]
     return (
         sys.getrefcount(tensors[0]),
         sys.getrefcount(base_of(tensors[0])),
         sys.getrefcount(tensors[0].grad_fn),
+        sys.getrefcount(tensors[1].grad_fn),
     )
 
 
-_IDLE, _IDLE_BASE, _IDLE_NODE = _idle_counts()
+_IDLE, _IDLE_BASE, _IDLE_NODE, _IDLE_FUNCTION = _idle_counts()

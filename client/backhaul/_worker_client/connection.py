@@ -17,7 +17,7 @@ import random
 import socket
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import time
 
@@ -48,6 +48,7 @@ from backhaul_runtime.process.credentials import bearer, read_token
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.process.threads import only_in
 from backhaul_runtime.process.tls import TlsFiles, why_refused
+from backhaul_runtime.program.names import OfferedNames
 from backhaul_runtime.version import version
 from backhaul_runtime.wire.clock import ClockOffset
 from backhaul_runtime.wire.protocol import CHANNEL_OPTIONS, PROTOCOL_VERSION, options_to
@@ -81,6 +82,7 @@ class WorkerSession:
         memory: Memory shared with a worker on this machine; None if there is none.
         crosses_network: Whether the worker is reached over TCP, and not through memory or a socket of this machine.
         version: The worker's version of Backhaul.
+        allowed: What the worker runs beside torch's own ops.
     """
 
     number: int
@@ -91,6 +93,7 @@ class WorkerSession:
     memory: TrainerSharedMemory | None = None
     crosses_network: bool = False
     version: str = ""
+    allowed: OfferedNames = field(default_factory=OfferedNames)
 
 
 def trainer_name() -> str:
@@ -408,6 +411,7 @@ class Connection:
             memory := self._share(address, answer),
             memory is None and not address.unix_path and not self._has_switched,
             answer.worker_version,
+            OfferedNames.of(answer.allowed),
         )
         # Opening takes longer than this request, which therefore compares the clocks better.
         self._ask(self._worker_session)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
@@ -26,8 +27,9 @@ _DYING_S = 0.5
 class EmbeddedWorker:
     """Starts a worker when its address is requested, and again if it died. Not thread-safe."""
 
-    def __init__(self, memory_bytes: int, start_timeout_s: float) -> None:
+    def __init__(self, memory_bytes: int, start_timeout_s: float, allow: Sequence[str] = ()) -> None:
         self._memory_bytes = memory_bytes
+        self._allow = allow
         self._start_timeout_s = start_timeout_s
         # mkdtemp uses mode 0700, so only this user can access the socket.
         self._directory = Path(tempfile.mkdtemp(prefix="backhaul-"))
@@ -64,6 +66,10 @@ class EmbeddedWorker:
             arguments += ["--memory", f"{self._memory_bytes}B"]
         # The session's settings apply to this worker, not variables that are meant for other workers.
         environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
+        for name in self._allow:
+            arguments += ["--allow", name]
+        if self._allow:  # it may lie beside the script that trains, where only this process looks for modules
+            environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "backhaul", *arguments],  # -P keeps modules of the working directory out

@@ -37,13 +37,14 @@ class Program(_message.Message):
     SAVED_COUNT_FIELD_NUMBER: _builtins.int
     SAVED_BYTES_FIELD_NUMBER: _builtins.int
     CASTS_FIELD_NUMBER: _builtins.int
+    TYPES_FIELD_NUMBER: _builtins.int
     format: _builtins.int
     saved_count: _builtins.int
     """Tensors that autograd saves while the program runs, and the bytes of their distinct storages that no node declares."""
     saved_bytes: _builtins.int
     @_builtins.property
     def ops(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """"namespace.name.overload", each once."""
+        """"namespace.name.overload" of an op, or "module:name" of a custom autograd function, each once."""
 
     @_builtins.property
     def ambient_states(self) -> _containers.RepeatedCompositeFieldContainer[Global___AmbientState]: ...
@@ -61,6 +62,10 @@ class Program(_message.Message):
         the cast's dtype, as those of source len(sources) + i.
         """
 
+    @_builtins.property
+    def types(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """"module:name" of the types of objects among the arguments, each once."""
+
     def __init__(
         self,
         *,
@@ -73,10 +78,11 @@ class Program(_message.Message):
         saved_count: _builtins.int = ...,
         saved_bytes: _builtins.int = ...,
         casts: _abc.Iterable[_builtins.int] | None = ...,
+        types: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ambient_states", b"ambient_states", "casts", b"casts", "format", b"format", "nodes", b"nodes", "ops", b"ops", "outputs", b"outputs", "saved_bytes", b"saved_bytes", "saved_count", b"saved_count", "sources", b"sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ambient_states", b"ambient_states", "casts", b"casts", "format", b"format", "nodes", b"nodes", "ops", b"ops", "outputs", b"outputs", "saved_bytes", b"saved_bytes", "saved_count", b"saved_count", "sources", b"sources", "types", b"types"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -277,6 +283,7 @@ class Argument(_message.Message):
     TENSOR_FIELD_NUMBER: _builtins.int
     LIST_FIELD_NUMBER: _builtins.int
     GENERATOR_FIELD_NUMBER: _builtins.int
+    OBJECT_FIELD_NUMBER: _builtins.int
     boolean: _builtins.bool
     integer: _builtins.int
     real: _builtins.float
@@ -298,6 +305,10 @@ class Argument(_message.Message):
     def generator(self) -> Global___Nothing:
         """The generator whose state the node's draw carries."""
 
+    @_builtins.property
+    def object(self) -> Global___Object:
+        """An object or a tensor of a class of its own, by its parts."""
+
     def __init__(
         self,
         *,
@@ -314,12 +325,13 @@ class Argument(_message.Message):
         tensor: Global___Reference | None = ...,
         list: Global___ArgumentList | None = ...,
         generator: Global___Nothing | None = ...,
+        object: Global___Object | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["boolean", b"boolean", "complex", b"complex", "device", b"device", "dtype", b"dtype", "generator", b"generator", "integer", b"integer", "layout", b"layout", "list", b"list", "memory_format", b"memory_format", "nothing", b"nothing", "real", b"real", "tensor", b"tensor", "text", b"text", "value", b"value"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["boolean", b"boolean", "complex", b"complex", "device", b"device", "dtype", b"dtype", "generator", b"generator", "integer", b"integer", "layout", b"layout", "list", b"list", "memory_format", b"memory_format", "nothing", b"nothing", "object", b"object", "real", b"real", "tensor", b"tensor", "text", b"text", "value", b"value"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boolean", b"boolean", "complex", b"complex", "device", b"device", "dtype", b"dtype", "generator", b"generator", "integer", b"integer", "layout", b"layout", "list", b"list", "memory_format", b"memory_format", "nothing", b"nothing", "real", b"real", "tensor", b"tensor", "text", b"text", "value", b"value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boolean", b"boolean", "complex", b"complex", "device", b"device", "dtype", b"dtype", "generator", b"generator", "integer", b"integer", "layout", b"layout", "list", b"list", "memory_format", b"memory_format", "nothing", b"nothing", "object", b"object", "real", b"real", "tensor", b"tensor", "text", b"text", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_value: _TypeAlias = _typing.Literal["nothing", "boolean", "integer", "real", "complex", "text", "dtype", "layout", "memory_format", "device", "tensor", "list", "generator"]  # noqa: Y015
+    _WhichOneofReturnType_value: _TypeAlias = _typing.Literal["nothing", "boolean", "integer", "real", "complex", "text", "dtype", "layout", "memory_format", "device", "tensor", "list", "generator", "object"]  # noqa: Y015
     _WhichOneofArgType_value: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_value) -> _WhichOneofReturnType_value | None: ...
 
@@ -381,6 +393,30 @@ class ArgumentList(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ArgumentList: _TypeAlias = ArgumentList  # noqa: Y015
+
+@_typing.final
+class Object(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TYPE_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    type: _builtins.int
+    """Index into Program.types."""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Argument]: ...
+    def __init__(
+        self,
+        *,
+        type: _builtins.int = ...,
+        parts: _abc.Iterable[Global___Argument] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts", "type", b"type"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Object: _TypeAlias = Object  # noqa: Y015
 
 @_typing.final
 class AmbientState(_message.Message):

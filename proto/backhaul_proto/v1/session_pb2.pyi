@@ -87,6 +87,7 @@ class OpenSessionResponse(_message.Message):
     CLOCK_S_FIELD_NUMBER: _builtins.int
     MEMORY_PATH_FIELD_NUMBER: _builtins.int
     SOCKET_PATH_FIELD_NUMBER: _builtins.int
+    ALLOWED_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     worker_version: _builtins.str
@@ -104,6 +105,10 @@ class OpenSessionResponse(_message.Message):
     def fingerprint(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """What its numbers depend on and cannot be set: bits are equal where all values are."""
 
+    @_builtins.property
+    def allowed(self) -> Global___Allowed:
+        """What its operator allows beside torch's own ops."""
+
     def __init__(
         self,
         *,
@@ -116,15 +121,98 @@ class OpenSessionResponse(_message.Message):
         clock_s: _builtins.float = ...,
         memory_path: _builtins.str = ...,
         socket_path: _builtins.str = ...,
+        allowed: Global___Allowed | None = ...,
         checksum: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["allowed", b"allowed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "checksum", b"checksum", "clock_s", b"clock_s", "fingerprint", b"fingerprint", "lease_s", b"lease_s", "memory_path", b"memory_path", "protocol_version", b"protocol_version", "session", b"session", "socket_path", b"socket_path", "worker_version", b"worker_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed", b"allowed", "budget_bytes", b"budget_bytes", "checksum", b"checksum", "clock_s", b"clock_s", "fingerprint", b"fingerprint", "lease_s", b"lease_s", "memory_path", b"memory_path", "protocol_version", b"protocol_version", "session", b"session", "socket_path", b"socket_path", "worker_version", b"worker_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenSessionResponse: _TypeAlias = OpenSessionResponse  # noqa: Y015
+
+@_typing.final
+class Allowed(_message.Message):
+    """Names that programs may hold because the worker's operator installed and allowed them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class PackagesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class FunctionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    PACKAGES_FIELD_NUMBER: _builtins.int
+    FUNCTIONS_FIELD_NUMBER: _builtins.int
+    OPS_FIELD_NUMBER: _builtins.int
+    TYPES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def packages(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Version by the name that the operator gave, "-" where it has none."""
+
+    @_builtins.property
+    def functions(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Digest of the code, in hexadecimal, by "module:name" of each custom autograd function."""
+
+    @_builtins.property
+    def ops(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """"namespace.name.overload" of ops of other libraries."""
+
+    @_builtins.property
+    def types(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """"module:name" of types of arguments."""
+
+    def __init__(
+        self,
+        *,
+        packages: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        functions: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        ops: _abc.Iterable[_builtins.str] | None = ...,
+        types: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["functions", b"functions", "ops", b"ops", "packages", b"packages", "types", b"types"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Allowed: _TypeAlias = Allowed  # noqa: Y015
 
 @_typing.final
 class KeepSessionRequest(_message.Message):

@@ -4,6 +4,7 @@ The encoding is protobuf's deterministic one, so equal programs have equal bytes
 """
 
 import hashlib
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -12,8 +13,10 @@ from google.protobuf.message import DecodeError
 
 from backhaul_proto.v1 import program_pb2
 from backhaul_runtime.errors import ProgramError, TransferError
+from backhaul_runtime.program.names import names
 from backhaul_runtime.program.op_list import resolve
 from backhaul_runtime.program.program import (
+    Composite,
     GeneratorRef,
     Node,
     Program,
@@ -22,6 +25,7 @@ from backhaul_runtime.program.program import (
     ResultRef,
     Source,
     SourceRef,
+    is_function_name,
 )
 from backhaul_runtime.program.schema import check_call
 from backhaul_runtime.tensors.layout import dtype_named
@@ -34,7 +38,10 @@ MAX_SOURCES = 8_192
 MAX_OUTPUTS = 8_192
 MAX_SAVED = 100_000
 MAX_STATES = 1_024
-MAX_DEPTH = 4
+MAX_DEPTH = 12
+"""How deep lists and objects may be nested in each other."""
+
+MAX_TYPES = 1_024
 MAX_PROGRAM_BYTES = MAX_MESSAGE_BYTES - (64 << 10)
 MAX_SETTINGS = 64
 MAX_SETTING = 64
@@ -58,8 +65,10 @@ def address_of_program(encoded: bytes) -> bytes:
 def encode_program(program: Program) -> bytes:
     """Returns the deterministic encoding of a program."""
     ops = {name: index for index, name in enumerate(dict.fromkeys(node.op for node in program.nodes))}
+    types = {name: index for index, name in enumerate(program.types)}
     message = program_pb2.Program(
         format=FORMAT,
+        types=types,
         ops=ops,
         ambient_states=[encode_state(state) for state in program.ambient_states],
         sources=[
@@ -69,9 +78,9 @@ def encode_program(program: Program) -> bytes:
         nodes=[
             program_pb2.Node(
                 op=ops[node.op],
-                arguments=[_encode(value) for value in node.args],
+                arguments=[_encode(value, types) for value in node.args],
                 keyword_arguments=[
-                    program_pb2.KeywordArgument(name=name, value=_encode(value)) for name, value in node.kwargs
+                    program_pb2.KeywordArgument(name=name, value=_encode(value, types)) for name, value in node.kwargs
                 ],
                 ambient_state=node.ambient,
                 result_bytes=node.result_bytes,
@@ -140,7 +149,7 @@ def _name(value: torch.dtype | torch.layout | torch.memory_format) -> str:
     return str(value).removeprefix("torch.")
 
 
-def _encode(value: Any) -> program_pb2.Argument:  # noqa: PLR0912  one branch per kind of argument
+def _encode(value: Any, types: Mapping[str, int]) -> program_pb2.Argument:  # noqa: PLR0912  one branch per kind of argument
     make = program_pb2.Argument
     match value:
         case None:
@@ -168,7 +177,10 @@ def _encode(value: Any) -> program_pb2.Argument:  # noqa: PLR0912  one branch pe
         case GeneratorRef():
             return make(generator=program_pb2.Nothing())
         case tuple():
-            return make(list=program_pb2.ArgumentList(items=[_encode(item) for item in value]))
+            return make(list=program_pb2.ArgumentList(items=[_encode(item, types) for item in value]))
+        case Composite():
+            parts = [_encode(part, types) for part in value.parts]
+            return make(object=program_pb2.Object(type=types[value.type], parts=parts))
     raise AssertionError(f"the recorder accepted an argument of type {type(value).__name__}")
 
 
@@ -198,6 +210,7 @@ def decode_program(encoded: bytes, device: torch.device) -> Program:
         ("sources", len(message.sources), MAX_SOURCES),
         ("outputs", len(message.outputs), MAX_OUTPUTS),
         ("saved tensors", message.saved_count, MAX_SAVED),
+        ("types", len(message.types), MAX_TYPES),
         ("ambient states", len(message.ambient_states), MAX_STATES),
     ):
         if count > most:
@@ -213,6 +226,8 @@ class _Reader:
 
     def program(self) -> Program:
         message = self.message
+        for name in message.types:
+            names.check_type(name)
         states = tuple(decode_state(state) for state in message.ambient_states)
         if len({ambient_state.threads_of(state) for state in states}) > 1:
             raise ProgramError("a program has ambient states with different numbers of threads, one number is allowed")
@@ -230,6 +245,7 @@ class _Reader:
             saved_count=message.saved_count,
             saved_bytes=message.saved_bytes,
             casts=tuple(message.casts),
+            types=tuple(message.types),
         )
 
     def node(self, node: program_pb2.Node, state_count: int) -> Node:
@@ -239,12 +255,15 @@ class _Reader:
                 f"node {here} names op {node.op} and ambient state {node.ambient_state}: one of them is past the last"
             )
         name = self.message.ops[node.op]
-        op = resolve(name)
+        op = names.function(name) if is_function_name(name) else resolve(name)
         args = tuple(self.argument(argument) for argument in node.arguments)
         kwargs = tuple((pair.name, self.argument(pair.value)) for pair in node.keyword_arguments)
         if len({name for name, _ in kwargs}) < len(kwargs):
             raise ProgramError(f"node {here} ({name}) has a keyword argument twice")
-        check_call(op, args, dict(kwargs))
+        if not is_function_name(name):
+            check_call(op, args, dict(kwargs))
+        elif kwargs or node.given:
+            raise ProgramError(f"node {here} ({name}) has keyword arguments or recorded choices, a function has none")
         if any(given.source >= len(self.message.sources) for given in node.given):
             raise ProgramError(f"node {here} ({name}) has a recorded choice in a source past the last")
         self.result_counts.append(len(node.result_bytes))
@@ -294,6 +313,9 @@ class _Reader:
                 return self.ref(argument.tensor)
             case "generator":
                 return GeneratorRef()
+            case "object" if depth < MAX_DEPTH and argument.object.type < len(self.message.types):
+                parts = tuple(self.argument(part, depth + 1) for part in argument.object.parts)
+                return Composite(self.message.types[argument.object.type], parts)
             case "list" if depth < MAX_DEPTH:
                 return tuple(self.argument(item, depth + 1) for item in argument.list.items)
         raise ProgramError(f"an argument can't be decoded: {kind or 'empty'} {str(value)[:80]!r}")

@@ -3,7 +3,8 @@
 `make ops` generates the list, `ops.txt`. It runs torch's module and op databases, the model families of `transformers`
 and some further functions under the recorder, the databases also under vmap. So the list holds the ops that models call
 above autograd: it has no backward ops, no ops that read files, no sparse or quantized ops, and no ops of other
-libraries. Ops that read what they are given without checking it have a rule in `unsafe_arguments`, or are left out.
+libraries, which an operator may allow: see NOTE [Names]. Ops that read what they are given without checking it have a
+rule in `unsafe_arguments`, or are left out.
 """
 
 from functools import cache
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from backhaul_runtime.errors import ProgramError
+from backhaul_runtime.program.names import names
 from backhaul_runtime.torch_internals.private import OpOverload
 
 
@@ -26,7 +28,7 @@ def allowed_ops() -> frozenset[str]:
 @cache
 def resolve(name: str) -> OpOverload:
     """Returns the op of that name. Raises ProgramError if it is not on the list or this build of torch lacks it."""
-    if name not in allowed_ops():
+    if name not in allowed_ops() and name not in names.ops:
         raise ProgramError(f'the op "{name}" is not on the list of ops a worker runs', op=name)
     namespace, packet, overload = name.split(".")
     op: Any = getattr(torch.ops, namespace)

@@ -17,7 +17,7 @@ _NOT_THE_CALLERS = (
 )
 
 
-def describe_op(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> str:
+def describe_op(op: OpOverload | str, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> str:
     """Returns one line: the op, its arguments and results, and the line of the caller's code that called it."""
     given = [_shown(value) for value in args] + [f"{name}={_shown(value)}" for name, value in kwargs.items()]
     return f"{op}({', '.join(given)}) -> {_shown(returned)}{_place()}"

@@ -1,6 +1,6 @@
 """A recorded call as data: the ops that ran, as seen above autograd, and where each argument came from."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -36,6 +36,19 @@ Ref = SourceRef | ResultRef
 
 
 @dataclass(frozen=True, slots=True)
+class Composite:
+    """An argument that is built from its parts, see `adapters`.
+
+    Attributes:
+        type: The name of its class.
+        parts: References, constants, and tuples and composites of both.
+    """
+
+    type: str
+    parts: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """The properties of a source that a replay needs, apart from its layout and values.
 
@@ -68,7 +81,7 @@ class Node:
     """One op of a program. Only the recorder changes it, directly after the op has run.
 
     Attributes:
-        op: The op's name, in the form "namespace.name.overload".
+        op: The op's name, in the form "namespace.name.overload"; or that of a custom autograd function, "module:name".
         args: Positional arguments: references, constants, and tuples of both.
         kwargs: Keyword arguments as pairs of name and value, in the order of the call.
         ambient: The index of its ambient state in `Program.ambient_states`.
@@ -87,6 +100,16 @@ class Node:
     fresh_casts: bool = False
     given: tuple[RecordedChoice, ...] = ()
 
+    @property
+    def is_function(self) -> bool:
+        """Whether the node is a custom autograd function."""
+        return is_function_name(self.op)
+
+
+def is_function_name(name: str) -> bool:
+    """Whether a name is that of a custom autograd function, not of an op."""
+    return ":" in name
+
 
 @dataclass(frozen=True)
 class Program:
@@ -101,6 +124,7 @@ class Program:
         saved_bytes: Bytes of the distinct storages that autograd saves and that belong to no source or node's result.
         casts: Indices of the sources of which autocast's cache holds a cast when the program ends. Uses of the `i`-th
             cast give contributions of their own, under the number `len(sources) + i`; see NOTE [Casts].
+        types: The names of the types of composite arguments.
     """
 
     sources: tuple[Source, ...]
@@ -110,11 +134,17 @@ class Program:
     saved_count: int
     saved_bytes: int
     casts: tuple[int, ...] = ()
+    types: tuple[str, ...] = ()
 
     @cached_property
     def working_bytes(self) -> int:
         """An upper bound of the bytes that a replay holds before backward, without its sources."""
         return self.saved_bytes + sum(sum(node.result_bytes) for node in self.nodes)
+
+    @cached_property
+    def functions(self) -> frozenset[str]:
+        """The names of the custom autograd functions, and of the ops of other libraries than torch, that it runs."""
+        return frozenset(node.op for node in self.nodes if node.is_function or not node.op.startswith("aten."))
 
     @cached_property
     def draws(self) -> int:
@@ -137,6 +167,18 @@ class Program:
         return 2 * self.working_bytes + own + NODE_BYTES * len(self.nodes)
 
 
+def parts_in(value: Any) -> Iterator[Any]:
+    """Yields the items of an argument or of a tuple of arguments, and composites before what they are built from."""
+    if isinstance(value, Composite):
+        yield value
+        yield from parts_in(value.parts)
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from parts_in(item)
+    else:
+        yield value
+
+
 def numbers_in(program: Program) -> str:
     """Returns the numbers in a program as a text, in order, which distinguishes their types and signs.
 
@@ -145,14 +187,6 @@ def numbers_in(program: Program) -> str:
     """
     numbers: list[Any] = [program.ambient_states]
 
-    def visit(value: Any) -> None:
-        if isinstance(value, tuple):
-            for item in value:
-                visit(item)
-        elif isinstance(value, (int, float, complex)):
-            numbers.append(value)
-
     for node in program.nodes:
-        visit(node.args)
-        visit(node.kwargs)
+        numbers += [part for part in parts_in((node.args, node.kwargs)) if isinstance(part, (int, float, complex))]
     return repr(numbers)

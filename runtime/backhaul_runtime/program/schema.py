@@ -5,13 +5,13 @@ from typing import Any
 import torch
 
 from backhaul_runtime.errors import ProgramError
-from backhaul_runtime.program.program import GeneratorRef, ResultRef, SourceRef
+from backhaul_runtime.program.program import Composite, GeneratorRef, ResultRef, SourceRef
 from backhaul_runtime.torch_internals.private import OpOverload, arguments_of
 
 # The types of values that each kind of schema type accepts. A bool is an int in Python and in torch.
 _NUMBER = (int, float, complex)
 _ACCEPTED: dict[str, tuple[type, ...]] = {
-    "TensorType": (SourceRef, ResultRef, *_NUMBER),  # x * 2 records the number itself
+    "TensorType": (SourceRef, ResultRef, Composite, *_NUMBER),  # x * 2 records the number itself
     "IntType": (int, torch.dtype, torch.layout, torch.memory_format),
     "SymIntType": (int,),
     "FloatType": (float, int),

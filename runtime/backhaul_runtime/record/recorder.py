@@ -10,9 +10,12 @@ NOTE [What the recorder relies on]
    program before an op writes to them.
 4. The tensors that autograd saves in an op count as recorded only once the op itself is recorded, because recording an
    op may fail after the op has run.
+5. A custom autograd function that a worker allows is one node: the ops inside it are not recorded. Of those that no
+   worker allows, the ops are recorded. The call is refused if such a function saves a tensor, or if an op uses a
+   differentiable one that it has returned.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -24,6 +27,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
 from backhaul_runtime.errors import Refusal, UnsupportedTensorError
+from backhaul_runtime.program.code_identity import identity_of_class, name_of_class
+from backhaul_runtime.program.names import JoinedNames, names
 from backhaul_runtime.program.op_rules import (
     ABSOLUTE,
     CHECKED_WHEN_RECORDED,
@@ -38,10 +43,22 @@ from backhaul_runtime.program.op_rules import (
     written_tensors,
 )
 from backhaul_runtime.program.op_trace import describe_op
-from backhaul_runtime.program.program import GeneratorRef, Node, Program, Ref, ResultRef, Source, SourceRef
+from backhaul_runtime.program.program import (
+    GeneratorRef,
+    Node,
+    Program,
+    Ref,
+    ResultRef,
+    Source,
+    SourceRef,
+)
 from backhaul_runtime.program.unsafe_arguments import check_values
+from backhaul_runtime.record.context_tensors import ContextTensors
+from backhaul_runtime.record.function_arguments import CONSTANTS, FunctionArguments
+from backhaul_runtime.record.function_watch import FunctionWatch
 from backhaul_runtime.record.recording import Recording, SavedTensor
 from backhaul_runtime.record.sources import Hold, SourceLedger
+from backhaul_runtime.replay.opaque_check import CHECKED, OpaqueCheck
 from backhaul_runtime.replay.recorded_choices import ChoiceRecorder, DrawRecorder
 from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest, digest_of
 from backhaul_runtime.tensors.digest import read_digest, saved_digest, tensor_address
@@ -54,11 +71,15 @@ from backhaul_runtime.torch_internals.pre_dispatch import PreDispatchMode
 from backhaul_runtime.torch_internals.private import (
     DisablePythonDispatcher,
     DisableTorchDispatch,
+    DisableTorchFunction,
     OpOverload,
     WeakTensorRef,
+    backward_class,
     base_of,
     identity_of,
     is_differentiable_view,
+    is_plain,
+    is_thin,
     next_sequence_number,
     sequence_number,
     top_saved_tensor_hooks,
@@ -121,6 +142,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         traces: Whether to describe each op in `trace`.
         pins: Whether to record what a replay on other hardware needs, see NOTE [Recorded choices].
         fixed: Digests of parameters that keep their values while calls share this object; None to compute all digests.
+        allows: What workers run beside the ops in `allowed`.
 
     Attributes:
         recording: The recording. It may outlive the recorder.
@@ -140,6 +162,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         traces: bool = False,
         pins: bool = False,
         fixed: "FixedDigests | None" = None,
+        allows: JoinedNames = JoinedNames(),  # noqa: B008  it never changes
     ) -> None:
         super().__init__()
         self.recording = Recording(has_recorded_choices=pins)
@@ -149,6 +172,17 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         self._allowed = allowed
         self._pack = pack
         self._op_ended = op_ended
+        self._allows = allows
+        self._why_not: dict[type, str] = {}
+        self._refused_function = ""  # why the custom function that runs is not recorded as a node
+        self._refused_nodes: dict[type, str] = {}  # why functions are not recorded, by the class of their nodes
+        self._check: OpaqueCheck | None = None  # of the op or function that runs, if no list of torch's ops has it
+        self._given: list[Tensor] = []  # the tensors among the arguments of the op or function that runs
+        self._classes: set[type] = set()  # of the autograd nodes that recorded custom functions have made
+        self._watch: FunctionWatch | None = None
+        self._arguments = FunctionArguments(allows)
+        self._on_contexts = ContextTensors()
+        self._scratch_bytes = 0
         self._nodes: list[Node] = []
         self._states: dict[ambient_state.State, int] = {}
         self._state: tuple[ambient_state.State, int] = (), 0  # of the last op; the next one usually has the same
@@ -158,6 +192,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         self._op = ""
         self._reads: bytes | None = None
         self._drawn_from = b""  # state of the generator before the op that runs
+        self._cpu_drawn_from = b""  # state of the CPU's default generator before the custom function that runs
         self._drawn_to = b""  # state of the CPU's default generator after the last recorded draw from it
         self._cleared = ambient_state.cleared_casts()
         self._contents: dict[tuple[Any, ...], Digest] = {}
@@ -177,6 +212,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         # Both refer to the recorder's owner: keeping them would make a cycle that keeps the inside of the call alive.
         self._pack = None
         self._op_ended = lambda _: None
+        self._watch = None
 
     def around(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an op and records it. Arguments are read before the op runs, results afterwards."""
@@ -193,6 +229,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             raise
         finally:
             self._op, self._reads = "", None
+            self._given.clear()
         began = perf_counter()
         with DisableTorchDispatch():
             self._guarded(self._after, op, node, args, kwargs, returned, draws)
@@ -202,8 +239,56 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         self.own_s += perf_counter() - began
         return returned
 
+    def around_function(self, function: type, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
+        """Runs a custom autograd function, and records it as one node (Rule 5)."""
+        began = perf_counter()
+        with DisableTorchDispatch(), DisableTorchFunction():
+            reason = self._reason_against(function)
+            node = None if reason else self._guarded(self._function_node, function, args)
+        self.own_s += perf_counter() - began
+        if node is None:
+            self._op, self._check = "", None
+            self._given.clear()
+            return self._around_refused(reason or str(self.recording.refusal), function, run)
+        watch = self._watch = self._watch or FunctionWatch(self._function_may_write, self.refuse)
+        watch.begin(function.__qualname__)
+        try:
+            with watch.within():
+                returned = run()
+        except BaseException:
+            self._forget_op()
+            raise
+        finally:
+            self._op = ""
+            self._given.clear()
+        began = perf_counter()
+        with DisableTorchDispatch(), DisableTorchFunction():
+            self._scratch_bytes = max(self._scratch_bytes, watch.made_bytes)
+            self._guarded(self._function_ended, node, args, returned, watch.draws)
+            self._op_ended(not self.has_lost_track)
+        if self.trace is not None:
+            self.trace.append(describe_op(node.op, args, {}, returned))
+        self.own_s += perf_counter() - began
+        return returned
+
+    def _reason_against(self, function: type) -> str:
+        if self.recording.refusal is not None:
+            return self.recording.refusal
+        if function not in self._why_not:
+            self._why_not[function] = self._allows.why_not_function(function)
+        return self._why_not[function]
+
+    def _around_refused(self, reason: str, function: Any, run: Callable[[], Any]) -> Any:
+        outer, self._refused_function = self._refused_function, reason
+        try:
+            return run()
+        finally:
+            self._refused_function = outer
+            self._refused_nodes[backward_class(function)] = reason
+
     def _forget_op(self) -> None:
         """Removes what was recorded of an op that raised an exception. The function may catch it and continue."""
+        self._check = None
         if self.recording.refusal is None:
             del self.recording.saved[self._recorded_saves :]
             del self.recording.generator_states[sum(node.draws for node in self._nodes) :]
@@ -228,6 +313,11 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         """Whether tensors that autograd saves from now on can't be recomputed from the recorded ops (Rule 3)."""
         return self.recording.refusal is not None
 
+    @property
+    def function_nodes(self) -> Set[type]:
+        """The classes of the autograd nodes that recorded custom functions have made."""
+        return self._classes
+
     def refuse(self, reason: str) -> None:
         """Sets the reason why this call can't be a program. If one is set already, it stays."""
         if self.recording.refusal is None:
@@ -250,6 +340,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         op_rules = rules(op)
         self._op = op_rules.name
         self._contents.clear()
+        self._given.clear()
         if op_rules.name in UNDEFINED_SAVES:
             self._reads = read_digest(tensors_in((args, tuple(kwargs.values()))))
         if self.recording.refusal is not None:
@@ -264,23 +355,16 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
     def _node(self, op: OpOverload, op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         if op_rules.is_collective:
             raise Refusal(f"the collective {op_rules.name}, in which the other ranks take part only once")
-        if op_rules.name not in self._allowed:
-            raise Refusal(f"the op {op_rules.name} is not on the list of ops a worker runs")
+        is_opaque = op_rules.name not in self._allowed
+        if is_opaque and (reason := self._allows.why_not_op(op_rules.name)):
+            raise Refusal(reason)
         if op_rules.name in ABSOLUTE and args[0] not in self._interior:
             raise Refusal(f"{op_rules.name} takes an offset in the storage of a tensor from outside")
-        hooks = top_saved_tensor_hooks(True)
-        # A replay packs with our hooks, so backward would get what those hooks would have changed.
-        if self._pack is not None and (hooks is None or hooks[0] is not self._pack):
-            raise Refusal("the function uses saved-tensor hooks of its own")
-        if torch.is_inference_mode_enabled():
-            raise Refusal("inference mode is on inside the function")
-        state = ambient_state.capture()
-        if state != self._state[0]:
-            self._state = state, self._states.setdefault(state, len(self._states))
+        self._check_surroundings()
         # Nothing recorded says what an op reads from memory that no op wrote, so a replay would read other values.
         if op_rules.reads_values and op_rules.name not in READS_ONLY_SHAPES and self._unwritten:
             self._check_reads(op_rules, args, kwargs)
-        self._drawn_from = self._generator_state(args, kwargs) if op_rules.draws else b""
+        self._drawn_from = self._generator_state(args, kwargs) if op_rules.draws or is_opaque else b""
         if op_rules.name in CHECKED_WHEN_RECORDED:
             try:
                 check_values(op_rules.name, op, args, kwargs)
@@ -297,6 +381,10 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             draws=op_rules.draws and self._pins is None,
             fresh_casts=ambient_state.cleared_casts() != self._cleared,
         )
+        if is_opaque:
+            names.ops.add(op_rules.name)
+            node.draws = op_rules.draws
+            self._begin_check(op_rules.name)
         self._cleared = ambient_state.cleared_casts()
         if node.draws:
             self._note_state(continues=self._drawn_from == self._drawn_to and _draws_from_cpu(args, kwargs))
@@ -310,6 +398,93 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             return args
         return (*args[:position], copy_exact(value), *args[position + 1 :])
 
+    def _check_surroundings(self) -> None:
+        """Notes the state that a node runs under. Raises Refusal if no replay can have it."""
+        hooks = top_saved_tensor_hooks(True)
+        # A replay packs with our hooks, so backward would get what those hooks would have changed.
+        if self._pack is not None and (hooks is None or hooks[0] is not self._pack):
+            raise Refusal("the function uses saved-tensor hooks of its own")
+        if torch.is_inference_mode_enabled():
+            raise Refusal("inference mode is on inside the function")
+        state = ambient_state.capture()
+        if state != self._state[0]:
+            self._state = state, self._states.setdefault(state, len(self._states))
+
+    def _begin_check(self, name: str) -> None:
+        """Begins the check of a node whose op or function is not torch's: of its arguments, before it runs."""
+        if self._pins is not None:
+            self._give_up_choices(Refusal(f"what {name} draws or decides can't be recorded for other hardware"))
+        self._check = OpaqueCheck(self._content)
+        self._check.add(self._given)
+        self._contents.clear()  # a kernel outside torch may write to an argument without a new version
+
+    def _end_check(self, name: str, results: list[Tensor]) -> None:
+        """Adds the results and contexts to the check of a node, and the check to the tensors that autograd saved."""
+        check, self._check = self._check, None
+        if check is None:
+            return
+        for result in results:
+            if is_custom(result.grad_fn):
+                self._classes.add(type(result.grad_fn))
+        check.add(results)
+        check.add_contexts(results)
+        for tensor in check.tensors:
+            self._on_contexts.add(tensor)
+        self._saving_nodes = len(self._nodes) + 1
+        self.recording.saved.append(SavedTensor(check.digest(), f"{name} (all that it read and kept)", CHECKED, -1, 0))
+
+    def _function_node(self, function: type, args: tuple[Any, ...]) -> Node:
+        name = name_of_class(function)
+        self._op = name
+        self._contents.clear()
+        self._check_surroundings()
+        if self._unwritten and any(storage_key(t) in self._unwritten for t in tensors_in(args)):
+            raise Refusal(f"the custom autograd function {function.__qualname__} gets memory that no op wrote")
+        self._given.clear()
+        arguments = tuple([self._arguments.part(value, self._ref) for value in args])
+        self._begin_check(name)
+        if name not in self.recording.identities:
+            names.functions[name] = function
+            self.recording.identities[name] = identity_of_class(function).digest()
+        self._drawn_from = self._generator_state(args, {})
+        self._cpu_drawn_from = self._drawn_from if _draws_from_cpu(args, {}) else self._generator_state((), {})
+        fresh_casts = ambient_state.cleared_casts() != self._cleared
+        return Node(name, arguments, (), self._state[1], (), draws=False, fresh_casts=fresh_casts)
+
+    def _function_may_write(self, tensor: Tensor) -> None:
+        self._guarded(self._function_writes, tensor)
+
+    def _function_writes(self, tensor: Tensor) -> None:
+        """Notes that a custom function is about to write to a tensor that it has not made."""
+        if all(storage_key(given) != storage_key(tensor) for given in self._given):
+            raise Refusal(f"{self._op} writes to a tensor that is not among its arguments")
+        self._save_before_write(tensor)
+
+    def _function_ended(self, node: Node, args: tuple[Any, ...], returned: Any, draws: bool) -> None:
+        """Records what a custom function has returned and drawn."""
+        if self.recording.refusal is not None:
+            self._check = None
+            return
+        results = tensors_in(returned)
+        custom = {type(result.grad_fn) for result in results if result.grad_fn is not None}
+        function = names.functions[node.op]
+        if not custom <= {backward_class(function)}:
+            raise Refusal(f"the custom autograd function {function.__qualname__} returns a view or another's result")
+        if not all(is_plain(type(result)) for result in results):
+            raise Refusal(f"the custom autograd function {function.__qualname__} returns a tensor subclass")
+        drawn_to, is_cpu = self._generator_state(args, {}), _draws_from_cpu(args, {})
+        if not is_cpu and self._generator_state((), {}) != self._cpu_drawn_from:
+            raise Refusal(f"the custom autograd function {function.__qualname__} draws from two generators")
+        if draws or drawn_to != self._drawn_from:
+            node.draws = True
+            self._note_state(continues=self._drawn_from == self._drawn_to and is_cpu)
+            self._drawn_to = drawn_to if is_cpu else self._drawn_to
+        self._cleared = ambient_state.cleared_casts()
+        self._know_results(results)
+        node.result_bytes = self._result_sizes(results)
+        self._end_check(node.op, results)
+        self._append(node)
+
     def _give_up_choices(self, refusal: Refusal) -> None:
         """Marks the call as one that workers with other hardware can't recompute. The trainer still can."""
         self._pins = None
@@ -317,8 +492,10 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return self._ref(value)
-        if value is None or type(value) in _CONSTANTS:
+            if is_plain(type(value)) or is_thin(type(value)):
+                return self._ref(value)
+            return self._arguments.composite(value, self._ref)
+        if value is None or type(value) in CONSTANTS:
             return value
         if isinstance(value, (list, tuple)):
             return tuple([self._argument(item) for item in value])
@@ -327,6 +504,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         raise Refusal(f"an argument of type {type(value).__name__} to {self._op}")
 
     def _ref(self, tensor: Tensor) -> Ref:
+        self._given.append(tensor)
         known = self._known.get(identity_of(tensor))
         if known is None:
             return self._source(tensor)
@@ -356,8 +534,9 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             # the trainer, as `decide` keeps the graph of a custom function.
             state = ambient_state.with_grad(tuple(self._states)[made.ambient])
             made.ambient = self._states.setdefault(state, len(self._states))
-        elif is_custom(node):
-            raise Refusal(f"the custom autograd function {name_of(node).removesuffix('Backward')}")
+        elif is_custom(node) and type(node) not in self._classes:
+            what = f"the custom autograd function {name_of(node).removesuffix('Backward')}"
+            raise Refusal(self._refused_nodes.get(type(node), what))
         # An op wrote a differentiable value to a view of the tensor, which gave the tensor a history.
         known.requires_grad, known.has_no_history = True, False
 
@@ -381,7 +560,12 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             raise Refusal(
                 "autocast's cache holds a cast of a weight from before the weight changed, or of another region's dtype"
             )
-        ref = SourceRef(self.sources.add(tensor, layout, address))
+        known = self.sources.alias_of(tensor, layout, address)
+        if known is not None:
+            ref = SourceRef(known)
+            self._know(tensor, ref)
+            return ref
+        ref = SourceRef(self.sources.add(tensor, layout, address, is_part=self._arguments.is_in_object))
         self._know(tensor, ref)
         return ref
 
@@ -467,23 +651,38 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         draws: DrawRecorder | None,
     ) -> None:
         results = tensors_in(returned)
-        sizes = [0 if self.sources.at(storage_key(r)) else self._interior.add(r) for r in results]
-        for result in results:
-            self._hidden_bytes.pop(storage_key(result), None)
+        sizes = self._result_sizes(results)
         if node is None or self.recording.refusal:
+            self._check = None
             return
-        for output, result in enumerate(results):
-            known = self._known.get(identity_of(result))
-            self._know(result, ResultRef(len(self._nodes), output) if known is None else known.ref)
+        self._know_results(results)
         for tensor in written_tensors(rules(op), args, kwargs):
             self._know(tensor, self._known[identity_of(tensor)].ref)
         if node.op in UNWRITTEN_RESULTS:
             self._unwritten.update(storage_key(result) for result in results if result.numel())
-        node.result_bytes = tuple(sizes)
+        node.result_bytes = sizes
+        if self._check is not None and not node.draws and self._generator_state(args, kwargs) != self._drawn_from:
+            node.draws = True  # though it has no tag that says so
+            self._note_state(continues=False)
+        self._end_check(node.op, results)
         if self._pins is not None:
             self._pin(self._pins, op, node, tensors_in((args, tuple(kwargs.values()))), results, draws)
         if node.draws and _draws_from_cpu(args, kwargs):
             self._drawn_to = self._generator_state((), {})
+        self._append(node)
+
+    def _result_sizes(self, results: list[Tensor]) -> tuple[int, ...]:
+        sizes = [0 if self.sources.at(storage_key(r)) else self._interior.add(r) for r in results]
+        for result in results:
+            self._hidden_bytes.pop(storage_key(result), None)
+        return tuple(sizes)
+
+    def _know_results(self, results: list[Tensor]) -> None:
+        for output, result in enumerate(results):
+            known = self._known.get(identity_of(result))
+            self._know(result, ResultRef(len(self._nodes), output) if known is None else known.ref)
+
+    def _append(self, node: Node) -> None:
         self._nodes.append(node)
         self._recorded_saves, self._recorded_sources = len(self.recording.saved), len(self.recording.sources)
 
@@ -510,7 +709,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
     def note_saved(self, tensor: Tensor) -> None:
         """Records a tensor that autograd saves. The pack hook calls it, in the thread of the call."""
         if not self._op:
-            self.refuse(FUNCTION_SAVES)
+            self.refuse(self._refused_function or FUNCTION_SAVES)
         began = perf_counter()
         try:
             self._note_saved(tensor)
@@ -561,7 +760,10 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         """
         expected = {identity_of(t) for output in outputs for t in (output, base_of(output)) if t is not None}
         return any(
-            isinstance(known.ref, ResultRef) and known.requires_grad and not known.impl.expired()
+            isinstance(known.ref, ResultRef)
+            and known.requires_grad
+            and not known.impl.expired()
+            and not self._on_contexts.is_only_holder(cdata)
             for cdata, known in self._known.items()
             if cdata not in expected
         )
@@ -625,12 +827,11 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             ambient_states=tuple(self._states),
             outputs=outputs,
             saved_count=self._recorded_saves,
-            saved_bytes=sum(self._hidden_bytes.values()),
+            saved_bytes=sum(self._hidden_bytes.values()) + self._scratch_bytes,
             casts=casts,
+            types=tuple(self._arguments.types),
         )
 
 
 FUNCTION_SAVES = "a custom autograd function saves a tensor"
 """A refusal without the function's name: when the function saves tensors, the graph has no node of it yet."""
-
-_CONSTANTS = frozenset({bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format, torch.device})

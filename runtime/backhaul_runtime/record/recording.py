@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from backhaul_runtime.program.code_identity import identity_of_class
+from backhaul_runtime.program.names import names
 from backhaul_runtime.tensors.deferred_digest import Digest, read
 from backhaul_runtime.tensors.layout import Layout
 
@@ -100,6 +102,7 @@ class Recording:
         generator_states: The generator state before each node that draws.
         continuing: Positions of those states that are the state which the draw before has left.
         has_recorded_choices: Whether draws and decisions are sources, and saved tensors have random projections.
+        identities: The identity of each custom autograd function of the call, by name, as it was in forward.
         unrecorded_choices: Why a draw or decision can't be sent to a worker with other hardware; empty if all can.
     """
 
@@ -110,6 +113,14 @@ class Recording:
     continuing: set[int] = field(default_factory=set)
     has_recorded_choices: bool = False
     unrecorded_choices: str = ""
+    identities: dict[str, str] = field(default_factory=dict)
+
+    def changed_function(self) -> str:
+        """Returns the name of a custom function that is not what it was in forward; empty if there is none."""
+        for name, identity in self.identities.items():
+            if identity_of_class(names.functions[name]).digest() != identity:
+                return name
+        return ""
 
     @property
     def states_to_send(self) -> list[bytes]:

@@ -59,17 +59,34 @@ class SourceLedger:
         """Returns the numbers of the sources that lie in a storage, given by its key."""
         return self._by_storage.get(storage, ())
 
-    def add(self, tensor: Tensor, layout: Layout, address: Digest) -> int:
+    def alias_of(self, tensor: Tensor, layout: Layout, address: Digest) -> int | None:
+        """Returns the number of a source with the same memory and contents as a tensor that takes no gradients.
+
+        None if there is none. A subclass of tensors may make such an alias at each use of a weight.
+        """
+        if tensor.requires_grad or not isinstance(address, bytes):
+            return None
+        offset = int(tensor.storage_offset())
+        for index in self.at(storage_key(tensor)):
+            source = self._noted[index]
+            is_same = (source.offset, source.named, source.layout) == (offset, address, layout)
+            if is_same and not source.requires_grad and not source.is_written and source.is_leaf == tensor.is_leaf:
+                return index
+        return None
+
+    def add(self, tensor: Tensor, layout: Layout, address: Digest, *, is_part: bool = False) -> int:
         """Adds a tensor from outside at its first use, before the op runs. Returns its number.
 
         Args:
             tensor: The caller's tensor. A copy is made if its contents may change before backward.
             layout: The layout of the tensor.
             address: Its address, possibly still on an accelerator.
+            is_part: Whether the tensor is a part of an object, as the scales of a quantised weight are. They change
+                like parameters do, if at all.
         """
         is_leaf, is_argument = tensor.is_leaf, self.is_argument(tensor)
         is_state = not tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter)
-        is_own_state = not is_argument and is_leaf and is_state and layout.span_bytes <= SMALL_BYTES
+        is_own_state = not is_argument and is_leaf and is_state and not is_part and layout.span_bytes <= SMALL_BYTES
         is_copy = is_argument or not is_leaf or is_own_state
         if not is_copy:
             value = tensor.detach()

@@ -13,6 +13,8 @@ NOTE [Lent memory]
 4. Ops that take an offset from the start of a storage could reach beyond a lent tensor, so they are refused for one.
 5. Therefore a stored tensor has the same digest in every replay, and a worker keeps the digest (`KnownDigests`). It
    computes the digest again once in `KNOWN_USES` uses, to detect memory that a hardware fault has damaged.
+6. The ops inside a custom function are watched too, but a kernel outside torch could still write anywhere. So the
+   digests of the sources of a program with such functions are computed again after each replay and each backward.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -23,9 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import Node as GraphNode
 
 from backhaul_runtime.errors import BackhaulError, ProgramError, Refusal, ReplayError
 from backhaul_runtime.program import unsafe_arguments
+from backhaul_runtime.program.names import names
 from backhaul_runtime.program.op_list import resolve
 from backhaul_runtime.program.op_rules import (
     ABSOLUTE,
@@ -36,8 +40,11 @@ from backhaul_runtime.program.op_rules import (
     written_tensors,
 )
 from backhaul_runtime.program.op_trace import describe_op
-from backhaul_runtime.program.program import GeneratorRef, Node, Program, ResultRef, SourceRef
+from backhaul_runtime.program.program import Composite, GeneratorRef, Node, Program, ResultRef, SourceRef, parts_in
+from backhaul_runtime.replay.draw_watch import DrawWatch
 from backhaul_runtime.replay.footprint import FootprintMeter
+from backhaul_runtime.replay.lent_memory_guard import LentMemoryGuard
+from backhaul_runtime.replay.opaque_check import OpaqueCheck
 from backhaul_runtime.replay.recorded_choices import ChoiceReplay
 from backhaul_runtime.replay.saved_tensors import SavedTensorPacker, VersionedTensor, unpacking
 from backhaul_runtime.replay.schedule import Footprint
@@ -49,8 +56,14 @@ from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.autocast_cache import cached_casts
 from backhaul_runtime.torch_internals.generators import default_generator, drawing_device
 from backhaul_runtime.torch_internals.graph_entries import with_history_of, with_own_history
-from backhaul_runtime.torch_internals.graph_uses import Target, Use, find_casts, find_uses
-from backhaul_runtime.torch_internals.private import DisableTorchDispatch, OpOverload, next_sequence_number, version_of
+from backhaul_runtime.torch_internals.graph_uses import Target, Use, find_casts, find_uses, is_custom
+from backhaul_runtime.torch_internals.private import (
+    DisableTorchDispatch,
+    DisableTorchFunction,
+    OpOverload,
+    next_sequence_number,
+    version_of,
+)
 from backhaul_runtime.torch_internals.storages import StorageLedger, storage_key
 
 _CHECKED_NODES = 64
@@ -131,6 +144,8 @@ class Replay:
         self._program = program
         self._is_own = is_own
         self._check = check
+        self._recorded: set[type] = set()  # of the nodes that custom functions have made
+        self._custom: list[tuple[str, GraphNode]] = []  # these nodes, each with the name of its function
         self._states = iter(generator_states)
         self.drawn_from: list[bytes] = []
         # Sources are lent: another replay may read the same memory, so a program writes only to copies.
@@ -164,6 +179,8 @@ class Replay:
         self._cuts, self._cut = self._last_written(sources, generator_states), dict[int, Tensor]()
         with torch.autograd.graph.saved_tensors_hooks(self._packing, unpacking(check)), context or nullcontext():
             results = self._run(meter, keeps_modes=context is not None)
+        if program.functions:  # Rule 6
+            contents.forget()
         self._outputs = [self._value(ref, results) for ref in program.outputs]
         for position, made in self._cut.items():
             self._outputs[position] = made
@@ -257,8 +274,10 @@ class Replay:
     ) -> list[Tensor]:
         args = [self._value(value, results) for value in node.args]
         kwargs = {name: self._value(value, results) for name, value in node.kwargs}
+        if node.is_function:
+            return self._call_function(node, args, results, ledger, meter)
         op = resolve(node.op)
-        if rules(op).draws:
+        if rules(op).draws or node.draws:
             generator = self._generator(args, kwargs) if node.draws else None  # otherwise its draws were recorded
             args = [generator if isinstance(value, GeneratorRef) else value for value in args]
             kwargs = {name: generator if isinstance(v, GeneratorRef) else v for name, v in kwargs.items()}
@@ -270,6 +289,7 @@ class Replay:
         with DisableTorchDispatch():
             self._packing.reads = None if read is None else read_digest(read)
             self._packing.reads_sketch = projections(read) if read and self._packing.wants_sketches else ()
+        check = self._begin_check(node, results) if node.op in names.ops else None
         try:
             self._check_lent(op, args, kwargs)
             if not self._is_own:
@@ -287,11 +307,73 @@ class Replay:
             self._trace.append(describe_op(op, tuple(args), kwargs, returned))
         if meter is not None:
             meter.ran(tensors_in((args, list(kwargs.values()))), returned)
+        self._end_check(node.op, check, returned)
         if node.op in UNWRITTEN_RESULTS:  # or a program could read what another session left in this memory
             for tensor in returned:
                 with DisableTorchDispatch():
                     tensor.detach().zero_()
         return returned
+
+    def _call_function(
+        self,
+        node: Node,
+        args: list[Any],
+        results: list[list[Tensor] | None],
+        ledger: StorageLedger,
+        meter: FootprintMeter | None,
+    ) -> list[Tensor]:
+        """Runs a custom autograd function from this process's own table of names."""
+        function = names.function(node.op)
+        if node.draws:
+            self._generator(args, {})
+        self._packing.op = node.op
+        self._packing.reads = None
+        check = self._begin_check(node, results)
+        try:
+            with self._around_function(node):
+                returned = tensors_in(function.apply(*args))
+            sizes = tuple([ledger.add(tensor) for tensor in returned])
+        except BackhaulError:
+            raise
+        except Exception as error:
+            if self._is_own:  # the user's code, which may raise anything, has raised it
+                raise
+            raise ReplayError(f"{node.op} failed on replay: {error}", op=node.op) from error
+        if sizes != node.result_bytes:
+            raise ReplayError(f"{node.op} took {sizes} bytes on replay, {node.result_bytes} when recorded", op=node.op)
+        if self._trace is not None:
+            self._trace.append(describe_op(node.op, tuple(args), {}, returned))
+        if meter is not None:
+            meter.ran(tensors_in(args), returned)
+        self._end_check(node.op, check, returned)
+        return returned
+
+    @contextmanager
+    def _around_function(self, node: Node) -> Iterator[None]:
+        """Keeps a custom function from writing to lent memory, and from leaving an autocast region of forward."""
+        torch.autocast_increment_nesting()  # else a region inside the function would clear the casts of those around it
+        try:
+            with nullcontext() if self._is_own else LentMemoryGuard(node.op, self._lent).within():
+                yield
+        finally:
+            torch.autocast_decrement_nesting()
+
+    def _begin_check(self, node: Node, results: list[list[Tensor] | None]) -> OpaqueCheck:
+        check, parts = OpaqueCheck(self._packing.take), parts_in((node.args, tuple(value for _, value in node.kwargs)))
+        with DisableTorchDispatch(), DisableTorchFunction():
+            check.add([self._value(part, results) for part in parts if isinstance(part, (SourceRef, ResultRef))])
+        return check
+
+    def _end_check(self, name: str, check: OpaqueCheck | None, results: list[Tensor]) -> None:
+        if check is None:
+            return
+        nodes = {id(node): node for result in results if (node := result.grad_fn) is not None and is_custom(node)}
+        self._recorded |= set(map(type, nodes.values()))
+        self._custom += [(name, node) for node in nodes.values()]
+        with DisableTorchDispatch(), DisableTorchFunction():
+            check.add(results)
+            check.add_contexts(results)
+        self._packing.note(check.digest())
 
     def _check_lent(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raises ProgramError for an op that would write to lent memory or reach beyond it (Rules 3 and 4)."""
@@ -343,6 +425,8 @@ class Replay:
                 return result[output]
             case tuple():
                 return [self._value(item, results) for item in value]
+            case Composite(name, parts):
+                return names.build(name, [self._value(part, results) for part in parts])
         return value
 
     def saved(self, index: int) -> VersionedTensor:
@@ -368,7 +452,7 @@ class Replay:
         """
         count = len(self._sources) + len(self._program.casts)
         try:
-            return find_uses(self._outputs, self._targets, self._first_sequence, count)
+            return find_uses(self._outputs, self._targets, self._first_sequence, count, self._recorded)
         except Refusal as refusal:
             raise ProgramError(f"the replay's graph differs from a recorded one: {refusal.reason}") from refusal
 
@@ -421,22 +505,30 @@ class Replay:
         of_outputs = zip(self._outputs, uses[len(uses) - len(self._outputs) :], strict=True)
         inputs += [get_gradient_edge(output) for output, of_source in of_outputs if of_source]
         positions = [position for position in gradients if self._outputs[position].requires_grad]
+        is_guarded = bool(self._program.functions) and not self._is_own
+        watch = DrawWatch(self._custom, {t.device for t in self._outputs}) if is_guarded else None
         try:
             if inputs and positions:
                 torch.autograd.grad(
                     [self._outputs[position] for position in positions],
                     inputs,
-                    [gradients[position] for position in positions],
+                    [copy_exact(g) if is_guarded else g for g in (gradients[position] for position in positions)],
                     create_graph=create_graph,
                     allow_unused=True,
                 )
+            if watch is not None:
+                watch.end()
         except BackhaulError:  # raised by `check`, or a SavedTensorModifiedError
             raise
         except Exception as error:  # a backward formula may raise any type of error
+            if self._program.functions and self._is_own:
+                raise  # the user's code, which may raise anything, has raised it
             raise ReplayError(f"the backward of a replay failed: {error}") from error
         finally:
             for handle in handles:
                 handle.remove()
+            if self._program.functions:
+                self._packing.forget()
         return [
             Contribution(source, collected.get((source, number)))
             for source, of_source in enumerate(uses)
@@ -471,18 +563,9 @@ def _last_uses(program: Program) -> dict[int, list[int]]:
     """Returns, by node, the nodes whose results can be freed after it because no later node or output needs them."""
     last: dict[int, int] = {index: index for index in range(len(program.nodes))}
 
-    def visit(value: Any, at: int) -> None:
-        if isinstance(value, ResultRef):
-            last[value.node] = at
-        elif isinstance(value, tuple):
-            for item in value:
-                visit(item, at)
-
-    for index, node in enumerate(program.nodes):
-        visit(node.args, index)
-        visit(tuple(value for _, value in node.kwargs), index)
-    for output in program.outputs:
-        visit(output, len(program.nodes))
+    used = [(node.args, tuple(value for _, value in node.kwargs)) for node in program.nodes]
+    for index, values in enumerate([*used, program.outputs]):
+        last |= {part.node: index for part in parts_in(values) if isinstance(part, ResultRef)}
     freed: dict[int, list[int]] = {}
     for node_index, at in last.items():
         freed.setdefault(at, []).append(node_index)

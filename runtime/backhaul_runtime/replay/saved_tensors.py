@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection
 
+import torch
 from torch import Tensor
 
 from backhaul_runtime.errors import SavedTensorModifiedError
@@ -11,7 +12,7 @@ from backhaul_runtime.program.op_rules import (
 from backhaul_runtime.replay.footprint import FootprintMeter
 from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest, digest_of
 from backhaul_runtime.tensors.digest import saved_digest
-from backhaul_runtime.tensors.layout import copy_exact, layout_of
+from backhaul_runtime.tensors.layout import Layout, copy_exact, layout_of
 from backhaul_runtime.tensors.random_projection import projections
 from backhaul_runtime.torch_internals.private import DisableTorchDispatch, version_of
 from backhaul_runtime.torch_internals.storages import storage_key
@@ -91,6 +92,25 @@ class SavedTensorPacker:
         if self._keep_saved:
             self.kept.append(saved)
         return saved
+
+    def take(self, tensor: Tensor, layout: Layout) -> Digest:
+        """Returns the digest of a tensor's contents."""
+        return self._contents.take(tensor, layout)
+
+    def forget(self) -> None:
+        """Makes later replays compute the digests of all sources again."""
+        self._contents.forget()
+
+    def note(self, digest: Digest) -> None:
+        """Notes a digest that is compared like that of a saved tensor."""
+        self.digests.append(digest)
+        if self.wants_sketches:
+            self.sketches.append(())
+        if self._keep_saved:
+            self.kept.append(VersionedTensor(len(self.digests) - 1, _NOTHING))
+
+
+_NOTHING = torch.empty(0)
 
 
 def unpacking(check: Callable[[], None] | None) -> Callable[[VersionedTensor], Tensor]:

@@ -71,6 +71,10 @@ class KnownDigests:
         self._digests[tensor] = digest, uses + 1
         return digest
 
+    def forget(self, tensor: Tensor) -> None:
+        """Makes the next use compute the digest of a stored tensor again."""
+        self._digests.pop(tensor, None)
+
 
 class ContentDigests:
     """Takes digests of contents in one call or replay. Those on accelerators are read together when one is needed.
@@ -92,6 +96,12 @@ class ContentDigests:
         if self._known is None or key not in self._stored:
             return self._take(tensor, layout)
         return self._known.of(self._stored[key], lambda: self._take(tensor, layout))
+
+    def forget(self) -> None:
+        """Makes later uses compute the digests of all stored tensors again, also in other replays."""
+        if self._known is not None:
+            for tensor in self._stored.values():
+                self._known.forget(tensor)
 
     def _take(self, tensor: Tensor, layout: Layout) -> Digest:
         if not layout.is_on_accelerator:

@@ -18,6 +18,8 @@ from backhaul_runtime.torch_internals.private import (
     dispatch_kind,
     is_functorch_wrapped,
     is_memoryless_zero,
+    is_plain,
+    is_thin,
     with_lazy_bits,
 )
 
@@ -31,7 +33,6 @@ MAX_RANK = 32
 MAX_SPAN_BYTES = 1 << 62
 
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-_PLAIN_CLASSES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _MEANINGS = {
     "DTensor": ", whose parts are on several ranks (tensor parallelism)",
     "AsyncCollectiveTensor": ", the result of a collective that may still run",
@@ -126,7 +127,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 def unsupported_reason(tensor: Tensor) -> str | None:
     """Returns why a tensor has no bytes to send; None if it has some."""
-    if type(tensor) not in _PLAIN_CLASSES:
+    if not is_plain(type(tensor)) and not is_thin(type(tensor)):
         name = type(tensor).__name__
         return f"tensor subclass {name}{_MEANINGS.get(name, '')}"
     if tensor.layout is not torch.strided:

@@ -12,11 +12,13 @@ NOTE [PreDispatch]
    shorter path in the op's dispatch cache, where torch looks first.
 5. An op inside a vmap is not passed to `around`. It goes on below the PreDispatch key with the mode still on the stack.
    Then vmap translates it to ops on plain tensors, and runs these outside of its level, where they reach the mode.
+6. A custom autograd function is no op. All calls of its `apply` reach `_FunctionBase.apply`, also if code has bound
+   `apply` before, so a method of the same name in a class between them sees every call.
 """
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Self
@@ -81,6 +83,23 @@ class PreDispatchMode(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         """Runs the op and returns what it returned."""
         raise NotImplementedError
 
+    def around_function(self, function: type, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
+        """Calls `run`, which applies a custom autograd function, and returns what it returned (Rule 6)."""
+        return run()
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """Takes the place of the mode that the thread is in, if any, until it is left."""
+        before, was_on = _stack.get(_OURS), torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
+        with nullcontext() if was_on else torch._C._EnablePythonDispatcher():
+            _stack.set(_OURS, self)
+            torch._C._dispatch_tls_set_dispatch_key_included(_KEY, True)
+            try:
+                yield
+            finally:
+                _stack.set(_OURS, before)
+                torch._C._dispatch_tls_set_dispatch_key_included(_KEY, was_on)
+
     def refuse(self, reason: str) -> None:
         """Called for a higher-order op, whose inner ops the mode does not see, with the reason as a text."""
         raise NotImplementedError
@@ -143,10 +162,14 @@ def _included(keys: Sequence[Any], is_included: bool) -> Iterator[None]:
 
 
 _registered: set[tuple[str, type[PreDispatchMode]]] = set()
+_counts: dict[type[PreDispatchMode], int] = {}  # of the higher-order ops when a class was registered last
 
 
 def _register_higher_order_ops(mode: type[PreDispatchMode]) -> None:
     """Registers a rule for `mode` with each higher-order op. Such an op raises an exception for modes without one."""
+    if _counts.get(mode) == len(_higher_order_ops):
+        return
+    _counts[mode] = len(_higher_order_ops)
     for name, op in list(_higher_order_ops.items()):
         if (name, mode) not in _registered:
             _registered.add((name, mode))
@@ -160,3 +183,34 @@ def _higher_order_rule(name: str, op: HigherOrderOperator) -> Callable[..., Any]
             return op(*args, **kwargs)
 
     return rule
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Takes the thread out of the mode that it is in, if any, until it is left: the mode sees no op and no function."""
+    before, was_on = _stack.get(_OURS), torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
+    _stack.set(_OURS, None)
+    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, False)
+    try:
+        with torch._C._DisablePythonDispatcher():
+            yield
+    finally:
+        _stack.set(_OURS, before)
+        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, was_on)
+
+
+_apply_function: Any = torch._C._FunctionBase.__dict__["apply"]
+
+
+def _applied(cls: type, *args: Any, **kwargs: Any) -> Any:
+    """Passes the call of a custom autograd function to the mode of the thread, if it is in one (Rule 6)."""
+    run = _apply_function.__get__(None, cls)
+    mode = _stack.get(_OURS)
+    if not isinstance(mode, PreDispatchMode) or is_in_vmap():
+        return run(*args, **kwargs)
+    if kwargs:
+        mode.refuse(f"the custom autograd function {cls.__name__} has keyword arguments")
+    return mode.around_function(cls, args, partial(run, *args, **kwargs))
+
+
+torch.autograd.function._SingleLevelFunction.apply = classmethod(_applied)  # type: ignore[attr-defined]

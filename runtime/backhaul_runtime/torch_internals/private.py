@@ -8,6 +8,7 @@ that the recorder calls for every tensor of every op are `attrgetter` or `method
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -53,6 +54,24 @@ base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 
 is_differentiable_view: Callable[[Tensor], bool] = methodcaller("_is_view")
 """Whether autograd tracks the tensor as a view of another one."""
+
+
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+
+
+def is_plain(cls: type) -> bool:
+    """Whether tensors of a class are torch's own."""
+    return cls in _PLAIN
+
+
+@cache
+def is_thin(cls: type) -> bool:
+    """Whether ops see tensors of a subclass as plain ones, because it does not override `__torch_dispatch__`."""
+    return cls.__torch_dispatch__ is Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+
+
+DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
+"""A context manager in which methods of tensor subclasses do not run their `__torch_function__`."""
 
 
 def dispatch_kind(tensor: Tensor) -> int:
@@ -155,6 +174,10 @@ _REFERENCES_IN_CALL = 2  # of the sequence, and of the argument
 def is_referred_to(tensors: Sequence[Any], index: int) -> bool:
     """Whether anything but this sequence refers to one of its tensors. Autograd asks so before it takes a gradient."""
     return sys.getrefcount(tensors[index]) > _REFERENCES_IN_CALL or tensors[index]._use_count() > 1
+
+
+references_in_torch: Callable[[Tensor], int] = methodcaller("_use_count")
+"""Returns the number of references to the C++ tensor behind a Python object; that of the object itself is one."""
 
 
 saved_alpha: Callable[[Any], Any] = attrgetter("_saved_alpha")

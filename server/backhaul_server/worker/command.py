@@ -81,6 +81,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="allow to listen beyond this machine without TLS: others on the network can read tensors and tokens then",
     )
     parser.add_argument(
+        "--allow",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help="run custom autograd functions, ops and types of these installed packages or modules, or single classes "
+        "as module:name; the worker imports them at its start, see docs/allow.md",
+    )
+    parser.add_argument(
         "--shared-memory",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -121,6 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
             plaintext=arguments.plaintext,
             audit_log=arguments.audit_log,
             tls=_tls(arguments),
+            allow=tuple(dict.fromkeys(arguments.allow)),
             shared_memory=arguments.shared_memory,
             unix_socket=arguments.unix_socket,
             parent=arguments.parent,
@@ -179,6 +189,8 @@ def command_of(arguments: argparse.Namespace, listen: str) -> list[str]:
     for name in ("token_file", "credentials", "audit_log"):
         if getattr(arguments, name) is not None:
             options += [f"--{name.replace('_', '-')}", getattr(arguments, name)]
+    for name in arguments.allow:
+        options += ["--allow", name]
     options += ["--plaintext"] if arguments.plaintext else []
     for name in ("cert", "key", "ca"):
         if getattr(arguments, f"tls_{name}") is not None:

@@ -49,6 +49,9 @@ class WorkerConfig:
     tls: TlsFiles | None = None
     """The files with which the worker speaks TLS, and requires clients to show a certificate; None: without TLS."""
 
+    allow: tuple[str, ...] = ()
+    """Packages, modules and classes whose functions, ops and types programs may name; imported at the start."""
+
     shared_memory: bool = True
     """Whether trainers on this machine may send and receive tensors in shared memory."""
 

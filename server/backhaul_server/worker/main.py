@@ -20,6 +20,7 @@ from backhaul_runtime.process.resources import resident_bytes
 from backhaul_runtime.process.units import size_text
 from backhaul_runtime.torch_internals.ambient_state import max_threads
 from backhaul_runtime.wire.shared_memory import IS_AVAILABLE
+from backhaul_server.worker.allowed import import_allowed
 from backhaul_server.worker.announcement import announcement
 from backhaul_server.worker.audit import AuditLog
 from backhaul_server.worker.config import DRAIN_S, END_S, WorkerConfig, host_memory_bytes
@@ -105,6 +106,7 @@ async def _serve(config: WorkerConfig, device: torch.device) -> None:
     if budget > memory:
         sizes = size_text(budget), size_text(memory)
         logger.warning("--memory %s is more than the device's %s: the operating system may kill the worker.", *sizes)
+    allowed = import_allowed(config.allow)
     _warm_up()
     keep_freed_memory(budget)
     _limit_memory(device, budget)
@@ -119,6 +121,7 @@ async def _serve(config: WorkerConfig, device: torch.device) -> None:
         _exit_because_of(job, worker, config.run_limit_s)
 
     worker = Worker(device, budget, config.lease_s, config.run_limit_s, overdue, run_memory)
+    worker.allowed = allowed
     offers: list[Callable[[], None]] = []
     health = Health(server, reflects=credentials is None)
     add_services(server, worker, audit)

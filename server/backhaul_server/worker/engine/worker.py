@@ -24,6 +24,7 @@ from backhaul_runtime.errors import (
 )
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.program.codec import DECODED_FACTOR, MAX_PROGRAM_BYTES, address_of_program, decode_program
+from backhaul_runtime.program.names import OfferedNames
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.replay.schedule import Schedule
 from backhaul_runtime.tensors.deferred_digest import KnownDigests
@@ -73,6 +74,7 @@ class Worker:
         socket_path: Path of a Unix socket beside a TCP address, empty if there is none.
         last_error: Message of the last request that failed by a fault of the worker, and when, in seconds since 1970.
         spared_bytes: Bytes of tensors that trainers did not send, because they sent differences from earlier ones.
+        allowed: What programs may name beside torch's ops. Set once, before the worker serves anyone.
         anyone: The account of sessions that no credential has opened.
         streams: Number of open long-lived streams of all sessions.
         unnamed_streams: Number of further open streams that have not named their session yet.
@@ -98,6 +100,7 @@ class Worker:
         self.memory_path = self.socket_path = ""
         self.last_error = ("", 0.0)
         self.spared_bytes = 0
+        self.allowed = OfferedNames()
         self.streams = self.unnamed_streams = 0
         self.anyone = Account()
         self._decoding = asyncio.Lock()  # guards the decoding of long programs, of which one runs at a time

@@ -55,6 +55,7 @@ class SessionServicer(Servicer):
             clock_s=time(),
             memory_path=self.worker.memory_path,
             socket_path=self.worker.socket_path,
+            allowed=self.worker.allowed.to_message(),
         )
 
     @unary

@@ -1,0 +1,152 @@
+"""Takes objects apart into tensors and constants, and builds them again: arguments of custom autograd functions.
+
+An adapter does so for one class. Tensor subclasses with `__tensor_flatten__`, dataclasses, enumerations and named
+tuples need none. For others one is registered under the class's name, by whoever knows it: `register_adapter`.
+
+NOTE [Building objects]
+1. A worker builds objects of those classes only that its table of names holds, see `names`.
+2. No constructor runs: an object gets its attributes. A constructor might compute, or do worse with hostile values.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backhaul_runtime.program.code_identity import name_of_class
+from backhaul_runtime.torch_internals.private import DisableTorchFunction, is_thin
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorMemory:
+    """Stands for the memory of a tensor of some class: a plain tensor with the same elements."""
+
+    tensor: Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Adapter:
+    """How to take apart and build the objects of a class.
+
+    Attributes:
+        flatten: Returns the parts of an object: constants, tensors, containers of them, and objects with adapters.
+        build: Returns an object, from its class and its parts in the same order.
+    """
+
+    flatten: Callable[[Any], Sequence[Any]]
+    build: Callable[[type, Sequence[Any]], Any]
+
+
+_registered: dict[str, Adapter] = {}
+_looked_up: dict[type, Adapter | None] = {}
+
+
+def register_adapter(
+    name: str, flatten: Callable[[Any], Sequence[Any]], build: Callable[[type, Sequence[Any]], Any]
+) -> None:
+    """Registers how objects of a class travel as arguments of custom autograd functions.
+
+    Call it in a module that both the trainer imports and the worker, because its operator allows it.
+
+    Args:
+        name: The class, as "module:qualified name".
+        flatten: Returns the parts of an object: numbers, texts, tensors, and lists, tuples and dicts of them.
+        build: Returns an object of the class, from the class and the parts.
+    """
+    _registered[name] = Adapter(flatten, build)
+    _looked_up.clear()
+
+
+def adapter_of(cls: type) -> Adapter | None:
+    """Returns the adapter of a class, or None if its objects can't be taken apart."""
+    if cls not in _looked_up:
+        _looked_up[cls] = _look_up(cls)
+    return _looked_up[cls]
+
+
+def _look_up(cls: type) -> Adapter | None:
+    registered = _registered.get(name_of_class(cls))
+    if registered is not None:
+        return registered
+    if issubclass(cls, Tensor):
+        if hasattr(cls, "__tensor_flatten__") and hasattr(cls, "__tensor_unflatten__"):
+            return Adapter(_flatten_wrapper, _build_wrapper)
+        return THIN if is_thin(cls) else None
+    if issubclass(cls, enum.Enum):
+        return Adapter(lambda member: (member.name,), lambda kind, parts: kind[parts[0]])  # type: ignore[index]
+    if issubclass(cls, tuple) and hasattr(cls, "_fields"):
+        return Adapter(tuple, lambda kind, parts: kind(*parts))
+    return ATTRIBUTES if dataclasses.is_dataclass(cls) else None
+
+
+def _flatten_wrapper(tensor: Any) -> Sequence[Any]:
+    names, context = tensor.__tensor_flatten__()
+    inner = [getattr(tensor, name) for name in names]
+    return list(names), inner, context, list(tensor.shape), list(tensor.stride())
+
+
+def _build_wrapper(cls: Any, parts: Sequence[Any]) -> Any:
+    names, inner, context, shape, strides = parts
+    inside = dict(zip(names, inner, strict=True))
+    return cls.__tensor_unflatten__(inside, context, torch.Size(shape), tuple(strides))
+
+
+def attributes_of(value: Any, leave_out: Sequence[str] = ()) -> list[Any]:
+    """Returns the names of an object's attributes, in order and joined by commas, followed by their values."""
+    names = getattr(value, "__dict__", None)
+    if names is None:
+        names = [field.name for field in dataclasses.fields(value)]
+    kept = [name for name in sorted(names) if name not in leave_out]
+    return [",".join(kept), *[getattr(value, name) for name in kept]]
+
+
+def with_attributes(made: Any, parts: Sequence[Any]) -> Any:
+    """Sets attributes of an object that was just made, and returns it.
+
+    Args:
+        made: The object, which has no attributes yet.
+        parts: The result of `attributes_of`. Untrusted.
+
+    Raises:
+        ValueError: The names do not fit the values, or one of them has a meaning for the class.
+    """
+    names, *values = parts
+    for name, value in zip(names.split(",") if names else (), values, strict=True):
+        if not name.isidentifier() or name.startswith("__") or hasattr(getattr(type(made), name, None), "__set__"):
+            raise ValueError(f'"{name}" is not the name of an attribute that an object can be given')
+        object.__setattr__(made, name, value)
+    return made
+
+
+def _build_thin(cls: type, parts: Sequence[Any]) -> Any:
+    memory, *attributes = parts
+    with torch.no_grad(), DisableTorchFunction():
+        made = memory.as_subclass(cls)
+    return with_attributes(made, attributes)
+
+
+THIN = Adapter(lambda tensor: (TensorMemory(tensor), *attributes_of(tensor)), _build_thin)
+"""For tensor subclasses that are a plain tensor with a class and attributes of its own."""
+
+ATTRIBUTES = Adapter(attributes_of, lambda cls, parts: with_attributes(object.__new__(cls), parts))
+"""For objects that are nothing but their attributes."""
+
+
+def thin_without(*names: str) -> Adapter:
+    """Returns an adapter like `THIN` that leaves out attributes, which are None in the object that it builds."""
+
+    def build(cls: type, parts: Sequence[Any]) -> Any:
+        return with_attributes(_build_thin(cls, parts), [",".join(names), *[None] * len(names)])
+
+    return Adapter(lambda tensor: (TensorMemory(tensor), *attributes_of(tensor, names)), build)
+
+
+_registered |= {
+    "bitsandbytes.nn.modules:Params4bit": thin_without("module"),
+    "bitsandbytes.nn.modules:Int8Params": THIN,
+    "bitsandbytes.functional:QuantState": ATTRIBUTES,
+    "bitsandbytes.autograd._functions:MatmulLtState": ATTRIBUTES,
+}

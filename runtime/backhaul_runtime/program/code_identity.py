@@ -1,0 +1,268 @@
+"""Digests of code: of a custom autograd function, and of the values that it reads from its module and its class.
+
+The value check compares what a function computes in forward. What only its backward reads shows nowhere in forward, so
+a trainer and a worker compare the code itself, and the numbers and texts that it reads. They must be equal before the
+worker runs the function.
+
+NOTE [Identity of a function]
+1. The digest covers the bytecode of the methods of the class, of all functions that they name and that are not torch's
+   or Python's own, and so on, of `MAX_FUNCTIONS` functions at most.
+2. It covers the constants that this code reads from modules, classes, closures and defaults, also in lists and dicts
+   and in attributes of objects that hold settings. Values of other types count by their type alone: caches hold those,
+   and differ between processes.
+3. Whoever assigns another value to one of these names gives the function another identity from the next call on.
+"""
+
+import functools
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from operator import is_
+from types import CellType, CodeType, FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from backhaul_runtime.tensors.digest import content_digest
+from backhaul_runtime.tensors.layout import layout_of, unsupported_reason
+from backhaul_runtime.torch_internals.private import version_of
+
+MAX_FUNCTIONS = 500
+"""The most functions and classes that an identity covers."""
+
+_MAX_TENSOR_BYTES = 1 << 20
+_MAX_DEPTH, _MAX_ITEMS = 4, 1_000
+_FOREIGN = frozenset({"torch", "numpy", "triton", "backhaul", "backhaul_runtime", "builtins", *sys.stdlib_module_names})
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.memory_format)
+_MISSING = object()
+
+
+def name_of_class(cls: type) -> str:
+    """Returns the name by which programs know a class: its module and its qualified name."""
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def is_foreign(module: str | None) -> bool:
+    """Whether a module belongs to torch or to Python, whose versions are compared otherwise."""
+    return (module or "builtins").partition(".")[0] in _FOREIGN
+
+
+class CodeIdentity:
+    """The identity of one class, which is computed again when something that it covers was replaced. Thread-safe.
+
+    Args:
+        cls: A custom autograd function, or another class whose methods a worker calls.
+    """
+
+    def __init__(self, cls: type) -> None:
+        self._class = cls
+        self._last: tuple[_Walk, str] | None = None  # replaced as a whole
+
+    def digest(self) -> str:
+        """Returns the present identity, 32 hexadecimal digits."""
+        last = self._last
+        if last is None or not last[0].is_current():
+            walk = _Walk()
+            walk.function_class(self._class)
+            last = self._last = walk, xxhash.xxh3_128_hexdigest("\n".join(walk.lines).encode())
+        return last[1]
+
+
+@functools.cache
+def identity_of_class(cls: type) -> CodeIdentity:
+    """Returns the identity of a class, which is kept for the life of the process."""
+    return CodeIdentity(cls)
+
+
+class _Walk:
+    """Visits code and what it reads."""
+
+    def __init__(self) -> None:
+        self.lines = [f"python {sys.version_info[:2]}"]
+        self._seen: set[int] = set()
+        self._kept: list[Any] = []  # so that no id is used twice
+        # By the id of the mapping, which the second field keeps.
+        self._reads: dict[int, tuple[Mapping[str, Any], list[str], list[Any]]] = {}
+        self._cells: list[tuple[CellType, Any]] = []
+        self._mutable: list[tuple[Any, str | None]] = []
+        self._tensors: list[tuple[Tensor, int]] = []
+
+    def is_current(self) -> bool:
+        """Whether everything that was visited is still the same."""
+        return (
+            all(all(map(is_, map(mapping.get, names), values)) for mapping, names, values in self._reads.values())
+            and all(_contents(cell) is value for cell, value in self._cells)
+            and all(_mutable(value) == text for value, text in self._mutable)
+            and all(version_of(tensor) == version for tensor, version in self._tensors)
+        )
+
+    def function_class(self, cls: type) -> None:
+        """Visits a class, its bases, and everything that their methods read."""
+        for base in cls.__mro__:
+            if not is_foreign(base.__module__) or base is cls:
+                self._class(base)
+
+    def _is_new(self, value: Any) -> bool:
+        if id(value) in self._seen or len(self._kept) >= MAX_FUNCTIONS:
+            return False
+        self._seen.add(id(value))
+        self._kept.append(value)
+        return True
+
+    def _class(self, cls: type) -> None:
+        if not self._is_new(cls):
+            return
+        self.lines.append(f"class {name_of_class(cls)} of {[base.__qualname__ for base in cls.__bases__]}")
+        mapping = vars(cls)
+        for name in sorted(mapping):
+            if name not in _OF_PYTHON:
+                self._read(mapping, name)
+
+    def _read(self, mapping: Mapping[str, Any], name: str) -> None:
+        value = mapping[name]
+        _, names, values = self._reads.setdefault(id(mapping), (mapping, [], []))
+        names.append(name)
+        values.append(value)
+        self._value(name, value)
+
+    def _value(self, name: str, value: Any) -> None:
+        value = getattr(value, "__func__", value) if isinstance(value, (staticmethod, classmethod)) else value
+        if isinstance(value, property):
+            value = value.fget
+        text = _constant(value)
+        if isinstance(value, (list, dict, set)):
+            self._mutable.append((value, text))
+        if text is not None:
+            self.lines.append(f"{name} = {text}")
+        elif isinstance(value, FunctionType):
+            self.lines.append(f"{name} is {value.__module__}:{value.__qualname__}")
+            self._function(value)
+        elif isinstance(value, type):
+            self.lines.append(f"{name} is {name_of_class(value)}")
+            if not is_foreign(value.__module__) and not issubclass(value, torch.nn.Module):
+                self._class(value)
+        elif isinstance(value, Tensor):
+            self._tensor(name, value)
+        elif (text := _attributes(value)) is not None:
+            self._mutable.append((value, text))
+            self.lines.append(f"{name}: {name_of_class(type(value))} {text}")
+        else:
+            self.lines.append(f"{name}: {name_of_class(type(value))}")
+            for inner in ("__wrapped__", "fn"):  # functools' caches and Triton's kernels
+                inside = getattr(value, inner, None) if not isinstance(value, ModuleType) else None
+                if isinstance(inside, FunctionType):
+                    self._function(inside)
+
+    def _tensor(self, name: str, value: Tensor) -> None:
+        is_small = unsupported_reason(value) is None and value.nbytes <= _MAX_TENSOR_BYTES
+        if is_small and value.device.type == "cpu":
+            layout = layout_of(value)
+            self.lines.append(f"{name} = {layout.header!r} {content_digest(value, layout).hex()}")
+            self._tensors.append((value, version_of(value)))
+        else:
+            self.lines.append(f"{name}: {type(value).__name__}")
+
+    def _function(self, function: FunctionType) -> None:
+        if not self._is_new(function):
+            return
+        code = function.__code__
+        self.lines += _code(code)
+        self._value("defaults", function.__defaults__)
+        self._value("keyword defaults", function.__kwdefaults__)
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            value = _contents(cell)
+            self._cells.append((cell, value))
+            self._value(name, value)
+            # A generated autograd class holds the functions of a registered op as attributes of such an object.
+            for inner in ("_backward_fn", "_setup_context_fn"):
+                inside = getattr(value, inner, None)
+                if isinstance(inside, FunctionType):
+                    self._function(inside)
+        if is_foreign(function.__module__):
+            return
+        names = sorted(set(_names(code)))
+        for name in names:
+            if name not in function.__globals__:
+                continue
+            self._read(function.__globals__, name)
+            value = function.__globals__[name]
+            if isinstance(value, ModuleType) and not is_foreign(value.__name__):
+                for attribute in names:
+                    if attribute in vars(value):
+                        self._read(vars(value), attribute)
+
+
+_OF_PYTHON = frozenset(
+    {
+        "__dict__",
+        "__weakref__",
+        "__doc__",
+        "__module__",
+        "__qualname__",
+        "__annotations__",
+        "__annotate__",
+        "__annotations_cache__",
+        "__firstlineno__",
+        "__static_attributes__",
+        "_backward_cls",
+    }
+)
+
+
+def _attributes(value: Any) -> str | None:
+    """Returns a text for the constants among the attributes of an object, such as settings; None for other objects."""
+    has_settings = isinstance(value, (SimpleNamespace, Namespace)) or not is_foreign(type(value).__module__)
+    if not has_settings or isinstance(value, (ModuleType, torch.nn.Module)) or not hasattr(value, "__dict__"):
+        return None
+    texts = {name: _constant(item, 1) for name, item in vars(value).items()}
+    return str([(name, texts[name]) for name in sorted(texts) if texts[name] is not None])
+
+
+def _mutable(value: Any) -> str | None:
+    return _constant(value) if isinstance(value, (list, dict, set)) else _attributes(value)
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return _MISSING
+
+
+def _code(code: CodeType) -> Iterator[str]:
+    """Yields lines that are equal for equal code, wherever the file lies."""
+    constants = [constant for constant in code.co_consts if not isinstance(constant, CodeType)]
+    yield f"{code.co_name} {code.co_flags} {code.co_argcount} {code.co_kwonlyargcount} {code.co_posonlyargcount}"
+    yield f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {code.co_freevars} {code.co_cellvars}"
+    yield f"{[_constant(constant) for constant in constants]}"
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _code(inner)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
+
+
+def _constant(value: Any, depth: int = 0) -> str | None:
+    """Returns a text for a constant, or for a container of constants; None for other values."""
+    if isinstance(value, _CONSTANTS) and type(value).__module__ in {"builtins", "torch"}:
+        return f"{type(value).__name__} {value!r}"
+    if depth == _MAX_DEPTH or not isinstance(value, (tuple, list, dict, set, frozenset)) or len(value) > _MAX_ITEMS:
+        return None
+    if not value and isinstance(value, (list, dict, set)):
+        return None  # a cache that nothing was put into so far
+    if isinstance(value, dict):
+        pairs = [(_constant(key, depth + 1), _constant(item, depth + 1)) for key, item in value.items()]
+        texts = [None if None in pair else f"{pair[0]}: {pair[1]}" for pair in pairs]
+    else:
+        texts = [_constant(item, depth + 1) for item in value]
+    if None in texts:
+        return None
+    known = [text for text in texts if text is not None]
+    return f"{type(value).__name__}[{', '.join(sorted(known) if isinstance(value, (set, frozenset)) else known)}]"

@@ -1,0 +1,256 @@
+"""Names beside torch's own ops that programs may hold: custom autograd functions, ops of other libraries, and types.
+
+NOTE [Names]
+1. A program names a function or a type, and the process that replays it looks the name up in its table. A name that is
+   not in the table is refused. Nothing is imported for a name.
+2. A worker's table is filled once, before it serves anyone, from the list that its operator gave. A trainer's table has
+   what it has recorded itself, for its own replays.
+3. A trainer knows what its workers' tables hold from the handshake. What no worker allows is not recorded, and what a
+   worker does not allow is not sent to it.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import metadata
+from typing import Any, Self
+
+import torch
+
+from backhaul_proto.v1 import session_pb2
+from backhaul_runtime.errors import ProgramError
+from backhaul_runtime.program.adapters import adapter_of
+from backhaul_runtime.program.code_identity import identity_of_class, is_foreign, name_of_class
+from backhaul_runtime.program.program import Program
+from backhaul_runtime.torch_internals.libraries import module_of_op
+
+IMPORTS: Mapping[str, Sequence[str]] = {
+    "bitsandbytes": ("bitsandbytes",),
+    "fla": ("fla", "fla.modules", "fla.ops"),
+    "flash_attn": ("flash_attn", "flash_attn.flash_attn_interface"),
+    "liger_kernel": ("liger_kernel.ops", "liger_kernel.transformers"),
+    "torchao": ("torchao", "torchao.quantization"),
+    "transformer_engine": ("transformer_engine.pytorch",),
+}
+"""Packages that are allowed by one name, and the modules that a worker imports for it. Of any other package a worker
+imports the module that its operator named, and no other."""
+
+_BUILTINS: Mapping[str, Callable[[Sequence[Any]], Any]] = {
+    "builtins:tuple": tuple,
+    "builtins:dict": dict,
+    "torch:Size": torch.Size,
+}
+BUILTIN_TYPES = frozenset(_BUILTINS)
+"""Types of containers, which need not be allowed."""
+
+NO_VERSION = "-"
+
+
+@dataclass(slots=True)
+class NameTable:
+    """The names that this process can replay. Filled as rule 2 says.
+
+    Attributes:
+        functions: Custom autograd functions by name.
+        ops: Names of ops of other libraries than torch.
+        types: Classes of arguments by name.
+        denied: Why a worker could not run a custom autograd function exactly, by name.
+    """
+
+    functions: dict[str, Any] = field(default_factory=dict)
+    ops: set[str] = field(default_factory=set)
+    types: dict[str, type] = field(default_factory=dict)
+    denied: dict[str, str] = field(default_factory=dict)
+
+    def deny(self, name: object, reason: str) -> None:
+        """Keeps a custom autograd function of this process on the trainer from now on. Ignores unknown names."""
+        if isinstance(name, str) and name in self.functions:
+            self.denied[name] = reason
+
+    def function(self, name: str) -> Any:
+        """Returns the custom autograd function of that name. Raises ProgramError if it is not in the table."""
+        function = self.functions.get(name)
+        if function is None:
+            raise ProgramError(f'the function "{name[:200]}" is not one that this worker\'s operator allows', op=name)
+        return function
+
+    def check_type(self, name: str) -> None:
+        """Raises ProgramError if an object of the type of this name can't be built here."""
+        if name not in BUILTIN_TYPES and name not in self.types:
+            raise ProgramError(f'the type "{name[:200]}" is not one that this worker\'s operator allows')
+
+    def build(self, name: str, parts: Sequence[Any]) -> Any:
+        """Returns an object of a type, from its parts. Raises ProgramError if the type is not in the table."""
+        self.check_type(name)
+        try:
+            if name in _BUILTINS:
+                return _BUILTINS[name](parts)
+            adapter = adapter_of(self.types[name])
+            assert adapter is not None, "the table holds types with adapters only"
+            return adapter.build(self.types[name], parts)
+        except Exception as error:  # a client may have sent any parts
+            raise ProgramError(f'an object of the type "{name}" can\'t be built from its parts: {error}') from None
+
+
+names = NameTable()
+"""The names of this process."""
+
+
+@cache
+def package_version(module: str) -> str:
+    """Returns the version of the package that a module belongs to, or `NO_VERSION`."""
+    package = module.partition(":")[0].partition(".")[0]
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return str(getattr(sys.modules.get(package), "__version__", NO_VERSION))
+
+
+def option_for(name: str) -> str:
+    """Returns the worker's option that would allow a function, a type or a module, given by its name."""
+    package = name.partition(":")[0].partition(".")[0]
+    return f"--allow {package if package in IMPORTS else name}"
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedNames:
+    """What one worker allows, as its handshake says.
+
+    Attributes:
+        packages: The version by the name that the operator gave.
+        functions: The identity by the name of each custom autograd function.
+        ops: Names of ops of other libraries than torch.
+        types: Names of types of arguments.
+    """
+
+    packages: Mapping[str, str] = field(default_factory=dict)
+    functions: Mapping[str, str] = field(default_factory=dict)
+    ops: frozenset[str] = frozenset()
+    types: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, message: session_pb2.Allowed) -> Self:
+        """Returns what a message says."""
+        return cls(dict(message.packages), dict(message.functions), frozenset(message.ops), frozenset(message.types))
+
+    def to_message(self) -> session_pb2.Allowed:
+        """Returns the message for the handshake."""
+        return session_pb2.Allowed(
+            packages=self.packages, functions=self.functions, ops=sorted(self.ops), types=sorted(self.types)
+        )
+
+    def covers(self, name: str) -> str:
+        """Returns what the operator gave that covers a name; empty if nothing does."""
+        module = name.partition(":")[0]
+        for allowed in self.packages:
+            if allowed in {name, module} or module.startswith(f"{allowed}."):
+                return allowed
+        return ""
+
+    def why_not_function(self, function: type) -> str:
+        """Returns why the worker can't run a custom autograd function of this process; empty if it can."""
+        name = name_of_class(function)
+        what = f"the custom autograd function {function.__qualname__}"
+        if is_foreign(function.__module__):
+            return what
+        if name in names.denied:
+            return names.denied[name]
+        identity = self.functions.get(name)
+        if identity is None:
+            return self._why_not(name, what)
+        version, here = self.packages.get(self.covers(name), NO_VERSION), package_version(name)
+        if version != here:
+            return f"{what}: its package has version {here} here and {version} on the worker"
+        if identity != identity_of_class(function).digest():
+            return f"{what}: its code, or a value that it reads from its module or class, is another on the worker"
+        return ""
+
+    def why_not_type(self, cls: type) -> str:
+        """Returns why the worker can't build objects of a class of this process; empty if it can."""
+        name = name_of_class(cls)
+        what = f"an argument of type {cls.__qualname__}"
+        if name in self.types:
+            version, here = self.packages.get(self.covers(name), NO_VERSION), package_version(name)
+            return "" if version == here else f"{what}: {here} is installed here and {version} on the worker"
+        return what if is_foreign(cls.__module__) else self._why_not(name, what)
+
+    def why_not_op(self, name: str) -> str:
+        """Returns why the worker can't run an op of another library, given by its name; empty if it can."""
+        what, (namespace, packet, _) = f"the op {name} is not on the list of ops a worker runs", name.split(".")
+        module = module_of_op(f"{namespace}::{packet}") or namespace
+        if name in self.ops:
+            version, here = self.packages.get(self.covers(module), NO_VERSION), package_version(module)
+            if not self.covers(module) or version == here:
+                return ""
+            return f"the op {name}: its package has version {here} here and {version} on the worker"
+        is_known = module in sys.modules and not is_foreign(module)
+        return f"{what} (a worker with {option_for(module)} would run it)" if is_known else what
+
+    def missing(self, program: Program) -> str:
+        """Returns a name in a program that the worker has not offered; empty if there is none."""
+        offered = self.functions.keys() | self.ops
+        unknown = [*(program.functions - offered), *({*program.types} - self.types - BUILTIN_TYPES)]
+        return min(unknown, default="")
+
+    def why_not_program(self, program: Program, identities: Mapping[str, str]) -> str:
+        """Returns why the worker can't run a program of this process; empty if it can.
+
+        Args:
+            program: The program that was recorded.
+            identities: The identity of each of its custom autograd functions, as it was recorded.
+        """
+        for name in program.functions:
+            if name not in identities:
+                reason = self.why_not_op(name)
+            elif self.functions.get(name) == identities[name]:
+                reason = ""
+            else:
+                reason = self.why_not_function(names.functions[name])
+            if reason:
+                return reason
+        for name in program.types:
+            if name not in BUILTIN_TYPES and (reason := self.why_not_type(names.types[name])):
+                return reason
+        return ""
+
+    def _why_not(self, name: str, what: str) -> str:
+        module, _, qualified = name.partition(":")
+        if "<locals>" in qualified or module == "__main__":
+            return f"{what}: it is not defined at the top of a module, where a worker could find it by its name"
+        package = module.partition(".")[0]
+        if self.covers(name):
+            return f"{what} of {package}: the worker's installation has none of that name"
+        return f"{what} of {package} (a worker with {option_for(name)} would run it)"
+
+
+class JoinedNames:
+    """What at least one of several workers allows.
+
+    Args:
+        offers: What each worker allows.
+
+    Attributes:
+        offers: What each worker allows.
+    """
+
+    def __init__(self, offers: Iterable[OfferedNames] = ()) -> None:
+        self.offers = tuple(offers)
+        self._offers = self.offers or (OfferedNames(),)
+
+    def why_not_function(self, function: type) -> str:
+        """Returns why no worker can run a custom autograd function; empty if one can."""
+        return _first([offer.why_not_function(function) for offer in self._offers])
+
+    def why_not_type(self, cls: type) -> str:
+        """Returns why no worker can build objects of a class; empty if one can."""
+        return _first([offer.why_not_type(cls) for offer in self._offers])
+
+    def why_not_op(self, name: str) -> str:
+        """Returns why no worker can run an op of another library; empty if one can."""
+        return _first([offer.why_not_op(name) for offer in self._offers])
+
+
+def _first(reasons: Sequence[str]) -> str:
+    """Returns the first reason, or an empty text if any of them is empty."""
+    return "" if "" in reasons else reasons[0]

@@ -1,0 +1,80 @@
+"""Records arguments of custom autograd functions, which may be objects, and tensor subclasses among those of ops."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backhaul_runtime.errors import Refusal
+from backhaul_runtime.program.adapters import TensorMemory, adapter_of
+from backhaul_runtime.program.code_identity import is_foreign, name_of_class
+from backhaul_runtime.program.names import JoinedNames, names
+from backhaul_runtime.program.program import Composite, Ref
+from backhaul_runtime.tensors.layout import unsupported_reason
+from backhaul_runtime.torch_internals.private import is_plain
+
+CONSTANTS = frozenset({bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format, torch.device})
+"""The types of values that a program holds as they are, beside None."""
+
+Refers = Callable[[Tensor], Ref]
+"""Returns the reference to a plain tensor. The recorder passes its own method to each call, so nothing keeps it."""
+
+
+class FunctionArguments:
+    """Takes the arguments of one call's functions apart. Its methods raise Refusal for what no program can hold.
+
+    Args:
+        allows: The names of types that workers can build.
+
+    Attributes:
+        types: The names of the types of objects that were met, in order; the values are None.
+        is_in_object: Whether the argument that is being recorded is a part of an object.
+    """
+
+    def __init__(self, allows: JoinedNames) -> None:
+        self._allows = allows
+        self._why_not: dict[type, str] = {}
+        self.types: dict[str, None] = {}
+        self.is_in_object = False
+
+    def part(self, value: Any, refers: Refers) -> Any:
+        """Returns an argument of a custom function, or a part of one, as a program holds it."""
+        cls = type(value)
+        if value is None or cls in CONSTANTS:
+            return value
+        if cls is TensorMemory:
+            return refers(value.tensor)
+        if cls is list:
+            return tuple([self.part(item, refers) for item in value])
+        if cls in (tuple, torch.Size):
+            return self._built(cls, value, refers)
+        if cls is dict:
+            return self._built(cls, [list(pair) for pair in value.items()], refers)
+        return refers(value) if is_plain(cls) else self.composite(value, refers)
+
+    def composite(self, value: Any, refers: Refers) -> Composite:
+        """Returns an object, or a tensor of a class of its own, by its parts."""
+        cls = type(value)
+        adapter = adapter_of(cls)
+        if isinstance(value, Tensor) and (adapter is None or is_foreign(cls.__module__)):
+            raise Refusal(str(unsupported_reason(value)))
+        if adapter is None:
+            raise Refusal(f"an argument of type {cls.__qualname__}, which no adapter takes apart")
+        if isinstance(value, Tensor) and value.requires_grad:
+            raise Refusal(f"a differentiable tensor subclass {cls.__qualname__}")
+        if cls not in self._why_not:
+            self._why_not[cls] = self._allows.why_not_type(cls)
+        if self._why_not[cls]:
+            raise Refusal(self._why_not[cls])
+        names.types[name_of_class(cls)] = cls
+        outer, self.is_in_object = self.is_in_object, True
+        try:
+            return self._built(cls, adapter.flatten(value), refers)
+        finally:
+            self.is_in_object = outer
+
+    def _built(self, cls: type, parts: Iterable[Any], refers: Refers) -> Composite:
+        name = name_of_class(cls)
+        self.types[name] = None
+        return Composite(name, tuple([self.part(part, refers) for part in parts]))
