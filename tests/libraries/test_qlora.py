@@ -1,15 +1,20 @@
-"""examples/integrations/with_qlora.py: what a worker without permission for bitsandbytes does."""
+"""examples/integrations/with_qlora.py, with a worker that allows bitsandbytes, and with one that does not."""
 
 import pytest
 
 import backhaul
-from support.libraries import example
+from support.libraries import assert_trains_equally, example
 from support.processes import WorkerProcess
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
 
 
+def test_the_example_trains_as_without_backhaul() -> None:
+    with WorkerProcess("--memory", "2GiB", "--allow", "bitsandbytes") as worker:
+        assert_trains_equally("qlora", worker.address)
+
+
 def test_an_error_at_the_start_without_permission(worker: WorkerProcess) -> None:
-    with pytest.raises(backhaul.NotRemoteError, match="no part of PeftModelForCausalLM will be recomputed by a worker"):
+    with pytest.raises(backhaul.NotRemoteError, match="--allow bitsandbytes"):
         example("qlora").train(worker.address)
