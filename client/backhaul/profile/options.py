@@ -24,10 +24,11 @@ def add_model_options(parser: argparse.ArgumentParser, *, is_required: bool) -> 
     )
     parser.add_argument(
         "--argument",
-        action="append",
+        action="extend",
+        nargs="+",
         default=[],
         metavar="NAME=VALUE",
-        help="argument for the function; may be given several times",
+        help="arguments for the function",
     )
     parser.add_argument(
         "--layers",
@@ -37,10 +38,11 @@ def add_model_options(parser: argparse.ArgumentParser, *, is_required: bool) -> 
     )
     parser.add_argument(
         "--worker",
-        action="append",
+        action="extend",
+        nargs="+",
         default=[],
         metavar="ADDRESS",
-        help="running worker; several workers are separated by commas, or given one by one (default: start one here)",
+        help="running workers (default: start one here)",
     )
     parser.add_argument(
         "--token-file", metavar="FILE", help="file with the token of the worker, or several files separated by commas"
