@@ -14,7 +14,19 @@ CALLS = {"Refusal", "refuse", "undivided", "on_trainer", "fallback", "kept", "bl
 """Functions, methods and classes whose first argument is a reason."""
 VARIABLES = {"local_reason", "inside_reason", "other"}
 """Variables and attributes whose value is a reason."""
-FUNCTIONS = {"_needs_graph", "why_not_cut", "why_not_deferred", "unsupported_reason", "_run", "named", "_contexts"}
+FUNCTIONS = {
+    "why_not_function",
+    "why_not_type",
+    "why_not_op",
+    "_why_not",
+    "_needs_graph",
+    "why_not_cut",
+    "why_not_deferred",
+    "unsupported_reason",
+    "_run",
+    "named",
+    "_contexts",
+}
 """Functions that return a reason, alone or in a tuple."""
 TABLES = {"_MEANINGS"}
 """Dictionaries whose values are parts of a reason."""

@@ -3,7 +3,6 @@
 The order of the checks is that in which a user needs the answers: without segments that travel nothing else matters.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
@@ -22,8 +21,6 @@ MUCH_RECORDING = 0.5
 _BETTER = 0.95
 """An alternative is named if its step takes at most this part of Backhaul's."""
 _MILLISECONDS = 1e3
-_FUNCTION = re.compile(r"custom autograd function (\w+)")
-_OP = re.compile(r"the op (\w+)::")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +30,19 @@ class Surroundings:
     Attributes:
         fixed_bytes: Size of the parameters and of the optimizer's state, in bytes.
         host_bytes_per_s: Rate between the trainer's accelerator and its host; 0 if the model is on a CPU.
-        libraries: The library of each custom autograd function that is loaded, by the function's name.
     """
 
     fixed_bytes: float
     host_bytes_per_s: float
-    libraries: dict[str, str]
 
 
 def model_checks(plain: PlainProfile, worker: WorkerProfile, around: Surroundings) -> list[Check]:
     """Returns the checks of a model with a worker, in the order in which they are to be read."""
     first = worker.runs[0]
     if not first.remote:
-        return [_share(first, around)]
+        return [_share(first)]
     return [
-        _share(first, around),
+        _share(first),
         _speed(worker, plain),
         _link_layers(worker, plain),
         _worker_memory(worker, plain),
@@ -57,20 +52,9 @@ def model_checks(plain: PlainProfile, worker: WorkerProfile, around: Surrounding
     ]
 
 
-def library_of(reason: str, libraries: dict[str, str]) -> str:
-    """Returns the library that keeps a segment on the trainer; empty if the reason names none."""
-    if function := _FUNCTION.search(reason):
-        return libraries.get(function[1], "")
-    op = _OP.search(reason)
-    return op[1] if op and op[1] not in {"aten", "prims"} else ""
-
-
-def _share(run: SegmentTimes, around: Surroundings) -> Check:
+def _share(run: SegmentTimes) -> Check:
     values = {"share": run.share, "remote": run.remote, "segments": run.needed, "reasons": dict(run.reasons)}
-    reasons = []
-    for reason, count in run.reasons.items():
-        library = library_of(reason, around.libraries)
-        reasons.append(f"{count} stay because of {reason}" + (f" (from {library})" if library else ""))
+    reasons = [f"{count} stay because of {reason}" for reason, count in run.reasons.items()]
     text = f"{run.remote} of {run.needed} segments run on the worker, {run.share:.0%}."
     if reasons:
         text += f" {'; '.join(reasons)}."

@@ -1,6 +1,5 @@
-"""Looks at what advice depends on besides measured costs: the link to the host, and loaded libraries."""
+"""Looks at what advice depends on besides measured costs: the link to the host."""
 
-from collections.abc import Iterator
 from time import perf_counter
 
 import torch
@@ -18,7 +17,7 @@ def look(fixed_bytes: float, device: torch.device) -> Surroundings:
         device: The device of the model.
     """
     rate = _host_bytes_per_s(device) if device.type == "cuda" else 0.0
-    return Surroundings(fixed_bytes, rate, dict(_functions(torch.autograd.Function)))
+    return Surroundings(fixed_bytes, rate)
 
 
 def _host_bytes_per_s(device: torch.device) -> float:
@@ -33,13 +32,3 @@ def _host_bytes_per_s(device: torch.device) -> float:
         torch.cuda.synchronize(device)
         durations_s.append(perf_counter() - began_s)
     return _COPIED_BYTES / min(durations_s)
-
-
-def _functions(kind: type) -> Iterator[tuple[str, str]]:
-    """Yields the name of each custom autograd function that is loaded, and its top-level package."""
-    subclasses: list[type] = kind.__subclasses__()
-    for one in subclasses:
-        package = one.__module__.partition(".")[0]
-        if package not in {"torch", "__main__", "builtins"}:
-            yield one.__name__, package
-        yield from _functions(one)

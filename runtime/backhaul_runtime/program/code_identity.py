@@ -44,6 +44,11 @@ def name_of_class(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
+def plain_name(cls: type) -> str:
+    """Returns the name of a class for people: without the module, and without the functions that it was made in."""
+    return cls.__qualname__.rpartition("<locals>.")[2]
+
+
 def is_foreign(module: str | None) -> bool:
     """Whether a module belongs to torch or to Python, whose versions are compared otherwise."""
     return (module or "builtins").partition(".")[0] in _FOREIGN

@@ -21,7 +21,7 @@ import torch
 from backhaul_proto.v1 import session_pb2
 from backhaul_runtime.errors import ProgramError
 from backhaul_runtime.program.adapters import adapter_of
-from backhaul_runtime.program.code_identity import identity_of_class, is_foreign, name_of_class
+from backhaul_runtime.program.code_identity import identity_of_class, is_foreign, name_of_class, plain_name
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.torch_internals.libraries import module_of_op
 
@@ -151,7 +151,7 @@ class OfferedNames:
     def why_not_function(self, function: type) -> str:
         """Returns why the worker can't run a custom autograd function of this process; empty if it can."""
         name = name_of_class(function)
-        what = f"the custom autograd function {function.__qualname__}"
+        what = f"the custom autograd function {plain_name(function)}"
         if is_foreign(function.__module__):
             return what
         if name in names.denied:
@@ -169,7 +169,7 @@ class OfferedNames:
     def why_not_type(self, cls: type) -> str:
         """Returns why the worker can't build objects of a class of this process; empty if it can."""
         name = name_of_class(cls)
-        what = f"an argument of type {cls.__qualname__}"
+        what = f"an argument of type {plain_name(cls)}"
         if name in self.types:
             version, here = self.packages.get(self.covers(name), NO_VERSION), package_version(name)
             return "" if version == here else f"{what}: {here} is installed here and {version} on the worker"
@@ -177,15 +177,17 @@ class OfferedNames:
 
     def why_not_op(self, name: str) -> str:
         """Returns why the worker can't run an op of another library, given by its name; empty if it can."""
-        what, (namespace, packet, _) = f"the op {name} is not on the list of ops a worker runs", name.split(".")
+        namespace, packet, _ = name.split(".")
         module = module_of_op(f"{namespace}::{packet}") or namespace
         if name in self.ops:
             version, here = self.packages.get(self.covers(module), NO_VERSION), package_version(module)
             if not self.covers(module) or version == here:
                 return ""
             return f"the op {name}: its package has version {here} here and {version} on the worker"
-        is_known = module in sys.modules and not is_foreign(module)
-        return f"{what} (a worker with {option_for(module)} would run it)" if is_known else what
+        if module in sys.modules and not is_foreign(module):
+            option = option_for(module)
+            return f"the op {name} is not on the list of ops a worker runs (a worker with {option} would run it)"
+        return f"the op {name} is not on the list of ops a worker runs"
 
     def missing(self, program: Program) -> str:
         """Returns a name in a program that the worker has not offered; empty if there is none."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.program.adapters import TensorMemory, adapter_of
-from backhaul_runtime.program.code_identity import is_foreign, name_of_class
+from backhaul_runtime.program.code_identity import is_foreign, name_of_class, plain_name
 from backhaul_runtime.program.names import JoinedNames, names
 from backhaul_runtime.program.program import Composite, Ref
 from backhaul_runtime.tensors.layout import unsupported_reason
@@ -60,9 +60,9 @@ class FunctionArguments:
         if isinstance(value, Tensor) and (adapter is None or is_foreign(cls.__module__)):
             raise Refusal(str(unsupported_reason(value)))
         if adapter is None:
-            raise Refusal(f"an argument of type {cls.__qualname__}, which no adapter takes apart")
+            raise Refusal(f"an argument of type {plain_name(cls)}, which no adapter takes apart")
         if isinstance(value, Tensor) and value.requires_grad:
-            raise Refusal(f"a differentiable tensor subclass {cls.__qualname__}")
+            raise Refusal(f"a differentiable tensor subclass {plain_name(cls)}")
         if cls not in self._why_not:
             self._why_not[cls] = self._allows.why_not_type(cls)
         if self._why_not[cls]:

@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
 from backhaul_runtime.errors import Refusal, UnsupportedTensorError
-from backhaul_runtime.program.code_identity import identity_of_class, name_of_class
+from backhaul_runtime.program.code_identity import identity_of_class, name_of_class, plain_name
 from backhaul_runtime.program.names import JoinedNames, names
 from backhaul_runtime.program.op_rules import (
     ABSOLUTE,
@@ -251,7 +251,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             self._given.clear()
             return self._around_refused(reason or str(self.recording.refusal), function, run)
         watch = self._watch = self._watch or FunctionWatch(self._function_may_write, self.refuse)
-        watch.begin(function.__qualname__)
+        watch.begin(plain_name(function))
         try:
             with watch.within():
                 returned = run()
@@ -439,7 +439,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         self._contents.clear()
         self._check_surroundings()
         if self._unwritten and any(storage_key(t) in self._unwritten for t in tensors_in(args)):
-            raise Refusal(f"the custom autograd function {function.__qualname__} gets memory that no op wrote")
+            raise Refusal(f"the custom autograd function {plain_name(function)} gets memory that no op wrote")
         self._given.clear()
         arguments = tuple([self._arguments.part(value, self._ref) for value in args])
         self._begin_check(name)
@@ -469,12 +469,12 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         custom = {type(result.grad_fn) for result in results if result.grad_fn is not None}
         function = names.functions[node.op]
         if not custom <= {backward_class(function)}:
-            raise Refusal(f"the custom autograd function {function.__qualname__} returns a view or another's result")
+            raise Refusal(f"the custom autograd function {plain_name(function)} returns a view or another's result")
         if not all(is_plain(type(result)) for result in results):
-            raise Refusal(f"the custom autograd function {function.__qualname__} returns a tensor subclass")
+            raise Refusal(f"the custom autograd function {plain_name(function)} returns a tensor subclass")
         drawn_to, is_cpu = self._generator_state(args, {}), _draws_from_cpu(args, {})
         if not is_cpu and self._generator_state((), {}) != self._cpu_drawn_from:
-            raise Refusal(f"the custom autograd function {function.__qualname__} draws from two generators")
+            raise Refusal(f"the custom autograd function {plain_name(function)} draws from two generators")
         if draws or drawn_to != self._drawn_from:
             node.draws = True
             self._note_state(continues=self._drawn_from == self._drawn_to and is_cpu)
