@@ -70,7 +70,7 @@ def listed() -> Iterator[tuple[str, OpOverload]]:
             yield name, resolve(name)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore")
 def test_ops_that_torchs_databases_call_are_listed_and_write_where_their_rules_say(
     monkeypatch: pytest.MonkeyPatch,

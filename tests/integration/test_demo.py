@@ -50,8 +50,8 @@ def test_all_five_variants_are_bitwise_equal(tmp_path: Path) -> None:
     assert peaks["backhaul activations"] <= peaks["torch checkpoint"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_worker_dies_or_hangs_in_the_middle(number: signal.Signals, tmp_path: Path) -> None:
     with WorkerProcess() as worker:
         process = demo("--steps", "4", "--worker", worker.address, "--json", str(tmp_path / "results.json"))

@@ -78,7 +78,7 @@ def submitted(environment: dict[str, str]) -> "Iterator[subprocess.Popen[bytes]]
         job.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.distributed
 def test_the_workers_of_a_job_are_in_the_file_while_it_runs(environment: dict[str, str]) -> None:
     directory = Path(environment["HOME"]) / "backhaul"
     file = directory / "workers"

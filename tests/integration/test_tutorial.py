@@ -38,7 +38,7 @@ def test_the_three_ways_print_what_the_page_says(tmp_path: Path) -> None:
     assert without_measurements(done.stdout) == without_measurements(OUTPUTS[0])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_training_goes_on_without_its_worker(tmp_path: Path) -> None:
     (serve,) = [text for _, text in BLOCKS if text.startswith("backhaul worker")]
     with (tmp_path / "log").open("w") as opened:
