@@ -11,13 +11,18 @@ NOTE [Building objects]
 import dataclasses
 import enum
 from collections.abc import Callable, Sequence
+from types import MemberDescriptorType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from backhaul_runtime.errors import Refusal
 from backhaul_runtime.program.code_identity import name_of_class
 from backhaul_runtime.torch_internals.private import DisableTorchFunction, is_thin
+
+
+_POINTER_BYTES = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,10 +81,50 @@ def _look_up(cls: type) -> Adapter | None:
             return Adapter(_flatten_wrapper, _build_wrapper)
         return THIN if is_thin(cls) else None
     if issubclass(cls, enum.Enum):
-        return Adapter(lambda member: (member.name,), lambda kind, parts: kind[parts[0]])  # type: ignore[index]
+        return Adapter(_flatten_member, lambda kind, parts: kind[parts[0]])  # type: ignore[index]
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
-        return Adapter(tuple, lambda kind, parts: kind(*parts))
-    return ATTRIBUTES if dataclasses.is_dataclass(cls) else None
+        return Adapter(_flatten_named_tuple, _build_named_tuple)
+    return ATTRIBUTES if dataclasses.is_dataclass(cls) and is_only_attributes(cls) else None
+
+
+def _flatten_member(member: Any) -> Sequence[Any]:
+    if member.name not in type(member).__members__:
+        raise Refusal(f"an argument of type {type(member).__qualname__} that is a combination of members")
+    return (member.name,)
+
+
+def _flatten_named_tuple(value: Any) -> Sequence[Any]:
+    if attribute_names(value):
+        raise Refusal(f"an argument of type {type(value).__qualname__}, a named tuple with attributes")
+    return tuple(value)
+
+
+def _build_named_tuple(cls: Any, parts: Sequence[Any]) -> Any:
+    if len(parts) != len(cls._fields):
+        raise ValueError(f"{len(parts)} parts for the fields {cls._fields}")
+    return tuple.__new__(cls, parts)
+
+
+def is_only_attributes(cls: type) -> bool:
+    """Whether objects of a class hold nothing but attributes: no items, number or text, and no state of C or C++."""
+    offsets = (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0)
+    known = object.__basicsize__ + _POINTER_BYTES * (offsets + len(_slots(cls)))
+    return cls.__itemsize__ == 0 and cls.__basicsize__ <= known
+
+
+def _slots(cls: type) -> list[str]:
+    """Returns the names of the attributes that have a place of their own in the objects of a class."""
+    return [
+        name
+        for base in reversed(cls.__mro__)
+        for name, value in vars(base).items()
+        if isinstance(value, MemberDescriptorType) and value.__objclass__ is base and base.__module__ != "builtins"
+    ]
+
+
+def attribute_names(value: Any) -> list[str]:
+    """Returns the names of an object's attributes in alphabetic order, those in slots included."""
+    return sorted({*getattr(value, "__dict__", ()), *[name for name in _slots(type(value)) if hasattr(value, name)]})
 
 
 def _flatten_wrapper(tensor: Any) -> Sequence[Any]:
@@ -96,10 +141,7 @@ def _build_wrapper(cls: Any, parts: Sequence[Any]) -> Any:
 
 def attributes_of(value: Any, leave_out: Sequence[str] = ()) -> list[Any]:
     """Returns the names of an object's attributes, in order and joined by commas, followed by their values."""
-    names = getattr(value, "__dict__", None)
-    if names is None:
-        names = [field.name for field in dataclasses.fields(value)]
-    kept = [name for name in sorted(names) if name not in leave_out]
+    kept = [name for name in attribute_names(value) if name not in leave_out]
     return [",".join(kept), *[getattr(value, name) for name in kept]]
 
 
@@ -115,7 +157,9 @@ def with_attributes(made: Any, parts: Sequence[Any]) -> Any:
     """
     names, *values = parts
     for name, value in zip(names.split(",") if names else (), values, strict=True):
-        if not name.isidentifier() or name.startswith("__") or hasattr(getattr(type(made), name, None), "__set__"):
+        descriptor = getattr(type(made), name, None)
+        has_meaning = hasattr(descriptor, "__set__") and not isinstance(descriptor, MemberDescriptorType)
+        if not name.isidentifier() or name.startswith("__") or has_meaning:
             raise ValueError(f'"{name}" is not the name of an attribute that an object can be given')
         object.__setattr__(made, name, value)
     return made

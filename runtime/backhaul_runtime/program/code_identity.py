@@ -173,7 +173,7 @@ class _Walk:
         if not self._is_new(function):
             return
         code = function.__code__
-        self.lines += _code(code)
+        self.lines += code_lines(code)
         self._value("defaults", function.__defaults__)
         self._value("keyword defaults", function.__kwdefaults__)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -236,15 +236,15 @@ def _contents(cell: CellType) -> Any:
         return _MISSING
 
 
-def _code(code: CodeType) -> Iterator[str]:
-    """Yields lines that are equal for equal code, wherever the file lies."""
+def code_lines(code: CodeType) -> Iterator[str]:
+    """Yields lines that are equal for equal code, wherever its file lies."""
     constants = [constant for constant in code.co_consts if not isinstance(constant, CodeType)]
     yield f"{code.co_name} {code.co_flags} {code.co_argcount} {code.co_kwonlyargcount} {code.co_posonlyargcount}"
     yield f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {code.co_freevars} {code.co_cellvars}"
     yield f"{[_constant(constant) for constant in constants]}"
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            yield from _code(inner)
+            yield from code_lines(inner)
 
 
 def _names(code: CodeType) -> Iterator[str]:

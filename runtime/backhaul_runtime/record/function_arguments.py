@@ -21,6 +21,13 @@ Refers = Callable[[Tensor], Ref]
 """Returns the reference to a plain tensor. The recorder passes its own method to each call, so nothing keeps it."""
 
 
+def _can_be_sent(value: Any) -> bool:
+    """Whether the encoding of programs has a constant: integers of 64 bits, and texts that are Unicode."""
+    if type(value) is int:
+        return -(1 << 63) <= value < 1 << 63
+    return type(value) is not str or value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value)
+
+
 class FunctionArguments:
     """Takes the arguments of one call's functions apart. Its methods raise Refusal for what no program can hold.
 
@@ -42,6 +49,8 @@ class FunctionArguments:
         """Returns an argument of a custom function, or a part of one, as a program holds it."""
         cls = type(value)
         if value is None or cls in CONSTANTS:
+            if not _can_be_sent(value):
+                raise Refusal("a number or text among the arguments that no program can hold")
             return value
         if cls is TensorMemory:
             return refers(value.tensor)

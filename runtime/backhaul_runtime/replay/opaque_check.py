@@ -5,11 +5,14 @@ objects that it sets as attributes of its context. A recorder and a replay there
 such node, over its arguments, its results, and everything on the context. The digest counts as that of a saved tensor.
 """
 
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -17,8 +20,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from backhaul_runtime.errors import Refusal
-from backhaul_runtime.program.adapters import TensorMemory, adapter_of
-from backhaul_runtime.program.code_identity import identity_of_class, is_foreign, name_of_class
+from backhaul_runtime.program.adapters import TensorMemory, adapter_of, attribute_names, is_only_attributes
+from backhaul_runtime.program.code_identity import code_lines, identity_of_class, is_foreign, name_of_class
 from backhaul_runtime.tensors.deferred_digest import DeferredDigest, Digest, digest_of, read
 from backhaul_runtime.tensors.digest import saved_digest
 from backhaul_runtime.tensors.layout import Layout, layout_of
@@ -31,7 +34,10 @@ CHECKED = Layout(torch.uint8, (0,), (1,))
 """The layout under which the digest of a node is listed among those of saved tensors."""
 
 _CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.layout, torch.memory_format)
-_NAMED = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
+_NAMED = (type, ModuleType)
+_TEXTS = (int, float, complex, str, bytes, bytearray)
+_WITHOUT_VALUES = frozenset({"lock", "RLock", "Stream", "Event", "ProcessGroup"})
+"""Names of classes of C and C++ whose objects hold nothing that a gradient could depend on."""
 
 
 class OpaqueCheck:
@@ -89,19 +95,26 @@ class OpaqueCheck:
             self._tensor(value)
         elif isinstance(value, TensorMemory):
             self._memory(value.tensor)
-        elif isinstance(value, (list, tuple)) and adapter_of(type(value)) is None:
-            self._texts.append(f"[{len(value)}")
-            for item in value:
-                self._visit(item)
-        elif isinstance(value, dict):
-            self._texts.append(f"{{{len(value)}")
-            for key, item in value.items():
-                self._visit(key)
-                self._visit(item)
+        elif type(value) in (list, tuple, torch.Size):
+            self._sequence(value)
+        elif type(value) is dict:
+            self._mapping(value)
         elif isinstance(value, torch.device):
             self._texts.append(value.type)
         else:
             self._object(value)
+
+    def _sequence(self, value: Iterable[Any]) -> None:
+        items = list(value)
+        self._texts.append(f"[{len(items)}")
+        for item in items:
+            self._visit(item)
+
+    def _mapping(self, value: dict[Any, Any]) -> None:
+        self._texts.append(f"{{{len(value)}")
+        for key, item in value.items():
+            self._visit(key)
+            self._visit(item)
 
     def _object(self, value: Any) -> None:
         if isinstance(value, _NAMED):
@@ -115,8 +128,69 @@ class OpaqueCheck:
         adapter = adapter_of(type(value))
         if adapter is not None:
             self._visit(list(adapter.flatten(value)))
-        elif hasattr(value, "__dict__"):
-            self._visit(dict(sorted(vars(value).items())))
+        elif not self._contents_of_builtin(value):
+            if not is_only_attributes(type(value)) and type(value).__name__ not in _WITHOUT_VALUES:
+                raise Refusal(
+                    f"a custom function keeps an object of type {name_of_class(type(value))}, whose contents can't be "
+                    "compared"
+                )
+            self._attributes(value)
+
+    def _attributes(self, value: Any) -> None:
+        self._mapping({name: getattr(value, name) for name in attribute_names(value)})
+
+    def _contents_of_builtin(self, value: Any) -> bool:
+        """Adds the contents of an object of one of Python's or NumPy's classes, or returns False."""
+        is_exact = False  # an object of a subclass may have attributes, too
+        match value:
+            case FunctionType():
+                self._function(value)
+            case MethodType() | BuiltinFunctionType():
+                owner = value.__self__
+                self._sequence([value.__name__, *([] if isinstance(owner, ModuleType) else [owner])])
+                self._visit(getattr(value, "__func__", None))
+                is_exact = True
+            case partial():
+                self._sequence([value.func, value.args, value.keywords])
+            case np.ndarray() | np.generic():
+                if value.dtype.hasobject:
+                    raise Refusal("a custom function keeps an array of objects, which can't be compared")
+                self._sequence([str(value.dtype), list(value.shape), value.tobytes()])
+                is_exact = isinstance(value, np.generic)
+            case set() | frozenset():
+                if not all(item is None or type(item) in _CONSTANTS for item in value):
+                    raise Refusal("a custom function keeps a set of objects, which can't be compared")
+                self._texts += sorted(map(repr, value))
+            case range() | slice():
+                self._sequence([value.start, value.stop, value.step])
+                is_exact = True
+            case torch.Generator():
+                self._visit(value.get_state().numpy().tobytes())
+                is_exact = True
+            case weakref.ref():
+                self._visit(value())
+                is_exact = True
+            case dict():
+                self._mapping(value)
+            case list() | tuple() | deque():
+                self._sequence(value)
+            case int() | float() | complex() | str() | bytes() | bytearray():
+                self._texts.append(next(kind.__repr__(value) for kind in _TEXTS if isinstance(value, kind)))
+            case _:
+                return value is Ellipsis or value is NotImplemented
+        if not is_exact:
+            self._attributes(value)
+        return True
+
+    def _function(self, value: FunctionType) -> None:
+        """Adds a function that was made in forward: its code, and what it has captured."""
+        self._texts += code_lines(value.__code__)
+        self._sequence([value.__module__, value.__defaults__, value.__kwdefaults__])
+        for cell in value.__closure__ or ():
+            try:
+                self._visit(cell.cell_contents)
+            except ValueError:  # it is empty
+                self._texts.append("empty")
 
     def _tensor(self, tensor: Tensor) -> None:
         if self._is_context:
