@@ -21,7 +21,6 @@ from backhaul_runtime.errors import Refusal
 from backhaul_runtime.program.code_identity import name_of_class
 from backhaul_runtime.torch_internals.private import DisableTorchFunction, is_thin
 
-
 _POINTER_BYTES = 8
 
 

@@ -7,20 +7,23 @@ worker runs the function.
 NOTE [Identity of a function]
 1. The digest covers the bytecode of the methods of the class, of all functions that they name and that are not torch's
    or Python's own, and so on, of `MAX_FUNCTIONS` functions at most.
-2. It covers the constants that this code reads from modules, classes, closures and defaults, also in lists and dicts
-   and in attributes of objects that hold settings. Values of other types count by their type alone: caches hold those,
-   and differ between processes.
+2. It covers the constants that this code reads from modules, classes, closures and defaults, also in lists and dicts,
+   in NumPy's arrays, and in attributes of objects that hold settings. Values of other types count by their type alone:
+   caches hold those, and differ between processes.
 3. Whoever assigns another value to one of these names gives the function another identity from the next call on.
+4. Of modules that the code imports when it runs, it covers those that this process has imported.
 """
 
+import dis
 import functools
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from operator import is_
 from types import CellType, CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -29,10 +32,11 @@ from backhaul_runtime.tensors.digest import content_digest
 from backhaul_runtime.tensors.layout import layout_of, unsupported_reason
 from backhaul_runtime.torch_internals.private import version_of
 
-MAX_FUNCTIONS = 500
+MAX_FUNCTIONS = 5_000
 """The most functions and classes that an identity covers."""
 
-_MAX_TENSOR_BYTES = 1 << 20
+_MAX_TENSOR_BYTES = 64 << 20
+_MAX_ARRAY_BYTES = 64 << 10  # an array has no version, so it is read again at each call
 _MAX_DEPTH, _MAX_ITEMS = 4, 1_000
 _FOREIGN = frozenset({"torch", "numpy", "triton", "backhaul", "backhaul_runtime", "builtins", *sys.stdlib_module_names})
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.memory_format)
@@ -66,12 +70,13 @@ class CodeIdentity:
         self._last: tuple[_Walk, str] | None = None  # replaced as a whole
 
     def digest(self) -> str:
-        """Returns the present identity, 32 hexadecimal digits."""
+        """Returns the present identity, 32 hexadecimal digits; empty if there is too much code."""
         last = self._last
         if last is None or not last[0].is_current():
             walk = _Walk()
             walk.function_class(self._class)
-            last = self._last = walk, xxhash.xxh3_128_hexdigest("\n".join(walk.lines).encode())
+            text = "\n".join(walk.lines).encode()
+            last = self._last = walk, xxhash.xxh3_128_hexdigest(text) if walk.is_complete else ""
         return last[1]
 
 
@@ -86,6 +91,7 @@ class _Walk:
 
     def __init__(self) -> None:
         self.lines = [f"python {sys.version_info[:2]}"]
+        self.is_complete = True
         self._seen: set[int] = set()
         self._kept: list[Any] = []  # so that no id is used twice
         # By the id of the mapping, which the second field keeps.
@@ -93,6 +99,7 @@ class _Walk:
         self._cells: list[tuple[CellType, Any]] = []
         self._mutable: list[tuple[Any, str | None]] = []
         self._tensors: list[tuple[Tensor, int]] = []
+        self._sizes: list[tuple[Mapping[str, Any], int]] = []  # of classes, which may get another attribute
 
     def is_current(self) -> bool:
         """Whether everything that was visited is still the same."""
@@ -100,6 +107,7 @@ class _Walk:
             all(all(map(is_, map(mapping.get, names), values)) for mapping, names, values in self._reads.values())
             and all(_contents(cell) is value for cell, value in self._cells)
             and all(_mutable(value) == text for value, text in self._mutable)
+            and all(len(mapping) == size for mapping, size in self._sizes)
             and all(version_of(tensor) == version for tensor, version in self._tensors)
         )
 
@@ -110,7 +118,10 @@ class _Walk:
                 self._class(base)
 
     def _is_new(self, value: Any) -> bool:
-        if id(value) in self._seen or len(self._kept) >= MAX_FUNCTIONS:
+        if id(value) in self._seen:
+            return False
+        if len(self._kept) >= MAX_FUNCTIONS:
+            self.is_complete = False
             return False
         self._seen.add(id(value))
         self._kept.append(value)
@@ -121,24 +132,27 @@ class _Walk:
             return
         self.lines.append(f"class {name_of_class(cls)} of {[base.__qualname__ for base in cls.__bases__]}")
         mapping = vars(cls)
+        self._sizes.append((mapping, len(mapping)))
         for name in sorted(mapping):
-            if name not in _OF_PYTHON:
+            is_code = issubclass(cls, torch.nn.Module) and _constant(mapping[name]) is None
+            if name not in _OF_PYTHON and not is_code:
                 self._read(mapping, name)
 
     def _read(self, mapping: Mapping[str, Any], name: str) -> None:
-        value = mapping[name]
+        value = mapping.get(name)
         _, names, values = self._reads.setdefault(id(mapping), (mapping, [], []))
         names.append(name)
         values.append(value)
-        self._value(name, value)
+        if value is not None or name in mapping:
+            self._value(name, value)
 
-    def _value(self, name: str, value: Any) -> None:
+    def _value(self, name: str, value: Any) -> None:  # noqa: PLR0912  one branch per kind of value
         value = getattr(value, "__func__", value) if isinstance(value, (staticmethod, classmethod)) else value
         if isinstance(value, property):
             value = value.fget
         text = _constant(value)
         if isinstance(value, (list, dict, set)):
-            self._mutable.append((value, text))
+            self._mutable.append((value, _mutable(value)))
         if text is not None:
             self.lines.append(f"{name} = {text}")
         elif isinstance(value, FunctionType):
@@ -146,13 +160,26 @@ class _Walk:
             self._function(value)
         elif isinstance(value, type):
             self.lines.append(f"{name} is {name_of_class(value)}")
-            if not is_foreign(value.__module__) and not issubclass(value, torch.nn.Module):
+            if not is_foreign(value.__module__):
                 self._class(value)
         elif isinstance(value, Tensor):
             self._tensor(name, value)
+        elif isinstance(value, (np.ndarray, np.generic)):
+            text = _array(value)
+            self._mutable.append((value, text))
+            self.lines.append(f"{name}: {text}")
+        elif _is_registry(value):
+            self.lines.append(f"{name}: {type(value).__name__}")
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                self._value(str(_constant(key)), item)
+        elif isinstance(value, functools.partial):
+            for inner_name, item in (("func", value.func), ("args", value.args), ("keywords", value.keywords)):
+                self._value(f"{name}.{inner_name}", item)
         elif (text := _attributes(value)) is not None:
             self._mutable.append((value, text))
             self.lines.append(f"{name}: {name_of_class(type(value))} {text}")
+            if not is_foreign(type(value).__module__):
+                self._class(type(value))
         else:
             self.lines.append(f"{name}: {name_of_class(type(value))}")
             for inner in ("__wrapped__", "fn"):  # functools' caches and Triton's kernels
@@ -189,14 +216,21 @@ class _Walk:
             return
         names = sorted(set(_names(code)))
         for name in names:
-            if name not in function.__globals__:
-                continue
             self._read(function.__globals__, name)
-            value = function.__globals__[name]
-            if isinstance(value, ModuleType) and not is_foreign(value.__name__):
-                for attribute in names:
-                    if attribute in vars(value):
-                        self._read(vars(value), attribute)
+            self._attributes_of_module(function.__globals__.get(name), names)
+        package = str(function.__globals__.get("__package__") or "")
+        for module in sorted(_imported(code, package)):
+            if not is_foreign(module) and module in sys.modules:
+                self._attributes_of_module(sys.modules[module], names)
+
+    def _attributes_of_module(self, module: Any, names: Sequence[str], depth: int = 0) -> None:
+        """Visits what code reads from a module that it names, if `names` are all names in the code."""
+        if not isinstance(module, ModuleType) or is_foreign(module.__name__) or depth == _MAX_DEPTH:
+            return
+        for name in names:
+            if name in vars(module):
+                self._read(vars(module), name)
+                self._attributes_of_module(vars(module)[name], names, depth + 1)
 
 
 _OF_PYTHON = frozenset(
@@ -216,17 +250,58 @@ _OF_PYTHON = frozenset(
 )
 
 
-def _attributes(value: Any) -> str | None:
+def _attributes(value: Any, depth: int = 0) -> str | None:
     """Returns a text for the constants among the attributes of an object, such as settings; None for other objects."""
     has_settings = isinstance(value, (SimpleNamespace, Namespace)) or not is_foreign(type(value).__module__)
     if not has_settings or isinstance(value, (ModuleType, torch.nn.Module)) or not hasattr(value, "__dict__"):
         return None
-    texts = {name: _constant(item, 1) for name, item in vars(value).items()}
+    texts = {
+        name: _constant(item, 1) or (_attributes(item, depth + 1) if depth < _MAX_DEPTH else None)
+        for name, item in vars(value).items()
+    }
     return str([(name, texts[name]) for name in sorted(texts) if texts[name] is not None])
 
 
 def _mutable(value: Any) -> str | None:
+    if isinstance(value, (np.ndarray, np.generic)):
+        return _array(value)
+    if _is_registry(value):
+        return str([*map(id, value.values() if isinstance(value, dict) else value)])
     return _constant(value) if isinstance(value, (list, dict, set)) else _attributes(value)
+
+
+def _is_registry(value: Any) -> bool:
+    """Whether a container holds functions and classes, as tables of implementations do."""
+    if not isinstance(value, (list, tuple, dict)) or not 0 < len(value) <= _MAX_ITEMS:
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return all(isinstance(item, (FunctionType, type, functools.partial)) for item in items)
+
+
+def _array(value: Any) -> str:
+    """Returns a text for the contents of an array or a number of NumPy's."""
+    contents = ""
+    if value.nbytes <= _MAX_ARRAY_BYTES and not value.dtype.hasobject:
+        contents = xxhash.xxh3_128_hexdigest(value.tobytes())
+    return f"{type(value).__name__} {value.dtype} {value.shape} {contents}"
+
+
+def _imported(code: CodeType, package: str) -> Iterator[str]:
+    """Yields the names of the modules that code imports when it runs."""
+    level = 0
+    before: list[Any] = []
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IMPORT_NAME":
+            level = before[-2] if len(before) > 1 and isinstance(before[-2], int) else 0
+            parents = package.split(".")[: len(package.split(".")) + 1 - level] if level else []
+            name = ".".join([*parents, *([instruction.argval] if instruction.argval else [])])
+            yield name
+            for attribute in before[-1] if before and isinstance(before[-1], tuple) else ():
+                yield f"{name}.{attribute}"
+        before = [*before[-1:], instruction.argval]
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _imported(inner, package)
 
 
 def _contents(cell: CellType) -> Any:

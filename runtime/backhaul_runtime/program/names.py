@@ -162,7 +162,7 @@ class OfferedNames:
         version, here = self.packages.get(self.covers(name), NO_VERSION), package_version(name)
         if version != here:
             return f"{what}: its package has version {here} here and {version} on the worker"
-        if identity != identity_of_class(function).digest():
+        if not identity or identity != identity_of_class(function).digest():
             return f"{what}: its code, or a value that it reads from its module or class, is another on the worker"
         return ""
 

@@ -26,6 +26,7 @@ from backhaul_runtime.tensors.deferred_digest import DeferredDigest, Digest, dig
 from backhaul_runtime.tensors.digest import saved_digest
 from backhaul_runtime.tensors.layout import Layout, layout_of
 from backhaul_runtime.torch_internals.private import is_plain
+from backhaul_runtime.torch_internals.storages import storage_key
 
 MAX_VALUES = 20_000
 """The most values that one node's arguments, results and context may hold."""
@@ -48,6 +49,7 @@ class OpaqueCheck:
 
     Attributes:
         tensors: The tensors that were met on contexts, each as often as it was met.
+        storages: Keys of the storages of all tensors that were met.
     """
 
     def __init__(self, take: Callable[[Tensor, Layout], Digest]) -> None:
@@ -58,6 +60,7 @@ class OpaqueCheck:
         self._count = 0
         self.tensors: list[Tensor] = []
         self._is_context = False
+        self.storages: set[int] = set()
 
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Adds the tensors among the arguments or results. Numbers and texts among them are part of the program."""
@@ -139,7 +142,7 @@ class OpaqueCheck:
     def _attributes(self, value: Any) -> None:
         self._mapping({name: getattr(value, name) for name in attribute_names(value)})
 
-    def _contents_of_builtin(self, value: Any) -> bool:
+    def _contents_of_builtin(self, value: Any) -> bool:  # noqa: PLR0912  one branch per kind of object
         """Adds the contents of an object of one of Python's or NumPy's classes, or returns False."""
         is_exact = False  # an object of a subclass may have attributes, too
         match value:
@@ -205,6 +208,7 @@ class OpaqueCheck:
 
     def _memory(self, tensor: Tensor) -> None:
         layout = layout_of(tensor)
+        self.storages.add(storage_key(tensor))
         self._texts.append(f"T{tensor.requires_grad}")
         self._digests.append(digest_of(saved_digest, layout, self._take(tensor, layout)))
 

@@ -41,7 +41,7 @@ from backhaul_runtime.program.op_rules import (
 )
 from backhaul_runtime.program.op_trace import describe_op
 from backhaul_runtime.program.program import Composite, GeneratorRef, Node, Program, ResultRef, SourceRef, parts_in
-from backhaul_runtime.replay.draw_watch import DrawWatch
+from backhaul_runtime.replay.backward_watch import BackwardWatch
 from backhaul_runtime.replay.footprint import FootprintMeter
 from backhaul_runtime.replay.lent_memory_guard import LentMemoryGuard
 from backhaul_runtime.replay.opaque_check import OpaqueCheck
@@ -373,6 +373,7 @@ class Replay:
         with DisableTorchDispatch(), DisableTorchFunction():
             check.add(results)
             check.add_contexts(results)
+        self._packing.of_functions |= check.storages
         self._packing.note(check.digest())
 
     def _check_lent(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -506,7 +507,8 @@ class Replay:
         inputs += [get_gradient_edge(output) for output, of_source in of_outputs if of_source]
         positions = [position for position in gradients if self._outputs[position].requires_grad]
         is_guarded = bool(self._program.functions) and not self._is_own
-        watch = DrawWatch(self._custom, {t.device for t in self._outputs}) if is_guarded else None
+        own = self._packing.of_functions - self._lent
+        watch = BackwardWatch(self._custom, {t.device for t in self._outputs}, own) if is_guarded else None
         try:
             if inputs and positions:
                 torch.autograd.grad(

@@ -9,6 +9,7 @@ from backhaul_runtime.errors import SavedTensorModifiedError
 from backhaul_runtime.program.op_rules import (
     hides_write,
 )
+from backhaul_runtime.program.program import is_function_name
 from backhaul_runtime.replay.footprint import FootprintMeter
 from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest, digest_of
 from backhaul_runtime.tensors.digest import saved_digest
@@ -56,6 +57,7 @@ class SavedTensorPacker:
         op: Name of the op that runs. The replay sets it before each op.
         reads: Digest of all tensors that the op reads, if the bytes that it saves may be undefined; else None.
         reads_sketch: Random projection of all tensors that the op reads, as for `reads`; else empty.
+        of_functions: Keys of the storages of what custom functions have saved.
         wants_sketches: Whether random projections of saved tensors are computed.
         sketches: The random projection of each saved tensor, in order; empty for a tensor in a `fixed` storage.
     """
@@ -74,6 +76,7 @@ class SavedTensorPacker:
         self.kept: list[VersionedTensor] = []
         self.op = ""
         self.reads: bytes | None = None
+        self.of_functions: set[int] = set()
 
     def __call__(self, tensor: Tensor) -> VersionedTensor:
         """Notes a tensor that autograd saves while an op runs. Autograd passes the result to the unpack hook."""
@@ -88,6 +91,8 @@ class SavedTensorPacker:
                 tensor = copy_exact(tensor, layout)
         if self._meter is not None:
             self._meter.saved(tensor)
+        if is_function_name(self.op):
+            self.of_functions.add(storage_key(tensor))
         saved = VersionedTensor(len(self.digests) - 1, tensor)
         if self._keep_saved:
             self.kept.append(saved)

@@ -18,7 +18,7 @@ NOTE [PreDispatch]
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Self
@@ -214,3 +214,28 @@ def _applied(cls: type, *args: Any, **kwargs: Any) -> Any:
 
 
 torch.autograd.function._SingleLevelFunction.apply = classmethod(_applied)  # type: ignore[attr-defined]
+
+
+_apply_backward: Any = torch.autograd.function.BackwardCFunction.apply
+_BACKWARD_MODE = "_backhaul_backward_mode"
+
+
+def observe_backward(node: Any, around: Callable[[tuple[Any, ...]], AbstractContextManager[Any]]) -> None:
+    """Runs the backward of one custom autograd function inside a context manager.
+
+    Args:
+        node: The function's node in the graph.
+        around: Returns the context manager, from the gradients that the backward gets.
+    """
+    setattr(node, _BACKWARD_MODE, around)
+
+
+def _backward_applied(node: Any, *args: Any) -> Any:
+    around = getattr(node, _BACKWARD_MODE, None)
+    if around is None:
+        return _apply_backward(node, *args)
+    with around(args):
+        return _apply_backward(node, *args)
+
+
+torch.autograd.function.BackwardCFunction.apply = _backward_applied  # type: ignore[method-assign]

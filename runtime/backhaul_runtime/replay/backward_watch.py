@@ -1,0 +1,118 @@
+"""Detects what the backward of a custom autograd function must do on the trainer only.
+
+Torch's own backward formulas neither draw nor write to memory of others. A custom function may draw, and then draws
+from the generator as backward finds it, which a worker does not know. It may also write to a tensor that others read
+later, such as statistics of gradients, and then the trainer's own tensor would stay as it was. So such a backward only
+runs on the trainer.
+"""
+
+import random
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from backhaul_runtime.errors import ReplayError
+from backhaul_runtime.program.op_rules import rules, tensors_in, written_tensors
+from backhaul_runtime.torch_internals.generators import default_generator
+from backhaul_runtime.torch_internals.pre_dispatch import PreDispatchMode, observe_backward
+from backhaul_runtime.torch_internals.private import DisableTorchDispatch, OpOverload
+from backhaul_runtime.torch_internals.storages import StorageLedger, storage_key
+
+
+class BackwardWatch:
+    """Watches the nodes of custom functions during one backward. Call `end` afterwards.
+
+    Args:
+        nodes: The nodes of custom functions, each with the name of its function.
+        devices: Devices whose default generators are looked at, beside that of the CPU.
+        own: Keys of the storages that the replay has made, which backward may write to.
+    """
+
+    def __init__(
+        self, nodes: Iterable[tuple[str, Node]], devices: Iterable[torch.device], own: Collection[int]
+    ) -> None:
+        self._generators = [default_generator(device) for device in {torch.device("cpu"), *devices}]
+        self._own = own
+        self.reason = self.function = ""
+        for name, node in nodes:
+            observe_backward(node, _Around(self, name))
+
+    def end(self) -> None:
+        """Ends the watch. Raises ReplayError if a function has drawn, written to memory of others, or communicated."""
+        if self.reason:
+            raise ReplayError(f"the backward of {self.function} {self.reason}", function=self.function)
+
+    def note(self, function: str, reason: str) -> None:
+        """Notes why the backward of a function must run on the trainer, unless a reason is known."""
+        if not self.reason:
+            self.function, self.reason = function, reason
+
+    @contextmanager
+    def within(self, name: str, gradients: tuple[Any, ...]) -> Iterator[None]:
+        """Watches one backward, in the thread that runs it."""
+        before = self._states()
+        with _Ops(self, name, {*self._own, *[storage_key(tensor) for tensor in tensors_in(gradients)]}).within():
+            yield
+        if self._states() != before:
+            self.note(name, _DRAWS)
+
+    def _states(self) -> list[Any]:
+        states: list[Any] = [generator.get_state().numpy().tobytes() for generator in self._generators]
+        kind, keys, *rest = np.random.get_state(legacy=True)
+        return [*states, random.getstate(), kind, np.asarray(keys).tobytes(), *rest]
+
+
+class _Around:
+    """Makes the context manager for one node."""
+
+    def __init__(self, watch: BackwardWatch, name: str) -> None:
+        self._watch, self._name = watch, name
+
+    def __call__(self, gradients: tuple[Any, ...]) -> Any:
+        return self._watch.within(self._name, gradients)
+
+
+class _Ops(PreDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees the ops of one backward. It also notes why it raises an error, because the function might catch that."""
+
+    def __init__(self, watch: BackwardWatch, name: str, own: Collection[int]) -> None:
+        super().__init__()
+        self._watch, self._name, self._own = watch, name, own
+        self._made = StorageLedger()
+
+    def around(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        op_rules = rules(op)
+        if op_rules.is_collective:
+            self._watch.note(self._name, "communicates with other ranks")
+            self._watch.end()
+        if op_rules.draws:  # perhaps from a generator that is restored afterwards
+            self._watch.note(self._name, _DRAWS)
+        if op_rules.written:
+            self._check_writes(op, args, kwargs)
+        returned = op(*args, **kwargs)
+        for result in tensors_in(returned):
+            if result.layout is torch.strided:
+                self._made.add(result)
+        return returned
+
+    def _check_writes(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with DisableTorchDispatch():
+            for tensor in written_tensors(rules(op), args, kwargs):
+                if not self._is_own(tensor):
+                    self._watch.note(self._name, _WRITES)
+                    self._watch.end()
+
+    def _is_own(self, tensor: Tensor) -> bool:
+        return tensor in self._made or storage_key(tensor) in self._own
+
+    def refuse(self, reason: str) -> None:
+        """Does nothing: a higher-order op inside a backward is the function's own matter."""
+
+
+_DRAWS = "draws random numbers, and only the trainer's generators can give those of a run without checkpointing"
+_WRITES = "writes to a tensor that is not its own, and the trainer's tensor would stay as it was"

@@ -1,0 +1,104 @@
+"""Custom autograd functions whose backward depends on objects, settings and memory of others, without a wire."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from backhaul import Decision
+from backhaul._backward.value_check import CheckpointError
+from backhaul_runtime.program.names import names
+from support import function_settings, function_state
+from support.bits import plainly, same_bits
+from support.function_calls import WIDTH, checkpointing, trained
+from support.loopback import Loopback
+
+
+@pytest.fixture
+def remote() -> Iterator[Loopback]:
+    """A worker without a wire whose operator allows the functions of the tests."""
+    loopback = Loopback(allow=["support.function_state"])
+    names.denied.clear()
+    yield loopback
+    names.denied.clear()
+    assert loopback.changed() == []
+
+
+@pytest.mark.parametrize("kind", function_state.MAKERS)
+def test_objects_that_a_context_keeps_are_compared(kind: str, remote: Loopback) -> None:
+    """Each run draws another number, which only backward uses."""
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    y = remote.checkpoint(lambda h: function_state.Keeping.apply(h.sin(), kind), x, returns="gradients")
+    with pytest.raises(CheckpointError, match="Keeping"):
+        y.sum().backward()
+    assert x.grad is None
+
+
+@pytest.mark.parametrize(("name", "reason"), [("NoisyInFork", "draws random numbers"), ("Noting", "not its own")])
+def test_what_a_backward_does_to_others_stays_on_the_trainer(name: str, reason: str, remote: Loopback) -> None:
+    function = getattr(function_state, name)
+
+    def noted(checkpoint: Any) -> list[Tensor | None]:
+        function_state.TOTAL.zero_()
+        results = trained(lambda h, w: function.apply(h.sin() * w).cos(), checkpoint)
+        return [*results, function_state.TOTAL.clone()]
+
+    same_bits(noted(checkpointing(remote, returns="gradients")), noted(plainly))
+    (segment,) = remote.report().segments
+    assert Decision.GRADIENTS not in segment.decisions
+    assert any(reason in said for said in segment.reasons)
+
+
+def test_a_backward_may_write_to_what_its_forward_made(remote: Loopback) -> None:
+    body = lambda h, w: function_state.WritingOwn.apply(h.sin() * w).cos()  # noqa: E731
+    same_bits(trained(body, checkpointing(remote, returns="gradients")), trained(body, plainly))
+    (segment,) = remote.report().segments
+    assert segment.decisions == {Decision.GRADIENTS: 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "holder", "attribute", "value"),
+    [
+        ("ByTable", function_state, "SLOPE", 0.125),
+        ("ByObject", function_state, "SLOPE", 0.125),
+        ("ByPartial", function_state, "SLOPE", 0.125),
+        ("ByImport", function_settings, "THRESHOLD", 0.125),
+        ("ByArray", function_state, "ARRAY", function_state.ARRAY / 2),
+        ("ByNested", function_settings.SETTINGS.inner, "slope", 0.125),
+    ],
+)
+def test_what_a_backward_reads_in_other_ways_is_compared(
+    name: str, holder: Any, attribute: str, value: Any, remote: Loopback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker here is the same process, so what it offered is from before the change."""
+    monkeypatch.setattr(holder, attribute, value)
+    function = getattr(function_state, name)
+    body = lambda h, w: function.apply(h.sin() * w).cos()  # noqa: E731
+    same_bits(trained(body, checkpointing(remote)), trained(body, plainly))
+    (segment,) = remote.report().segments
+    assert ["a value that it reads" in reason for reason in segment.kept] == [True]
+
+
+@pytest.mark.parametrize(
+    ("value", "travels"),
+    [
+        (function_state.Slotted(2.0), True),
+        (function_state.Both(1.0, 2.0), True),
+        (function_state.Converting(2.0), True),
+        (function_state.Flags.FIRST, True),
+        (function_state.Flags.FIRST | function_state.Flags.SECOND, False),
+        (function_state.Items(number=2.0), False),
+        (2**63 - 1, True),
+        (2**63, False),
+        ("\ud800", False),
+    ],
+    ids=repr,
+)
+def test_any_object_is_an_argument(value: Any, travels: bool, remote: Loopback) -> None:
+    """Objects that no program can hold keep the segment on the trainer; they raise no error."""
+    body = lambda h, w: function_state.Taking.apply(h.sin() * w, value).cos()  # noqa: E731
+    same_bits(trained(body, checkpointing(remote, returns="gradients")), trained(body, plainly))
+    (segment,) = remote.report().segments
+    assert (Decision.GRADIENTS in segment.decisions) is travels, segment

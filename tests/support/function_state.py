@@ -1,0 +1,250 @@
+"""Custom autograd functions whose backward depends on more than tensors. A worker imports this module by its name."""
+
+import enum
+import functools
+import random
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from support import function_settings
+
+
+class Doubling(torch.autograd.Function):
+    """Has the same forward as all functions below whose forward does not matter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+
+class Keeping(torch.autograd.Function):
+    """Keeps an object that a test chooses, and multiplies by the number in it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: str) -> Tensor:
+        ctx.kept = MAKERS[kind](random.random())
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * _number_in(ctx.kept), None
+
+
+class InSlots:
+    """Has no dict of attributes."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: float) -> None:
+        self.number = number
+
+    def times(self) -> float:
+        """The number."""
+        return self.number
+
+
+class Number(float):
+    """A float of a class of its own."""
+
+
+MAKERS: dict[str, Callable[[float], Any]] = {
+    "array": lambda number: np.array([number]),
+    "numpy number": np.float64,
+    "number of a class of its own": Number,
+    "set": lambda number: {number},
+    "slots": InSlots,
+    "closure": lambda number: lambda: number,
+    "partial": lambda number: functools.partial(float, number),
+    "method": lambda number: InSlots(number).times,
+    "range": lambda number: range(int(number * 1e9)),
+}
+"""Objects with a number inside, by what they are."""
+
+
+def _number_in(kept: Any) -> float:
+    if isinstance(kept, (set, np.ndarray)):
+        return float(next(iter(kept)))
+    if isinstance(kept, (InSlots, range)):
+        return kept.number if isinstance(kept, InSlots) else len(kept) / 1e9
+    return float(kept()) if callable(kept) else float(kept)
+
+
+TOTAL = torch.zeros(())
+"""Written to in backward."""
+
+
+class Noting(Doubling):
+    """Adds up gradients in a tensor of its module."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        TOTAL.add_(gradients[0].sum())
+        return gradients[0] * 2
+
+
+class NoisyInFork(Doubling):
+    """Draws in backward and leaves the generator as it was."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            return gradients[0] * 2 + torch.randn_like(gradients[0])
+
+
+class WritingOwn(torch.autograd.Function):
+    """Has its gradient ready in forward and scales it in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.ready = x * 2
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return ctx.ready.mul_(gradients[0])
+
+
+SLOPE = 0.5
+
+
+def sloped(gradient: Tensor) -> Tensor:
+    """What several functions below reach in different ways."""
+    return gradient * SLOPE
+
+
+class Rules:
+    """Has a method that backward calls."""
+
+    def apply(self, gradient: Tensor) -> Tensor:
+        """Like `sloped`."""
+        return gradient * SLOPE
+
+
+TABLE = {"sloped": sloped}
+RULES = Rules()
+PARTIAL = functools.partial(sloped)
+ARRAY = np.array([0.5])
+
+
+class ByTable(Doubling):
+    """Calls a function in a dict."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return TABLE["sloped"](gradients[0])
+
+
+class ByObject(Doubling):
+    """Calls a method of an object."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return RULES.apply(gradients[0])
+
+
+class ByPartial(Doubling):
+    """Calls a partial."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return PARTIAL(gradients[0])
+
+
+class ByImport(Doubling):
+    """Imports what it reads when it runs."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        from support.function_settings import THRESHOLD
+
+        return gradients[0] * THRESHOLD
+
+
+class ByArray(Doubling):
+    """Reads an array of NumPy's."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * float(ARRAY[0])
+
+
+class ByNested(Doubling):
+    """Reads an attribute of an attribute."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * function_settings.SETTINGS.inner.slope
+
+
+@dataclass(slots=True)
+class Slotted:
+    """A dataclass without a dict."""
+
+    number: float
+
+
+@dataclass
+class WithDict:
+    """A dataclass with a dict."""
+
+    number: float
+
+
+@dataclass(slots=True)
+class Both(WithDict):
+    """A dataclass with a dict and a slot."""
+
+    other: float = 3.0
+
+
+@dataclass
+class Items(OrderedDict):  # type: ignore[type-arg]
+    """A dataclass with items, as outputs of models are."""
+
+    number: float = 1.0
+
+
+class Flags(enum.Flag):
+    """Members that can be combined."""
+
+    FIRST = 1
+    SECOND = 2
+
+
+class _Fields(NamedTuple):
+    number: float
+
+
+class Converting(_Fields):
+    """A named tuple whose constructor changes what it gets."""
+
+    __slots__ = ()
+
+    def __new__(cls, number: float) -> "Converting":
+        return super().__new__(cls, number * 2)
+
+
+class Taking(torch.autograd.Function):
+    """Gets any object, and multiplies by the number in it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Any) -> Tensor:
+        ctx.value = value
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        value = ctx.value
+        if isinstance(value, Flags):
+            return gradients[0] * value.value, None
+        if isinstance(value, str):
+            return gradients[0] * len(value), None
+        if isinstance(value, dict) and not isinstance(value, Items):
+            return gradients[0] * value["number"], None
+        return gradients[0] * getattr(value, "other", getattr(value, "number", value)), None
