@@ -102,3 +102,14 @@ def test_any_object_is_an_argument(value: Any, travels: bool, remote: Loopback) 
     same_bits(trained(body, checkpointing(remote, returns="gradients")), trained(body, plainly))
     (segment,) = remote.report().segments
     assert (Decision.GRADIENTS in segment.decisions) is travels, segment
+
+
+def test_functions_that_share_a_name_stay_on_the_trainer(remote: Loopback) -> None:
+    def body(h: Tensor, w: Tensor) -> Tensor:
+        halved: Tensor = function_state.HALVING.apply(h.sin() * w)
+        tripled: Tensor = function_state.TRIPLING.apply(halved.cos())
+        return tripled.sin()
+
+    same_bits(trained(body, checkpointing(remote, returns="gradients")), trained(body, plainly))
+    (segment,) = remote.report().segments
+    assert ["not defined at the top of a module" in reason for reason in segment.kept] == [True]

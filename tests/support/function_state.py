@@ -248,3 +248,18 @@ class Taking(torch.autograd.Function):
         if isinstance(value, dict) and not isinstance(value, Items):
             return gradients[0] * value["number"], None
         return gradients[0] * getattr(value, "other", getattr(value, "number", value)), None
+
+
+def _multiplying(slope: Tensor) -> type[torch.autograd.Function]:
+    """Returns a function of its own for each slope, under the same name."""
+
+    class Multiplying(Doubling):
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            return gradients[0] * slope
+
+    return Multiplying
+
+
+HALVING = _multiplying(torch.full((1,), 0.5))
+TRIPLING = _multiplying(torch.full((1,), 3.0))

@@ -21,7 +21,13 @@ import torch
 from backhaul_proto.v1 import session_pb2
 from backhaul_runtime.errors import ProgramError
 from backhaul_runtime.program.adapters import adapter_of
-from backhaul_runtime.program.code_identity import identity_of_class, is_foreign, name_of_class, plain_name
+from backhaul_runtime.program.code_identity import (
+    identity_of_class,
+    is_foreign,
+    is_found_by_name,
+    name_of_class,
+    plain_name,
+)
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.torch_internals.libraries import module_of_op
 
@@ -45,6 +51,8 @@ BUILTIN_TYPES = frozenset(_BUILTINS)
 """Types of containers, which need not be allowed."""
 
 NO_VERSION = "-"
+
+_NOT_FOUND = ": it is not defined at the top of a module, where a worker could find it by its name"
 
 
 @dataclass(slots=True)
@@ -154,6 +162,8 @@ class OfferedNames:
         what = f"the custom autograd function {plain_name(function)}"
         if is_foreign(function.__module__):
             return what
+        if not is_found_by_name(function):
+            return what + _NOT_FOUND
         if name in names.denied:
             return names.denied[name]
         identity = self.functions.get(name)
@@ -219,7 +229,7 @@ class OfferedNames:
     def _why_not(self, name: str, what: str) -> str:
         module, _, qualified = name.partition(":")
         if "<locals>" in qualified or module == "__main__":
-            return f"{what}: it is not defined at the top of a module, where a worker could find it by its name"
+            return what + _NOT_FOUND
         package = module.partition(".")[0]
         if self.covers(name):
             return f"{what} of {package}: the worker's installation has none of that name"

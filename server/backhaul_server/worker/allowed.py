@@ -16,7 +16,7 @@ import torch
 
 from backhaul_runtime.errors import SettingError
 from backhaul_runtime.program.adapters import adapter_of
-from backhaul_runtime.program.code_identity import identity_of_class, is_foreign, name_of_class
+from backhaul_runtime.program.code_identity import identity_of_class, is_foreign, is_found_by_name, name_of_class
 from backhaul_runtime.program.names import IMPORTS, OfferedNames, names, package_version
 from backhaul_runtime.torch_internals.libraries import (
     defined_ops,
@@ -57,7 +57,7 @@ def import_allowed(allowed: Sequence[str]) -> OfferedNames:
     whole = [entry for entry in allowed if ":" not in entry]
     names.ops |= set(_ops(before, whole, libraries))
     for function in _subclasses(torch.autograd.Function):
-        if _is_inside(function.__module__, whole):
+        if _is_inside(function.__module__, whole) and is_found_by_name(function):
             names.functions[name_of_class(function)] = function
     for cls in _types(whole):
         names.types[name_of_class(cls)] = cls
