@@ -163,7 +163,7 @@ class OfferedNames:
         if is_foreign(function.__module__):
             return what
         if not is_found_by_name(function):
-            return what + _NOT_FOUND
+            return f"{what}{_NOT_FOUND}"
         if name in names.denied:
             return names.denied[name]
         identity = self.functions.get(name)
@@ -229,7 +229,7 @@ class OfferedNames:
     def _why_not(self, name: str, what: str) -> str:
         module, _, qualified = name.partition(":")
         if "<locals>" in qualified or module == "__main__":
-            return what + _NOT_FOUND
+            return f"{what}{_NOT_FOUND}"
         package = module.partition(".")[0]
         if self.covers(name):
             return f"{what} of {package}: the worker's installation has none of that name"
