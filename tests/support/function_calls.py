@@ -61,7 +61,7 @@ def _dropped(h: Tensor, w: Tensor) -> Tensor:
 def _with_objects(h: Tensor, w: Tensor) -> Tensor:
     weight = torch.arange(WIDTH * WIDTH, dtype=torch.uint8).view(WIDTH, WIDTH)
     state, pair = State(torch.full((WIDTH,), 0.5), 4), Pair(torch.full((WIDTH,), 0.25), 2.0)
-    return Dequantized.apply(h.sin() * w, weight, state, pair, {"gain": (2.0,)}).sin()
+    return Dequantized.apply(h.sin() * w, weight, state, pair, (2.0,)).sin()
 
 
 def _twice(h: Tensor, w: Tensor) -> Tensor:

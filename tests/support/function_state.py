@@ -182,7 +182,7 @@ class ByNested(Doubling):
         return gradients[0] * function_settings.SETTINGS.inner.slope
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, frozen=True)
 class Slotted:
     """A dataclass without a dict."""
 
@@ -263,3 +263,17 @@ def _multiplying(slope: Tensor) -> type[torch.autograd.Function]:
 
 HALVING = _multiplying(torch.full((1,), 0.5))
 TRIPLING = _multiplying(torch.full((1,), 3.0))
+
+
+class Powers(torch.autograd.Function):
+    """Its backward reads a dict that its caller may change after forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, options: dict[str, float]) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.options = options
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.saved_tensors[0].cos() * ctx.options["factor"], None

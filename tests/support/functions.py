@@ -234,7 +234,7 @@ class DroppedInFork(torch.autograd.Function):
         return gradients[0] * ctx.mask, None
 
 
-@dataclass
+@dataclass(frozen=True)
 class State:
     """An object with a tensor, as quantised weights have."""
 
@@ -254,9 +254,9 @@ class Dequantized(torch.autograd.Function):
     """Has objects among its arguments and keeps them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, state: State, pair: Pair, options: dict[str, Any]) -> Tensor:
-        ctx.state, ctx.weight, ctx.pair, ctx.options = state, weight, pair, options
-        return x @ (weight.to(x.dtype) * state.scale / 2**state.bits) + pair.left * pair.right * options["gain"][0]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, state: State, pair: Pair, gains: tuple[float, ...]) -> Tensor:
+        ctx.state, ctx.weight, ctx.pair, ctx.gains = state, weight, pair, gains
+        return x @ (weight.to(x.dtype) * state.scale / 2**state.bits) + pair.left * pair.right * gains[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

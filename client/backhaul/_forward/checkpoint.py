@@ -265,6 +265,8 @@ def decide(
         return Local(call.local_reason, keeps_activations=False)
     if call.inside_reason:
         return KeepInside(call.inside_reason)
+    if recorder.changeable_argument:  # the graph's own node sees such a change in backward, a worker's would not
+        return KeepInside(f"a custom function takes a {recorder.changeable_argument}, which may change before backward")
     try:
         return Graft(find_graph_uses(recorder, edges, outputs, tensors, is_held=is_held))
     except Refusal as refusal:

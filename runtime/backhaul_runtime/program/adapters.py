@@ -187,9 +187,20 @@ def thin_without(*names: str) -> Adapter:
     return Adapter(lambda tensor: (TensorMemory(tensor), *attributes_of(tensor, names)), build)
 
 
-_registered |= {
+_SHIPPED = {
     "bitsandbytes.nn.modules:Params4bit": thin_without("module"),
     "bitsandbytes.nn.modules:Int8Params": THIN,
     "bitsandbytes.functional:QuantState": ATTRIBUTES,
     "bitsandbytes.autograd._functions:MatmulLtState": ATTRIBUTES,
 }
+"""Adapters of classes whose objects stay as they are between forward and backward."""
+
+_registered |= _SHIPPED
+
+
+def may_change(cls: type) -> bool:
+    """Whether objects of a class may change between forward and backward, which then reads other values."""
+    name = name_of_class(cls)
+    if issubclass(cls, (Tensor, enum.Enum, tuple)) or name in _SHIPPED:
+        return False
+    return name in _registered or not cls.__dataclass_params__.frozen  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
 """Records arguments of custom autograd functions, which may be objects, and tensor subclasses among those of ops."""
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from backhaul_runtime.errors import Refusal
-from backhaul_runtime.program.adapters import TensorMemory, adapter_of
+from backhaul_runtime.program.adapters import TensorMemory, adapter_of, may_change
 from backhaul_runtime.program.code_identity import is_foreign, name_of_class, plain_name
 from backhaul_runtime.program.names import JoinedNames, names
 from backhaul_runtime.program.program import Composite, Ref
@@ -37,6 +38,7 @@ class FunctionArguments:
     Attributes:
         types: The names of the types of objects that were met, in order; the values are None.
         is_in_object: Whether the argument that is being recorded is a part of an object.
+        changeable: The name of a type of argument that may change before backward; empty if there was none.
     """
 
     def __init__(self, allows: JoinedNames) -> None:
@@ -44,6 +46,7 @@ class FunctionArguments:
         self._why_not: dict[type, str] = {}
         self.types: dict[str, None] = {}
         self.is_in_object = False
+        self.changeable = ""
 
     def part(self, value: Any, refers: Refers) -> Any:
         """Returns an argument of a custom function, or a part of one, as a program holds it."""
@@ -54,6 +57,8 @@ class FunctionArguments:
             return value
         if cls is TensorMemory:
             return refers(value.tensor)
+        if cls in (list, dict):
+            self.changeable = cls.__name__
         if cls is list:
             return tuple([self.part(item, refers) for item in value])
         if cls in (tuple, torch.Size):
@@ -77,11 +82,15 @@ class FunctionArguments:
         if self._why_not[cls]:
             raise Refusal(self._why_not[cls])
         names.types[name_of_class(cls)] = cls
-        outer, self.is_in_object = self.is_in_object, True
+        outer, self.is_in_object, changeable = self.is_in_object, True, self.changeable
         try:
             return self._built(cls, adapter.flatten(value), refers)
         finally:
             self.is_in_object = outer
+            if may_change(cls):
+                self.changeable = plain_name(cls)
+            elif not dataclasses.is_dataclass(cls):  # a frozen dataclass may hold a dict
+                self.changeable = changeable
 
     def _built(self, cls: type, parts: Iterable[Any], refers: Refers) -> Composite:
         name = name_of_class(cls)

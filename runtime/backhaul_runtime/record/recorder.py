@@ -299,6 +299,11 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         return self._op
 
     @property
+    def changeable_argument(self) -> str:
+        """The name of a type of objects that custom functions took and that may change before backward, or empty."""
+        return self._arguments.changeable
+
+    @property
     def used_autocast(self) -> bool:
         """Whether an op ran under autocast."""
         return any(map(ambient_state.is_autocast, self._states))
