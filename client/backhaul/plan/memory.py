@@ -31,7 +31,7 @@ class Peak:
 
     Attributes:
         trainer_bytes: On the trainer, gradients included.
-        lost_bytes: The same if the worker is lost in the middle of the step.
+        lost_bytes: Highest memory of the trainer in a step in whose middle the worker is lost, in bytes.
         worker_bytes: On the worker that needs most.
     """
 
