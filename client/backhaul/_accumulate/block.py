@@ -14,13 +14,11 @@ NOTE [Deferred]
 5. Nothing reaches `.grad` before the end, so a block that ends by an exception leaves nothing there.
 """
 
-import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
+from concurrent.futures import wait
+from contextlib import contextmanager, nullcontext
 from time import perf_counter
 
 import torch
@@ -36,7 +34,6 @@ from backhaul._accumulate.micro_batch import (
     differentiated,
     fold,
     on_trainer,
-    only_contributions,
     plus,
     recovered,
     size_bytes_of,
@@ -44,19 +41,12 @@ from backhaul._accumulate.micro_batch import (
     uploader_of,
 )
 from backhaul._accumulate.reductions import Reductions, note_use
+from backhaul._accumulate.remote_runs import RemoteRuns
 from backhaul._backward.frame import RECOVERABLE, Frame
-from backhaul._observe.report import BlockReport, Decision, Helper, SegmentLog
-from backhaul._worker_client.remote_segment import SavedSegment
-from backhaul._worker_client.uploader import Uploader
-from backhaul_runtime.errors import AccumulationError, BackhaulError
+from backhaul._observe.report import BlockReport, Helper, SegmentLog
+from backhaul_runtime.errors import AccumulationError
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.private import next_sequence_number, without_hooks
-
-MOST_UPCOMING = 32
-"""The number of its next segments that a worker is told, which it replays ahead in this order."""
-
-Sums = list[tuple[Tensor, Tensor]]
-"""Parameters with the sums of the gradients that a worker has kept."""
 
 
 class AccumulationBlock:
@@ -86,7 +76,6 @@ class AccumulationBlock:
         trainers_segments: Segments of all micro-batches that the trainer has computed.
         trainers_s: Seconds of the tails, in which the trainer computes its share.
         most_held_bytes: The most bytes of gradients that were held back.
-        busy_s: Seconds from the request for each segment to its answer, by worker.
     """
 
     def __init__(
@@ -109,12 +98,7 @@ class AccumulationBlock:
         self._reductions = Reductions()
         self.hooked: set[Node] = set()
         self._first_sequence = next_sequence_number()
-        self._threads: dict[Uploader, ThreadPoolExecutor] = {}
-        self._rounds: dict[Uploader, int] = {}  # of the gradients that each worker keeps
-        self._last: dict[Uploader, Future[None]] = {}  # the last part of a run that each thread was given
-        self._collecting: dict[Uploader, Future[Sums]] = {}
         self._stream: torch.cuda.Stream | None = None  # of the last micro-batch
-        self._failed: set[Uploader] = set()
         self._open: list[MicroBatch] = []
         self._finished: list[MicroBatch] = []  # those of which a worker keeps gradients
         self._is_open = True
@@ -122,7 +106,7 @@ class AccumulationBlock:
         self.micro_batches = self.trainers_segments = self.most_held_bytes = 0
         self._chain = self._segment_bytes = self._most_deferred_bytes = 0
         self.waited_s = self.trainers_s = 0.0
-        self.busy_s: dict[Uploader, list[float]] = {}
+        self._runs = RemoteRuns(self._gradients, log, self._open)
 
     def report(self, took_s: float) -> BlockReport:
         """Returns what the block took, after its end.
@@ -137,7 +121,7 @@ class AccumulationBlock:
             trainer=Helper(self.trainers_segments, self.trainers_s / max(1, self.trainers_segments)),
             workers={
                 uploader.name: Helper(len(seconds), sum(seconds) / len(seconds))
-                for uploader, seconds in self.busy_s.items()
+                for uploader, seconds in self._runs.busy_s.items()
             },
             held_bytes=self.most_held_bytes,
             chain=self._chain,
@@ -231,7 +215,7 @@ class AccumulationBlock:
             micro_batch.segments_left = list(parts.run)
             micro_batch.first_gradient = micro_batch.sums.get(parts.run[0].target)
             self._plan(parts)
-            self._submit(micro_batch)
+            self._runs.submit(micro_batch)
         else:
             if on_workers:
                 self._log.blocked(parts.reason)
@@ -259,9 +243,7 @@ class AccumulationBlock:
         self._micro_batch_ended()  # a forward of the caller's own, if a plain backward comes now
         with self._working():
             self._check_unchanged()  # before a recomputation notices it, which could not name the block
-            for uploader, thread in self._threads.items():  # sums arrive while the trainer computes the last tails
-                with suppress(RuntimeError):  # the interpreter is shutting down and starts no more work in threads
-                    self._collecting[uploader] = thread.submit(self._collected, uploader)
+            self._runs.begin_collecting(self._stream)
             while self._open:
                 self._finish_first()
             self._collect()
@@ -287,13 +269,10 @@ class AccumulationBlock:
         finally:
             self._is_open = False
             self._reductions.abandon()
-            for uploader in self._threads:
-                uploader.uncollected.abandon()
-            for thread in self._threads.values():
-                thread.shutdown(cancel_futures=True)
+            self._runs.end()
             self._open.clear()
             self._finished.clear()
-            self._gradients = HeldGradients()
+            self._gradients.drop()
 
     def _check_use(self) -> None:
         if not self._is_open:
@@ -339,97 +318,6 @@ class AccumulationBlock:
             segments = segments_of.get(target, set()) if target not in elsewhere else set()
             uploader = uploader_of(segments.pop()) if len(segments) == 1 else None
             self._gradients.plan(leaf, uploader, self.micro_batches)
-
-    def _submit(self, micro_batch: MicroBatch) -> None:
-        """Queues the run. Each worker's thread gets its parts of runs in the order of the micro-batches (Rule 3)."""
-        for uploader, segments in itertools.groupby(micro_batch.parts.run, uploader_of):
-            if uploader is None or uploader in self._failed:
-                self._gradients.stop_keeping()
-                return
-            if uploader not in self._threads:
-                self._rounds[uploader] = uploader.uncollected.begin()
-                self._threads[uploader] = ThreadPoolExecutor(1, "backhaul-deferred")
-            run = partial(self._run, micro_batch, uploader, len(list(segments)), micro_batch.ended)
-            try:
-                micro_batch.ended = self._last[uploader] = self._threads[uploader].submit(run)
-            except RuntimeError:  # the interpreter is shutting down and starts no more work in threads
-                self._gradients.stop_keeping()
-                return
-
-    def _run(self, micro_batch: MicroBatch, uploader: Uploader, segments: int, previous: "Future[None] | None") -> None:
-        """Asks a worker for the next segments of a run. The worker's thread runs it, after the part before it."""
-        if previous is not None:
-            wait([previous])
-        try:
-            with torch.cuda.stream(micro_batch.stream):  # this thread's own stream would not wait for the head
-                for _ in range(segments):
-                    if micro_batch.error is not None or micro_batch.is_stopped or uploader in self._failed:
-                        micro_batch.is_stopped = True
-                        return
-                    self._ask(micro_batch, micro_batch.segments_left[0], uploader)
-        except Exception as error:  # the caller's thread deals with it
-            error.__traceback__ = None
-            micro_batch.error = error
-            self._failed.add(uploader)
-            self._gradients.stop_keeping()
-
-    def _ask(self, micro_batch: MicroBatch, segment: RunSegment, uploader: Uploader) -> None:
-        frame = segment.frame
-        gradient = micro_batch.stored or micro_batch.sums.get(segment.target)
-        if gradient is None:  # no gradient reaches the segment, so none leaves it
-            micro_batch.segments_left.pop(0)
-            micro_batch.kept.append((uploader, {}))
-            return
-        if isinstance(gradient, Tensor):
-            micro_batch.last_gradient = len(micro_batch.kept), gradient
-        leaves, due = micro_batch.parts.leaves, frame.sources_of_contributions()
-        may_stay = {
-            due[index]: leaves[target]
-            for index, target in segment.contributions
-            if target in leaves and self._gradients.may_stay(leaves[target], uploader, micro_batch.number)
-        }
-        following = self._following(micro_batch, segment)
-        summed = only_contributions(micro_batch, segment, due)
-        unsent = {due[index] for index, target in segment.contributions if target == following} & summed
-        started = perf_counter()
-        answer = frame.remote_gradients(
-            {0: gradient},
-            micro_batch.state,
-            may_stay,
-            summed,
-            unsent if len(unsent) == 1 else (),
-            self._upcoming(micro_batch, uploader),
-            self._rounds[uploader],
-        )
-        micro_batch.stored = None  # not before, because `_recovered` must learn that the trainer lacks the gradient
-        kept = {source: may_stay[source] for source in answer.kept}
-        frame.call.log.add(Decision.GRADIENTS, 0.0)  # nothing waited
-        for source, leaf in may_stay.items():
-            self._gradients.stayed(leaf, is_kept=source in answer.kept)
-        micro_batch.segments_left.pop(0)
-        micro_batch.kept.append((uploader, kept))
-        fold(micro_batch.sums, segment, answer.contributions)
-        if len(unsent) == 1 and following not in micro_batch.sums:
-            micro_batch.stored = answer.stored.get(*unsent)
-        # Not only what the run took: while requests wait for it, the worker also does what surrounds its runs.
-        self.busy_s.setdefault(uploader, []).append(perf_counter() - started)
-
-    def _upcoming(self, micro_batch: MicroBatch, uploader: Uploader) -> list[int]:
-        """Returns the numbers of the segments that a worker is asked for after the next one."""
-        _, *rest = micro_batch.segments_left
-        later = [other for other in self._open if other.number > micro_batch.number]
-        segments = itertools.chain(rest, *(other.segments_left for other in later))
-        remotes = (segment.frame.remote for segment in segments if uploader_of(segment) is uploader)
-        return [
-            remote.number for remote in itertools.islice(remotes, MOST_UPCOMING) if isinstance(remote, SavedSegment)
-        ]
-
-    def _following(self, micro_batch: MicroBatch, segment: RunSegment) -> Target | None:
-        """Returns where the gradient of the run's next segment is summed up, if only the same worker needs it."""
-        _, *later = micro_batch.segments_left
-        if not later or uploader_of(later[0]) is not uploader_of(segment) or later[0].target in micro_batch.sums:
-            return None
-        return later[0].target
 
     def _finish_first(self) -> None:
         """Completes the gradients of the first micro-batch that is open."""
@@ -493,26 +381,9 @@ class AccumulationBlock:
         with without_hooks(parts.leaves.values()):
             sums |= differentiated(edges, [sums.pop(target) for target in roots], parts.tail, parts)
 
-    def _collected(self, uploader: Uploader) -> Sums:
-        with torch.cuda.stream(self._stream):  # a worker's thread has another one, which nothing would wait for
-            return uploader.uncollected.collect(
-                self._rounds[uploader], lambda size_bytes: self._log.traffic(down_bytes=size_bytes)
-            )
-
     def _collect(self) -> None:
         """Fetches the gradients that workers have kept, or computes them again (Rule 4)."""
-        lost = set[Uploader]()
-        for uploader, last in self._last.items():
-            wait([last])  # until the worker's thread is idle
-            collecting = self._collecting.pop(uploader, None)
-            try:
-                sums = self._collected(uploader) if collecting is None else collecting.result()
-            except BackhaulError as error:
-                lost.add(uploader)
-                self._log.fallback(f"a worker was lost with gradients that it had kept: {error.message}")
-            else:
-                self._gradients.put_first({id(parameter): total for parameter, total in sums})
-            self._rounds[uploader] = uploader.uncollected.begin()
+        lost = self._runs.collect(self._stream)
         keeping = [*self._finished, *self._open]
         if lost:
             self._gradients.stop_keeping()

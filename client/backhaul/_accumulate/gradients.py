@@ -127,6 +127,11 @@ class HeldGradients:
             held.may_stay = held.may_stay and is_kept
             held.has_stayed = held.has_stayed or is_kept
 
+    def drop(self) -> None:
+        """Forgets everything, at the end of the block."""
+        with self._lock:
+            self._held.clear()
+
     def stop_keeping(self) -> None:
         """Lets no worker keep gradients in the rest of the block."""
         with self._lock:

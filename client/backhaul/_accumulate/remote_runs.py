@@ -1,0 +1,184 @@
+"""Workers compute the runs of a block's micro-batches, see NOTE [Deferred]. One thread for each worker asks it."""
+
+import itertools
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from functools import partial
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from backhaul._accumulate.gradients import HeldGradients
+from backhaul._accumulate.graph_parts import RunSegment, Target
+from backhaul._accumulate.micro_batch import MicroBatch, fold, only_contributions, uploader_of
+from backhaul._observe.report import Decision, SegmentLog
+from backhaul._worker_client.remote_segment import SavedSegment
+from backhaul._worker_client.uploader import Uploader
+from backhaul_runtime.errors import BackhaulError
+
+MOST_UPCOMING = 32
+"""The number of its next segments that a worker is told, which it replays ahead in this order."""
+
+Sums = list[tuple[Tensor, Tensor]]
+"""Parameters with the sums of the gradients that a worker has kept."""
+
+
+class RemoteRuns:
+    """The runs that workers compute for a block. Only the block's thread may use it.
+
+    Args:
+        gradients: The gradients of the block, which learn what stays on a worker.
+        log: The log of the session's blocks.
+        unfinished: The micro-batches that the block has not finished, in their order. The block changes this list.
+
+    Attributes:
+        busy_s: Seconds from the request for each segment to its answer, by worker.
+    """
+
+    def __init__(self, gradients: HeldGradients, log: SegmentLog, unfinished: Sequence[MicroBatch]) -> None:
+        self._gradients, self._log, self._unfinished = gradients, log, unfinished
+        self._threads: dict[Uploader, ThreadPoolExecutor] = {}
+        self._rounds: dict[Uploader, int] = {}  # of the gradients that each worker keeps
+        self._last: dict[Uploader, Future[None]] = {}  # the last part of a run that each thread was given
+        self._collecting: dict[Uploader, Future[Sums]] = {}
+        self._failed: set[Uploader] = set()
+        self.busy_s: dict[Uploader, list[float]] = {}
+
+    def submit(self, micro_batch: MicroBatch) -> None:
+        """Queues the run. Each worker's thread gets its parts of runs in the order of the micro-batches (Rule 3)."""
+        for uploader, segments in itertools.groupby(micro_batch.parts.run, uploader_of):
+            if uploader is None or uploader in self._failed:
+                self._gradients.stop_keeping()
+                return
+            if uploader not in self._threads:
+                self._rounds[uploader] = uploader.uncollected.begin()
+                self._threads[uploader] = ThreadPoolExecutor(1, "backhaul-deferred")
+            run = partial(self._run, micro_batch, uploader, len(list(segments)), micro_batch.ended)
+            try:
+                micro_batch.ended = self._last[uploader] = self._threads[uploader].submit(run)
+            except RuntimeError:  # the interpreter is shutting down and starts no more work in threads
+                self._gradients.stop_keeping()
+                return
+
+    def begin_collecting(self, stream: torch.cuda.Stream | None) -> None:
+        """Lets each worker's thread fetch the gradients that its worker has kept, after its last run.
+
+        Args:
+            stream: The stream of the last micro-batch; None on a CPU.
+        """
+        for uploader, thread in self._threads.items():
+            with suppress(RuntimeError):  # the interpreter is shutting down and starts no more work in threads
+                self._collecting[uploader] = thread.submit(self._collected, uploader, stream)
+
+    def collect(self, stream: torch.cuda.Stream | None) -> set[Uploader]:
+        """Waits for all runs, and fetches the gradients that workers have kept.
+
+        Args:
+            stream: The stream of the last micro-batch; None on a CPU.
+
+        Returns:
+            The uploaders of the workers that are lost with what they had kept.
+        """
+        lost = set[Uploader]()
+        for uploader, last in self._last.items():
+            wait([last])  # until the worker's thread is idle
+            collecting = self._collecting.pop(uploader, None)
+            try:
+                sums = self._collected(uploader, stream) if collecting is None else collecting.result()
+            except BackhaulError as error:
+                lost.add(uploader)
+                self._log.fallback(f"a worker was lost with gradients that it had kept: {error.message}")
+            else:
+                self._gradients.put_first({id(parameter): total for parameter, total in sums})
+            self._rounds[uploader] = uploader.uncollected.begin()
+        return lost
+
+    def end(self) -> None:
+        """Ends the threads, and abandons what workers have kept and nobody has fetched."""
+        for uploader in self._threads:
+            uploader.uncollected.abandon()
+        for thread in self._threads.values():
+            thread.shutdown(cancel_futures=True)
+
+    def _collected(self, uploader: Uploader, stream: torch.cuda.Stream | None) -> Sums:
+        with torch.cuda.stream(stream):  # a worker's thread has another one, which nothing would wait for
+            return uploader.uncollected.collect(
+                self._rounds[uploader], lambda size_bytes: self._log.traffic(down_bytes=size_bytes)
+            )
+
+    def _run(self, micro_batch: MicroBatch, uploader: Uploader, segments: int, previous: "Future[None] | None") -> None:
+        """Asks a worker for the next segments of a run. The worker's thread runs it, after the part before it."""
+        if previous is not None:
+            wait([previous])
+        try:
+            with torch.cuda.stream(micro_batch.stream):  # this thread's own stream would not wait for the head
+                for _ in range(segments):
+                    if micro_batch.error is not None or micro_batch.is_stopped or uploader in self._failed:
+                        micro_batch.is_stopped = True
+                        return
+                    self._ask(micro_batch, micro_batch.segments_left[0], uploader)
+        except Exception as error:  # the caller's thread deals with it
+            error.__traceback__ = None
+            micro_batch.error = error
+            self._failed.add(uploader)
+            self._gradients.stop_keeping()
+
+    def _ask(self, micro_batch: MicroBatch, segment: RunSegment, uploader: Uploader) -> None:
+        frame = segment.frame
+        gradient = micro_batch.stored or micro_batch.sums.get(segment.target)
+        if gradient is None:  # no gradient reaches the segment, so none leaves it
+            micro_batch.segments_left.pop(0)
+            micro_batch.kept.append((uploader, {}))
+            return
+        if isinstance(gradient, Tensor):
+            micro_batch.last_gradient = len(micro_batch.kept), gradient
+        leaves, due = micro_batch.parts.leaves, frame.sources_of_contributions()
+        may_stay = {
+            due[index]: leaves[target]
+            for index, target in segment.contributions
+            if target in leaves and self._gradients.may_stay(leaves[target], uploader, micro_batch.number)
+        }
+        following = self._following(micro_batch, segment)
+        summed = only_contributions(micro_batch, segment, due)
+        unsent = {due[index] for index, target in segment.contributions if target == following} & summed
+        started = perf_counter()
+        answer = frame.remote_gradients(
+            {0: gradient},
+            micro_batch.state,
+            may_stay,
+            summed,
+            unsent if len(unsent) == 1 else (),
+            self._upcoming(micro_batch, uploader),
+            self._rounds[uploader],
+        )
+        micro_batch.stored = None  # not before, because `_recovered` must learn that the trainer lacks the gradient
+        kept = {source: may_stay[source] for source in answer.kept}
+        frame.call.log.add(Decision.GRADIENTS, 0.0)  # nothing waited
+        for source, leaf in may_stay.items():
+            self._gradients.stayed(leaf, is_kept=source in answer.kept)
+        micro_batch.segments_left.pop(0)
+        micro_batch.kept.append((uploader, kept))
+        fold(micro_batch.sums, segment, answer.contributions)
+        if len(unsent) == 1 and following not in micro_batch.sums:
+            micro_batch.stored = answer.stored.get(*unsent)
+        # Not only what the run took: while requests wait for it, the worker also does what surrounds its runs.
+        self.busy_s.setdefault(uploader, []).append(perf_counter() - started)
+
+    def _upcoming(self, micro_batch: MicroBatch, uploader: Uploader) -> list[int]:
+        """Returns the numbers of the segments that a worker is asked for after the next one."""
+        _, *rest = micro_batch.segments_left
+        later = [other for other in self._unfinished if other.number > micro_batch.number]
+        segments = itertools.chain(rest, *(other.segments_left for other in later))
+        remotes = (segment.frame.remote for segment in segments if uploader_of(segment) is uploader)
+        return [
+            remote.number for remote in itertools.islice(remotes, MOST_UPCOMING) if isinstance(remote, SavedSegment)
+        ]
+
+    def _following(self, micro_batch: MicroBatch, segment: RunSegment) -> Target | None:
+        """Returns where the gradient of the run's next segment is summed up, if only the same worker needs it."""
+        _, *later = micro_batch.segments_left
+        if not later or uploader_of(later[0]) is not uploader_of(segment) or later[0].target in micro_batch.sums:
+            return None
+        return later[0].target
