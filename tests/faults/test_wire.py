@@ -14,8 +14,8 @@ from google.protobuf.message_factory import GetMessageClass
 
 import backhaul
 from backhaul import BudgetError, ProgramError, SessionUnknownError, TransferError, WorkerLostError
-from backhaul._worker_client.connection import Stubs
 from backhaul._worker_client.deadlines import AnswerStream, call_unary, error_of
+from backhaul._worker_client.stubs import Stubs
 from backhaul_proto.v1 import (
     program_pb2,
     segment_pb2,

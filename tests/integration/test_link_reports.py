@@ -7,7 +7,9 @@ import pytest
 
 from backhaul._observe.events import RunEvents
 from backhaul._worker_client import connection
-from backhaul._worker_client.connection import Connection, Stubs, WorkerSession
+from backhaul._worker_client.connection import Connection
+from backhaul._worker_client.stubs import Stubs
+from backhaul._worker_client.worker_session import WorkerSession
 from backhaul_proto.v1 import session_pb2
 from backhaul_runtime.process.addresses import parse_address
 from conftest import wait_until

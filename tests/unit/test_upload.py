@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from backhaul._worker_client.connection import Connection, WorkerSession
+from backhaul._worker_client.connection import Connection
 from backhaul._worker_client.lanes import Lanes
 from backhaul._worker_client.segment_upload import SegmentUpload, SourceTensor
 from backhaul._worker_client.uploader import Uploader
+from backhaul._worker_client.worker_session import WorkerSession
 from backhaul_proto.v1 import program_pb2, segment_pb2, tensor_pb2
 from backhaul_runtime.errors import WorkerLostError
 from backhaul_runtime.tensors.digest import address_of

@@ -22,9 +22,10 @@ from backhaul._observe.report import TRAINERS_SHARE, UNREACHABLE, Journal
 from backhaul._observe.telemetry import Telemetry
 from backhaul._torch_api.fsdp import may_be_freed
 from backhaul._worker_client.backward_chains import Predecessor
-from backhaul._worker_client.connection import Connection, WorkerSession
+from backhaul._worker_client.connection import Connection
 from backhaul._worker_client.remote_segment import SavedSegment
 from backhaul._worker_client.segment_upload import SegmentUpload, SourceTensor
+from backhaul._worker_client.worker_session import WorkerSession
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.process.fingerprint import DECISIVE, differences, fingerprint
 from backhaul_runtime.process.logs import about

@@ -7,9 +7,10 @@ from time import monotonic
 from torch import Tensor
 
 from backhaul._worker_client.compression import Compression
-from backhaul._worker_client.connection import Connection, WorkerSession
+from backhaul._worker_client.connection import Connection
 from backhaul._worker_client.deadlines import AnswerStream, longest_run_s
 from backhaul._worker_client.uploader import Uploader
+from backhaul._worker_client.worker_session import WorkerSession
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.errors import BackhaulError, WorkerLostError
 from backhaul_runtime.process.logs import about

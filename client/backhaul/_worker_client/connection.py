@@ -16,21 +16,20 @@ import os
 import random
 import socket
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from time import time
 
 import grpc
 
 from backhaul._observe.events import EventKind, RunEvents
-from backhaul._worker_client.deadlines import LANE_LOST, AuthenticatedMethod, call_unary, close_channel
+from backhaul._worker_client.deadlines import LANE_LOST, call_unary, close_channel
 from backhaul._worker_client.lanes import Lane, Lanes
 from backhaul._worker_client.link_traffic import LinkTraffic
-from backhaul._worker_client.pushed_results import PushedResults
-from backhaul._worker_client.request_stream import RequestStream
 from backhaul._worker_client.shared_memory import TrainerSharedMemory
-from backhaul_proto.v1 import program_pb2, segment_pb2, session_pb2, telemetry_pb2, tensor_pb2
+from backhaul._worker_client.stubs import Stubs
+from backhaul._worker_client.worker_session import WorkerSession
+from backhaul_proto.v1 import session_pb2, telemetry_pb2
 from backhaul_runtime.errors import (
     BackhaulError,
     BudgetError,
@@ -44,7 +43,7 @@ from backhaul_runtime.errors import (
     WorkerLostError,
 )
 from backhaul_runtime.process.addresses import Address, is_private, parse_address
-from backhaul_runtime.process.credentials import bearer, read_token
+from backhaul_runtime.process.credentials import read_token
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.process.threads import only_in
 from backhaul_runtime.process.tls import TlsFiles, why_refused
@@ -52,7 +51,6 @@ from backhaul_runtime.program.names import OfferedNames
 from backhaul_runtime.version import version
 from backhaul_runtime.wire.clock import ClockOffset
 from backhaul_runtime.wire.protocol import CHANNEL_OPTIONS, PROTOCOL_VERSION, options_to
-from backhaul_runtime.wire.stubs import stub
 
 logger = logging.getLogger("backhaul")
 FIRST_BACKOFF_S = 0.1
@@ -69,66 +67,9 @@ FULL = (LimitError, BudgetError)
 """The errors of a worker that has no room for another session."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSession:
-    """One session on one worker process, with what the worker has reported about itself.
-
-    Attributes:
-        number: Number of the worker session within the connection.
-        session: The worker's id of the session.
-        budget_bytes: The memory budget of the worker.
-        fingerprint: What the worker's numbers depend on.
-        lease_s: Seconds without a request after which the worker closes the session.
-        memory: Memory shared with a worker on this machine; None if there is none.
-        crosses_network: Whether the worker is reached over TCP, and not through memory or a socket of this machine.
-        version: The worker's version of Backhaul.
-        allowed: What the worker runs beside torch's own ops.
-    """
-
-    number: int
-    session: str
-    budget_bytes: int
-    fingerprint: Mapping[str, str]
-    lease_s: float
-    memory: TrainerSharedMemory | None = None
-    crosses_network: bool = False
-    version: str = ""
-    allowed: OfferedNames = field(default_factory=OfferedNames)
-
-
 def trainer_name() -> str:
     """Returns the host and process id of this trainer, for people."""
     return f"{socket.gethostname()}:{os.getpid()}"
-
-
-class Stubs:
-    """The stubs of all services on a channel.
-
-    Args:
-        channel: The gRPC channel to a worker.
-        token: Sent with every call.
-        silence_s: Seconds without a message after which a request stream counts as broken, see NOTE [Short].
-    """
-
-    def __init__(self, channel: grpc.Channel, token: str, silence_s: float) -> None:
-        self.sessions = stub(channel, session_pb2.DESCRIPTOR.services_by_name["SessionService"])
-        self.programs = stub(channel, program_pb2.DESCRIPTOR.services_by_name["ProgramService"])
-        self.tensors = stub(channel, tensor_pb2.DESCRIPTOR.services_by_name["TensorService"])
-        self.segments = stub(channel, segment_pb2.DESCRIPTOR.services_by_name["SegmentService"])
-        self.telemetry = stub(channel, telemetry_pb2.DESCRIPTOR.services_by_name["TelemetryService"])
-        if token:
-            for service in list(vars(self).values()):
-                for name, method in list(vars(service).items()):
-                    setattr(service, name, AuthenticatedMethod(method, bearer(token)))
-        self.short_saves = RequestStream(self.segments.ShortSaves, silence_s)
-        self.short_backwards = RequestStream(self.segments.ShortBackwards, silence_s)
-        self.pushed_results = PushedResults(self.segments.Ahead)
-
-    def close(self) -> None:
-        """Closes the streams that stay open between requests."""
-        self.short_saves.close()
-        self.short_backwards.close()
-        self.pushed_results.close()
 
 
 def _is_beside(address: Address, path: str, kind: str) -> bool:

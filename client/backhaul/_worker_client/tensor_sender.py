@@ -4,11 +4,12 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import perf_counter
 
-from backhaul._worker_client.connection import Connection, WorkerSession
+from backhaul._worker_client.connection import Connection
 from backhaul._worker_client.deadlines import LANE_LOST, Liveness, call_unary, with_liveness
 from backhaul._worker_client.shared_memory import sending
 from backhaul._worker_client.stored_tensors import StoredTensors
 from backhaul._worker_client.striped_upload import StripedUpload
+from backhaul._worker_client.worker_session import WorkerSession
 from backhaul_proto.v1 import tensor_pb2
 from backhaul_runtime.errors import WorkerLostError
 from backhaul_runtime.process.logs import about

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 
 from backhaul._worker_client.accumulation import UncollectedGradients
 from backhaul._worker_client.compression import Compression, CopyMemory
-from backhaul._worker_client.connection import Connection, WorkerSession
+from backhaul._worker_client.connection import Connection
 from backhaul._worker_client.deadlines import SLICE_S, Liveness, call_unary
 from backhaul._worker_client.segment_sender import SegmentSender
 from backhaul._worker_client.segment_upload import SegmentUpload, SourceTensor
 from backhaul._worker_client.stored_tensors import StoredTensors
 from backhaul._worker_client.tensor_sender import TensorSender
+from backhaul._worker_client.worker_session import WorkerSession
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.errors import BackhaulError, SegmentUnknownError, WorkerLostError
 from backhaul_runtime.process.death_queue import DeathNotice, DeathQueue
