@@ -182,6 +182,7 @@ def test_what_namespaces_need_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "this user is not root" in network.obstacle()
 
 
+@pytest.mark.distributed
 def test_namespaces_and_groups_end_with_a_killed_run(tmp_path: Path) -> None:
     require_namespaces()
     (tmp_path / "tiny.toml").write_text(
