@@ -97,11 +97,12 @@ def test_differences_go_beside_stripes(worker: WorkerProcess) -> None:
     assert passed["PutStripes"] > 0
 
 
-def test_a_worker_on_this_machine_gets_one_connection(worker: WorkerProcess) -> None:
-    for options in (dict[str, Any](), OVER_TCP):
-        with backhaul.connect(worker.address, **options) as session:
-            lanes = connection_of(session).lanes
-            assert (lanes.choice.count, lanes.choice.is_settled) == (1, True)
+@pytest.mark.parametrize("options", [{}, OVER_TCP], ids=["shared memory", "TCP"])
+def test_a_worker_on_this_machine_gets_one_connection(options: dict[str, Any], worker: WorkerProcess) -> None:
+    with backhaul.connect(worker.address, **options) as session:
+        choice = connection_of(session).lanes.choice
+        wait_until(lambda: choice.is_settled, "a round trip is short enough")  # each keep-alive measures one
+        assert choice.count == 1
 
 
 @pytest.mark.slow
