@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from backhaul_experiment.plan.axes import AXES, parse_bandwidth, parse_latency, show_bandwidth, show_latency
 from backhaul_experiment.plan.cells import Cell, SpecError, expand
-from backhaul_experiment.plan.shares import RESERVED, SMALLEST, shares_of
+from backhaul_experiment.plan.shares import FOR_PROXIES, RESERVED, SMALLEST, shares_of
 from backhaul_experiment.plan.spec import parse, read
 
 SHIPPED = sorted((Path(__file__).parents[2] / "examples/experiments").glob("*.toml"))
@@ -189,6 +189,12 @@ def test_shares_fit_the_cores_and_keep_the_speed(trainers: int, workers: int, sp
 def test_a_fast_worker_needs_a_slow_trainer() -> None:
     shares = shares_of(cell(worker_speed=3.0), 2)
     assert (round(shares.trainer, 3), round(shares.worker, 3)) == (0.333, 1.0)
+
+
+def test_proxies_that_delay_all_bytes_get_a_part_of_the_machine() -> None:
+    near, far = shares_of(cell(workers=3), 2), shares_of(cell(workers=3, latency=0.01), 2)
+    assert math.isclose(near.trainer * 4, 2 * (1 - RESERVED))
+    assert math.isclose(far.trainer * 4, 2 * (1 - RESERVED - FOR_PROXIES))
 
 
 def test_nodes_that_cannot_be_throttled_are_core_bound() -> None:

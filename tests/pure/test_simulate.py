@@ -8,7 +8,14 @@ from xml.etree import ElementTree
 import pytest
 
 from backhaul._cli.main import main
-from backhaul.simulate.costs import Costs, Setup, step_of_torch_s, step_without_checkpointing_s
+from backhaul.simulate.costs import (
+    Costs,
+    SegmentCosts,
+    Setup,
+    rate_of_one_connection,
+    step_of_torch_s,
+    step_without_checkpointing_s,
+)
 from backhaul.simulate.deferred import BlockSetup, predict_block
 from backhaul.simulate.engine import Compute, Event, SimulatedCore, SimulatedLink, Simulation, Thread, Transfer
 from backhaul.simulate.model import predict
@@ -108,6 +115,24 @@ def test_a_narrow_network_bounds_a_step() -> None:
     assert over_none(replace(narrow, bytes_per_s=1e9)) == pytest.approx(over_none(Setup(8)), rel=1e-3)
 
 
+def test_a_limited_network_has_costs_of_its_own() -> None:
+    costly = replace(FREE, upload_s=1.0)
+    costs = SegmentCosts(FREE, costly, FREE)
+    assert costs.of(Setup(8)) == FREE
+    assert costs.of(Setup(8, bytes_per_s=1e9)) == costly
+    assert SegmentCosts.read(costs.as_json()) == costs
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "latency_s", "window_bytes", "expected"),
+    [(0.0, 0.0, 1000, 0.0), (5e3, 0.0, 1000, 5e3), (0.0, 0.05, 1000, 1e4), (5e3, 0.05, 1000, 5e3), (0.0, 0.05, 0, 0.0)],
+)
+def test_a_window_limits_what_a_connection_carries(
+    bytes_per_s: float, latency_s: float, window_bytes: int, expected: float
+) -> None:
+    assert rate_of_one_connection(bytes_per_s, latency_s, window_bytes) == pytest.approx(expected)
+
+
 def test_a_faster_worker_helps_and_a_slower_one_hurts() -> None:
     fast, usual, slow = (over_none(Setup(8, worker_speed=speed)) for speed in (2.0, 1.0, 0.5))
     assert fast < usual < slow
@@ -120,7 +145,7 @@ def test_predictions_are_printed_written_and_drawn(tmp_path: Path, capsys: pytes
     assert main(["simulate", "--costs", str(costs), "--json", str(written), "--svg", str(drawn)]) == 0
     assert "room for 4 of 8" in capsys.readouterr().out
     results = json.loads(written.read_text())
-    assert results["costs"] == results["block_costs"] == asdict(FREE)
+    assert results["costs"] == results["link_costs"] == results["block_costs"] == asdict(FREE)
     assert {step["name"]: step["replays"] for step in results["steps"]}["12 blocks"] == 12
     assert len(ElementTree.parse(drawn).findall(".//{*}polyline")) == 9
 

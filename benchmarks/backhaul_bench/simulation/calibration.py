@@ -9,7 +9,7 @@ cost is the median of several rounds.
 
 import statistics
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from backhaul_runtime.record.recorder import Recorder
 from backhaul_runtime.replay.replay import Replay
 from backhaul_runtime.replay.schedule import Footprint
 from backhaul_runtime.tensors.layout import copy_exact
+
+if TYPE_CHECKING:
+    from backhaul._session import Session
 
 BLOCKS = 3
 ROUNDS = 7
@@ -47,14 +50,14 @@ class PhasedTraining(Protocol):
         """Runs the optimizer."""
 
 
-def calibrate(stage: Stage, tokens: tuple[int, int] = LARGE) -> Costs:
+def calibrate(session: "Session", stage: Stage, tokens: tuple[int, int] = LARGE) -> Costs:
     """Measures the costs of one block of the benchmarks.
 
     Args:
+        session: A session whose worker runs on the worker's core.
         stage: Cores of the measurement.
         tokens: Batch size and length of the input.
     """
-    session = stage.session(returns="gradients")
     plain = Training("plain", BLOCKS, tokens, None)
     remote = Training("remote", BLOCKS, tokens, session.checkpoint)
     measured = footprint(Block(WIDTH, DROPOUT), torch.randn(*tokens, WIDTH, requires_grad=True))

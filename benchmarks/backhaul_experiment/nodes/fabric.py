@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
+from math import ceil
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -136,7 +137,9 @@ class LocalFabric:
             where = ["--listen", f"{self._behind_link(host)}:{_PORT}", "--token-file", self.token_file, "--plaintext"]
             command = host.command(*_PYTHON, "backhaul", "worker", *where, *options)
             if self._cell["bandwidth"]:
-                self._bridge.limit(host, self._cell["bandwidth"])
+                trainers, workers = self._cell["trainers"], self._cell["workers"]
+                peers = ceil(trainers / workers) if self._nodes.one_worker_each else trainers
+                self._bridge.limit(host, self._cell["bandwidth"], peers)
         return self._node(f"worker {number}", command, ENVIRONMENT, ends_with_stdin=False)
 
     def _behind_link(self, host: Host) -> str:

@@ -16,6 +16,7 @@ HUB = f"{SUBNET}.1"
 WITH_ITS_PARENT = ("setpriv", "--pdeathsig", "KILL")
 """What a command begins with that ends when the process that started it does."""
 _BURST_S, _QUEUE_MS = 0.002, 50
+"""What a token bucket and the queue in front of a link hold: seconds of traffic, and milliseconds for each peer."""
 _SMALLEST_BURST = 70_000
 """Bytes of a token bucket: room for the largest packet that veth passes on whole. The kernel would split it otherwise,
 which costs a multiple of CPU time."""
@@ -98,11 +99,18 @@ class Bridge:
         """Cuts a host off, or connects it again."""
         self._configure(self.hub, f"link set {_device(host)} {'up' if is_up else 'down'}")
 
-    def limit(self, host: Host, bytes_per_s: float) -> None:
-        """Limits the bandwidth of each direction of a host's link with a token bucket."""
+    def limit(self, host: Host, bytes_per_s: float, peers: int) -> None:
+        """Limits the bandwidth of each direction of a host's link with a token bucket.
+
+        Args:
+            host: The host at the end of the link.
+            bytes_per_s: Bytes per second of each direction.
+            peers: Number of hosts that use the link at the same time. The queue in front of it grows with them: their
+                connections would drop and repeat much of what they send if they had to share the queue of one.
+        """
         burst = max(_SMALLEST_BURST, int(bytes_per_s * _BURST_S))
         for side, device in ((self.hub, _device(host)), (host, "eth0")):
-            bucket = f"rate {int(bytes_per_s * 8)}bit burst {burst}b latency {_QUEUE_MS}ms"
+            bucket = f"rate {int(bytes_per_s * 8)}bit burst {burst}b latency {_QUEUE_MS * peers}ms"
             command = f"tc qdisc replace dev {device} root tbf {bucket}"
             subprocess.run(side.command(*command.split()), check=True, capture_output=True, text=True)
 

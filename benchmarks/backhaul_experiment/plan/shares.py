@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from backhaul_experiment.plan.cells import Cell
 
-RESERVED = 0.1
-"""Part of the machine that is left to proxies, the collector and the kernel."""
+RESERVED, FOR_PROXIES = 0.1, 0.15
+"""Part of the machine that is left to the collector and the kernel, and a further part if proxies delay all bytes."""
 SMALLEST = 0.02
 """The smallest share. The kernel accounts in periods of 20 ms, of which this is 0.4 ms."""
 
@@ -51,7 +51,8 @@ def shares_of(cell: Cell, cores: int, obstacle: str = "") -> NodeShares:
         obstacle: Why no process can be throttled here; empty if it can be.
     """
     speed, trainers, workers = float(cell["worker_speed"]), cell["trainers"], cell["workers"]
-    trainer = min(1.0, 1.0 / speed, cores * (1 - RESERVED) / (trainers + speed * workers))
+    free = cores * (1 - RESERVED - (FOR_PROXIES if cell["latency"] else 0.0))
+    trainer = min(1.0, 1.0 / speed, free / (trainers + speed * workers))
     if obstacle:
         return NodeShares(1.0, 1.0, is_core_bound=True, why=obstacle)
     smallest = trainer * min(1.0, speed)

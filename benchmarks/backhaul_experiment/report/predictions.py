@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from backhaul.simulate.costs import Costs, Setup, step_without_checkpointing_s
+from backhaul.simulate.costs import Costs, Setup, rate_of_one_connection, step_without_checkpointing_s
 from backhaul.simulate.deferred import BlockSetup, predict_block
 from backhaul.simulate.model import predict
 from backhaul_runtime.replay.schedule import Footprint
@@ -48,6 +48,7 @@ def predict_cell(
     trainer_share: float,
     *,
     one_worker_each: bool = False,
+    window_bytes: int = 0,
 ) -> CellPrediction:
     """Predicts a cell.
 
@@ -57,6 +58,7 @@ def predict_cell(
         costs: The costs that were measured, by `kind_of`, as JSON.
         trainer_share: Share of a core that the trainer has, by which all costs are divided.
         one_worker_each: Whether each trainer uses one of the workers instead of all of them.
+        window_bytes: The most bytes that a connection may have on their way; 0 for any number.
     """
     if kind_of(values) not in costs:
         return CellPrediction(why="the costs of such a segment were not measured")
@@ -80,7 +82,7 @@ def predict_cell(
     setup = Setup(
         segments,
         workers=workers,
-        bytes_per_s=values["bandwidth"] / crowd,
+        bytes_per_s=rate_of_one_connection(values["bandwidth"] / crowd, values["latency"], window_bytes),
         latency_s=values["latency"],
         worker_speed=values["worker_speed"] / crowd,
     )

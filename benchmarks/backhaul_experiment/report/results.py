@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -89,16 +90,21 @@ def results(
         costs: The record of the costs; empty if there is none.
     """
     settings = experiment["settings"]
-    layers, measured_costs = settings["model"]["layers"], costs.get("costs", {})
-    one_worker_each = settings["nodes"]["one_worker_each"]
+    predicted = partial(
+        predict_cell,
+        layers=settings["model"]["layers"],
+        costs=costs.get("costs", {}),
+        one_worker_each=settings["nodes"]["one_worker_each"],
+        window_bytes=settings["nodes"]["window_kib"] << 10,
+    )
     table = []
     for number, values in enumerate(settings["cells"]):
         own = [visit for visit in visits if visit["cell"] == number]
         share = own[-1]["shares"]["trainer"] if own else 1.0
-        prediction = predict_cell(values, layers, measured_costs, share, one_worker_each=one_worker_each)
+        prediction = predicted(values, trainer_share=share)
         table.append(_result(Cell(number, values), own, prediction, settings))
     for number, values in enumerate(settings["simulated"], start=len(table)):
-        prediction = predict_cell(values, layers, measured_costs, 1.0, one_worker_each=one_worker_each)
+        prediction = predicted(values, trainer_share=1.0)
         table.append(CellResult(Cell(number, values, is_simulated=True), "simulated", prediction=prediction))
     return table
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from backhaul.simulate.costs import Costs
 from backhaul_bench.noise import pin
-from backhaul_bench.stage import Stage
+from backhaul_bench.stage import OVER_TCP, Stage
 
 if TYPE_CHECKING:
     from backhaul_experiment.training.variants import ExperimentVariant
@@ -46,7 +46,8 @@ def calibrate(stage: Stage, settings: Mapping[str, Any], cell: Mapping[str, Any]
     from backhaul_bench.simulation.calibration import footprint, measure_costs
     from backhaul_experiment.training.variants import BACKHAUL, NONE, ExperimentVariant
 
-    session = stage.session(returns="gradients", telemetry=False)
+    # Over TCP, as between the nodes of a cell: memory shared with a worker on this machine would cost less.
+    session = stage.session(stage.tcp_worker(), returns="gradients", telemetry=False, **OVER_TCP)
     variants = [
         ExperimentVariant(name, settings["model"], cell, settings["seed"], session if name == BACKHAUL else None)
         for name in (NONE, BACKHAUL)

@@ -6,12 +6,11 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from backhaul.simulate.costs import Costs, costs_of
+from backhaul.simulate.costs import SegmentCosts
 from backhaul.simulate.predictions import (
     Measured,
     Measurements,
@@ -77,16 +76,15 @@ def run(arguments: argparse.Namespace) -> int:
     written: dict[str, Any] = {}
     steps: Mapping[str, Measured] = {}
     blocks: Mapping[str, Measured] = {}
-    costs: Costs | None = None
-    block_costs: Costs | None = None
+    costs: SegmentCosts | None = None
     if arguments.costs is not None:
         try:
-            costs, block_costs = read_costs(arguments.costs)
+            costs = read_costs(arguments.costs)
         except (OSError, ValueError, KeyError, TypeError) as error:
             why = f"the file has no {error}" if isinstance(error, KeyError) else error
             print(f"backhaul simulate: --costs {arguments.costs}: {why}", file=sys.stderr)
             return 2
-    if costs is None or block_costs is None or arguments.measure:
+    if costs is None or arguments.measure:
         cores = sorted(os.sched_getaffinity(0))[:_CORES] if hasattr(os, "sched_getaffinity") else []
         if len(cores) < _CORES:
             print(f"backhaul simulate: measuring needs Linux and {_CORES} cores", file=sys.stderr)
@@ -97,14 +95,14 @@ def run(arguments: argparse.Namespace) -> int:
             print("backhaul simulate: measuring needs pip install 'backhaul[bench]'", file=sys.stderr)
             return 2
         signal.signal(signal.SIGTERM, _interrupt)  # Raises, so that the worker processes are closed.
-        measurements: Measurements = entry.load()(cores, costs, block_costs, with_steps=arguments.measure)
-        written["machine"], costs, block_costs = measurements.machine, measurements.costs, measurements.block_costs
+        measurements: Measurements = entry.load()(cores, costs, with_steps=arguments.measure)
+        written["machine"], costs = measurements.machine, measurements.costs
         steps, blocks = measurements.steps, measurements.blocks
-    predicted = rows(costs, measurable(costs) | others(costs), steps)
-    predicted_blocks = block_rows(block_costs, blocks)
+    predicted = rows(costs, measurable(costs.steps) | others(costs.steps), steps)
+    predicted_blocks = block_rows(costs.blocks, blocks)
     print(as_table(predicted) + "\n\n" + blocks_as_table(predicted_blocks))
     if arguments.json is not None:
-        written |= {"costs": asdict(costs), "block_costs": asdict(block_costs)}
+        written |= costs.as_json()
         written |= {"steps": predicted, "blocks": predicted_blocks}
         arguments.json.write_text(json.dumps(written, indent=2) + "\n")
     if arguments.svg is not None:
@@ -126,16 +124,14 @@ def _validate(paths: Sequence[Path]) -> int:
     return 1 if middle is not None and middle >= BAR else 0
 
 
-def read_costs(path: Path) -> tuple[Costs, Costs]:
-    """Reads the costs of steps and those of blocks from a file that --json wrote. The latter may be missing.
+def read_costs(path: Path) -> SegmentCosts:
+    """Reads costs from a file that --json wrote.
 
     Raises:
         OSError: The file cannot be read.
         ValueError, KeyError, TypeError: The file does not hold costs.
     """
-    read = json.loads(path.read_text())
-    of_steps, of_blocks = read["costs"], read.get("block_costs", read["costs"])
-    return costs_of(of_steps), costs_of(of_blocks)
+    return SegmentCosts.read(json.loads(path.read_text()))
 
 
 def _interrupt(number: int, frame: object) -> None:

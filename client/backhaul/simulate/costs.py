@@ -1,7 +1,7 @@
 """The inputs of a prediction: the costs of one segment, and the setup it runs in. Imports no torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from math import inf
 from typing import Any
 
@@ -119,6 +119,53 @@ def costs_of(stored: Mapping[str, Any]) -> Costs:
         if not getattr(costs, name):
             raise ValueError(f"{name} is 0, but every segment takes some")
     return costs
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentCosts:
+    """What a segment costs in each situation that is predicted.
+
+    Attributes:
+        steps: With the batch of a step, beside a worker on the same machine, which shares memory with the trainer.
+        links: The same over TCP, through a proxy.
+        blocks: With a micro-batch of an accumulation block, beside a worker on the same machine.
+    """
+
+    steps: Costs
+    links: Costs
+    blocks: Costs
+
+    def of(self, setup: Setup) -> Costs:
+        """Returns the costs of a step's segment: those over TCP if a network limits it."""
+        return self.links if setup.bytes_per_s else self.steps
+
+    @classmethod
+    def read(cls, stored: Mapping[str, Any]) -> "SegmentCosts":
+        """Returns the costs in a file of `backhaul simulate --json`. All but those of steps may be missing.
+
+        Raises:
+            KeyError, TypeError, ValueError: As `costs_of` raises them.
+        """
+        of_steps = stored["costs"]
+        return cls(*(costs_of(stored.get(key, of_steps)) for key in ("costs", "link_costs", "block_costs")))
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns what `read` reads."""
+        return {"costs": asdict(self.steps), "link_costs": asdict(self.links), "block_costs": asdict(self.blocks)}
+
+
+def rate_of_one_connection(bytes_per_s: float, latency_s: float, window_bytes: float) -> float:
+    """Returns the bytes per second that one connection carries in a direction; 0 for any number.
+
+    Args:
+        bytes_per_s: The bandwidth of the link; 0 for any.
+        latency_s: Seconds that a byte takes. Its acknowledgement takes as long.
+        window_bytes: The most bytes that may be on their way; 0 for any number.
+    """
+    round_trip_s = 2 * latency_s
+    if not (window_bytes and round_trip_s):
+        return bytes_per_s
+    return min(bytes_per_s or inf, window_bytes / round_trip_s)
 
 
 def step_without_checkpointing_s(costs: Costs, segments: int) -> float:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from backhaul.simulate.chart import ChartPanel, draw
-from backhaul.simulate.costs import Costs, Setup, step_of_torch_s, step_without_checkpointing_s
+from backhaul.simulate.costs import Costs, SegmentCosts, Setup, step_of_torch_s, step_without_checkpointing_s
 from backhaul.simulate.deferred import BlockSetup, predict_block
 from backhaul.simulate.model import predict
 
@@ -38,15 +38,13 @@ class Measurements:
 
     Attributes:
         machine: A description of the machine, as JSON.
-        costs: The costs of a segment with a batch of the steps.
-        block_costs: The costs of a segment with a micro-batch of the accumulation blocks.
+        costs: The costs of a segment.
         steps: The measured steps by the name of their setup; empty if none were measured.
         blocks: The same for steps with accumulation blocks.
     """
 
     machine: dict[str, Any]
-    costs: Costs
-    block_costs: Costs
+    costs: SegmentCosts
     steps: Mapping[str, Measured]
     blocks: Mapping[str, Measured]
 
@@ -86,17 +84,18 @@ def measurable_blocks() -> dict[str, BlockSetup]:
     }
 
 
-def rows(costs: Costs, setups: Mapping[str, Setup], measured: Mapping[str, Measured]) -> list[dict[str, Any]]:
+def rows(costs: SegmentCosts, setups: Mapping[str, Setup], measured: Mapping[str, Measured]) -> list[dict[str, Any]]:
     """Returns one row per setup, as JSON: its prediction and, if it was measured, the measurement and the error."""
     table = []
     for name, setup in setups.items():
-        predicted = predict(costs, setup)
+        of_segment = costs.of(setup)
+        predicted = predict(of_segment, setup)
         row: dict[str, Any] = {
             "name": name,
             "setup": asdict(setup),
             "predicted_s": predicted.step_s,
-            "over_none": predicted.step_s / step_without_checkpointing_s(costs, setup.segments),
-            "over_torch": predicted.step_s / step_of_torch_s(costs, setup.segments),
+            "over_none": predicted.step_s / step_without_checkpointing_s(of_segment, setup.segments),
+            "over_torch": predicted.step_s / step_of_torch_s(of_segment, setup.segments),
             "replays": predicted.replays,
         }
         if name in measured:
@@ -169,18 +168,23 @@ def as_table(table: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def as_svg(costs: Costs) -> str:
+def as_svg(costs: SegmentCosts) -> str:
     """Draws the step time, relative to training without checkpointing, over memory, network and worker speed."""
     usual = Setup(SEGMENTS)
 
     def line(setups: Sequence[tuple[float, Setup]]) -> list[tuple[float, float]]:
-        none_s = step_without_checkpointing_s(costs, SEGMENTS)
-        return [(x, predict(costs, setup).step_s / none_s) for x, setup in setups]
+        return [
+            (x, predict(of_segment, setup).step_s / step_without_checkpointing_s(of_segment, SEGMENTS))
+            for x, setup in setups
+            for of_segment in [costs.of(setup)]
+        ]
 
-    room = [(float(q), replace(usual, memory_bytes=costs.budget_bytes(SEGMENTS, q))) for q in range(1, SEGMENTS + 1)]
+    room = [
+        (float(q), replace(usual, memory_bytes=costs.steps.budget_bytes(SEGMENTS, q))) for q in range(1, SEGMENTS + 1)
+    ]
     network = [(float(m), replace(usual, bytes_per_s=m * _MEGABYTES)) for m in (30, 50, 100, 200, 300, 500, 1000, 3000)]
     speed = [(s / 4, replace(usual, worker_speed=s / 4)) for s in range(2, 17)]
-    torch = step_of_torch_s(costs, SEGMENTS) / step_without_checkpointing_s(costs, SEGMENTS)
+    torch = step_of_torch_s(costs.steps, SEGMENTS) / step_without_checkpointing_s(costs.steps, SEGMENTS)
 
     def panel(title: str, setups: Sequence[tuple[float, Setup]], ticks: Sequence[float], *, is_log: bool) -> ChartPanel:
         lines = {

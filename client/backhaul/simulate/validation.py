@@ -17,7 +17,13 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from backhaul.simulate.costs import Setup, costs_of, step_without_checkpointing_s
+from backhaul.simulate.costs import (
+    SegmentCosts,
+    Setup,
+    costs_of,
+    rate_of_one_connection,
+    step_without_checkpointing_s,
+)
 from backhaul.simulate.fleet.events import simulate
 from backhaul.simulate.fleet.setup import FleetSetup
 from backhaul.simulate.model import predict
@@ -74,11 +80,12 @@ def read_cells(path: Path) -> list[ValidatedCell]:
 
 def _of_simulation(content: Mapping[str, Any]) -> Iterator[ValidatedCell]:
     """Yields the steps that `backhaul simulate --measure` measured beside the costs."""
-    costs = costs_of(content["costs"])
+    known = SegmentCosts.read(content)
     for row in content["steps"]:
         if "measured" not in row:
             continue
         setup = Setup(**row["setup"])
+        costs = known.of(setup)
         fleet = FleetSetup(
             1,
             setup.workers,
@@ -135,6 +142,7 @@ def _cell(
     if obstacle:
         return ValidatedCell(name, measured_s, 0.0, 0.0, obstacle)
     costs, share = costs_of(known[kind]), finished[0]["shares"]["trainer"]
+    window_bytes = settings.get("nodes", {}).get("window_kib", 0) << 10
     setup = FleetSetup(
         values["trainers"],
         values["workers"],
@@ -146,7 +154,7 @@ def _cell(
         boundaries=values["boundaries"],
         trainer_speed=share,
         worker_speed=values["worker_speed"],
-        worker_link_bytes_per_s=values["bandwidth"],
+        worker_link_bytes_per_s=rate_of_one_connection(values["bandwidth"], values["latency"], window_bytes),
         latency_s=values["latency"],
     )
     of_optimizer_s = setup.segments * costs.optimizer_s

@@ -150,7 +150,7 @@ def run(arguments: argparse.Namespace) -> int:
         if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
             return _refuse(f"--{option} {path}: it is a directory, or its directory is missing or not writable")
     try:
-        costs, block_costs = read_costs(arguments.costs)
+        known = read_costs(arguments.costs)
         dashboard = read_dashboard_costs(json.loads(arguments.costs.read_text()))
     except (OSError, ValueError, KeyError, TypeError) as error:
         return _refuse(
@@ -162,8 +162,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _refuse(error.message)
     if arguments.simulate and setup.sessions > MOST_SIMULATED:
         return _refuse(f"sessions is {setup.sessions:,}: above {MOST_SIMULATED:,} only --no-simulate is possible")
-    if setup.is_deferred:
-        costs = block_costs
+    costs = known.blocks if setup.is_deferred else known.links
     simulated = simulate(costs, setup, seed=arguments.seed) if arguments.simulate else None
     prediction = predict_fleet(costs, setup, simulated, dashboard)
     print(as_text(prediction))
