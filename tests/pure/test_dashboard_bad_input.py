@@ -148,18 +148,22 @@ def check(answers: Answers) -> None:
 
 
 _LOSSES = {"loss", "last_loss"}  # a trainer's own numbers, of any size
+_LONGEST_TEXT, _LONGEST_NOTES = 1_500, 2_000
 
 
 def _check_values(node: Any) -> None:
     if isinstance(node, dict):
         for name, value in node.items():
-            if name not in _LOSSES:
+            if name == "notes":  # several lines
+                assert len(value) <= _LONGEST_NOTES
+                assert value.replace("\n", "").isprintable()
+            elif name not in _LOSSES:
                 _check_values(value)
     elif isinstance(node, list):
         for value in node:
             _check_values(value)
     elif isinstance(node, str):
-        assert len(node) < 1_500
+        assert len(node) < _LONGEST_TEXT
         assert node.isprintable()
     elif node is not None:
         # Nanoseconds since 1970 among them, and sums of what is held to as much, rounded.
