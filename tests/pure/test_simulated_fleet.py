@@ -162,8 +162,8 @@ def test_what_workers_compute_is_what_sessions_asked_for(setup: FleetSetup) -> N
     assert done * asked.worker_s * (1 - 1e-9) <= served_s <= (done + setup.sessions) * asked.worker_s * (1 + 1e-9)
 
 
-# Without blocks: in a block, sessions choose their share from how long workers take. They may leave more to a slow worker
-# whose link has become faster, although they would have been done sooner alone.
+# Without blocks: in a block, sessions choose their share from how long workers take. They may leave more to a slow
+# worker whose link has become faster, although they would have been done sooner alone.
 @settings(deadline=None)
 @given(setups(is_deferred=False), st.sampled_from([1.5, 4.0, 100.0]))
 def test_faster_links_never_make_a_step_longer(setup: FleetSetup, factor: float) -> None:
