@@ -10,7 +10,7 @@ import pytest
 from backhaul._cli.main import main
 from backhaul.simulate.costs import (
     Costs,
-    SegmentCosts,
+    KnownCosts,
     Setup,
     rate_of_one_connection,
     step_of_torch_s,
@@ -117,10 +117,10 @@ def test_a_narrow_network_bounds_a_step() -> None:
 
 def test_a_limited_network_has_costs_of_its_own() -> None:
     costly = replace(FREE, upload_s=1.0)
-    costs = SegmentCosts(FREE, costly, FREE)
+    costs = KnownCosts(FREE, costly, FREE)
     assert costs.of(Setup(8)) == FREE
     assert costs.of(Setup(8, bytes_per_s=1e9)) == costly
-    assert SegmentCosts.read(costs.as_json()) == costs
+    assert KnownCosts.read(costs.as_json()) == costs
 
 
 @pytest.mark.parametrize(

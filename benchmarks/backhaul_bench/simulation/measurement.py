@@ -6,14 +6,14 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from backhaul.simulate.costs import Costs, SegmentCosts
+from backhaul.simulate.costs import Costs, KnownCosts
 from backhaul.simulate.predictions import Measurements, measurable, measurable_blocks
 from backhaul_bench.machine import describe
 from backhaul_bench.noise import pin
 from backhaul_bench.stage import Stage
 
 
-def measure_on_cores(cores: Sequence[int], costs: SegmentCosts | None, *, with_steps: bool) -> Measurements:
+def measure_on_cores(cores: Sequence[int], costs: KnownCosts | None, *, with_steps: bool) -> Measurements:
     """Measures a segment's costs and, if asked, steps on two cores of this machine.
 
     The function pins the calling process to the trainer's core and sets OMP_NUM_THREADS, so call it once, from the main
@@ -53,7 +53,7 @@ def measure_on_cores(cores: Sequence[int], costs: SegmentCosts | None, *, with_s
             return calibrate(session, stage, tokens)
 
     if costs is None:
-        costs = SegmentCosts(calibrated(LARGE), calibrated(LARGE, over_tcp=True), calibrated(MICRO_BATCH))
+        costs = KnownCosts(calibrated(LARGE), calibrated(LARGE, over_tcp=True), calibrated(MICRO_BATCH))
     if not with_steps:
         return Measurements(machine, costs, {}, {})
     print("measuring accumulation blocks", file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from backhaul.simulate.costs import SegmentCosts
+from backhaul.simulate.costs import KnownCosts
 from backhaul.simulate.predictions import (
     Measured,
     Measurements,
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     written: dict[str, Any] = {}
     steps: Mapping[str, Measured] = {}
     blocks: Mapping[str, Measured] = {}
-    costs: SegmentCosts | None = None
+    costs: KnownCosts | None = None
     if arguments.costs is not None:
         try:
             costs = read_costs(arguments.costs)
@@ -124,14 +124,14 @@ def _validate(paths: Sequence[Path]) -> int:
     return 1 if middle is not None and middle >= BAR else 0
 
 
-def read_costs(path: Path) -> SegmentCosts:
+def read_costs(path: Path) -> KnownCosts:
     """Reads costs from a file that --json wrote.
 
     Raises:
         OSError: The file cannot be read.
         ValueError, KeyError, TypeError: The file does not hold costs.
     """
-    return SegmentCosts.read(json.loads(path.read_text()))
+    return KnownCosts.read(json.loads(path.read_text()))
 
 
 def _interrupt(number: int, frame: object) -> None:

@@ -122,7 +122,7 @@ def costs_of(stored: Mapping[str, Any]) -> Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentCosts:
+class KnownCosts:
     """What a segment costs in each situation that is predicted.
 
     Attributes:
@@ -140,7 +140,7 @@ class SegmentCosts:
         return self.links if setup.bytes_per_s else self.steps
 
     @classmethod
-    def read(cls, stored: Mapping[str, Any]) -> "SegmentCosts":
+    def read(cls, stored: Mapping[str, Any]) -> "KnownCosts":
         """Returns the costs in a file of `backhaul simulate --json`. All but those of steps may be missing.
 
         Raises:

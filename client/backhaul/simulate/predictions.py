@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from backhaul.simulate.chart import ChartPanel, draw
-from backhaul.simulate.costs import Costs, SegmentCosts, Setup, step_of_torch_s, step_without_checkpointing_s
+from backhaul.simulate.costs import Costs, KnownCosts, Setup, step_of_torch_s, step_without_checkpointing_s
 from backhaul.simulate.deferred import BlockSetup, predict_block
 from backhaul.simulate.model import predict
 
@@ -44,7 +44,7 @@ class Measurements:
     """
 
     machine: dict[str, Any]
-    costs: SegmentCosts
+    costs: KnownCosts
     steps: Mapping[str, Measured]
     blocks: Mapping[str, Measured]
 
@@ -84,7 +84,7 @@ def measurable_blocks() -> dict[str, BlockSetup]:
     }
 
 
-def rows(costs: SegmentCosts, setups: Mapping[str, Setup], measured: Mapping[str, Measured]) -> list[dict[str, Any]]:
+def rows(costs: KnownCosts, setups: Mapping[str, Setup], measured: Mapping[str, Measured]) -> list[dict[str, Any]]:
     """Returns one row per setup, as JSON: its prediction and, if it was measured, the measurement and the error."""
     table = []
     for name, setup in setups.items():
@@ -168,7 +168,7 @@ def as_table(table: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def as_svg(costs: SegmentCosts) -> str:
+def as_svg(costs: KnownCosts) -> str:
     """Draws the step time, relative to training without checkpointing, over memory, network and worker speed."""
     usual = Setup(SEGMENTS)
 

@@ -18,7 +18,7 @@ from statistics import fmean, median
 from typing import Any
 
 from backhaul.simulate.costs import (
-    SegmentCosts,
+    KnownCosts,
     Setup,
     costs_of,
     rate_of_one_connection,
@@ -80,7 +80,7 @@ def read_cells(path: Path) -> list[ValidatedCell]:
 
 def _of_simulation(content: Mapping[str, Any]) -> Iterator[ValidatedCell]:
     """Yields the steps that `backhaul simulate --measure` measured beside the costs."""
-    known = SegmentCosts.read(content)
+    known = KnownCosts.read(content)
     for row in content["steps"]:
         if "measured" not in row:
             continue
