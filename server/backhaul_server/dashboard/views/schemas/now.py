@@ -188,8 +188,8 @@ class Alert(Schema):
     summary: str = Field(
         description="What happened, with the values, and what to do",
         examples=[
-            "Worker 127.0.0.1:50051 used 87% of its memory in the last minute, not counting its cache. Segments that "
-            "do not fit run on the trainers. Raise --memory, or add a worker"
+            "Worker 127.0.0.1:50051 used 87.2 % of its memory in the last minute, not counting its cache. Segments "
+            "that do not fit run on the trainers. Raise --memory, or add a worker"
         ],
     )
     since_s: float = Field(description="When the condition of the alert began to hold", examples=[1763769540.0])
