@@ -62,6 +62,11 @@ export function duration(seconds) {
   return `${Math.round(value / 86400)} d`;
 }
 
+/** Formats how long ago a time was, by a clock of the same machine: "4 min ago". */
+export function ago(atS, nowS) {
+  return `${duration(nowS - atS)} ago`;
+}
+
 export function count(value) {
   return value === null || value === undefined ? NONE : value.toLocaleString("en");
 }
