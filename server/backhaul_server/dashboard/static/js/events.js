@@ -7,12 +7,13 @@ import { goToWorker } from "./fleet.js";
 import { markEvents } from "./marks.js";
 import { LocalPages } from "./pages.js";
 import { ask, Poll } from "./poll.js";
-import { fixedRange, onRange, rangeBounds } from "./range.js";
-import { chooseRun, chosenRun, chosenRuns, inScope, nameWithRank, onScope } from "./scope.js";
+import { chooseRange, fixedRange, onRange, rangeBounds } from "./range.js";
+import { chooseRun, chosenName, chosenRun, chosenRuns, inScope, nameWithRank, onScope, runOf } from "./scope.js";
 import { Table } from "./table.js";
 
 const PAGE = 25;
 const MOST = 1000; // events of the range that are fetched, the newest ones
+const AROUND_S = 60; // shown after a run's last report, as its end may be noticed later
 const MOST_RUNS = 64; // of which the API shows events at once
 const LEVELS = ["warning", "critical"]; // the least severities that can be chosen
 const SHAPES = { info: "idle", warning: "warning", critical: "critical" };
@@ -88,7 +89,22 @@ function filters() {
   return severity || state("events") ? { severity, filter: state("events") } : undefined;
 }
 
+/** Returns the times of the first start and of the last report of the chosen runs; null while none is chosen or known. */
+function timesOfChosen() {
+  const runs = chosenRun() === "" ? [] : chosenRuns().map(runOf).filter(Boolean);
+  return runs.length ? [Math.min(...runs.map((run) => run.started_at_s)), Math.max(...runs.map((run) => run.heard_at_s))] : null;
+}
+
+/** Says that the events of the chosen run are not listed because it was over before the time range. */
+function showEarlier() {
+  const times = timesOfChosen();
+  const isEarlier = times !== null && times[1] < rangeBounds()[0];
+  byId("events-earlier").hidden = !isEarlier;
+  if (isEarlier) setText(byId("events-earlier").firstElementChild, `${chosenName()} was last heard on ${date(times[1], true)}, before this time range, so its own events are not listed.`);
+}
+
 function show() {
+  showEarlier();
   const events = ofScope(answer.items);
   const shown = ofScope(filtered.items);
   markEvents(events);
@@ -126,6 +142,10 @@ export function startEvents() {
   onChange(["events", "severity"], () => {
     pages.turnTo(0);
     poll.now();
+  });
+  byId("events-go").addEventListener("click", () => {
+    const [since, until] = timesOfChosen();
+    chooseRange(since - 1, until + AROUND_S);
   });
   for (const onAny of [onRange, onScope]) onAny(() => poll.now());
 }
