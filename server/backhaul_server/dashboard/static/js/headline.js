@@ -43,7 +43,7 @@ function scopeOf(workers, nowS) {
   const answering = workers.filter((worker) => stateOf(worker, nowS) !== "unreachable").length;
   if (answering === workers.length) return "Now, over all workers and runs";
   if (answering === 0) return "No worker answers now";
-  return `Now, over all runs and the ${count(answering)} ${answering === 1 ? "worker that answers" : "workers that answer"}`;
+  return `Now, over all runs and ${answering === 1 ? "the only worker that answers" : `the ${count(answering)} workers that answer`}`;
 }
 
 /** Shows the numbers of a live event in the tiles. */

@@ -153,7 +153,8 @@ export class Diagram {
       setAttribute(shape, "d", SHAPES[level]);
       const word = level === "good" || room < ROOM_FOR_WORDS ? "" : ` ${this.#wordOf(node, room)}`;
       setText(text, shortened(node.label, room - ruler.measureText(word).width) + word);
-      setAttribute(group, "aria-label", `${node.kind} ${node.label}, ${stateOf(node, this.topology.at_s)}, ${this.#linksOf(node.id).length} links`);
+      const links = this.#linksOf(node.id).length;
+      setAttribute(group, "aria-label", `${node.kind} ${node.label}, ${stateOf(node, this.topology.at_s)}, ${links} ${links === 1 ? "link" : "links"}`);
       setAttribute(group, "aria-pressed", node.id === this.selected);
       const isStop = this.nodes.has(this.selected) ? node.id === this.selected : i === 0;
       setAttribute(group, "tabindex", isStop ? "0" : "-1");
