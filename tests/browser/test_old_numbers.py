@@ -204,11 +204,11 @@ def test_events_of_a_run_that_was_over_before_the_range_are_one_click_away(
     dashboard, trainings = old_runs
     page = open_page(f"{dashboard.url}/?run={trainings[5].run}")
     page.locator("#events").scroll_into_view_if_needed()
-    expect(page.locator("#events-earlier")).to_contain_text("sweep-5 was last heard on ")
+    expect(page.locator("#events-outside")).to_contain_text("sweep-5 ran from ")
     page.locator("#events-go").dispatch_event("click")
     rows = page.locator("#events-table tbody tr")
     expect(rows.filter(has_text="run began")).to_have_count(1)
-    expect(page.locator("#events-earlier")).to_be_hidden()
+    expect(page.locator("#events-outside")).to_be_hidden()
     assert broken_rules(page) == []
 
 

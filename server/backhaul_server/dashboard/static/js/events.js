@@ -95,16 +95,19 @@ function timesOfChosen() {
   return runs.length ? [Math.min(...runs.map((run) => run.started_at_s)), Math.max(...runs.map((run) => run.heard_at_s))] : null;
 }
 
-/** Says that the events of the chosen run are not listed because it was over before the time range. */
-function showEarlier() {
+/** Says that the events of the chosen run are not listed because it ran before or after the time range. */
+function showOutside() {
   const times = timesOfChosen();
-  const isEarlier = times !== null && times[1] < rangeBounds()[0];
-  byId("events-earlier").hidden = !isEarlier;
-  if (isEarlier) setText(byId("events-earlier").firstElementChild, `${chosenName()} was last heard on ${date(times[1], true)}, before this time range, so its own events are not listed.`);
+  const [since, until] = rangeBounds();
+  const isOutside = times !== null && (times[1] < since || times[0] > until);
+  byId("events-outside").hidden = !isOutside;
+  if (!isOutside) return;
+  const [from, to] = times.map((atS) => date(atS, true));
+  setText(byId("events-outside").firstElementChild, `${chosenName()} ran from ${from} to ${to}, outside of this time range, so its own events are not listed.`);
 }
 
 function show() {
-  showEarlier();
+  showOutside();
   const events = ofScope(answer.items);
   const shown = ofScope(filtered.items);
   markEvents(events);

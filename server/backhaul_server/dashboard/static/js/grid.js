@@ -134,12 +134,13 @@ export class GridMap {
   /** Writes when an unreachable worker last answered where its row has no cells up to now, if there is room. */
   #drawAges(context, cell) {
     const { left, top, width } = this.#area();
+    const until = this.#times()?.until ?? Infinity;
     context.font = `${Math.min(11.5, this.rowHeight - 1)}px Inter, system-ui, sans-serif`;
     context.fillStyle = colour("faint");
     context.textAlign = "right";
     context.textBaseline = "middle";
     this.fleet.workers.forEach((worker, row) => {
-      const text = lastAnswer(worker);
+      const text = worker.seen_at_s <= until ? lastAnswer(worker) : "";
       const blank = worker[this.field].length - 1 - worker[this.field].findLastIndex((share) => share !== null);
       const room = blank * cell - 12;
       if (text && context.measureText(text).width <= room) context.fillText(text, left + width - 6, top + (row + 0.5) * this.rowHeight);

@@ -117,7 +117,7 @@ function showPhases(all) {
       ? ""
       : isKept
         ? "No step with remote segments was reported in this time range. Each step appears here when it ends."
-        : "The dashboard keeps phases only of the runs that reported lately since it was started, and this run is not among them.",
+        : "Phases are kept only of runs that reported since the dashboard was started, and this run is not among them.",
   );
 }
 
