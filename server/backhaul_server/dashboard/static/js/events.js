@@ -99,7 +99,7 @@ function timesOfChosen() {
 function showOutside() {
   const times = timesOfChosen();
   const [since, until] = rangeBounds();
-  const isOutside = times !== null && (times[1] < since || times[0] > until);
+  const isOutside = times !== null && (times[1] < since || (fixedRange() !== null && times[0] > until));
   byId("events-outside").hidden = !isOutside;
   if (!isOutside) return;
   const [from, to] = times.map((atS) => date(atS, true));
