@@ -44,7 +44,7 @@ def test_what_is_not_kept_over_a_restart_is_said(tmp_path: Path) -> None:
         segments = shown.api(f"segments?runs={training.run}")
         assert (segments["total"], segments["note"][:38]) == (0, "Segments are kept for the last 8 runs ")
         timeline = shown.api(f"timeline?runs={training.run}")
-        assert (timeline["spans"], timeline["why_empty"][:35]) == ([], "Calls are kept for the last 8 runs ")
+        assert (timeline["spans"], timeline["why_empty"][:39]) == ([], "Timelines are kept for the last 8 runs ")
         assert shown.api(f"latency?run={training.run}")["phases"] == []
         assert shown.get(f"/api/v1/segments.csv?run={training.run}").text.startswith("run,segment,")
         assert shown.get("/api/v1/segments?runs=unknown").status_code == 404

@@ -221,8 +221,8 @@ def test_a_timeline_without_bars_says_why() -> None:
     elsewhen = TimeRange(NOW_S + 100, NOW_S + 200)
     assert timeline([(run, None)], 3, elsewhen).why_empty.startswith("No known step ended in this range")
     run.forget_detail()
-    assert timeline([(run, None)], 3).why_empty.startswith("Calls are kept for the last 8 runs")
-    assert timeline([], 3, forgotten=1).why_empty.startswith("Calls are kept for the last 8 runs")
+    assert timeline([(run, None)], 3).why_empty.startswith("Timelines are kept for the last 8 runs")
+    assert timeline([], 3, forgotten=1).why_empty.startswith("Timelines are kept for the last 8 runs")
 
 
 def test_a_timeline_says_which_ranks_it_lacks() -> None:
@@ -231,7 +231,7 @@ def test_a_timeline_says_which_ranks_it_lacks() -> None:
     dropped.forget_detail()
     shown = timeline([(kept, None), (dropped, None)], 1, forgotten=1)
     assert (shown.why_empty, len(shown.spans) > 0) == ("", True)
-    assert shown.note == "Calls are kept for 8 runs at a time: those of 2 of 3 runs are not shown."
+    assert shown.note == "Timelines are kept for 8 runs at a time: those of 2 of 3 runs are not shown."
 
 
 def test_what_is_not_kept_of_a_run_depends_on_whether_it_still_reports() -> None:

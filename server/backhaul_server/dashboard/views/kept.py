@@ -1,4 +1,4 @@
-"""What is said where the segments or calls of runs are not kept: the dashboard has room for those of a few runs."""
+"""What is said where the segments or timelines of runs are not kept: the dashboard has room for those of a few runs."""
 
 import time
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ from backhaul_server.dashboard.collect.runs import TrainerRun
 from backhaul_server.dashboard.collect.trainers import DETAILED_RUNS
 
 
-def why_not_kept(what: Literal["Segments", "Calls"], runs: Sequence[TrainerRun | None]) -> str:
-    """Returns a sentence on runs whose segments or calls are not kept, and what to do; empty if those of all are kept.
+def why_not_kept(what: Literal["Segments", "Timelines"], runs: Sequence[TrainerRun | None]) -> str:
+    """Returns a sentence on runs whose segments or timelines are not kept, and what to do; empty if those of all are.
 
     Args:
         what: What is not kept.

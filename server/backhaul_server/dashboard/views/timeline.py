@@ -155,7 +155,7 @@ def timeline(
         runs=[_run(run, aligned) for run, aligned in runs],
         workers=[clock for run, _ in runs for clock in _clocks(run)],
         why_empty="",
-        note=why_not_kept("Calls", [*(run for run, _ in runs), *[None] * forgotten]),
+        note=why_not_kept("Timelines", [*(run for run, _ in runs), *[None] * forgotten]),
         spans=[],
         calls=[],
         left_out=sum(part.left_out for part in parts),
