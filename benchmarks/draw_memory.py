@@ -43,7 +43,9 @@ def main() -> None:
     plt.rcParams |= {"axes.spines.right": False, "font.family": "sans-serif"}
     figure, (whole, near) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
     with backhaul.connect() as session:
-        compared = variants(Settings(layers=LAYERS), lambda returns: backhaul.connect(session.workers, returns=returns))
+        compared = variants(
+            Settings(layers=LAYERS), lambda _, returns: backhaul.connect(session.workers, returns=returns)
+        )
         for variant, color in zip(compared, COLORS, strict=True):
             megabytes = curve(variant)
             label = f"{variant.name}: {max(megabytes):.0f} MB at most"

@@ -58,6 +58,7 @@ def test_each_choice_is_in_the_address_and_the_address_brings_it_back(
     page.locator("#segments-table th button", has_text="Received").click()
     page.locator("#segments-filter").fill("#3")
     page.locator("#events-severity").select_option("warning")
+    page.locator("#workers-filter").fill(worker)
     page.locator("#runs-search").fill(run[:8])
     wanted = {
         "run": run,
@@ -71,6 +72,7 @@ def test_each_choice_is_in_the_address_and_the_address_brings_it_back(
         "order": "down",
         "filter": "#3",
         "severity": "warning",
+        "workers-filter": worker,
         "search": run[:8],
     }
     wait_until(lambda: query(page) == wanted, "all choices are in the address")
@@ -86,6 +88,7 @@ def test_each_choice_is_in_the_address_and_the_address_brings_it_back(
         ("timeline-steps", "5"),
         ("segments-filter", "#3"),
         ("events-severity", "warning"),
+        ("workers-filter", worker),
         ("runs-search", run[:8]),
     ):
         expect(shared.locator(f"#{control}")).to_have_value(value)

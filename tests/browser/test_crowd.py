@@ -91,6 +91,31 @@ def test_workers_are_sorted_and_show_how_busy_their_gpus_are(crowd: Crowd, open_
     expect(page.locator("#workers tbody tr").last.locator("td.gpu").first).to_have_text(NONE)
 
 
+def test_a_worker_is_found_by_text_and_the_text_is_in_the_address(crowd: Crowd, open_page: OpenPage) -> None:
+    page = open_page(crowd.dashboard.url)
+    rows = page.locator("#workers tbody tr:not(.more)")
+    expect(rows).to_have_count(50)
+    address = crowd.workers[41].address
+    page.locator("#workers-filter").fill(address[4:].upper())
+    expect(rows).to_have_count(1)
+    expect(rows).to_contain_text(address)
+    shared = open_page(page.evaluate("location.href"))
+    expect(shared.locator("#workers-filter")).to_have_value(address[4:])
+    expect(shared.locator("#workers tbody tr:not(.more)")).to_have_count(1)
+
+    other = crowd.workers[7].address  # a worker that is hidden is shown again where it is chosen elsewhere
+    page.locator("#topology").scroll_into_view_if_needed()
+    page.locator(f'#topology-chart [data-id="worker:{other}"]').dispatch_event("click")
+    page.locator("#topology-go").dispatch_event("click")
+    expect(rows).to_have_count(50)
+    expect(rows.filter(has_text=other).locator(".expander")).to_have_attribute("aria-expanded", "true")
+    page.locator("#workers-filter").fill("no such worker")
+    expect(page.locator("#fleet > .empty").first).to_have_text("No worker matches. Choose another word.")
+    expect(page.locator("#workers")).to_be_hidden()
+    page.locator("#workers-filter").fill("serving")
+    expect(rows).to_have_count(50)
+
+
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
 def test_everybody_can_read_and_use_a_crowded_page(scheme: str, width: int, crowd: Crowd, open_page: OpenPage) -> None:
     page = open_page(crowd.dashboard.url, scheme=scheme, width=width)
@@ -112,6 +137,7 @@ def test_everybody_can_read_and_use_a_crowded_page(scheme: str, width: int, crow
     expect(page.locator("#topology-selected")).to_be_visible()
     page.locator("#events-filter").fill("no such event")
     page.locator("#segments-filter").fill("no such segment")
+    page.locator("#workers-filter").fill("no such worker")
     page.locator("#runs-search").fill("no such run")
 
     def is_empty() -> bool:

@@ -38,9 +38,8 @@ def cells(page: Page, table: str) -> list[list[str]]:
 
 
 def names_of(trained: Training) -> dict[str, str]:
-    """What the page calls the runs of the demo, by id. Two of them have the same name."""
-    names = {run["run"]: run["name"] for run in trained.dashboard.items("runs")}
-    return {run: f"{name} ({run[:8]})" if list(names.values()).count(name) > 1 else name for run, name in names.items()}
+    """What the page calls the runs of the demo, by id."""
+    return {run["run"]: run["name"] for run in trained.dashboard.items("runs")}
 
 
 def until_equal(shown: Callable[[], object], expected: Callable[[], object]) -> None:

@@ -37,6 +37,20 @@ def test_a_run_is_there_after_a_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_what_is_not_kept_over_a_restart_is_said(tmp_path: Path) -> None:
+    training = Training(began_at_s=time.time() - 10)
+    kept(tmp_path / "history.sqlite3", training, 3)
+    with dashboard(tmp_path / "history.sqlite3", NOBODY) as shown:
+        segments = shown.api(f"segments?runs={training.run}")
+        assert (segments["total"], segments["note"][:38]) == (0, "Segments are kept for the last 8 runs ")
+        timeline = shown.api(f"timeline?runs={training.run}")
+        assert (timeline["spans"], timeline["why_empty"][:39]) == ([], "Timelines are kept for the last 8 runs ")
+        assert shown.api(f"latency?run={training.run}")["phases"] == []
+        assert shown.get(f"/api/v1/segments.csv?run={training.run}").text.startswith("run,segment,")
+        assert shown.get("/api/v1/segments?runs=unknown").status_code == 404
+
+
+@pytest.mark.slow
 def test_what_came_last_is_kept_when_the_dashboard_is_told_to_end(tmp_path: Path) -> None:
     training = Training(began_at_s=time.time() - 10)
     with FakeWorker() as worker, dashboard(tmp_path / "history.sqlite3", worker.address) as shown:

@@ -79,6 +79,11 @@ def test_it_shows_its_dashboard_and_serves_until_it_is_stopped() -> None:
     url = next(line.split()[1] for line in process.stdout if line.startswith("dashboard: "))
     assert httpx.get(f"{url}/healthz").text == "ok\n"
     (worker,) = httpx.get(f"{url}/api/v1/workers").json()["items"]
+    expected = {"demo, activations", "demo, gradients", "demo, deferred"}
+    wait_until(
+        lambda: {run["name"] for run in httpx.get(f"{url}/api/v1/runs").json()["items"]} == expected,
+        "each run has the name of its variant",
+    )
     children = [path for path in Path("/proc").glob("[0-9]*") if _parent(path) == process.pid]
     assert worker["state"] == "serving"
     assert len(children) == 2

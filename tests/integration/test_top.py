@@ -72,7 +72,7 @@ def test_workers_and_trainers_are_shown_once(fake: FakeWorker) -> None:
     train(fake, fallbacks=2, on_trainer=2)
     process = top(fake.address, "--once")
     assert (process.returncode, process.stderr) == (0, "")
-    assert row(process.stdout, fake.address) == [fake.address, "serving", "25% of 4.29 GB", "1", "4", "3"]
+    assert row(process.stdout, fake.address) == [fake.address, "serving", "25 % of 4.29 GB", "1", "4", "3"]
     assert row(process.stdout, "gpu-box:4711") == ["gpu-box:4711", "running", "9", "400", "40", "2", "120 MB", "2.3"]
     headline = process.stdout.splitlines()[0]
     assert "1 of 1 workers serve" in headline

@@ -85,9 +85,9 @@ def fingerprints(scene: Scene) -> None:
 
 CASES: dict[str, tuple[Callable[[Scene], None], str, str]] = {
     "WorkerUnreachable": (unreachable, "b:2", "connection refused"),
-    "FallbackRateHigh": (fallbacks, RUN, "5.0%"),
+    "FallbackRateHigh": (fallbacks, RUN, "5 % of the recomputations"),
     "QueueWaitHigh": (queue, RUN, "in a worker's queue"),
-    "MemoryHigh": (memory, "b:2", "81%"),
+    "MemoryHigh": (memory, "b:2", "used 81 % of its memory"),
     "LinkSlow": (link, RUN, "to send and fetch"),
     "VersionSkew": (versions, "b:2", "0.2.0"),
     "FingerprintSkew": (fingerprints, RUN, "differ in cpu"),
@@ -112,6 +112,7 @@ def test_an_alert_holds_where_it_should(name: str) -> None:
     (alert,) = alerts.evaluate(scene.now_s)
     assert (alert.name, alert.subject, alert.since_s) == (name, subject, scene.now_s)
     assert says in alert.summary
+    assert re.search(r"\d%|\.0 %", alert.summary) is None
     (again,) = alerts.evaluate(scene.now_s + 1)
     assert again.since_s == scene.now_s
 

@@ -11,6 +11,7 @@ from backhaul_server.dashboard.collect.links import Alignment, LinkRecord, align
 from backhaul_server.dashboard.collect.runs import TrainerRun
 from backhaul_server.dashboard.collect.watch import Watch
 from backhaul_server.dashboard.views.fleet import fleet
+from backhaul_server.dashboard.views.kept import why_not_kept
 from backhaul_server.dashboard.views.latency import latency
 from backhaul_server.dashboard.views.ranges import TimeRange
 from backhaul_server.dashboard.views.timeline import timeline
@@ -110,6 +111,22 @@ def test_a_lost_link_is_broken() -> None:
     assert link.state == "broken"
 
 
+def test_numbers_of_a_link_to_a_worker_that_is_gone_have_the_time_of_the_last_report() -> None:
+    watch, training = Watch(parse_sources("a:1")), Training(workers=["a:1"], began_at_s=NOW_S)
+    run_of(watch, training, link_of())
+    (worker,) = watch.workers
+    worker.answered(telemetry_pb2.GetTelemetryResponse(epoch="e"))
+    worker.failed("it did not answer in time")
+    (soon,) = topology(watch, NOW_S + 5).links
+    assert (soon.up_bytes_per_s, soon.measured_at_s) == (0.0, NOW_S)
+    shown = topology(watch, NOW_S + 60)
+    (later,) = shown.links
+    assert (later.state, later.up_bytes_per_s, later.down_bytes_per_s) == ("broken", None, None)
+    assert (later.round_trip_ms, later.measured_at_s) == (2.0, NOW_S)
+    seen = {node.kind: node.seen_at_s for node in shown.nodes}
+    assert seen == {"worker": worker.answered_at_s, "trainer": pytest.approx(NOW_S, abs=1)}
+
+
 def test_the_fleet_has_one_axis_and_holes_where_a_worker_was_silent() -> None:
     watch = Watch(parse_sources("a:1,b:2"))
     first = watch.workers[0]
@@ -130,7 +147,20 @@ def test_the_fleet_has_one_axis_and_holes_where_a_worker_was_silent() -> None:
     assert one.memory_share == [0.5, 0.3, None]
     assert one.load == [pytest.approx(0.3), 0.3, None]
     assert other.memory_share == other.load == [None, None, None]
-    assert other.state == "unreachable"
+    assert (other.state, other.seen_at_s, other.sessions, other.queued_requests) == ("unreachable", 0, None, None)
+
+
+def test_the_fleet_has_the_time_of_the_last_answer_and_nothing_else_of_a_worker_that_is_gone() -> None:
+    (worker,) = Watch(parse_sources("a:1")).workers
+    gpu = telemetry_pb2.Accelerator(name="H100", total_bytes=80)
+    worker.answered(telemetry_pb2.GetTelemetryResponse(epoch="e", queued_requests=3, accelerator=gpu))
+    (serving,) = fleet([worker], TimeRange(NOW_S - 30, NOW_S), 3).workers
+    assert (serving.sessions, serving.queued_requests, serving.seen_at_s) == (0, 3, worker.answered_at_s)
+    assert serving.accelerator is not None
+    worker.failed("it did not answer in time")
+    (gone,) = fleet([worker], TimeRange(NOW_S - 30, NOW_S), 3).workers
+    assert (gone.state, gone.seen_at_s) == ("unreachable", worker.answered_at_s)
+    assert (gone.sessions, gone.queued_requests, gone.accelerator) == (None, None, None)
 
 
 def test_the_load_is_what_a_worker_computed_of_the_time_that_passed() -> None:
@@ -191,7 +221,32 @@ def test_a_timeline_without_bars_says_why() -> None:
     elsewhen = TimeRange(NOW_S + 100, NOW_S + 200)
     assert timeline([(run, None)], 3, elsewhen).why_empty.startswith("No known step ended in this range")
     run.forget_detail()
-    assert timeline([(run, None)], 3).why_empty.startswith("The dashboard keeps the calls of 8 runs")
+    assert timeline([(run, None)], 3).why_empty.startswith("Timelines are kept for the last 8 runs")
+    assert timeline([], 3, forgotten=1).why_empty.startswith("Timelines are kept for the last 8 runs")
+
+
+def test_a_timeline_says_which_ranks_it_lacks() -> None:
+    watch = Watch(parse_sources("a:1"))
+    kept, dropped = (run_of(watch, Training(began_at_s=NOW_S)) for _ in range(2))
+    dropped.forget_detail()
+    shown = timeline([(kept, None), (dropped, None)], 1, forgotten=1)
+    assert (shown.why_empty, len(shown.spans) > 0) == ("", True)
+    assert shown.note == "Timelines are kept for 8 runs at a time: those of 2 of 3 runs are not shown."
+
+
+def test_what_is_not_kept_of_a_run_depends_on_whether_it_still_reports() -> None:
+    watch = Watch(parse_sources("a:1"))
+    ended = run_of(watch, Training(began_at_s=NOW_S))
+    assert why_not_kept("Segments", [ended]) == ""
+    ended.forget_detail()
+    assert why_not_kept("Segments", [ended]) == (
+        "Segments are kept for the last 8 runs that reported since the dashboard was started, and this run is not "
+        "among them. The table of runs shows what it cost and saved."
+    )
+    assert why_not_kept("Segments", [None, ended]).endswith("shows what they cost and saved.")
+    running = run_of(watch, Training(began_at_s=time.time()), now_s=time.time())
+    running.forget_detail()
+    assert "others still report. End one of them" in why_not_kept("Segments", [running])
 
 
 def test_the_alignment_of_a_watch_goes_through_its_own_comparison() -> None:

@@ -33,11 +33,10 @@ def in_ms(value: float | None) -> str:
 
 
 def in_percent(share: float | None) -> str:
-    """Never all where it is not all."""
+    """With at most one decimal, and never none or all where it is not none or all."""
     if share is None:
         return NONE
-    value = share * 100
-    if 99.9 < value < 100:
-        return "99.9 %"
-    digits = 0 if value >= 99.95 or value == 0 else 1
-    return f"{Decimal(value).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP):f} %"
+    rounded = Decimal(share * 100).quantize(Decimal("0.1"), ROUND_HALF_UP)
+    if 0 < share < 1:
+        rounded = max(Decimal("0.1"), min(Decimal("99.9"), rounded))
+    return f"{rounded:f}".removesuffix(".0") + " %"

@@ -102,9 +102,9 @@ def _run(arguments: argparse.Namespace) -> int:
         # The sessions share one worker, so that each variant has a report of its own.
         worker = arguments.worker
 
-        def connect(returns: str) -> "Session":
+        def connect(variant: str, returns: str) -> "Session":
             nonlocal worker
-            session = _connected(worker, arguments.token_file, returns, arguments.wait)
+            session = _connected(worker, arguments.token_file, variant, returns, arguments.wait)
             sessions.append(session)
             worker = worker or session.workers
             return session
@@ -146,13 +146,13 @@ def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
-def _connected(worker: str | None, token_file: str | None, returns: str, wait_s: float) -> "Session":
+def _connected(worker: str | None, token_file: str | None, variant: str, returns: str, wait_s: float) -> "Session":
     import backhaul
 
     deadline = monotonic() + wait_s
     while True:
         try:
-            run = f"demo, {returns}"
+            run = f"demo, {variant}"
             return backhaul.connect(worker, token_file=token_file, returns=returns, run=run)  # type: ignore[arg-type]
         except ConnectError:
             if monotonic() >= deadline:

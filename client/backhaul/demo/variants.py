@@ -129,14 +129,17 @@ class Variant:
         self.optimizer.zero_grad()
 
 
-def variants(settings: Settings, connect: Callable[[str], Session]) -> list[Variant]:
+def variants(settings: Settings, connect: Callable[[str, str], Session]) -> list[Variant]:
     """Returns all five variants. The first one trains without checkpointing and is the reference.
 
     Args:
         settings: Settings that all variants share.
-        connect: Function that opens a session, given the value for `returns`: "activations" or "gradients".
+        connect: Function that opens a session, given a short name of the variant, which no other variant has, and the
+            value for `returns`: "activations" or "gradients".
     """
-    activations, gradients, deferred = map(connect, ("activations", "gradients", "gradients"))
+    activations = connect("activations", "activations")
+    gradients = connect("gradients", "gradients")
+    deferred = connect("deferred", "gradients")
     return [
         Variant("no checkpointing", None, settings),
         Variant("torch checkpoint", partial(torch_checkpoint, use_reentrant=False), settings),

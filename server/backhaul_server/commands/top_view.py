@@ -6,6 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from backhaul_server.dashboard.collect.percentages import in_percent
 from backhaul_server.dashboard.collect.runs import TrainerRun
 from backhaul_server.dashboard.collect.watch import Watch
 from backhaul_server.dashboard.collect.watched import Watched
@@ -48,7 +49,7 @@ def _headline(watch: Watch, now_s: float) -> Text:
     if headline.added_ms_per_step is not None:
         parts.append(f"{headline.added_ms_per_step:+.3g} ms per step")
     if headline.remote_share is not None:
-        parts.append(f"{headline.remote_share:.0%} recomputed on workers")
+        parts.append(f"{in_percent(headline.remote_share)} recomputed on workers")
     if headline.fallbacks is not None:
         parts.append(f"{headline.fallbacks:,} fallbacks in 5 min")
     return Text(" · ".join(parts), "bold" if headline.healthy_workers == headline.workers else "bold red")
@@ -69,7 +70,7 @@ def _numbers(worker: Watched) -> list[Text]:
     segments = sum(session.segments for session in worker.sessions())
     return [
         Text(
-            f"{shown.memory_share:.0%} of {_size(shown.memory.budget_bytes)}",
+            f"{in_percent(shown.memory_share)} of {_size(shown.memory.budget_bytes)}",
             _COLOURS["warning"] if shown.memory_share > MOST_MEMORY else "",
         ),
         *[Text(f"{number:,}") for number in (shown.sessions, segments, shown.queued_requests)],

@@ -175,7 +175,7 @@ def _add_past(app: FastAPI, sources: Sources) -> None:
     ) -> schemas.Latency:
         """Percentiles by RPC, a heat map of durations, and the phases of segments by step."""
         calls = sources.worker(worker).durations.tally if worker else sources.watch.calls
-        runs = [sources.run(run)] if run else [known for known in sources.watch.trainers if known.detail is not None]
+        asked = await sources.asked([run]) if run else [one for one in sources.watch.trainers if one.detail is not None]
         of_steps = given_range(since_s, until_s)
-        aligned = [(known, sources.shift_s(known)) for known in runs]
+        aligned = [(known, sources.shift_s(known)) for known in asked if known is not None]
         return latency(calls, aligned, last_seconds(seconds, since_s, until_s), method, of_steps)

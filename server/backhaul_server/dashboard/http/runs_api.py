@@ -9,6 +9,7 @@ from typing import Annotated
 from fastapi import FastAPI, HTTPException, Path, Query, Response
 from fastapi.responses import StreamingResponse
 
+from backhaul_server.dashboard.collect.runs import TrainerRun
 from backhaul_server.dashboard.collect.segments import Row, reasons_of, select
 from backhaul_server.dashboard.history.archive import RunSelection
 from backhaul_server.dashboard.http.examples import CSV, MISSING, TRACE, shows, shows_json, shows_text
@@ -60,10 +61,12 @@ def add_run_routes(app: FastAPI, sources: Sources) -> None:
         Times of trainers whose clocks can be compared with the dashboard's are converted to it. `runs` and `workers`
         have the largest error of each.
         """
-        newest = sources.run_or_newest(run) if not runs else None
-        shown = [sources.run(name) for name in dict.fromkeys(runs)] or ([newest] if newest is not None else [])
-        aligned = [(known, sources.watch.alignment(known)) for known in shown]
-        return timeline(aligned, steps, given_range(since_s, until_s))
+        newest = sources.watch.trainers.newest()
+        asked: list[TrainerRun | None] = await sources.asked(runs or filter(None, [run]))
+        if not asked and newest is not None:
+            asked = [newest]
+        aligned = [(known, sources.watch.alignment(known)) for known in asked if known is not None]
+        return timeline(aligned, steps, given_range(since_s, until_s), asked.count(None))
 
     @app.get("/api/v1/timeline/trace", tags=["steps and segments"], responses={**shows_json(TRACE), **MISSING})
     async def trace(
@@ -105,9 +108,9 @@ def add_run_routes(app: FastAPI, sources: Sources) -> None:
         limit: Annotated[int, Query(ge=1, le=1_000, description="Rows at most", examples=[100])] = 100,
     ) -> schemas.SegmentList:
         """The cost of each segment, the place of its recomputation, and the reason for it."""
-        tables = sources.tables(runs or filter(None, [run]))
+        tables, note = await sources.tables(runs or filter(None, [run]))
         rows = select(tables, text, sort, descending=descending, reason=reason)
-        return segment_list(rows[offset : offset + limit], len(rows), reasons_of(tables), offset, limit)
+        return segment_list(rows[offset : offset + limit], len(rows), reasons_of(tables), offset, limit, note)
 
     @app.get(
         "/api/v1/segments.csv",
@@ -125,7 +128,8 @@ def add_run_routes(app: FastAPI, sources: Sources) -> None:
     ) -> CsvResponse:
         """All rows of the table of segments, for spreadsheets."""
         names = runs or list(filter(None, [run]))
-        rows = select(sources.tables(names), text, sort, descending=descending, reason=reason)
+        tables, _ = await sources.tables(names)
+        rows = select(tables, text, sort, descending=descending, reason=reason)
         name = f"backhaul-segments-{names[0]}.csv" if names else "backhaul-segments.csv"
         headers = {"Content-Disposition": f'attachment; filename="{name}"'}
         return CsvResponse(_lines(rows), headers=headers)

@@ -14,6 +14,7 @@ from backhaul_server.dashboard.history.archive import Archive, EventList, EventS
 from backhaul_server.dashboard.metrics.alerts import Alerts
 from backhaul_server.dashboard.views import schemas
 from backhaul_server.dashboard.views.events import event_entry, selected_events
+from backhaul_server.dashboard.views.kept import why_not_kept
 from backhaul_server.dashboard.views.overview import overview
 from backhaul_server.dashboard.views.ranges import TimeRange
 from backhaul_server.dashboard.views.runs import is_wanted, merged, run_series, run_summary, stored_summary
@@ -74,10 +75,24 @@ class Sources:
         """Returns a run by id, or the run that began last if the id is empty."""
         return self.run(name) if name else self.watch.trainers.newest()
 
-    def tables(self, names: Iterable[str]) -> list[SegmentTable]:
-        """Returns the tables of these runs, or of all runs if no id is given."""
-        runs = [self.run(name) for name in dict.fromkeys(names)] or list(self.watch.trainers)
-        return [run.detail.segments for run in runs if run.detail is not None]
+    async def asked(self, names: Iterable[str]) -> list[TrainerRun | None]:
+        """Returns runs by their ids, each once: None for a run of which only the history knows.
+
+        Raises HTTPException 404 if a run is unknown.
+        """
+        runs: list[TrainerRun | None] = []
+        for name in dict.fromkeys(names):
+            run = self.watch.trainers.find(name)
+            if run is None:
+                await self.run_by_id(name)
+            runs.append(run)
+        return runs
+
+    async def tables(self, names: Iterable[str]) -> tuple[list[SegmentTable], str]:
+        """Returns the tables of these runs, or of all runs if no id is given, and why those of some are missing."""
+        runs = await self.asked(names) or list(self.watch.trainers)
+        tables = [run.detail.segments for run in runs if run is not None and run.detail is not None]
+        return tables, why_not_kept("Segments", runs)
 
     def worker(self, address: str) -> Watched:
         """Returns a worker by address. Raises HTTPException 404 if it is not watched."""

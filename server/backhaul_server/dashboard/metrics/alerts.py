@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from backhaul_server.dashboard.collect.percentages import in_percent
 from backhaul_server.dashboard.collect.runs import TrainerRun
 from backhaul_server.dashboard.collect.totals import WINDOW_S, Totals
 from backhaul_server.dashboard.collect.watch import Watch
@@ -58,8 +59,9 @@ def _fallback_rate_high(watch: Watch, now_s: float) -> Subjects:
         if recent.fallback_rate > MOST_FALLBACKS:
             yield (
                 run.id,
-                f"{recent.fallback_rate:.1%} of the recomputations that trainer {run.about.trainer} meant for workers "
-                f"ran on the trainer in the last 5 minutes ({recent.fallbacks:.0f}). The table of segments shows why",
+                f"{in_percent(recent.fallback_rate)} of the recomputations that trainer {run.about.trainer} meant for "
+                f"workers ran on the trainer in the last 5 minutes ({recent.fallbacks:.0f}). The table of segments "
+                "shows why",
             )
 
 
@@ -80,8 +82,8 @@ def _memory_high(watch: Watch, now_s: float) -> Subjects:
         if share > MOST_MEMORY:
             yield (
                 worker.address.text,
-                f"Worker {worker.address.text} used {share:.0%} of its memory in the last minute, not counting its "
-                "cache. Segments that do not fit run on the trainers. Raise --memory, or add a worker",
+                f"Worker {worker.address.text} used {in_percent(share)} of its memory in the last minute, not counting "
+                "its cache. Segments that do not fit run on the trainers. Raise --memory, or add a worker",
             )
 
 

@@ -28,18 +28,20 @@ def fleet(workers: Iterable[Watched], shown: TimeRange, points: int) -> schemas.
 
 def _worker(worker: Watched, first: int, last: int, width_s: int) -> schemas.FleetMember:
     budget_bytes = worker.budget_bytes
+    now = worker.telemetry if worker.state != "unreachable" else None
     memory = _intervals(worker.memory, first, last, width_s, max)
     return schemas.FleetMember(
         id=worker_id(worker.address.text),
         address=worker.address.text,
         state=worker.state,
+        seen_at_s=worker.answered_at_s,
         memory_share=[None if held is None or not budget_bytes else round(held / budget_bytes, 4) for held in memory],
         load=[
             None if load is None else round(load, 4) for load in _intervals(worker.load, first, last, width_s, fmean)
         ],
-        sessions=len(worker.sessions()),
-        queued_requests=worker.telemetry.queued_requests if worker.telemetry is not None and not worker.error else 0,
-        accelerator=accelerator_status(worker.telemetry),
+        sessions=len(now.sessions) if now is not None else None,
+        queued_requests=now.queued_requests if now is not None else None,
+        accelerator=accelerator_status(now),
     )
 
 

@@ -12,7 +12,7 @@ _LINES = 500
 
 
 def segment_list(
-    page: Iterable[Row], total: int, reasons: Iterable[ReasonCount], offset: int, limit: int
+    page: Iterable[Row], total: int, reasons: Iterable[ReasonCount], offset: int, limit: int, note: str
 ) -> schemas.SegmentList:
     """Returns a page of the table.
 
@@ -22,6 +22,7 @@ def segment_list(
         reasons: The reasons of the rows on all pages.
         offset: The number of rows before this page.
         limit: The largest number of rows of a page.
+        note: A sentence on runs whose segments are not kept; empty if there are none.
     """
     return schemas.SegmentList(
         at_s=time.time(),
@@ -30,6 +31,7 @@ def segment_list(
         limit=limit,
         rows=[schemas.SegmentStatus.model_validate(row, from_attributes=True) for row in page],
         reasons=[schemas.SegmentReason.model_validate(reason, from_attributes=True) for reason in reasons],
+        note=note,
     )
 
 

@@ -12,6 +12,7 @@ from backhaul_server.dashboard.collect.links import Alignment
 from backhaul_server.dashboard.collect.runs import TrainerRun
 from backhaul_server.dashboard.collect.series import LARGEST
 from backhaul_server.dashboard.views import schemas
+from backhaul_server.dashboard.views.kept import why_not_kept
 from backhaul_server.dashboard.views.ranges import EVER, TimeRange
 
 BARS = 20_000
@@ -128,7 +129,7 @@ def name_of(call: telemetry_pb2.SegmentCall) -> str:
 
 
 def timeline(
-    runs: Sequence[tuple[TrainerRun, Alignment | None]], count: int, within: TimeRange = EVER
+    runs: Sequence[tuple[TrainerRun, Alignment | None]], count: int, within: TimeRange = EVER, forgotten: int = 0
 ) -> schemas.Timeline:
     """Returns the timeline of the last steps of runs, on one axis.
 
@@ -136,6 +137,7 @@ def timeline(
         runs: The runs, each with the comparison of its trainer's clock with ours; None if they cannot be compared.
         count: The largest number of steps of each run.
         within: The range in which steps must end.
+        forgotten: The number of further runs that were asked for, of which only the history knows.
     """
     most_bars = SHOWN_BARS // max(1, len(runs))
     parts = [
@@ -153,6 +155,7 @@ def timeline(
         runs=[_run(run, aligned) for run, aligned in runs],
         workers=[clock for run, _ in runs for clock in _clocks(run)],
         why_empty="",
+        note=why_not_kept("Timelines", [*(run for run, _ in runs), *[None] * forgotten]),
         spans=[],
         calls=[],
         left_out=sum(part.left_out for part in parts),
@@ -160,7 +163,13 @@ def timeline(
     for part in ended:
         _add(shown, part, begin_s - part.shift_s)
     if not shown.spans:
-        shown.why_empty = _why_empty([run for run, _ in runs], has_steps=bool(ended), is_ever=within == EVER)
+        known = [run for run, _ in runs]
+        is_kept = any(run.detail is not None for run in known)
+        if shown.note and not is_kept:
+            shown.why_empty = shown.note
+        else:
+            shown.why_empty = _why_empty(known, has_steps=bool(ended), is_ever=within == EVER)
+        shown.note = ""
     return shown
 
 
@@ -212,11 +221,6 @@ def _why_empty(runs: Sequence[TrainerRun], *, has_steps: bool, is_ever: bool) ->
         if not is_ever and any(run.ended_steps() for run in runs):
             return "No known step ended in this range of time. Choose another range: only the last 64 steps are kept."
         return "No step has ended yet. A step ends when the optimizer steps, or when session.step() is called."
-    if all(run.detail is None for run in runs):
-        return (
-            "The dashboard keeps the calls of 8 runs at a time, and other runs report. End some of them, or start "
-            "another dashboard for this one."
-        )
     if not any(step.calls for run in runs for step in run.ended_steps()):
         return "These steps had no checkpointed calls."
     return "The calls of these steps were not reported or are kept no longer. Choose a later step."

@@ -2,7 +2,7 @@
 
 from math import inf
 
-from backhaul_server.dashboard.collect.links import LinkRecord
+from backhaul_server.dashboard.collect.links import RATE_S, LinkRecord
 from backhaul_server.dashboard.collect.runs import TrainerRun
 from backhaul_server.dashboard.collect.watch import Watch
 from backhaul_server.dashboard.collect.watched import Watched
@@ -25,21 +25,31 @@ def run_id(run: str) -> str:
 def topology(watch: Watch, now_s: float) -> schemas.Topology:
     """Returns all workers, the trainers that were heard lately, and the links between them."""
     runs = [run for run in watch.trainers if now_s - run.heard_at_s <= SHOWN_S]
-    nodes = {worker.address.text: _worker(worker.address.text, worker.state) for worker in watch.workers}
+    nodes = {
+        worker.address.text: _worker(worker.address.text, worker.state, worker.answered_at_s)
+        for worker in watch.workers
+    }
     links = []
     for run in runs:
         matched = watch.workers_of(run)
         for address in sorted({*matched, *run.about.workers, *run.links}):
             worker = matched.get(address)
             shown = worker.address.text if worker is not None else address
-            nodes.setdefault(shown, _worker(shown, "unwatched"))
+            nodes.setdefault(shown, _worker(shown, "unwatched", 0.0))
             links.append(_link(run, shown, run.links.get(address), worker, now_s))
     return schemas.Topology(at_s=now_s, nodes=[*nodes.values(), *(_trainer(run, now_s) for run in runs)], links=links)
 
 
-def _worker(address: str, state: schemas.NodeState) -> schemas.TopologyNode:
+def _worker(address: str, state: schemas.NodeState, seen_at_s: float) -> schemas.TopologyNode:
     return schemas.TopologyNode(
-        id=worker_id(address), kind="worker", label=address, state=state, run="", rank=0, world_size=0
+        id=worker_id(address),
+        kind="worker",
+        label=address,
+        state=state,
+        seen_at_s=seen_at_s,
+        run="",
+        rank=0,
+        world_size=0,
     )
 
 
@@ -49,6 +59,7 @@ def _trainer(run: TrainerRun, now_s: float) -> schemas.TopologyNode:
         kind="trainer",
         label=run.about.name or run.about.trainer or run.id,
         state=run.state(now_s),
+        seen_at_s=run.heard_at_s,
         run=run.id,
         rank=run.about.rank,
         world_size=run.about.world_size,
@@ -72,20 +83,24 @@ def _link(
             round_trip_ms=None,
             clock_offset_ms=None,
             clock_error_ms=None,
+            measured_at_s=None,
             state="broken" if is_unreachable else "idle",
         )
     up, down = link.rates(now_s)
+    # Where reports that are missing may just not have reached the dashboard, their rate is unknown instead of zero.
+    is_rate_known = not is_unreachable or now_s - link.heard_at_s <= RATE_S
     is_lost = link.connections == 0 and run.state(now_s) == "running"
     is_known = link.clock_error_s < inf
     return schemas.TopologyLink(
         **ends,
-        up_bytes_per_s=up,
-        down_bytes_per_s=down,
+        up_bytes_per_s=up if is_rate_known else None,
+        down_bytes_per_s=down if is_rate_known else None,
         up_bytes=int(link.traffic.columns[0][-1]),
         down_bytes=int(link.traffic.columns[1][-1]),
         connections=link.connections,
         round_trip_ms=1e3 * link.round_trip_s if is_known else None,
         clock_offset_ms=1e3 * link.clock_offset_s if is_known else None,
         clock_error_ms=1e3 * link.clock_error_s if is_known else None,
+        measured_at_s=link.heard_at_s,
         state="broken" if is_unreachable or is_lost else "active" if up or down else "idle",
     )

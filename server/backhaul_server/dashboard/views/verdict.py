@@ -6,6 +6,7 @@ memory. Workers are worth it if a step with them is no slower.
 
 from dataclasses import dataclass
 
+from backhaul_server.dashboard.collect.percentages import in_percent
 from backhaul_server.dashboard.views.schemas import RunVerdict
 
 FEWEST_STEPS = 5
@@ -119,7 +120,7 @@ def _sentence(
     if is_worth_it is None:
         return f"Not known yet whether workers are worth it: {why}"
     assert saved_share is not None and added_ms is not None and spared_ms is not None
-    saved = f"Saved {_in_percent(saved_share)} of the peak without Backhaul ({in_bytes(saved_bytes)})"
+    saved = f"Saved {in_percent(saved_share)} of the peak without Backhaul ({in_bytes(saved_bytes)})"
     if added_ms <= spared_ms:
         cost = f"for {in_ms(added_ms)} per step, where the trainer alone would have taken {in_ms(spared_ms)}"
     else:
@@ -147,11 +148,6 @@ def in_ms(duration_ms: float) -> str:
         return f"{duration_ms:.3g} ms"
     seconds = duration_ms / 1e3
     return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"  # noqa: PLR2004
-
-
-def _in_percent(share: float) -> str:
-    """Returns a share in whole percent, but never all where it is not all."""
-    return f"{min(99.0, 100 * share) if share < 1 else 100:.0f} %"
 
 
 def _counted(number: int, noun: str) -> str:

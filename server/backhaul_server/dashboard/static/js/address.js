@@ -17,6 +17,7 @@ const DEFAULTS = {
   order: "", // "down": largest first
   workers: "", // column by which workers are sorted; "" is the order of the command line
   "workers-order": "", // "down": largest first
+  "workers-filter": "", // text that workers must contain
   node: "", // selected node of the topology
   links: "", // "problems": only links that are broken or idle
   severity: "", // lowest severity of listed events

@@ -7,12 +7,13 @@ import { goToWorker } from "./fleet.js";
 import { markEvents } from "./marks.js";
 import { LocalPages } from "./pages.js";
 import { ask, Poll } from "./poll.js";
-import { fixedRange, onRange, rangeBounds } from "./range.js";
-import { chooseRun, chosenRun, chosenRuns, inScope, nameWithRank, onScope } from "./scope.js";
+import { chooseRange, fixedRange, onRange, rangeBounds } from "./range.js";
+import { chooseRun, chosenName, chosenRun, chosenRuns, inScope, nameWithRank, onScope, runOf } from "./scope.js";
 import { Table } from "./table.js";
 
 const PAGE = 25;
 const MOST = 1000; // events of the range that are fetched, the newest ones
+const AROUND_S = 60; // shown after a run's last report, as its end may be noticed later
 const MOST_RUNS = 64; // of which the API shows events at once
 const LEVELS = ["warning", "critical"]; // the least severities that can be chosen
 const SHAPES = { info: "idle", warning: "warning", critical: "critical" };
@@ -88,7 +89,25 @@ function filters() {
   return severity || state("events") ? { severity, filter: state("events") } : undefined;
 }
 
+/** Returns the times of the first start and of the last report of the chosen runs; null while none is chosen or known. */
+function timesOfChosen() {
+  const runs = chosenRun() === "" ? [] : chosenRuns().map(runOf).filter(Boolean);
+  return runs.length ? [Math.min(...runs.map((run) => run.started_at_s)), Math.max(...runs.map((run) => run.heard_at_s))] : null;
+}
+
+/** Says that the events of the chosen run are not listed because it ran before or after the time range. */
+function showOutside() {
+  const times = timesOfChosen();
+  const [since, until] = rangeBounds();
+  const isOutside = times !== null && (times[1] < since || (fixedRange() !== null && times[0] > until));
+  byId("events-outside").hidden = !isOutside;
+  if (!isOutside) return;
+  const [from, to] = times.map((atS) => date(atS, true));
+  setText(byId("events-outside").firstElementChild, `${chosenName()} ran from ${from} to ${to}, outside of this time range, so its own events are not listed.`);
+}
+
 function show() {
+  showOutside();
   const events = ofScope(answer.items);
   const shown = ofScope(filtered.items);
   markEvents(events);
@@ -126,6 +145,10 @@ export function startEvents() {
   onChange(["events", "severity"], () => {
     pages.turnTo(0);
     poll.now();
+  });
+  byId("events-go").addEventListener("click", () => {
+    const [since, until] = timesOfChosen();
+    chooseRange(since - 1, until + AROUND_S);
   });
   for (const onAny of [onRange, onScope]) onAny(() => poll.now());
 }

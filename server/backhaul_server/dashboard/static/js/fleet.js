@@ -1,8 +1,8 @@
 // The tables of workers and of their sessions, updated by each live event.
 
-import { change, onChange, state } from "./address.js";
+import { bind, change, onChange, state } from "./address.js";
 import { byId, element, explain, setText } from "./dom.js";
-import { bytes, bytesOf, count, date, drift, duration, NONE, percent } from "./format.js";
+import { ago, bytes, bytesOf, count, date, drift, duration, NONE, percent } from "./format.js";
 import { LocalPages } from "./pages.js";
 import { inScope, nameWithRank, onScope } from "./scope.js";
 import { facts, paintMeter, paintState, Table } from "./table.js";
@@ -22,22 +22,59 @@ export function stateOf(worker, atS) {
   return worker.state === "serving" && atS - worker.seen_at_s > UNHEARD_S ? "unreachable" : worker.state;
 }
 
+/** Whether the last numbers of a worker are those of now. */
+function isCurrent(worker) {
+  return stateOf(worker, nowS) !== "unreachable";
+}
+
+/** Returns the dashboard's time of the last live event, in seconds since 1970; 0 before the first. */
+export function timeOfNumbers() {
+  return nowS;
+}
+
+/** Returns what the last live event said of a worker; undefined if it is not watched, or before the first event. */
+export function workerAt(address) {
+  return last?.workers.find((worker) => worker.address === address);
+}
+
+/** Returns how old the numbers of a worker are that is unreachable: "last answer 4 min ago"; "" while it answers. */
+export function ageOf(worker) {
+  if (isCurrent(worker)) return "";
+  return worker.seen_at_s === 0 ? "never answered" : `last answer ${ago(worker.seen_at_s, nowS)}`;
+}
+
 function paintError(cell, text) {
   setText(cell, text || NONE);
   cell.classList.toggle("errors", Boolean(text));
 }
 
-/** Shows the state of a worker, and below it what is wrong with it. */
+/** Shows the state of a worker, below it what is wrong with it, and how old its numbers are if they are not those of now. */
 function paintWorkerState(cell, worker) {
-  if (cell.firstChild === null) cell.append(element("span"), element("span", { class: "sub errors" }));
+  if (cell.firstChild === null) cell.append(element("span"), element("span", { class: "sub errors" }), element("span", { class: "sub" }));
   paintState(cell.firstChild, stateOf(worker, nowS));
-  setText(cell.lastChild, worker.error || worker.last_error);
+  setText(cell.children[1], worker.error || worker.last_error);
+  setText(cell.lastChild, isCurrent(worker) || worker.seen_at_s === 0 ? "" : `its numbers are ${duration(nowS - worker.seen_at_s)} old`);
+}
+
+/** Shows a share of a worker as a bar, and below it when it was measured if that is not now. */
+function paintShare(cell, worker, share, text, options) {
+  if (share === null) {
+    cell.replaceChildren(NONE);
+    return;
+  }
+  paintMeter(cell, share, text, { ...options, ...(isCurrent(worker) ? {} : { warns: false }) });
+  if (cell.children.length === 1) cell.append(element("span", { class: "sub" }));
+  setText(cell.lastChild, isCurrent(worker) ? "" : ago(worker.seen_at_s, nowS));
+}
+
+function paintMemory(cell, worker) {
+  const text = `${percent(worker.memory_share)} of ${bytes(worker.memory.budget_bytes)}`;
+  paintShare(cell, worker, worker.seen_at_s === 0 ? null : worker.memory_share, text);
 }
 
 function paintGpu(cell, worker) {
   const share = worker.accelerator?.utilization ?? null;
-  if (share === null) cell.replaceChildren(NONE);
-  else paintMeter(cell, share, percent(share), { warns: false }); // a busy GPU is what a worker is for
+  paintShare(cell, worker, share, percent(share), { warns: false }); // a busy GPU is what a worker is for
 }
 
 function gpuMemory(worker) {
@@ -47,12 +84,17 @@ function gpuMemory(worker) {
 
 function paintGpuMemory(cell, worker) {
   const gpu = worker.accelerator;
-  if (gpu) paintMeter(cell, gpuMemory(worker), bytesOf(gpu.used_bytes, gpu.total_bytes));
-  else cell.replaceChildren(NONE);
+  paintShare(cell, worker, gpuMemory(worker), gpu ? bytesOf(gpu.used_bytes, gpu.total_bytes) : "");
 }
 
 function heartbeat(worker) {
-  return worker.seen_at_s === 0 ? "never" : `${duration(nowS - worker.seen_at_s)} ago`;
+  return worker.seen_at_s === 0 ? "never" : ago(worker.seen_at_s, nowS);
+}
+
+/** A column of numbers of a worker's last answer: of a worker that is unreachable they are old, and sorted last. */
+function measured(column) {
+  const cell = (worker) => (worker.seen_at_s === 0 ? NONE : column.cell(worker));
+  return { ...column, ...(column.cell ? { cell } : {}), isMeasured: true, className: `measured ${column.className ?? ""}`.trim() };
 }
 
 /** The columns of workers. `by(worker)` is the value that a column sorts by: a number, or null where there is none. */
@@ -60,21 +102,23 @@ const WORKERS = [
   { title: "Worker", sort: "address", by: (worker) => worker.address, isText: true, cell: (worker) => worker.address },
   { title: "State", sort: "state", by: (worker) => STATES.indexOf(stateOf(worker, nowS)), isText: true, className: "wrap", paint: paintWorkerState },
   { title: "Last seen", sort: "seen", by: (worker) => nowS - worker.seen_at_s, cell: heartbeat, hint: "When the worker last answered" },
-  { title: "Memory", sort: "memory", by: (worker) => worker.memory_share, isText: true, paint: (cell, worker) => paintMeter(cell, worker.memory_share, `${percent(worker.memory_share)} of ${bytes(worker.memory.budget_bytes)}`), hint: "Share of the worker's budget that is in use, the cache included" },
-  { title: "Sessions", sort: "sessions", by: (worker) => worker.sessions, cell: (worker) => count(worker.sessions), hint: "Trainers that are connected to the worker" },
-  { title: "Recomputed", sort: "recomputed", by: (worker) => worker.recomputed_segments, cell: (worker) => count(worker.recomputed_segments), hint: "Segments that the worker has recomputed since it started" },
-  { title: "Received", sort: "received", by: (worker) => worker.received_bytes, cell: (worker) => bytes(worker.received_bytes), hint: "Bytes since the worker started" },
-  { title: "Sent", sort: "sent", by: (worker) => worker.sent_bytes, cell: (worker) => bytes(worker.sent_bytes), hint: "Bytes since the worker started" },
-  { title: "Queued", sort: "queued", by: (worker) => worker.queued_requests, cell: (worker) => count(worker.queued_requests), hint: "Requests that wait or run" },
-  { title: "GPU", sort: "gpu", by: (worker) => worker.accelerator?.utilization ?? null, isText: true, className: "gpu", paint: paintGpu, hint: "How busy the worker's GPU is, by NVML" },
-  { title: "GPU memory", sort: "gpu_memory", by: gpuMemory, isText: true, className: "gpu", paint: paintGpuMemory, hint: "Memory in use on the worker's GPU, by all processes" },
-  { title: "Up", sort: "up", by: (worker) => worker.uptime_s, cell: (worker) => duration(worker.uptime_s), hint: "Time since the worker started" },
+  measured({ title: "Memory", sort: "memory", by: (worker) => worker.memory_share, isText: true, paint: paintMemory, hint: "Share of the worker's budget that is in use, the cache included" }),
+  measured({ title: "Sessions", sort: "sessions", by: (worker) => worker.sessions, cell: (worker) => count(worker.sessions), hint: "Trainers that are connected to the worker" }),
+  measured({ title: "Recomputed", sort: "recomputed", by: (worker) => worker.recomputed_segments, cell: (worker) => count(worker.recomputed_segments), hint: "Segments that the worker has recomputed since it started" }),
+  measured({ title: "Received", sort: "received", by: (worker) => worker.received_bytes, cell: (worker) => bytes(worker.received_bytes), hint: "Bytes since the worker started" }),
+  measured({ title: "Sent", sort: "sent", by: (worker) => worker.sent_bytes, cell: (worker) => bytes(worker.sent_bytes), hint: "Bytes since the worker started" }),
+  measured({ title: "Queued", sort: "queued", by: (worker) => worker.queued_requests, cell: (worker) => count(worker.queued_requests), hint: "Requests that wait or run" }),
+  measured({ title: "GPU", sort: "gpu", by: (worker) => worker.accelerator?.utilization ?? null, isText: true, className: "gpu", paint: paintGpu, hint: "How busy the worker's GPU is, by NVML" }),
+  measured({ title: "GPU memory", sort: "gpu_memory", by: gpuMemory, isText: true, className: "gpu", paint: paintGpuMemory, hint: "Memory in use on the worker's GPU, by all processes" }),
+  measured({ title: "Up", sort: "up", by: (worker) => worker.uptime_s, cell: (worker) => duration(worker.uptime_s), hint: "Time since the worker started" }),
 ];
 
 function workerDetails(worker) {
+  if (worker.seen_at_s === 0) return [element("p", { class: "notes" }, "This worker has never answered, so nothing is known of it.")];
   const { memory } = worker;
   return [
     facts({
+      ...(isCurrent(worker) ? {} : { "As of": date(worker.seen_at_s, true) }),
       Device: worker.device || NONE,
       Version: worker.version || NONE,
       ...(worker.accelerator ? { GPU: worker.accelerator.name } : {}),
@@ -114,24 +158,39 @@ function show() {
   nowS = last.overview.at_s;
   byId("workers").classList.toggle("has-gpu", last.workers.some((worker) => worker.accelerator));
   workers.showSort(state("workers"), state("workers-order") === "down");
-  workers.update(pagesOfWorkers.of(ordered(last.workers)));
+  const shown = ordered(last.workers.filter(isWanted));
+  workers.update(pagesOfWorkers.of(shown));
   const isChosen = inScope();
   const open = last.sessions.filter((session) => isChosen(session.run));
   sessions.update(pagesOfSessions.of(open));
   const [noWorkers, noSessions] = byId("fleet").querySelectorAll(":scope > .empty");
-  byId("workers").hidden = last.workers.length === 0;
+  byId("workers").hidden = shown.length === 0;
   byId("sessions").hidden = open.length === 0;
-  explain(noWorkers, last.workers.length ? "" : "No worker is being watched. Start the dashboard with --worker ADDRESS.");
+  explain(
+    noWorkers,
+    shown.length ? "" : last.workers.length ? "No worker matches. Choose another word." : "No worker is being watched. Start the dashboard with --worker ADDRESS.",
+  );
   explain(
     noSessions,
     open.length ? "" : last.sessions.length ? "The chosen run is not connected to any worker." : "No trainer is connected. Connect one with backhaul.connect(\"ADDRESS\").",
   );
 }
 
-/** Returns the workers in the chosen order, or in that of the command line. Workers without a value come last. */
+/** Whether a worker contains the text of the filter: in what its row shows, or in what tells machines apart. */
+function isWanted(worker) {
+  const wanted = state("workers-filter").toLowerCase();
+  const texts = [worker.address, stateOf(worker, nowS), worker.error, worker.last_error, worker.device, worker.version, worker.accelerator?.name ?? ""];
+  return wanted === "" || texts.some((text) => text.toLowerCase().includes(wanted));
+}
+
+/**
+ * Returns the workers in the chosen order, or in that of the command line. Workers without a value come last, and so do
+ * those whose value is not the one of now.
+ */
 function ordered(list) {
-  const by = WORKERS.find((column) => column.sort === state("workers"))?.by;
-  if (by === undefined) return list;
+  const column = WORKERS.find((one) => one.sort === state("workers"));
+  if (column === undefined) return list;
+  const by = (worker) => (column.isMeasured && !isCurrent(worker) ? null : column.by(worker));
   const sign = state("workers-order") === "down" ? -1 : 1;
   const compare = (a, b) => (typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a - b);
   const [known, unknown] = [true, false].map((isKnown) => list.filter((worker) => (by(worker) !== null) === isKnown));
@@ -140,8 +199,9 @@ function ordered(list) {
 
 /** Has the page show a worker: its memory and latency in the charts, and its row in the table, unfolded. */
 export function goToWorker(address) {
-  change({ memory: `worker ${address}`, worker: address });
-  const index = last === null ? -1 : ordered(last.workers).findIndex((worker) => worker.address === address);
+  const isHidden = last !== null && last.workers.some((worker) => worker.address === address && !isWanted(worker));
+  change({ memory: `worker ${address}`, worker: address, ...(isHidden ? { "workers-filter": "" } : {}) });
+  const index = last === null ? -1 : ordered(last.workers.filter(isWanted)).findIndex((worker) => worker.address === address);
   if (index < 0) return;
   pagesOfWorkers.turnTo(index);
   show();
@@ -157,6 +217,11 @@ export function startFleet() {
   sessions = new Table(byId("sessions"), SESSIONS, (session) => `${session.worker}\n${session.run}\n${session.trainer}`);
   pagesOfWorkers = new LocalPages(byId("workers-pager"), ROWS_OF_A_PAGE, show);
   pagesOfSessions = new LocalPages(byId("sessions-pager"), ROWS_OF_A_PAGE, show);
+  bind(byId("workers-filter"), "workers-filter");
   onScope(show);
   onChange(["workers", "workers-order"], show);
+  onChange(["workers-filter"], () => {
+    pagesOfWorkers.turnTo(0);
+    show();
+  });
 }

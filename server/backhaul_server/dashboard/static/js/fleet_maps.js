@@ -31,8 +31,11 @@ function settled(fleet) {
 
 function sentenceOf(fleet, field) {
   if (fleet.workers.length === 0) return "No worker is being watched. Start the dashboard with --worker ADDRESS.";
-  if (fleet.workers.some((worker) => worker[field].some((share) => share !== null))) return "";
-  return fixedRange() ? "No worker has answered in this time range. Choose another one at the top." : "No worker has answered yet. Check that its process runs and that this machine can reach its address.";
+  const isKnown = (one) => fleet.workers.some((worker) => worker[one].some((share) => share !== null));
+  if (isKnown(field)) return "";
+  if (Object.values(MAPS).some(isKnown)) return "The workers that answered in this time range did not report it.";
+  const hasAnswered = fixedRange() || fleet.workers.some((worker) => worker.seen_at_s > 0);
+  return hasAnswered ? "No worker has answered in this time range. Choose another one at the top." : "No worker has answered yet. Check that its process runs and that this machine can reach its address.";
 }
 
 export function startFleetMaps() {

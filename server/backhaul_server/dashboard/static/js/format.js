@@ -62,17 +62,23 @@ export function duration(seconds) {
   return `${Math.round(value / 86400)} d`;
 }
 
+/** Formats how long ago a time was, by a clock of the same machine: "4 min ago". */
+export function ago(atS, nowS) {
+  return `${duration(nowS - atS)} ago`;
+}
+
 export function count(value) {
   return value === null || value === undefined ? NONE : value.toLocaleString("en");
 }
 
-/** Formats 0.9983 as "99.8 %". A share below 1 is never rounded to 100 %. */
+/**
+ * Formats 0.02 as "2 %" and 0.9983 as "99.8 %". A share between none and all is never rounded to either. Sentences of the
+ * API have the same format, by in_percent of collect/percentages.py.
+ */
 export function percent(share) {
   if (share === null || share === undefined) return NONE;
-  const value = share * 100;
-  if (value > 99.9 && value < 100) return "99.9 %";
-  const text = value >= 99.95 || value === 0 ? value.toFixed(0) : value.toFixed(1);
-  return `${text} %`;
+  const rounded = Math.round(1000 * share) / 10;
+  return `${share > 0 && share < 1 ? Math.min(99.9, Math.max(0.1, rounded)) : rounded} %`;
 }
 
 export function loss(value) {

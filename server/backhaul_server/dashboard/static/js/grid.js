@@ -3,7 +3,7 @@
 import { colour, drawInTheme } from "./colour.js";
 import { CursorLine, selectByDragging, timeCursor } from "./cursor.js";
 import { element, explain, setAttribute, speak } from "./dom.js";
-import { clock, percent } from "./format.js";
+import { clock, date, percent } from "./format.js";
 import { MarkLayer } from "./marks.js";
 import { chooseRange } from "./range.js";
 import { drawTimes } from "./ticks.js";
@@ -55,10 +55,13 @@ export class GridMap {
     this.rowHeight = Math.max(ROWS.lowest, Math.min(ROWS.highest, Math.floor(ROWS.wanted / Math.max(1, fleet.workers.length))));
     this.height = EDGE.top + Math.max(sentence ? FEWEST_ROWS : 1, fleet.workers.length) * this.rowHeight + EDGE.bottom;
     this.canvas.style.height = `${this.height}px`;
-    const now = fleet.workers.map((worker) => worker[this.field].at(-1)).filter((share) => share !== null && share !== undefined);
+    const answering = fleet.workers.filter((worker) => worker.state !== "unreachable");
+    const now = answering.map((worker) => worker[this.field].at(-1)).filter((share) => share !== null && share !== undefined);
     const mean = now.length ? now.reduce((sum, share) => sum + share, 0) / now.length : null;
     const most = now.length ? Math.max(...now) : null;
-    setAttribute(this.canvas, "aria-label", sentence || `${this.title} of ${fleet.workers.length} workers: now ${percent(mean)} in the mean, ${percent(most)} at most. Arrow keys read cells, Enter shows the worker.`);
+    const missing = fleet.workers.length - answering.length;
+    const without = missing > 0 ? `, without the ${missing} that ${missing === 1 ? "is" : "are"} unreachable` : "";
+    setAttribute(this.canvas, "aria-label", sentence || `${this.title} of ${fleet.workers.length} workers: now ${percent(mean)} in the mean, ${percent(most)} at most${without}. Arrow keys read cells, Enter shows the worker.`);
     this.draw();
   }
 
@@ -121,10 +124,27 @@ export class GridMap {
         context.fillRect(left + column * cell, y, Math.max(1, Math.ceil(cell) - gap), this.rowHeight - 1);
       });
     });
+    this.#drawAges(context, cell);
     if (this.cursor === null) return;
     context.strokeStyle = colour("ink");
     context.lineWidth = 1.5;
     context.strokeRect(left + this.cursor[0] * cell, top + this.cursor[1] * this.rowHeight - 0.5, Math.max(3, cell), this.rowHeight);
+  }
+
+  /** Writes when an unreachable worker last answered where its row has no cells up to now, if there is room. */
+  #drawAges(context, cell) {
+    const { left, top, width } = this.#area();
+    const until = this.#times()?.until ?? Infinity;
+    context.font = `${Math.min(11.5, this.rowHeight - 1)}px Inter, system-ui, sans-serif`;
+    context.fillStyle = colour("faint");
+    context.textAlign = "right";
+    context.textBaseline = "middle";
+    this.fleet.workers.forEach((worker, row) => {
+      const text = worker.seen_at_s <= until ? lastAnswer(worker) : "";
+      const blank = worker[this.field].length - 1 - worker[this.field].findLastIndex((share) => share !== null);
+      const room = blank * cell - 12;
+      if (text && context.measureText(text).width <= room) context.fillText(text, left + width - 6, top + (row + 0.5) * this.rowHeight);
+    });
   }
 
   #drawLabels(context) {
@@ -164,7 +184,8 @@ export class GridMap {
     const [column, row] = this.cursor;
     const worker = this.fleet.workers[row];
     const share = worker[this.field][column];
-    return `${worker.address} (${worker.state})\n${clock(this.fleet.at_s[column])}: ${share === null ? "no answer" : percent(share)}`;
+    const state = [worker.state, lastAnswer(worker)].filter(Boolean).join(", ");
+    return `${worker.address} (${state})\n${clock(this.fleet.at_s[column])}: ${share === null ? "no answer" : percent(share)}`;
   }
 
   #listen() {
@@ -213,6 +234,12 @@ export class GridMap {
     speak(this.#text());
     this.draw();
   }
+}
+
+/** Returns when a worker that is unreachable last answered; "" for any other worker. */
+function lastAnswer(worker) {
+  if (worker.state !== "unreachable") return "";
+  return worker.seen_at_s === 0 ? "never answered" : `last answer ${date(worker.seen_at_s, true)}`;
 }
 
 /** Returns the text, or its end if it is wider than this many pixels. */

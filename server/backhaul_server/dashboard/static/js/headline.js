@@ -2,7 +2,7 @@
 
 import { byId, element, icon, setAttribute, setText } from "./dom.js";
 import { stateOf } from "./fleet.js";
-import { bytes, count, duration, NONE, percent, runName, threeDigits } from "./format.js";
+import { ago, bytes, count, duration, NONE, percent, runName, threeDigits } from "./format.js";
 import { nameWithRank, runOf } from "./scope.js";
 
 const SHOWN_ALERTS = matchMedia("(max-width: 640px)").matches ? 1 : 3;
@@ -23,7 +23,7 @@ function tile(name, figure, note, level = null) {
 
 /** Returns the note of a value that is not known now: the age of the last one, or `never` if there was none. */
 function lastKnown(overview, atS, never) {
-  return atS === null ? never : `last known ${duration(overview.at_s - atS)} ago`;
+  return atS === null ? never : `last known ${ago(atS, overview.at_s)}`;
 }
 
 function partsOf(overview) {
@@ -38,8 +38,17 @@ function missingOf(workers, nowS) {
   return [counts.join(", "), states.includes("unreachable") ? "bad" : "warn"];
 }
 
+/** Returns what the numbers in the tiles cover: a worker that is unreachable is left out of what is true now. */
+function scopeOf(workers, nowS) {
+  const answering = workers.filter((worker) => stateOf(worker, nowS) !== "unreachable").length;
+  if (answering === workers.length) return "Now, over all workers and runs";
+  if (answering === 0) return "No worker answers now";
+  return `Now, over all runs and ${answering === 1 ? "the only worker that answers" : `the ${count(answering)} workers that answer`}`;
+}
+
 /** Shows the numbers of a live event in the tiles. */
 export function showOverview({ overview, workers, sessions: open }) {
+  setText(byId("tiles-head"), scopeOf(workers, overview.at_s));
   const missing = overview.workers - overview.healthy_workers;
   const [states, level] = missingOf(workers, overview.at_s);
   tile(

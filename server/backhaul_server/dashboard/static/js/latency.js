@@ -10,7 +10,7 @@ import { heatMap } from "./heat.js";
 import { overTimedSteps } from "./link.js";
 import { ask, Poll } from "./poll.js";
 import { onRange, rangeBounds, rangeQuery } from "./range.js";
-import { nameWithRank, onScope, shownRun } from "./scope.js";
+import { isUnknown, nameWithRank, onScope, shownRun } from "./scope.js";
 import { moveWithArrows } from "./table.js";
 
 const KEPT_S = 900; // the dashboard forgets older durations
@@ -103,6 +103,7 @@ function showRpcs(rpcs) {
 
 function showPhases(all) {
   const shown = all.find((one) => one.run === shownRun()) ?? (state("run") ? undefined : all[0]);
+  const isKept = shown !== undefined || state("run") === "";
   const names = Object.keys(PHASES);
   const lists = names.map((phase) => shown?.[`${phase}_ms`] ?? []);
   const isEmpty = !shown || shown.step.length === 0;
@@ -112,12 +113,17 @@ function showPhases(all) {
   phases.update(
     [shown?.step ?? [], ...lists, shown?.wait_ms ?? []],
     isEmpty ? "" : `Run ${nameWithRank(shown.run)}, step ${shown.step.at(-1)}: ${names.map((phase) => `${phase} ${threeDigits(shown[`${phase}_ms`].at(-1))} ms`).join(", ")}, exposed wait ${threeDigits(shown.wait_ms.at(-1))} ms.`,
-    isEmpty ? "No step with remote segments was reported in this time range. Each step appears here when it ends." : "",
+    !isEmpty
+      ? ""
+      : isKept
+        ? "No step with remote segments was reported in this time range. Each step appears here when it ends."
+        : "Phases are kept only of runs that reported since the dashboard was started, and this run is not among them.",
   );
 }
 
 async function refresh(signal) {
-  const asked = { ...rangeQuery(KEPT_S), worker: state("worker"), method: state("rpc") };
+  const run = shownRun();
+  const asked = { ...rangeQuery(KEPT_S), run: isUnknown(run) ? "" : run, worker: state("worker"), method: state("rpc") };
   const latency = await ask("/api/v1/latency", asked, signal);
   const [since] = rangeBounds();
   byId("latency-kept").hidden = since > Date.now() / 1000 - KEPT_S - 1;

@@ -5,7 +5,8 @@ import { Chart } from "./chart.js";
 import { colour } from "./colour.js";
 import { addCopyButton } from "./copy.js";
 import { byId, element, setOptions, setText } from "./dom.js";
-import { bytes, count } from "./format.js";
+import { ageOf, timeOfNumbers, workerAt } from "./fleet.js";
+import { bytes, count, date } from "./format.js";
 import { overTime } from "./link.js";
 import { ask, Poll } from "./poll.js";
 import { fixedRange, onRange, rangeQuery, rangeText } from "./range.js";
@@ -27,6 +28,7 @@ const POINTS_OF_MANY = 90; // one answer has all workers, so each of many worker
 const MANY = 8;
 const OFTEN_MS = 1000;
 const SELDOM_MS = 3000;
+const SILENT_S = 60; // a run without samples for this long has no session; longer than an interval of the widest range
 const MOST_HEADROOM = 2.5; // a budget further above the data than this would press it flat
 const MARKS = { eviction: ["▼", "purple"], refusal: ["✕", "vermilion"] };
 
@@ -122,6 +124,24 @@ function options(history) {
   ].filter((group) => group.options.length > 0);
 }
 
+/** Returns how old the last numbers of a worker are, "last answer 4 min ago"; "" while it answers, or for a fixed range. */
+function ageOfWorker(address) {
+  const worker = workerAt(address);
+  return worker && !fixedRange() ? ageOf(worker) : "";
+}
+
+/** Returns until when bytes were held for a run that has no session with a worker that answers; "" if it has one. */
+function ageOfRun(history) {
+  const lastS = history.at_s.at(-1);
+  return lastS !== undefined && !fixedRange() && timeOfNumbers() - lastS > SILENT_S ? `until ${date(lastS, true)}` : "";
+}
+
+function whySilent(address) {
+  const worker = workerAt(address);
+  if (!worker?.seen_at_s) return "This worker has not answered yet. The table of workers shows its state.";
+  return `This worker last answered on ${date(worker.seen_at_s, true)}. Choose a longer time range to see what it held.`;
+}
+
 function showHeld(history, kind) {
   const series = kind === "run" ? HELD : TIERS;
   if (view !== kind) {
@@ -133,11 +153,12 @@ function showHeld(history, kind) {
   const total = lists.reduce((sum, list) => sum + (list.at(-1) ?? 0), 0);
   const parts = series.map((tier, i) => `${tier.label} ${bytes(lists[i].at(-1) ?? 0)}`).join(", ");
   const who = kind === "run" ? `Held for run ${nameWithRank(history.run)} on all of its workers` : `Held by worker ${history.worker}`;
-  setText(byId("memory-held").querySelector("figcaption"), who);
+  const age = kind === "run" ? ageOfRun(history) : ageOfWorker(history.worker);
+  setText(byId("memory-held").querySelector("figcaption"), [who, age].filter(Boolean).join(", "));
   held.update(
     [history.at_s, ...lists],
-    `${who}, ${rangeText()}: now ${bytes(total)} of ${bytes(history.budget_bytes)}; ${parts}.`,
-    history.at_s.length > 0 ? "" : fixedRange() ? "Nothing was recorded in this time range. Choose another one at the top." : "This worker has not answered yet. The table of workers shows its state.",
+    `${who}, ${rangeText()}: ${fixedRange() ? "at its end" : age || "now"} ${bytes(total)} of ${bytes(history.budget_bytes)}; ${parts}.`,
+    history.at_s.length > 0 ? "" : fixedRange() ? "Nothing was recorded in this time range. Choose another one at the top." : whySilent(history.worker),
   );
   showMarks(history);
 }

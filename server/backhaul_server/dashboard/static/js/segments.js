@@ -102,23 +102,24 @@ async function refresh(signal) {
   table.update(page.rows);
   byId("segments-table").setAttribute("aria-busy", "false");
   byId("segments-table").hidden = total === 0;
-  explain(
-    byId("segments").querySelector(":scope > .empty"),
-    total > 0
-      ? ""
-      : state("filter") || state("reason")
-        ? "No segment matches these filters. Choose another word, reason or run."
-        : chosenRun()
-          ? "No segment of this run is known. The dashboard keeps the segments of the few runs that it heard of first, while they report."
-        : "No segments have been reported yet. Checkpoint a block with session.checkpoint(block, x) and run a step.",
-  );
+  explain(byId("segments-note"), total > 0 ? page.note : "");
+  explain(byId("segments").querySelector(":scope > .empty"), total > 0 ? "" : whyEmpty(page.note));
   showPages();
+}
+
+/** Returns why there are no rows, given the sentence on runs whose segments are not kept. */
+function whyEmpty(note) {
+  if (state("filter") || state("reason")) return ["No segment matches these filters. Choose another word, reason or run.", note].filter(Boolean).join(" ");
+  if (note) return note;
+  const none = chosenRun() ? "No segment of this run has been reported yet." : "No segments have been reported yet.";
+  return `${none} Checkpoint a block with session.checkpoint(block, x) and run a step.`;
 }
 
 function showRefusal(sentence) {
   total = 0;
   table.update([]);
   byId("segments-table").hidden = true;
+  explain(byId("segments-note"), "");
   explain(byId("segments").querySelector(":scope > .empty"), `The segments of this run cannot be shown: ${sentence}.`);
   showPages();
 }

@@ -85,6 +85,7 @@ function showKeys(timeline) {
   const bound = errors.length > 0 ? `, which is known to ± ${milliseconds(Math.max(...errors))} or better` : "";
   const texts = [
     ...(entries.length === 0 ? [] : [`Bars of workers are moved by the offset of the worker’s clock${bound}.`]),
+    ...(timeline.note ? [timeline.note] : []),
     ...(timeline.left_out ? [`The ${count(timeline.left_out)} shortest bars are not shown: select fewer steps.`] : []),
   ];
   const signature = JSON.stringify([entries.map((entry) => entry.textContent), texts]);
@@ -117,12 +118,14 @@ function show(timeline) {
   const caption = timeline.runs.length > 1 ? `Steps of ${count(timeline.runs.length)} ranks of ${nameOf(timeline.run)}` : timeline.run ? `Steps of run ${nameWithRank(timeline.run)}` : "Steps of trainer and workers";
   setText(byId("timeline-chart").querySelector("figcaption"), caption);
   showSteps(timeline);
+  byId("timeline-export").hidden = timeline.spans.length === 0;
   byId("timeline-export").href = pathTo("/api/v1/timeline/trace", { run: timeline.run, steps: state("steps") });
 }
 
 function showRefusal(sentence) {
   explain(note, `This run has no timeline: ${sentence}.`);
   canvas.hidden = true;
+  byId("timeline-export").hidden = true;
   keys.replaceChildren();
   delete keys.dataset.shown;
   byId("steps").closest(".side").hidden = true;

@@ -2,23 +2,39 @@
 
 import { bind, change, onChange, state } from "./address.js";
 import { addCopyButton } from "./copy.js";
-import { byId, explain, setText } from "./dom.js";
+import { byId, element, explain, setText } from "./dom.js";
 import { goToWorker } from "./fleet.js";
-import { count, milliseconds, offset, rate } from "./format.js";
+import { ago, count, milliseconds, offset, rate } from "./format.js";
 import { LocalPages } from "./pages.js";
 import { ask, Poll } from "./poll.js";
 import { inScope, nameWithRank, onScope, runOf } from "./scope.js";
 import { paintState, Table } from "./table.js";
-import { Diagram, flow } from "./topology_diagram.js";
+import { Diagram, flow, stateOf } from "./topology_diagram.js";
 
 const SEVERITY = ["broken", "idle", "active"];
 const LINKS_OF_A_PAGE = 12;
+const RECENT_S = 10; // age of a link's last report up to which its numbers are those of now
 let poll = null;
 let diagram = null;
 let table = null;
 let pages = null;
-let topology = { nodes: [], links: [] };
+let topology = { at_s: 0, nodes: [], links: [] };
 let labels = new Map();
+
+/** Returns how old the numbers of a link are, "4 min ago"; "" if they are those of now, or unknown. */
+function ageOf(link) {
+  const isOld = link.measured_at_s !== null && topology.at_s - link.measured_at_s > RECENT_S;
+  return isOld ? ago(link.measured_at_s, topology.at_s) : "";
+}
+
+/** Returns a function that shows a measurement, and below it when it was made if that is not now. */
+const measured = (textOf) => (cell, link) => {
+  if (cell.firstChild === null) cell.append(element("span"), element("span", { class: "sub" }));
+  const isKnown = link.round_trip_ms !== null;
+  setText(cell.firstChild, textOf(link));
+  setText(cell.lastChild, isKnown ? ageOf(link) : "");
+  cell.classList.toggle("old", isKnown && ageOf(link) !== "");
+};
 
 const COLUMNS = [
   { title: "Trainer", isText: true, cell: (link) => labels.get(link.trainer) ?? link.trainer },
@@ -26,8 +42,8 @@ const COLUMNS = [
   { title: "Link", isText: true, paint: (cell, link) => paintState(cell, link.state) },
   { title: "To worker", cell: (link) => rate(link.up_bytes_per_s), hint: "Bytes per second that the trainer sends" },
   { title: "To trainer", cell: (link) => rate(link.down_bytes_per_s), hint: "Bytes per second that the trainer receives" },
-  { title: "Round trip", cell: (link) => milliseconds(link.round_trip_ms), hint: "Time of a small request and its answer" },
-  { title: "Clock offset", cell: (link) => offset(link.clock_offset_ms, link.clock_error_ms), hint: "Worker's clock minus trainer's clock, and the largest possible error of this estimate" },
+  { title: "Round trip", paint: measured((link) => milliseconds(link.round_trip_ms)), hint: "Time of a small request and its answer" },
+  { title: "Clock offset", paint: measured((link) => offset(link.clock_offset_ms, link.clock_error_ms)), hint: "Worker's clock minus trainer's clock, and the largest possible error of this estimate" },
 ];
 
 /** Returns what is shown of an answer: all workers and the chosen trainers, with the filter on links applied. */
@@ -36,7 +52,7 @@ function visible(answer) {
   const nodes = answer.nodes.filter((node) => node.kind === "worker" || isChosen(node.run)).map((node) => ({ ...node, label: labelOf(node) }));
   const ids = new Set(nodes.map((node) => node.id));
   const links = answer.links.filter((link) => ids.has(link.trainer) && ids.has(link.worker) && (state("links") === "" || link.state !== "active"));
-  return { nodes, links };
+  return { at_s: answer.at_s, nodes, links };
 }
 
 function show() {
@@ -50,7 +66,7 @@ function show() {
   byId("links").hidden = links.length === 0;
   const chosen = shown.nodes.find((node) => node.id === state("node"));
   byId("topology-selected").hidden = chosen === undefined;
-  if (chosen) setText(byId("topology-selected").querySelector("span"), `${chosen.label}, ${chosen.state}: ${count(links.length)} ${links.length === 1 ? "link" : "links"}`);
+  if (chosen) setText(byId("topology-selected").querySelector("span"), `${chosen.label}, ${stateOf(chosen, shown.at_s)}: ${count(links.length)} ${links.length === 1 ? "link" : "links"}`);
   byId("topology-go").hidden = chosen?.kind !== "worker";
   const section = byId("topology");
   explain(section.querySelector(":scope > .empty"), sentence(shown));
@@ -82,7 +98,7 @@ export function startTopology() {
   const figure = byId("topology-chart");
   diagram = new Diagram(figure, {
     onSelect: (id) => change({ node: state("node") === id ? "" : id }),
-    textOf: (node, links) => [`${node.label}: ${node.state}`, ...links.slice(0, 8).map((link) => linkText(node, link)), ...(links.length > 8 ? [`and ${count(links.length - 8)} more`] : [])].join("\n"),
+    textOf: (node, links) => [`${node.label}: ${stateOf(node, topology.at_s)}`, ...links.slice(0, 8).map((link) => linkText(node, link)), ...(links.length > 8 ? [`and ${count(links.length - 8)} more`] : [])].join("\n"),
   });
   figure.dataset.scope = "now";
   table = new Table(byId("links"), COLUMNS, (link) => `${link.trainer}\n${link.worker}`);
@@ -104,5 +120,5 @@ export function startTopology() {
 
 function linkText(node, link) {
   const other = labels.get(node.kind === "worker" ? link.trainer : link.worker);
-  return `${other}: ${link.state}, ${rate(link.up_bytes_per_s)} to the worker, ${rate(link.down_bytes_per_s)} to the trainer, round trip ${milliseconds(link.round_trip_ms)}`;
+  return `${other}: ${link.state}, ${rate(link.up_bytes_per_s)} to the worker, ${rate(link.down_bytes_per_s)} to the trainer, round trip ${[milliseconds(link.round_trip_ms), ageOf(link)].filter(Boolean).join(", ")}`;
 }

@@ -2,6 +2,7 @@
 // stroke, its colour and, where it is broken, a cross.
 
 import { element, setAttribute, setText } from "./dom.js";
+import { ago, duration } from "./format.js";
 import { svgElement } from "./svg.js";
 import { hideTip, showTip } from "./tip.js";
 import { curve, place, signatureOf } from "./topology_layout.js";
@@ -34,7 +35,7 @@ export class Diagram {
     this.svg = svgElement("svg", { class: "diagram", role: "group", "aria-label": "Topology" });
     this.plot = element("div", { class: "plot diagram-plot scroll", tabindex: "-1" }, this.svg);
     figure.append(this.plot);
-    this.topology = { nodes: [], links: [] };
+    this.topology = { at_s: 0, nodes: [], links: [] };
     this.row = null; // index in ROWS; null fits
     this.selected = "";
     new ResizeObserver(() => this.#draw()).observe(this.plot);
@@ -150,14 +151,22 @@ export class Diagram {
       const level = LEVELS[node.state];
       setAttribute(group, "data-level", level);
       setAttribute(shape, "d", SHAPES[level]);
-      const word = level === "good" || room < ROOM_FOR_WORDS ? "" : ` ${node.state}`;
+      const word = level === "good" || room < ROOM_FOR_WORDS ? "" : ` ${this.#wordOf(node, room)}`;
       setText(text, shortened(node.label, room - ruler.measureText(word).width) + word);
-      setAttribute(group, "aria-label", `${node.kind} ${node.label}, ${node.state}, ${this.#linksOf(node.id).length} links`);
+      const links = this.#linksOf(node.id).length;
+      setAttribute(group, "aria-label", `${node.kind} ${node.label}, ${stateOf(node, this.topology.at_s)}, ${links} ${links === 1 ? "link" : "links"}`);
       setAttribute(group, "aria-pressed", node.id === this.selected);
       const isStop = this.nodes.has(this.selected) ? node.id === this.selected : i === 0;
       setAttribute(group, "tabindex", isStop ? "0" : "-1");
     });
     this.#emphasize(this.selected);
+  }
+
+  /** Returns the state of a node as a word, with its age where both fit beside the whole label. */
+  #wordOf(node, room) {
+    if (node.state !== "unreachable" || node.seen_at_s === 0) return node.state;
+    const aged = `${node.state} for ${duration(this.topology.at_s - node.seen_at_s)}`;
+    return ruler.measureText(`${node.label} ${aged}`).width <= room ? aged : node.state;
   }
 
   /** Shows the links of a node, and dims all others; "" dims none. */
@@ -204,6 +213,12 @@ export class Diagram {
 /** Returns the bytes per second of a link in both directions; 0 where they are unknown. */
 export function flow(link) {
   return (link.up_bytes_per_s ?? 0) + (link.down_bytes_per_s ?? 0);
+}
+
+/** Returns the state of a node, with its last answer if it is an unreachable worker: nothing newer is known of it. */
+export function stateOf(node, nowS) {
+  if (node.state !== "unreachable") return node.state;
+  return `unreachable, ${node.seen_at_s === 0 ? "never answered" : `last answer ${ago(node.seen_at_s, nowS)}`}`;
 }
 
 function fontSize(row) {

@@ -27,7 +27,7 @@ export function place(topology, { width, row }) {
     const gap = (rows * row) / Math.max(1, column.length);
     column.forEach((id, i) => at.set(id, TOP + (i + 0.5) * gap));
   }
-  const label = Math.min(230, width * 0.31);
+  const label = Math.min(270, width * 0.31);
   return { height: TOP + rows * row + BOTTOM, left: label, right: width - label, label, row, at };
 }
 

@@ -27,6 +27,11 @@ class TopologyNode(Schema):
         "does not watch it). Of a trainer: running, silent (not heard for 30 seconds) or ended",
         examples=["serving"],
     )
+    seen_at_s: float = Field(
+        description="When a worker last answered the dashboard, or a trainer was last heard; 0 if the dashboard never "
+        "heard of it itself",
+        examples=[1763769599.6],
+    )
     run: str = Field(description="Id of the run of a trainer; empty for a worker", examples=[""])
     rank: int = Field(description="Rank of a trainer; 0 if it trains alone, and for a worker", examples=[0])
     world_size: int = Field(
@@ -46,12 +51,11 @@ class TopologyLink(Schema):
     worker: str = Field(description="Id of the worker's node", examples=["worker:127.0.0.1:50051"])
     up_bytes_per_s: float | None = Field(
         description="Bytes per second from trainer to worker over the last 10 seconds; null if the trainer does not "
-        "report its links",
+        "report its links, or if the worker is unreachable and no report arrived in that time",
         examples=[11_500_000.0],
     )
     down_bytes_per_s: float | None = Field(
-        description="Bytes per second from worker to trainer over the last 10 seconds; null if the trainer does not "
-        "report its links",
+        description="Bytes per second from worker to trainer over the last 10 seconds; null as for `up_bytes_per_s`",
         examples=[9_800_000.0],
     )
     up_bytes: int | None = Field(
@@ -72,9 +76,14 @@ class TopologyLink(Schema):
     clock_error_ms: float | None = Field(
         description="Largest possible error of the offset; null if unknown", examples=[0.2]
     )
+    measured_at_s: float | None = Field(
+        description="When the trainer's last report on the link arrived, from which the other values are; null if "
+        "there was none",
+        examples=[1763769599.0],
+    )
     state: LinkState = Field(
-        description="active: bytes moved in the last 10 seconds. broken: the trainer has lost the worker, or the worker"
-        "is unreachable",
+        description="active: bytes moved in the last 10 seconds. broken: the trainer has lost the worker, or the "
+        "worker is unreachable",
         examples=["active"],
     )
 
@@ -95,6 +104,7 @@ class FleetMember(Schema):
         description="Address of the worker, as the dashboard was given it", examples=["127.0.0.1:50051"]
     )
     state: State = Field(description="What the worker does now", examples=["serving"])
+    seen_at_s: float = Field(description="When the worker last answered; 0 if it never has", examples=[1763769599.6])
     memory_share: list[float | None] = Field(
         description="Largest share of its budget in use, from 0 to 1, by interval; null without a sample",
         examples=[[0.31, 0.33]],
@@ -103,10 +113,15 @@ class FleetMember(Schema):
         description="Mean share of the time in which it computed, from 0 to 1, by interval; null without a sample",
         examples=[[0.61, 0.58]],
     )
-    sessions: int = Field(description="Number of open sessions now", examples=[1])
-    queued_requests: int = Field(description="Requests that wait or run now", examples=[1])
+    sessions: int | None = Field(
+        description="Number of open sessions now; null while the worker is unreachable", examples=[1]
+    )
+    queued_requests: int | None = Field(
+        description="Requests that wait or run now; null while the worker is unreachable", examples=[1]
+    )
     accelerator: AcceleratorStatus | None = Field(
-        description="Its GPU now; null if it has none, or if the extra nvml is not installed on it"
+        description="Its GPU now; null if it has none, if the extra nvml is not installed on it, or while the worker "
+        "is unreachable"
     )
 
 

@@ -121,7 +121,7 @@ class SessionStatus(Schema):
 
 
 class WorkerStatus(Schema):
-    """A worker, as of its last answer."""
+    """A worker, as of its last answer. The numbers of an unreachable worker are as old as `seen_at_s`."""
 
     id: str = Field(
         description="A name that stays the same, also as a node of /api/v1/topology",
@@ -145,9 +145,11 @@ class WorkerStatus(Schema):
         examples=[{"torch": "2.13.0+cpu", "cpu": "AVX512"}],
     )
     uptime_s: float = Field(description="Seconds since the worker started", examples=[3605.2])
-    memory: Memory = Field(description="Bytes that the worker holds, by tier")
-    memory_share: float = Field(description="All tiers together, as a share of the budget", examples=[0.066])
-    sessions: int = Field(description="Number of open sessions of trainers", examples=[1])
+    memory: Memory = Field(description="Bytes that the worker held at `seen_at_s`, by tier")
+    memory_share: float = Field(
+        description="All tiers together at `seen_at_s`, as a share of the budget", examples=[0.066]
+    )
+    sessions: int = Field(description="Number of open sessions of trainers at `seen_at_s`", examples=[1])
     recomputed_segments: int = Field(
         description="Replays that have run since the worker started, including speculative ones", examples=[5_412]
     )
@@ -155,12 +157,13 @@ class WorkerStatus(Schema):
         description="Bytes of received messages since the worker started", examples=[17_301_504_000]
     )
     sent_bytes: int = Field(description="Bytes of sent messages since the worker started", examples=[17_249_075_200])
-    queued_requests: int = Field(description="Requests that wait or run now", examples=[1])
+    queued_requests: int = Field(description="Requests that waited or ran at `seen_at_s`", examples=[1])
     last_error: str = Field(
         description="Message of the last request that failed by a fault of the worker", examples=[""]
     )
     load: float | None = Field(
-        description="Share of the last second in which the worker computed, from 0 to 1; null if it does not tell",
+        description="Share of the last second in which the worker computed, from 0 to 1; null if it does not tell, or "
+        "while it is unreachable",
         examples=[0.61],
     )
     busy_s: float = Field(description="Seconds that the worker has computed since it started", examples=[2199.1])
@@ -188,8 +191,8 @@ class Alert(Schema):
     summary: str = Field(
         description="What happened, with the values, and what to do",
         examples=[
-            "Worker 127.0.0.1:50051 used 87% of its memory in the last minute, not counting its cache. Segments that "
-            "do not fit run on the trainers. Raise --memory, or add a worker"
+            "Worker 127.0.0.1:50051 used 87.2 % of its memory in the last minute, not counting its cache. Segments "
+            "that do not fit run on the trainers. Raise --memory, or add a worker"
         ],
     )
     since_s: float = Field(description="When the condition of the alert began to hold", examples=[1763769540.0])

@@ -62,3 +62,7 @@ class SegmentList(Schema):
         description="Reasons of all segments of the runs, including those that do not match; most frequent first, at "
         "most 50"
     )
+    note: str = Field(
+        description="A sentence on runs whose segments are not kept, and what to do; empty if those of all runs are",
+        examples=[""],
+    )

@@ -161,6 +161,11 @@ class Timeline(Schema):
     why_empty: str = Field(
         description="A sentence that says why there are no bars, and what to do; empty if there are some", examples=[""]
     )
+    note: str = Field(
+        description="A sentence on runs that have no bars because their calls are not kept; empty if there is none, or "
+        "if `why_empty` says it",
+        examples=[""],
+    )
     spans: list[Span] = Field(description="The bars, by lane")
     calls: list[Call] = Field(description="The calls that the bars belong to")
     left_out: int = Field(
