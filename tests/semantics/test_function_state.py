@@ -9,6 +9,7 @@ from torch import Tensor
 
 from backhaul import Decision
 from backhaul._backward.value_check import CheckpointError
+from backhaul_runtime.program import adapters
 from backhaul_runtime.program.names import names
 from support import function_settings, function_state
 from support.bits import plainly, same_bits
@@ -28,7 +29,7 @@ def remote() -> Iterator[Loopback]:
 
 @pytest.mark.parametrize("kind", function_state.MAKERS)
 def test_objects_that_a_context_keeps_are_compared(kind: str, remote: Loopback) -> None:
-    """Each run draws another number, which only backward uses."""
+    """Each run gets another number, which only backward uses."""
     x = torch.randn(4, WIDTH, requires_grad=True)
     y = remote.checkpoint(lambda h: function_state.Keeping.apply(h.sin(), kind), x, returns="gradients")
     with pytest.raises(CheckpointError, match="Keeping"):
@@ -128,3 +129,33 @@ def test_functions_that_share_a_name_stay_on_the_trainer(remote: Loopback) -> No
     same_bits(trained(body, checkpointing(remote, returns="gradients")), trained(body, plainly))
     (segment,) = remote.report().segments
     assert ["not defined at the top of a module" in reason for reason in segment.kept] == [True]
+
+
+def test_a_list_in_a_named_tuple_may_change_before_backward(remote: Loopback) -> None:
+    def case(checkpoint: Any) -> list[Tensor | None]:
+        listed = function_state.Listed([2.0])
+        x = torch.arange(4.0).requires_grad_()
+        y = checkpoint(lambda h: function_state.TakingListed.apply(h.sin(), listed).cos(), x)
+        listed.numbers[0] = 5.0
+        y.sum().backward()
+        return [y, x.grad]
+
+    same_bits(case(checkpointing(remote)), case(plainly))
+    (segment,) = remote.report().segments
+    assert set(segment.decisions) == {Decision.ACTIVATIONS}
+
+
+def test_an_adapter_may_be_registered_while_another_thread_looks_one_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    look_up = adapters._look_up
+
+    def meanwhile(cls: type) -> Any:
+        adapter = look_up(cls)
+        adapters.register_adapter("some:Class", flatten=lambda _: (), build=lambda cls, _: cls())
+        return adapter
+
+    class Unknown:
+        pass
+
+    monkeypatch.setattr(adapters, "_registered", {**adapters._registered})
+    monkeypatch.setattr(adapters, "_look_up", meanwhile)
+    assert adapters.adapter_of(Unknown) is None

@@ -2,6 +2,7 @@
 
 import enum
 import functools
+import itertools
 import random
 from collections import OrderedDict
 from collections.abc import Callable
@@ -28,7 +29,7 @@ class Keeping(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kind: str) -> Tensor:
-        ctx.kept = MAKERS[kind](random.random())
+        ctx.kept = MAKERS[kind](next(NUMBERS))
         return x * 2
 
     @staticmethod
@@ -52,6 +53,9 @@ class InSlots:
 class Number(float):
     """A float of a class of its own."""
 
+
+NUMBERS = (1 / number for number in itertools.count(2))
+"""A number for each run, none of them twice."""
 
 MAKERS: dict[str, Callable[[float], Any]] = {
     "array": lambda number: np.array([number]),
@@ -277,3 +281,22 @@ class Powers(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return gradients[0] * ctx.saved_tensors[0].cos() * ctx.options["factor"], None
+
+
+class Listed(NamedTuple):
+    """A named tuple whose field a caller may change."""
+
+    numbers: list[float]
+
+
+class TakingListed(torch.autograd.Function):
+    """Reads the list in a named tuple in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, listed: Listed) -> Tensor:
+        ctx.listed = listed
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.listed.numbers[0], None

@@ -1,6 +1,5 @@
 """Records arguments of custom autograd functions, which may be objects, and tensor subclasses among those of ops."""
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 
 from backhaul_runtime.errors import Refusal
-from backhaul_runtime.program.adapters import TensorMemory, adapter_of, may_change
+from backhaul_runtime.program.adapters import TensorMemory, adapter_of, is_fixed, may_change
 from backhaul_runtime.program.code_identity import is_foreign, name_of_class, plain_name
 from backhaul_runtime.program.names import JoinedNames, names
 from backhaul_runtime.program.program import Composite, Ref
@@ -89,7 +88,7 @@ class FunctionArguments:
             self.is_in_object = outer
             if may_change(cls):
                 self.changeable = plain_name(cls)
-            elif not dataclasses.is_dataclass(cls):  # a frozen dataclass may hold a dict
+            elif is_fixed(cls):
                 self.changeable = changeable
 
     def _built(self, cls: type, parts: Iterable[Any], refers: Refers) -> Composite:
