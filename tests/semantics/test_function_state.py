@@ -1,8 +1,10 @@
 """Custom autograd functions whose backward depends on objects, settings and memory of others, without a wire."""
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -129,6 +131,34 @@ def test_functions_that_share_a_name_stay_on_the_trainer(remote: Loopback) -> No
     same_bits(trained(body, checkpointing(remote, returns="gradients")), trained(body, plainly))
     (segment,) = remote.report().segments
     assert ["not defined at the top of a module" in reason for reason in segment.kept] == [True]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("Python", "outside of torch"), ("NumPy", "outside of torch"), ("torch", "a generator of its own")],
+)
+def test_draws_that_no_replay_can_repeat_stay_on_the_trainer(kind: str, reason: str, remote: Loopback) -> None:
+    def seeded(checkpoint: Any) -> list[Tensor | None]:
+        random.seed(0)
+        np.random.seed(0)
+        function_state.GENERATOR.manual_seed(0)
+        return trained(lambda h, w: function_state.Outside.apply(h.sin() * w, kind).cos(), checkpoint)
+
+    same_bits(seeded(checkpointing(remote)), seeded(plainly))
+    (segment,) = remote.report().segments
+    assert [reason in said for said in segment.kept] == [True]
+
+
+def test_a_function_that_fails_after_a_write(remote: Loopback) -> None:
+    def caught(h: Tensor, w: Tensor) -> Tensor:
+        h = h * w
+        with pytest.raises(KeyError):
+            function_state.FailsLate.apply(h)
+        return h.sin() * w
+
+    same_bits(trained(caught, checkpointing(remote)), trained(caught, plainly))
+    (segment,) = remote.report().segments
+    assert ["fails after a write" in said for said in segment.kept] == [True]
 
 
 def test_a_list_in_a_named_tuple_may_change_before_backward(remote: Loopback) -> None:

@@ -283,6 +283,38 @@ class Powers(torch.autograd.Function):
         return gradients[0] * ctx.saved_tensors[0].cos() * ctx.options["factor"], None
 
 
+class Outside(torch.autograd.Function):
+    """Draws from a generator that no replay can set."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: str) -> Tensor:
+        ctx.number = DRAWS[kind]()
+        return x * ctx.number
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.number, None
+
+
+GENERATOR = torch.Generator()
+
+DRAWS: dict[str, Callable[[], float]] = {
+    "Python": random.random,
+    "NumPy": lambda: float(np.random.rand()),
+    "torch": lambda: float(torch.rand((), generator=GENERATOR)),
+}
+"""Draws of random numbers, by whose generator they come from."""
+
+
+class FailsLate(Doubling):
+    """Raises an exception when it has written to its argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x.mul_(2)
+        raise KeyError("after a write")
+
+
 class Listed(NamedTuple):
     """A named tuple whose field a caller may change."""
 
