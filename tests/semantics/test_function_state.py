@@ -161,6 +161,44 @@ def test_a_function_that_fails_after_a_write(remote: Loopback) -> None:
     assert ["fails after a write" in said for said in segment.kept] == [True]
 
 
+def test_one_object_for_two_arguments(remote: Loopback) -> None:
+    """A replay builds two objects from the parts of one."""
+    slotted = function_state.Slotted(2.0)
+    body = lambda h, w: function_state.TakingTwo.apply(h.sin() * w, slotted, slotted).cos()  # noqa: E731
+    same_bits(trained(body, checkpointing(remote, returns="gradients")), trained(body, plainly))
+    (segment,) = remote.report().segments
+    assert segment.decisions == {Decision.GRADIENTS: 2}
+
+
+def test_a_context_may_hold_something_that_holds_itself(remote: Loopback) -> None:
+    body = lambda h, w: function_state.KeepingItself.apply(h.sin() * w).cos()  # noqa: E731
+    same_bits(trained(body, checkpointing(remote, returns="gradients")), trained(body, plainly))
+    (segment,) = remote.report().segments
+    assert segment.decisions == {Decision.GRADIENTS: 2}
+
+
+@pytest.mark.parametrize("name", ["KeepingTwice", "KeepingWeakly"])
+def test_what_someone_else_holds_beside_a_context_keeps_its_graph(name: str, remote: Loopback) -> None:
+    """However often the context refers to it."""
+    function = getattr(function_state, name)
+
+    def held(checkpoint: Any) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        x, w = torch.randn(4, WIDTH, requires_grad=True), torch.randn(WIDTH, requires_grad=True)
+        inside: list[Tensor] = []
+
+        def body(h: Tensor) -> Tensor:
+            inside.append(h * w)
+            return function.apply(inside[0]).cos() * w
+
+        y = checkpoint(body, x)
+        return list(torch.autograd.grad(y.sum(), [inside[0], x, w]))
+
+    same_bits(held(checkpointing(remote)), held(plainly))
+    (segment,) = remote.report().segments
+    assert segment.decisions == {Decision.ACTIVATIONS: 1}
+
+
 def test_a_list_in_a_named_tuple_may_change_before_backward(remote: Loopback) -> None:
     def case(checkpoint: Any) -> list[Tensor | None]:
         listed = function_state.Listed([2.0])

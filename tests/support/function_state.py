@@ -4,6 +4,7 @@ import enum
 import functools
 import itertools
 import random
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -313,6 +314,59 @@ class FailsLate(Doubling):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         x.mul_(2)
         raise KeyError("after a write")
+
+
+class TakingTwo(torch.autograd.Function):
+    """Gets two objects, which may be one, and keeps both."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, one: Slotted, other: Slotted) -> Tensor:
+        ctx.one, ctx.other = one, [other, one]
+        return x * one.number
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.other[0].number, None, None
+
+
+class KeepingTwice(torch.autograd.Function):
+    """Keeps one list of tensors in two attributes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.one = ctx.other = [x]
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.one[0].cos()
+
+
+class KeepingWeakly(Doubling):
+    """Keeps a weak reference to its argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.x = weakref.ref(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * 2
+
+
+class KeepingItself(torch.autograd.Function):
+    """Keeps a list that holds itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.items = [x]
+        ctx.items.append(ctx.items)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.items[1][0].cos()
 
 
 class Listed(NamedTuple):
