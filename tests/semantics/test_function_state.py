@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backhaul import Decision
+from backhaul import Decision, ReplayError
 from backhaul._backward.value_check import CheckpointError
 from backhaul_runtime.program import adapters
 from backhaul_runtime.program.names import names
@@ -159,6 +159,37 @@ def test_a_function_that_fails_after_a_write(remote: Loopback) -> None:
     same_bits(trained(caught, checkpointing(remote)), trained(caught, plainly))
     (segment,) = remote.report().segments
     assert ["fails after a write" in said for said in segment.kept] == [True]
+
+
+@pytest.mark.parametrize(
+    ("name", "attribute", "reason"),
+    [
+        ("SetsGrad", "grad", "uses .grad"),
+        ("AddsToMain", "main_grad", "the attribute main_grad"),
+        ("ReadsAttribute", "factor", "the attribute factor"),
+    ],
+)
+def test_attributes_of_tensors_stay_on_the_trainer(name: str, attribute: str, reason: str, remote: Loopback) -> None:
+    function = getattr(function_state, name)
+
+    def attributed(checkpoint: Any) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        x, w = torch.randn(4, WIDTH, requires_grad=True), torch.randn(WIDTH, requires_grad=True)
+        if attribute != "grad":
+            setattr(w, attribute, torch.ones(WIDTH))
+        checkpoint(lambda h: function.apply(h.sin(), w).cos(), x).sum().backward()
+        return [x.grad, getattr(w, attribute)]
+
+    same_bits(attributed(checkpointing(remote)), attributed(plainly))
+    (segment,) = remote.report().segments
+    assert [reason in said for said in segment.kept] == [True]
+
+
+def test_a_gradient_that_is_set_in_another_way_is_an_error(remote: Loopback) -> None:
+    x, w = torch.randn(4, WIDTH, requires_grad=True), torch.randn(WIDTH, requires_grad=True)
+    y = remote.checkpoint(lambda h: function_state.AddsElsewhere.apply(h.sin(), w), x, returns="gradients")
+    with pytest.raises(ReplayError, match="added to .grad of a tensor"):
+        y.sum().backward()
 
 
 def test_one_object_for_two_arguments(remote: Loopback) -> None:

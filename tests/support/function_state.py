@@ -316,6 +316,60 @@ class FailsLate(Doubling):
         raise KeyError("after a write")
 
 
+class SetsGrad(torch.autograd.Function):
+    """Sets `.grad` of a weight in backward, instead of returning a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        ctx.weight.grad = (gradients[0] * x).sum(0)
+        return gradients[0] * ctx.weight.detach(), None
+
+
+def add_to_grad(tensor: Tensor, gradient: Tensor) -> None:
+    """What `AddsElsewhere` calls."""
+    tensor.grad = gradient
+
+
+class AddsElsewhere(SetsGrad):
+    """Sets `.grad` by a function of its module."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        add_to_grad(ctx.weight, (gradients[0] * x).sum(0))
+        return gradients[0] * ctx.weight.detach(), None
+
+
+class AddsToMain(SetsGrad):
+    """Adds to an attribute of a weight in backward, as fused accumulation of gradients does."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        ctx.weight.main_grad.add_((gradients[0] * x).sum(0))
+        return gradients[0] * ctx.weight.detach(), None
+
+
+class ReadsAttribute(torch.autograd.Function):
+    """Reads an attribute of a weight in forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.factor = getattr(weight, "factor")  # noqa: B009  as code does that gives a default
+        return x * ctx.factor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.factor, None
+
+
 class TakingTwo(torch.autograd.Function):
     """Gets two objects, which may be one, and keeps both."""
 

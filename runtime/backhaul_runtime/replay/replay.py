@@ -525,6 +525,11 @@ class Replay:
                 )
             if watch is not None:
                 watch.end()
+            if self._program.functions and any(tensor.is_leaf and tensor.grad is not None for tensor in self._sources):
+                raise ReplayError(
+                    "the backward of a custom function has added to .grad of a tensor, which is not the trainer's "
+                    "tensor here: start the worker without allowing the function"
+                )
         except BackhaulError:  # raised by `check`, or a SavedTensorModifiedError
             raise
         except Exception as error:  # a backward formula may raise any type of error
