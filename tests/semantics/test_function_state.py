@@ -258,3 +258,28 @@ def test_an_adapter_may_be_registered_while_another_thread_looks_one_up(monkeypa
     monkeypatch.setattr(adapters, "_registered", {**adapters._registered})
     monkeypatch.setattr(adapters, "_look_up", meanwhile)
     assert adapters.adapter_of(Unknown) is None
+
+
+def test_an_attribute_of_a_tensor_may_change_before_backward(remote: Loopback) -> None:
+    def case(checkpoint: Any) -> list[Tensor | None]:
+        marked = torch.ones(4).as_subclass(function_state.Marked)
+        marked.scale = 2.0
+        x = torch.arange(4.0).requires_grad_()
+        y = checkpoint(lambda h: function_state.TakingMarked.apply(h.sin(), marked).cos(), x)
+        marked.scale = 5.0
+        y.sum().backward()
+        return [y, x.grad]
+
+    same_bits(case(checkpointing(remote)), case(plainly))
+    (segment,) = remote.report().segments
+    assert set(segment.decisions) == {Decision.ACTIVATIONS}
+
+
+def test_the_class_of_an_argument_is_compared(remote: Loopback, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changed after forward here, as the worker without a wire has the same class."""
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    sloped = function_state.Sloped(4)
+    y = remote.checkpoint(lambda h: function_state.TakingSloped.apply(h.sin(), sloped), x, returns="gradients")
+    monkeypatch.setattr(function_state.Sloped, "slope", 5.0)
+    with pytest.raises(CheckpointError, match="TakingSloped"):
+        y.sum().backward()

@@ -440,3 +440,43 @@ class TakingListed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return gradients[0] * ctx.listed.numbers[0], None
+
+
+@dataclass(frozen=True)
+class Sloped:
+    """Has what backward needs in its class."""
+
+    bits: int
+    slope = 2.0
+
+
+class TakingSloped(torch.autograd.Function):
+    """Reads an attribute of an argument's class in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sloped: Sloped) -> Tensor:
+        ctx.sloped = sloped
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.sloped.slope, None
+
+
+class Marked(Tensor):
+    """A tensor with an attribute."""
+
+    scale: float
+
+
+class TakingMarked(torch.autograd.Function):
+    """Reads an attribute of a tensor in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, marked: Marked) -> Tensor:
+        ctx.marked = marked
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.marked.scale, None

@@ -200,10 +200,13 @@ _SHIPPED = {
 _registered |= _SHIPPED
 
 
-def may_change(cls: type) -> bool:
-    """Whether objects of a class may change between forward and backward, which then reads other values."""
-    if is_fixed(cls) or issubclass(cls, tuple):
+def may_change(value: Any) -> bool:
+    """Whether an object may change between forward and backward, which then reads other values."""
+    cls: type = type(value)
+    if name_of_class(cls) in _SHIPPED or isinstance(value, (enum.Enum, tuple)):
         return False
+    if isinstance(value, Tensor):
+        return is_thin(cls) and bool(attribute_names(value))
     return name_of_class(cls) in _registered or not cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
 
 

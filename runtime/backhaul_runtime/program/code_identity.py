@@ -103,6 +103,17 @@ def identity_of_class(cls: type) -> CodeIdentity:
     return CodeIdentity(cls)
 
 
+def lines_of_class(cls: type) -> Iterator[str]:
+    """Yields lines that are equal for equal classes: the constants and the code of the class, and of its bases."""
+    for base in cls.__mro__:
+        for name, value in () if is_foreign(base.__module__) else sorted(vars(base).items()):
+            item = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+            if isinstance(item, FunctionType):
+                yield from (name, *code_lines(item.__code__))
+            elif name not in _OF_PYTHON and (text := _constant(item)) is not None:
+                yield f"{name} = {text}"
+
+
 @functools.cache
 def uses_gradients(cls: type) -> bool:
     """Whether methods of a custom autograd function read or set `.grad` of tensors, or call `autograd.backward`."""

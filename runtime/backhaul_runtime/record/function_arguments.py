@@ -100,7 +100,7 @@ class FunctionArguments:
             return self._built(cls, adapter.flatten(value), refers)
         finally:
             self.is_in_object = outer
-            if may_change(cls):
+            if may_change(value):
                 self.changeable = plain_name(cls)
             elif is_fixed(cls):
                 self.changeable = changeable

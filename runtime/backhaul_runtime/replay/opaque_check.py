@@ -22,7 +22,13 @@ from torch.autograd.graph import Node
 
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.program.adapters import TensorMemory, adapter_of, attribute_names, is_only_attributes
-from backhaul_runtime.program.code_identity import code_lines, identity_of_class, is_foreign, name_of_class
+from backhaul_runtime.program.code_identity import (
+    code_lines,
+    identity_of_class,
+    is_foreign,
+    lines_of_class,
+    name_of_class,
+)
 from backhaul_runtime.tensors.deferred_digest import DeferredDigest, Digest, digest_of, read
 from backhaul_runtime.tensors.digest import saved_digest
 from backhaul_runtime.tensors.layout import Layout, layout_of
@@ -144,7 +150,7 @@ class OpaqueCheck:
             self._visit(item)
 
     def _object(self, value: Any) -> None:
-        self._texts.append(name_of_class(type(value)))
+        self._texts += [name_of_class(type(value)), *lines_of_class(type(value))]
         adapter = adapter_of(type(value))
         if adapter is not None:
             self._visit(list(adapter.flatten(value)))
